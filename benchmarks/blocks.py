@@ -1,22 +1,23 @@
-"""Block-wise segmentation against one piece, and its memory:
+"""Measure the overhead and the memory of block-wise segmentation.
 
 python benchmarks/blocks.py overhead [--shape 128 512 512] [--pairs 3] [--workers 2] [--records FILE]
 python benchmarks/blocks.py memory [--gigabytes 20] [--workers 2] [--model FOLDER] [--overlap 0.083] [--folder FOLDER]
     [--records FILE]
 
-overhead segments one OME-Zarr of bright balls in turn by one process with as many threads as there are workers, and by
-workers of one thread each. Models are loaded and warm; reading and writing count. Prints seconds of the clock and of
-the processor, and their ratio. Raises AssertionError where a label differs.
+`overhead` segments an OME-Zarr of bright balls in two ways that alternate: in one piece, by one process with as many
+threads as there are workers, and block by block, by workers of one thread each. Loading the models is not measured;
+reading and writing are. Prints wall-clock seconds, CPU seconds, and their ratios. Raises AssertionError if a label
+differs.
 
-memory makes an OME-Zarr of so many gigabytes (10^9) that is full of balls, and segments it with labels. Its chunks are
-drawn from a few that were made, which balls across their faces fit together. The model smooths and takes a threshold,
-unless another is named. Prints seconds of each step, the memory of each worker and of the driver at most (anonymous
-pages, those of mapped files, shared ones, each sampled twice a second, and all together as the system counts them), and
-the bytes of the scratch folder at most, looked at every ten seconds. Raises AssertionError where a process takes more
-than 2 GB, or where there are not as many objects as balls. What is interrupted goes on with the same command where
-FOLDER is named.
+`memory` writes an OME-Zarr of the given size (in gigabytes, 10^9 bytes) that is full of balls, and segments it into
+labels. Its chunks are copies of a few different ones. Balls that cross the faces of a chunk continue in any
+neighboring chunk. By default, the model smooths the image and thresholds it. Prints the seconds of each step, the peak
+memory of the driver and of each worker, and the peak size of the scratch folder. Anonymous, file-backed and shared
+memory are sampled twice a second, the scratch folder every ten seconds; the peak of the total is the one that Linux
+records. Raises AssertionError if a process uses more than 2 GB, or if the number of objects is far from the number of
+balls. To resume an interrupted run, set --folder and repeat the command.
 
---records keeps what every block took, for benchmarks/blocks_scaling.py.
+--records saves the measurements of each block for benchmarks/blocks_scaling.py.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ import numpy as np
 import torch
 import yaml
 import zarr
-from common import ROOT, write_figures
+from common import ROOT, write_results
 from numpy.typing import NDArray
-from processes import Sampler, cpu_seconds, family, proc_text
+from processes import Sampler, cpu_seconds, process_tree, read_proc_file
 from safetensors.torch import save_file
 from torch import nn
 
@@ -67,38 +68,50 @@ from service.models.architectures import ShuffleUNet
 from service.models.repository import read_spec
 
 MODEL = ROOT / "models/nuclei"
-BUDGET = 2 * 10**9
-CHUNK = (64, 128, 128)
-# Of the large image: voxels of a chunk, how many lie along y and x at most, and how many differ.
-BLOCK, MOST_ACROSS, BLOCKS = (104, 208, 208), 10, 16
-RESIDENT = ("RssAnon", "RssFile", "RssShmem", "VmHWM")
-_OPEN = ExitStack()
-WARM_UP = -1
-BALL, APART, DARK, BRIGHT = 9, 26, 300, 3000
+# Maximum memory of each process.
+MEMORY_BUDGET_BYTES = 2 * 10**9
+CHUNK_SHAPE = (64, 128, 128)
+# The large image: the shape of a chunk, the maximum number of chunks along y and x, and the number of different chunks.
+LARGE_CHUNK_SHAPE = (104, 208, 208)
+MAX_CHUNKS_ACROSS = 10
+DISTINCT_CHUNKS = 16
+# Fields of /proc/PID/status.
+MEMORY_FIELDS = ("RssAnon", "RssFile", "RssShmem", "VmHWM")
+# Closes the batchers when the process ends.
+_EXIT_STACK = ExitStack()
+# Number of a block that only makes a worker load the model.
+WARM_UP_BLOCK = -1
+# Balls on a lattice: sizes in voxels, then gray values.
+BALL_RADIUS = 9
+LATTICE_PITCH = 26
+BACKGROUND = 300
+BALL_BRIGHTNESS = 3000
 
 
-def balls(shape: tuple[int, ...]) -> NDArray[np.uint16]:
-    """Make noise with balls of 18 voxels at jittered places of a lattice."""
+def make_balls(shape: tuple[int, ...]) -> NDArray[np.uint16]:
+    """Return a noisy image of balls 18 voxels in diameter at jittered positions of a lattice, uint16 [Z, Y, X]."""
     rng = np.random.default_rng(0)
-    pixels = rng.normal(DARK, 30, shape)
-    near = np.indices((2 * BALL + 1,) * 3) - BALL
-    ball = BRIGHT * np.clip(1.2 - np.sqrt((near**2).sum(0)) / BALL, 0, 1)
-    for place in np.stack(np.meshgrid(*(np.arange(BALL + 4, n - BALL - 4, APART) for n in shape)), -1).reshape(-1, 3):
-        z, y, x = place + rng.integers(-4, 5, 3) - BALL
+    pixels = rng.normal(BACKGROUND, 30, shape)
+    offsets = np.indices((2 * BALL_RADIUS + 1,) * 3) - BALL_RADIUS
+    ball = BALL_BRIGHTNESS * np.clip(1.2 - np.sqrt((offsets**2).sum(0)) / BALL_RADIUS, 0, 1)
+    for position in np.stack(
+        np.meshgrid(*(np.arange(BALL_RADIUS + 4, n - BALL_RADIUS - 4, LATTICE_PITCH) for n in shape)), -1
+    ).reshape(-1, 3):
+        z, y, x = position + rng.integers(-4, 5, 3) - BALL_RADIUS
         pixels[z : z + len(ball), y : y + len(ball), x : x + len(ball)] += ball
     return pixels.clip(0, 2**16 - 1).astype(np.uint16)
 
 
 def write_image(path: Path, shape: tuple[int, ...], pixels: NDArray[np.uint16]) -> Path:
-    """Write an OME-Zarr."""
-    make_image(path, shape, CHUNK)[...] = pixels
+    """Write an image as OME-Zarr; return its path."""
+    make_image(path, shape, CHUNK_SHAPE)[...] = pixels
     return path
 
 
 def make_image(path: Path, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Any:
-    """Make an OME-Zarr; return its array, of which nothing is stored yet."""
+    """Create an empty OME-Zarr; return its array."""
     group = zarr.open_group(path, mode="w")
-    array = group.create_array("0", shape=shape, dtype=np.uint16, chunks=chunk, fill_value=DARK)
+    array = group.create_array("0", shape=shape, dtype=np.uint16, chunks=chunk, fill_value=BACKGROUND)
     axes = [{"name": axis, "type": "space", "unit": "micrometer"} for axis in "zyx"]
     scale = {"type": "scale", "scale": [0.3, 0.3, 0.3]}
     datasets = [{"path": "0", "coordinateTransformations": [scale]}]
@@ -107,27 +120,27 @@ def make_image(path: Path, shape: tuple[int, ...], chunk: tuple[int, ...]) -> An
 
 
 @cache
-def warm(threads: int) -> tuple[ModelRunner, WindowBatcher]:
+def load_model(threads: int) -> tuple[ModelRunner, WindowBatcher]:
+    """Load the bundled model once per process, and warm it up."""
     settings = Settings(device=Device(name="cpu", threads=threads))
-    # As long as the process lives.
-    device = _OPEN.enter_context(open_batcher(settings))
+    device = _EXIT_STACK.enter_context(open_batcher(settings))
     runner = ModelRunner(read_spec(MODEL), settings)
     device.call(runner.warm_up)
     return runner, device
 
 
 def segment_whole(source: Path, out: Path, threads: int, options: Options) -> tuple[float, float]:
-    """Segment in one piece; return seconds of the clock and of the processor."""
-    runner, device = warm(threads)
+    """Segment an image in one piece; return wall-clock seconds and CPU seconds."""
+    runner, device = load_model(threads)
     began, cpu = time.monotonic(), time.process_time()
     volume = stack_reader.read(source, Selection(), sys.maxsize)
     zarr_writer.write(segment(runner, volume, options, callbacks=Callbacks(device.run)).segmentation, out)
     return time.monotonic() - began, time.process_time() - cpu
 
 
-def warm_or_work(task: BlockTask) -> dict[str, Any]:
-    """Do a block, or load the model and have it warm."""
-    if task.number == WARM_UP:
+def run_or_warm_up(task: BlockTask) -> dict[str, Any]:
+    """Compute a block. If its number is `WARM_UP_BLOCK`, only load the model."""
+    if task.number == WARM_UP_BLOCK:
         load_runner(task.folder)
         return {}
     return run_block(task)
@@ -142,43 +155,44 @@ def segment_blocks(  # noqa: PLR0913
     model: Path = MODEL,
     engine: Engine,
 ) -> tuple[float, float, Any]:
-    """Segment block by block; return seconds of the clock and of the processor, and the records of all blocks."""
+    """Segment an image block by block; return wall-clock seconds, CPU seconds, and the records of all blocks."""
     settings = Settings(device=Device(name="cpu"), windows=Windows(), engine=engine)
     settings = share_threads(settings, workers.count)
     plan = make_plan(source, Selection(), read_spec(model), options, settings, workers=workers.count)
     folder = RunFolder(out.with_name("scratch"))
     folder.create_or_resume(plan, settings)
-    # Each worker has one of them.
-    wait([workers.submit(BlockTask(str(folder.path), "scores", WARM_UP)) for _ in range(workers.count)])
+    # Each worker receives one of these tasks.
+    wait([workers.submit(BlockTask(str(folder.path), "scores", WARM_UP_BLOCK)) for _ in range(workers.count)])
     began, cpu = time.monotonic(), cpu_seconds(os.getpid())
     Driver(folder, workers, lambda *step: print(*step, file=sys.stderr)).run(out, dict)
-    spent = time.monotonic() - began, cpu_seconds(os.getpid()) - cpu
+    elapsed = time.monotonic() - began, cpu_seconds(os.getpid()) - cpu
     steps = get_args(Step)
     records = {
         step: [folder.read_record(step, number) for number in sorted(folder.finished_blocks(step))] for step in steps
     }
     facts = {"shape": plan.layout.size, "roi": plan.layout.roi, "windows": plan.layout.windows, "records": records}
     shutil.rmtree(folder.path)
-    return *spent, facts
+    return *elapsed, facts
 
 
-def overhead(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure_overhead(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Segment the same image in one piece and block by block; return the seconds and ratios."""
     shape = tuple(options.shape)
-    source = write_image(folder / "in.zarr", shape, balls(shape))
-    asked, pairs = Options(diameter="none"), list[tuple[Any, ...]]()
+    source = write_image(folder / "in.zarr", shape, make_balls(shape))
+    request_options, pairs = Options(diameter="none"), list[tuple[Any, ...]]()
     with (
-        ProcessPoolExecutor(1, get_context("spawn"), exit_with_parent, (os.getpid(),)) as whole,
-        closing(LocalWorkers(options.workers, warm_or_work)) as workers,
+        ProcessPoolExecutor(1, get_context("spawn"), exit_with_parent, (os.getpid(),)) as pool,
+        closing(LocalWorkers(options.workers, run_or_warm_up)) as workers,
     ):
-        whole.submit(warm, options.workers)
+        pool.submit(load_model, options.workers)
         for _ in range(options.pairs):
-            one = whole.submit(segment_whole, source, folder / "whole.zarr", options.workers, asked).result()
-            many = segment_blocks(source, folder / "blocks.zarr", workers, asked, engine=Engine())
-            pairs.append((*one, *many[:2]))
+            whole = pool.submit(segment_whole, source, folder / "whole.zarr", options.workers, request_options).result()
+            blockwise = segment_blocks(source, folder / "blocks.zarr", workers, request_options, engine=Engine())
+            pairs.append((*whole, *blockwise[:2]))
             print(pairs[-1], file=sys.stderr)
         labels = [zarr.open_group(folder / name)["0"][...] for name in ("whole.zarr", "blocks.zarr")]
-        assert np.array_equal(*labels), "labels differ"
-    write_records(many[2], options.records)
+        assert np.array_equal(*labels), "The labels of the block-wise run differ."
+    write_records(blockwise[2], options.records)
     columns = [list(column) for column in zip(*pairs, strict=True)]
     names = ("whole_seconds", "whole_cpu_seconds", "blocks_seconds", "blocks_cpu_seconds")
     ratios = {
@@ -188,88 +202,96 @@ def overhead(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"shape": shape, "objects": int(labels[0].max())} | dict(zip(names, columns, strict=True)) | ratios
 
 
-class Peaks:
-    """Bytes that each process of this family has taken at most, and files in a folder together."""
+class PeakUsage:
+    """Peak memory of this process and its descendants, and peak size of a folder, in bytes."""
 
     def __init__(self, scratch: Path) -> None:
         self.processes = dict[int, Counter[str]]()
-        self.scratch, self._folder, self._looks = 0, scratch, 0
+        self.scratch_bytes, self._folder, self._samples = 0, scratch, 0
 
-    def note(self) -> None:
-        """Look once."""
-        for pid in family(os.getpid()):
-            fields = dict(line.split(":", 1) for line in proc_text(pid, "status").splitlines() if ":" in line)
-            sizes = {name: int(fields.get(name, "0").split()[0]) * 1024 for name in RESIDENT}
+    def sample(self) -> None:
+        """Update the peaks."""
+        for pid in process_tree(os.getpid()):
+            fields = dict(line.split(":", 1) for line in read_proc_file(pid, "status").splitlines() if ":" in line)
+            sizes = {name: int(fields.get(name, "0").split()[0]) * 1024 for name in MEMORY_FIELDS}
             now = {"anonymous": sizes["RssAnon"], "files": sizes["RssFile"], "shared": sizes["RssShmem"]}
             self.processes[pid] = self.processes.get(pid, Counter()) | Counter(now | {"all": sizes["VmHWM"]})
-        # Looking at so many files takes long.
-        if self._looks % 20 == 0:
-            self.scratch = max(self.scratch, sum(map(disk_bytes, self._folder.rglob("*"))))
-        self._looks += 1
+        # Listing many files is slow.
+        if self._samples % 20 == 0:
+            self.scratch_bytes = max(self.scratch_bytes, sum(map(disk_bytes, self._folder.rglob("*"))))
+        self._samples += 1
 
 
 def disk_bytes(path: Path) -> int:
-    """Return the bytes that a file takes on disk, 0 for one that is gone meanwhile."""
+    """Return the disk space that a file occupies, in bytes; 0 if it no longer exists."""
     try:
         return path.lstat().st_blocks * 512
     except FileNotFoundError:
         return 0
 
 
-def make_blocks() -> list[NDArray[np.uint16]]:
-    """Make blocks of noise with balls around a lattice, across their faces too, that fit together in any order."""
-    shape, blocks = BLOCK, list[NDArray[np.uint16]]()
-    near = np.indices((2 * BALL + 1,) * 3) - BALL
-    ball = BRIGHT * np.clip(1.2 - np.sqrt((near**2).sum(0)) / BALL, 0, 1)
-    places = np.stack(np.meshgrid(*(np.arange(0, n, APART) for n in shape)), -1).reshape(-1, 3)
-    for seed in range(BLOCKS):
+def make_chunks() -> list[NDArray[np.uint16]]:
+    """Return different chunks of noise and balls that can be placed next to each other in any order.
+
+    Some balls cross the faces of a chunk and continue in its neighbors.
+    """
+    shape, chunks = LARGE_CHUNK_SHAPE, list[NDArray[np.uint16]]()
+    offsets = np.indices((2 * BALL_RADIUS + 1,) * 3) - BALL_RADIUS
+    ball = BALL_BRIGHTNESS * np.clip(1.2 - np.sqrt((offsets**2).sum(0)) / BALL_RADIUS, 0, 1)
+    positions = np.stack(np.meshgrid(*(np.arange(0, n, LATTICE_PITCH) for n in shape)), -1).reshape(-1, 3)
+    for seed in range(DISTINCT_CHUNKS):
         rng = np.random.default_rng(seed)
-        pixels = rng.normal(DARK, 30, shape)
-        # Balls at the faces are the same in all blocks.
-        moved = places + np.where((places > 0).all(1)[:, None], rng.integers(-4, 5, places.shape), 0)
-        for place in moved:
-            z, y, x = (np.arange(at - BALL, at + BALL + 1) % n for at, n in zip(place, shape, strict=True))
+        pixels = rng.normal(BACKGROUND, 30, shape)
+        # Balls at the faces are the same in all chunks.
+        moved = positions + np.where((positions > 0).all(1)[:, None], rng.integers(-4, 5, positions.shape), 0)
+        for position in moved:
+            z, y, x = (
+                np.arange(at - BALL_RADIUS, at + BALL_RADIUS + 1) % n for at, n in zip(position, shape, strict=True)
+            )
             pixels[np.ix_(z, y, x)] += ball
-        blocks.append(pixels.clip(0, 2**16 - 1).astype(np.uint16))
-    return blocks
+        chunks.append(pixels.clip(0, 2**16 - 1).astype(np.uint16))
+    return chunks
 
 
-def write_dense(path: Path, gigabytes: float) -> tuple[int, ...]:
-    """Write an OME-Zarr of such blocks, in any order, each a chunk; equal ones are one file. Return its shape."""
-    number = max(round(gigabytes * 1e9 / 2 / math.prod(BLOCK)), 1)
-    across = min(max(round((number / 2) ** (1 / 3)), 1), MOST_ACROSS)
+def write_large_image(path: Path, gigabytes: float) -> tuple[int, ...]:
+    """Write an OME-Zarr of chunks in random order, with equal chunks as hard links to one file; return its shape."""
+    number = max(round(gigabytes * 1e9 / 2 / math.prod(LARGE_CHUNK_SHAPE)), 1)
+    across = min(max(round((number / 2) ** (1 / 3)), 1), MAX_CHUNKS_ACROSS)
     counts = (-(-number // across**2), across, across)
-    shape = tuple(n * edge for n, edge in zip(counts, BLOCK, strict=True))
+    shape = tuple(n * edge for n, edge in zip(counts, LARGE_CHUNK_SHAPE, strict=True))
     if not path.exists():
         partial, rng = path.with_name("partial.zarr"), np.random.default_rng(0)
         shutil.rmtree(partial, ignore_errors=True)
-        array = make_image(partial, shape, BLOCK)
-        for block, place in zip(make_blocks(), np.ndindex(counts), strict=False):
-            array[tuple(slice(at * edge, (at + 1) * edge) for at, edge in zip(place, BLOCK, strict=True))] = block
-        chunks = [partial / "0/c" / "/".join(map(str, place)) for place in np.ndindex(counts)]
-        for chunk in chunks[BLOCKS:]:
+        array = make_image(partial, shape, LARGE_CHUNK_SHAPE)
+        for pixels, position in zip(make_chunks(), np.ndindex(counts), strict=False):
+            region = tuple(
+                slice(at * edge, (at + 1) * edge) for at, edge in zip(position, LARGE_CHUNK_SHAPE, strict=True)
+            )
+            array[region] = pixels
+        chunks = [partial / "0/c" / "/".join(map(str, position)) for position in np.ndindex(counts)]
+        for chunk in chunks[DISTINCT_CHUNKS:]:
             chunk.parent.mkdir(parents=True, exist_ok=True)
-            chunk.hardlink_to(chunks[rng.integers(min(BLOCKS, len(chunks)))])
+            chunk.hardlink_to(chunks[rng.integers(min(DISTINCT_CHUNKS, len(chunks)))])
         partial.rename(path)
     return shape
 
 
 def make_model(folder: Path) -> Path:
-    """Make a model that smooths the image and tells balls by a threshold, at little cost; return its folder."""
+    """Make a cheap model that smooths the image and finds balls with a threshold; return its folder."""
     module = ShuffleUNet(1, 2, widths=(8,))
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
         first, second = (layer for layer in module.stem if isinstance(layer, nn.Conv3d))
         first.weight[0] = 1 / 8 / 27
-        # Each of the 8 voxels of a block is interpolated at its own place, so that there are no plateaus.
+        # The network computes 2 x 2 x 2 voxels at once. Each is interpolated at its own position, to avoid plateaus.
         sides = torch.tensor([[3.0, 4.0, 1.0], [1.0, 4.0, 3.0]]) / 8
         for voxel, (z, y, x) in enumerate(itertools.product(sides, repeat=3)):
             second.weight[voxel, 0] = z[:, None, None] * y[:, None] * x
             module.head.weight[[voxel, 8 + voxel], voxel] = torch.tensor([40.0, 8.0])[:, None, None, None]
         for norm in (layer for layer in module.stem if isinstance(layer, nn.BatchNorm3d)):
             norm.weight[:] = 1
-        # Of foreground and distance.
+        # The biases of the foreground and of the distance.
         module.head.bias[:8], module.head.bias[8:] = -8, -4
     folder.mkdir(exist_ok=True)
     save_file(module.state_dict(), folder / "weights.safetensors")
@@ -285,34 +307,38 @@ def make_model(folder: Path) -> Path:
 
 
 def time_steps(records: dict[str, list[Any]]) -> dict[str, dict[str, float]]:
-    """Return seconds of the clock and of the processor of each step; scores and tiles overlap."""
+    """Return the wall-clock and CPU seconds of each step. The steps `scores` and `tile` overlap in time."""
     return {
         step: {
-            "clock": round(max(each["ended"] for each in done) - min(each["began"] for each in done), 1),
-            "cpu": round(sum(each["cpu"] for each in done), 1),
-            "blocks": len(done),
+            "clock": round(
+                max(record["ended"] for record in step_records) - min(record["began"] for record in step_records), 1
+            ),
+            "cpu": round(sum(record["cpu"] for record in step_records), 1),
+            "blocks": len(step_records),
         }
-        for step, done in records.items()
-        if done
+        for step, step_records in records.items()
+        if step_records
     }
 
 
-def memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    shape, model = write_dense(folder / "in.zarr", options.gigabytes), options.model or make_model(folder / "balls")
+def measure_memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Segment a large image block by block; return the seconds and the peak memory."""
+    shape = write_large_image(folder / "in.zarr", options.gigabytes)
+    model = options.model or make_model(folder / "balls")
     engine = Engine() if options.model else Engine(kind="openvino", precision="fp32")
-    asked, peaks = Options(diameter="none", overlap=options.overlap), Peaks(folder / "scratch")
-    with closing(LocalWorkers(options.workers, warm_or_work)) as workers, Sampler(peaks.note, 0.5):
-        # Making the image has taken more than driving the run will.
+    request_options, peaks = Options(diameter="none", overlap=options.overlap), PeakUsage(folder / "scratch")
+    with closing(LocalWorkers(options.workers, run_or_warm_up)) as workers, Sampler(peaks.sample, 0.5):
+        # Writing the image used more memory than the driver will, so reset the recorded peak of this process.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         seconds, cpu, facts = segment_blocks(
-            folder / "in.zarr", folder / "out.zarr", workers, asked, model=model, engine=engine
+            folder / "in.zarr", folder / "out.zarr", workers, request_options, model=model, engine=engine
         )
     write_records(facts, options.records)
     joined = facts["records"]["join"][0]
-    figures = {
+    results = {
         "input_bytes": 2 * math.prod(shape),
         "shape": shape,
-        "balls": math.prod(n // APART + 1 for n in shape),
+        "balls": math.prod(n // LATTICE_PITCH + 1 for n in shape),
         "objects": joined["objects"],
         "pieces": joined["pieces"],
         "basins": joined["basins"],
@@ -320,46 +346,51 @@ def memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "cpu_seconds": round(cpu, 1),
         "steps": time_steps(facts["records"]),
         "peak_bytes": {("driver" if pid == os.getpid() else pid): dict(most) for pid, most in peaks.processes.items()},
-        "peak_scratch_bytes": peaks.scratch,
+        "peak_scratch_bytes": peaks.scratch_bytes,
         "tile_bytes": sum(record.get("bytes", 0) for record in facts["records"]["tile"]),
-        "budget_bytes": BUDGET,
+        "budget_bytes": MEMORY_BUDGET_BYTES,
     }
-    print(json.dumps(figures), file=sys.stderr)
-    return figures
+    print(json.dumps(results), file=sys.stderr)
+    return results
 
 
-def check(figures: dict[str, Any]) -> None:
-    """Raise AssertionError for memory beyond the budget, or objects that are not the balls."""
-    # Windows see nothing beyond their ends, which splits some.
-    assert 0.9 < figures["objects"] / figures["balls"] < 2, "not as many objects as balls"
-    assert max(most["all"] for most in figures["peak_bytes"].values()) <= BUDGET, "more memory than the budget allows"
+def check(results: dict[str, Any]) -> None:
+    """Raise AssertionError if a process exceeded the memory budget, or if the number of objects is wrong."""
+    # A ball at the edge of a window may be split, because a window has no context beyond its edges.
+    ratio = results["objects"] / results["balls"]
+    assert 0.9 < ratio < 2, f"Found {results['objects']} objects for {results['balls']} balls."
+    peak = max(most["all"] for most in results["peak_bytes"].values())
+    assert peak <= MEMORY_BUDGET_BYTES, f"A process used {peak} bytes; the budget is {MEMORY_BUDGET_BYTES}."
 
 
 def write_records(facts: Any, path: Path | None) -> None:
+    """Write the records of all blocks as JSON, if a path is given."""
     if path is not None:
         path.write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("overhead", "memory"))
+    parser.add_argument("benchmark", choices=("overhead", "memory"))
     parser.add_argument("--shape", type=int, nargs=3, default=[128, 512, 512])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--gigabytes", type=float, default=20)
-    parser.add_argument("--model", type=Path, help="folder of a model of instances")
+    parser.add_argument("--model", type=Path, help="folder of an instance segmentation model")
     parser.add_argument("--overlap", type=float, default=1 / 12)
-    parser.add_argument("--folder", type=Path, help="new folder on a disk with room enough")
-    parser.add_argument("--records", type=Path, help="what every block took")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument(
+        "--folder", type=Path, help="working folder; the disk needs room for the image, scratch files and labels"
+    )
+    parser.add_argument("--records", type=Path, help="save the measurements of each block to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this JSON file")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="blocks-"))
     folder.mkdir(exist_ok=True)
-    figures = overhead(options, folder) if options.what == "overhead" else memory(options, folder)
+    results = measure_overhead(options, folder) if options.benchmark == "overhead" else measure_memory(options, folder)
     shutil.rmtree(folder)
-    if options.what == "memory":
-        check(figures)
-    write_figures(figures, options.json)
+    if options.benchmark == "memory":
+        check(results)
+    write_results(results, options.json)
 
 
 if __name__ == "__main__":

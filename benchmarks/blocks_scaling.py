@@ -1,18 +1,19 @@
-"""How block-wise segmentation scales: a simulation of many workers from the times of recorded blocks.
+"""Simulate block-wise segmentation with many workers, from the measured times of recorded blocks.
 
 python benchmarks/blocks.py overhead --records FILE
 python benchmarks/blocks.py memory --records LARGE
 python benchmarks/blocks_scaling.py FILE --large LARGE [--voxels 1e12] [--faster 30] [--storage 20] [--client 2]
     [--workers 1 8 64 512]
 
-Blocks of one volume of so many voxels are given to workers in the order in which they are ready, each with the
-processor's seconds that blocks of its kind took on one core here: to read and score its windows, to blend and decode
-its tile, to write labels. --faster says how many times as fast as that core a GPU computes windows; the rest stays as
-it was on one core, which each worker has. To that come the bytes that a block reads and writes on shared storage, which
-gives --storage GB/s to all workers together and --client GB/s to each. All workers count grey values before, and look
-up after where paths go on in other tiles; one process merges the counts, and one joins the pieces. Prints a row for
-each number of workers: seconds of each step, the share of all workers' time in which windows are computed, and what
-takes most of it.
+The blocks of one volume with --voxels voxels are assigned to the next free worker. A block takes the CPU seconds
+that such blocks took on one core in the recorded run: to read and score its windows, to blend and decode its tile, and
+to write its labels. A GPU computes windows --faster times as fast as that core; the other work remains on one core per
+worker. Reading and writing are added: the shared storage provides --storage GB/s in total, and up to --client GB/s to
+each worker. Before the blocks, all workers count gray values, and one process merges the counts. After the blocks, all
+workers find the paths that continue in other tiles, and one process joins the pieces.
+
+Prints a row for each number of workers: hours, speed-up, the share of the time in which windows are computed, and the
+bottleneck.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import write_figures
+from common import write_results
 
 
 class Rates(NamedTuple):
-    """Seconds of one core for a window, in the network and around it, and for a voxel of each other step."""
+    """CPU seconds: `network` and `window` per window (in the network, and around it), the others per voxel."""
 
     network: float
     window: float
@@ -41,7 +42,7 @@ class Rates(NamedTuple):
 
 
 class Bytes(NamedTuple):
-    """Bytes that go over the network for each voxel: pixels, scores written and read, pieces, labels."""
+    """Bytes moved to and from the storage per voxel."""
 
     pixels: float
     scores: float
@@ -49,13 +50,15 @@ class Bytes(NamedTuple):
     labels: float
 
 
-def measure(facts: dict[str, Any], large: dict[str, Any]) -> tuple[Rates, Bytes, float, float]:
-    """Return rates and bytes of recorded blocks, windows for each voxel, and voxels of a tile.
+def measure(recorded_run: dict[str, Any], large_run: dict[str, Any]) -> tuple[Rates, Bytes, float, float]:
+    """Return the rates, the bytes, the windows per voxel, and the voxels per tile of a recorded run.
 
-    The steps of one process are those of a `large` run, as what they take for any run at all would count too often.
+    The rates of the single-process steps are those of the `large` run. In a small run, their fixed costs dominate.
     """
-    records, voxels = facts["records"], math.prod(facts["shape"])
-    alone = {step: large["records"][step][0]["cpu"] / math.prod(large["shape"]) for step in ("survey", "join")}
+    records, voxels = recorded_run["records"], math.prod(recorded_run["shape"])
+    single_process = {
+        step: large_run["records"][step][0]["cpu"] / math.prod(large_run["shape"]) for step in ("survey", "join")
+    }
     cpu = {step: sum(record["cpu"] for record in records[step]) for step in records}
     scores = records["scores"]
     windows = sum(record["windows"] for record in scores)
@@ -67,48 +70,49 @@ def measure(facts: dict[str, Any], large: dict[str, Any]) -> tuple[Rates, Bytes,
         cpu["tile"] / voxels,
         cpu["labels"] / voxels,
         cpu["count"] / voxels,
-        alone["survey"],
+        single_process["survey"],
         cpu["link"] / voxels,
-        alone["join"],
+        single_process["join"],
     )
-    # Of a cube of windows, each tile reads its own and one more on each side that it shares with groups before it.
-    again = math.prod((n + 1) / n for n in facts["windows"])
+    # A tile also reads one layer of windows on each axis that it shares with the previous tile.
+    reread = math.prod((n + 1) / n for n in recorded_run["windows"])
     pieces = sum(record["bytes"] for record in records["tile"] if not record["empty"]) / voxels
     return (
         rates,
-        Bytes(2 * again, sum(record["bytes"] for record in scores) / voxels * (1 + again), 2 * pieces, 4),
+        Bytes(2 * reread, sum(record["bytes"] for record in scores) / voxels * (1 + reread), 2 * pieces, 4),
         windows / voxels,
         voxels / len(records["tile"]),
     )
 
 
-def simulate(facts: dict[str, Any], workers: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds of each step, and what limits them."""
-    rates, moved, density, tile = measure(facts, options.large)
+def simulate(recorded_run: dict[str, Any], workers: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds of each step and the bottleneck for a number of workers."""
+    rates, moved, density, tile = measure(recorded_run, options.large)
     tiles = max(round(options.voxels / tile), 1)
     bandwidth = 1e9 * min(options.client, options.storage / workers)
-    compute = tile * density * rates.network / options.faster
-    beside = tile * (density * rates.window + rates.tile)
-    moving = tile * (moved.pixels + moved.scores + moved.pieces / 2) / bandwidth
-    free = [0.0] * workers
+    network_seconds = tile * density * rates.network / options.faster
+    core_seconds = tile * (density * rates.window + rates.tile)
+    storage_seconds = tile * (moved.pixels + moved.scores + moved.pieces / 2) / bandwidth
+    free_at = [0.0] * workers
     for _ in range(tiles):
-        heapq.heapreplace(free, free[0] + compute + beside + moving)
+        heapq.heapreplace(free_at, free_at[0] + network_seconds + core_seconds + storage_seconds)
     steps = {
         "count": options.voxels * (rates.count + 2 / bandwidth) / workers,
         "merge": options.voxels * rates.merge,
-        "blocks": max(free),
+        "blocks": max(free_at),
         "link": options.voxels * rates.link / workers,
         "join": options.voxels * rates.join,
         "labels": options.voxels * (rates.labels / workers + (moved.pieces / 2 + moved.labels) / bandwidth / workers),
     }
     total = sum(steps.values())
     parts = {
-        "windows": tiles * compute / workers,
-        "cores beside the network": (tiles * beside + options.voxels * (rates.count + rates.link + rates.labels))
+        "windows": tiles * network_seconds / workers,
+        "cores next to the network": (tiles * core_seconds + options.voxels * (rates.count + rates.link + rates.labels))
         / workers,
-        "storage": (tiles * moving + options.voxels * (2 + moved.pieces / 2 + moved.labels) / bandwidth) / workers,
-        "merging counts by one process": steps["merge"],
-        "join by one process": steps["join"],
+        "storage": (tiles * storage_seconds + options.voxels * (2 + moved.pieces / 2 + moved.labels) / bandwidth)
+        / workers,
+        "merging counts in one process": steps["merge"],
+        "joining in one process": steps["join"],
     }
     return {
         "workers": workers,
@@ -123,23 +127,23 @@ def simulate(facts: dict[str, Any], workers: int, options: argparse.Namespace) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path)
-    parser.add_argument("--large", type=Path, help="records of a larger run, whose steps of one process count")
+    parser.add_argument("--large", type=Path, help="records of a larger run, for the single-process steps")
     parser.add_argument("--voxels", type=float, default=1e12)
     parser.add_argument("--faster", type=float, default=30)
     parser.add_argument("--storage", type=float, default=20)
     parser.add_argument("--client", type=float, default=2)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 64, 512])
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="also write the results to this JSON file")
     options = parser.parse_args()
-    facts = json.loads(options.records.read_text(encoding="utf-8"))
-    options.large = json.loads(options.large.read_text(encoding="utf-8")) if options.large else facts
-    rows = [simulate(facts, workers, options) for workers in options.workers]
+    recorded_run = json.loads(options.records.read_text(encoding="utf-8"))
+    options.large = json.loads(options.large.read_text(encoding="utf-8")) if options.large else recorded_run
+    rows = [simulate(recorded_run, workers, options) for workers in options.workers]
     for row in rows:
         print(
             f"| {row['workers']} | {row['hours']:.2f} | {rows[0]['hours'] / row['hours']:.1f} | {row['busy']:.0%} |"
             f" {row['most']} |"
         )
-    write_figures({"rates": measure(facts, options.large)[0]._asdict(), "rows": rows}, options.json)
+    write_results({"rates": measure(recorded_run, options.large)[0]._asdict(), "rows": rows}, options.json)
 
 
 if __name__ == "__main__":

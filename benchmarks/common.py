@@ -1,4 +1,4 @@
-"""Parts that several benchmarks share: a tiny model, a stack, a running server, and the figures that are printed."""
+"""Functions that several benchmarks share: make models and stacks, run a server, send requests, and write results."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ TIFF = {"Content-Type": "image/tiff"}
 def describe_model(
     name: str, architecture: str, arguments: dict[str, Any], roi_size: Sequence[int], outputs: list[str], **keys: Any
 ) -> dict[str, Any]:
-    """Return a model file without weights, for a model of classes; `keys` replace or add some."""
+    """Return the content of `model.yaml`, without weights, for a model of classes; `keys` add or replace keys."""
     return {
         "format": 1,
         "name": name,
         "version": "1",
-        "summary": "Made to be measured.",
+        "summary": "A model for benchmarks.",
         "licence": "Apache-2.0",
         "training_data": "None.",
         "architecture": {"name": architecture, "arguments": arguments},
@@ -57,22 +57,22 @@ TINY_MODEL = describe_model("tiny", "UNet", UNET, (16, 32, 32), ["background", "
 def make_model(
     root: Path, content: dict[str, Any] = TINY_MODEL, prepare: Callable[[nn.Module], None] = lambda _network: None
 ) -> Path:
-    """Make a model folder in `root` as `content` describes; its weights are random unless `prepare` sets them."""
+    """Create a model folder in `root` with this `model.yaml`; the weights are random unless `prepare` sets them."""
     folder = root / content["name"]
     folder.mkdir(parents=True)
     torch.manual_seed(0)
     network = build_network(Architecture(**content["architecture"]))
     prepare(network)
     weights = folder / "weights.safetensors"
-    # Copies: some networks hold a layer under two names, which the format does not allow to be one.
+    # Copy the tensors: some networks contain a layer under two names, and safetensors rejects shared memory.
     save_file({name: tensor.clone() for name, tensor in network.state_dict().items()}, weights)
-    stated = {"file": weights.name, "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
-    (folder / "model.yaml").write_text(yaml.safe_dump(content | {"weights": stated}), encoding="utf-8")
+    weights_entry = {"file": weights.name, "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
+    (folder / "model.yaml").write_text(yaml.safe_dump(content | {"weights": weights_entry}), encoding="utf-8")
     return folder
 
 
 def make_tiff(shape: tuple[int, int, int], seed: int) -> tuple[bytes, NDArray[np.uint16]]:
-    """Make an ImageJ stack of random blocks; return the file and its pixels [Z, Y, X]."""
+    """Return an ImageJ TIFF of random blocks, and its pixels, uint16 [Z, Y, X]."""
     rng = np.random.default_rng(seed)
     coarse = rng.integers(200, 3000, [-(-edge // 8) for edge in shape], dtype=np.uint16)
     pixels = coarse.repeat(8, 0).repeat(8, 1).repeat(8, 2)[: shape[0], : shape[1], : shape[2]]
@@ -82,7 +82,7 @@ def make_tiff(shape: tuple[int, int, int], seed: int) -> tuple[bytes, NDArray[np
 
 
 def make_bomb(pages: int, plane: tuple[int, int], compression: str = "zlib") -> bytes:
-    """Make a TIFF whose uint8 planes (Y, X) of zeros share one compressed strip."""
+    """Return a TIFF decompression bomb: all of its uint8 planes (Y, X) of zeros share one compressed strip."""
     file = io.BytesIO()
     tifffile.imwrite(
         file,
@@ -103,7 +103,7 @@ def make_bomb(pages: int, plane: tuple[int, int], compression: str = "zlib") -> 
 
 @contextmanager
 def run_server(folder: Path, *arguments: str, **environment: str) -> Iterator[tuple[int, int]]:
-    """Run `python -m service serve` on a free port; yield its process number and port once it is ready."""
+    """Run `python -m service serve` on a free port; yield its process ID and port once it is ready."""
     command = [sys.executable, "-m", "service", "serve", "--port", "0", *arguments]
     log = folder / "server.log"
     with log.open("wb") as file:
@@ -114,10 +114,10 @@ def run_server(folder: Path, *arguments: str, **environment: str) -> Iterator[tu
     try:
         port = process.stdout.readline().strip().rpartition(":")[2]
 
-        def ready_or_ended() -> bool:
+        def has_started_or_exited() -> bool:
             return process.poll() is not None or request(int(port), "GET", "/health/ready")[0] == 200
 
-        if not port or not wait_for(ready_or_ended, START_SECONDS) or process.poll() is not None:
+        if not port or not wait_for(has_started_or_exited, START_SECONDS) or process.poll() is not None:
             raise SystemExit(f"The server did not become ready:\n{log.read_text()}")
         yield process.pid, int(port)
     finally:
@@ -129,7 +129,7 @@ def run_server(folder: Path, *arguments: str, **environment: str) -> Iterator[tu
 def request(
     port: int, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
 ) -> tuple[int, bytes]:
-    """Return status and body of the answer to one request; status 0 where the connection broke."""
+    """Send a request; return the status and the body of the response, or status 0 if the connection failed."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
         connection.request(method, path, body, {**(TIFF if body is not None else {}), **(headers or {})})
@@ -142,8 +142,8 @@ def request(
 
 
 def post_file(port: int, path: str, stack: Path, result: Path) -> http.client.HTTPMessage:
-    """Post a file as `curl --data-binary` does, and save the answer; return its headers."""
-    # In pieces as large as curl's.
+    """Post a file like `curl --data-binary`, and save the response body; return the response headers."""
+    # curl uploads in chunks of 64 KiB.
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=3600, blocksize=2**16)
     with stack.open("rb") as body, result.open("wb") as answer:
         connection.request("POST", path, body, TIFF | {"Content-Length": str(stack.stat().st_size)})
@@ -152,27 +152,27 @@ def post_file(port: int, path: str, stack: Path, result: Path) -> http.client.HT
             answer.write(chunk)
     connection.close()
     if response.status != 200:
-        raise SystemExit(f"The server answered {response.status}: {result.read_text()}")
+        raise SystemExit(f"The server responded with status {response.status}: {result.read_text()}")
     return response.headers
 
 
-def stage_seconds(server_timing: str) -> dict[str, float]:
-    """Return the seconds of each stage in a Server-Timing header."""
+def parse_server_timing(server_timing: str) -> dict[str, float]:
+    """Return the seconds of each stage from a Server-Timing header."""
     entries = (entry.partition(";dur=") for entry in server_timing.split(", "))
     return {name: float(milliseconds) / 1000 for name, _, milliseconds in entries}
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Wait until the condition holds or the time is up; return whether it holds."""
+    """Wait until the condition is true, for at most `seconds`; return whether it is."""
     deadline = time.monotonic() + seconds
-    while not (holds := condition()) and time.monotonic() < deadline:
+    while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return holds
+    return is_true
 
 
-def write_figures(figures: Any, path: Path | None) -> None:
-    """Print figures as JSON, and write them to `path`."""
-    text = json.dumps(figures, indent=2)
+def write_results(results: Any, path: Path | None) -> None:
+    """Print the results as JSON, and also write them to `path` if it is given."""
+    text = json.dumps(results, indent=2)
     print(text)
     if path is not None:
         path.write_text(text + "\n", encoding="utf-8")

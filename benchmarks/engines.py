@@ -1,16 +1,20 @@
-"""Compare the engine that `stackseg tune` chooses with every fixed one, and with bare loops in other runtimes.
+"""Compare the engine that `stackseg tune` selects with each fixed engine, and with bare loops in other runtimes.
 
 python benchmarks/engines.py [--networks nuclei UNet BasicUNet DynUNet SegResNet] [--roi 64] [--batch-sizes 2]
     [--threads 1] [--tune-seconds 120] [--json FILE]
 
-MONAI's networks are trained here for some seconds to tell bright blocks from dark ones: with random weights both
-scores of a voxel would be nearly equal, and no narrow precision could give the same labels. Each network is tuned,
-then all other engines and the bare loops (OpenVINO and onnxruntime as their guides say, plain torch.compile; in BF16,
-too, where the processor has it) run in turn with what was tuned, on batches of one shape; what was tuned is itself one
-of the fixed choices, and not built a second time. A fixed choice that changes the labels, as tuning found, is left
-out. Speeds are medians of the ratios of single rounds; those that come near the best run in turn for many rounds more,
-which count. With one thread CPU seconds count, which leave out what other work on the machine took. onnxruntime and
-onnxscript are not among the tools of the tests: `pip install onnxruntime onnxscript` first, or their rows are missing.
+MONAI's networks are first trained for a few seconds to distinguish bright blocks from dark ones. With random weights,
+the two scores of a voxel would be nearly equal, and reduced precision would change the labels.
+
+Each network is tuned. Then the tuned engine alternates with all other engines and with the bare loops, on batches of
+the same shape. The bare loops are OpenVINO and onnxruntime as their guides recommend, and plain torch.compile, in FP32
+and, if the processor supports it, in BF16. The tuned engine is also one of the fixed engines, so it is not built twice.
+Fixed engines that changed the labels during tuning are left out. Speeds are medians of the ratios of individual rounds.
+The tuned engine and those close to the fastest are then measured again for longer, and these results replace the first.
+With one thread, CPU seconds are compared, which exclude other work on the machine.
+
+onnxruntime and onnxscript are not development dependencies. Install them with `pip install onnxruntime onnxscript`;
+otherwise their rows are missing.
 """
 
 from __future__ import annotations
@@ -62,24 +66,28 @@ from service.models.network import Network
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
 
-COMMON = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
-# Edge of a bright or dark block, and steps that suffice to tell them apart.
-BLOCK, TRAINING_STEPS = 8, 60
-HINTS = {"fp32": "f32", "bf16": "bf16"}
-# What is at least so fast, relative to the fastest, runs again, for so many seconds.
-NEAR, FINAL_SECONDS = 0.85, 120.0
-KERNELS, STRIDES = [[3] * 3] * 5, [[1] * 3, *([[2] * 3] * 4)]
+ARGUMENTS = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
+# Edge of a bright or dark block, in voxels.
+BLOCK_EDGE = 8
+# Enough to distinguish bright from dark blocks.
+TRAINING_STEPS = 60
+OV_PRECISIONS = {"fp32": "f32", "bf16": "bf16"}
+# Engines whose speed is above this fraction of the fastest are measured again.
+MIN_SPEED_FOR_FINAL = 0.85
+FINAL_SECONDS = 120.0
+KERNELS = [[3] * 3] * 5
+STRIDES = [[1] * 3, *([[2] * 3] * 4)]
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "UNet": COMMON | {"channels": [32, 64, 128, 256], "strides": [2, 2, 2], "num_res_units": 2, "norm": "BATCH"},
-    "BasicUNet": dict(COMMON),
-    "DynUNet": COMMON | {"kernel_size": KERNELS, "strides": STRIDES, "upsample_kernel_size": STRIDES[1:]},
-    "SegResNet": COMMON | {"init_filters": 16},
+    "UNet": ARGUMENTS | {"channels": [32, 64, 128, 256], "strides": [2, 2, 2], "num_res_units": 2, "norm": "BATCH"},
+    "BasicUNet": dict(ARGUMENTS),
+    "DynUNet": ARGUMENTS | {"kernel_size": KERNELS, "strides": STRIDES, "upsample_kernel_size": STRIDES[1:]},
+    "SegResNet": ARGUMENTS | {"init_filters": 16},
 }
 
 
 def make_spec(name: str, roi: int, folder: Path) -> ModelSpec:
-    """Return the bundled model of that name, or make one of `ARCHITECTURES`."""
+    """Return the bundled model of this name, or create and train a model with this architecture of MONAI."""
     if name not in ARCHITECTURES:
         return read_spec(ROOT / "models" / name)
     content = describe_model(
@@ -91,52 +99,54 @@ def make_spec(name: str, roi: int, folder: Path) -> ModelSpec:
         input={"channels": 1, "normalisation": {"kind": "zscore"}, "roi_size": [roi] * 3},
         sample={"input": "sample.tif", "expected": "expected.tif"},
     )
-    made = make_model(folder, content, train)
-    pixels, bright = blocks((roi * 2,) * 3, torch.Generator().manual_seed(1))
-    tifffile.imwrite(made / "sample.tif", (pixels * 1000).numpy().astype(np.uint16), metadata={"axes": "ZYX"})
-    tifffile.imwrite(made / "expected.tif", bright.numpy().astype(np.uint8), metadata={"axes": "ZYX"})
-    return read_spec(made)
+    model_folder = make_model(folder, content, train)
+    pixels, bright = make_blocks((roi * 2,) * 3, torch.Generator().manual_seed(1))
+    tifffile.imwrite(model_folder / "sample.tif", (pixels * 1000).numpy().astype(np.uint16), metadata={"axes": "ZYX"})
+    tifffile.imwrite(model_folder / "expected.tif", bright.numpy().astype(np.uint8), metadata={"axes": "ZYX"})
+    return read_spec(model_folder)
 
 
-def blocks(shape: tuple[int, int, int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Make noise with bright blocks, float32 [z, y, x], and the mask of the blocks, bool [z, y, x]."""
-    bright = torch.rand([edge // BLOCK for edge in shape], generator=generator) > 0.5
+def make_blocks(shape: tuple[int, int, int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return a noisy image with bright blocks, float32 [z, y, x], and the mask of the blocks, bool [z, y, x]."""
+    bright = torch.rand([edge // BLOCK_EDGE for edge in shape], generator=generator) > 0.5
     for axis in range(3):
-        bright = bright.repeat_interleave(BLOCK, axis)
+        bright = bright.repeat_interleave(BLOCK_EDGE, axis)
     return bright + 0.1 * torch.rand(shape, generator=generator), bright
 
 
 def train(network: nn.Module) -> None:
-    """Train a network to tell bright voxels from dark ones."""
+    """Train a network to distinguish bright voxels from dark ones."""
     generator = torch.Generator().manual_seed(0)
-    optimiser = torch.optim.Adam(network.parameters(), 1e-3)
+    optimizer = torch.optim.Adam(network.parameters(), 1e-3)
     network.train()
     for _ in range(TRAINING_STEPS):
-        pixels, bright = zip(*(blocks((32, 32, 32), generator) for _ in range(2)), strict=True)
+        pixels, bright = zip(*(make_blocks((32, 32, 32), generator) for _ in range(2)), strict=True)
         x = torch.stack(pixels)[:, None]
         loss = nn.functional.cross_entropy(network((x - x.mean()) / x.std()), torch.stack(bright).long())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     network.eval()
 
 
 def openvino_loop(network: nn.Module, batch: Tensor, precision: str) -> Network:
-    """Compile the network with OpenVINO, for latency."""
+    """Compile the network with OpenVINO, optimized for latency."""
     import openvino  # noqa: PLC0415
 
     options = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": str(torch.get_num_threads())}
     converted = openvino.convert_model(network, example_input=batch, input=[tuple(batch.shape)])
-    compiled = openvino.compile_model(converted, "CPU", options | {"INFERENCE_PRECISION_HINT": HINTS[precision]})
+    compiled = openvino.compile_model(
+        converted, "CPU", options | {"INFERENCE_PRECISION_HINT": OV_PRECISIONS[precision]}
+    )
     return lambda x: torch.from_numpy(compiled(x.numpy())[0])
 
 
 def onnxruntime_loop(network: nn.Module, batch: Tensor, precision: str) -> Network:
-    """Export the network to ONNX, and run it with all optimisations of onnxruntime."""
+    """Export the network to ONNX, and run it with onnxruntime's default graph optimizations."""
     import onnxruntime  # noqa: PLC0415
 
     if precision != "fp32":
-        raise RuntimeError(f"onnxruntime's CPU kernels do not compute in {precision}")
+        raise RuntimeError(f"onnxruntime's CPU kernels do not support {precision}")
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
@@ -149,40 +159,43 @@ def onnxruntime_loop(network: nn.Module, batch: Tensor, precision: str) -> Netwo
 
 
 def compiled_loop(network: nn.Module, _batch: Tensor, precision: str) -> Network:
-    """Compile the network with torch for static shapes, and nothing else."""
+    """Compile the network with `torch.compile` for static shapes, without other optimizations."""
     dtype = DTYPES[precision]
     run = torch.compile(copy.deepcopy(network).to(dtype), dynamic=False)
     return lambda x: run(x.to(dtype)).float()
 
 
-BARE: dict[str, Callable[[nn.Module, Tensor, str], Network]] = {
+BARE_LOOPS: dict[str, Callable[[nn.Module, Tensor, str], Network]] = {
     "torch.compile": compiled_loop,
     "OpenVINO": openvino_loop,
     "onnxruntime": onnxruntime_loop,
 }
 
 
-def bare_loops(
+def build_bare_loops(
     network: nn.Module, spec: ModelSpec, sizes: list[int], device: torch.device, precisions: list[str]
 ) -> Iterator[Runner]:
-    """Build the loops that are installed and run this network, at every batch size."""
+    """Build a bare loop for each runtime, precision and batch size; print an error for each that fails."""
     with torch.inference_mode():
         for size in sizes:
             batch = torch.rand(size, spec.input.channels, *spec.input.roi_size, device=device)
-            names = BARE if device.type == "cpu" else ("torch.compile",)
-            for name, kind in itertools.product(names, precisions):
+            names = BARE_LOOPS if device.type == "cpu" else ("torch.compile",)
+            for name, precision in itertools.product(names, precisions):
                 try:
-                    run = BARE[name](network, batch, kind)
+                    run = BARE_LOOPS[name](network, batch, precision)
                     for _ in range(base.WARM_UP_CALLS):
                         run(batch)
                 except (ImportError, RuntimeError) as error:
-                    print(f"bare {name} {kind}: {backends.get_first_line(error)}")
+                    print(f"bare {name} {precision}: {backends.get_first_line(error)}")
                 else:
-                    yield Runner(f"bare {name} {kind}", size, kind, make_call(run, batch, device))
+                    yield Runner(f"bare {name} {precision}", size, precision, make_call(run, batch, device))
 
 
 def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, list[Row]]:
-    """Tune one network, then compare; return a summary and the rows, the first of which that ran is what was tuned."""
+    """Tune a network and compare its engines; return a summary and the rows.
+
+    The first row without a problem is the tuned engine.
+    """
     device = devices.choose_device(options.device)
     engine = {"cache_folder": str(folder / "cache"), "precision": options.precision}
     settings = Settings.model_validate({"device": {"name": options.device}, "engine": engine})
@@ -191,59 +204,62 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
     shape = (spec.input.channels, *spec.input.roi_size)
     selected = selector.tune(options.tune_seconds)
     window, size = selected.window, selected.config.sw_batch_size
-    describe = partial(format_config, with_tf32=allows_tf32(settings.engine, device))
+    format_name = partial(format_config, with_tf32=allows_tf32(settings.engine, device))
     auto = Runner(
-        f"auto: {describe(selected.config)}",
+        f"auto: {format_name(selected.config)}",
         size,
         selected.config.precision,
         make_call(window.network, window.batch, device),
     )
     sizes = sorted({*options.batch_sizes, size})
-    cpu_seconds = device.type == "cpu" and options.threads == 1
+    uses_cpu_time = device.type == "cpu" and options.threads == 1
     peak = DevicePeak(
-        device, count_window_flop(network, shape) / 1e9, clock=time.process_time if cpu_seconds else time.perf_counter
+        device, count_window_flop(network, shape) / 1e9, clock=time.process_time if uses_cpu_time else time.perf_counter
     )
     native = devices.native_precisions(device)
-    precisions = [kind for kind in ("fp32", "bf16") if DTYPES[kind] in native]
-    loops = list(bare_loops(network.to(device), spec, sizes, device, precisions))
-    left_out = {
-        (describe(selected.config), size),
-        *((describe(choice), choice.sw_batch_size) for choice in wrong_configs(selected)),
+    precisions = [precision for precision in ("fp32", "bf16") if DTYPES[precision] in native]
+    bare_loops = list(build_bare_loops(network.to(device), spec, sizes, device, precisions))
+    excluded = {
+        (format_name(selected.config), size),
+        *((format_name(choice), choice.sw_batch_size) for choice in list_wrong_configs(selected)),
     }
     others = (
         builder
         for builder in list_engines(spec, settings, device, sizes)
-        if (builder.name, builder.windows) not in left_out
+        if (builder.name, builder.windows) not in excluded
     )
-    rows = compare_twice([auto, *loops], others, peak)
+    rows = compare_twice([auto, *bare_loops], others, peak)
     return f"{spec.identifier}, {peak.gflop:.1f} GFLOP per window, tuned in {selected.seconds:.0f} s", rows
 
 
 def compare_twice(first: list[Runner], builders: Iterable[RunnerBuilder], peak: DevicePeak) -> list[Row]:
-    """Compare all; then compare the first one and those near the fastest for longer, and take their rows from that."""
-    runners, lost = list(first), list[Row]()
+    """Compare all engines, then compare the first and those close to the fastest again for longer.
+
+    Returns rows of the engines that could not be built, then a row for each other engine.
+    """
+    runners, failed = list(first), list[Row]()
     for builder in builders:
         try:
             runners.append(builder.build())
         except backends.ENGINE_ERRORS as error:
-            lost.append(Row("engines", builder.name, builder.windows, backends.get_first_line(error)))
-    ran = list(compare_runners("engines", runners, peak))
-    ratios = [row.ratio.median for row in ran if row.ratio is not None]
-    near = [index for index, ratio in enumerate(ratios) if index == 0 or ratio > NEAR * max(ratios)]
-    again = compare_runners("engines", [runners[index] for index in near], peak, FINAL_SECONDS)
-    for index, row in zip(near, again, strict=True):
-        ran[index] = row
-    return [*lost, *ran]
+            failed.append(Row("engines", builder.name, builder.windows, backends.get_first_line(error)))
+    rows = list(compare_runners("engines", runners, peak))
+    ratios = [row.ratio.median for row in rows if row.ratio is not None]
+    finalists = [index for index, ratio in enumerate(ratios) if index == 0 or ratio > MIN_SPEED_FOR_FINAL * max(ratios)]
+    final_rows = compare_runners("engines", [runners[index] for index in finalists], peak, FINAL_SECONDS)
+    for index, row in zip(finalists, final_rows, strict=True):
+        rows[index] = row
+    return [*failed, *rows]
 
 
-def wrong_configs(selected: ReadyEngine) -> list[EngineConfig]:
-    """Return the configurations that tuning found to give other labels."""
+def list_wrong_configs(selected: ReadyEngine) -> list[EngineConfig]:
+    """Return the configurations that were found to change the labels during tuning."""
     trials = () if selected.plan is None else selected.plan.trials
     return [trial.choice for trial in trials if trial.verdict.outcome is Outcome.WRONG]
 
 
 def relative_speeds(rows: list[Row]) -> dict[str, float]:
-    """Return the speed of what was tuned over that of the best fixed engine, and of the best bare loop."""
+    """Return the speed of the tuned engine relative to the fastest fixed engine and to the fastest bare loop."""
     speeds = [(row.name, row.ratio.median) for row in rows if row.ratio is not None]
     fixed = [speed for name, speed in speeds if not name.startswith("bare")]
     bare = [speed for name, speed in speeds if name.startswith("bare")]
@@ -253,11 +269,11 @@ def relative_speeds(rows: list[Row]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=["nuclei", *ARCHITECTURES])
-    parser.add_argument("--roi", type=int, default=64, help="edge of the windows of MONAI's networks")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2], help="besides the one that was tuned")
+    parser.add_argument("--roi", type=int, default=64, help="window edge of MONAI's networks, in voxels")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2], help="in addition to the tuned batch size")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", default="auto", help="of the engines")
+    parser.add_argument("--precision", default="auto", help="precision of the engines")
     parser.add_argument("--tune-seconds", type=float, default=120.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -265,25 +281,25 @@ def main() -> None:
     warnings.simplefilter("ignore")
     device = devices.device_name(devices.choose_device(options.device))
     print(f"{device}, {options.threads} threads, torch {torch.__version__}")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     began = time.monotonic()
     for name in options.networks:
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-            how, rows = measure(name, options, Path(folder))
-        # What torch keeps of one network would take the next one's memory.
+            summary, rows = measure(name, options, Path(folder))
+        # Free the compiled code of this network before the next one is measured.
         torch.compiler.reset()
         torch_compile.drop_generated_code()
-        print(f"\n{how}; load average {os.getloadavg()[0]:.1f}\n")
+        print(f"\n{summary}; load average {os.getloadavg()[0]:.1f}\n")
         print("\n".join(format_table("engine", rows)), flush=True)
-        found[name] = {"rows": [asdict(row) for row in rows], "standing": relative_speeds(rows)}
+        results[name] = {"rows": [asdict(row) for row in rows], "standing": relative_speeds(rows)}
     print("\n| network | auto over best fixed | auto over best bare loop |\n|---|---|---|")
-    for name, result in found.items():
-        shares = result["standing"]
-        bare = shares.get("best bare loop")
-        print(f"| {name} | {shares['best fixed']:.2f} | {'' if bare is None else f'{bare:.2f}'} |")
-    print(f"\n{(time.monotonic() - began) / 60:.0f} minutes in all")
+    for name, result in results.items():
+        speeds = result["standing"]
+        bare = speeds.get("best bare loop")
+        print(f"| {name} | {speeds['best fixed']:.2f} | {'' if bare is None else f'{bare:.2f}'} |")
+    print(f"\n{(time.monotonic() - began) / 60:.0f} minutes in total")
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

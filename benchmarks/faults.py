@@ -1,4 +1,4 @@
-"""A server to which faults happen, the faults, and the journal of what they and the clients met."""
+"""The faults of the chaos test, the server that they are injected into, and the journal of events and violations."""
 
 from __future__ import annotations
 
@@ -23,29 +23,32 @@ from urllib.parse import urlsplit
 
 import httpx2
 from common import START_SECONDS, wait_for
-from processes import family
+from processes import process_tree
 from server import Server, make_stacks
 
 from service.api.access.keys import hash_key
 
-KEYS, RUDE_KEY = ("ada", "bo", "cy", "dee"), "mallory"
-# A job or a request that is not over so long after the last fault is stuck.
+# Names of the API keys of well-behaved and of misbehaving clients.
+KEYS = ("ada", "bo", "cy", "dee")
+MISBEHAVING_KEY = "mallory"
+# Jobs and requests must end within this time after the last fault.
 STUCK_SECONDS = 60.0
-# For which a fault may show after its end: what it ended is retried, recorded, started again.
+# Effects of a fault are excused for this time after its end, because retries and restarts take a while.
 AFTERMATH_SECONDS = 10.0
-# Answers that ask to come back, whatever happens.
-LATER = {"queue-full", "not-ready", "rate-limited"}
-# The types of problems that a fault may cause to requests and jobs of well-behaved clients.
-EXCUSES = {
+# Types of temporary problems, which are excused at any time.
+RETRY_PROBLEMS = {"queue-full", "not-ready", "rate-limited"}
+# Types of problems that each fault may cause for well-behaved clients.
+EXCUSED_PROBLEMS = {
     "disk full": {"out-of-storage", "storage-unavailable"},
     "reader killed": {"reader-killed"},
     "database locked": {"storage-unavailable"},
     "clock jump": set[str](),
-    # An answer that has begun can only be cut off.
+    # If memory runs out after the response has begun, the server can only close the connection.
     "memory limit": {"out-of-memory", "reader-killed", "connection"},
     "restart": {"connection", "interrupted"},
 }
-CLOCK = r"""
+# C library that adds the seconds in the file CLOCK_OFFSET to the wall clock.
+CLOCK_SOURCE = r"""
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdlib.h>
@@ -81,13 +84,13 @@ int gettimeofday(struct timeval *out, void *zone) {
 
 
 class Journal:
-    """What was injected, done and broken, and when; shared by all threads."""
+    """Counts of events, injected faults, and violations of the invariants; shared by all threads."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
         self.counts: Counter[str] = Counter()
-        self.broken: list[tuple[str, str]] = []
-        self.over = threading.Event()
+        self.violations: list[tuple[str, str]] = []
+        self.stop_requested = threading.Event()
         self._faults: list[tuple[str, float, float]] = []
         self._lock = threading.Lock()
 
@@ -95,16 +98,17 @@ class Journal:
         with self._lock:
             self.counts[name] += 1
 
-    def blame(self, promise: str, found: str) -> None:
-        """Note a broken promise, with the moment and the faults around it."""
+    def add_violation(self, invariant: str, details: str) -> None:
+        """Record and print a violation, with the time and the recent faults."""
         now = time.monotonic()
-        text = f"{now - self.began:.1f} s, {', '.join(sorted(self.faults_since(now))) or 'no fault'}: {found}"
+        text = f"{now - self.began:.1f} s, {', '.join(sorted(self.faults_since(now))) or 'no fault'}: {details}"
         with self._lock:
-            self.broken.append((promise, text))
-        print(f"BROKEN: {promise}: {text}", file=sys.stderr, flush=True)
+            self.violations.append((invariant, text))
+        print(f"VIOLATION: {invariant}: {text}", file=sys.stderr, flush=True)
 
     @contextmanager
-    def fault(self, name: str) -> Iterator[None]:
+    def record_fault(self, name: str) -> Iterator[None]:
+        """Record a fault that lasts as long as the block."""
         print(f"{time.monotonic() - self.began:6.1f} s {name}", file=sys.stderr, flush=True)
         began = time.monotonic()
         self._faults.append((name, began, float("inf")))
@@ -113,99 +117,107 @@ class Journal:
         self.count(f"fault: {name}")
 
     def faults_since(self, moment: float) -> set[str]:
+        """Return the faults whose effects lasted beyond `moment`."""
         return {name for name, _, ended in list(self._faults) if ended + AFTERMATH_SECONDS > moment}
 
-    def excuses(self, slug: str, began: float) -> bool:
-        """Whether a fault since `began` excuses this type of problem."""
-        return slug in LATER or any(slug in EXCUSES[name] for name in self.faults_since(began))
+    def is_excused(self, slug: str, began: float) -> bool:
+        """Return whether this type of problem is temporary, or explained by a fault since `began`."""
+        return slug in RETRY_PROBLEMS or any(slug in EXCUSED_PROBLEMS[name] for name in self.faults_since(began))
 
     def is_stuck(self, began: float) -> bool:
-        """Whether something that began then should be over, since no fault has held it up lately."""
-        held_up = max((ended for _, _, ended in list(self._faults)), default=0.0)
-        return time.monotonic() - max(began, held_up) > STUCK_SECONDS
+        """Return whether work that started at `began` should have ended, given the end of the last fault."""
+        last_fault_end = max((ended for _, _, ended in list(self._faults)), default=0.0)
+        return time.monotonic() - max(began, last_fault_end) > STUCK_SECONDS
 
 
 class World:
-    """The server, what it is made of, and what clients need to know of it."""
+    """The server under test with its folders, API keys and certificate, and the stacks that clients send."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.journal, self.rng = Journal(), random.Random(options.seed)
-        self.storage, chosen = folder / "disk", {"kind": options.engine, "cache_folder": str(folder / "cache")}
+        self.storage, engine = folder / "disk", {"kind": options.engine, "cache_folder": str(folder / "cache")}
         self.temporary = self.storage / "tmp"
         self.temporary.mkdir(parents=True)
-        alone = make_stacks(options.models, chosen)
+        stacks = make_stacks(options.models, engine)
         # The last two are large.
-        self.stacks = [kind for stack in alone for kind in (stack, stack.deflated())]
+        self.stacks = [variant for stack in stacks for variant in (stack, stack.compress())]
         self.hostile = [path for path in sorted(options.hostile.rglob("*")) if path.is_file()]
-        self.keys = {name: f"stackseg_{name}{'0' * 32}" for name in (*KEYS, RUDE_KEY)}
+        self.keys = {name: f"stackseg_{name}{'0' * 32}" for name in (*KEYS, MISBEHAVING_KEY)}
         self.clock, environment = make_clock(folder)
         self._certificate = make_certificate(folder)
-        self.trust = ssl.create_default_context(cafile=str(self._certificate))
+        self.tls_context = ssl.create_default_context(cafile=str(self._certificate))
         self.server = Server(
             options.models,
             folder,
             self.storage,
             environment={"TMPDIR": str(self.temporary)} | environment,
-            engine=chosen,
+            engine=engine,
             limits={"cache_bytes": 2**23},
             access={"keys": {name: hash_key(key) for name, key in self.keys.items()}},
             logging={"format": "json"},
         )
 
     def connect(self) -> socket.socket:
-        """Open a connection to the server, with TLS where it speaks that."""
+        """Open a connection to the server, with TLS if it uses TLS."""
         address = urlsplit(self.server.address)
         connection = socket.create_connection((address.hostname or "", address.port or 0), timeout=30)
         return (
-            self.trust.wrap_socket(connection, server_hostname=address.hostname)
+            self.tls_context.wrap_socket(connection, server_hostname=address.hostname)
             if address.scheme == "https"
             else connection
         )
 
     def start(self) -> None:
-        """Start the server with or without TLS, and return when its port is open; it may not be ready."""
+        """Start the server process, with or without TLS at random, without waiting until it is ready."""
         tls = ["--ssl-certfile", str(self._certificate), "--ssl-keyfile", str(self._certificate)]
         self.server.start(*(tls if self.rng.random() < 0.5 else []))
 
     def await_ready(self) -> None:
-        if not self.server.listening():
-            raise SystemExit("\n".join(["The server does not start:", *self.server.log()[-20:]]))
-        with httpx2.Client(base_url=self.server.address, verify=self.trust, timeout=30) as http:
+        """Wait until the server is ready. Raises SystemExit with the end of its log if it does not become ready."""
+        if not self.server.wait_for_port():
+            raise SystemExit(
+                "\n".join(["The server did not start. Last lines of its log:", *self.server.read_log()[-20:]])
+            )
+        with httpx2.Client(base_url=self.server.address, verify=self.tls_context, timeout=30) as http:
             if not wait_for(lambda: http.get("/health/ready").status_code == 200, START_SECONDS):
-                raise SystemExit("\n".join(["The server is not ready:", *self.server.log()[-20:]]))
+                log = self.server.read_log()[-20:]
+                raise SystemExit("\n".join(["The server did not become ready. Last lines of its log:", *log]))
 
-    def stop(self, number: signal.Signals) -> None:
-        """End the server by a signal, and check how it ends and what it leaves."""
-        self.server.process.send_signal(number)
-        expected = {-signal.SIGKILL} if number == signal.SIGKILL else {0, -signal.SIGTERM}
-        if (status := self.server.ended()) not in expected:
-            self.journal.blame("the server ends only when told to", f"status {status} after {number.name}")
-        if not wait_for(lambda: not orphans(), 15):
-            self.journal.blame("no process is orphaned", f"{orphans()}")
+    def stop(self, signal_number: signal.Signals) -> None:
+        """Stop the server with a signal, and check its exit status, its child processes and its database."""
+        self.server.process.send_signal(signal_number)
+        expected = {-signal.SIGKILL} if signal_number == signal.SIGKILL else {0, -signal.SIGTERM}
+        if (status := self.server.wait_for_exit()) not in expected:
+            self.journal.add_violation(
+                "the server exits only after a signal", f"status {status} after {signal_number.name}"
+            )
+        if not wait_for(lambda: not find_orphans(), 15):
+            self.journal.add_violation("no process is orphaned", f"{find_orphans()}")
         if (self.server.jobs / "jobs.sqlite3").exists():
             with closing(sqlite3.connect(self.server.jobs / "jobs.sqlite3")) as database:
-                found = database.execute("PRAGMA integrity_check").fetchall()
-            if found != [("ok",)]:
-                self.journal.blame("the database is whole", str(found))
+                errors = database.execute("PRAGMA integrity_check").fetchall()
+            if errors != [("ok",)]:
+                self.journal.add_violation("the database is intact", str(errors))
 
-    def revive(self) -> None:
-        """Start the server again where it has ended by itself."""
+    def restart_if_exited(self) -> None:
+        """Restart the server if it has exited unexpectedly, which is a violation."""
         if (status := self.server.process.poll()) is not None:
-            self.journal.blame("the server ends only when told to", f"it ended by itself with status {status}")
-            self.server.ended()
+            self.journal.add_violation("the server exits only after a signal", f"it exited with status {status}")
+            self.server.wait_for_exit()
             self.start()
             self.await_ready()
 
 
-def orphans() -> list[int]:
-    """Return the processes that a server left to this one; those that have ended are waited for."""
+def find_orphans() -> list[int]:
+    """Reap exited child processes, and return the processes that a stopped server has left running."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    return family(os.getpid())[1:]
+    return process_tree(os.getpid())[1:]
 
 
 def restart(world: World) -> None:
+    """Stop and start the server once or several times, sometimes before it is ready."""
     for _ in range(world.rng.choice([1, 1, 2, 4]) - 1):
         world.stop(world.rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
         world.start()
@@ -216,6 +228,7 @@ def restart(world: World) -> None:
 
 
 def fill_disk(world: World) -> None:
+    """Keep the disk full for a few seconds."""
     filler = world.storage / "filler"
     with filler.open("ab", buffering=0) as file:
         end = time.monotonic() + world.rng.uniform(1, 8)
@@ -229,10 +242,10 @@ def fill_disk(world: World) -> None:
 
 
 def kill_readers(world: World) -> None:
-    """Kill one or all, at times again and again, so that what is retried is hit as well."""
+    """Kill most reader processes, sometimes for two seconds, so that retries are killed as well."""
     end = time.monotonic() + world.rng.choice([0, 0, 2])
     while True:
-        for reader in family(world.server.process.pid)[1:]:
+        for reader in process_tree(world.server.process.pid)[1:]:
             if world.rng.random() < 0.7:
                 with suppress(ProcessLookupError):
                     os.kill(reader, signal.SIGKILL)
@@ -242,6 +255,7 @@ def kill_readers(world: World) -> None:
 
 
 def lock_database(world: World) -> None:
+    """Hold an exclusive lock on the database of jobs for up to 25 seconds."""
     with closing(sqlite3.connect(world.server.jobs / "jobs.sqlite3", timeout=30, isolation_level=None)) as database:
         database.execute("BEGIN EXCLUSIVE")
         time.sleep(world.rng.choice([2, 8, 25]))
@@ -249,6 +263,7 @@ def lock_database(world: World) -> None:
 
 
 def jump_clock(world: World) -> None:
+    """Shift the server's wall clock by up to two days."""
     if world.clock is not None:
         with world.clock.open("r+b") as file:
             file.write(struct.pack("q", world.rng.randrange(-2 * 86400, 2 * 86400)))
@@ -256,6 +271,7 @@ def jump_clock(world: World) -> None:
 
 
 def limit_memory(world: World) -> None:
+    """Limit the server's address space to at most 64 MiB above its current size for a few seconds."""
     pid = world.server.process.pid
     pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[0])
     soft, hard = resource.prlimit(pid, resource.RLIMIT_AS)
@@ -277,20 +293,23 @@ FAULTS: dict[str, Callable[[World], None]] = {
 
 
 def make_clock(folder: Path) -> tuple[Path | None, dict[str, str]]:
-    """Compile a library that moves the wall clock by the seconds in a file; return that file, and the environment."""
+    """Compile the library that shifts the wall clock; return the file with the offset, and the environment variables.
+
+    Returns None instead of the file if there is no C compiler.
+    """
     clock, source, library = folder / "clock", folder / "clock.c", folder / "clock.so"
-    source.write_text(CLOCK, encoding="utf-8")
+    source.write_text(CLOCK_SOURCE, encoding="utf-8")
     clock.write_bytes(struct.pack("q", 0))
     try:
         subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     except (OSError, subprocess.CalledProcessError):
-        print("There is no C compiler: the clock does not jump.", file=sys.stderr)
+        print("No C compiler was found: the fault `clock jump` is skipped.", file=sys.stderr)
         return None, {}
     return clock, {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(clock)}
 
 
 def make_certificate(folder: Path) -> Path:
-    """Make a self-signed certificate for 127.0.0.1, with its key in the same file."""
+    """Create a self-signed certificate for 127.0.0.1, with its private key in the same file."""
     certificate = folder / "certificate.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1", "-days", "30"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(certificate), "-out", str(certificate)]

@@ -1,11 +1,11 @@
-"""Fuzz the TIFF reader, guided by coverage: whatever a file holds, it is refused by name or read as it was described.
+"""Fuzz the TIFF reader, guided by coverage: each file must be refused with a known error or read as described.
 
     pip install atheris
     python benchmarks/fuzz_tiff.py --seeds FOLDER --seconds 600
 
-Reads what a child of the sandbox would read, under the same limit of memory, and keeps every input that raises
-anything else, or takes more than a second of processor time or 512 MB, below `--findings`.
-Needs atheris, which is not among the development dependencies: it has no wheels for every Python that StackSeg runs on.
+Reads each input with the functions that a sandbox process calls, under the same memory limit. Saves an input in the
+folder `--findings` if it raises any other error, or if it needs more than one CPU second or 512 MB. atheris is not a
+development dependency, because it has no wheels for some of the Python versions that StackSeg supports.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SELECTIONS = (Selection(), Selection(channel=0, time=0))
 
 
 class Fuzzer:
-    """Tries inputs, and keeps one of every kind of failure."""
+    """Function that reads one input; saves one input for each kind of failure."""
 
     def __init__(self, findings: Path) -> None:
         self._findings = findings
@@ -42,19 +42,21 @@ class Fuzzer:
 
     def __call__(self, data: bytes) -> None:
         self._path.write_bytes(data)
-        began, before = time.process_time(), _peak_bytes()
+        cpu_start, peak_before = time.process_time(), _peak_bytes()
         try:
             for selection in SELECTIONS:
                 self._read(selection)
         except (RequestError, MemoryError):
             pass
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+        except Exception as error:  # noqa: BLE001 - any other error is a finding
             frames = traceback.extract_tb(error.__traceback__)[-3:]
-            self._keep(data, f"{type(error).__name__} at {[f'{Path(f.filename).name}:{f.lineno}' for f in frames]}")
-        if time.process_time() - began > 1:
-            self._keep(data, "slow")
-        if _peak_bytes() - before > 2**29:
-            self._keep(data, "memory")
+            self._save_finding(
+                data, f"{type(error).__name__} at {[f'{Path(f.filename).name}:{f.lineno}' for f in frames]}"
+            )
+        if time.process_time() - cpu_start > 1:
+            self._save_finding(data, "slow")
+        if _peak_bytes() - peak_before > 2**29:
+            self._save_finding(data, "memory")
 
     def _read(self, selection: Selection) -> None:
         described = stack_reader.inspect(self._path, selection, LIMIT_BYTES)
@@ -62,7 +64,7 @@ class Fuzzer:
         if volume.shape != described.shape:
             raise AssertionError(f"described as {described.shape}, read as {volume.shape}")
 
-    def _keep(self, data: bytes, reason: str) -> None:
+    def _save_finding(self, data: bytes, reason: str) -> None:
         name = hashlib.sha256(reason.encode()).hexdigest()[:12]
         if not (self._findings / name).exists():
             (self._findings / name).write_bytes(data)
@@ -76,7 +78,9 @@ def _peak_bytes() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seeds", type=Path, required=True, help="folder of TIFFs to begin with; those below 20 kB")
+    parser.add_argument(
+        "--seeds", type=Path, required=True, help="folder of initial TIFFs; those above 20 kB are skipped"
+    )
     parser.add_argument("--seconds", type=int, default=600)
     parser.add_argument("--findings", type=Path, default=Path("fuzz-findings"))
     options = parser.parse_args()

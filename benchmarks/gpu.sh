@@ -1,30 +1,30 @@
 #!/usr/bin/env bash
-# What needs a GPU, in less than eight minutes and without a network, the most important steps first.
+# Run the GPU tests and benchmarks in less than eight minutes and without network access, the most important steps first.
 #
-#   benchmarks/gpu.sh --collect WHEELS [3.12]     on a machine with a network: gather what a machine with that Python needs
+#   benchmarks/gpu.sh --collect WHEELS [3.12]     with network access: download the packages for this Python version
 #   benchmarks/gpu.sh [--wheels WHEELS] [--data FOLDER] [--out FOLDER] [--device cuda] [--tiny] [STEP...]
 #
-# The machine provides Python, torch (2.8 or later), NumPy and a C++ compiler; the package need not be installed. WHEELS
-# are unpacked into a temporary folder, not into that Python. FOLDER (gpu-report) gets report.md, to which each row is
-# written as soon as it is measured, log.txt, and figures as JSON; a second run adds to them. Whatever ends the script,
-# the finished rows are there. Without a STEP all are run but `graphs`, `loads` and `profile`, which writes a trace of a
-# request. `labels` segments the models' samples and the stacks of --data (FOLDER/NAME/image.tif) on the GPU and on the
-# CPU.
-# SECONDS_IN_ALL limits the whole run. --tiny with --device cpu rehearses the script on tiny shapes.
-# The exit status is that of the last step that failed.
-# shellcheck disable=SC2329  # steps are called by their names
+# The machine provides Python, torch (2.8 or later), NumPy and a C++ compiler. StackSeg does not need to be installed.
+# The wheels are installed in a temporary folder. The results are written to the folder --out (default: gpu-report):
+# report.md, to which each row is added as soon as it is measured, log.txt, and JSON files. A second run appends to them.
+# If the script is killed, the report has the finished rows. By default, all steps except `graphs`, `loads` and `profile`
+# (which writes a trace of a request) are run. `labels` compares the labels of the GPU with those of the CPU, for the
+# samples of the models and for the stacks in --data (FOLDER/NAME/image.tif).
+# The environment variable SECONDS_IN_ALL limits the whole run. Use --device cpu --tiny for a rehearsal without a GPU.
+# The exit status is that of the last failed step.
+# shellcheck disable=SC2329  # steps are called by name
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 python=${PYTHON:-python3}
 wheels='' data='' out=gpu-report device=cuda tiny='' only=()
 seconds=${SECONDS_IN_ALL:-470} worst=0
-usual=(machine check request script kits19 labels clients engines tests)
-steps=("${usual[@]}" graphs loads profile)
+default_steps=(machine check request script kits19 labels clients engines tests)
+steps=("${default_steps[@]}" graphs loads profile)
 
 collect() {
     local options=() number
-    # pip takes such a tag for itself alone, not for older ones.
+    # pip does not accept wheels for older manylinux versions unless they are listed.
     for number in 39 36 35 34 31 28 27 24 17; do options+=(--platform "manylinux_2_${number}_x86_64"); done
     options+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
     mkdir -p "$1"
@@ -34,22 +34,22 @@ collect() {
         "$python" benchmarks/wheels.py --repack "$1" && "$python" benchmarks/wheels.py --size "$1"
 }
 
-# run NAME LIMIT COMMAND...: run a step for at most LIMIT of the seconds that are left. Its output goes to the report
-# line by line, so that every finished row is there whatever ends this script.
+# run NAME LIMIT COMMAND...: run a step for at most LIMIT seconds, or until SECONDS_IN_ALL have passed. The command
+# appends its output to the report directly, so that finished rows are not lost if this script is killed.
 run() {
     local name=$1 limit=$2 left=$((seconds - SECONDS)) status=0
     shift 2
     if [[ -n $tiny ]]; then limit=$left; fi
     printf '\n## %s\n\n    %s\n\n' "$name" "$*" >>"$out/report.md"
     if ((left < 10)); then
-        echo "Left out: no time." >>"$out/report.md"
+        echo "Skipped: no time left." >>"$out/report.md"
         worst=1
         return
     fi
     printf '\n## %s\n\n' "$name" >>"$out/log.txt"
     timeout --kill-after 5 "$((limit < left ? limit : left))" "$@" >>"$out/report.md" 2>>"$out/log.txt" || status=$?
     if ((status)); then
-        { printf '\nIt ended with status %s:\n\n' "$status"; tail -n 15 "$out/log.txt" | sed 's/^/    /'; } >>"$out/report.md"
+        { printf '\nThe step failed with status %s:\n\n' "$status"; tail -n 15 "$out/log.txt" | sed 's/^/    /'; } >>"$out/report.md"
         worst=$status
     fi
     printf '\n%s seconds so far.\n' "$SECONDS" >>"$out/report.md"
@@ -67,7 +67,7 @@ request() {
 profile() { benchmark profile 45 gpu profile --device "$device" --shape "${shape[@]}" --out "$out"; }
 tests() {
     local files
-    # The other files import packages that such a machine lacks.
+    # Other test files import packages that the GPU machine does not have.
     mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
     run tests 60 "$python" -m pytest -q -n 0 -m gpu -p no:cacheprovider "${files[@]}"
 }
@@ -94,7 +94,7 @@ labels() {
 engines() { benchmark engines 180 gpu engines --device "$device" --batch-sizes "${sizes[@]}"; }
 loads() { benchmark loads 120 gpu loads --device "$device" --loads "$changes"; }
 kits19() {
-    # In any precision random weights change more labels than the start-up check allows, so the precision is fixed.
+    # With random weights, a reduced precision changes more labels than the check at startup allows, so the precision is fixed.
     STACKSEG_ENGINE__PRECISION=$precision benchmark kits19 120 kits19 "${small[@]}" "${config[@]}" --device "$device" \
         --repeats "$repeats" --json "$out/kits19.json"
 }
@@ -110,7 +110,7 @@ while (($#)); do
     -*) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2 ;;
     *)
         if [[ " ${steps[*]} " != *" $1 "* ]]; then
-            echo "There is no step $1; there are ${steps[*]}." >&2
+            echo "Unknown step: $1. The steps are ${steps[*]}." >&2
             exit 2
         fi
         only+=("$1")
@@ -139,6 +139,6 @@ export PYTHONPATH=$PWD:$site PYTHONUNBUFFERED=1 XDG_CACHE_HOME=$site/cache STACK
 "$python" hatch_build.py >>"$out/log.txt" 2>&1
 
 printf '# StackSeg on this machine\n' >>"$out/report.md"
-for step in "${only[@]:-${usual[@]}}"; do "$step"; done
+for step in "${only[@]:-${default_steps[@]}}"; do "$step"; done
 cat "$out/report.md"
 exit "$worst"

@@ -1,11 +1,11 @@
-"""Labels of stacks made in two ways, side by side: two devices, two engines, or MONAI's sliding windows and ours.
+"""Compare the labels of stacks under two configurations, such as two devices, two engines or two inferers.
 
 python benchmarks/labels.py STACK... --one device.name=cpu --other device.name=cuda [--model nuclei] [--channel 0]
     [--tolerance 0.001]
 
-The first way is in eager FP32 unless a key says otherwise. The row of each stack is printed as soon as it is measured:
-the number of objects, whether every voxel has the same number, and the share of voxels that differ after matching
-objects get the same number. The exit status is 1 if that share exceeds the tolerance, or if a stack fails.
+Both configurations use eager FP32 unless a key overrides it. A row is printed for each stack as soon as it is measured:
+the number of objects, whether all labels are identical, and the fraction of voxels that differ after matching objects
+have been given the same label. The exit status is 1 if this fraction exceeds the tolerance, or if a stack fails.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.inference.windows.batching.batcher import open_batcher
 
-Segment = Callable[[Volume], Segmentation]
+SegmentFunction = Callable[[Volume], Segmentation]
 
-FAILURES = (StackSegError, *backends.ENGINE_ERRORS)
+SEGMENT_ERRORS = (StackSegError, *backends.ENGINE_ERRORS)
 
-EAGER = {"kind": "eager", "precision": "fp32"}
+EAGER_ENGINE = {"kind": "eager", "precision": "fp32"}
 COLUMNS = (
     "stack",
     "shape",
     "objects",
-    "numbers are the same",
-    "share of voxels that differ",
+    "identical",
+    "fraction of voxels that differ",
     "within tolerance",
     "seconds",
 )
@@ -53,9 +53,9 @@ COLUMNS = (
 class Row:
     """Comparison of the labels of one stack.
 
-    difference  share of voxels that differ; NaN if the stack failed
-    same        whether every voxel has the same number
-    problem     why there are no labels to compare
+    difference  fraction of voxels that differ after matching objects; NaN if the stack failed
+    same        whether all labels are identical
+    problem     error message if the stack failed
     """
 
     stack: str
@@ -67,11 +67,11 @@ class Row:
     problem: str | None = None
 
     def is_within(self, tolerance: float) -> bool:
-        """Return whether the labels differ in at most this share of voxels; a NaN is never within it."""
+        """Return whether at most this fraction of voxels differs; False if the stack failed."""
         return self.difference <= tolerance
 
     def format(self, tolerance: float) -> str:
-        """Return the row of the Markdown table."""
+        """Format the row for a Markdown table."""
         within = "yes" if self.is_within(tolerance) else "no"
         if self.problem is not None:
             cells: Sequence[str] = (self.stack, self.problem, "", "", "", within, "")
@@ -84,15 +84,17 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stacks", type=Path, nargs="+", metavar="STACK")
-    parser.add_argument("--one", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="settings of the first way")
     parser.add_argument(
-        "--other", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="settings of the second way"
+        "--one", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="settings of the first configuration"
     )
-    parser.add_argument("--model", help="the default model if not given")
-    parser.add_argument("--diameter", help="as in requests; none leaves out estimates, which may round differently")
-    parser.add_argument("--channel", help="of stacks with several", default=None)
     parser.add_argument(
-        "--tolerance", type=float, default=0.0, help="share of voxels that may differ (default %(default)s)"
+        "--other", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="settings of the second configuration"
+    )
+    parser.add_argument("--model", help="name of the model; default: the default model")
+    parser.add_argument("--diameter", help="as in requests; none skips the estimate")
+    parser.add_argument("--channel", help="channel of stacks with several channels", default=None)
+    parser.add_argument(
+        "--tolerance", type=float, default=0.0, help="fraction of voxels that may differ (default %(default)s)"
     )
     options = parser.parse_args(arguments)
     channel = int(options.channel) if options.channel and options.channel.isdecimal() else options.channel
@@ -100,20 +102,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("|---" * len(COLUMNS) + "|", flush=True)
     passed = True
     with ExitStack() as stack:
-        ways = [
-            stack.enter_context(open_way(options.model, settings_of(keys), Options(diameter=options.diameter)))
+        segmenters = [
+            stack.enter_context(open_segmenter(options.model, make_settings(keys), Options(diameter=options.diameter)))
             for keys in (options.one, options.other)
         ]
         for path in options.stacks:
-            row = compare(path, Selection(channel), ways)
+            row = compare(path, Selection(channel), segmenters)
             passed = passed and row.is_within(options.tolerance)
             print(row.format(options.tolerance), flush=True)
     return 0 if passed else 1
 
 
-def settings_of(keys: list[str]) -> Settings:
-    """Return the settings that the environment gives, with these keys in place of its own."""
-    settings = override_settings(read_settings(), "engine", EAGER)
+def make_settings(keys: list[str]) -> Settings:
+    """Return the settings from the environment, in eager FP32, overridden by keys like `device.name=cpu`."""
+    settings = override_settings(read_settings(), "engine", EAGER_ENGINE)
     for key in keys:
         name, _, text = key.partition("=")
         section, _, field = name.partition(".")
@@ -122,27 +124,27 @@ def settings_of(keys: list[str]) -> Settings:
 
 
 @contextmanager
-def open_way(model: str | None, settings: Settings, options: Options) -> Iterator[Segment]:
-    """Load a model; yield a function that segments volumes in the threads of the device."""
+def open_segmenter(model: str | None, settings: Settings, options: Options) -> Iterator[SegmentFunction]:
+    """Load a model, and start the threads of its device; yield a function that segments a volume."""
     with open_batcher(settings) as batcher:
         runner = ModelRunner(choose_model(model, settings), settings)
         batcher.call(runner.warm_up)
         yield lambda volume: segment(runner, volume, options, callbacks=Callbacks(batcher.run)).segmentation
 
 
-def compare(path: Path, selection: Selection, ways: Sequence[Segment]) -> Row:
-    """Segment a stack in both ways, and compare the labels. A stack that fails has a row with the reason."""
+def compare(path: Path, selection: Selection, segmenters: Sequence[SegmentFunction]) -> Row:
+    """Segment a stack with both configurations, and compare the labels; return a row, also if the stack fails."""
     name = f"{path.parent.name}/{path.name}"
     try:
         volume = stack_reader.read(path, selection, 2**40)
-        found, seconds = [], []
-        for segment in ways:
+        segmentations, seconds = [], []
+        for segment in segmenters:
             began = time.perf_counter()
-            found.append(segment(volume))
+            segmentations.append(segment(volume))
             seconds.append(f"{time.perf_counter() - began:.1f}")
-    except FAILURES as error:
+    except SEGMENT_ERRORS as error:
         return Row(name, problem=backends.get_first_line(error))
-    one, other = found
+    one, other = segmentations
     return Row(
         name,
         "x".join(map(str, volume.shape[1:])),

@@ -1,15 +1,17 @@
-"""A stack that is larger than memory: python benchmarks/large.py [--gigabytes 20] [--folder FOLDER] [--json FILE].
+"""Measure the memory that a server needs for a stack that is larger than memory.
 
-Makes an uncompressed, contiguous BigTIFF of so many gigabytes (10^9), a sparse file with bright blocks in some planes,
-and lets a real server segment it by reference, written where `output_to` says; several sizes one after the other. The
-network is nearly free (convolutions of 1x1x1), so that what remains is the way of the pixels: statistics, windows,
-blending, labels, compression. Labels are compared plane by plane where there are blocks, and in some planes between.
+python benchmarks/large.py [--gigabytes 20] [--folder FOLDER] [--json FILE]
 
-Memory is the resident set of the server and its child processes, sampled every 20 ms: anonymous pages, and pages of
-mapped files, which the system could take back (program code, results on their way to disk), each process by itself, so
-that shared pages count more than once. The budget is the input slab (the planes that one layer of windows reads) and
-2 GB. Raises AssertionError where the budget is exceeded or a label is wrong. Without --folder the system's temporary
-folder is used: it needs room for the labels, uncompressed, of the largest stack.
+Writes an uncompressed, contiguous BigTIFF of each given size (in gigabytes, 10^9 bytes). The file is sparse, with
+bright blocks in some planes. A real server segments it as a host file (`input=`), and writes the labels to a host
+folder (`output_to=`). The network is nearly free (1x1x1 convolutions), so the time is that of everything around it:
+statistics, windows, blending, labels and compression. Labels are checked in all planes with blocks, and in some others.
+
+The resident memory of the server and its child processes is sampled every 20 ms, as anonymous pages and as pages of
+mapped files. The kernel can reclaim the latter (program code, results that are being written to disk). Pages that
+processes share are counted once per process. The budget is the input slab (the planes that one layer of windows reads)
+plus 2 GB. Raises AssertionError if the budget is exceeded or a label is wrong. The folder (by default, the system's
+temporary folder) needs room for the uncompressed labels of the largest stack.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ import httpx2
 import numpy as np
 import tifffile
 import torch
-from common import describe_model, make_model, write_figures
-from processes import Sampler, memory
+from common import describe_model, make_model, write_results
+from processes import Sampler, memory_bytes
 from server import Server
 from torch import nn
 
@@ -40,7 +42,7 @@ EXTRA_BYTES = 2 * 10**9
 THRESHOLD = 500
 VOXEL_SIZE = (2.0, 0.5, 0.5)
 
-# Convolutions of 1x1x1.
+# A network of 1x1x1 convolutions.
 UNET = {
     "spatial_dims": 3,
     "in_channels": 1,
@@ -52,18 +54,18 @@ UNET = {
     "norm": None,
     "act": None,
 }
-WHOLE_RANGE = {"kind": "percentile", "low": 0, "high": 100}
-INPUT = {"channels": 1, "normalisation": WHOLE_RANGE, "roi_size": list(ROI)}
+FULL_RANGE = {"kind": "percentile", "low": 0, "high": 100}
+INPUT = {"channels": 1, "normalisation": FULL_RANGE, "roi_size": list(ROI)}
 MODEL = describe_model("threshold", "UNet", UNET, ROI, ["dark", "bright"], input=INPUT)
 
 
-def resident(pid: int) -> tuple[int, int]:
-    """Bytes of a process and its children in memory: anonymous, and of mapped files."""
-    return memory(pid, "RssAnon"), memory(pid, "RssFile", "RssShmem")
+def resident_bytes(pid: int) -> tuple[int, int]:
+    """Return the resident bytes of a process and its descendants: of anonymous pages, and of mapped files."""
+    return memory_bytes(pid, "RssAnon"), memory_bytes(pid, "RssFile", "RssShmem")
 
 
 def make_stack(path: Path, depth: int) -> dict[int, Any]:
-    """Write a sparse stack of so many planes; gives the bright block in the corner of every plane that has one."""
+    """Write a sparse stack of `depth` planes; return the bright block of each plane that has one, by plane."""
     voxel_size = {f"PhysicalSize{axis}": size for axis, size in zip("ZYX", VOXEL_SIZE, strict=True)}
     tifffile.imwrite(
         path,
@@ -78,7 +80,7 @@ def make_stack(path: Path, depth: int) -> dict[int, Any]:
     pixels = tifffile.memmap(path, mode="r+")
     for z in {0, depth // 3, depth // 2, depth - 1}:
         blocks[z] = rng.integers(0, 1001, BLOCK, dtype=np.uint16)
-        # Half of the brightest value decides, so there must be a brightest one.
+        # The threshold of the labels is half of the maximum, so every block contains the same maximum.
         blocks[z][0, 0] = 2 * THRESHOLD
         pixels[z, -BLOCK[0] :, -BLOCK[1] :] = blocks[z]
     pixels.flush()
@@ -86,7 +88,7 @@ def make_stack(path: Path, depth: int) -> dict[int, Any]:
 
 
 def set_weights(network: nn.Module) -> None:
-    """The score of `dark` is a half everywhere, that of `bright` the normalised pixel."""
+    """Make the score of `dark` 0.5 everywhere, and the score of `bright` the normalized pixel."""
     state = network.state_dict()
     for tensor in state.values():
         tensor.zero_()
@@ -96,19 +98,19 @@ def set_weights(network: nn.Module) -> None:
 
 
 def segment(server: Server, http: httpx2.Client, depth: int, folder: Path) -> dict[str, Any]:
-    """Make, post, wait, compare, delete; gives the figures of one size."""
+    """Segment a stack of `depth` planes with a job, and check its labels; return the results."""
     scan, labels = folder / "scans" / "stack.tif", folder / "results" / "labels.tif"
     blocks = make_stack(scan, depth)
-    with Sampler(lambda: resident(server.process.pid), 0.02) as usage:
+    with Sampler(lambda: resident_bytes(server.process.pid), 0.02) as usage:
         began = time.monotonic()
-        answer = http.post("/jobs?input=scans/stack.tif&output_to=results/labels.tif")
-        assert answer.status_code == 202, answer.text
-        while (job := http.get(answer.headers["location"]).json())["state"] in {"waiting", "running"}:
+        response = http.post("/jobs?input=scans/stack.tif&output_to=results/labels.tif")
+        assert response.status_code == 202, response.text
+        while (job := http.get(response.headers["location"]).json())["state"] in {"waiting", "running"}:
             time.sleep(0.2)
         seconds = time.monotonic() - began
     assert job["state"] == "done", job
-    compare(labels, depth, blocks)
-    figures = {
+    check_labels(labels, depth, blocks)
+    results = {
         "input_bytes": scan.stat().st_size,
         "shape": [depth, *PLANE],
         "seconds": round(seconds, 1),
@@ -121,10 +123,11 @@ def segment(server: Server, http: httpx2.Client, depth: int, folder: Path) -> di
     }
     labels.unlink()
     scan.unlink()
-    return figures
+    return results
 
 
-def compare(labels: Path, depth: int, blocks: dict[int, Any]) -> None:
+def check_labels(labels: Path, depth: int, blocks: dict[int, Any]) -> None:
+    """Raise AssertionError if the axes, the shape, the voxel size or the labels of a file are wrong."""
     with tifffile.TiffFile(labels) as file:
         series = file.series[0]
         assert (series.axes, series.shape) == ("ZYX", (depth, *PLANE)), (series.axes, series.shape)
@@ -134,11 +137,11 @@ def compare(labels: Path, depth: int, blocks: dict[int, Any]) -> None:
             expected = np.zeros(PLANE, np.uint8)
             if z in blocks:
                 expected[-BLOCK[0] :, -BLOCK[1] :] = blocks[z] > THRESHOLD
-            assert np.array_equal(series.pages[z].asarray(), expected), f"plane {z} is wrong"
+            assert np.array_equal(series.pages[z].asarray(), expected), f"The labels of plane {z} are wrong."
 
 
 def run(gigabytes: list[float], folder: Path) -> list[dict[str, Any]]:
-    """Segment one stack after the other; gives the figures of each. AssertionError where a promise is broken."""
+    """Segment stacks of these sizes one after the other; return the results. Raises AssertionError if a check fails."""
     for name in ("scans", "results"):
         (folder / name).mkdir(parents=True)
     make_model(folder / "models", MODEL, set_weights)
@@ -147,7 +150,7 @@ def run(gigabytes: list[float], folder: Path) -> list[dict[str, Any]]:
         folder / "models",
         folder / "service",
         windows={"overlap": 0.0},
-        # Every voxel is compared, and BF16 would round those near the threshold to the other side of it.
+        # Labels are compared exactly. BF16 would round values near the threshold to the wrong side.
         engine={"precision": "fp32"},
         references={
             "inputs": {"scans": str(folder / "scans")},
@@ -155,30 +158,31 @@ def run(gigabytes: list[float], folder: Path) -> list[dict[str, Any]]:
             "decoded_bytes": 4 * max(depths) * PLANE[0] * PLANE[1],
         },
     )
-    figures = []
-    with server.running() as http:
-        anonymous, mapped = resident(server.process.pid)
+    results = []
+    with server.run() as http:
+        anonymous, mapped = resident_bytes(server.process.pid)
         for depth in depths:
-            figures.append(segment(server, http, depth, folder) | {"idle_resident_bytes": anonymous + mapped})
-            print(json.dumps(figures[-1]), file=sys.stderr)
-    for one in figures:
-        assert one["peak_resident_bytes"] <= one["budget_bytes"], "more memory was taken than the budget allows"
-    return figures
+            results.append(segment(server, http, depth, folder) | {"idle_resident_bytes": anonymous + mapped})
+            print(json.dumps(results[-1]), file=sys.stderr)
+    for result in results:
+        peak, budget = result["peak_resident_bytes"], result["budget_bytes"]
+        assert peak <= budget, f"The server used {peak} bytes; the budget is {budget}."
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[20])
-    parser.add_argument("--folder", type=Path, help="a disk with room enough")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--folder", type=Path, help="folder for the files, on a disk with enough free space")
+    parser.add_argument("--json", type=Path, help="also write the results to this JSON file")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="large-", dir=options.folder))
     try:
-        figures = run(options.gigabytes, folder)
+        results = run(options.gigabytes, folder)
     finally:
         shutil.rmtree(folder)
-    content = {"stacks": figures, "python": platform.python_version(), "torch": torch.__version__}
-    write_figures(content, options.json)
+    content = {"stacks": results, "python": platform.python_version(), "torch": torch.__version__}
+    write_results(content, options.json)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Peak memory of one request for a large stack, beside that of the plain script, both with a semantic model.
+"""Compare the peak memory of a request for a large stack with that of the plain script.
 
 python benchmarks/memory.py [--shape 256 1024 1024] [--no-plain]
 
-The model has three classes and random weights; what it computes is of no interest here. The service is a real server
-that the stack is posted to; its memory is the sum of the peaks (VmHWM) of its process and of those that read uploads,
-pages of the mapped upload included. The plain script holds what a user's would: the stack, its float32 copy and the
-scores of the whole volume.
+The semantic segmentation model has three classes and random weights, because the values of the labels do not matter
+here. The stack is sent to a real server. Its memory is the sum of the peaks (VmHWM) of the server process and of its
+reader processes, including the pages of the mapped upload. Like typical user code, the plain script holds the stack,
+its float32 copy, and the scores of the whole volume in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from common import ROOT, describe_model, make_model, post_file
 from end_to_end import serve_model
 from monai.inferers.utils import sliding_window_inference
-from processes import memory
+from processes import memory_bytes
 
 from service.models.loader import load_network
 from service.models.repository import read_spec
@@ -40,23 +40,23 @@ GIB = 2**30
 
 
 def write_stack(path: Path, shape: tuple[int, int, int]) -> None:
-    """Noise, plane by plane."""
+    """Write a stack of noise plane by plane."""
     rng = np.random.default_rng(0)
     planes = (rng.integers(0, 4000, shape[1:], np.uint16) for _ in range(shape[0]))
     with tifffile.TiffWriter(path, bigtiff=True) as file:
         file.write(planes, shape=shape, dtype=np.uint16, photometric="minisblack", metadata={"axes": "ZYX"})
 
 
-def service(model: Path, stack: Path, folder: Path, threads: int) -> tuple[int, int]:
-    """Peak bytes when the server is ready, and after the request."""
+def measure_service(model: Path, stack: Path, folder: Path, threads: int) -> tuple[int, int]:
+    """Run a server; return its peak memory in bytes when it is ready, and after the request."""
     with serve_model(model, threads, folder) as (pid, port):
-        ready = memory(pid, "VmHWM")
+        ready = memory_bytes(pid, "VmHWM")
         post_file(port, "/segment", stack, folder / "classes.tif")
-        return ready, memory(pid, "VmHWM")
+        return ready, memory_bytes(pid, "VmHWM")
 
 
-def plain(model: Path, stack: Path, result: Path) -> None:
-    """The plain script; prints its peak in bytes."""
+def run_plain(model: Path, stack: Path, result: Path) -> None:
+    """Run the plain script in this process, and print its peak memory in bytes."""
     spec = read_spec(model)
     network = load_network(spec)
     image = tifffile.imread(stack)
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--run-plain", nargs=3, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run_plain:
-        plain(*options.run_plain)
+        run_plain(*options.run_plain)
         return
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
@@ -87,14 +87,14 @@ def main() -> None:
         size = stack.stat().st_size
         print(f"stack {' x '.join(map(str, options.shape))} uint16, {size / GIB:.2f} GiB\n")
         print("| | peak, GiB | beyond the stack, GiB |\n|---|---|---|")
-        ready, peak = service(model, stack, folder, options.threads)
+        ready, peak = measure_service(model, stack, folder, options.threads)
         print(f"| server, ready | {ready / GIB:.2f} | |")
         print(f"| server, after the request | {peak / GIB:.2f} | {(peak - size) / GIB:.2f} |", flush=True)
         if not options.no_plain:
             command = [sys.executable, __file__, "--run-plain", str(model), str(stack), str(folder / "plain.tif")]
             output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
-            used = int(output.split()[-1])
-            print(f"| plain script | {used / GIB:.2f} | {(used - size) / GIB:.2f} |")
+            script_peak = int(output.split()[-1])
+            print(f"| plain script | {script_peak / GIB:.2f} | {(script_peak - size) / GIB:.2f} |")
             same = np.mean(tifffile.imread(folder / "classes.tif") == tifffile.imread(folder / "plain.tif"))
             print(f"\nequal classes in {same:.4%} of the voxels")
 

@@ -1,12 +1,14 @@
-"""The script that a user would write without StackSeg: tifffile, MONAI, eager FP32, scikit-image, tifffile.
+"""A typical segmentation script without StackSeg, using tifffile, MONAI in eager FP32, and scikit-image.
 
 python benchmarks/plain.py IN.tif OUT.tif [--model models/nuclei] [--sw-batch-size 1] [--overlap 0.25] [--device cpu]
 
-Models of classes take the class with the highest score; instances are the basins of a watershed.
+For semantic segmentation models, the label is the class with the highest score. For instance segmentation models, the
+objects are found with a watershed.
 
-Prints a line of JSON: the seconds of each stage, CPU seconds, the number of objects, and whether TF32 is allowed: torch
-computes convolutions with it by default, on GPUs that have it. Importing, loading the weights and a first forward pass
-are not counted, because a running server does not repeat them.
+Prints a line of JSON: the seconds of each stage, CPU seconds, the number of objects, the seconds that StackSeg's
+decoder takes for the same scores, and whether TF32 is allowed. By default, torch uses TF32 in convolutions on GPUs that
+support it. Importing, loading the weights and a first forward pass are not measured, because a running server does not
+repeat them.
 """
 
 from __future__ import annotations
@@ -41,32 +43,32 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("models/nuclei"))
     parser.add_argument("--sw-batch-size", type=int, default=1)
     parser.add_argument("--overlap", type=float, default=0.25)
-    parser.add_argument("--threads", type=int, default=0, help="0: torch's choice")
+    parser.add_argument("--threads", type=int, default=0, help="0: torch's default")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
     spec = read_spec(options.model)
     normalisation = spec.input.normalisation
-    assert isinstance(normalisation, PercentileNormalisation), "this script normalises by percentiles"
+    assert isinstance(normalisation, PercentileNormalisation), "This script supports only percentile normalization."
     network = load_network(spec).to(options.device)
     with torch.inference_mode():
         network(torch.zeros(1, 1, *spec.input.roi_size, device=options.device))
 
     seconds: Seconds = {}
-    cpu_began, began = _cpu(), time.perf_counter()
+    cpu_start, began = read_cpu_seconds(), time.perf_counter()
 
-    def lap(stage: str) -> None:
+    def finish_stage(stage: str) -> None:
         nonlocal began
         now = time.perf_counter()
         seconds[stage], began = now - began, now
 
     image = tifffile.imread(options.input)
-    lap("read")
+    finish_stage("read")
 
     low, high = np.percentile(image, (normalisation.low, normalisation.high))
     image = ((image - low) / (high - low)).astype(np.float32)
-    lap("normalise")
+    finish_stage("normalise")
 
     with torch.inference_mode():
         scores = sliding_window_inference(
@@ -77,14 +79,14 @@ def main() -> None:
             overlap=options.overlap,
             mode="gaussian",
         ).cpu()
-    lap("windows")
+    finish_stage("windows")
 
     labels = decode(scores[0], spec)
-    lap("decode")
+    finish_stage("decode")
 
     tifffile.imwrite(options.output, labels.astype(np.uint16), compression="zlib", metadata={"axes": "ZYX"})
-    lap("write")
-    cpu = _cpu() - cpu_began
+    finish_stage("write")
+    cpu = read_cpu_seconds() - cpu_start
 
     began = time.perf_counter()
     with torch.inference_mode():
@@ -92,18 +94,22 @@ def main() -> None:
         decoder = make_decoder(spec, labels.shape, kind, None)
         decoder.add(0, 0, scores)
         decoder.finish()
-    ours = time.perf_counter() - began
+    decoder_seconds = time.perf_counter() - began
     objects, tf32 = int(labels.max()), allows_tf32(options.device)
-    print(json.dumps({"stages": seconds, "cpu": cpu, "objects": objects, "decode_by_stackseg": ours, "tf32": tf32}))
+    print(
+        json.dumps(
+            {"stages": seconds, "cpu": cpu, "objects": objects, "decode_by_stackseg": decoder_seconds, "tf32": tf32}
+        )
+    )
 
 
 def allows_tf32(device: torch.device) -> bool:
-    """Return whether convolutions on `device` may use TF32, with torch's settings as they are."""
+    """Return whether torch's current settings allow TF32 in convolutions on `device`."""
     return device.type == "cuda" and torch.backends.cudnn.allow_tf32 and torch.cuda.is_tf32_supported()
 
 
 def decode(scores: torch.Tensor, spec: ModelSpec) -> NDArray[Any]:
-    """Scores [K, Z, Y, X] -> labels or classes [Z, Y, X]."""
+    """Convert scores [K, Z, Y, X] to class labels or object labels [Z, Y, X]."""
     if not isinstance(spec.decoding, Instances):
         return scores.argmax(0).numpy()
     probability = torch.sigmoid(scores).numpy()
@@ -115,7 +121,7 @@ def decode(scores: torch.Tensor, spec: ModelSpec) -> NDArray[Any]:
     return watershed(-distance, markers, mask=foreground)
 
 
-def _cpu() -> float:
+def read_cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 

@@ -1,6 +1,8 @@
-"""Latency of /health/live: python benchmarks/probe.py HOST PORT SECONDS, prints JSON.
+"""Measure the latency of /health/live, and print its percentiles in milliseconds as JSON.
 
-A process of its own with nothing but the standard library, so that it waits for nobody but the service.
+python benchmarks/probe.py HOST PORT SECONDS
+
+Runs in a separate process and uses only the standard library, so that no other work delays the measurement.
 """
 
 from __future__ import annotations
@@ -13,22 +15,23 @@ import time
 
 def main(host: str, port: int, seconds: float) -> None:
     connection = http.client.HTTPConnection(host, port, timeout=30)
-    taken = []
+    latencies = []
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         began = time.perf_counter()
         connection.request("GET", "/health/live")
-        answer = connection.getresponse()
-        answer.read()
-        taken.append(time.perf_counter() - began)
-        assert answer.status == 200
+        response = connection.getresponse()
+        response.read()
+        latencies.append(time.perf_counter() - began)
+        assert response.status == 200
         time.sleep(0.02)
-    taken.sort()
-    places = {"median": 0.5, "p99": 0.99, "most": 1.0}
-    figures = {
-        name: round(1000 * taken[min(int(share * len(taken)), len(taken) - 1)], 1) for name, share in places.items()
+    latencies.sort()
+    quantiles = {"median": 0.5, "p99": 0.99, "most": 1.0}
+    milliseconds = {
+        key: round(1000 * latencies[min(int(quantile * len(latencies)), len(latencies) - 1)], 1)
+        for key, quantile in quantiles.items()
     }
-    print(json.dumps(figures | {"requests": len(taken)}))
+    print(json.dumps(milliseconds | {"requests": len(latencies)}))
 
 
 if __name__ == "__main__":

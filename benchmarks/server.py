@@ -1,4 +1,4 @@
-"""A server that is started on the same folders again and again, and stacks whose labels are known, to test it with."""
+"""A real server that can be restarted on the same folders, and stacks with known labels to test it with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import numpy as np
 import tifffile
 import torch
 import yaml
-from common import ROOT, START_SECONDS, make_model, make_tiff, wait_for, write_figures
+from common import ROOT, START_SECONDS, make_model, make_tiff, wait_for, write_results
 from numpy.typing import NDArray
 
 from service.core.config import Settings
@@ -31,30 +31,31 @@ from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.models.repository import read_repository
 
-LARGE, SMALL = (64, 192, 192), (16, 48, 48)
-EAGER = {"kind": "eager"}
+LARGE_SHAPE = (64, 192, 192)
+SMALL_SHAPE = (16, 48, 48)
+EAGER_ENGINE = {"kind": "eager"}
 
 
 class Stack:
-    """A TIFF to post, and the classes that come back if nothing goes wrong."""
+    """A TIFF to send, and the class labels that the service should return for it."""
 
     def __init__(self, shape: tuple[int, int, int], seed: int, runner: ModelRunner) -> None:
         self.content, pixels = make_tiff(shape, seed)
         self.expected: NDArray[Any] = segment(runner, Volume.from_array(pixels[None]), Options()).segmentation.pixels
 
-    def deflated(self) -> Stack:
-        """The stack in a file that takes its reader longer."""
+    def compress(self) -> Stack:
+        """Return the same stack as a compressed file, which takes longer to read."""
         other, file = copy(self), io.BytesIO()
         tifffile.imwrite(file, tifffile.imread(io.BytesIO(self.content)), compression="zlib", metadata={"axes": "ZYX"})
         other.content = file.getvalue()
         return other
 
-    def is_segmented(self, answer: bytes) -> bool:
-        """Whether a label TIFF holds these classes, voxel by voxel."""
-        return np.array_equal(tifffile.imread(io.BytesIO(answer)), self.expected)
+    def has_labels(self, content: bytes) -> bool:
+        """Return whether a label TIFF equals the expected labels in every voxel."""
+        return np.array_equal(tifffile.imread(io.BytesIO(content)), self.expected)
 
-    def slowly(self, seconds: float) -> Iterator[bytes]:
-        """The content in 20 pieces, so that a kill may well come in between."""
+    def iterate_slowly(self, seconds: float) -> Iterator[bytes]:
+        """Yield the content in 20 pieces over `seconds`, so that a restart is likely to interrupt the upload."""
         step = -(-len(self.content) // 20)
         for start in range(0, len(self.content), step):
             yield self.content[start : start + step]
@@ -62,24 +63,26 @@ class Stack:
 
 
 def make_stacks(models: Path, engine: dict[str, str]) -> list[Stack]:
-    """Make small stacks, and a large one as the last, with what the only model in a folder makes of each alone."""
+    """Return three small stacks and a large one, with the labels that the only model in `models` computes for them."""
     settings = Settings.model_validate({"engine": engine, "device": {"name": "cpu", "threads": 1}})
     (spec,) = read_repository(models).values()
     runner = ModelRunner(spec, settings)
     runner.warm_up()
-    return [Stack(shape, seed, runner) for seed, shape in enumerate((SMALL, SMALL, SMALL, LARGE))]
+    return [
+        Stack(shape, seed, runner) for seed, shape in enumerate((SMALL_SHAPE, SMALL_SHAPE, SMALL_SHAPE, LARGE_SHAPE))
+    ]
 
 
 class Server:
-    """`python -m service serve` on the same folders, again and again.
+    """`python -m service serve`, which can be restarted on the same folders.
 
     Args:
-        models: a repository
-        folder: for its configuration and log
-        storage: for jobs, uploads and temporary files; None: `folder`
-        waiting: number of requests that may wait in its queue
-        environment: variables in which it runs
-        sections: added to its configuration
+        models: folder with the models
+        folder: folder for the configuration and the log
+        storage: folder for jobs, uploads and temporary files; default: `folder`
+        waiting: maximum number of requests in the queue
+        environment: additional environment variables
+        sections: additional sections and keys of the configuration
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Server:
         self._config, self._log, self.address = folder / "config.yaml", folder / "log", ""
         content = {
             "models": {"folder": str(models)},
-            "engine": EAGER,
+            "engine": EAGER_ENGINE,
             "device": {"name": "cpu", "threads": 1},
             "limits": {"waiting": waiting, "cache_bytes": 0},
             "jobs": {"folder": str(self.jobs), "attempts": 1000},
@@ -116,43 +119,44 @@ class Server:
                 command, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE, stderr=log, text=True
             )
 
-    def listening(self) -> bool:
-        """Wait until the port is open, and note the address; return False if the process ends before that."""
+    def wait_for_port(self) -> bool:
+        """Wait until the port is open, and set `address`; return False if the process exits before that."""
         assert self.process.stdout is not None
         self.address = (self.process.stdout.readline().split() or [""])[-1]
         return bool(self.address)
 
-    def ended(self, seconds: float = 60) -> int:
-        """Wait until the process is gone, and return its status; its children end as soon as they notice."""
+    def wait_for_exit(self, seconds: float = 60) -> int:
+        """Wait until the process has exited, and return its status; its child processes may exit a little later."""
         status = self.process.wait(seconds)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return status
 
-    def log(self) -> list[str]:
+    def read_log(self) -> list[str]:
         return self._log.read_text(encoding="utf-8", errors="replace").splitlines()
 
     @contextmanager
-    def running(self) -> Iterator[httpx2.Client]:
-        """A client of the service, which is ready, and killed in the end whatever happens."""
+    def run(self) -> Iterator[httpx2.Client]:
+        """Start the server; yield an HTTP client once it is ready, and kill it at the end of the block."""
         self.start()
         try:
-            assert self.listening(), "the server ended before it was ready"
+            assert self.wait_for_port(), "The server exited before its port was open."
             with httpx2.Client(base_url=self.address, timeout=30) as client:
-                assert wait_for(lambda: client.get("/health/ready").status_code == 200, START_SECONDS), self.log()[-20:]
+                is_ready = wait_for(lambda: client.get("/health/ready").status_code == 200, START_SECONDS)
+                assert is_ready, self.read_log()[-20:]
                 yield client
         finally:
             self.process.kill()
-            self.ended()
+            self.wait_for_exit()
 
 
 def measure(options: argparse.Namespace, run: Callable[[Path, Path], dict[str, Any]]) -> None:
-    """Call `run(models, folder)` in a temporary folder, and print the figures that it returns."""
+    """Call `run(models, folder)` in a temporary folder, and write the results that it returns."""
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="benchmark-"))
     models = options.models or folder / "models"
     if options.models is None:
         make_model(models)
-    figures = run(models, folder / "service")
+    results = run(models, folder / "service")
     shutil.rmtree(folder)
-    write_figures(figures | {"python": platform.python_version(), "torch": torch.__version__}, options.json)
+    write_results(results | {"python": platform.python_version(), "torch": torch.__version__}, options.json)

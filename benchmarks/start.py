@@ -1,14 +1,19 @@
-"""Seconds of starts: the first one with empty caches, and one with what that left there.
+"""Measure how long the service takes to start, with empty caches and with the caches of an earlier start.
 
 python benchmarks/start.py [--repeats 5] [--case auto] [--tree FOLDER] [--no-compiler] [--log] [--json FILE]
 
-Cases: `auto` is the bundled models with configs/default.yaml, `tune` the same with `engine.tune: first-start`, the
-others are fixed engines for the tiny model of benchmarks/common.py. Every start is that of a real server, which then
-is killed. Seconds from the beginning of the process to: the line that tells the address, the answer that the service is
-ready; those of all threads and child processes on a processor until ready; from ready to the result of a first small
-stack; and of a whole first `stackseg segment` of that stack, with empty caches too. With `--tree` the checkouts named,
-this one included only if it is, start in turn. `--no-compiler` hides C++ compilers from them. `--log` prints what was
-logged, and when. Files that the system still has in memory are read faster than after a start of the machine.
+The case `auto` uses the bundled models with configs/default.yaml, and `tune` adds `engine.tune: first-start`. The other
+cases are fixed engines with the tiny model of benchmarks/common.py. Each start is that of a real server, which is
+killed afterwards. The results, in seconds:
+
+address       from the start of the process until it prints its address
+ready         from the start of the process until the service is ready
+ready_cpu     CPU time of the process and its child processes until the service is ready
+first_result  from ready until the labels of a first small stack are received
+segment       `stackseg segment` of the same stack, with empty caches
+
+To compare checkouts of the repository, name each with `--tree`. `--no-compiler` hides C++ compilers. `--log` prints the
+log with the time of each line. Files in the page cache of the system are read faster than after booting.
 """
 
 from __future__ import annotations
@@ -31,13 +36,13 @@ import httpx2
 import yaml
 from common import ROOT, TIFF, make_model, make_tiff
 from processes import cpu_seconds
-from server import SMALL
+from server import SMALL_SHAPE
 
 START_SECONDS = 600
 
 
 def make_settings(case: str, tree: Path, models: Path, folder: Path) -> dict[str, Any]:
-    """Return the configuration of a case for a checkout; caches and scratch files lie in `folder`."""
+    """Return the configuration of a case for a checkout, with caches and scratch files in `folder`."""
     (folder / "scratch").mkdir(parents=True, exist_ok=True)
     common = {
         "jobs": {"folder": str(folder / "jobs")},
@@ -61,53 +66,59 @@ def make_settings(case: str, tree: Path, models: Path, folder: Path) -> dict[str
 
 
 def make_environment(tree: Path, folder: Path, *, compiler: bool) -> dict[str, str]:
-    """Return the environment of a start, with caches of libraries in `folder`, and a path without other programs."""
+    """Return the environment variables of a start, with the caches of libraries in `folder`.
+
+    Without `compiler`, PATH is empty, so that no compiler is found.
+    """
     own = {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     return os.environ | own | ({} if compiler else {"PATH": "", "CXX": "/nonexistent"})
 
 
 def start(tree: Path, config: Path, environment: dict[str, str], log: Path, stack: bytes) -> dict[str, Any]:
-    """Start the service of a checkout, kill it, and return the figures of the start."""
+    """Start the service of a checkout, segment a stack, and kill the service; return the seconds and the log."""
     command = [sys.executable, "-m", "service", "serve", "--config", str(config)]
-    began, clock = time.monotonic(), time.time()
+    began, start_time = time.monotonic(), time.time()
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=file, text=True)
     assert process.stdout is not None
-    figures: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     try:
         address = process.stdout.readline().split()[-1]
-        figures["address"] = time.monotonic() - began
+        results["address"] = time.monotonic() - began
         with httpx2.Client(base_url=address, timeout=START_SECONDS) as client:
             while client.get("/health/ready").status_code != 200:
-                assert time.monotonic() - began < START_SECONDS, f"not ready within {START_SECONDS} s"
+                assert time.monotonic() - began < START_SECONDS, f"Not ready after {START_SECONDS} s."
                 time.sleep(0.02)
-            figures["ready"], figures["ready_cpu"] = time.monotonic() - began, cpu_seconds(process.pid)
+            results["ready"], results["ready_cpu"] = time.monotonic() - began, cpu_seconds(process.pid)
             client.post("/segment", content=stack, headers=TIFF).raise_for_status()
-            figures["first_result"] = time.monotonic() - began - figures["ready"]
+            results["first_result"] = time.monotonic() - began - results["ready"]
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(60)
         process.stdout.close()
-    figures["log"] = lines_of(log, clock)
-    return figures
+    results["log"] = read_log(log, start_time)
+    return results
 
 
 def segment(tree: Path, config: Path, environment: dict[str, str], stack: Path) -> dict[str, Any]:
-    """Run `stackseg segment` of a checkout, and return its figures."""
+    """Run `stackseg segment` of a checkout; return the elapsed seconds."""
     command = [sys.executable, "-m", "service", "segment", "--force", str(stack), str(stack.with_name("labels.tif"))]
     began = time.monotonic()
     subprocess.run([*command, "--config", str(config)], cwd=tree, env=environment, capture_output=True, check=True)
     return {"segment": time.monotonic() - began}
 
 
-def lines_of(log: Path, began: float) -> list[str]:
-    """Return the logged lines, each with its seconds since `began` on the clock of time.time."""
+def read_log(log: Path, began: float) -> list[str]:
+    """Return the messages of a log, each with the seconds since `began`, a value of `time.time()`."""
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
-    return [f"{datetime.fromisoformat(one['time']).timestamp() - began:8.2f} s  {one['message']}" for one in records]
+    return [
+        f"{datetime.fromisoformat(record['time']).timestamp() - began:8.2f} s  {record['message']}"
+        for record in records
+    ]
 
 
-def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median and the most of each figure."""
+def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median and the maximum of each measurement."""
     names = [name for name in runs[0] if name != "log"]
     return {
         name: {"median": round(statistics.median(run[name] for run in runs), 2), "most": max(run[name] for run in runs)}
@@ -115,13 +126,14 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def print_table(figures: dict[str, dict[str, Any]]) -> None:
-    """Print a Markdown table with a line for each kind of start."""
-    columns = list(dict.fromkeys(name for found in figures.values() for name in found))
-    print("| median (most) s | " + " | ".join(columns) + " |\n|" + "---|" * (1 + len(columns)))
-    for kind, found in figures.items():
+def print_table(results: dict[str, dict[str, Any]]) -> None:
+    """Print a Markdown table with a row for each kind of start."""
+    columns = list(dict.fromkeys(name for timings in results.values() for name in timings))
+    print("| seconds: median (maximum) | " + " | ".join(columns) + " |\n|" + "---|" * (1 + len(columns)))
+    for kind, timings in results.items():
         cells = [
-            f"{found[name]['median']:.1f} ({found[name]['most']:.1f})" if name in found else "" for name in columns
+            f"{timings[name]['median']:.1f} ({timings[name]['most']:.1f})" if name in timings else ""
+            for name in columns
         ]
         print(f"| {kind} | " + " | ".join(cells) + " |")
 
@@ -135,10 +147,10 @@ def main() -> None:
         choices=["auto", "tune", "eager", "compiled", "winograd"],
         help="default: auto",
     )
-    parser.add_argument("--tree", action="append", type=Path, help="a checkout of this repository; default: this one")
+    parser.add_argument("--tree", action="append", type=Path, help="checkout of the repository; default: this one")
     parser.add_argument("--no-compiler", action="store_true", help="hide C++ compilers")
-    parser.add_argument("--log", action="store_true", help="print what the last starts logged, and when")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--log", action="store_true", help="print the log of the last starts")
+    parser.add_argument("--json", type=Path, help="also write the results to this JSON file")
     options = parser.parse_args()
     trees = [tree.resolve() for tree in options.tree or [ROOT]]
     runs: dict[str, list[dict[str, Any]]] = {}
@@ -146,30 +158,30 @@ def main() -> None:
         root = Path(name)
         make_model(root / "models")
         stack = root / "stack.tif"
-        stack.write_bytes(make_tiff(SMALL, 0)[0])
+        stack.write_bytes(make_tiff(SMALL_SHAPE, 0)[0])
         for repeat, case, tree in itertools.product(range(options.repeats), options.case or ["auto"], trees):
             for kind in ("first", "warm", "segment"):
-                # A warm start finds what the first one left.
+                # A warm start uses the caches of the first start.
                 folder = root / f"{repeat}-{case}-{trees.index(tree)}-{'segment' if kind == 'segment' else 'serve'}"
                 settings = make_settings(case, tree, root / "models", folder)
                 config = root / "config.yaml"
                 config.write_text(yaml.safe_dump(settings), encoding="utf-8")
                 environment = make_environment(tree, folder, compiler=not options.no_compiler)
                 if kind == "segment":
-                    found = segment(tree, config, environment, stack)
+                    timings = segment(tree, config, environment, stack)
                 else:
-                    found = start(tree, config, environment, root / "log", stack.read_bytes())
-                runs.setdefault(f"{case} {kind} {tree.name}", []).append(found)
+                    timings = start(tree, config, environment, root / "log", stack.read_bytes())
+                runs.setdefault(f"{case} {kind} {tree.name}", []).append(timings)
                 print(
-                    f"{case} {kind} {tree}: { {key: round(found[key], 2) for key in found if key != 'log'} }",
+                    f"{case} {kind} {tree}: { {key: round(timings[key], 2) for key in timings if key != 'log'} }",
                     file=sys.stderr,
                 )
                 if options.log and repeat == options.repeats - 1:
-                    print("\n".join(found.get("log", ())), file=sys.stderr)
-    figures = {kind: summarise(found) for kind, found in runs.items()}
-    print_table(figures)
+                    print("\n".join(timings.get("log", ())), file=sys.stderr)
+    results = {kind: summarize(timings) for kind, timings in runs.items()}
+    print_table(results)
     if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

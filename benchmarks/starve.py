@@ -1,11 +1,13 @@
-"""Whether one client can keep another waiting: python benchmarks/starve.py [--seconds 30] [--attack NAME ...].
+"""Measure how much one client can slow down another.
 
-A real server with keys for two clients. During each attack by the one, the other inspects and segments a small stack of
-one window, again and again. Prints a line for each attack: median, 99th percentile and longest time of both, in
-seconds. Exits with status 1 where the other is answered with anything but 200, or later than within 2 s (inspect) and
-10 s (segment) at the 99th percentile.
+python benchmarks/starve.py [--seconds 30] [--attack NAME ...]
 
-An attack is a context manager that takes the port, begins, and has ended when its block ends.
+Runs a real server with API keys for two clients. While the attacker runs each attack, the other client repeatedly
+inspects and segments a small stack of one window. Prints a line for each attack with the median, the 99th percentile
+and the maximum of the seconds of both requests. The exit status is 1 if a request of the other client fails, or if its
+99th percentile exceeds 2 s (inspect) or 10 s (segment).
+
+An attack is a function from the server's port to a context manager, and lasts as long as the `with` block.
 """
 
 from __future__ import annotations
@@ -26,17 +28,18 @@ from common import make_bomb, make_model, make_tiff, request, run_server
 from service.api.access.keys import hash_key
 from service.api.http.listener import limit_connections
 
+# Maximum 99th percentile of the seconds of each request.
 LIMITS = {"/inspect": 2.0, "/segment": 10.0}
 STACK = make_tiff((16, 32, 32), 0)[0]
 CLIENTS = 32
-# As many as a service takes that may have the usual 1,024 files open.
+# Maximum number of connections of a service with the usual limit of 1,024 open files.
 CONNECTIONS = 512
 
 Attack = Callable[[int], AbstractContextManager[object]]
 
 
-def begin(port: int, path: str, body: bytes, length: int | None = None) -> socket.socket:
-    """Send a request as the attacker, of which `length` bytes of the body are announced; return the connection."""
+def send_request(port: int, path: str, body: bytes, length: int | None = None) -> socket.socket:
+    """Send a request as the attacker; return the connection. `length` overrides the Content-Length of the body."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=60)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nX-API-Key: attacker\r\nContent-Length: {length or len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
@@ -45,7 +48,7 @@ def begin(port: int, path: str, body: bytes, length: int | None = None) -> socke
 
 @contextmanager
 def repeat(step: Callable[[], None], clients: int = CLIENTS) -> Iterator[None]:
-    """Have many threads do one step again and again; broken connections are part of it."""
+    """Repeat a step in many threads until the block ends, ignoring broken connections."""
     ended = threading.Event()
 
     def run() -> None:
@@ -65,56 +68,56 @@ def repeat(step: Callable[[], None], clients: int = CLIENTS) -> Iterator[None]:
 
 
 def decode_gigabytes(port: int) -> AbstractContextManager[None]:
-    """Files of few bytes and gigabytes of pixels, whose senders hang up after a second."""
+    """Send small files that decode to gigabytes, and disconnect after a second."""
     bombs = [make_bomb(100, (4096, 8192), compression) for compression in ("zlib", "lzw", "zstd", "jpeg")]
     bodies = iter(bombs * 10_000)
 
     def step() -> None:
-        with begin(port, "/segment?axes=ZYX", next(bodies)):
+        with send_request(port, "/segment?axes=ZYX", next(bodies)):
             time.sleep(1)
 
     return repeat(step)
 
 
 def decode_megabytes(port: int) -> AbstractContextManager[None]:
-    """Files that decode to just what counts as small, of more windows than one volume may take."""
+    """Send files whose decoded size, 32 MiB, just counts as small, but which have more windows than allowed."""
     body = make_bomb(1, (4096, 8192))
 
     def step() -> None:
-        with begin(port, "/segment?axes=YX&overlap=0.75", body) as connection:
+        with send_request(port, "/segment?axes=YX&overlap=0.75", body) as connection:
             connection.recv(1000)
 
     return repeat(step)
 
 
 def parse_pages(port: int) -> AbstractContextManager[None]:
-    """Files of very many pages."""
+    """Send files with 300,000 pages."""
     body = make_bomb(300_000, (1, 1))
 
     def step() -> None:
-        with begin(port, "/inspect?axes=ZYX", body) as connection:
+        with send_request(port, "/inspect?axes=ZYX", body) as connection:
             connection.recv(1000)
 
     return repeat(step)
 
 
 def submit_gigabytes(port: int) -> AbstractContextManager[None]:
-    """Jobs with files of few bytes and gigabytes of pixels."""
+    """Submit jobs with small files that decode to gigabytes."""
     body = make_bomb(64, (4096, 8192))
 
     def step() -> None:
-        with begin(port, "/jobs?axes=ZYX", body) as connection:
+        with send_request(port, "/jobs?axes=ZYX", body) as connection:
             connection.recv(1000)
 
     return repeat(step, 4)
 
 
 def fill_queue(port: int) -> AbstractContextManager[None]:
-    """Jobs and requests of minutes of work, and more of them than may wait."""
+    """Send jobs and requests that take minutes, more than the queue can hold."""
     body, paths = make_tiff((64, 256, 256), 1)[0], iter(("/jobs", "/segment") * 100_000)
 
     def step() -> None:
-        with begin(port, next(paths), body) as connection:
+        with send_request(port, next(paths), body) as connection:
             connection.recv(1000)
 
     return repeat(step)
@@ -122,30 +125,31 @@ def fill_queue(port: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def stall_uploads(port: int) -> Iterator[None]:
-    """Uploads that announce more than the service has room for, and stall."""
+    """Start uploads that announce more bytes than the service has room for, and stall them."""
     with ExitStack() as connections:
         for _ in range(2 * CLIENTS):
             with suppress(OSError):
-                connections.enter_context(begin(port, "/segment", bytes(2**22), 2**32 - 1))
+                connections.enter_context(send_request(port, "/segment", bytes(2**22), 2**32 - 1))
         yield
 
 
 @contextmanager
 def leave_results(port: int) -> Iterator[None]:
-    """Requests whose results nobody takes."""
+    """Send requests and never read the results."""
     body = make_tiff((16, 512, 512), 1)[0]
 
     def step() -> None:
-        connections.enter_context(begin(port, "/segment", body))
+        connections.enter_context(send_request(port, "/segment", body))
 
     with ExitStack() as connections, repeat(step, 1):
         yield
 
 
 def hold_connections(port: int, sent: bytes = b"", more: bytes = b"") -> AbstractContextManager[None]:
-    """Far more connections than there may be, which send nothing, or this at first and then more each second.
+    """Open three times as many connections as allowed, and send nothing.
 
-    They read nothing, and their system takes little for them. Those that are closed are opened again.
+    With `sent`, each connection sends these bytes first; with `more`, it sends these bytes every second. Responses are
+    not read, and the receive buffers are small. Closed connections are reopened.
     """
 
     def connect() -> socket.socket:
@@ -157,8 +161,8 @@ def hold_connections(port: int, sent: bytes = b"", more: bytes = b"") -> Abstrac
         return connection
 
     def step() -> None:
-        with ExitStack() as held:
-            connections = [held.enter_context(connect()) for _ in range(3 * CONNECTIONS // CLIENTS)]
+        with ExitStack() as stack:
+            connections = [stack.enter_context(connect()) for _ in range(3 * CONNECTIONS // CLIENTS)]
             for _ in range(5):
                 time.sleep(1)
                 for connection in connections:
@@ -169,33 +173,33 @@ def hold_connections(port: int, sent: bytes = b"", more: bytes = b"") -> Abstrac
 
 
 def drip_heads(port: int) -> AbstractContextManager[None]:
-    """As many, which send a letter of a head per second."""
+    """Like `hold_connections`, but send one byte of the request head per second."""
     return hold_connections(port, b"POST /segment HTTP/1.1\r\nHost: x\r\nX-Long: ", b"x")
 
 
 def drip_bodies(port: int) -> AbstractContextManager[None]:
-    """As many, without a key, which send a letter of a body per second."""
+    """Like `hold_connections`, but send a request head without an API key, then one byte of the body per second."""
     return hold_connections(port, b"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n", b"x")
 
 
 def leave_answers(port: int) -> AbstractContextManager[None]:
-    """As many, which ask for a page of more than a megabyte."""
+    """Like `hold_connections`, but request a file of more than a megabyte, and never read the response."""
     return hold_connections(port, b"GET /docs/page.js HTTP/1.1\r\nHost: x\r\n\r\n")
 
 
 def misname_parameters(port: int) -> AbstractContextManager[None]:
-    """Requests with thousands of parameters that there are not."""
+    """Send requests with thousands of unknown parameters."""
     path = "/segment?" + "&".join(f"p{number}=" for number in range(8500))
 
     def step() -> None:
-        with begin(port, path, STACK) as connection:
+        with send_request(port, path, STACK) as connection:
             connection.recv(1000)
 
     return repeat(step)
 
 
 def send_ahead(port: int) -> AbstractContextManager[None]:
-    """Connections that send more requests ahead than are taken, and read what is answered."""
+    """Pipeline more requests on each connection than the service accepts, and read the responses."""
 
     def step() -> None:
         with socket.create_connection(("127.0.0.1", port), 60) as connection:
@@ -215,44 +219,46 @@ ATTACKS: dict[str, Attack] = {
 }  # fmt: skip
 
 
-class Times:
-    """How long one kind of request took; `wrong` has the answers that were not 200."""
+class Latencies:
+    """Seconds of the requests to one path; `failures` has the responses with a status other than 200."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.seconds: list[float] = []
-        self.wrong: list[str] = []
+        self.failures: list[str] = []
 
-    def take(self, port: int) -> None:
+    def measure_request(self, port: int) -> None:
+        """Send one request as the other client, and record its time."""
         began = time.perf_counter()
-        status, answer = request(port, "POST", self.path, STACK, {"X-API-Key": "other"})
+        status, content = request(port, "POST", self.path, STACK, {"X-API-Key": "other"})
         self.seconds.append(time.perf_counter() - began)
         if status != 200:
-            self.wrong.append(f"{status} {answer[:200].decode(errors='replace')}")
+            self.failures.append(f"{status} {content[:200].decode(errors='replace')}")
 
     @property
-    def missed(self) -> bool:
-        return bool(self.wrong) or self._percentile(0.99) > LIMITS[self.path]
+    def exceeds_limits(self) -> bool:
+        """Whether a request failed, or the 99th percentile is above the limit."""
+        return bool(self.failures) or self._percentile(0.99) > LIMITS[self.path]
 
     def __str__(self) -> str:
-        figures = f"{self._percentile(0.5):.3f}, {self._percentile(0.99):.3f}, {max(self.seconds):.3f}"
-        wrong = f"; {len(self.wrong)} refused: {self.wrong[0]}" if self.wrong else ""
-        return f"{self.path} {figures} ({len(self.seconds)} times{wrong})"
+        seconds = f"{self._percentile(0.5):.3f}, {self._percentile(0.99):.3f}, {max(self.seconds):.3f}"
+        failures = f"; {len(self.failures)} failed: {self.failures[0]}" if self.failures else ""
+        return f"{self.path} {seconds} ({len(self.seconds)} requests{failures})"
 
-    def _percentile(self, share: float) -> float:
+    def _percentile(self, quantile: float) -> float:
         ordered = sorted(self.seconds)
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+        return ordered[min(int(quantile * len(ordered)), len(ordered) - 1)]
 
 
-def measure(port: int, seconds: float) -> list[Times]:
-    """Inspect and segment in turn for so many seconds, and each at least once."""
-    times = [Times(path) for path in LIMITS]
+def measure(port: int, seconds: float) -> list[Latencies]:
+    """Send inspect and segment requests alternately for `seconds`, each at least once; return their latencies."""
+    results = [Latencies(path) for path in LIMITS]
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        for one in times:
-            one.take(port)
+        for latencies in results:
+            latencies.measure_request(port)
         time.sleep(0.02)
-    return times
+    return results
 
 
 def main() -> int:
@@ -261,7 +267,7 @@ def main() -> int:
     parser.add_argument("--attack", choices=ATTACKS, action="append")
     options = parser.parse_args()
     limit_connections(3 * CONNECTIONS)
-    missed = False
+    has_failed = False
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "models")
@@ -275,15 +281,15 @@ def main() -> int:
         }
         config.write_text(yaml.safe_dump(sections), encoding="utf-8")
         for attack in options.attack or ATTACKS:
-            # A server of its own, so that each attack meets the same one.
+            # Start a new server for each attack, so that attacks do not influence each other.
             with run_server(folder, "--config", str(config)) as (_, port):
                 measure(port, 1.0)
                 with ATTACKS[attack](port):
                     time.sleep(1.0)
-                    times = measure(port, options.seconds)
-            missed = missed or any(one.missed for one in times)
-            print(f"{attack}: {'; '.join(map(str, times))}", flush=True)
-    return int(missed)
+                    results = measure(port, options.seconds)
+            has_failed = has_failed or any(latencies.exceeds_limits for latencies in results)
+            print(f"{attack}: {'; '.join(map(str, results))}", flush=True)
+    return int(has_failed)
 
 
 if __name__ == "__main__":

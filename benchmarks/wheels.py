@@ -1,11 +1,11 @@
-"""Prepare the wheels that `benchmarks/gpu.sh --collect` gathers for a machine without a network.
+"""Prepare the wheels that `benchmarks/gpu.sh --collect` downloads for a machine without network access.
 
 python benchmarks/wheels.py 3.12               print the pinned requirements for this Python version, one per line
 python benchmarks/wheels.py --repack WHEELS    remove unused codecs from the imagecodecs wheel in a folder
 python benchmarks/wheels.py --size WHEELS      print the size of everything to be copied, and fail if it is too large
 
-The requirements are the dependencies in pyproject.toml and, by the metadata of the packages installed here, the
-dependencies of those. constraints.txt pins their versions. The machine itself provides Python, torch and NumPy.
+The requirements are the dependencies in pyproject.toml and their transitive dependencies, according to the metadata of
+the packages installed here. constraints.txt pins their versions. The machine itself provides Python, torch and NumPy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-# The machine's torch matches its driver, and other libraries there were built for its NumPy.
+# The torch of the machine matches its driver, and its other libraries were built for its NumPy.
 PROVIDED_PACKAGES = {"torch", "numpy"}
 # Extension modules of imagecodecs for the codecs of TIFF (without JPEG), Zarr and PNG. `_imcd` has LZW, PackBits and
 # the predictors, `_deflate` has gzip. All modules import the two shared ones.
@@ -68,14 +68,14 @@ def print_pins(python: str) -> None:
     """Print the pinned requirements for a Python version."""
     environment = {**default_environment(), "python_version": python, "python_full_version": f"{python}.0", "extra": ""}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needed = set(walk(list(map(Requirement, project["dependencies"])), environment))
+    needed = set(walk_dependencies(list(map(Requirement, project["dependencies"])), environment))
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         pin = Requirement(line)
         if canonicalize_name(pin.name) in needed and (pin.marker is None or pin.marker.evaluate(environment)):
             print(f"{pin.name}{pin.specifier}")
 
 
-def walk(requirements: list[Requirement], environment: dict[str, str]) -> Iterator[str]:
+def walk_dependencies(requirements: list[Requirement], environment: dict[str, str]) -> Iterator[str]:
     """Yield the names of packages and of their dependencies, each once, except for those that the machine provides."""
     visited, pending = set(PROVIDED_PACKAGES), list(requirements)
     while pending:

@@ -1,7 +1,8 @@
-"""What a codec would try that a hostile file has taken over, in a process that reads files.
+"""Attacks that a compromised codec might attempt in a reader process of the sandbox.
 
-`python attacks.py` prints how every attempt ends in a reader's process on this host, and fails where one succeeds that
-a layer in force should stop. It needs nothing but the service, so that it runs in a container of it, too.
+`python attacks.py` runs all attacks in a reader process on this host, prints their outcomes, and exits with status 1 if
+an attack succeeds that an active layer of the sandbox should block. It depends only on the service, so that it also
+runs in the container image.
 """
 
 from __future__ import annotations
@@ -28,38 +29,46 @@ from service.core.types import Selection
 from service.formats.sandbox import child_main, confinement
 from service.formats.sandbox.reader import Reader
 
+# TIFF compression scheme.
 PACKBITS = 32773
+# Edge of the hostile image in pixels. It must be large enough for the JSON data that is passed as pixels.
 SIDE = 128
 PTRACE_ATTACH = 16
 KEYCTL, BPF, IO_URING_SETUP = {"x86_64": (250, 321, 425), "aarch64": (219, 280, 425)}.get(platform.machine(), (-1,) * 3)
 
 Targets = dict[str, Any]
-"""What is attacked: `jobs`, a database; `kernels`, a folder; `port` and `socket`, where a server listens; `parent`."""
+"""What to attack: `jobs` (path of a database), `kernels` (path of a folder), `port` and `socket` (port and path where
+servers listen), `parent` (process ID of the service), and `attempts` (names of the attacks to run)."""
 
 
-def libc(name: str, *arguments: Any) -> None:
+def call_libc(name: str, *arguments: Any) -> None:
+    """Call a function of the C library. Raises OSError if it returns a negative value."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     if function(*arguments) < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def write(path: str, mode: str = "wb") -> None:
+    """Write to a file."""
     with Path(path).open(mode) as file:
         file.write(b"hostile")
 
 
 def connect(family: int, address: Any) -> None:
-    with socket.socket(family) as there:
-        there.connect(address)
+    """Connect to a server."""
+    with socket.socket(family) as connection:
+        connection.connect(address)
 
 
 def listen(_: Targets) -> None:
-    with socket.socket() as here:
-        here.bind(("127.0.0.1", 0))
-        here.listen()
+    """Listen for connections on a free port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
 
 
 def fork(_: Targets) -> None:
+    """Create a child process."""
     child = os.fork()
     if not child:
         os._exit(0)
@@ -67,11 +76,12 @@ def fork(_: Targets) -> None:
 
 
 def spawn(_: Targets) -> None:
+    """Run a program in a child process."""
     os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0)
 
 
-def shorten_open_files(_: Targets) -> None:
-    """Shorten whatever is open for writing, such as the output: the service maps it."""
+def truncate_open_files(_: Targets) -> None:
+    """Truncate a file that is open for writing, such as the output file, which the service maps."""
     failure = OSError(errno.EBADF, "")
     for file in range(3, 32):
         try:
@@ -84,47 +94,60 @@ def shorten_open_files(_: Targets) -> None:
 
 
 def read_memory(pid: int) -> None:
+    """Read the first mapped bytes of another process."""
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
         memory.seek(int(Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").partition("-")[0], 16))
         memory.read(16)
 
 
-# By attempt: what it does, and the layers of which each alone stops it.
+# For each attack: the function, and the layers that each block it on their own.
 ATTACKS: dict[str, tuple[Callable[[Targets], object], set[str]]] = {
-    "read the jobs": (lambda at: Path(at["jobs"]).read_bytes(), {"landlock"}),
+    "read the jobs": (lambda targets: Path(targets["jobs"]).read_bytes(), {"landlock"}),
     "read accounts": (lambda _: Path("/etc/passwd").read_bytes(), {"landlock"}),
-    "read the service's environment": (lambda at: Path(f"/proc/{at['parent']}/environ").read_bytes(), {"landlock"}),
-    "read the service's memory": (lambda at: read_memory(at["parent"]), {"landlock"}),
-    "write the jobs": (lambda at: write(at["jobs"], "r+b"), {"landlock", "seccomp"}),
-    "write a kernel": (lambda at: write(f"{at['kernels']}/kernel.so"), {"landlock", "seccomp"}),
-    "delete the jobs": (lambda at: Path(at["jobs"]).unlink(), {"landlock", "seccomp"}),
-    "make a folder": (lambda at: Path(at["kernels"], "new").mkdir(), {"landlock", "seccomp"}),
-    "change permissions": (lambda at: Path(at["jobs"]).chmod(0o777), {"seccomp"}),
-    "shorten open files": (shorten_open_files, {"seccomp"}),
-    "connect by TCP": (lambda at: connect(socket.AF_INET, ("127.0.0.1", at["port"])), {"namespaces", "seccomp"}),
-    "connect by path": (lambda at: connect(socket.AF_UNIX, at["socket"]), {"seccomp"}),
+    "read the service's environment": (
+        lambda targets: Path(f"/proc/{targets['parent']}/environ").read_bytes(),
+        {"landlock"},
+    ),
+    "read the service's memory": (lambda targets: read_memory(targets["parent"]), {"landlock"}),
+    "write the jobs": (lambda targets: write(targets["jobs"], "r+b"), {"landlock", "seccomp"}),
+    "write a kernel": (lambda targets: write(f"{targets['kernels']}/kernel.so"), {"landlock", "seccomp"}),
+    "delete the jobs": (lambda targets: Path(targets["jobs"]).unlink(), {"landlock", "seccomp"}),
+    "make a folder": (lambda targets: Path(targets["kernels"], "new").mkdir(), {"landlock", "seccomp"}),
+    "change permissions": (lambda targets: Path(targets["jobs"]).chmod(0o777), {"seccomp"}),
+    "truncate open files": (truncate_open_files, {"seccomp"}),
+    "connect by TCP": (
+        lambda targets: connect(socket.AF_INET, ("127.0.0.1", targets["port"])),
+        {"namespaces", "seccomp"},
+    ),
+    "connect by path": (lambda targets: connect(socket.AF_UNIX, targets["socket"]), {"seccomp"}),
     "listen": (listen, {"seccomp"}),
     "start a process": (fork, {"seccomp"}),
     "run a program": (spawn, {"landlock", "seccomp"}),
-    "trace the service": (lambda at: libc("ptrace", PTRACE_ATTACH, at["parent"], 0, 0), {"landlock", "seccomp"}),
-    "signal the service": (lambda at: os.kill(at["parent"], signal.SIGCONT), {"seccomp"}),
-    "mount": (lambda at: libc("mount", b"none", at["kernels"].encode(), b"tmpfs", 0, None), {"landlock", "seccomp"}),
-    "get privileges": (lambda _: libc("unshare", 0x10000000), {"seccomp"}),
-    "use the keyring": (lambda _: libc("syscall", KEYCTL, 0, -3, 0), {"seccomp"}),
-    "use io_uring": (lambda _: libc("syscall", IO_URING_SETUP, 1, ctypes.create_string_buffer(120)), {"seccomp"}),
-    "load a BPF program": (lambda _: libc("syscall", BPF, 0, ctypes.create_string_buffer(128), 128), {"seccomp"}),
-    # Last: nothing would be reported any more.
-    "become a program": (lambda _: os.execv("/bin/true", ["true"]), {"landlock", "seccomp"}),
+    "trace the service": (
+        lambda targets: call_libc("ptrace", PTRACE_ATTACH, targets["parent"], 0, 0),
+        {"landlock", "seccomp"},
+    ),
+    "signal the service": (lambda targets: os.kill(targets["parent"], signal.SIGCONT), {"seccomp"}),
+    "mount": (
+        lambda targets: call_libc("mount", b"none", targets["kernels"].encode(), b"tmpfs", 0, None),
+        {"landlock", "seccomp"},
+    ),
+    "gain privileges": (lambda _: call_libc("unshare", 0x10000000), {"seccomp"}),
+    "use the keyring": (lambda _: call_libc("syscall", KEYCTL, 0, -3, 0), {"seccomp"}),
+    "use io_uring": (lambda _: call_libc("syscall", IO_URING_SETUP, 1, ctypes.create_string_buffer(120)), {"seccomp"}),
+    "load a BPF program": (lambda _: call_libc("syscall", BPF, 0, ctypes.create_string_buffer(128), 128), {"seccomp"}),
+    # The last attack, because nothing could be reported after it succeeds.
+    "replace the process": (lambda _: os.execv("/bin/true", ["true"]), {"landlock", "seccomp"}),
 }
 
 
-def attempts_that_fail(layers: Iterable[str]) -> list[str]:
-    """Return the names of the attempts that these layers should stop."""
-    return [name for name, (_, stopping) in ATTACKS.items() if stopping & set(layers)]
+def list_blocked_attacks(layers: Iterable[str]) -> list[str]:
+    """Return the names of the attacks that at least one of these layers should block."""
+    return [name for name, (_, blocking) in ATTACKS.items() if blocking & set(layers)]
 
 
 def attempt(targets: Targets) -> dict[str, str]:
-    """Make the `attempts`. Returns how each was refused, "" where it was not."""
+    """Run the attacks `targets["attempts"]`. Returns the name of the error that blocked each, or "" if it succeeded."""
     outcomes = {}
     for name in targets["attempts"]:
         try:
@@ -135,42 +158,42 @@ def attempt(targets: Targets) -> dict[str, str]:
     return outcomes
 
 
-def taken_over(strip: bytes, **_: Any) -> bytes:
-    """Stand in for a codec: attack the targets that the strip names, and return the outcomes as pixels."""
+def attack_instead_of_decoding(strip: bytes, **_: Any) -> bytes:
+    """Replace the PackBits decoder: attack the targets in the strip (JSON), and return the outcomes as pixels."""
     outcomes = json.dumps(attempt(json.loads(bytes(strip).rstrip(b"\0"))))
     return outcomes.encode().ljust(SIDE * SIDE, b"\0")
 
 
 @contextmanager
-def targets_in(folder: Path) -> Iterator[Targets]:
-    """Make what is attacked, with servers that listen during the block."""
+def open_targets(folder: Path) -> Iterator[Targets]:
+    """Create the targets in a folder; yield them while servers listen on the port and the socket."""
     jobs, kernels, path = folder / "jobs.sqlite", folder / "kernels", folder / "socket"
     jobs.write_bytes(b"secret")
     kernels.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as by_port, socket.socket(socket.AF_UNIX) as by_path:
-        by_path.bind(str(path))
-        by_path.listen()
+    with socket.create_server(("127.0.0.1", 0)) as tcp_server, socket.socket(socket.AF_UNIX) as unix_server:
+        unix_server.bind(str(path))
+        unix_server.listen()
         yield {
             "jobs": str(jobs),
             "kernels": str(kernels),
-            "port": by_port.getsockname()[1],
+            "port": tcp_server.getsockname()[1],
             "socket": str(path),
             "parent": os.getpid(),
         }
 
 
 def attack_from_reader(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Read a file whose codec is taken over, and make the attempts that the layers in force should stop.
+    """Read a file with a compromised codec that runs all attacks that the active layers should block.
 
-    Returns `Reader.missing_layers`, and the outcomes as `attempt` does.
+    Returns the missing layers with the reasons (`Reader.missing_layers`), and the outcomes as `attempt` returns them.
     """
     path = folder / "hostile.tif"
     with (
-        targets_in(folder) as targets,
+        open_targets(folder) as targets,
         Reader(memory_bytes=2**30, seconds=30, decoded_bytes=2**20, processes=1, module="attacks") as reader,
     ):
         reader.await_start()
-        targets["attempts"] = attempts_that_fail(confinement.LAYERS.keys() - reader.missing_layers)
+        targets["attempts"] = list_blocked_attacks(confinement.LAYERS.keys() - reader.missing_layers)
         content = json.dumps(targets).encode().ljust(SIDE * SIDE, b"\0")
         tifffile.imwrite(path, np.frombuffer(content, np.uint8).reshape(SIDE, SIDE), metadata=None)
         with tifffile.TiffFile(path, mode="r+b") as file:
@@ -184,10 +207,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         missing, outcomes = attack_from_reader(Path(folder))
     for layer in confinement.LAYERS:
-        sys.stdout.write(f"{layer}: {missing.get(layer, 'holds')}\n")
+        sys.stdout.write(f"{layer}: {missing.get(layer, 'active')}\n")
     for name in ATTACKS:
         outcome = outcomes.get(name)
-        sys.stdout.write(f"{name}: {'not stopped by what holds' if outcome is None else outcome or 'POSSIBLE'}\n")
+        sys.stdout.write(f"{name}: {'no active layer blocks it' if outcome is None else outcome or 'SUCCEEDED'}\n")
     return int(not all(outcomes.values()))
 
 
@@ -196,11 +219,11 @@ if __name__ == "__main__":
         case []:
             sys.exit(main())
         case ["alone", layers, targets]:
-            lacking = confinement.confine(filter(None, layers.split(",")))
-            # What nothing stops would trace and so halt the process that waits for the outcomes.
-            sys.stdout.write(json.dumps([lacking, {} if lacking else attempt(json.loads(targets))]))
+            missing = confinement.confine(filter(None, layers.split(",")))
+            # If a layer is missing, run no attack: an unblocked ptrace would stop the parent, which waits for output.
+            sys.stdout.write(json.dumps([missing, {} if missing else attempt(json.loads(targets))]))
         case [memory_bytes, decoded_bytes, seconds]:
-            # tifffile takes codecs of this package alone.
-            taken_over.__module__ = imagecodecs.__name__
-            imagecodecs.packbits_decode = taken_over
+            # tifffile accepts only codecs of this package.
+            attack_instead_of_decoding.__module__ = imagecodecs.__name__
+            imagecodecs.packbits_decode = attack_instead_of_decoding
             child_main.main(int(memory_bytes), int(decoded_bytes), float(seconds))

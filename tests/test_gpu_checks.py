@@ -1,4 +1,4 @@
-"""The checks that precede measurements on a GPU find what they are for."""
+"""The checks of `benchmarks/gpu_checks.py`, and helper functions of `benchmarks/gpu.py`."""
 
 import threading
 
@@ -12,7 +12,7 @@ from service.core.types import Segmentation
 from service.models.loader import load_network
 
 
-def test_operations_that_convolve_slowly_or_convert_the_memory_format_are_found():
+def test_slow_convolutions_and_memory_format_conversions_are_found():
     slow = [
         "void at::native::vol2col_kernel<c10::BFloat16>(long, ...)",
         "aten::slow_conv3d_forward",
@@ -26,30 +26,30 @@ def test_operations_that_convolve_slowly_or_convert_the_memory_format_are_found(
     assert find_slow_operations([*fast, *slow]) == slow
 
 
-def test_scores_that_are_not_finite_are_never_close_enough():
+def test_difference_of_non_finite_scores_exceeds_any_tolerance():
     expected = torch.tensor([1.0, -1.0])
     assert largest_difference(expected, expected) == 0
     assert largest_difference(torch.tensor([1.0, -0.9]), expected) == pytest.approx(0.1)
     assert not largest_difference(torch.tensor([1.0, torch.nan]), expected) <= 1e-3
 
 
-def test_labels_are_compared_by_the_share_of_voxels_that_differ():
+def test_labels_are_compared_by_the_fraction_of_voxels_that_differ():
     expected = torch.zeros(1, 10, 10, dtype=torch.int16).numpy()
     expected[0, :5] = 1
-    found = expected.copy()
-    found[0, 5, 0] = 1
-    pair = (Segmentation(pixels, "labels", None, 1) for pixels in (found, expected))
-    found, expected = pair
-    assert compare("labels", found, expected, 0.011).passed
-    assert not compare("labels", found, expected, 0.009).passed
+    actual = expected.copy()
+    actual[0, 5, 0] = 1
+    pair = (Segmentation(pixels, "labels", None, 1) for pixels in (actual, expected))
+    actual, expected = pair
+    assert compare("labels", actual, expected, 0.011).passed
+    assert not compare("labels", actual, expected, 0.009).passed
 
 
-def test_a_check_without_an_expectation_has_no_verdict():
+def test_check_without_an_expected_value_has_no_verdict():
     assert [Check("", "", passed).verdict for passed in (None, True, False)] == ["", "passed", "FAILED"]
     assert len(CHECKS) == len(set(CHECKS))
 
 
-def test_an_error_is_a_check_that_failed_after_the_rows_that_were_found():
+def test_error_in_a_check_adds_a_failed_row_after_its_other_rows():
     def check():
         yield Check("first", "1", passed=True)
         raise RuntimeError("CUDA error: misaligned address")
@@ -59,14 +59,14 @@ def test_an_error_is_a_check_that_failed_after_the_rows_that_were_found():
     assert second == Check("copies", "RuntimeError: CUDA error: misaligned address", passed=False)
 
 
-def test_clients_stop_when_a_measurement_is_ended():
-    over = threading.Event()
-    with pytest.raises(SystemExit), gpu.threads(lambda: over.wait(10), 2, over):
+def test_clients_stop_when_a_measurement_is_aborted():
+    stop = threading.Event()
+    with pytest.raises(SystemExit), gpu.run_threads(lambda: stop.wait(10), 2, stop):
         raise SystemExit
-    assert over.is_set()
+    assert stop.is_set()
 
 
-def test_the_reference_is_the_network_as_loaded(bands, monkeypatch):
+def test_reference_is_the_network_as_loaded_in_eager_fp32(bands, monkeypatch):
     settings = Settings.model_validate({"engine": {"kind": "winograd", "precision": "bf16"}})
     scores = []
     make_call = gpu.make_call

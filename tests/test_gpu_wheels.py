@@ -1,4 +1,4 @@
-"""Wheels for the GPU machine hold only the codecs that are used, and fit its size limit."""
+"""`benchmarks/wheels.py` keeps only the used codecs in the wheels, and checks their size."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from paths import ROOT
 SCRIPT = ROOT / "benchmarks" / "wheels.py"
 WHEELS = runpy.run_path(str(SCRIPT))
 INFO = "imagecodecs-1.dist-info"
-# Uses a repacked imagecodecs in another interpreter. Arguments: the folder with the package, the folder with images.
-READ = """
+# Checks a repacked imagecodecs in another interpreter. Arguments: the folder of the package, the folder of the images.
+CHECK_SCRIPT = """
 import sys
 from pathlib import Path
 import imagecodecs, numpy, tifffile
@@ -46,7 +46,7 @@ except imagecodecs.DelayedImportError:
 
 
 def make_wheel(path: Path, contents: dict[str, bytes]) -> None:
-    """Write a wheel of imagecodecs with a list of its files."""
+    """Write a wheel of imagecodecs, including its RECORD."""
     record = [f"{name},sha256={digest(content)},{len(content)}\n" for name, content in contents.items()]
     with ZipFile(path, "w") as archive:
         for name, content in contents.items():
@@ -59,7 +59,7 @@ def digest(content: bytes) -> str:
 
 
 def assert_record_is_complete(wheel: Path) -> None:
-    """Every file of the wheel is listed once, with its hash and size."""
+    """Check that RECORD lists every file of the wheel once, with its hash and size."""
     with ZipFile(wheel) as archive:
         contents = {name: archive.read(name) for name in archive.namelist()}
     rows = [row.split(",") for row in contents.pop(f"{INFO}/RECORD").decode().splitlines()]
@@ -67,7 +67,7 @@ def assert_record_is_complete(wheel: Path) -> None:
     assert sorted(rows) == sorted([*expected, [f"{INFO}/RECORD", "", ""]])
 
 
-def test_repacking_keeps_used_modules_and_exactly_the_libraries_that_they_link_to(tmp_path: Path) -> None:
+def test_repacking_keeps_used_modules_and_only_the_libraries_that_they_link_to(tmp_path: Path) -> None:
     wheel = tmp_path / "imagecodecs-1-cp312-abi3-manylinux_2_28_x86_64.whl"
     kept = {
         "imagecodecs/__init__.py": b"import",
@@ -95,8 +95,8 @@ def test_repacking_keeps_used_modules_and_exactly_the_libraries_that_they_link_t
     assert list(tmp_path.iterdir()) == [wheel]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other platforms keep shared libraries elsewhere")
-def test_repacked_imagecodecs_decodes_what_the_benchmarks_read_and_reports_other_codecs_as_unavailable(
+@pytest.mark.skipif(sys.platform != "linux", reason="shared libraries have other locations on other platforms")
+def test_repacked_imagecodecs_supports_the_codecs_of_the_benchmarks_and_reports_others_as_unavailable(
     tmp_path: Path,
 ) -> None:
     installed = [file for file in files("imagecodecs") or [] if file.parts[0] in {"imagecodecs", "imagecodecs.libs"}]
@@ -117,13 +117,13 @@ def test_repacked_imagecodecs_decodes_what_the_benchmarks_read_and_reports_other
             for predictor in {False, compression != "packbits"}:
                 name = f"{dtype}-{compression}-{predictor}.tif"
                 tifffile.imwrite(images / name, image, compression=compression, predictor=predictor)
-    command = [sys.executable, "-c", READ, folder, images]
+    command = [sys.executable, "-c", CHECK_SCRIPT, folder, images]
     environment = os.environ | {"PYTHONPATH": str(folder)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (done.stderr, done.stdout) == ("", "unavailable\n")
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (process.stderr, process.stdout) == ("", "unavailable\n")
 
 
-def test_files_over_the_size_limit_are_reported_with_the_sizes_and_the_setting(tmp_path: Path) -> None:
+def test_exceeding_the_size_limit_is_an_error_that_names_the_sizes_and_the_setting(tmp_path: Path) -> None:
     (tmp_path / "one-1-py3-none-any.whl").write_bytes(bytes(3 << 20))
     (tmp_path / "pins.txt").write_text("one==1")
     command = [sys.executable, SCRIPT, "--size", tmp_path]

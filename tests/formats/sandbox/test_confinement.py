@@ -48,7 +48,7 @@ def attack_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, 
 
 def attack_with_layers(layers: list[str], attempts: list[str], folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Attack from a process with the given layers. Return the layers that are not in force, and the outcomes."""
-    with attacks.targets_in(folder) as targets:
+    with attacks.open_targets(folder) as targets:
         arguments = [",".join(layers), json.dumps(targets | {"attempts": attempts})]
         command = [sys.executable, "-P", attacks.__file__, "alone", *arguments]
         environment = child_process.child_environment()
@@ -67,7 +67,7 @@ def test_attack_by_a_codec_fails(attack_results: tuple[dict[str, str], dict[str,
 
 @pytest.mark.parametrize("layer", ["namespaces", "landlock", "seccomp"])
 def test_single_layer_stops_its_attacks(layer: str, tmp_path: Path) -> None:
-    attempts = attacks.attempts_that_fail([layer])
+    attempts = attacks.list_blocked_attacks([layer])
     missing, outcomes = attack_with_layers([layer], attempts, tmp_path)
     if missing:
         pytest.skip(f"this host does not support the layer: {missing}")
