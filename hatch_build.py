@@ -1,8 +1,11 @@
-"""Builds the C++ kernels: a build hook of hatchling, and by hand `python hatch_build.py [--all]`.
+"""Build script for the C++ kernels: a hatchling build hook, and a command, `python hatch_build.py [--all]`.
 
-A wheel gets a library for each level of processors (`service/core/native/variants.py`). An editable installation, and a
-call by hand, make the one for this processor in the source folder, or `--all`, unless they are newer than the sources.
-CXX names the compiler, by default g++. Without one, or where it fails, the package works without kernels.
+A wheel contains one library for each processor level (`service/core/native/variants.py`). An editable installation and
+the command compile only the library for this processor, in the source folder. With `--all`, the command compiles every
+library that this processor can run. Libraries that are newer than their sources are not compiled again.
+
+The environment variable CXX selects the compiler. The default is g++. If there is no compiler, or if it fails, the
+package is installed without kernels and still works.
 """
 
 from __future__ import annotations
@@ -22,25 +25,29 @@ ROOT = Path(__file__).resolve().parent
 VARIANTS = runpy.run_path(str(ROOT / "service/core/native/variants.py"))
 
 COMPILE = ("-c", "-O3", "-std=c++17", "-fPIC", "-fopenmp")
-# Not linked with -fopenmp: a second OpenMP runtime beside torch's would compete with it for the cores.
+# Do not link with -fopenmp: a second OpenMP runtime would compete with the one in torch for the cores.
 LINK = ("-shared", "-s", "-Wl,--gc-sections", "-Wl,--version-script=exports.map")
 EXPORTS = "{ global: stackseg_*; local: *; };\n"
 
 
 def compile_kernels(variants: Iterable[Any], folder: Path) -> list[Path]:
-    """Make the library of each variant in `folder`. Raises OSError where there is no compiler, or it fails."""
+    """Compile the library of each variant into `folder`.
+
+    Raises OSError if there is no compiler or if the compiler fails.
+    """
     compiler = (os.environ.get("CXX") or "g++").split()
     sources = sorted(ROOT.glob("service/**/*.cpp"))
 
     def run(*arguments: object) -> None:
         command = [*compiler, *map(str, arguments)]
-        done = subprocess.run(  # noqa: S603
+        process = subprocess.run(  # noqa: S603
             command, cwd=work, check=False, capture_output=True, text=True
         )
-        if done.returncode:
-            raise OSError(f"{compiler[0]} failed: {done.stderr.strip()[:500]}")
+        if process.returncode:
+            raise OSError(f"{compiler[0]} failed: {process.stderr.strip()[:500]}")
 
-    # In the same file system: a library that a process has mapped may be replaced, but not written to.
+    # Compile in the same file system as `folder`, so that a library can be replaced atomically. Writing to a library
+    # that a running process has mapped would crash that process.
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=".kernels-") as work,
         ThreadPoolExecutor(os.cpu_count()) as pool,
@@ -51,32 +58,35 @@ def compile_kernels(variants: Iterable[Any], folder: Path) -> list[Path]:
         list(pool.map(lambda job: run(*COMPILE, *job[1].options, job[0], "-o", objects[job]), jobs))
         libraries = []
         for variant in variants:
-            made = Path(work) / variant.library.name
-            run(*LINK, *(objects[source, variant] for source in sources), "-lm", "-o", made)
-            libraries.append(made.replace(folder / made.name))
+            linked = Path(work) / variant.library.name
+            run(*LINK, *(objects[source, variant] for source in sources), "-lm", "-o", linked)
+            libraries.append(linked.replace(folder / linked.name))
     return libraries
 
 
 def compile_in_place(variants: Iterable[Any]) -> None:
-    """Make the libraries that are missing in the source folder, or older than their sources.
+    """Compile the libraries in the source folder that are missing or older than their sources.
 
-    Raises OSError; then there is none of those: calls of functions that have changed would crash.
+    Raises OSError if compilation fails. The outdated libraries are then deleted, because calling a kernel whose
+    signature has changed would crash.
     """
     sources = [*ROOT.glob("service/**/*.[ch]pp"), Path(__file__), ROOT / "service/core/native/variants.py"]
-    changed = max(source.stat().st_mtime for source in sources)
-    outdated = [each for each in variants if not each.library.exists() or each.library.stat().st_mtime < changed]
+    newest = max(source.stat().st_mtime for source in sources)
+    outdated = [
+        variant for variant in variants if not variant.library.exists() or variant.library.stat().st_mtime < newest
+    ]
     if outdated:
         try:
             compile_kernels(outdated, VARIANTS["FOLDER"])
         except OSError:
-            for each in outdated:
-                each.library.unlink(missing_ok=True)
+            for variant in outdated:
+                variant.library.unlink(missing_ok=True)
             raise
 
 
 def get_build_hook() -> type:
-    """Return the hook, in the way that hatchling asks for it."""
-    # Only builds have hatchling.
+    """Return the build hook class. Hatchling calls this function by name."""
+    # hatchling is installed only in build environments.
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface  # noqa: PLC0415
 
     class KernelHook(BuildHookInterface):
@@ -91,18 +101,21 @@ def get_build_hook() -> type:
                     platform = sysconfig.get_platform().translate(str.maketrans("-.", "__"))
                     build_data["pure_python"], build_data["tag"] = False, f"py3-none-{platform}"
             except OSError as error:
-                self.app.display_warning(explain(error))
+                self.app.display_warning(format_warning(error))
 
     return KernelHook
 
 
-def explain(error: OSError) -> str:
-    """Say what the lack of kernels means, and how to get them."""
-    return f"StackSeg has no C++ kernels and computes more slowly on a CPU; install g++, then try again: {error}"
+def format_warning(error: OSError) -> str:
+    """Return a warning about the missing kernels and how to get them."""
+    return (
+        "The C++ kernels of StackSeg could not be compiled. It works without them, but is slower on a CPU. "
+        f"To get them, install g++ and then install StackSeg again: {error}"
+    )
 
 
 if __name__ == "__main__":
     try:
         compile_in_place(VARIANTS["list_supported"]()[: None if "--all" in sys.argv else 1])
     except OSError as error:
-        print(explain(error), file=sys.stderr)
+        print(format_warning(error), file=sys.stderr)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Build an image and check it. With Docker where its daemon answers, else with podman. The image, localhost/stackseg:cpu
-# or localhost/stackseg:gpu, stays.
+# Build a container image and check it. The script uses Docker if its daemon is running, otherwise podman. It leaves the
+# image in place: localhost/stackseg:cpu or localhost/stackseg:gpu.
 # usage: scripts/container.sh [cpu|gpu]
-# cpu  Run the image twice, locked down: first without any network until HEALTHCHECK passes, then published on a port
-#      of this machine to segment the bundled sample, with the plan that the first run made.
-# gpu  Check what can be checked without a GPU: the driver that the image requires, its CUDA libraries, its compilers,
-#      and the errors of a service that finds no driver or an old one. The build downloads 3 GB.
-# Environment: PIP_INDEX_URL and PIP_CERT reach pip in the build. PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS do so for the
-# CPU image only, as they usually provide the CPU build of torch.
+# cpu  Run the image twice with restricted privileges: first without network until HEALTHCHECK passes, then with a
+#      published port to segment the bundled sample. The second run reuses the engine plan of the first one.
+# gpu  Run the checks that need no GPU: the required driver version, the CUDA libraries, the compilers, and the error
+#      messages for a missing driver and for an old one. The build downloads 3 GB.
+# Environment: PIP_INDEX_URL and PIP_CERT are passed to pip in the build. PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS are
+# passed for the CPU image only, because they usually provide the CPU build of torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -28,7 +28,7 @@ work=$(mktemp -d)
 volume=stackseg-$$
 container=
 
-say() { printf '%-10s %s\n' "$1" "${*:2}"; }
+report() { printf '%-10s %s\n' "$1" "${*:2}"; }
 fail() { echo "$*" >&2; exit 1; }
 inspect() { "${engine[@]}" inspect --format "$1" "$container"; }
 in_container() { "${engine[@]}" exec --interactive "$container" "$@"; }
@@ -52,17 +52,17 @@ for name in "${pip_sources[@]}"; do
   if [ -n "${!name:-}" ]; then build_options+=(--build-arg "$name=${!name}"); fi
 done
 
-# Podman's defaults need more rights than a virtual machine or a service account may have: crun refuses mixed cgroup
-# hierarchies, and limits on files and processes are raised.
+# Podman's defaults can fail in a virtual machine or with a service account: crun rejects mixed cgroup hierarchies, and
+# podman raises the limits on open files and processes. Use runc if available, and set lower limits.
 use_podman() {
   local runtime path
-  # It complains at length where no systemd would run the health check for it.
+  # Without systemd, podman prints long warnings that it cannot schedule the health check.
   engine=(podman --log-level fatal)
-  runtime=$(command -v runc || command -v crun) || fail "podman needs runc: sudo apt-get install runc"
+  runtime=$(command -v runc || command -v crun) || fail "podman needs runc or crun: sudo apt-get install runc"
   printf '[containers]\ndefault_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]\n[engine]\nruntime = "%s"\n' \
     "$(basename "$runtime")" >"$work/containers.conf"
   export CONTAINERS_CONF=$work/containers.conf
-  # HEALTHCHECK and STOPSIGNAL exist in Docker's format only.
+  # Only Docker's image format supports HEALTHCHECK and STOPSIGNAL.
   build_options+=(--format docker)
   podman image exists "$base" || podman pull --quiet "$base" >/dev/null 2>&1 || make_base
   path=${PIP_FIND_LINKS:-}
@@ -72,14 +72,14 @@ use_podman() {
   fi
 }
 
-# Where no registry answers, the base image is made from Debian's own packages, about as small as the published one.
+# Build the base image from Debian packages if no registry is reachable. Its size is similar to the published image.
 make_base() {
   command -v debootstrap >/dev/null && [ "$(id -u)" -eq 0 ] ||
-    fail "$base cannot be pulled. To make it from Debian's packages, as root: apt-get install debootstrap"
-  say base "made with debootstrap, since it cannot be pulled"
+    fail "$base cannot be pulled. To build it from Debian packages, run as root, and: apt-get install debootstrap"
+  report base "built with debootstrap, because it cannot be pulled"
   debootstrap --variant=minbase bookworm "$work/rootfs" >"$work/log" || fail "$(tail "$work/log")"
   rm -rf "$work"/rootfs/{var/cache/apt/*,var/lib/apt/lists/*,usr/share/{doc,man,locale,info}/*}
-  # As in the published image, apt deletes each package after its installation.
+  # As in the published image, make apt delete the package files after each installation.
   echo 'DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb /var/cache/apt/*.bin || true"; };' \
     >"$work/rootfs/etc/apt/apt.conf.d/docker-clean"
   tar -C "$work/rootfs" -c . | podman import - "docker.io/library/$base" >/dev/null 2>&1
@@ -87,14 +87,14 @@ make_base() {
 }
 
 build() {
-  local began=$SECONDS
+  local started=$SECONDS
   "${engine[@]}" build "${build_options[@]}" --network host --file docker/Dockerfile --tag "$image" . >"$work/log" 2>&1 ||
     fail "$(tail -n 40 "$work/log")"
-  say image "$image, $(($("${engine[@]}" image inspect --format '{{.Size}}' "$image") / 1000000)) MB," \
-    "built in $((SECONDS - began)) s with ${engine[0]}"
+  report image "$image, $(($("${engine[@]}" image inspect --format '{{.Size}}' "$image") / 1000000)) MB," \
+    "built in $((SECONDS - started)) s with ${engine[0]}"
 }
 
-# /tmp is not executable, as is usual: what torch compiles goes to the volume.
+# /tmp is mounted noexec, as is common. The code that torch compiles is stored in the volume.
 locked=(--read-only --tmpfs /tmp --cap-drop all --security-opt no-new-privileges --memory 6g
   --volume "$volume:/var/lib/stackseg")
 
@@ -103,20 +103,20 @@ start() {
     "$@" "$image")
 }
 
-# wait_for TITLE COMMAND...: until the command succeeds
+# wait_for TITLE COMMAND...: wait until the command succeeds
 wait_for() {
-  local title=$1 began=$SECONDS
+  local title=$1 started=$SECONDS
   shift
   until "$@" >/dev/null 2>&1; do
     [ "$(inspect '{{.State.Running}}')" = true ] || fail "The container stopped before it was ready."
-    [ $((SECONDS - began)) -lt 600 ] || fail "Not ready after 600 s."
+    [ $((SECONDS - started)) -lt 600 ] || fail "The container was not ready after 600 s."
     sleep 1
   done
-  say "$title" "after $((SECONDS - began)) s"
+  report "$title" "after $((SECONDS - started)) s"
 }
 
-# Docker runs HEALTHCHECK by itself; podman leaves that to systemd, where there is one.
-healthy() {
+# Docker runs HEALTHCHECK itself. Podman relies on systemd, which may be missing, so run the check explicitly.
+is_healthy() {
   if [ "${engine[0]}" = podman ]; then
     "${engine[@]}" healthcheck run "$container"
   else
@@ -124,17 +124,17 @@ healthy() {
   fi
 }
 
-check_lock() {
+check_privileges() {
   local uid
   uid=$(in_container python -c 'import os; print(os.getuid())')
   [ "$uid" -ne 0 ] || fail "The service runs as root."
-  if in_container python -c 'open("/opt/written", "w")' 2>/dev/null; then fail "/opt can be written to."; fi
-  say locked "uid $uid, nothing but /tmp and the volume can be written to"
+  if in_container python -c 'open("/opt/written", "w")' 2>/dev/null; then fail "/opt is writable."; fi
+  report locked "uid $uid, only /tmp and the volume are writable"
 }
 
 check_confinement() {
-  in_container python /attacks/attacks.py >"$work/attacks" || fail "A taken over reader can: $(cat "$work/attacks")"
-  say confined "$(head -n 4 "$work/attacks" | paste -s -d ,), $(grep -c ': E' "$work/attacks") attempts refused"
+  in_container python /attacks/attacks.py >"$work/attacks" || fail "A compromised reader process can: $(cat "$work/attacks")"
+  report confined "$(head -n 4 "$work/attacks" | paste -s -d ,), $(grep -c ': E' "$work/attacks") attempts blocked"
 }
 
 check_training() {
@@ -142,8 +142,8 @@ check_training() {
 import json, service.training.process, urllib.request
 limits = json.load(urllib.request.urlopen("http://127.0.0.1:8000/limits"))
 assert limits["training"], limits
-' || fail "Nobody can train there."
-  say training "installed, and switched on for the own host; others need a key"
+' || fail "Training is not available in the container."
+  report training "installed, and enabled for the local host; other hosts need an API key"
 }
 
 check_segmentation() {
@@ -156,26 +156,26 @@ from service.core.files.bundled import bundled_folder
 labels = tifffile.imread(io.BytesIO(sys.stdin.buffer.read()))
 expected = tifffile.imread(bundled_folder("models") / "nuclei" / "expected.tif")
 agreement = ((labels > 0) == (expected > 0)).mean()
-print(f"{labels.shape}, {labels.dtype}, {labels.max()} objects, foreground as expected in {agreement:.2%} of the voxels")
+print(f"{labels.shape}, {labels.dtype}, {labels.max()} objects, foreground matches in {agreement:.2%} of the voxels")
 sys.exit(int(labels.max() == 0 or agreement < 0.99))
-' <"$work/labels.tif" >"$work/comparison" || fail "Not the expected labels: $(cat "$work/comparison")"
-  say segmented "$(cat "$work/comparison")"
-  say stages "$(grep -i '^server-timing:' "$work/headers" | cut -d ' ' -f 2- | tr -d '\r')"
+' <"$work/labels.tif" >"$work/comparison" || fail "The labels differ from the expected ones: $(cat "$work/comparison")"
+  report segmented "$(cat "$work/comparison")"
+  report stages "$(grep -i '^server-timing:' "$work/headers" | cut -d ' ' -f 2- | tr -d '\r')"
 }
 
 stop() {
-  local began=$SECONDS status
+  local started=$SECONDS status
   "${engine[@]}" stop --time 60 "$container" >/dev/null
   status=$(inspect '{{.State.ExitCode}}')
-  [ "$status" -eq 0 ] || fail "SIGTERM ended it with status $status."
-  say stopped "by SIGTERM in $((SECONDS - began)) s, status 0"
+  [ "$status" -eq 0 ] || fail "The service exited with status $status after SIGTERM."
+  report stopped "by SIGTERM in $((SECONDS - started)) s, status 0"
   remove
 }
 
-# `void` hides the GPU of a host that has one.
+# `void` hides the GPUs of the host.
 no_gpu=(--network none --env NVIDIA_VISIBLE_DEVICES=void)
 
-# run_without_gpu OPTIONS... IMAGE ARGUMENTS...: in the foreground
+# run_without_gpu OPTIONS... IMAGE ARGUMENTS...: run a container in the foreground
 run_without_gpu() { "${engine[@]}" run --rm --interactive "${locked[@]}" "${no_gpu[@]}" "$@"; }
 
 check_requirements() {
@@ -184,7 +184,7 @@ check_requirements() {
   for expected in 'REQUIRE_CUDA=cuda>=13.0' VISIBLE_DEVICES=all DRIVER_CAPABILITIES=compute,utility; do
     grep -q -x -F "NVIDIA_$expected" <<<"$variables" || fail "The image lacks NVIDIA_$expected. It has: $variables"
   done
-  say requires "$(grep '^NVIDIA_' <<<"$variables" | paste -s -d ' ')"
+  report requires "$(grep '^NVIDIA_' <<<"$variables" | paste -s -d ' ')"
 }
 
 check_libraries() {
@@ -196,7 +196,7 @@ cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
 print(f"uid {os.getuid()}, torch {torch.__version__} for CUDA {cuda}, cuDNN {cudnn}")
 sys.exit(not (os.getuid() and cuda and cuda.startswith("13.") and devices.explain_faulty_cudnn(cudnn) is None))
 EOF
-  say libraries "$(cat "$work/libraries")"
+  report libraries "$(cat "$work/libraries")"
 }
 
 # check_refusal TITLE MESSAGE OPTIONS...: the service must exit with the message instead of falling back to the CPU.
@@ -207,11 +207,11 @@ check_refusal() {
   "${engine[@]}" logs "$container" >"$work/refusal" 2>&1
   [ "$status" -eq 2 ] || fail "The service exited with status $status instead of 2."
   grep -F "$message" "$work/refusal" >"$work/message" || fail "The service exited without the message '$message'."
-  say "$title" "status 2, $(cat "$work/message")"
+  report "$title" "status 2, $(cat "$work/message")"
   remove
 }
 
-# Compile replacements for two libraries of the NVIDIA driver. They report version 550.54 and CUDA 12.4.
+# Compile replacements for two libraries of the NVIDIA driver. They report driver version 550.54 and CUDA 12.4.
 driver=/var/lib/stackseg
 make_old_driver() {
   run_without_gpu --entrypoint sh "$image" -c "cd $driver && gcc -shared -fPIC -x c - -o libcuda.so.1 &&
@@ -226,8 +226,8 @@ int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 12040; return 0
 EOF
 }
 
-# Triton compiles its interface to the driver with gcc when it is first used, and links it with libcuda. The replacement
-# lacks most functions, which lazy binding tolerates. Triton's own ptxas compiles the kernels.
+# On first use, Triton compiles its driver interface with gcc and links it with libcuda. The replacement of libcuda lacks
+# most functions, which works with lazy binding. Kernels are compiled by the ptxas that Triton includes.
 check_triton() {
   cat >"$work/kernel.py" <<'EOF'
 import os, sys, torch, triton
@@ -252,12 +252,12 @@ for name in architectures:
     source = triton.compiler.ASTSource(add_one, {"x": "*fp32", "size": "constexpr"}, {"size": 128})
     kernel = triton.compile(source, target=GPUTarget("cuda", int(name.removeprefix("sm_")), 32))
     assert kernel.asm["cubin"], name
-print(f"{triton.__version__}, compiled its interface to the driver, and a kernel for", *architectures)
+print(f"{triton.__version__}, compiled its driver interface and a kernel for", *architectures)
 EOF
   run_without_gpu --env TRITON_LIBCUDA_PATH=$driver --env LD_LIBRARY_PATH=$driver --entrypoint python \
     --volume "$work/kernel.py:/check/kernel.py:ro" "$image" /check/kernel.py >"$work/triton" ||
     fail "Triton cannot compile in this image."
-  say triton "$(cat "$work/triton")"
+  report triton "$(cat "$work/triton")"
 }
 
 check_gpu_image() {
@@ -270,13 +270,13 @@ check_gpu_image() {
   check_triton
 }
 
-command -v curl >/dev/null || fail "This needs curl: sudo apt-get install curl"
+command -v curl >/dev/null || fail "This script needs curl: sudo apt-get install curl"
 if docker info >/dev/null 2>&1; then
   engine=(docker)
 elif command -v podman >/dev/null; then
   use_podman
 else
-  fail "Neither Docker nor podman is here. On Debian: sudo apt-get install podman buildah runc"
+  fail "Neither Docker nor podman is available. On Debian: sudo apt-get install podman buildah runc"
 fi
 build
 
@@ -286,8 +286,8 @@ if [ "$variant" = gpu ]; then
 fi
 
 start --network none
-wait_for healthy healthy
-check_lock
+wait_for healthy is_healthy
+check_privileges
 check_confinement
 check_training
 stop

@@ -1,4 +1,4 @@
-"""Start the service, post the sample stack that the bundled model carries, and show what came back.
+"""Start the service, segment the sample stack of a bundled model, and save the labels and a picture of them.
 
 Usage: python scripts/demo.py [stack.tif] [--output demo-output] [--config configs/default.yaml]
 """
@@ -20,28 +20,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from figure import draw
+from figure import draw_figure
 
 from service.core.types import Selection
 from service.formats import stack_reader
 
 ROOT = Path(__file__).resolve().parent.parent
-START_SECONDS = 600
-LIMIT = 2**34
+START_TIMEOUT_SECONDS = 600
+MAX_PIXEL_BYTES = 2**34
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 @contextmanager
-def service(config: Path, log: Path) -> Iterator[str]:
-    """Run `stackseg serve` on a free port; yields its address once every model is warm, stops it afterwards."""
-    address = f"http://127.0.0.1:{(port := free_port())}"
+def run_service(config: Path, log: Path) -> Iterator[str]:
+    """Run `stackseg serve` on a free port, yield its address when all models are ready, and stop it afterwards."""
+    address = f"http://127.0.0.1:{(port := find_free_port())}"
     command = [sys.executable, "-m", "service", "serve", "--config", str(config), "--port", str(port)]
-    # What the first start finds out about this machine stays in the clone, too.
+    # Cache the engine plans in the clone: nothing is written outside of it, and later starts are faster.
     environment = {"STACKSEG_ENGINE__CACHE_FOLDER": str(ROOT / ".cache" / "engine")} | os.environ
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603
@@ -57,17 +57,17 @@ def service(config: Path, log: Path) -> Iterator[str]:
 
 
 def wait_until_ready(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + START_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            sys.exit(f"The service stopped while starting; its last words:\n{log.read_text()[-2000:]}")
+            sys.exit(f"The service stopped during startup. The end of its log:\n{log.read_text()[-2000:]}")
         try:
             urllib.request.urlopen(f"{address}/health/ready", timeout=5).close()  # noqa: S310
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             time.sleep(0.2)
         else:
             return
-    sys.exit(f"The service was not ready after {START_SECONDS} s; see {log}")
+    sys.exit(f"The service was not ready after {START_TIMEOUT_SECONDS} s. See its log: {log}")
 
 
 def get_json(url: str) -> dict[str, Any]:
@@ -75,19 +75,19 @@ def get_json(url: str) -> dict[str, Any]:
         return dict(json.load(response))
 
 
-def post(url: str, stack: Path, labels: Path) -> dict[str, str]:
-    """Post a stack, write the answer to `labels`, and return the response's headers in lower case."""
+def post_stack(url: str, stack: Path, labels: Path) -> dict[str, str]:
+    """Post a stack, write the response body to `labels`, and return the response headers with lower-case names."""
     request = urllib.request.Request(url, data=stack.read_bytes(), headers={"Content-Type": "image/tiff"})  # noqa: S310
     try:
         with urllib.request.urlopen(request, timeout=3600) as response:  # noqa: S310
             labels.write_bytes(response.read())
             return {key.lower(): value for key, value in response.headers.items()}
     except urllib.error.HTTPError as error:
-        sys.exit(f"The service answered {error.code}: {error.read().decode()}")
+        sys.exit(f"The request failed with status {error.code}: {error.read().decode()}")
 
 
-def stages(server_timing: str) -> Iterator[tuple[str, float]]:
-    """Server-Timing header -> (stage, seconds)."""
+def parse_stages(server_timing: str) -> Iterator[tuple[str, float]]:
+    """Yield the name and the duration in seconds of each stage in a Server-Timing header."""
     for entry in server_timing.split(","):
         name, *parameters = (part.strip() for part in entry.split(";"))
         for parameter in parameters:
@@ -110,26 +110,26 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     labels_path, figure_path = output / "labels.ome.tif", output / "labels.png"
 
-    report("starting", "the service loads, compiles and warms its model")
+    report("starting", "the service loads and prepares the model; the first start takes longer")
     started = time.perf_counter()
-    with service(arguments.config, output / "service.log") as address:
-        report("ready", f"{address} after {time.perf_counter() - started:.1f} s")
-        headers = post(f"{address}/segment", arguments.stack, labels_path)
+    with run_service(arguments.config, output / "service.log") as address:
+        report("ready", f"{address}, started in {time.perf_counter() - started:.1f} s")
+        headers = post_stack(f"{address}/segment", arguments.stack, labels_path)
         name = headers["x-stackseg-model"].partition("/")[0]
         engine = get_json(f"{address}/models/{name}")["engine"]
 
-    volume = stack_reader.read(arguments.stack, Selection(), LIMIT, None)
-    labels = stack_reader.read(labels_path, Selection(), LIMIT, None)
-    draw(volume.array()[0], labels.array()[0], volume.voxel_size, figure_path, f"{arguments.stack.name}, {name}")
+    volume = stack_reader.read(arguments.stack, Selection(), MAX_PIXEL_BYTES, None)
+    labels = stack_reader.read(labels_path, Selection(), MAX_PIXEL_BYTES, None)
+    draw_figure(volume.array()[0], labels.array()[0], volume.voxel_size, figure_path, f"{arguments.stack.name}, {name}")
 
-    size = "not stated" if volume.voxel_size is None else " x ".join(f"{s:g}" for s in volume.voxel_size) + " um"
-    report("stack", f"{arguments.stack} {'x'.join(map(str, volume.shape[1:]))} {volume.dtype}, voxel {size}")
+    size = "size unknown" if volume.voxel_size is None else " x ".join(f"{s:g}" for s in volume.voxel_size) + " um"
+    report("stack", f"{arguments.stack}, {' x '.join(map(str, volume.shape[1:]))} voxels, {volume.dtype}, voxel {size}")
     report("model", f"{headers['x-stackseg-model']} on {engine['device']}")
     report("engine", f"{engine['engine']}, {engine['precision']}, {engine['memory_format']}")
     for warning in engine["warnings"]:
         report("warning", warning)
     report("objects", headers["x-stackseg-objects"])
-    for stage, seconds in stages(headers["server-timing"]):
+    for stage, seconds in parse_stages(headers["server-timing"]):
         report(stage, f"{seconds:.3f} s")
     report("labels", str(labels_path))
     report("picture", str(figure_path))

@@ -1,6 +1,6 @@
-"""Draw a stack and its labels: two sections with outlines beside the maximum projections.
+"""Draw a stack and its labels: maximum projections, sections with the outlines of the objects, and the labels.
 
-python scripts/figure.py stack.tif labels.ome.tif figure.png
+Usage: python scripts/figure.py stack.tif labels.ome.tif figure.png
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from service.formats import stack_reader
 
 BACKGROUND = "#0b0e14"
 TEXT = "#c9d1d9"
-LIMIT = 2**34
+MAX_PIXEL_BYTES = 2**34
 
 Array = NDArray[Any]
 
 
-def colours(labels: Array) -> Array:
-    """[Y, X] labels -> [Y, X, 3] float RGB, neighbours in numbering far apart in hue; background black."""
+def colorize(labels: Array) -> Array:
+    """Convert labels [Y, X] to RGB [Y, X, 3] in [0, 1].
+
+    Objects with consecutive labels have very different hues. The background is black.
+    """
     hue = (labels.astype(np.float64) * 0.61803398875) % 1.0
     rgb = np.array(plt.get_cmap("hsv")(hue * 0.92)[..., :3])
     rgb = 0.25 + 0.75 * rgb
@@ -41,42 +44,42 @@ def colours(labels: Array) -> Array:
     return rgb
 
 
-def grey(plane: Array, low: float, high: float) -> Array:
-    """[Y, X] intensities -> [Y, X, 3] float RGB, slightly brightened so that dim objects show."""
+def to_gray(plane: Array, low: float, high: float) -> Array:
+    """Convert intensities [Y, X] to gray RGB [Y, X, 3] in [0, 1], slightly brightened to show dim objects."""
     value = np.clip((plane.astype(np.float32) - low) / max(high - low, 1e-6), 0, 1) ** 0.7
     return np.repeat(value[..., None], 3, axis=2)
 
 
-def outlined(plane: Array, labels: Array, low: float, high: float, zoom: tuple[int, int]) -> Array:
-    """Section with the outline of every object in its colour; both enlarged so that outlines stay thin."""
-    picture = np.kron(grey(plane, low, high), np.ones((*zoom, 1)))
+def draw_outlines(plane: Array, labels: Array, low: float, high: float, zoom: tuple[int, int]) -> Array:
+    """Return an RGB section with the outline of each object in its color. Enlarging it keeps the outlines thin."""
+    picture = np.kron(to_gray(plane, low, high), np.ones((*zoom, 1)))
     enlarged = np.kron(labels, np.ones(zoom, dtype=labels.dtype))
     edge = find_boundaries(enlarged, mode="thick" if zoom[0] > 1 else "inner") & (enlarged > 0)
-    picture[edge] = colours(enlarged)[edge]
+    picture[edge] = colorize(enlarged)[edge]
     return picture
 
 
-def projected(labels: Array, axis: int) -> Array:
-    """The first object that each ray along `axis` meets, so that objects in front hide those behind."""
+def project_labels(labels: Array, axis: int) -> Array:
+    """Return the label of the first object along `axis`, so that objects in front hide the objects behind them."""
     first = np.argmax(labels > 0, axis=axis, keepdims=True)
     return np.take_along_axis(labels, first, axis=axis).squeeze(axis)
 
 
-def projection(stack: Array, axis: int) -> Array:
-    """Maximum projection as RGB, stretched to its own range."""
+def project_intensities(stack: Array, axis: int) -> Array:
+    """Return the maximum projection as RGB, with the contrast stretched to its own range of intensities."""
     plane = stack.max(axis)
     low, high = np.percentile(plane, (1, 99.8))
-    return grey(plane, low, high)
+    return to_gray(plane, low, high)
 
 
-def show(axes: Axes, picture: Array, title: str, extent: tuple[float, float]) -> None:
+def show_image(axes: Axes, picture: Array, title: str, extent: tuple[float, float]) -> None:
     height, width = extent
     axes.imshow(picture, extent=(0, width, height, 0), interpolation="nearest")
     axes.set_title(title, color=TEXT, fontsize=9, loc="left", pad=4)
     axes.set_axis_off()
 
 
-def scale_bar(axes: Axes, width: float, height: float, unit: str) -> None:
+def add_scale_bar(axes: Axes, width: float, height: float, unit: str) -> None:
     length = max(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if n <= max(width / 4, 1))
     edge = [patheffects.withStroke(linewidth=2.5, foreground="black")]
     axes.add_patch(Rectangle((width * 0.04, height * 0.95), length, height * 0.012, color="white", path_effects=edge))
@@ -84,8 +87,8 @@ def scale_bar(axes: Axes, width: float, height: float, unit: str) -> None:
     text.set_path_effects(edge)
 
 
-def draw(stack: Array, labels: Array, voxel_size: VoxelSize | None, path: Path, title: str) -> None:
-    """Write a PNG of [Z, Y, X] intensities and [Z, Y, X] labels, in micrometres where the voxel size is known."""
+def draw_figure(stack: Array, labels: Array, voxel_size: VoxelSize | None, path: Path, title: str) -> None:
+    """Write a PNG of intensities and labels, both [Z, Y, X]. Lengths are in micrometers if the voxel size is known."""
     size, unit = (voxel_size, "µm") if voxel_size else (VoxelSize(1, 1, 1), "px")
     depth, height, width = (n * s for n, s in zip(stack.shape, size, strict=True))
     low, high = np.percentile(stack, (1, 99.8))
@@ -101,18 +104,20 @@ def draw(stack: Array, labels: Array, voxel_size: VoxelSize | None, path: Path, 
         gridspec_kw={"height_ratios": (height, depth)}, facecolor=BACKGROUND,
     )  # fmt: skip
     flat, tall = (height, width), (depth, width)
-    show(grid[0, 0], projection(stack, 0), "maximum projection", flat)
-    show(grid[0, 1], outlined(stack[z], labels[z], low, high, (zoom, zoom)), f"section z = {z}, outlines", flat)
-    show(
+    show_image(grid[0, 0], project_intensities(stack, 0), "maximum projection", flat)
+    show_image(
+        grid[0, 1], draw_outlines(stack[z], labels[z], low, high, (zoom, zoom)), f"section z = {z}, outlines", flat
+    )
+    show_image(
         grid[0, 2],
-        colours(projected(labels, 0)),
+        colorize(project_labels(labels, 0)),
         f"{count} objects, from above",
         flat,
     )
-    show(grid[1, 0], projection(stack, 1), "along y", tall)
-    show(grid[1, 1], outlined(stack[:, y], labels[:, y], low, high, (zoom, zoom)), f"section y = {y}", tall)
-    show(grid[1, 2], colours(projected(labels, 1)), "from the side", tall)
-    scale_bar(grid[0, 0], width, height, unit)
+    show_image(grid[1, 0], project_intensities(stack, 1), "along y", tall)
+    show_image(grid[1, 1], draw_outlines(stack[:, y], labels[:, y], low, high, (zoom, zoom)), f"section y = {y}", tall)
+    show_image(grid[1, 2], colorize(project_labels(labels, 1)), "from the side", tall)
+    add_scale_bar(grid[0, 0], width, height, unit)
     figure.suptitle(title, color=TEXT, fontsize=11)
     figure.savefig(path, facecolor=BACKGROUND)
     plt.close(figure)
@@ -124,9 +129,9 @@ def main() -> None:
     parser.add_argument("labels", type=Path)
     parser.add_argument("figure", type=Path)
     arguments = parser.parse_args()
-    volume = stack_reader.read(arguments.stack, Selection(), LIMIT, None)
-    labels = stack_reader.read(arguments.labels, Selection(), LIMIT, None)
-    draw(volume.array()[0], labels.array()[0], volume.voxel_size, arguments.figure, arguments.stack.name)
+    volume = stack_reader.read(arguments.stack, Selection(), MAX_PIXEL_BYTES, None)
+    labels = stack_reader.read(arguments.labels, Selection(), MAX_PIXEL_BYTES, None)
+    draw_figure(volume.array()[0], labels.array()[0], volume.voxel_size, arguments.figure, arguments.stack.name)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Draw the pictures of this repository: of the page for the README, and of each model's sample for its folder.
+"""Create the images in this repository: screenshots of the web UI, and one example image per bundled model.
 
-python scripts/pictures.py    # needs Debian's chromium, and the extras dev and demo
+Usage: python scripts/pictures.py    # requires Chromium as `chromium` on the PATH, and the extras dev and demo
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ from service.formats import stack_reader, thumbnail
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-LIMIT = 2**30
-SECONDS = 300
-VIEW: ViewportSize = {"width": 1280, "height": 760}
+MAX_PIXEL_BYTES = 2**30
+TIMEOUT_SECONDS = 300
+VIEWPORT: ViewportSize = {"width": 1280, "height": 760}
 
 
 def draw_models() -> None:
-    """Write the middle plane of every bundled model's sample, with the outlines that are expected of it."""
+    """Write an image of each bundled model: the middle plane of its sample with the expected outlines."""
     for folder in sorted((ROOT / "models").iterdir()):
-        volume = stack_reader.read(folder / "sample.tif", Selection(), LIMIT, None)
-        labels = stack_reader.read(folder / "expected.tif", Selection(), LIMIT, None).array()[0]
-        save(thumbnail.draw(volume, Segmentation(labels, "labels")), folder / "example.png")
+        volume = stack_reader.read(folder / "sample.tif", Selection(), MAX_PIXEL_BYTES, None)
+        labels = stack_reader.read(folder / "expected.tif", Selection(), MAX_PIXEL_BYTES, None).array()[0]
+        save_png(thumbnail.draw(volume, Segmentation(labels, "labels")), folder / "example.png")
 
 
-def save(picture: bytes, path: Path) -> None:
-    """Write a PNG with at most 256 colours, which is a third as large and looks the same."""
+def save_png(picture: bytes, path: Path) -> None:
+    """Write an image as a PNG with at most 256 colors. The file is a third as large and looks the same."""
     Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(path, optimize=True)
     sys.stdout.write(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes\n")
 
 
 @contextmanager
-def serve() -> Iterator[str]:
-    """Serve the bundled models; return the address."""
+def run_service() -> Iterator[str]:
+    """Run the service with the bundled models and yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="pictures-") as folder:
         command = [sys.executable, "-m", "service", "serve", "--port", port, "--models", str(ROOT / "models")]
         environment = os.environ | {"TMPDIR": folder, "PYTHONPATH": str(ROOT)}
-        server = subprocess.Popen(command, cwd=folder, env=environment)  # noqa: S603 - this Python
+        server = subprocess.Popen(command, cwd=folder, env=environment)  # noqa: S603 - this Python interpreter
         try:
-            await_ready(f"http://127.0.0.1:{port}/")
+            wait_until_ready(f"http://127.0.0.1:{port}/")
             yield f"http://127.0.0.1:{port}/"
         finally:
             server.terminate()
             server.wait()
 
 
-def await_ready(address: str) -> None:
-    """Wait until the service is ready. Raises TimeoutError."""
-    for _ in range(SECONDS):
+def wait_until_ready(address: str) -> None:
+    """Wait until the service is ready. Raises TimeoutError after `TIMEOUT_SECONDS` attempts, one per second."""
+    for _ in range(TIMEOUT_SECONDS):
         try:
-            urllib.request.urlopen(f"{address}health/ready").close()  # noqa: S310 - a service of our own
+            urllib.request.urlopen(f"{address}health/ready").close()  # noqa: S310 - the local service
         except OSError:
             time.sleep(1)
         else:
@@ -78,31 +78,31 @@ def await_ready(address: str) -> None:
 
 
 def draw_result(page: Page) -> None:
-    """Segment the sample, and show an object of it in the views, in the table and in three dimensions."""
+    """Segment the sample, select an object in the table, and capture the page with the 3D view."""
     page.get_by_role("button", name="Try the sample").click()
-    segment(page)
+    run_segmentation(page)
     page.locator("tr[data-row]").nth(4).click()
     page.get_by_role("button", name="3D").click()
     page.wait_for_timeout(1500)
-    save(page.screenshot(), IMAGES / "page.png")
+    save_png(page.screenshot(), IMAGES / "page.png")
 
 
 def draw_comparison(page: Page) -> None:
-    """Segment the sample with another width of objects, and show both results side by side."""
+    """Segment the sample with a different object diameter, and capture both results side by side."""
     page.get_by_label("How the object diameter is determined").select_option("px")
     page.get_by_label("Object diameter in voxels").fill("40")
     page.get_by_label("Object diameter in voxels").press("Tab")
     page.wait_for_timeout(1000)
-    segment(page)
+    run_segmentation(page)
     page.get_by_role("link", name="Side by side").click()
     expect(page.locator("#compare footer")).to_contain_text("in both")
     page.locator(".side-by-side .view[data-axis=z] .stage").first.click(position={"x": 112, "y": 144})
     page.wait_for_timeout(500)
-    save(page.screenshot(), IMAGES / "compare.png")
+    save_png(page.screenshot(), IMAGES / "compare.png")
 
 
-def draw_question(page: Page) -> None:
-    """Open a stack whose dimensions have no names and of which a channel has to be chosen."""
+def draw_ambiguous_stack(page: Page) -> None:
+    """Open a stack with unknown axes and several channels, and capture the settings that resolve them."""
     sample = tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[16:32]
     other = sample[:, ::-1] // 3
     tifffile.imwrite(stack := io.BytesIO(), np.stack([sample, other], 1), metadata={"axes": "QRYX"})
@@ -111,28 +111,28 @@ def draw_question(page: Page) -> None:
     page.locator("button.channel").first.click()
     page.get_by_role("group", name="Displayed channels").get_by_role("button", name="Channel 1").click()
     page.wait_for_timeout(1500)
-    save(page.screenshot(), IMAGES / "ambiguous.png")
+    save_png(page.screenshot(), IMAGES / "ambiguous.png")
 
 
-def segment(page: Page) -> None:
-    """Press the button, and wait for the table of objects."""
+def run_segmentation(page: Page) -> None:
+    """Press "Segment" and wait for the result."""
     page.get_by_role("button", name="Segment", exact=True).click()
     expect(page.get_by_role("heading", name="Segmenting")).to_be_visible()
     expect(page.locator("#summary")).to_contain_text("objects, median diameter")
 
 
 def draw_page() -> None:
-    """Write the pictures of the page."""
+    """Write the screenshots of the web UI."""
     chromium = shutil.which("chromium")
-    expect.set_options(timeout=1000 * SECONDS)
-    with serve() as address, sync_playwright() as playwright:
+    expect.set_options(timeout=1000 * TIMEOUT_SECONDS)
+    with run_service() as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_context(viewport=VIEW, color_scheme="dark").new_page()
+        page = browser.new_context(viewport=VIEWPORT, color_scheme="dark").new_page()
         page.goto(address)
         draw_result(page)
         draw_comparison(page)
         page.goto(address)
-        draw_question(page)
+        draw_ambiguous_stack(page)
         browser.close()
 
 

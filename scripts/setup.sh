@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Create .venv in this clone where it is missing, and install StackSeg into it with the pinned dependencies.
+# Create .venv in this clone if it does not exist, and install StackSeg into it with the pinned dependencies.
 # usage: scripts/setup.sh run|demo|dev|ray
-# Environment: PYTHON names the interpreter to use; uv is used when it is on the PATH, else venv and pip.
+# Environment: PYTHON selects the Python interpreter. The script uses uv if it is on the PATH, otherwise venv and pip.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,7 +11,7 @@ case $set_name in
   demo) target=".[demo,train]" covered=(run demo) ;;
   dev) target=".[dev]" covered=(run demo dev) ;;
   ray) target=".[dev,ray-serve]" covered=(run demo dev ray) ;;
-  *) echo "There is no set of dependencies named '$set_name'; choose run, demo, dev or ray." >&2; exit 2 ;;
+  *) echo "Unknown set of dependencies '$set_name': choose run, demo, dev or ray." >&2; exit 2 ;;
 esac
 
 supported='import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'
@@ -24,20 +24,21 @@ find_python() {
       return
     fi
   done
-  echo "StackSeg needs Python 3.11, 3.12 or 3.13; none of '${PYTHON:-python3 python3.13 python3.12 python3.11}'" \
-    "is one. Install one, or name it: make PYTHON=/path/to/python3 ..." >&2
+  echo "StackSeg needs Python 3.11, 3.12 or 3.13. No suitable interpreter was found. Tried:" \
+    "${PYTHON:-python3 python3.13 python3.12 python3.11}. Install one of these versions, or specify the path of an" \
+    "interpreter: make PYTHON=/path/to/python3 ..." >&2
   return 1
 }
 
-# Debian splits pip off the standard library. Its wheel, unpacked from the package into .cache, does without installing
-# that package on the machine.
+# On Debian, pip is not part of the Python package. This function downloads Debian's pip package and unpacks its wheel
+# into .cache, so that nothing has to be installed system-wide.
 bootstrap_pip() {
   local python=$1 wheel
   "$python" -m venv --without-pip .venv
   mkdir -p .cache/pip-package
   (cd .cache/pip-package && apt-get -qq -o APT::Sandbox::User=root download python3-pip-whl && dpkg-deb -x python3-pip-whl_*.deb .) || {
     rm -rf .venv .cache/pip-package
-    echo "This Python has no pip to put into a virtual environment. Install it, then run the same command again:" >&2
+    echo "This Python installation does not include pip. Install it, then run the same command again:" >&2
     echo "  sudo apt-get update && sudo apt-get install python3-venv" >&2
     return 1
   }
@@ -73,6 +74,6 @@ install() {
 
 .venv/bin/python -c "$supported" 2>/dev/null || create
 install
-# pip and uv do not show what the build says; this says it again where there are no kernels.
+# pip and uv hide the output of the build. Run it again to show the warning if the kernels could not be compiled.
 .venv/bin/python hatch_build.py
 for name in "${covered[@]}"; do touch ".venv/stamp-$name"; done

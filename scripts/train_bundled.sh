@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Train the bundled models from nothing, on synthetic and recorded stacks: scripts/train_bundled.sh [FOLDER] [STAGE ...]
+# Train the bundled models from scratch, on synthetic and recorded stacks: scripts/train_bundled.sh [FOLDER] [STAGE ...]
 #
-# The stages `nuclei-6` and `embryos` need recorded stacks, which the variable EMBRYOS names (scripts/recipes/embryos.py
-# makes the folder), and are left out where it has no name.
-# Each stage is one command. A stage that was interrupted goes on from its checkpoint, one that is done is left alone,
-# and the log of each says the minutes that it took so far. The weights of a stage are in FOLDER/STAGE.
+# The stages `nuclei-6` and `embryos` need the folder of recorded stacks that scripts/recipes/embryos.py creates. Set the
+# environment variable EMBRYOS to this folder. If EMBRYOS is not set, these stages are skipped.
+# Each stage is one command. An interrupted stage resumes from its checkpoint. A completed stage is not run again. The
+# log of a stage reports how many minutes it has run so far. The weights of a stage are in FOLDER/STAGE.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,7 +12,7 @@ folder=${1:-build/models}
 shift || true
 python=${PYTHON:-.venv/bin/python}
 threads=${OMP_NUM_THREADS:-1}
-# Processors with units for BF16 take little more than half of the time.
+# BF16 takes little more than half the time on processors with BF16 instructions.
 precision=()
 if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then precision=(--bf16); fi
 
@@ -36,13 +36,13 @@ run_stage() {
     nuclei-5) train "$1" --kind nuclei --minutes 42 --learning-rate 2e-3 --seed 80 --keep-statistics --stated 0.7 \
         --pool 96 --init "$folder/nuclei-4/weights.safetensors" ;;
     nuclei-6)
-        local stacks=${EMBRYOS:?names the folder that scripts/recipes/embryos.py has made}
+        local stacks=${EMBRYOS:?must be the folder that scripts/recipes/embryos.py creates}
         train "$1" --kind nuclei --minutes 65 --learning-rate 1.5e-3 --seed 131 --keep-statistics --stated 0.65 \
             --pool 96 --share 0.25 --images "$stacks"/*/image.tif --labels "$stacks"/*/core.tif \
             --init "$folder/nuclei-5/weights.safetensors"
         ;;
     embryos)
-        local stacks=${EMBRYOS:?names the folder that scripts/recipes/embryos.py has made}
+        local stacks=${EMBRYOS:?must be the folder that scripts/recipes/embryos.py creates}
         train "$1" --kind nuclei --minutes 65 --learning-rate 1.5e-3 --seed 121 --keep-statistics --stated 0.65 \
             --pool 96 --share 0.4 --images "$stacks"/*/image.tif --labels "$stacks"/*/mask.tif \
             --init "$folder/nuclei-5/weights.safetensors"
@@ -54,7 +54,7 @@ run_stage() {
             --edge 64 --pool 56 --init "$folder/$start/weights.safetensors"
         ;;
     *)
-        echo "There is no stage $1; there are nuclei-1 to nuclei-6, embryos and membranes." >&2
+        echo "Unknown stage '$1': choose nuclei-1 to nuclei-6, embryos or membranes." >&2
         exit 2
         ;;
     esac

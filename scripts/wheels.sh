@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Build dist/stackseg-*.whl with the C++ kernels for every processor of this kind of machine, tagged for the oldest
-# systems that it runs on. What the compiler's own system has decides about that: build in an image of
-# https://github.com/pypa/manylinux for older ones. The pins of the dependencies are put beside it.
-# usage: scripts/wheels.sh [--check]: also install it into an empty environment and segment a stack there, without a compiler
-# Environment: PYTHON names the interpreter to use.
+# Build dist/stackseg-*.whl. The wheel contains the C++ kernels for all processor levels of this architecture. Its
+# platform tag names the oldest glibc that it runs on, which depends on the system that it is built on. To support older
+# systems, build in an image of https://github.com/pypa/manylinux. The script also copies constraints.txt to dist.
+# usage: scripts/wheels.sh [--check]
+# --check  Also install the wheel into an empty environment without a compiler, and segment a stack there.
+# Environment: PYTHON selects the Python interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -25,7 +26,7 @@ rm -f dist/stackseg-*.whl
 auditwheel repair --wheel-dir dist "${built[0]}"
 cp constraints.txt dist/
 wheel=$(echo "$PWD"/dist/stackseg-*.whl)
-if python -m zipfile --list "$wheel" | grep -F .libs/; then fail "The wheel carries libraries of the system."; fi
+if python -m zipfile --list "$wheel" | grep -F .libs/; then fail "The wheel must not contain copies of system libraries."; fi
 printf '%s, %d KB\n' "$wheel" $(($(stat --format %s "$wheel") / 1000))
 
 [ "${1:-}" = --check ] || exit 0

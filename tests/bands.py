@@ -1,6 +1,6 @@
-"""The deliberately tiny semantic model `bands`, and the phantoms that it segments.
+"""The tiny semantic model `bands`, and the phantoms that it segments.
 
-`python tests/bands.py` trains it again and writes its weights to `tests/data/bands.safetensors`.
+`python tests/bands.py` retrains the model and writes its weights to `tests/data/bands.safetensors`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WEIGHTS = Path(__file__).parent / "data" / "bands.safetensors"
 BANDS: dict[str, Any] = {
     "name": "bands",
     "version": "1",
-    "summary": "Three bands of brightness, for tests.",
+    "summary": "Three intensity levels, for tests.",
     "licence": "Apache-2.0",
     "training_data": "Synthetic spheres.",
     "architecture": {
@@ -50,38 +50,42 @@ BANDS: dict[str, Any] = {
 
 
 class Phantom(NamedTuple):
-    """Spheres of three brightnesses: image uint16 [Z, Y, X] and its classes uint8 [Z, Y, X] of 0, 1, 2."""
+    """A synthetic volume with spheres.
+
+    image    uint16 [Z, Y, X]
+    classes  uint8 [Z, Y, X]: 0 background, 1 dim sphere, 2 bright sphere
+    """
 
     image: NDArray[np.uint16]
     classes: NDArray[np.uint8]
 
 
 def make_phantom(shape: tuple[int, int, int], seed: int, spheres: int = 6) -> Phantom:
-    """Two kinds of spheres, 1400 and 2400 bright on a background of 400, with noise of 100."""
+    """Draw spheres of intensity 1400 and 2400, `spheres` of each, on a background of 400 with Gaussian noise of 100."""
     rng = np.random.default_rng(seed)
     grid = np.ogrid[tuple(slice(edge) for edge in shape)]
     classes = np.zeros(shape, np.uint8)
     for value in (1, 2):
         for _ in range(spheres):
-            centre, radius = rng.uniform(0, 1, 3) * shape, rng.uniform(4, 9)
-            classes[sum((axis - c) ** 2 for axis, c in zip(grid, centre, strict=True)) < radius**2] = value
+            center, radius = rng.uniform(0, 1, 3) * shape, rng.uniform(4, 9)
+            classes[sum((axis - c) ** 2 for axis, c in zip(grid, center, strict=True)) < radius**2] = value
     image = 400 + 1000.0 * classes + rng.normal(0, 100, shape)
     return Phantom(image.clip(0, 65535).astype(np.uint16), classes)
 
 
 def train_bands() -> nn.Module:
-    """Train the network of `BANDS` for a few seconds, until it tells the three brightnesses of a phantom apart."""
+    """Train the network of `BANDS` to separate the three intensity levels of a phantom. This takes a few seconds."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = build_network(Architecture(**BANDS["architecture"])).train()
-    optimiser = torch.optim.Adam(network.parameters(), lr=2e-2)
+    optimizer = torch.optim.Adam(network.parameters(), lr=2e-2)
     for step in range(80):
         phantoms = [make_phantom((16, 32, 32), 2 * step + item) for item in range(2)]
         images = torch.from_numpy(np.stack([p.image for p in phantoms])).float()[:, None] / 2800
         classes = torch.from_numpy(np.stack([p.classes for p in phantoms])).long()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         nn.functional.cross_entropy(network(images), classes).backward()
-        optimiser.step()
+        optimizer.step()
     return network.eval()
 
 

@@ -1,4 +1,4 @@
-"""Block-wise runs for tests, in this process or in others."""
+"""Block-wise runs for tests, in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ WHOLE = Selection()
 
 
 class InlineWorkers:
-    """A worker in the thread that submits; `seen` has the blocks that it was given."""
+    """A replacement for worker processes that computes each task in the submitting thread.
+
+    seen  step and block number of every submitted task
+    """
 
     count = 1
 
@@ -38,7 +41,7 @@ class InlineWorkers:
         future: Future[dict[str, Any]] = Future()
         try:
             future.set_result(run_block(task))
-        except Exception as error:  # noqa: BLE001 - as a pool hands it on
+        except Exception as error:  # noqa: BLE001 - a pool returns any exception through the future
             future.set_exception(error)
         return future
 
@@ -57,7 +60,10 @@ def begin(
     *,
     measured: bool = False,
 ) -> RunFolder:
-    """Begin a run whose groups have so many windows."""
+    """Create a run folder for `source` with a plan for two workers.
+
+    windows  maximum number of windows per group along (z, y, x); None: as planned
+    """
     plan = make_plan(source, selection, spec, options, settings, workers=2, measured=measured)
     if windows is not None:
         plan = replace(plan, layout=replace(plan.layout, windows=windows))
@@ -67,7 +73,7 @@ def begin(
 
 
 def segment_blocks(folder: RunFolder, out: Path, workers: Workers | None = None) -> np.ndarray:
-    """Run it; return the finest resolution of the result."""
+    """Run all blocks. Return the result at full resolution."""
     Driver(folder, workers or InlineWorkers()).run(out, dict)
     return zarr.open_group(out, mode="r")["0"][...]
 
@@ -75,5 +81,5 @@ def segment_blocks(folder: RunFolder, out: Path, workers: Workers | None = None)
 def segment_whole(
     source: Path, spec: ModelSpec, options: Options, settings: Settings, selection: Selection = WHOLE
 ) -> Result:
-    """Segment the whole volume in one piece."""
+    """Segment the whole volume at once, without blocks."""
     return segment(started(spec, settings), stack_reader.read(source, selection, 2**40), options)

@@ -1,4 +1,4 @@
-"""Fixtures that several test modules share: phantoms, and model repositories built in temporary folders."""
+"""Shared fixtures: phantoms, and model repositories in temporary folders."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from service.models.repository import read_spec
 from service.models.spec import Architecture, ModelSpec
 
 torch.set_num_threads(1)
-# How long an example takes, or is drawn, is a matter of what else the machine does. The same ones are tried in every
-# run, so that none fails by chance; `--hypothesis-profile=search` tries others.
-ANY_MACHINE: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("search", derandomize=False, **ANY_MACHINE)
-hypothesis.settings.register_profile("any machine", derandomize=True, **ANY_MACHINE)
-hypothesis.settings.load_profile("any machine")
+# No deadlines: run times depend on the load of the machine. By default every run uses the same examples, so that no
+# test fails by chance. `--hypothesis-profile=search` generates new ones.
+HYPOTHESIS_SETTINGS: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("search", derandomize=False, **HYPOTHESIS_SETTINGS)
+hypothesis.settings.register_profile("reproducible", derandomize=True, **HYPOTHESIS_SETTINGS)
+hypothesis.settings.load_profile("reproducible")
 
 WriteModel = Callable[..., ModelSpec]
 
 RANDOM_NUCLEI: dict[str, Any] = {
     "name": "random-nuclei",
     "version": "1",
-    "summary": "The bundled model's kind of network with random weights, for tests.",
+    "summary": "A small network of the bundled model's architecture with random weights, for tests.",
     "licence": "Apache-2.0",
     "training_data": "None.",
     "architecture": {
@@ -49,13 +49,13 @@ RANDOM_NUCLEI: dict[str, Any] = {
 
 
 def pytest_runtest_setup() -> None:
-    """A test draws the same numbers whatever ran before it."""
+    """Seed torch, so that the random numbers of a test do not depend on earlier tests."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test finds, or leaves, an engine plan, annotated stacks or models in the user's own folders."""
+def _isolated_user_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep tests from reading or writing engine plans, annotated stacks and models in the user's folders."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
@@ -63,25 +63,28 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def write_model_folder(root: Path, content: dict[str, Any], network: nn.Module) -> ModelSpec:
-    """Make `root/<name>` with a model file of this content and these weights, and read it back."""
+    """Write `root/<name>` with this `model.yaml` content and the weights of `network`. Return the spec read from it."""
     folder = root / content["name"]
     folder.mkdir(parents=True)
     weights = folder / "weights.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, weights)
-    stated = {"weights": {"file": weights.name, "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}}
-    (folder / "model.yaml").write_text(yaml.safe_dump(content | stated, sort_keys=False), encoding="utf-8")
+    weights_entry = {"weights": {"file": weights.name, "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}}
+    (folder / "model.yaml").write_text(yaml.safe_dump(content | weights_entry, sort_keys=False), encoding="utf-8")
     return read_spec(folder)
 
 
 @pytest.fixture(scope="session")
 def bands_network() -> nn.Module:
-    """Float [B, 1, z, y, x] with even edges -> scores [B, 3, z, y, x]; trained, in evaluation mode. Do not modify."""
+    """The trained network of `bands`, in evaluation mode: [B, 1, z, y, x] with even edges -> scores [B, 3, z, y, x].
+
+    It is shared by the whole session. Do not modify it.
+    """
     return load_bands()
 
 
 @pytest.fixture(scope="session")
 def bands_repository(tmp_path_factory: pytest.TempPathFactory, bands_network: nn.Module) -> Path:
-    """A model repository with one deliberately tiny semantic model, `bands`."""
+    """A model repository with one tiny semantic model, `bands`."""
     root = tmp_path_factory.mktemp("bands-repository")
     write_model_folder(root, BANDS, bands_network)
     return root
@@ -89,12 +92,13 @@ def bands_repository(tmp_path_factory: pytest.TempPathFactory, bands_network: nn
 
 @pytest.fixture(scope="session")
 def bands(bands_repository: Path) -> ModelSpec:
+    """The semantic model `bands`."""
     return read_spec(bands_repository / "bands")
 
 
 @pytest.fixture(scope="session")
 def random_nuclei(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    """A small instance model, foreground and distance, with random weights."""
+    """A small instance model with foreground and distance outputs, and random weights."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = build_network(Architecture(**RANDOM_NUCLEI["architecture"]))
@@ -103,16 +107,16 @@ def random_nuclei(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 @pytest.fixture(scope="session")
 def trainable(tmp_path_factory: pytest.TempPathFactory, random_nuclei: ModelSpec) -> ModelSpec:
-    """`random_nuclei` as a model that a training can go on from."""
+    """A copy of `random_nuclei` that can be the base model of a training."""
     folder = tmp_path_factory.mktemp("trainable") / random_nuclei.name
     return read_spec(copy_model(random_nuclei.folder, folder, activation="sigmoid"))
 
 
 @pytest.fixture
 def write_model(tmp_path: Path) -> WriteModel:
-    """write_model(content, network=None) -> ModelSpec, in a repository of the test's own at `tmp_path / "models"`.
+    """write_model(content, network=None) -> ModelSpec, written to the repository `tmp_path / "models"`.
 
-    `content` is the mapping of a model file without weights; without a network, one with random weights is built.
+    `content` is the content of `model.yaml` without `weights`. The default network has random weights.
     """
 
     def write(content: dict[str, Any], network: nn.Module | None = None) -> ModelSpec:
@@ -124,24 +128,24 @@ def write_model(tmp_path: Path) -> WriteModel:
 
 @pytest.fixture(scope="session")
 def phantom() -> Phantom:
-    """A volume that `bands` has not seen, [24, 70, 80]: no edge is a multiple of the window's."""
+    """A volume [24, 70, 80] that `bands` was not trained on. No edge is a multiple of the window size."""
     return make_phantom((24, 70, 80), seed=9999, spheres=10)
 
 
 @pytest.fixture
 def phantom_maker() -> Callable[..., Phantom]:
-    """make_phantom(shape, seed, spheres=6)."""
+    """make_phantom(shape, seed, spheres=6) -> Phantom."""
     return make_phantom
 
 
 @pytest.fixture
 def configure(tmp_path: Path) -> Callable[..., Path]:
-    """configure(repository, **sections) -> a configuration file: nothing is compiled, and one thread computes."""
+    """configure(repository, **sections) -> path of a configuration file with the eager engine and one CPU thread."""
 
     def write(repository: Path, **sections: Any) -> Path:
-        chosen = {"models": {"folder": str(repository)}, "engine": {"kind": "eager"}}
+        defaults = {"models": {"folder": str(repository)}, "engine": {"kind": "eager"}}
         path = tmp_path / "config.yaml"
-        path.write_text(yaml.safe_dump(chosen | {"device": {"name": "cpu", "threads": 1}} | sections))
+        path.write_text(yaml.safe_dump(defaults | {"device": {"name": "cpu", "threads": 1}} | sections))
         return path
 
     return write
@@ -149,23 +153,24 @@ def configure(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def stackseg(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """stackseg(*arguments, status=0) -> what the command line says, on standard error where it fails as expected."""
+    """stackseg(*arguments, status=0) -> standard output of the command, or standard error if `status` is not 0."""
 
     def run(*arguments: object, status: int = 0) -> str:
         capsys.readouterr()
         assert main([str(argument) for argument in arguments]) == status
-        told = capsys.readouterr()
-        return told.err if status else told.out
+        captured = capsys.readouterr()
+        return captured.err if status else captured.out
 
     return run
 
 
 @pytest.fixture
 def bands_content() -> dict[str, Any]:
-    """The mapping of the `bands` model file without weights, to vary: `content | {"name": ...}`."""
+    """The content of the `bands` model file without weights. Vary it with `content | {"name": ...}`."""
     return dict(BANDS)
 
 
 @pytest.fixture
 def random_nuclei_content() -> dict[str, Any]:
+    """The content of the `random-nuclei` model file without weights."""
     return dict(RANDOM_NUCLEI)

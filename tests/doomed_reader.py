@@ -1,4 +1,7 @@
-"""Child of the reader that the kernel kills while it decodes PackBits, and that lacks the binding to libseccomp."""
+"""A child process of the reader, without pyseccomp, that the kernel kills while it decodes PackBits.
+
+The decoder never returns, and the CPU time of the process is limited to about two seconds.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ import imagecodecs
 from service.formats.sandbox import child_main
 
 
-def never_end(*_: object, **__: object) -> NoReturn:
+def loop_forever(*_: object, **__: object) -> NoReturn:
     while True:
         pass
 
 
 if __name__ == "__main__":
     sys.modules["pyseccomp"] = None  # type: ignore[assignment]
-    # tifffile takes codecs of this package alone.
-    never_end.__module__ = imagecodecs.__name__
-    imagecodecs.packbits_decode = never_end
+    # tifffile only accepts codecs from this package.
+    loop_forever.__module__ = imagecodecs.__name__
+    imagecodecs.packbits_decode = loop_forever
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

@@ -1,4 +1,4 @@
-"""Engines for tests of what selects, builds and compares them."""
+"""Fake engines for tests of engine selection and tuning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.models.network import Network
 
 
 class FakeBackend(Backend):
-    """An engine on the CPU whose network is `make(module)`; `attributes` replace those of the class."""
+    """An engine for the CPU that builds `make(module)`. `attributes` override the class attributes."""
 
     memory_formats: ClassVar = {"cpu": ("contiguous",)}
 
@@ -26,7 +26,7 @@ class FakeBackend(Backend):
 
 
 def change(backend: Backend, **attributes: Any) -> Backend:
-    """Return a copy of `backend` with other attributes."""
+    """Return a copy of `backend` with these attributes replaced."""
     changed = copy.copy(backend)
     vars(changed).update(attributes)
     return changed

@@ -1,4 +1,10 @@
-"""A child process that trains at once: it copies its base model. What it does is said by the name of the new model."""
+"""A training process that copies its base model instead of training. The name of the new model selects its behavior.
+
+hangs-*   never ends
+fails-*   reports a failure
+crashes-* exits with an error
+broken-*  writes a model with a wrong hash
+"""
 
 from __future__ import annotations
 
@@ -15,8 +21,8 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     out = Path(request["out"])
 
-    def report(**news: object) -> None:
-        sys.stdout.write(json.dumps(news) + "\n")
+    def report(**message: object) -> None:
+        sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
 
     report(before=0.5)
@@ -33,7 +39,7 @@ def main() -> None:
             report(failed="The annotated stacks in /etc/stacks have too few objects.")
             return
         case "crashes":
-            raise SystemExit("the reason is in the log alone")
+            raise SystemExit("this reason must only appear in the log")
     shutil.copytree(request["base"], out)
     spec = yaml.safe_load((out / "model.yaml").read_text())
     lineage = {"parent": "base/1", "annotations": 1, "before": 0.5, "after": 0.75, "better": True, "remark": "Scored."}

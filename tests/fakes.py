@@ -1,4 +1,4 @@
-"""A segmenter that needs no network, for tests of what surrounds it."""
+"""A fake segmenter without a network, and other fakes for tests of the code around it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from service.inference.types import EngineReport, Estimate, PlannedRequest, Resu
 
 Functions = TypeVar("Functions", bound=CppFunctions)
 
-# As many as a large stack has: of such, one after the other is worked on.
+# Number of windows of every request, as many as a large stack has. The queue runs such requests one at a time.
 WINDOWS = 100
 
 
 class Clock:
-    """Seconds that pass when a test says so, in place of `time.monotonic`."""
+    """A clock that a test advances by hand, in place of `time.monotonic`."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -37,7 +37,7 @@ class Clock:
 
 
 class SeparateDevice:
-    """Driver of a device that computes on the CPU, and counts as one with memory of its own."""
+    """A driver of the CPU that reports it as a device with its own memory."""
 
     def __init__(self, free: int = 2**30, total: int = 2**30) -> None:
         self.free, self.total, self.working = free, total, True
@@ -59,7 +59,7 @@ class SeparateDevice:
 
 
 class FakeEstimator(Estimator):
-    """Says the same of every volume."""
+    """Returns the same estimate for every volume, apart from its shape."""
 
     def plan_request(self, volume: Any, options: Any) -> PlannedRequest:
         plan = self.plan(options)
@@ -67,7 +67,7 @@ class FakeEstimator(Estimator):
 
 
 class FakeSegmenter:
-    """Calls every voxel brighter than 100 an object, once `gate` is open; `error` is raised instead."""
+    """Labels every voxel brighter than 100 as an object, or raises `error`. Waits until `gate` is open."""
 
     def __init__(self, spec: Any, settings: Any, _driver: Any = None) -> None:
         self.spec, self.settings = spec, settings
@@ -90,7 +90,7 @@ class FakeSegmenter:
         callbacks.progress(0, WINDOWS)
         while not self.gate.wait(0.01):
             if callbacks.cancelled():
-                raise Cancelled("given up")
+                raise Cancelled("cancelled by the test")
         if self.error is not None:
             raise self.error
         pixels = (volume.array()[0] > 100).astype(np.uint8)
@@ -120,7 +120,7 @@ class FakeSegmenter:
 
 
 class Fakes(list[FakeSegmenter]):
-    """Loads fake segmenters, changes each as `change` does, and remembers them in their order."""
+    """Creates fake segmenters, applies `change` to each, and lists them in the order of their creation."""
 
     def __init__(self, change: Callable[[FakeSegmenter], object] = lambda _fake: None) -> None:
         super().__init__()
@@ -134,11 +134,12 @@ class Fakes(list[FakeSegmenter]):
 
 
 def closed(fake: FakeSegmenter) -> None:
+    """Close the gate of a fake segmenter, so that its work waits."""
     fake.gate.clear()
 
 
 def until(condition: Any, seconds: float = 20) -> None:
-    """Wait for something to become true; fails the test if it does not."""
+    """Wait until `condition()` is true. Fail the test if that takes longer than `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {seconds} s"
@@ -146,7 +147,7 @@ def until(condition: Any, seconds: float = 20) -> None:
 
 
 def with_library(functions: Functions, *variants: Variant) -> Functions:
-    """Load `functions` anew from the library of the first of `variants` that exists; without variants none is ready."""
-    other = object.__new__(type(functions))
-    CppFunctions.__init__(other, functions.signatures, partial(load_library, variants))
-    return other
+    """Return a copy of `functions` from the first of `variants` that exists. Without variants it has no library."""
+    copied = object.__new__(type(functions))
+    CppFunctions.__init__(copied, functions.signatures, partial(load_library, variants))
+    return copied

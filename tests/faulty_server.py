@@ -1,12 +1,13 @@
-"""A server with two simulated devices, the first of which fails as files in a folder say.
+"""A server with two simulated devices. Files in a folder inject faults into the first device.
 
-The devices compute on the CPU, and in everything else count as separate ones. Faults are files of these names:
-no-memory  batches of more than one window do not fit
-no-room    no window fits
-no-room-load  no model fits
-break      the next batch breaks the device for good, as an error that sticks to a CUDA context does
-break-load  so does loading the next model
-broken     the device broke while it was idle; those that break it end in this one
+Both devices compute on the CPU, but are reported as devices with their own memory. The names of the files are:
+
+no-memory     batches of more than one window run out of memory
+no-room       every batch runs out of memory
+no-room-load  loading a model runs out of memory
+break         the next batch breaks the device permanently, like a sticky error of a CUDA context
+break-load    loading the next model breaks the device permanently
+broken        the device is broken; `break` and `break-load` create this file
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from service.serving.devices.local.model import Segmenter
 
 
 class FaultyDevice(SeparateDevice):
-    """A device, as its driver tells, whose faults are files in a folder; None: it has none."""
+    """A driver whose device has the faults named by the files in a folder, or no faults if the folder is None."""
 
     def __init__(self, faults: Path | None) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class FaultyDevice(SeparateDevice):
 
 
 class FaultySegmenter(Segmenter):
-    """A segmenter whose network fails with its device."""
+    """A segmenter whose network fails if its device does."""
 
     def __init__(self, spec: ModelSpec, settings: Settings, driver: Driver) -> None:
         assert isinstance(driver, FaultyDevice)
@@ -78,7 +79,7 @@ class FaultySegmenter(Segmenter):
         if self._faulty.has("no-room-load"):
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
         super().warm_up(tune=tune)
-        # Not only its warm network: also what runs where that does not fit.
+        # The hook is on the module, so it also applies to the fallbacks that run after an out-of-memory error.
         self.scores.module.register_forward_pre_hook(self._fail)
 
     def _fail(self, _network: nn.Module, batch: tuple[Tensor, ...]) -> None:
@@ -88,9 +89,9 @@ class FaultySegmenter(Segmenter):
 
 
 def serve(models: Path, faults: Path, port: Connection, grace: float) -> None:
-    """Serve the models until the process is ended, and tell the port.
+    """Serve the models until the process ends. Send the port through `port`.
 
-    grace  as `watchdog.grace_seconds`
+    grace  value of `watchdog.grace_seconds`
     """
     settings: dict[str, Any] = {
         "models": {"folder": models, "default": "bands"},

@@ -1,4 +1,4 @@
-"""A disk that is full, as this process sees it."""
+"""A simulated full disk for the current process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(free_bytes: int = 0) -> Iterator[None]:
-    """No file of this process may grow beyond this size."""
+    """Limit the size of every file that this process writes. Larger writes fail as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes, hard))
     try:

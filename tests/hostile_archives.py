@@ -1,4 +1,4 @@
-"""Zip archives, byte by byte, as no library writes them."""
+"""Malformed ZIP archives, built byte by byte."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ import zlib
 
 
 def lay_out(members: dict[str, bytes], base: int) -> tuple[bytes, bytes]:
-    """Members as they lie in an archive from the byte `base` on, and their directory."""
+    """Encode uncompressed members that begin at offset `base` of an archive. Return them and their directory."""
     body = directory = b""
     for name, content in members.items():
         shared = struct.pack("<5H3LH", 20, 0, 0, 0, 0, zlib.crc32(content), len(content), len(content), len(name))
-        place = struct.pack("<4H2L", 0, 0, 0, 0, 0, base + len(body))
-        directory += struct.pack("<4sH", b"PK\1\2", 20) + shared + place + name.encode()
+        location = struct.pack("<4H2L", 0, 0, 0, 0, 0, base + len(body))
+        directory += struct.pack("<4sH", b"PK\1\2", 20) + shared + location + name.encode()
         body += b"PK\3\4" + shared + bytes(2) + name.encode() + content
     return body, directory
 
 
 def with_two_directories(shown: dict[str, bytes], loaded: dict[str, bytes]) -> bytes:
-    """An archive in which readers find `shown` that look before the locator, and others `loaded`."""
+    """Build an archive that readers interpret in two ways.
+
+    Readers that expect the ZIP64 record directly before its locator find the members `shown`. Readers that follow the
+    offset in the locator find the members `loaded`.
+    """
 
     def record(members: dict[str, bytes], length: int, start: int) -> bytes:
         return struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, len(members), len(members), length, start)
 
     body, directory = lay_out(loaded, 0)
     file = body + directory
-    place, start = len(file), len(file) + 56
+    location, start = len(file), len(file) + 56
     file += record(loaded, len(directory), len(body))
     body, directory = lay_out(shown, start)
     file += body + directory + record(shown, len(directory), start + len(body))
     counts = struct.pack("<4H2LH", 0, 0, len(shown), len(shown), len(directory), start + len(body), 0)
-    return file + struct.pack("<4sLQL", b"PK\6\7", 0, place, 1) + b"PK\5\6" + counts
+    return file + struct.pack("<4sLQL", b"PK\6\7", 0, location, 1) + b"PK\5\6" + counts

@@ -1,4 +1,4 @@
-"""Importing packages as `stackseg models import` does, and running what was imported."""
+"""Import model packages like `stackseg models import`, and run the imported models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def import_model(
 
 
 def run(spec: ModelSpec, volume: Volume) -> Result:
-    """Segment a volume as a service does."""
+    """Segment a volume with the default options."""
     runner = ModelRunner(spec, eager(spec.folder.parent))
     runner.warm_up()
     return segment(runner, volume, Options())

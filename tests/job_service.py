@@ -1,4 +1,4 @@
-"""A service with a fake segmenter whose jobs live in a folder, called without a socket."""
+"""A service with a fake segmenter and a job folder, called without a socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fakes import FakeSegmenter, until
-from live import STACK, Requests
+from live import STACK, ServiceRequests
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,8 +19,11 @@ from service.core.config import Settings
 from service.serving.build import Parts
 
 
-class Service(Requests):
-    """The application with a fake segmenter, called without a socket; `caller` is who asks; None: the key says it."""
+class Service(ServiceRequests):
+    """The application with a fake segmenter, called without a socket.
+
+    caller  the caller of the next requests; None: the API key determines it
+    """
 
     def __init__(self, app: Any, folder: Path) -> None:
         self.app, self.folder, self.runtime = app, folder, app.state.runtime
@@ -39,38 +42,38 @@ class Service(Requests):
 
     @contextmanager
     def watch_memory(self) -> Iterator[list[weakref.ref[Any]]]:
-        """The volumes and labels of requests, which are to leave memory at once.
+        """Check that volumes and labels are freed as soon as their requests end. Yield weak references to them.
 
-        Not when Python next looks for cycles, which takes hours among all that torch brings along.
+        The garbage collector is disabled: with the many objects of torch, it can take hours until it frees a cycle.
         """
         fake: Any = self.fake
-        segment, seen = fake.segment, list[weakref.ref[Any]]()
+        segment, references = fake.segment, list[weakref.ref[Any]]()
 
-        def noting(volume: Any, *arguments: Any, **options: Any) -> Any:
-            seen.append(weakref.ref(volume.read))
+        def record_references(volume: Any, *arguments: Any, **options: Any) -> Any:
+            references.append(weakref.ref(volume.read))
             result = segment(volume, *arguments, **options)
-            seen.append(weakref.ref(result.segmentation.pixels))
+            references.append(weakref.ref(result.segmentation.pixels))
             return result
 
-        fake.segment = noting
+        fake.segment = record_references
         gc.collect()
         gc.disable()
         try:
-            yield seen
-            until(lambda: seen and not any(known() is not None for known in seen))
+            yield references
+            until(lambda: references and not any(reference() is not None for reference in references))
         finally:
             gc.enable()
             del fake.segment
 
     def hold(self, stack: bytes = STACK, /, **parameters: Any) -> dict[str, Any]:
-        """A job that runs until `fake.gate` is open."""
+        """Submit a job that runs until `fake.gate` is opened, and wait until it runs."""
         self.fake.gate.clear()
         job = self.submit(stack, **parameters)
         self.wait(job, "running")
         return job
 
     def reset(self) -> None:
-        """Let all work end, and the next be as that of a service that has just begun."""
+        """Let all work finish, and restore the state after startup."""
         self.caller, self.fake.error, self.fake.notes = None, None, ()
         self.fake.gate.set()
         until(lambda: self.runtime.devices.waiting == 0 and not self.runtime.devices.running)
@@ -78,15 +81,15 @@ class Service(Requests):
 
 @contextmanager
 def start(repository: Path, folder: Path, load: Any = FakeSegmenter, **sections: Any) -> Iterator[Service]:
-    """A service whose jobs live in `folder`, as they do when it is started there again."""
+    """Start a service that stores its jobs in `folder`. A second service there finds the jobs of the first."""
     (folder / "scratch").mkdir(exist_ok=True)
-    chosen = {
+    defaults = {
         "models": {"folder": repository},
         "server": {"scratch_folder": folder / "scratch", "drain_seconds": 0.2},
         "jobs": {"folder": folder / "jobs"},
         "limits": {"cache_bytes": 0},
     }
-    service = Service(create_app(Settings.model_validate(chosen | sections), Parts(load=load)), folder)
+    service = Service(create_app(Settings.model_validate(defaults | sections), Parts(load=load)), folder)
     with service.client:
         assert service.fake
         yield service

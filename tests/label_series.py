@@ -1,4 +1,4 @@
-"""Series of labels for tests of tracking."""
+"""Label series for tests of tracking."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Labels = NDArray[np.uint16]
 
 
 def boxes(*times: list[tuple[int, int]]) -> Labels:
-    """Time points with boxes from one x to another in a volume of two planes, numbered in this order."""
+    """Return labels [T, 2, 4, 60]. Each pair of a time point is the x range of one box; boxes are numbered from 1."""
     labels = np.zeros((len(times), 2, 4, 60), np.uint16)
     for time, spans in enumerate(times):
         for number, (start, stop) in enumerate(spans, 1):

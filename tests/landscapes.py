@@ -1,4 +1,4 @@
-"""Landscapes for tests of decoding, and the whole way from heights to labels."""
+"""Height maps for tests of the watershed, and helpers that compute labels from them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 aten = torch.ops.aten
 
 
-def parts(heights: Array, cuts: tuple[int, ...], *, along_y: bool) -> Iterator[Tensor]:
-    """Parts of heights [Z, Y, X] that begin at 0 and at `cuts`, along z or y."""
+def split_heights(heights: Array, cuts: tuple[int, ...], *, along_y: bool) -> Iterator[Tensor]:
+    """Split heights [Z, Y, X] at `cuts`, along z or y."""
     landscape = torch.from_numpy(heights.astype(np.float32))
     for low, high in itertools.pairwise([0, *cuts, heights.shape[along_y]]):
         yield landscape.narrow(int(along_y), low, high - low)
@@ -42,9 +42,9 @@ def basins_of(
     *,
     along_y: bool = False,
 ) -> Basins:
-    """Basins of heights [Z, Y, X] with -inf as background, handed over in parts."""
-    watershed = Watershed(Planes(size_of(heights), CPU, along_y), persistence.floor, block)
-    for part in parts(heights, cuts, along_y=along_y):
+    """Return the basins of heights [Z, Y, X], added in parts that begin at `cuts`. The background is -inf."""
+    watershed = Watershed(Planes(get_size(heights), CPU, along_y), persistence.floor, block)
+    for part in split_heights(heights, cuts, along_y=along_y):
         watershed.add(part, part > -torch.inf, foreground_codes(part))
     return watershed.finish()
 
@@ -62,63 +62,77 @@ def decode_objects(
     drop_border: bool = False,
     whole: bool = False,
 ) -> tuple[Array, Objects]:
-    """Labels of heights [Z, Y, X] with -inf as background, and the objects; by torch, unless a kernel is given.
+    """Return labels and objects of heights [Z, Y, X]. The background is -inf.
 
-    `whole`: once all parts are there.
+    The heights are also used as the foreground scores.
 
-    Heights are the logits of the foreground, too.
+    cuts    planes or rows at which the heights are split into parts
+    kernel  the C++ kernel; None: the implementation in torch
+    whole   start the watershed in torch only after all parts have been added
     """
     persistence = Persistence(persistence, logits)
-    size, threshold = size_of(heights), -np.inf
-    made: StreamingWatershed
+    size, threshold = get_size(heights), -np.inf
+    watershed: StreamingWatershed
     if kernel is None:
         torch_watershed = WholeWatershed if whole else TorchWatershed
-        made = torch_watershed(Planes(size, CPU, along_y), threshold, persistence, block)
+        watershed = torch_watershed(Planes(size, CPU, along_y), threshold, persistence, block)
     else:
-        made = kernel.start(
+        watershed = kernel.start(
             size, WatershedParameters(threshold, persistence.depth, logits), along_y=along_y, block=block
         )
-    for part in parts(heights, cuts, along_y=along_y):
-        made.add(part, part)
-    return made.labels(minimum_size, drop_border=drop_border)
+    for part in split_heights(heights, cuts, along_y=along_y):
+        watershed.add(part, part)
+    return watershed.labels(minimum_size, drop_border=drop_border)
 
 
 def decode(heights: Array, persistence: float = 0.0, minimum_size: int = 0, **options: Any) -> tuple[Array, int]:
-    """Labels as by `decode_objects`, and their number."""
+    """Return the labels of `decode_objects`, and the number of objects."""
     labels, objects = decode_objects(heights, persistence, minimum_size, **options)
     return labels, len(objects)
 
 
-def size_of(heights: Array) -> Size:
+def get_size(heights: Array) -> Size:
     depth, height, width = heights.shape
     return depth, height, width
 
 
 def hills(seed: int, size: Size, sigma: float = 2.0) -> Array:
-    """Smooth random heights of standard deviation 1, -inf where they are below 0: touching objects of all shapes."""
+    """Return smooth random heights: touching objects of many shapes, -inf elsewhere.
+
+    The heights are Gaussian noise with standard deviation 1. Values up to 0 are background.
+    """
     noise = gaussian_filter(np.random.default_rng(seed).standard_normal(size), sigma, mode="nearest")
     noise /= noise.std()
     return np.where(noise > 0, noise, -np.inf).astype(np.float32)
 
 
 class CountWaits(TorchDispatchMode):
-    """Counts operations for whose result the host waits where a device computes by itself."""
+    """Counts operations that synchronize: on an accelerator, the host would wait for their results."""
 
-    WAITING = (aten.nonzero, aten.equal, aten._local_scalar_dense, aten.bincount, aten.masked_select, aten.unique_dim)
+    SYNCHRONIZING_OPERATIONS = (
+        aten.nonzero,
+        aten.equal,
+        aten._local_scalar_dense,
+        aten.bincount,
+        aten.masked_select,
+        aten.unique_dim,
+    )
 
     def __init__(self) -> None:
         super().__init__()
         self.waits = 0
 
     def __torch_dispatch__(self, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        self.waits += function.overloadpacket in self.WAITING
+        self.waits += function.overloadpacket in self.SYNCHRONIZING_OPERATIONS
         return function(*arguments, **(keywords or {}))
 
 
 CENTRES = ((12, 12, 12), (14, 34, 15), (34, 13, 34), (35, 36, 36))
 
 
-def distance_to(*centres: tuple[int, int, int], edge: int = 48) -> NDArray[np.float64]:
-    """Distances [edge, edge, edge] of voxels to the closest centre."""
+def distance_to(*centers: tuple[int, int, int], edge: int = 48) -> NDArray[np.float64]:
+    """Return the distance of each voxel to the closest center, [edge, edge, edge]."""
     grid = np.indices((edge, edge, edge))
-    return np.min([np.sqrt(sum((axis - c) ** 2 for axis, c in zip(grid, place, strict=True))) for place in centres], 0)
+    return np.min(
+        [np.sqrt(sum((axis - c) ** 2 for axis, c in zip(grid, center, strict=True))) for center in centers], 0
+    )

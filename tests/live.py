@@ -1,4 +1,4 @@
-"""A real uvicorn server on a real socket, in a thread of the test process."""
+"""A uvicorn server on a real socket, in a thread of the test process, and a client for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIFF = {"Content-Type": "image/tiff"}
 
 
 def as_tiff(pixels: NDArray[Any], **options: Any) -> bytes:
-    """An ImageJ hyperstack in memory; [Z, Y, X] with voxels of 0.5 x 0.2 x 0.2 um unless stated otherwise."""
+    """Return the bytes of an ImageJ hyperstack: [Z, Y, X] with voxels of 0.5 x 0.2 x 0.2 um by default."""
     file = io.BytesIO()
     chosen = {
         "imagej": True,
@@ -45,8 +45,12 @@ def as_tiff(pixels: NDArray[Any], **options: Any) -> bytes:
 STACK = as_tiff(np.full((3, 8, 8), 200, np.uint8))
 
 
-class Requests:
-    """What tests ask of a service by its `client`, and its `runtime` to look into."""
+class ServiceRequests:
+    """The requests that tests send to a service.
+
+    client   HTTP client of the service
+    runtime  runtime of the service, for assertions about its state
+    """
 
     client: Any
     runtime: Runtime
@@ -66,12 +70,12 @@ class Requests:
         return dict(self.client.get(f"/jobs/{job['id']}").json())
 
     def wait(self, job: dict[str, Any], *states: str) -> dict[str, Any]:
-        # As long as a process that reads files may take to start: a job of an earlier process waits for that as well.
+        # A job that was resumed after a restart may also wait for the process that reads files.
         until(lambda: self.show(job)["state"] in states, STARTUP_SECONDS)
         return self.show(job)
 
     def run(self, stack: bytes = STACK, /, **parameters: Any) -> dict[str, Any]:
-        """The report of a job that is done."""
+        """Run a job to completion and return its report."""
         return self.wait(self.submit(stack, **parameters), "done")
 
     def result(self, job: dict[str, Any], **headers: str) -> Any:
@@ -82,14 +86,14 @@ class Requests:
 
     @property
     def fake(self) -> FakeSegmenter:
-        """The fake segmenter of the default model, once it is loaded."""
+        """The fake segmenter of the default model. Waits until the model is loaded."""
         until(lambda: self.runtime.unready_reasons() == (), READY_SECONDS)
         fake: FakeSegmenter = loaded_segmenter(self.runtime.models, None)
         return fake
 
 
-class Live(Requests):
-    """A service that runs at an address."""
+class Live(ServiceRequests):
+    """A service that listens on a socket."""
 
     def __init__(self, server: uvicorn.Server, runtime: Runtime) -> None:
         self.server = server
@@ -99,7 +103,10 @@ class Live(Requests):
 
     @contextmanager
     def sending(self, path: str, body: bytes, length: int | None = None, *headers: str) -> Iterator[socket.socket]:
-        """A connection that has sent a request, all of it unless `length` is more, and hangs up after the block."""
+        """Open a connection, send a POST request, and close the connection when the context exits.
+
+        length  the Content-Length header; None: the length of `body`. A larger value makes the request incomplete.
+        """
         lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {length or len(body)}", *headers]
         with socket.create_connection((self.host, self.port)) as connection:
             connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
@@ -109,7 +116,7 @@ class Live(Requests):
         until(lambda: not any("loaded" in reason for reason in self.runtime.unready_reasons()), READY_SECONDS)
 
     def wait_loaded(self) -> None:
-        """Until all devices have their models; while only one has, all requests go to that one."""
+        """Wait until all devices have loaded their models. Until then, requests only go to devices that have."""
         until(lambda: not any(cache.starting for cache in caches(self.runtime)), READY_SECONDS)
 
 
@@ -121,7 +128,7 @@ def serve(
     make_server: Callable[[uvicorn.Config, Runtime], uvicorn.Server] = lambda config, _runtime: uvicorn.Server(config),
     **parts: Any,
 ) -> Iterator[Live]:
-    """Serve with the `parts` of `Parts` in place of the default ones."""
+    """Serve the application until the context exits. `parts` override fields of `Parts`."""
     app = create_app(settings, Parts(**parts))
     config = build_config(app, host="127.0.0.1", port=0)
     server = make_server(config, app.state.runtime)
@@ -140,7 +147,7 @@ def serve(
 
 
 def eager(folder: Path, **sections: dict[str, Any]) -> Settings:
-    """Settings that start fast: nothing is compiled, one thread, and every request is computed."""
+    """Return settings for a fast start: the eager engine, one CPU thread, and no result cache."""
     chosen = {
         "models": {"folder": folder},
         "limits": {"cache_bytes": 0},
@@ -152,8 +159,8 @@ def eager(folder: Path, **sections: dict[str, Any]) -> Settings:
     return Settings.model_validate(chosen)
 
 
-def opened_as(descriptor: Path) -> str:
-    """The name of the file behind it; nothing where it was closed meanwhile."""
+def read_descriptor_target(descriptor: Path) -> str:
+    """Return the file that a descriptor in /proc refers to, or an empty string if it has been closed."""
     try:
         return str(descriptor.readlink())
     except FileNotFoundError:
@@ -161,13 +168,13 @@ def opened_as(descriptor: Path) -> str:
 
 
 def problem(answer: Any) -> tuple[int, str]:
-    """The status of a refusal, and the last word of its type."""
+    """Return the status and the problem type, without the URN prefix, of an error response."""
     assert answer.headers["content-type"] == "application/problem+json"
     return answer.status_code, answer.json()["type"].removeprefix("urn:stackseg:problem:")
 
 
 class Answer:
-    """A label TIFF as an independent reader sees it."""
+    """A result in OME-TIFF, read with tifffile alone."""
 
     def __init__(self, content: bytes) -> None:
         with tifffile.TiffFile(io.BytesIO(content)) as file:
@@ -185,4 +192,5 @@ def _listed(value: Any) -> list[Any]:
 
 
 def classes(content: bytes) -> NDArray[np.uint8]:
+    """Return the pixels of a class map in OME-TIFF."""
     return Answer(content).pixels.astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Model folders as they are written by hand, with weights that nobody reads."""
+"""Model folders whose weights are arbitrary bytes, for tests of `model.yaml` and the repository."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ INSTANCES: dict[str, Any] = {
 
 
 def write_folder(folder: Path, content: Any = INSTANCES, weights: bytes | None = WEIGHTS) -> Path:
+    """Write a model folder. Without `weights` it has no weights file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     if weights is not None:
@@ -41,7 +42,7 @@ def write_folder(folder: Path, content: Any = INSTANCES, weights: bytes | None =
 
 
 def copy_model(folder: Path, copy: Path, **changes: Any) -> Path:
-    """Copy a model folder, with the name of the new folder and other keys in its file; return the new folder."""
+    """Copy a model folder to `copy` and name the model after it. `changes` replace keys of `model.yaml`."""
     shutil.copytree(folder, copy)
     file = copy / "model.yaml"
     file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"name": copy.name} | changes))
@@ -49,7 +50,7 @@ def copy_model(folder: Path, copy: Path, **changes: Any) -> Path:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """INSTANCES with the key at `a.b` set."""
+    """Return a copy of INSTANCES in which the key at a dotted path, such as `input.channels`, has this value."""
     *sections, key = path.split(".")
     content = yaml.safe_load(yaml.safe_dump(INSTANCES))
     inner = content

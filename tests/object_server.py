@@ -1,4 +1,4 @@
-"""A server of files with ranges, as web servers and S3 give them, that can be slow, forgetful or hostile."""
+"""An HTTP server for files with range requests, like S3, that can inject faults."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from urllib.parse import unquote
 
 
 class ObjectServer(ThreadingHTTPServer):
-    """Serves the files of a folder, and counts what it is asked for.
+    """Serves the files of a folder and records the requested paths.
 
-    faults      by the end of a path: a status, seconds to wait, an address to redirect to, or "cut" for half of
-                the bytes
-    asked       paths, in their order
-    authorized  those of them that came with credentials
+    `faults` maps the suffix of a path to a fault: a status (int), a delay in seconds (float), a URL to redirect to, or
+    "cut" to send only half of the bytes. `asked` lists the requested paths in order.
+    `authorized` lists the paths of requests with an Authorization header.
     """
 
     daemon_threads = True
@@ -36,14 +35,14 @@ class ObjectServer(ThreadingHTTPServer):
             self.url = f"https://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that hang up are expected."""
+        """Ignore errors: tests close connections early."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: ObjectServer
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - of the library
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - name in the base class
         pass
 
     def do_GET(self) -> None:
@@ -62,22 +61,26 @@ class _Handler(BaseHTTPRequestHandler):
             content = (self.server.folder / path[1:]).read_bytes()
         except OSError:
             return self._answer(404, b"")
-        whole, status, headers = len(content), 200, {}
-        if (stated := self.headers.get("Range")) is not None:
-            first, last = stated.removeprefix("bytes=").split("-")
-            start = int(first) if first else max(0, whole - int(last))
-            if start >= whole:
+        total, status, headers = len(content), 200, {}
+        if (requested := self.headers.get("Range")) is not None:
+            first, last = requested.removeprefix("bytes=").split("-")
+            start = int(first) if first else max(0, total - int(last))
+            if start >= total:
                 return self._answer(416, b"")
             content = content[start : int(last) + 1] if first else content[start:]
-            status, headers = 206, {"Content-Range": f"bytes {start}-{start + len(content) - 1}/{whole}"}
+            status, headers = 206, {"Content-Range": f"bytes {start}-{start + len(content) - 1}/{total}"}
         return self._answer(status, content, cut=fault == "cut", **headers)
 
-    do_HEAD = do_GET  # noqa: N815 - of the library
+    do_HEAD = do_GET  # noqa: N815 - name in the base class
 
     def _answer(self, status: int, content: bytes, *, cut: bool = False, **headers: str) -> None:
         self.send_response(status)
-        stated = {"Content-Length": str(len(content)), "ETag": '"1"', "Last-Modified": "Mon, 23 Nov 2026 14:00:00 GMT"}
-        for name, value in (stated | headers).items():
+        defaults = {
+            "Content-Length": str(len(content)),
+            "ETag": '"1"',
+            "Last-Modified": "Mon, 23 Nov 2026 14:00:00 GMT",
+        }
+        for name, value in (defaults | headers).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
@@ -87,7 +90,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve_objects(folder: Path, certificate: Mapping[str, str] | None = None) -> Iterator[ObjectServer]:
-    """Serve a folder until the end of the block, by HTTPS with a key and a certificate."""
+    """Serve a folder until the context exits.
+
+    certificate  files of a private key and a certificate, for HTTPS; None: HTTP
+    """
     with ObjectServer(folder, certificate) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()

@@ -1,4 +1,4 @@
-"""ONNX files: networks that torch exports, and graphs of a few nodes."""
+"""ONNX files: networks exported by torch, and small graphs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import nn
 
 
 def export_onnx(network: nn.Module, path: Path, shape: tuple[int, ...], axes: Any = None) -> Path:
-    """Write the network for an image of `shape`; `axes` names the axes of its input `x` that may have any length."""
+    """Export a network for an input `x` of this shape. `axes` are torch's `dynamic_axes`."""
     with warnings.catch_warnings():
-        # Tracing is deprecated, but the other exporter takes half a minute.
+        # The exporter that traces is deprecated, but the new one takes half a minute.
         warnings.simplefilter("ignore")
         torch.onnx.export(
             network.eval(), (torch.rand(shape),), path, dynamo=False, input_names=["x"], dynamic_axes=axes
@@ -33,7 +33,11 @@ def write_onnx(
     opset: int = 18,
     **changed: Any,
 ) -> Path:
-    """Write a graph from `x` of `shape` to `y`, with `stored` tensors; `changed`: `dtype`, and other inputs `also`."""
+    """Write a graph with the input `x` of this shape and the output `y`.
+
+    stored   initializers by name
+    changed  `dtype`: element type of `x`; `also`: additional inputs
+    """
     image = helper.make_tensor_value_info("x", changed.get("dtype", TensorProto.FLOAT), shape)
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
     tensors = [

@@ -1,4 +1,4 @@
-"""Folders that tests read: the root of the clone, and stacks that may lie beside it."""
+"""Folders that tests read: the root of the repository, and an optional folder of test stacks next to it."""
 
 from __future__ import annotations
 

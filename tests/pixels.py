@@ -1,4 +1,4 @@
-"""Pixels of every dtype, and variants of a model's input."""
+"""Pixels of every supported dtype, and variants of a model's input specification."""
 
 import numpy as np
 
@@ -8,16 +8,18 @@ DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64
 
 
 def spec_of(bands, **changes):
+    """Return a copy of a model spec with these fields of `input` replaced."""
     return bands.model_copy(update={"input": bands.input.model_copy(update=changes)})
 
 
 def some_pixels(dtype, shape=(3, 7, 11)):
+    """Return random pixels of any dtype: booleans, or values from 0 to 120."""
     pixels = np.random.default_rng(0).uniform(0, 120, shape)
     return pixels > 60 if dtype == "bool" else pixels.astype(dtype)
 
 
 def noise(*shape, dtype="uint16", seed=None):
-    """Random pixels, the same for the same shape unless there is a seed: normal floats, or integers below 120."""
+    """Return random pixels: normal floats, or integers from 0 to 119. The default seed is the number of axes."""
     rng = np.random.default_rng(len(shape) if seed is None else seed)
     if np.dtype(dtype).kind == "f":
         return rng.normal(size=shape).astype(dtype)

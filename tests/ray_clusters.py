@@ -1,4 +1,4 @@
-"""Ray clusters of several nodes on this host."""
+"""Ray clusters with several nodes on one host."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ import pytest
 from fakes import until
 from live import Live
 
-# Seconds that a node, a worker, or a service in front of it may take to be there.
+# Time limit in seconds for the start of a node, a worker, or the service.
 STARTING = 120
-# As the autoscaler's pretended provider knows the head.
-HEAD = "f" * 51 + "00000"
-# That it would run on hosts of its own.
-COMMANDS = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
+# ID of the head node in the autoscaler's fake provider.
+HEAD_NODE_ID = "f" * 51 + "00000"
+# Commands that the autoscaler would run on real hosts. They are left empty.
+HOST_COMMANDS = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
 
 
 @contextmanager
-def ray_environment(**more: str) -> Iterator[Any]:
-    """Return Ray, which reads its environment when it is imported first: every test takes it from here."""
+def ray_environment(**variables: str) -> Iterator[Any]:
+    """Set the environment of Ray and yield the module.
+
+    Ray reads these variables when it is first imported, so tests must not import it themselves.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef",
             "RAY_USAGE_STATS_ENABLED": "0",
-            # Actors find the service and the modules of the tests where this process does.
+            # Actors must be able to import the service and the test helpers.
             "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(Path.cwd() / "tests")]),
-            **more,
+            **variables,
         }.items():
             patch.setenv(name, value)
         import ray  # noqa: PLC0415
@@ -42,37 +45,43 @@ def ray_environment(**more: str) -> Iterator[Any]:
 
 @contextmanager
 def ray_cluster(**head: Any) -> Iterator[Any]:
-    """A cluster whose head, with these parameters, has no device. Call it in a `ray_environment`."""
+    """Start a cluster with a head node without devices. It needs a `ray_environment`.
+
+    head  parameters of the head node
+    """
     import ray  # noqa: PLC0415
     from ray.cluster_utils import Cluster  # noqa: PLC0415
 
     args = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, **head}
-    made = Cluster(initialize_head=True, head_node_args=args)
+    cluster = Cluster(initialize_head=True, head_node_args=args)
     try:
-        yield made
+        yield cluster
     finally:
         ray.shutdown()
-        made.shutdown()
+        cluster.shutdown()
 
 
 @contextmanager
 def autoscaled_cluster(folder: Path, hosts: int, idle_seconds: float) -> Iterator[Any]:
-    """A cluster to which Ray's autoscaler adds up to so many nodes with a pretended GPU, and removes idle ones."""
+    """Start a cluster to which Ray's autoscaler adds up to `hosts` nodes, and from which it removes idle nodes.
+
+    Each node pretends to have one GPU.
+    """
     with (
         ray_environment(
             RAY_FAKE_CLUSTER="1",
             AUTOSCALER_UPDATE_INTERVAL_S="1",
-            RAY_OVERRIDE_NODE_ID_FOR_TESTING=HEAD,
-            RAY_CLOUD_INSTANCE_ID=HEAD,
+            RAY_OVERRIDE_NODE_ID_FOR_TESTING=HEAD_NODE_ID,
+            RAY_CLOUD_INSTANCE_ID=HEAD_NODE_ID,
         ) as ray,
-        socket.socket() as free,
+        socket.socket() as free_socket,
     ):
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-        free.close()
+        free_socket.bind(("", 0))
+        port = free_socket.getsockname()[1]
+        free_socket.close()
         resources = {"CPU": 1, "GPU": 1, "object_store_memory": 150 * 2**20}
         config = {
-            "cluster_name": "hosts-that-come-and-go",
+            "cluster_name": "autoscaled-hosts",
             "max_workers": hosts,
             "upscaling_speed": 10,
             "idle_timeout_minutes": idle_seconds / 60,
@@ -81,7 +90,7 @@ def autoscaled_cluster(folder: Path, hosts: int, idle_seconds: float) -> Iterato
                 "use_node_id_as_ip": True,
                 "disable_node_updaters": True,
                 "disable_launch_config_check": True,
-                "head_node_id": HEAD,
+                "head_node_id": HEAD_NODE_ID,
                 "gcs_address": f"{ray.util.get_node_ip_address()}:{port}",
             },
             "available_node_types": {
@@ -93,13 +102,14 @@ def autoscaled_cluster(folder: Path, hosts: int, idle_seconds: float) -> Iterato
             "cluster_synced_files": [],
             "file_mounts_sync_continuously": False,
             "auth": {},
-            **{f"{which}_commands": [] for which in COMMANDS},
+            **{f"{which}_commands": [] for which in HOST_COMMANDS},
         }
         path = folder / "autoscaling.json"
         path.write_text(json.dumps(config))
-        with ray_cluster(gcs_server_port=port, autoscaling_config=str(path)) as made:
-            yield made
+        with ray_cluster(gcs_server_port=port, autoscaling_config=str(path)) as cluster:
+            yield cluster
 
 
 def wait_ready(live: Live) -> None:
+    """Wait until the service is ready, as long as a cluster may take to start."""
     until(lambda: live.runtime.unready_reasons() == (), STARTING)

@@ -1,4 +1,4 @@
-"""Runtimes with fake segmenters, for tests of what they are made of."""
+"""Runtimes with fake segmenters, without HTTP."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ FAKE_PARTS: Any = Parts(load=FakeSegmenter)  # type: ignore[arg-type]
 
 
 def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
+    """Return settings for the models in `folder`, with a short drain time."""
     return Settings.model_validate(
         {"models": {"folder": folder}, "server": {"scratch_folder": scratch, "drain_seconds": 0.2}} | sections
     )
@@ -33,6 +34,7 @@ def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
 
 @contextmanager
 def running(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = devices) -> Iterator[Runtime]:
+    """Run a runtime until the context exits, without waiting for its models."""
     runtime = build_runtime(chosen, Parts(load, lambda _name: driver))
     runtime.start()
     try:
@@ -43,19 +45,19 @@ def running(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = device
 
 @contextmanager
 def ready(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = devices) -> Iterator[Runtime]:
-    """A runtime whose models of the start are loaded."""
+    """Start a runtime and wait until its initial models are loaded."""
     with running(chosen, load, driver) as runtime:
         until(lambda: runtime.unready_reasons() == ())
         yield runtime
 
 
 def caches(runtime: Runtime) -> list[Any]:
-    """The model caches of all devices."""
+    """Return the model caches of all devices."""
     return [device.scheduler.models.cache for device in runtime.devices.all]
 
 
 def submitted(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> Job[Result]:
-    """A job whose result is what the segmenter gives."""
+    """Queue a job that segments `volume`."""
 
     def segment(reservation: Reservation, job: Job[Result]) -> Result:
         return reservation.segment(job, volume, options)
@@ -64,7 +66,10 @@ def submitted(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> 
 
 
 def loaded_segmenter(models: ModelRegistry, name: str | None) -> Any:
-    """The loaded model; raises NotReady for one that is not loaded."""
+    """Return the segmenter of a loaded model. None selects the default model.
+
+    Raises NotReady if the model is not loaded.
+    """
     spec = models.spec(name)
     model: Any = models.loaded(spec.name)
     if model is None:

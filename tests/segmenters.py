@@ -1,4 +1,4 @@
-"""Segmenters for tests: on one thread of the CPU, eager in float32 unless a test says otherwise."""
+"""Model runners for tests. They use one CPU thread, and the eager engine in float32 by default."""
 
 from service.core.config import Settings
 from service.core.sections.computing import Device, Engine, Windows
@@ -6,6 +6,7 @@ from service.inference.runner.model_runner import ModelRunner
 
 
 def settings_of(kind="eager", **engine) -> Settings:
+    """Return settings with this engine. Keyword arguments set other keys of `engine`."""
     return Settings(
         device=Device(name="cpu", threads=1),
         engine=Engine(kind=kind, precision=engine.pop("precision", "fp32"), **engine),
@@ -14,13 +15,14 @@ def settings_of(kind="eager", **engine) -> Settings:
 
 
 def started(spec, settings) -> ModelRunner:
+    """Return a runner that is warmed up."""
     runner = ModelRunner(spec, settings)
     runner.warm_up()
     return runner
 
 
 def with_network(spec, network, settings=None) -> ModelRunner:
-    """A runner whose windows run through `network` instead of the model's."""
+    """Return a runner that computes windows with `network` instead of the model's network."""
     runner = ModelRunner(spec, settings or settings_of())
     runner.scores.module.network.forward = network
     return runner

@@ -1,4 +1,4 @@
-"""The service's own HTTP server with applications of a few lines, and clients that speak HTTP byte by byte."""
+"""The HTTP server of the service with small test applications, and clients that write raw HTTP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECONDS = 20
 
 
 class Echo:
-    """Answers with the body that it received, and keeps the sizes of its pieces."""
+    """An application that returns the request body and records the sizes of the received chunks in `pieces`."""
 
     def __init__(self) -> None:
         self.pieces: list[int] = []
@@ -50,12 +50,14 @@ class Echo:
 
 @contextmanager
 def served(app: Any, **more: Any) -> Iterator[tuple[str, int]]:
+    """Serve an application with a plain uvicorn server and the configuration of the service. Yield host and port."""
     with running(uvicorn.Server(build_config(app, host="127.0.0.1", port=0, lifespan="off", **more))) as address:
         yield address
 
 
 @contextmanager
 def running(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> Iterator[tuple[str, int]]:
+    """Run a server in a thread until the context exits. Yield host and port."""
     thread = threading.Thread(target=server.run, args=(sockets,))
     thread.start()
     try:
@@ -67,18 +69,19 @@ def running(server: uvicorn.Server, sockets: list[socket.socket] | None = None) 
 
 
 def stopping(app: Any, drain_seconds: float, stalled_seconds: float, **more: Any) -> Server:
-    """The service's own server, without the service."""
+    """Return a server of the service around another application, with these time limits for the shutdown."""
     settings = Settings.model_validate({"server": {"drain_seconds": drain_seconds}})
     runtime: Any = SimpleNamespace(settings=settings, busy=False)
     return Server(build_config(app, host="127.0.0.1", port=0, lifespan="off", **more), runtime, stalled_seconds)
 
 
 def head(*headers: str) -> bytes:
+    """Return the head of a POST request with these header lines."""
     return "\r\n".join(["POST / HTTP/1.1", "Host: here", *headers, "", ""]).encode()
 
 
 def answer(client: socket.socket) -> bytes:
-    """The body of the next answer."""
+    """Read the next response, which must have status 200, and return its body."""
     with client.makefile("rb") as file:
         status, length = file.readline(), 0
         while (line := file.readline().lower()) not in {b"\r\n", b""}:
@@ -88,22 +91,28 @@ def answer(client: socket.socket) -> bytes:
 
 
 def key_and_certificate(folder: Path) -> dict[str, str]:
+    """Create a private key and a self-signed certificate for localhost. Return their paths as uvicorn options."""
     files = {"ssl_keyfile": str(folder / "key.pem"), "ssl_certfile": str(folder / "certificate.pem")}
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    # As programs take it that check whom they speak to.
-    checked = ["-addext", "basicConstraints=critical,CA:FALSE", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    command = [*made, *checked, "-keyout", files["ssl_keyfile"], "-out", files["ssl_certfile"]]
+    create = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    # Clients that verify the certificate require these extensions.
+    extensions = [
+        "-addext",
+        "basicConstraints=critical,CA:FALSE",
+        "-addext",
+        "subjectAltName=DNS:localhost,IP:127.0.0.1",
+    ]
+    command = [*create, *extensions, "-keyout", files["ssl_keyfile"], "-out", files["ssl_certfile"]]
     subprocess.run(command, check=True, capture_output=True)
     return files
 
 
 needs_openssl = pytest.mark.skipif(
-    shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed"
+    shutil.which("openssl") is None, reason="openssl is not installed; it creates the certificate"
 )
 
 
 class Gated(Echo):
-    """Answers once it may, and counts the clients that have hung up before."""
+    """An application that responds when `opened` is set. It counts requests, and clients that disconnect before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,10 +120,10 @@ class Gated(Echo):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.asked += 1
-        leaving = asyncio.ensure_future(self._listen(receive))
-        while not self.opened.is_set() and not leaving.done():
+        disconnected = asyncio.ensure_future(self._listen(receive))
+        while not self.opened.is_set() and not disconnected.done():
             await asyncio.sleep(0.01)
-        leaving.cancel()
+        disconnected.cancel()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
@@ -125,7 +134,7 @@ class Gated(Echo):
 
 
 def refusal(client: socket.socket, status: int = 400) -> tuple[dict[str, str], dict[str, Any]]:
-    """Headers and document of the next answer, which is the last."""
+    """Read an error response, after which the server must close the connection. Return its headers and its JSON."""
     response = HTTPResponse(client)
     response.begin()
     content = response.read()
@@ -137,6 +146,7 @@ def refusal(client: socket.socket, status: int = 400) -> tuple[dict[str, str], d
 
 @contextmanager
 def secured(address: tuple[str, int], files: dict[str, str], **options: Any) -> Iterator[ssl.SSLSocket]:
+    """Connect with TLS and verify the certificate. `options` are socket options."""
     context = ssl.create_default_context(cafile=files["ssl_certfile"])
     with socket.socket() as plain:
         for option, value in options.items():
@@ -148,7 +158,10 @@ def secured(address: tuple[str, int], files: dict[str, str], **options: Any) -> 
 
 
 class Pieces:
-    """Answers with the pieces of a body; what it has of a length before the last is not told."""
+    """An application that sends a body in several messages.
+
+    length  the Content-Length header; None: no header
+    """
 
     def __init__(self, *pieces: bytes, length: int | None = None) -> None:
         self.pieces, self.length = pieces, length

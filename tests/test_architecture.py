@@ -1,4 +1,4 @@
-"""The structure of `service/` may get better, not worse. Raising a number here needs a reason in the commit."""
+"""Limits on the structure of `service/`. If you raise one, explain why in the commit message."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from paths import ROOT
 
 MAX_IMPORT_DEPTH = 17
-MAX_MODULES_BEHIND_SEGMENT = 95
-MAX_MODULES_BEHIND_SEGMENTING = 40
+MAX_MODULES_LOADED_BY_SEGMENT_ROUTE = 95
+MAX_MODULES_LOADED_BY_INFERENCE = 40
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 40
 MAX_PACKAGE_ENTRIES = 11
-# A module for each command.
+# `service/cli` has one module per command.
 MAX_COMMAND_LINE_ENTRIES = 13
 MAX_NOQA = 75
 
@@ -26,7 +26,14 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "service").rglob("*.py")
 }
-NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+NON_CODE_TOKENS = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 @cache
@@ -35,9 +42,9 @@ def parse(name: str) -> ast.Module:
 
 
 @cache
-def list_imports(name: str, *, everywhere: bool = False) -> frozenset[str]:
-    """The modules of `service` that a module imports when it is imported itself, or `everywhere` in it."""
-    body = ast.walk(parse(name)) if everywhere else iter(parse(name).body)
+def list_imports(name: str, *, anywhere: bool = False) -> frozenset[str]:
+    """Return the modules of `service` that a module imports at its top level, or anywhere if `anywhere` is set."""
+    body = ast.walk(parse(name)) if anywhere else iter(parse(name).body)
     return frozenset(found for node in body for found in _imported(node) if found in MODULES) - {name}
 
 
@@ -52,11 +59,12 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 @cache
 def measure_depth(name: str) -> int:
+    """Return the length of the longest chain of imports that starts at a module."""
     return 1 + max(map(measure_depth, list_imports(name)), default=0)
 
 
-def list_behind(name: str) -> set[str]:
-    """The module and all that importing it loads."""
+def list_loaded_modules(name: str) -> set[str]:
+    """Return a module and all modules of `service` that importing it loads."""
     seen, waiting = set[str](), [name]
     while waiting:
         if (module := waiting.pop()) not in seen:
@@ -66,7 +74,7 @@ def list_behind(name: str) -> set[str]:
 
 
 def count_code_lines(source: str) -> int:
-    """Lines with a token that is neither a comment nor a docstring."""
+    """Count the lines that contain code, without blank lines, comments and docstrings."""
     documented = {
         line
         for node in ast.walk(ast.parse(source))
@@ -74,37 +82,42 @@ def count_code_lines(source: str) -> int:
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    lines = {line for token in tokens if token.type not in NOT_CODE for line in range(token.start[0], token.end[0] + 1)}
+    lines = {
+        line
+        for token in tokens
+        if token.type not in NON_CODE_TOKENS
+        for line in range(token.start[0], token.end[0] + 1)
+    }
     return len(lines - documented)
 
 
-def test_no_chain_of_imports_is_deep() -> None:
+def test_import_chains_are_short() -> None:
     deepest = max(MODULES, key=measure_depth)
     assert measure_depth(deepest) <= MAX_IMPORT_DEPTH, deepest
 
 
 @pytest.mark.parametrize(
-    ("module", "most"),
+    ("module", "limit"),
     [
-        ("service.api.routes.segment", MAX_MODULES_BEHIND_SEGMENT),
-        ("service.inference.segment", MAX_MODULES_BEHIND_SEGMENTING),
+        ("service.api.routes.segment", MAX_MODULES_LOADED_BY_SEGMENT_ROUTE),
+        ("service.inference.segment", MAX_MODULES_LOADED_BY_INFERENCE),
     ],
 )
-def test_a_path_loads_few_modules(module: str, most: int) -> None:
-    assert len(list_behind(module)) <= most
+def test_entry_points_load_few_modules(module: str, limit: int) -> None:
+    assert len(list_loaded_modules(module)) <= limit
 
 
-def test_no_modules_import_each_other_not_even_later() -> None:
-    """Imports within functions and for type checkers count."""
-    state: dict[str, bool] = {}
+def test_imports_have_no_cycles() -> None:
+    """Imports within functions and for type checkers count as well."""
+    is_finished: dict[str, bool] = {}
 
     def visit(name: str, path: tuple[str, ...]) -> None:
-        assert state.get(name) is not False, [*path, name]
-        if name not in state:
-            state[name] = False
-            for other in list_imports(name, everywhere=True):
+        assert is_finished.get(name) is not False, [*path, name]
+        if name not in is_finished:
+            is_finished[name] = False
+            for other in list_imports(name, anywhere=True):
                 visit(other, (*path, name))
-            state[name] = True
+            is_finished[name] = True
 
     for module in MODULES:
         visit(module, ())
@@ -126,16 +139,16 @@ def test_packages_have_few_entries() -> None:
     for name, path in MODULES.items():
         if path.name == "__init__.py":
             entries = {other for other in MODULES if other.rpartition(".")[0] == name}
-            most = MAX_COMMAND_LINE_ENTRIES if name == "service.cli" else MAX_PACKAGE_ENTRIES
-            assert len(entries) <= most, name
+            limit = MAX_COMMAND_LINE_ENTRIES if name == "service.cli" else MAX_PACKAGE_ENTRIES
+            assert len(entries) <= limit, name
 
 
-def test_few_lines_are_exempt_from_rules() -> None:
-    exempt = sum(path.read_text(encoding="utf-8").count("# noqa") for path in MODULES.values())
-    assert exempt <= MAX_NOQA
+def test_few_lines_have_lint_exemptions() -> None:
+    exemptions = sum(path.read_text(encoding="utf-8").count("# noqa") for path in MODULES.values())
+    assert exemptions <= MAX_NOQA
 
 
-def test_modules_that_documents_name_exist() -> None:
+def test_modules_named_in_documents_exist() -> None:
     for document in (ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"):
         for name in re.findall(r"`([\w/]+\.(?:py|js|cpp|hpp))`", document.read_text(encoding="utf-8")):
             assert (ROOT / name).is_file() or any(ROOT.glob(f"service/**/{name}")), (document.name, name)

@@ -1,4 +1,4 @@
-"""The weights that the tests share are those that their recipe trains."""
+"""Tests of the `bands` model: its stored weights, and its training recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 @pytest.mark.parametrize("make", [load_bands, pytest.param(train_bands, marks=pytest.mark.thorough)])
-def test_the_model_tells_three_brightnesses_apart(make: Callable[[], nn.Module], phantom: Phantom) -> None:
+def test_model_separates_three_intensity_levels(make: Callable[[], nn.Module], phantom: Phantom) -> None:
     image = torch.from_numpy(phantom.image.astype(np.float32))[None, None] / 2800
     network = make()
     with torch.inference_mode():

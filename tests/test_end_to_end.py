@@ -1,4 +1,4 @@
-"""A real server, real sockets, real files: what a user does, and what must not happen."""
+"""End-to-end tests of a server on a real socket: normal use, hostile files, disconnecting clients, and shutdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import httpx2
 import numpy as np
 import pytest
 import tifffile
-from live import TIFF, Answer, Live, as_tiff, classes, eager, opened_as, serve, until
+from live import TIFF, Answer, Live, as_tiff, classes, eager, read_descriptor_target, serve, until
 from paths import ROOT
 from paths import SHARED_DATA as DATA
 from sockets import key_and_certificate, needs_openssl
@@ -32,11 +32,11 @@ from service.core.config import Settings
 from service.core.types import Segmentation
 from service.inference.runner.label_agreement import fraction_differing
 
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} is not there")
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} does not exist")
 
 REAL = sorted(path.parent.name for path in (DATA / "real").glob("*/image.tif"))
 HOSTILE = sorted(path for path in (DATA / "hostile").rglob("*") if path.is_file() and path.suffix != ".json")
-# Volumes on which the bundled model would take longer than the test is worth on two cores.
+# Volumes that would take too long with the bundled model on two cores. They are segmented with `bands` instead.
 LARGE = {"mouse_brain_s2p_large", "celegans_membrane_t046", "fluorescent_beads_imagexpress"}
 
 
@@ -52,7 +52,7 @@ def bundled() -> Iterator[Live]:
         yield running
 
 
-def test_stack_comes_back_as_classes_with_its_voxel_size(live: Live, phantom: Any) -> None:
+def test_response_has_classes_and_the_voxel_size_of_the_stack(live: Live, phantom: Any) -> None:
     response = live.segment(as_tiff(phantom.image))
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "image/tiff"
@@ -76,7 +76,7 @@ def test_stack_comes_back_as_classes_with_its_voxel_size(live: Live, phantom: An
         ('a "b" 5%.tif', "a _b_ 5__classes.ome.tif", "a%20%22b%22%205%25_classes.ome.tif"),
     ],
 )
-def test_curl_and_browsers_save_an_answer_under_the_name_of_its_stack(
+def test_curl_and_browsers_name_the_result_after_the_uploaded_file(
     live: Live, phantom: Any, tmp_path: Path, sent: str, saved: str, encoded: str | None
 ) -> None:
     stack, folder = tmp_path / "stack", tmp_path / "saved"
@@ -87,12 +87,12 @@ def test_curl_and_browsers_save_an_answer_under_the_name_of_its_stack(
     headers = subprocess.check_output([*named, f"{live.client.base_url}/segment"], cwd=folder, text=True)
     assert [file.name for file in folder.iterdir()] == [saved]
     (disposition,) = [line for line in headers.splitlines() if line.lower().startswith("content-disposition")]
-    # What browsers read, which prefer it to the other name.
+    # Browsers prefer this parameter to `filename`.
     assert disposition.partition("filename*=UTF-8''")[2] == (encoded or "")
     assert classes((folder / saved).read_bytes()).shape == phantom.image.shape
 
 
-def test_probabilities_are_named_and_sum_to_one(live: Live, phantom: Any) -> None:
+def test_probabilities_have_channel_names_and_sum_to_one(live: Live, phantom: Any) -> None:
     stack = as_tiff(phantom.image)
     answer = Answer(live.segment(stack, output="probabilities").content)
     assert np.array_equal(answer.pixels.argmax(0), classes(live.segment(stack).content))
@@ -101,44 +101,46 @@ def test_probabilities_are_named_and_sum_to_one(live: Live, phantom: Any) -> Non
     assert answer.pixels.sum(0) == pytest.approx(np.ones(phantom.image.shape), abs=1e-5)
 
 
-def test_answer_job_and_metrics_say_how_many_windows_were_skipped(live: Live, phantom: Any) -> None:
+def test_response_job_and_metrics_report_the_number_of_skipped_windows(live: Live, phantom: Any) -> None:
     sparse = np.pad(phantom.image, ((0, 0), (0, 90), (0, 60)), constant_values=400)
     answered = live.segment(as_tiff(sparse), skip_below=700)
-    told = answered.headers["x-stackseg-skipped"]
-    skipped, total = (int(number) for number in re.match(r"(\d+) of (\d+) windows; up to 700$", told).groups())
+    skipped_header = answered.headers["x-stackseg-skipped"]
+    skipped, total = (
+        int(number) for number in re.match(r"(\d+) of (\d+) windows; up to 700$", skipped_header).groups()
+    )
     assert 0 < skipped < total
     assert np.mean(Answer(answered.content).pixels[:, :70, :80] == phantom.classes) > 0.97
-    assert live.run(as_tiff(sparse), skip_below=700)["skipped"] == told
+    assert live.run(as_tiff(sparse), skip_below=700)["skipped"] == skipped_header
     assert f'stackseg_skipped_windows_total{{model="bands"}} {2.0 * skipped}' in live.client.get("/metrics").text
 
 
-def test_what_was_taken_for_granted_of_a_file_comes_with_its_labels(live: Live, phantom: Any) -> None:
+def test_response_notes_assumptions_about_the_file(live: Live, phantom: Any) -> None:
     answered = live.segment(as_tiff(phantom.image, imagej=False, metadata=None))
     assert "pages are read as z planes" in answered.headers["x-stackseg-note"]
     assert "has no voxel size" in answered.headers["x-stackseg-note"]
     assert "x-stackseg-note" not in live.segment(as_tiff(phantom.image), voxel_size="1,0.5,0.5").headers
 
 
-def test_inspect_says_what_segment_would_do(live: Live, phantom: Any) -> None:
-    seen = live.post("/inspect", as_tiff(phantom.image)).json()
-    assert seen["file"]["axes"] == "ZYX"
-    assert seen["file"]["shape"] == [1, *phantom.image.shape]
-    assert seen["file"]["voxel_size"] == pytest.approx({"z": 0.5, "y": 0.2, "x": 0.2})
-    assert seen["estimate"]["windows"] == 2 * 3 * 3
-    assert seen["diameter"] == "none"
-    assert seen["problem"] is None
+def test_inspect_predicts_what_segment_does(live: Live, phantom: Any) -> None:
+    report = live.post("/inspect", as_tiff(phantom.image)).json()
+    assert report["file"]["axes"] == "ZYX"
+    assert report["file"]["shape"] == [1, *phantom.image.shape]
+    assert report["file"]["voxel_size"] == pytest.approx({"z": 0.5, "y": 0.2, "x": 0.2})
+    assert report["estimate"]["windows"] == 2 * 3 * 3
+    assert report["diameter"] == "none"
+    assert report["problem"] is None
     assert live.leftovers() == []
 
 
-def test_what_was_read_goes_with_the_client_that_hangs_up(live: Live, phantom_maker: Any) -> None:
-    """At once, and not when Python next looks for cycles."""
+def test_pixels_are_freed_when_the_client_disconnects(live: Live, phantom_maker: Any) -> None:
+    """The pixels are freed immediately, without the garbage collector."""
 
     def uploads() -> list[str]:
-        return [name for file in Path("/proc/self/fd").iterdir() if "upload" in (name := opened_as(file))]
+        return [name for file in Path("/proc/self/fd").iterdir() if "upload" in (name := read_descriptor_target(file))]
 
     large = as_tiff(phantom_maker((64, 400, 400), seed=1).image)
     gc.collect()
-    # Of the test before.
+    # Wait until the files of the previous test are closed.
     until(lambda: uploads() == [], 20)
     gc.disable()
     try:
@@ -150,15 +152,15 @@ def test_what_was_read_goes_with_the_client_that_hangs_up(live: Live, phantom_ma
         gc.enable()
 
 
-def test_client_that_still_sends_hears_why_it_is_refused(live: Live) -> None:
+def test_client_that_is_still_uploading_receives_the_error(live: Live) -> None:
     with live.sending("/segment?overlop=1", bytes(20_000_000), None, "Connection: close") as connection:
         answer = connection.makefile("rb").read()
     assert answer.startswith(b"HTTP/1.1 422 ")
     assert b"overlop" in answer
 
 
-def test_client_that_hangs_up_while_sending_leaves_nothing(live: Live) -> None:
-    # So much that it does not stay in memory.
+def test_upload_that_is_interrupted_leaves_no_files(live: Live) -> None:
+    # Larger than the uploads that stay in memory.
     with live.sending("/segment", b"II*\0" + bytes(2 * BLOCK_BYTES), 9_000_000):
         until(lambda: live.leftovers() != [], 20)
     until(lambda: live.leftovers() == [], 20)
@@ -181,7 +183,7 @@ def test_state_endpoints(live: Live) -> None:
     assert b"stackseg_requests_total" in live.client.get("/metrics").content
 
 
-def test_every_bundled_model_is_listed_and_served_by_its_name(bundled: Live) -> None:
+def test_bundled_models_are_listed_and_give_their_expected_labels(bundled: Live) -> None:
     listed = bundled.client.get("/models").json()
     assert listed["default"] == "nuclei"
     assert {"embryos", "membranes", "nuclei", "tissue"} == {model["name"] for model in listed["models"]}
@@ -201,7 +203,7 @@ def test_every_bundled_model_is_listed_and_served_by_its_name(bundled: Live) -> 
 
 @needs_data
 @pytest.mark.parametrize("name", REAL)
-def test_real_volume_comes_back_labelled_with_shape_and_voxel_size(name: str, bundled: Live, live: Live) -> None:
+def test_labels_of_real_volumes_have_their_shape_and_voxel_size(name: str, bundled: Live, live: Live) -> None:
     path = DATA / "real" / name / "image.tif"
     server = live if name in LARGE else bundled
     parameters = {"channel": 0} if name == "single_nucleus_confocal_vs_widefield" else {}
@@ -220,23 +222,26 @@ def test_real_volume_comes_back_labelled_with_shape_and_voxel_size(name: str, bu
 
 
 @needs_data
-def test_hostile_files_never_harm_the_service(live: Live, phantom: Any) -> None:
+def test_hostile_files_do_not_harm_the_service(live: Live, phantom: Any) -> None:
     assert len(HOSTILE) > 100
-    wrong = {}
+    failures = {}
     for path in HOSTILE:
         response = live.segment(path.read_bytes(), overlap=0)
         if not (400 <= response.status_code < 500 or response.status_code == 200):
-            wrong[path.name] = response.status_code
+            failures[path.name] = response.status_code
         elif response.status_code != 200 and "type" not in response.json():
-            wrong[path.name] = "no problem document"
-    assert wrong == {}
+            failures[path.name] = "no problem document"
+    assert failures == {}
     assert live.leftovers() == []
     assert live.segment(as_tiff(phantom.image)).status_code == 200
 
 
 @contextmanager
-def command_line(config: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `stackseg serve` until it is told to stop; yield its process and address. The log lies beside the file."""
+def run_serve_command(config: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `stackseg serve` until the context exits. Yield its process and address.
+
+    The log is the file `log` next to the configuration file.
+    """
     command = [sys.executable, "-m", "service", "serve", "--config", str(config), "--port", "0", *options]
     with config.with_name("log").open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -249,14 +254,14 @@ def command_line(config: Path, *options: str) -> Iterator[tuple[subprocess.Popen
     assert status == 0, config.with_name("log").read_text()
 
 
-def test_command_line_serves_until_it_is_told_to_stop_and_finishes_what_runs(
+def test_serve_command_finishes_running_requests_before_it_exits(
     bands_repository: Path, configure: Any, phantom: Any, phantom_maker: Any, tmp_path: Path
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     config = configure(bands_repository, server={"scratch_folder": str(scratch)})
     (tmp_path / "stack.tif").write_bytes(as_tiff(phantom.image))
-    with command_line(config) as (process, address):
+    with run_serve_command(config) as (process, address):
         until(lambda: _curl("-f", f"{address}/health/ready").returncode == 0, 180)
         done = _curl(
             "--data-binary", f"@{tmp_path / 'stack.tif'}", "-H", "Content-Type: image/tiff",
@@ -271,19 +276,19 @@ def test_command_line_serves_until_it_is_told_to_stop_and_finishes_what_runs(
             until(lambda: list(scratch.glob("*/requests/*/upload.tif")) != [], 20)
             head = "POST /segment HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
             stalled.sendall(head.encode() + b"half")
-            # Whom it has not heard of it does not owe an answer.
+            # Wait for the interim response: the server may drop requests that it has not read at shutdown.
             assert stalled.recv(100).startswith(b"HTTP/1.1 100 ")
-            began = time.monotonic()
+            stopped_at = time.monotonic()
             process.send_signal(signal.SIGTERM)
             assert running.result().status_code == 200, running.result().text
             assert stalled.recv(100).startswith(b"HTTP/1.1 503 ")
             assert process.wait(60) == 0
-            assert time.monotonic() - began < Settings().server.drain_seconds
+            assert time.monotonic() - stopped_at < Settings().server.drain_seconds
     assert list(scratch.iterdir()) == []
 
 
 @needs_openssl
-def test_command_line_serves_https_to_who_has_a_key_and_logs_json(
+def test_serve_command_supports_https_api_keys_and_json_logs(
     bands_repository: Path, configure: Any, tmp_path: Path
 ) -> None:
     files, access = key_and_certificate(tmp_path), {"keys": {"ada": hash_key("secret")}}
@@ -291,7 +296,7 @@ def test_command_line_serves_https_to_who_has_a_key_and_logs_json(
         bands_repository, server={"scratch_folder": str(tmp_path)}, access=access, logging={"format": "json"}
     )
     certificate = ["--ssl-keyfile", files["ssl_keyfile"], "--ssl-certfile", files["ssl_certfile"]]
-    with command_line(config, *certificate) as (_process, address):
+    with run_serve_command(config, *certificate) as (_process, address):
         assert address.startswith("https://")
         until(lambda: _curl("-kf", f"{address}/health/live").returncode == 0, 60)
         status = ["-k", "-o", "/dev/null", "-w", "%{http_code}", f"{address}/models"]

@@ -1,4 +1,4 @@
-"""A real server with two devices: both are used, labels are the same, and trouble of one is told."""
+"""End-to-end tests of a server with two devices: load balancing, cancellation, and a stuck device."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch import Tensor
 from service.models.network import Network
 from service.serving.devices.local.model import Segmenter
 
-SECONDS = 0.05
+BATCH_SECONDS = 0.05
 
 
-class Slow(Segmenter):
-    """Takes its time for every batch, so that there is something to share, or as long as `gate` is closed."""
+class SlowSegmenter(Segmenter):
+    """A segmenter with slow batches, so that requests are shared between devices. Batches wait until `gate` is open."""
 
     def warm_up(self, *, tune: bool = False) -> None:
         super().warm_up(tune=tune)
@@ -34,7 +34,7 @@ class Slow(Segmenter):
     def _slow(self, network: Network) -> Network:
         def slow(batch: Tensor) -> Tensor:
             self.calls += 1
-            time.sleep(SECONDS)
+            time.sleep(BATCH_SECONDS)
             self.gate.wait(30)
             return network(batch)
 
@@ -45,38 +45,38 @@ class Slow(Segmenter):
 def live(bands_repository: Path) -> Iterator[Live]:
     device, watchdog = {"serve": ["cpu", "cpu"], "threads": 1}, {"batch_seconds": 2.5, "grace_seconds": 600}
     settings = eager(bands_repository, device=device, watchdog=watchdog, limits={"waiting": 40})
-    with serve(settings, load=Slow) as running:
+    with serve(settings, load=SlowSegmenter) as running:
         yield running
 
 
-def loaded(live: Live) -> list[Any]:
-    """The segmenter of each device."""
+def list_segmenters(live: Live) -> list[Any]:
+    """Return the segmenter of each device."""
     return [model.segmenter for cache in caches(live.runtime) if (model := cache.get("bands"))]
 
 
-def test_requests_spread_over_devices_and_labels_are_those_of_one(live: Live, phantom_maker: Any) -> None:
+def test_requests_use_all_devices_with_the_same_labels(live: Live, phantom_maker: Any) -> None:
     stacks = [as_tiff(phantom_maker((16, 40, 40), seed=seed).image) for seed in range(6)]
     alone = [classes(live.segment(stack).content) for stack in stacks]
-    before = [segmenter.calls for segmenter in loaded(live)]
+    before = [segmenter.calls for segmenter in list_segmenters(live)]
     with ThreadPoolExecutor(12) as pool:
         for expected, answer in zip(alone * 2, pool.map(live.segment, stacks * 2), strict=True):
             assert np.array_equal(classes(answer.content), expected)
-    assert all(segmenter.calls > calls for segmenter, calls in zip(loaded(live), before, strict=True))
+    assert all(segmenter.calls > calls for segmenter, calls in zip(list_segmenters(live), before, strict=True))
     metrics = live.client.get("/metrics").text
-    told = dict(
+    windows_by_device = dict(
         line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("stackseg_device_windows_total")
     )
-    assert {name.split('"')[1] for name in told} == {"cpu", "cpu-2"}
-    assert all(float(windows) > 0 for windows in told.values())
+    assert {name.split('"')[1] for name in windows_by_device} == {"cpu", "cpu-2"}
+    assert all(float(windows) > 0 for windows in windows_by_device.values())
     assert 'stackseg_loaded_models{device="cpu-2"} 1.0' in metrics
     (model,) = live.client.get("/models").json()["models"]
     assert [one["device"] for one in model["devices"]] == ["cpu", "cpu-2"]
     assert live.leftovers() == []
 
 
-def test_jobs_are_cancelled_on_whichever_device_they_run(live: Live, phantom_maker: Any) -> None:
+def test_jobs_can_be_cancelled_on_every_device(live: Live, phantom_maker: Any) -> None:
     stack = as_tiff(phantom_maker((48, 120, 120), seed=1).image)
-    for segmenter in loaded(live):
+    for segmenter in list_segmenters(live):
         segmenter.gate.clear()
     jobs = [live.submit(stack) for _ in range(2)]
     until(lambda: [live.show(job)["state"] for job in jobs] == ["running", "running"], 30)
@@ -87,15 +87,15 @@ def test_jobs_are_cancelled_on_whichever_device_they_run(live: Live, phantom_mak
     ]
     for job in jobs:
         assert live.client.delete(f"/jobs/{job['id']}").status_code == 204
-    for segmenter in loaded(live):
+    for segmenter in list_segmenters(live):
         segmenter.gate.set()
     until(lambda: [live.show(job)["state"] for job in jobs] == ["cancelled", "cancelled"], 20)
     until(lambda: not live.runtime.devices.running, 20)
 
 
-def test_a_stuck_device_is_named_and_requests_go_to_the_other(live: Live, phantom_maker: Any) -> None:
+def test_stuck_device_is_reported_and_requests_use_the_other_device(live: Live, phantom_maker: Any) -> None:
     stack = as_tiff(phantom_maker((16, 32, 32), seed=1).image)
-    first, second = loaded(live)
+    first, second = list_segmenters(live)
     first.gate.clear()
     job = live.submit(stack)
     ready = "/health/ready"

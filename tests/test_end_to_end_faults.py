@@ -1,4 +1,7 @@
-"""Real server processes with two simulated devices each: where one is lost, requests are answered and they end."""
+"""End-to-end tests of device faults, with server processes that have two simulated devices each.
+
+A server that loses a device still answers requests, and then exits.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ import httpx2
 import pytest
 from bands import make_phantom
 from fakes import until
-from live import Requests, as_tiff, problem
+from live import ServiceRequests, as_tiff, problem
 
 from service.serving.devices.local.watchdog import EXIT_STATUS
 
-SECONDS = 60
-# A process that has imported everything once, and is forked for each server.
+TIMEOUT_SECONDS = 60
+# Every server is forked from a process that has already imported the modules.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["faulty_server"])
 
 
-class Server(Requests):
-    """A process that serves models as `faulty_server` does."""
+class Server(ServiceRequests):
+    """A process that runs `faulty_server.serve`."""
 
     def __init__(self, models: Path, folder: Path, grace: float) -> None:
         self.faults = folder / "faults"
@@ -36,24 +39,24 @@ class Server(Requests):
         self.process.start()
 
     def wait_ready(self) -> None:
-        self.client = httpx2.Client(base_url=f"http://127.0.0.1:{self._port.recv()}", timeout=SECONDS)
-        until(lambda: self.client.get("/health/ready").status_code == 200, SECONDS)
+        self.client = httpx2.Client(base_url=f"http://127.0.0.1:{self._port.recv()}", timeout=TIMEOUT_SECONDS)
+        until(lambda: self.client.get("/health/ready").status_code == 200, TIMEOUT_SECONDS)
 
     def segment_on_first(self, stack: bytes, **parameters: Any) -> httpx2.Response:
-        """The first device answers, as long as nothing else has it work."""
+        """Wait until all devices are idle, so that the first device computes the request. Then send it."""
         until(lambda: not any(device["running"] for device in self.client.get("/gpu").json()["devices"]))
         return self.segment(stack, **parameters)
 
     @contextmanager
     def fault(self, name: str) -> Iterator[None]:
-        """The first device has a fault for a while."""
+        """Inject a fault into the first device until the context exits."""
         (self.faults / name).touch()
         yield
         (self.faults / name).unlink()
 
-    def assert_ended(self) -> None:
-        """The process ends by itself."""
-        self.process.join(SECONDS)
+    def assert_exits(self) -> None:
+        """Assert that the process exits on its own."""
+        self.process.join(TIMEOUT_SECONDS)
         assert self.process.exitcode == EXIT_STATUS
 
     def stop(self) -> None:
@@ -66,13 +69,13 @@ class Server(Requests):
 def servers(
     bands_repository: Path, random_nuclei: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Server]]:
-    """A server for each way to lose a device, that of `idle` without waiting for it; they start at the same time."""
+    """One server for each way to lose a device: `request`, `idle` and `load`. All start concurrently."""
     folder = tmp_path_factory.mktemp("faults")
     models = folder / "models"
     shutil.copytree(bands_repository, models)
     shutil.copytree(random_nuclei.folder, models / random_nuclei.name)
     with ExitStack() as stack:
-        # The other device has time to answer what it has begun.
+        # Grace time in seconds. In `request`, the other device must be able to finish its requests.
         servers = {"request": 2.0, "idle": 0.1, "load": 0.1}
         running = {name: Server(models, folder / name, grace) for name, grace in servers.items()}
         for server in running.values():
@@ -87,8 +90,8 @@ def stack() -> bytes:
     return as_tiff(make_phantom((16, 40, 40), seed=1).image)
 
 
-def assert_survives_without_memory(server: Server, stack: bytes) -> None:
-    """A request takes fewer windows at once, or is refused; the next one is answered as ever."""
+def assert_recovers_from_out_of_memory(server: Server, stack: bytes) -> None:
+    """Assert that out-of-memory errors reduce the batch size or fail the request, but not the next request."""
     with server.fault("no-memory"):
         answer = server.segment_on_first(stack)
         assert answer.status_code == 200, answer.text
@@ -100,37 +103,31 @@ def assert_survives_without_memory(server: Server, stack: bytes) -> None:
     assert "fewer were taken" not in str(answer.headers)
 
 
-def test_request_that_breaks_its_device_is_refused_and_one_without_memory_takes_fewer_windows(
-    servers: dict[str, Server], stack: bytes
-) -> None:
+def test_request_that_breaks_its_device_fails_and_the_server_exits(servers: dict[str, Server], stack: bytes) -> None:
     server = servers["request"]
-    assert_survives_without_memory(server, stack)
+    assert_recovers_from_out_of_memory(server, stack)
     (server.faults / "break").touch()
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: server.segment(stack), range(4)))
-    # The other device goes on until the process ends.
+    # The other device answers requests until the process exits.
     assert {answer.status_code for answer in answers} <= {200, 503}
     assert problem(next(answer for answer in answers if answer.status_code != 200)) == (503, "device-lost")
-    server.assert_ended()
+    server.assert_exits()
 
 
-def test_device_that_broke_while_it_was_idle_is_found_by_the_next_request(
-    servers: dict[str, Server], stack: bytes
-) -> None:
+def test_next_request_detects_a_device_that_broke_while_idle(servers: dict[str, Server], stack: bytes) -> None:
     server = servers["idle"]
-    assert_survives_without_memory(server, stack)
+    assert_recovers_from_out_of_memory(server, stack)
     (server.faults / "broken").touch()
     assert problem(server.segment_on_first(stack)) == (503, "device-lost")
-    server.assert_ended()
+    server.assert_exits()
 
 
-def test_device_that_breaks_while_a_model_is_loaded_is_no_fault_of_the_model(
-    servers: dict[str, Server], stack: bytes
-) -> None:
+def test_device_that_breaks_while_loading_a_model_is_reported_as_lost(servers: dict[str, Server], stack: bytes) -> None:
     server = servers["load"]
     with server.fault("no-room-load"):
         assert problem(server.segment_on_first(stack, model="random-nuclei")) == (507, "out-of-memory")
         assert server.segment(stack).status_code == 200
     (server.faults / "break-load").touch()
     assert problem(server.segment_on_first(stack, model="random-nuclei")) == (503, "device-lost")
-    server.assert_ended()
+    server.assert_exits()

@@ -1,4 +1,4 @@
-"""Corrected labels make a better model: through a real server, with a real training in its child process."""
+"""End-to-end tests of training from corrected labels, with a server and its training process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fakes import until
 from live import TIFF, Answer, Live, as_tiff, eager, problem, serve
 from numpy.typing import NDArray
 
-from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.synthetic_nuclei import synthesize
 from service.api.access.keys import hash_key
 from service.models.spec import ModelSpec
 from service.training.evaluate import score
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(trainable: ModelSpec) -> Path:
-    """A repository with a small model that can be trained."""
+    """A repository with a small trainable model."""
     return trainable.folder.parent
 
 
@@ -42,14 +42,15 @@ def live(models: Path, folder: Path) -> Iterator[Live]:
 
 
 def annotate(live: Live, **headers: str) -> str:
-    image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
+    """Upload a stack with labels and return the ID of the annotated stack."""
+    image, labels = synthesize(np.random.default_rng(0), (16, 32, 48))
     stack = live.post("/stacks", as_tiff(image), TIFF | headers).json()["id"]
     np.save(array := io.BytesIO(), labels)
     npy = {"Content-Type": "application/x-npy"} | headers
     return str(live.post("/annotations", array.getvalue(), npy, stack=stack).json()["id"])
 
 
-def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live: Live, folder: Path) -> None:
+def test_training_runs_alongside_requests_and_its_model_can_be_used(live: Live, folder: Path) -> None:
     annotation = annotate(live)
     assert live.client.get("/limits").json() == {
         "corrections": True,
@@ -58,24 +59,28 @@ def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live:
         "training_problem": None,
         "training_minutes": 120.0,
     }
-    asked = {"model": "random-nuclei", "annotations": [annotation], "minutes": 0.03, "name": "mine"}
-    answer = live.client.post("/trainings", json=asked)
+    request = {"model": "random-nuclei", "annotations": [annotation], "minutes": 0.03, "name": "mine"}
+    answer = live.client.post("/trainings", json=request)
     assert answer.status_code == 202, answer.text
     address = answer.headers["location"]
     assert live.segment().status_code == 200
     until(lambda: live.client.get(address).json()["state"] != "waiting")
-    seen = live.client.get("/status").json()
-    (training,) = seen["learning"]["trainings"]
+    status_report = live.client.get("/status").json()
+    (training,) = status_report["learning"]["trainings"]
     assert (training["name"], training["base_model"], training["state"]) == ("mine", "random-nuclei/1", "running")
-    assert (seen["learning"]["problem"], seen["learning"]["annotations"], seen["learning"]["models"]) == (None, 1, 0)
-    disk = {kind.pop("files"): kind for kind in seen["disk"]}
-    kept = live.client.get(f"/annotations/{annotation}").json()["bytes"]
-    assert disk["annotations"] == disk["annotations"] | {"used": kept, "limit": None}
+    assert (
+        status_report["learning"]["problem"],
+        status_report["learning"]["annotations"],
+        status_report["learning"]["models"],
+    ) == (None, 1, 0)
+    disk = {kind.pop("files"): kind for kind in status_report["disk"]}
+    stored_bytes = live.client.get(f"/annotations/{annotation}").json()["bytes"]
+    assert disk["annotations"] == disk["annotations"] | {"used": stored_bytes, "limit": None}
     assert disk["stacks"]["used"] > 0
     assert all(kind["used"] <= (kind["limit"] or kind["used"]) <= kind["total"] for kind in disk.values())
     metrics = live.client.get("/metrics").text.splitlines()
     assert {'stackseg_trainings{state="running"} 1.0', 'stackseg_trainings{state="waiting"} 0.0'} <= set(metrics)
-    assert f'stackseg_disk_used_bytes{{files="annotations"}} {float(kept)}' in metrics
+    assert f'stackseg_disk_used_bytes{{files="annotations"}} {float(stored_bytes)}' in metrics
     report = wait(live, address)
     assert report["state"] == "done", report["message"]
     assert report["model"] == "mine"
@@ -88,9 +93,9 @@ def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live:
     assert lineage["after"] == pytest.approx(report["after"])
     assert live.segment(model="mine").headers["x-stackseg-model"] == "mine/1"
     assert live.client.get("/trainings").json() == {"trainings": [live.client.get(address).json()]}
-    seen = live.client.get("/status").json()
-    assert (seen["learning"]["trainings"], seen["learning"]["models"]) == ([], 1)
-    assert next(kind for kind in seen["disk"] if kind["files"] == "trained-models")["used"] > 0
+    status_report = live.client.get("/status").json()
+    assert (status_report["learning"]["trainings"], status_report["learning"]["models"]) == ([], 1)
+    assert next(kind for kind in status_report["disk"] if kind["files"] == "trained-models")["used"] > 0
     assert live.client.delete("/models/mine").status_code == 204
     assert live.client.get("/models/mine").status_code == 404
     assert live.client.get(address).json() == report | {"model": None}
@@ -110,44 +115,54 @@ def test_a_model_learns_from_corrections_and_segments_while_requests_go_on(live:
         ({"steps": 3}, 422, "annotations, minutes, name"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_by_name(live: Live, change: dict[str, Any], status: int, word: str) -> None:
-    asked: dict[str, Any] = {"annotations": [annotate(live)], "minutes": 1, "name": "other"} | change
-    answer = live.client.post("/trainings", json=asked)
+def test_invalid_trainings_are_refused_with_the_reason(
+    live: Live, change: dict[str, Any], status: int, word: str
+) -> None:
+    request: dict[str, Any] = {"annotations": [annotate(live)], "minutes": 1, "name": "other"} | change
+    answer = live.client.post("/trainings", json=request)
     assert (answer.status_code, word in answer.json()["detail"]) == (status, True), answer.text
 
 
 @pytest.mark.parametrize(("body", "status"), [(b"", 422), (b"[1]", 422), (b'"' + b"x" * 2**17, 413)])
-def test_bodies_that_are_no_request_are_refused(live: Live, body: bytes, status: int) -> None:
-    sent = {"Content-Type": "application/json; charset=utf-8"}
-    assert live.client.post("/trainings", content=body, headers=sent).status_code == status
+def test_invalid_request_bodies_are_refused(live: Live, body: bytes, status: int) -> None:
+    headers = {"Content-Type": "application/json; charset=utf-8"}
+    assert live.client.post("/trainings", content=body, headers=headers).status_code == status
     assert live.client.post("/trainings", content=body, headers={"Content-Type": "text/plain"}).status_code == 415
 
 
-def test_only_keys_with_the_right_train_and_admins_see_all(models: Path, tmp_path: Path) -> None:
+def test_only_trainers_can_train_and_admins_see_all_trainings(models: Path, tmp_path: Path) -> None:
     names = ("ann", "bob", "eve")
     access = {"keys": {name: hash_key(name) for name in names}, "admins": ["eve"], "trainers": ["ann"]}
     with serve(eager(models, access=access, jobs={"folder": tmp_path}), wait=False) as live:
         keys = {name: {"X-API-Key": name} for name in names}
         annotation = annotate(live, **keys["ann"])
-        asked = {"annotations": [annotation], "minutes": 1, "name": "mine"}
-        may = {name: live.client.get("/limits", headers=keys[name]).json() for name in names}
-        assert {name: limits["training"] for name, limits in may.items()} == {"ann": True, "bob": False, "eve": True}
-        assert "access.trainers" in may["bob"]["training_problem"]
-        assert live.client.post("/trainings", json=asked, headers=keys["bob"]).status_code == 401
-        address = live.client.post("/trainings", json=asked, headers=keys["ann"]).headers["location"]
-        seen = {name: len(live.client.get("/trainings", headers=keys[name]).json()["trainings"]) for name in names}
-        assert seen == {"ann": 1, "bob": 0, "eve": 1}
-        kept = {name: len(live.client.get("/annotations", headers=keys[name]).json()["annotations"]) for name in names}
-        assert kept == {"ann": 1, "bob": 0, "eve": 1}
+        request = {"annotations": [annotation], "minutes": 1, "name": "mine"}
+        limits_by_name = {name: live.client.get("/limits", headers=keys[name]).json() for name in names}
+        assert {name: limits["training"] for name, limits in limits_by_name.items()} == {
+            "ann": True,
+            "bob": False,
+            "eve": True,
+        }
+        assert "access.trainers" in limits_by_name["bob"]["training_problem"]
+        assert live.client.post("/trainings", json=request, headers=keys["bob"]).status_code == 401
+        address = live.client.post("/trainings", json=request, headers=keys["ann"]).headers["location"]
+        training_counts = {
+            name: len(live.client.get("/trainings", headers=keys[name]).json()["trainings"]) for name in names
+        }
+        assert training_counts == {"ann": 1, "bob": 0, "eve": 1}
+        annotation_counts = {
+            name: len(live.client.get("/annotations", headers=keys[name]).json()["annotations"]) for name in names
+        }
+        assert annotation_counts == {"ann": 1, "bob": 0, "eve": 1}
         assert live.client.get(address, headers=keys["bob"]).status_code == 404
         assert live.client.delete(address, headers=keys["bob"]).status_code == 404
         assert live.client.delete(address, headers=keys["eve"]).status_code == 204
         assert live.client.get(address, headers=keys["ann"]).json()["state"] == "cancelled"
 
 
-def test_operators_switch_training_off(models: Path, tmp_path: Path) -> None:
-    chosen = eager(models, jobs={"folder": tmp_path}, trainings={"enabled": False})
-    with serve(chosen, wait=False) as live:
+def test_operators_can_disable_training(models: Path, tmp_path: Path) -> None:
+    settings = eager(models, jobs={"folder": tmp_path}, trainings={"enabled": False})
+    with serve(settings, wait=False) as live:
         limits = live.client.get("/limits").json()
         assert (limits["training"], "trainings.enabled" in limits["training_problem"]) == (False, True)
         assert live.client.get("/status").json()["learning"]["problem"] == limits["training_problem"]
@@ -157,7 +172,7 @@ def test_operators_switch_training_off(models: Path, tmp_path: Path) -> None:
 
 @contextmanager
 def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
-    """Mount a disk of so many kilobytes for a while."""
+    """Mount a disk of this size until the context exits."""
     folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k,mode=700", "tmpfs", folder]
     if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
@@ -169,18 +184,18 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
 
 
 def wait(live: Live, address: str) -> Any:
-    """The report of a training once it is over."""
+    """Wait until a training has ended and return its report."""
     until(lambda: live.client.get(address).json()["state"] not in {"waiting", "running"}, 1000)
     return live.client.get(address).json()
 
 
 @pytest.mark.thorough
-def test_full_disks_are_told_leave_nothing_and_the_service_goes_on(models: Path, tmp_path: Path) -> None:
+def test_full_disks_are_reported_and_the_service_recovers(models: Path, tmp_path: Path) -> None:
     annotations, trained = tmp_path / "annotations", tmp_path / "trained-models"
-    chosen = eager(models, jobs={"folder": tmp_path}, training=TRAINING, trainings={"niceness": 0})
-    with small_disk(annotations, 400), small_disk(trained, 2_000), serve(chosen) as live:
+    settings = eager(models, jobs={"folder": tmp_path}, training=TRAINING, trainings={"niceness": 0})
+    with small_disk(annotations, 400), small_disk(trained, 2_000), serve(settings) as live:
 
-        def check_well() -> None:
+        def assert_healthy() -> None:
             assert live.client.get("/health/ready").json() == {"status": "ready"}
             assert live.segment().status_code == 200
 
@@ -190,9 +205,9 @@ def test_full_disks_are_told_leave_nothing_and_the_service_goes_on(models: Path,
         full = live.client.post("/annotations", files={"file": ("a.tif", noise), "labels": ("b.tif", labels)})
         assert (full.status_code, "disk" in full.json()["detail"]) == (507, True), full.text
         assert set(annotations.iterdir()) == before
-        check_well()
-        asked = {"annotations": [annotation], "minutes": 0.5, "name": "mine"}
-        address = live.client.post("/trainings", json=asked).headers["location"]
+        assert_healthy()
+        request = {"annotations": [annotation], "minutes": 0.5, "name": "mine"}
+        address = live.client.post("/trainings", json=request).headers["location"]
         until(lambda: live.client.get(address).json()["step"] > 0, 300)
         with suppress(OSError), (trained / "filler").open("wb", buffering=0) as filler:
             while filler.write(bytes(2**12)):
@@ -200,32 +215,30 @@ def test_full_disks_are_told_leave_nothing_and_the_service_goes_on(models: Path,
         report = wait(live, address)
         assert (report["state"], "models.trained_folder" in report["message"]) == ("failed", True), report["message"]
         assert [path.name for path in trained.iterdir()] == ["filler"]
-        check_well()
-        # It is told before anything is read, too.
-        again = wait(live, live.client.post("/trainings", json=asked).headers["location"])
+        assert_healthy()
+        # A full disk is also detected before the training reads its data.
+        again = wait(live, live.client.post("/trainings", json=request).headers["location"])
         assert (again["state"], again["message"], again["step"]) == ("failed", report["message"], 0)
         (trained / "filler").unlink()
-        done = wait(live, live.client.post("/trainings", json=asked | {"minutes": 0.03}).headers["location"])
+        done = wait(live, live.client.post("/trainings", json=request | {"minutes": 0.03}).headers["location"])
         assert done["state"] == "done", done["message"]
-        check_well()
+        assert_healthy()
 
 
 def draw_balls(seed: int, shape: tuple[int, int, int]) -> NDArray[np.uint16]:
-    """Labels [Z, Y, X] of balls with radii of 3 to 5 voxels that do not touch."""
+    """Draw labels [Z, Y, X] of balls with radii of 3 to 5 voxels that do not touch."""
     rng, labels, places = np.random.default_rng(seed), np.zeros(shape, np.uint16), np.indices(shape)
     for _ in range(300):
         radius, centre = rng.uniform(3, 5), rng.uniform(2, np.array(shape) - 2)
-        distances = np.sqrt(sum((axis - middle) ** 2 for axis, middle in zip(places, centre, strict=True)))
+        distances = np.sqrt(sum((axis - center) ** 2 for axis, center in zip(places, centre, strict=True)))
         if not labels[distances <= radius + 1].any():
             labels[distances <= radius] = labels.max() + 1
     return labels
 
 
 @pytest.mark.thorough
-def test_a_model_that_is_bad_at_dark_objects_is_good_at_them_after_corrections_of_a_part(
-    models: Path, tmp_path: Path
-) -> None:
-    """Scored on the part of the stack that was never corrected, besides the part that the training holds out."""
+def test_training_on_part_of_a_stack_improves_the_rest(models: Path, tmp_path: Path) -> None:
+    """A model for bright objects learns dark objects from a part of the stack. Scores are from the rest of it."""
     training = {"edge": 16, "batch_size": 4, "pool": 4, "learning_rate": 0.01}
     shape, corrected = (24, 64, 160), 96
     labels, noise = draw_balls(5, shape), np.random.default_rng(6).normal(0, 15, shape)
@@ -244,8 +257,8 @@ def test_a_model_that_is_bad_at_dark_objects_is_good_at_them_after_corrections_o
             files = {"file": ("a.tif", as_tiff(images[contrast])), "labels": ("b.npy", array.getvalue())}
             region = f"0:24,0:64,0:{corrected}"
             annotation = live.client.post("/annotations", files=files, params={"region": region}).json()["id"]
-            asked = {"model": base, "annotations": [annotation], "minutes": 2, "name": contrast}
-            return wait(live, live.client.post("/trainings", json=asked).headers["location"])
+            request = {"model": base, "annotations": [annotation], "minutes": 2, "name": contrast}
+            return wait(live, live.client.post("/trainings", json=request).headers["location"])
 
         assert learn("bright", "random-nuclei")["state"] == "done"
         before = f1("bright", "dark")

@@ -1,4 +1,4 @@
-"""Clients of a real server who share its device: what each gets, and what it does for those who have gone."""
+"""End-to-end tests of clients that share one device: shared batches, fairness, and cancellation."""
 
 from __future__ import annotations
 
@@ -18,42 +18,45 @@ from torch import Tensor
 from service.models.network import Network
 from service.serving.devices.local.model import Segmenter
 
-ROOM = 4
-SECONDS = 0.1
+BATCH_SIZE = 4
+BATCH_SECONDS = 0.1
 
 
-class Watched(Segmenter):
-    """Notes when its network is called, takes its time, or until `gate` is open, and fails for what is too bright."""
+class RecordingSegmenter(Segmenter):
+    """A segmenter with slow batches that wait until `gate` is open, and fail for bright images.
+
+    calls  start times of the batches
+    """
 
     def warm_up(self, **options: Any) -> None:
         super().warm_up(**options)
         self.calls: list[float] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.instrument(self._watch)
+        self.instrument(self._record)
 
-    def _watch(self, network: Network) -> Network:
-        def watched(batch: Tensor) -> Tensor:
+    def _record(self, network: Network) -> Network:
+        def recorded(batch: Tensor) -> Tensor:
             self.calls.append(time.monotonic())
-            time.sleep(SECONDS)
+            time.sleep(BATCH_SECONDS)
             self.gate.wait(30)
             if batch.max() > 20:
                 raise RuntimeError("too bright")
             return network(batch)
 
-        return watched
+        return recorded
 
 
 @pytest.fixture(scope="module")
 def live(bands_repository: Path) -> Iterator[Live]:
-    settings = eager(bands_repository, windows={"sw_batch_size": ROOM}, limits={"waiting": 30})
-    with serve(settings, load=Watched) as running:
+    settings = eager(bands_repository, windows={"sw_batch_size": BATCH_SIZE}, limits={"waiting": 30})
+    with serve(settings, load=RecordingSegmenter) as running:
         yield running
 
 
 @pytest.fixture
 def calls(live: Live) -> list[float]:
-    """When the network was called, as the list grows."""
+    """The start times of the batches computed from now on. The list grows during the test."""
     until(lambda: not live.runtime.devices.running, 20)
     segmenter: Any = loaded_segmenter(live.runtime.models, None)
     segmenter.calls.clear()
@@ -65,60 +68,60 @@ def large(phantom_maker: Any) -> bytes:
     return as_tiff(phantom_maker((64, 400, 400), seed=1).image)
 
 
-def counted(live: Live) -> tuple[float, float]:
-    """Windows computed, and the room that there was for them."""
+def read_window_counts(live: Live) -> tuple[float, float]:
+    """Return the number of computed windows, and the number of batch slots."""
     lines = live.client.get("/metrics").text.splitlines()
-    told = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    windows, slots = (told.get(f'stackseg_{name}_total{{model="bands"}}', 0) for name in ("windows", "batch_slots"))
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    windows, slots = (values.get(f'stackseg_{name}_total{{model="bands"}}', 0) for name in ("windows", "batch_slots"))
     return float(windows), float(slots)
 
 
-def test_labels_are_those_of_a_stack_alone_though_one_is_cancelled_and_one_fails(
+def test_concurrent_requests_do_not_change_labels_even_if_others_fail_or_are_cancelled(
     live: Live, calls: list[float], phantom_maker: Any
 ) -> None:
     shapes = [(16, 32, 32), (9, 20, 32), (16, 32, 32), (40, 60, 50), (3, 32, 70), (16, 32, 32)]
     stacks = [as_tiff(phantom_maker(shape, seed=seed).image) for seed, shape in enumerate(shapes)]
-    alone = [classes(live.segment(stack).content) for stack in stacks]
-    evil = as_tiff(np.full((40, 60, 50), 65535, np.uint16))
-    unwanted = as_tiff(phantom_maker((32, 100, 100), seed=7).image)
+    expected_labels = [classes(live.segment(stack).content) for stack in stacks]
+    too_bright = as_tiff(np.full((40, 60, 50), 65535, np.uint16))
+    cancelled = as_tiff(phantom_maker((32, 100, 100), seed=7).image)
     calls.clear()
     with ThreadPoolExecutor(len(stacks) + 1) as pool:
-        failing = pool.submit(live.segment, evil)
-        job = live.submit(unwanted)
+        failing = pool.submit(live.segment, too_bright)
+        job = live.submit(cancelled)
         together = [pool.submit(live.segment, stack) for stack in stacks * 2]
         until(lambda: len(calls) > 2, 20)
         assert live.client.delete(f"/jobs/{job['id']}").status_code == 204
         assert failing.result().json()["type"] == "urn:stackseg:problem:internal-error"
-        assert failing.result().headers["connection"] == "close", "so that nobody sends another request into it"
-    for expected, answer in zip(alone * 2, together, strict=True):
+        assert failing.result().headers["connection"] == "close", "the client must not reuse the connection"
+    for expected, answer in zip(expected_labels * 2, together, strict=True):
         assert np.array_equal(classes(answer.result().content), expected)
     assert live.show(job)["state"] == "cancelled"
     until(lambda: live.leftovers() == [], 20)
 
 
-def test_batches_are_filled_with_windows_of_several_clients(live: Live, calls: list[float], phantom_maker: Any) -> None:
+def test_batches_contain_windows_of_several_clients(live: Live, calls: list[float], phantom_maker: Any) -> None:
     small = [as_tiff(phantom_maker((16, 32, 32), seed=seed).image) for seed in range(8)]
-    before = counted(live)
+    before = read_window_counts(live)
     live.segment(small[0])
-    between = counted(live)
-    assert (between[0] - before[0], between[1] - before[1]) == (1, ROOM), "alone, one window is a batch"
+    between = read_window_counts(live)
+    assert (between[0] - before[0], between[1] - before[1]) == (1, BATCH_SIZE), "a single window is a batch of its own"
     calls.clear()
     segmenter: Any = loaded_segmenter(live.runtime.models, None)
     with ThreadPoolExecutor(len(small)) as pool:
         for _ in range(2):
             segmenter.gate.clear()
             answers = [pool.submit(live.segment, stack) for stack in small]
-            # However long each takes to arrive, while the first batch is computed.
+            # Wait until all requests have arrived, while the gate holds the first batch.
             until(lambda: sum(job.progress.total > 0 for job in live.runtime.devices.running) == len(small), 20)
             segmenter.gate.set()
             assert all(answer.result().status_code == 200 for answer in answers)
-    windows, slots = (now - then for now, then in zip(counted(live), between, strict=True))
+    windows, slots = (now - then for now, then in zip(read_window_counts(live), between, strict=True))
     assert windows == 2 * len(small)
-    assert slots == pytest.approx(ROOM * len(calls))
+    assert slots == pytest.approx(BATCH_SIZE * len(calls))
     assert windows / slots > 0.5
 
 
-def test_small_stack_is_answered_while_a_large_one_is_computed(
+def test_small_stack_is_segmented_while_a_large_one_is_running(
     live: Live, calls: list[float], large: bytes, phantom_maker: Any
 ) -> None:
     job = live.submit(large)
@@ -126,29 +129,31 @@ def test_small_stack_is_answered_while_a_large_one_is_computed(
     before = len(calls)
     assert live.segment(as_tiff(phantom_maker((16, 32, 32), seed=3).image)).status_code == 200
     progress = live.show(job)["progress"]
-    assert before * ROOM <= progress["done"] < progress["total"] / 2
+    assert before * BATCH_SIZE <= progress["done"] < progress["total"] / 2
     assert live.client.delete(f"/jobs/{job['id']}").status_code == 204
 
 
-def cancel(live: Live, calls: list[float], stack: bytes) -> None:
+def cancel_job(live: Live, calls: list[float], stack: bytes) -> None:
+    """Start a job and cancel it."""
     job = live.submit(stack)
     until(lambda: len(calls) > 1, 20)
     assert live.client.delete(f"/jobs/{job['id']}").status_code == 204
 
 
-def hang_up(live: Live, calls: list[float], stack: bytes) -> None:
+def disconnect(live: Live, calls: list[float], stack: bytes) -> None:
+    """Start a request and close its connection."""
     with live.sending("/segment", stack):
         until(lambda: len(calls) > 1, 20)
         (job,) = live.runtime.devices.running
     until(job.cancelled, 20)
 
 
-@pytest.mark.parametrize("give_up", [cancel, hang_up])
-def test_giving_up_frees_the_device_within_two_batches(
-    live: Live, calls: list[float], large: bytes, give_up: Callable[[Live, list[float], bytes], None]
+@pytest.mark.parametrize("abandon", [cancel_job, disconnect])
+def test_cancellation_frees_the_device_within_two_batches(
+    live: Live, calls: list[float], large: bytes, abandon: Callable[[Live, list[float], bytes], None]
 ) -> None:
-    give_up(live, calls, large)
-    told = len(calls)
-    time.sleep(6 * SECONDS)
-    assert len(calls) <= told + 2
+    abandon(live, calls, large)
+    before = len(calls)
+    time.sleep(6 * BATCH_SECONDS)
+    assert len(calls) <= before + 2
     until(lambda: live.leftovers() == [], 20)

@@ -1,4 +1,4 @@
-"""A client that asks for much, in few bytes or slowly, keeps no other client waiting."""
+"""End-to-end tests of fairness: expensive or slow requests of one client do not delay other clients."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import httpx2
 import pytest
 from common import make_bomb
 from fakes import until
-from live import Live, as_tiff, eager, opened_as, problem, serve
+from live import Live, as_tiff, eager, problem, read_descriptor_target, serve
 
 from service.api.access.keys import hash_key
 
 KEYS = {name: hash_key(name) for name in ("greedy", "modest")}
 GREEDY = "X-API-Key: greedy"
-FDS = Path("/proc/self/fd")
-# 4 GiB of pixels, which take seconds to decode, in less than 100 KB.
+DESCRIPTORS = Path("/proc/self/fd")
+# Less than 100 KB that decode to 4 GiB of pixels, which takes seconds.
 BOMB = make_bomb(128, (4096, 8192))
 
 
@@ -31,37 +31,43 @@ def live(bands_repository: Path) -> Iterator[Live]:
 
 
 def post(live: Live, key: str, path: str, body: bytes) -> httpx2.Response:
+    """Send a POST request with an API key."""
     return live.client.post(path, content=body, headers={"X-API-Key": key}, timeout=20)
 
 
-def decodes(live: Live) -> bool:
-    """Whether a file without a name is open, which pixels are decoded to."""
+def is_decoding(live: Live) -> bool:
+    """Return whether pixels are being decoded, which the service does into a deleted file."""
     folder = str(live.runtime.scratch.requests)
-    return any(name.startswith(folder) and name.endswith("(deleted)") for name in map(opened_as, FDS.iterdir()))
+    return any(
+        name.startswith(folder) and name.endswith("(deleted)")
+        for name in map(read_descriptor_target, DESCRIPTORS.iterdir())
+    )
 
 
 @pytest.mark.parametrize("path", ["/segment?axes=ZYX", "/jobs?axes=ZYX"])
-def test_large_file_in_few_bytes_blocks_nobody_and_ends_with_its_client(live: Live, phantom: Any, path: str) -> None:
+def test_decompression_bomb_blocks_no_other_client_and_is_cancelled_with_its_own(
+    live: Live, phantom: Any, path: str
+) -> None:
     stack, jobs = as_tiff(phantom.image), path.startswith("/jobs")
     with live.sending(path, BOMB, None, GREEDY) as first, live.sending(path, BOMB, None, GREEDY) as second:
-        until(lambda: decodes(live))
+        until(lambda: is_decoding(live))
         for key in ("modest", "greedy"):
             assert post(live, key, "/inspect", stack).status_code == 200
             assert post(live, key, "/segment", stack).status_code == 200
-        assert decodes(live)
+        assert is_decoding(live)
         if jobs:
             for connection in (first, second):
                 location = connection.recv(10_000).decode().partition("location: ")[2].split()[0]
                 headers = {"X-API-Key": "greedy"}
                 assert live.client.delete(location, headers=headers).status_code == 204
-    gone = time.monotonic()
+    ended_at = time.monotonic()
     until(lambda: not live.leftovers())
-    # The rest of either file would have taken several times as long.
-    assert time.monotonic() - gone < 3
+    # Decoding the rest of one file would take several times as long.
+    assert time.monotonic() - ended_at < 3
     assert post(live, "greedy", "/segment", stack).status_code == 200
 
 
-def test_uploads_that_stall_leave_room_for_those_of_others(bands_repository: Path, phantom: Any) -> None:
+def test_stalled_uploads_leave_scratch_space_for_other_clients(bands_repository: Path, phantom: Any) -> None:
     stack = as_tiff(phantom.image)
     limits = {"scratch_bytes": 4 * len(stack)}
     with serve(eager(bands_repository, access={"keys": KEYS}, limits=limits)) as live, ExitStack() as stalled:
@@ -78,7 +84,7 @@ def test_uploads_that_stall_leave_room_for_those_of_others(bands_repository: Pat
         until(lambda: live.runtime.scratch_space.used == 0)
 
 
-def test_results_that_nobody_takes_leave_room_for_those_of_others(
+def test_results_that_are_not_downloaded_leave_scratch_space_for_other_clients(
     bands_repository: Path, phantom: Any, phantom_maker: Any
 ) -> None:
     large, stack = as_tiff(phantom_maker((16, 512, 512), seed=3).image), as_tiff(phantom.image)
@@ -96,19 +102,19 @@ def test_results_that_nobody_takes_leave_room_for_those_of_others(
         assert post(live, "greedy", path, large).status_code == 200
 
 
-def test_jobs_wait_for_space_to_decode_to(bands_repository: Path) -> None:
+def test_jobs_wait_for_scratch_space_before_decoding(bands_repository: Path) -> None:
     bomb = make_bomb(10, (2048, 2048))
     limits = {"scratch_bytes": 5 * 10 * 2**22 // 2}
     with serve(eager(bands_repository, limits=limits)) as live:
         jobs = [live.submit(bomb, axes="ZYX", skip_below=1) for _ in range(3)]
-        until(lambda: decodes(live))
+        until(lambda: is_decoding(live))
         assert live.runtime.scratch_space.used <= limits["scratch_bytes"] // 2
         for job in jobs:
             live.wait(job, "done")
         until(lambda: live.runtime.scratch_space.used == 0)
 
 
-def test_too_many_windows_are_refused_before_a_pixel_is_decoded(bands_repository: Path) -> None:
+def test_requests_with_too_many_windows_are_refused_before_decoding(bands_repository: Path) -> None:
     gate = threading.Event()
     with serve(eager(bands_repository, limits={"windows": 100})) as live:
         large = live.runtime.decode_threads.for_client("other").submit(gate.wait, 60)

@@ -1,4 +1,4 @@
-"""Folders of the host as jobs: through a real server, killed and resumed, and beside the command line."""
+"""Tests of jobs on host folders: resumption after a crash, cancellation, and agreement with the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fakes import until
 from job_service import Service, start
 from live import STACK, as_tiff
 
-from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.synthetic_nuclei import synthesize
 from service.__main__ import main
 from service.models.spec import ModelSpec
 
@@ -27,19 +27,20 @@ PLACES = {"input": "scans/day 1", "output_to": "results/day 1"}
 
 
 def recorded(out: Path) -> list[str]:
+    """Return the stacks recorded in `stacks.jsonl`, in order."""
     path = out / "stacks.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [content["stack"] for content in map(json.loads, lines) if "stack" in content]
 
 
-def test_a_killed_service_resumes_a_folder_with_the_results_of_the_command_line(
+def test_killed_service_resumes_a_folder_and_agrees_with_the_command_line(
     random_nuclei: ModelSpec, configure: Any, tmp_path: Path
 ) -> None:
     scans, results = tmp_path / "scans", tmp_path / "results"
-    stacks, out, own = scans / "day 1", results / "day 1", tmp_path / "own"
+    stacks, out, cli_out = scans / "day 1", results / "day 1", tmp_path / "own"
     stacks.mkdir(parents=True)
     results.mkdir()
-    image, _labels = synthesise(np.random.default_rng(0), (8, 40, 40))
+    image, _labels = synthesize(np.random.default_rng(0), (8, 40, 40))
     for number, name in enumerate(NAMES):
         (stacks / name).write_bytes(as_tiff(np.roll(image, 3 * number, 1)))
     (stacks / "broken.tif").write_bytes(as_tiff(image)[:5000])
@@ -68,29 +69,29 @@ def test_a_killed_service_resumes_a_folder_with_the_results_of_the_command_line(
     assert (report["state"], report["stacks"]) == ("done", {"done": 19, "total": 20})
     assert report["warnings"][0].startswith("broken.tif: ")
     assert sorted(set(recorded(out))) == sorted([*NAMES, "broken.tif"])
-    # Only what had failed, or was not on record yet, was done again.
+    # Only the failed stack, and stacks that were not recorded yet, were processed again.
     assert len(recorded(out)) <= 22
 
-    assert main(["segment", str(stacks), str(own), "--config", str(config)]) == 1
-    assert {path.name for path in out.iterdir()} == {path.name for path in own.iterdir()}
-    assert (out / "objects.csv").read_bytes() == (own / "objects.csv").read_bytes()
+    assert main(["segment", str(stacks), str(cli_out), "--config", str(config)]) == 1
+    assert {path.name for path in out.iterdir()} == {path.name for path in cli_out.iterdir()}
+    assert (out / "objects.csv").read_bytes() == (cli_out / "objects.csv").read_bytes()
     for name in NAMES:
         stem = name.removesuffix(".tif")
-        assert (out / f"{stem}.png").read_bytes() == (own / f"{stem}.png").read_bytes()
-        labels, others = (tifffile.TiffFile(folder / f"{stem}_labels.ome.tif") for folder in (out, own))
-        with labels, others:
-            np.testing.assert_array_equal(labels.asarray(), others.asarray())
+        assert (out / f"{stem}.png").read_bytes() == (cli_out / f"{stem}.png").read_bytes()
+        labels, cli_labels = (tifffile.TiffFile(folder / f"{stem}_labels.ome.tif") for folder in (out, cli_out))
+        with labels, cli_labels:
+            np.testing.assert_array_equal(labels.asarray(), cli_labels.asarray())
             assert labels.pages.first.tags[270].value == labels.pages.first.tags[270].value
     assert result["report"] == "results/day 1/report.html"
     assert [stack["problem"] is None for stack in result["stacks"]] == [False, *[True] * 19]
-    # What one of them has done, the other takes as done.
+    # The command line does not repeat stacks that the job has finished.
     assert main(["segment", str(stacks), str(out), "--config", str(config)]) == 1
     assert len(recorded(out)) <= 23
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> Path:
-    """A folder of eight stacks, and one for results."""
+    """A host with an input folder of eight stacks and an output folder."""
     (tmp_path / "scans" / "day 1" / "below").mkdir(parents=True)
     (tmp_path / "results").mkdir()
     for name in (*NAMES[:6], "below/a.tif", "below/b.ome.tif"):
@@ -106,10 +107,11 @@ def service(bands_repository: Path, host: Path) -> Iterator[Service]:
 
 
 def submit(service: Service, **parameters: Any) -> dict[str, Any]:
+    """Submit a job on the input folder."""
     return service.submit(b"", **PLACES | parameters)
 
 
-def test_folders_below_and_links_and_files_that_are_no_stacks(service: Service, host: Path) -> None:
+def test_subfolders_are_processed_but_links_and_other_files_are_not(service: Service, host: Path) -> None:
     stacks, out = host / "scans" / "day 1", host / "results" / "day 1"
     (host / "secret.tif").write_bytes(STACK)
     (stacks / "link.tif").symlink_to(host / "secret.tif")
@@ -133,7 +135,7 @@ def test_folders_below_and_links_and_files_that_are_no_stacks(service: Service, 
     assert {stack["stack"] for stack in result["stacks"]} >= {"below/a.tif", NAMES[0]}
 
 
-def test_a_folder_whose_stacks_all_fail_has_failed(service: Service, host: Path) -> None:
+def test_job_fails_if_all_its_stacks_fail(service: Service, host: Path) -> None:
     for path in (host / "scans" / "day 1").glob("*.tif"):
         path.write_bytes(STACK[:200])
     report = service.wait(submit(service), "done", "failed")
@@ -142,22 +144,22 @@ def test_a_folder_whose_stacks_all_fail_has_failed(service: Service, host: Path)
     assert (host / "results" / "day 1" / "report.html").is_file()
 
 
-def test_a_cancelled_folder_keeps_what_is_done_and_gives_way_to_other_keys(service: Service, host: Path) -> None:
-    """Of the key that has the folder one stack is at the device; that of another has its turn beside it."""
+def test_cancelled_folder_keeps_its_results_and_shares_the_device(service: Service, host: Path) -> None:
+    """A folder has one stack at a time in the queue, so that another client gets its turn."""
     out = host / "results" / "day 1"
     service.caller = "ann"
-    begun = list[int]()  # planes of the stacks that were at the device
-    own = type(service.fake).segment
+    plane_counts = list[int]()  # number of planes of each stack whose segmentation has begun
+    original = type(service.fake).segment
 
     def segment(volume: Any, *arguments: Any, **more: Any) -> Any:
-        begun.append(volume.shape[1])
-        if len(begun) in {3, 5}:
+        plane_counts.append(volume.shape[1])
+        if len(plane_counts) in {3, 5}:
             service.fake.gate.clear()
-        return own(service.fake, volume, *arguments, **more)
+        return original(service.fake, volume, *arguments, **more)
 
     service.fake.segment = segment  # type: ignore[method-assign]
     job = submit(service)
-    until(lambda: len(begun) == 3, 60)
+    until(lambda: len(plane_counts) == 3, 60)
     assert service.show(job)["stacks"] == {"done": 2, "total": 6}
     assert service.runtime.devices.waiting + len(service.runtime.devices.running) == 1
     service.caller = "bob"
@@ -165,8 +167,8 @@ def test_a_cancelled_folder_keeps_what_is_done_and_gives_way_to_other_keys(servi
     queue = service.runtime.devices.all[0].scheduler.queue
     until(lambda: len(queue.jobs) == 2 and all(job.ready for job in queue.jobs), 60)
     service.fake.gate.set()
-    until(lambda: len(begun) == 5, 60)
-    assert begun == [3, 3, 3, 5, 3]
+    until(lambda: len(plane_counts) == 5, 60)
+    assert plane_counts == [3, 3, 3, 5, 3]
     service.wait(other, "done")
     assert service.client.get(f"/jobs/{job['id']}").status_code == 404
     service.caller = "ann"
@@ -176,13 +178,13 @@ def test_a_cancelled_folder_keeps_what_is_done_and_gives_way_to_other_keys(servi
     assert recorded(out) == NAMES[:3]
     assert "not processed" in (out / "report.html").read_text()
 
-    # Whoever posts it again goes on.
+    # Submitting the folder again resumes it.
     service.fake.gate.set()
     assert service.wait(submit(service), "done")["stacks"] == {"done": 6, "total": 6}
     assert recorded(out) == NAMES[:6]
 
 
-def test_stacks_that_go_or_become_others_during_the_job_fail_alone(service: Service, host: Path) -> None:
+def test_stacks_deleted_or_replaced_during_the_job_fail_individually(service: Service, host: Path) -> None:
     stacks = host / "scans" / "day 1"
     service.fake.gate.clear()
     job = submit(service)
@@ -195,7 +197,7 @@ def test_stacks_that_go_or_become_others_during_the_job_fail_alone(service: Serv
     assert [warning.partition(": ")[0] for warning in report["warnings"]] == NAMES[1:3]
 
 
-def test_results_among_the_stacks_are_no_stacks(bands_repository: Path, host: Path) -> None:
+def test_results_in_the_input_folder_are_not_processed_as_stacks(bands_repository: Path, host: Path) -> None:
     roots = {"inputs": {"scans": {"folder": host / "scans"}}, "outputs": {"scans": {"folder": host / "scans"}}}
     with start(bands_repository, host, references=roots) as service:
         for _ in range(2):
@@ -224,7 +226,7 @@ REFUSED: list[tuple[dict[str, str], str]] = [
 ]
 
 
-def test_what_cannot_be_done_is_refused(service: Service, host: Path) -> None:
+def test_invalid_folder_jobs_are_refused(service: Service, host: Path) -> None:
     (host / "results" / "taken").mkdir()
     (host / "results" / "taken" / "thesis.doc").touch()
     (host / "results" / "file").touch()
@@ -238,7 +240,7 @@ def test_what_cannot_be_done_is_refused(service: Service, host: Path) -> None:
     assert not (host / "results" / "day 1").exists()
 
 
-def test_labels_of_a_named_file_have_no_hash_of_another(service: Service, host: Path) -> None:
+def test_labels_of_a_host_file_have_no_source_hash(service: Service, host: Path) -> None:
     report = service.wait(submit(service, input=f"scans/day 1/{NAMES[0]}", output_to="results/a.tif"), "done")
     assert report["stacks"] is None
     with tifffile.TiffFile(host / "results" / "a.tif") as file:
@@ -246,7 +248,7 @@ def test_labels_of_a_named_file_have_no_hash_of_another(service: Service, host: 
         assert "source_blake3" not in str(file.ome_metadata)
 
 
-def test_only_jobs_take_folders(service: Service) -> None:
+def test_only_jobs_accept_folders(service: Service) -> None:
     for path in ("/segment", "/inspect"):
         response = service.post(path, b"", **PLACES)
         assert response.status_code == 422

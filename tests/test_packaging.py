@@ -1,4 +1,4 @@
-"""What surrounds the code: presets, pins, make targets, container files, links between documents."""
+"""Tests of the files around the code: presets, pinned versions, make targets, container files, documents."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
-
-
 MAX_LINE_CHARACTERS = 120
 
 
@@ -41,16 +39,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return dict(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-def leaves(sections: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
+def flatten(sections: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
+    """Return the values of a configuration by (section, key)."""
     return {(section, key): value for section, keys in sections.items() for key, value in keys.items()}
 
 
-def normalised(name: str) -> str:
+def normalize_name(name: str) -> str:
+    """Normalize the name of a Python project, as in PEP 503."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def pins() -> dict[str, set[str]]:
-    """Project -> pinned versions, one for each range of Python versions that needs its own."""
+def read_pins() -> dict[str, set[str]]:
+    """Return the pinned versions of each project. Ranges of Python versions may have different pins."""
     found: dict[str, set[str]] = {}
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         match = re.fullmatch(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)( ; .+)?", line)
@@ -59,35 +59,36 @@ def pins() -> dict[str, set[str]]:
     return found
 
 
-def declared() -> set[str]:
+def list_dependencies() -> set[str]:
+    """Return the names of all declared dependencies, including those of the extras."""
     extras = [name for extra in PROJECT["optional-dependencies"].values() for name in extra]
-    names = {normalised(re.split(r"[<>=!~\[ ]", line)[0]) for line in [*PROJECT["dependencies"], *extras]}
+    names = {normalize_name(re.split(r"[<>=!~\[ ]", line)[0]) for line in [*PROJECT["dependencies"], *extras]}
     return names - {PROJECT["name"]}
 
 
-def test_default_preset_states_every_key_with_its_default() -> None:
-    assert leaves(read_yaml(ROOT / "configs" / "default.yaml")) == leaves(Settings().model_dump(mode="json"))
+def test_default_preset_contains_every_key_with_its_default() -> None:
+    assert flatten(read_yaml(ROOT / "configs" / "default.yaml")) == flatten(Settings().model_dump(mode="json"))
     assert read_settings(ROOT / "configs" / "default.yaml", {}) == Settings()
 
 
-def test_default_preset_explains_every_key() -> None:
+def test_default_preset_has_a_comment_for_every_key() -> None:
     text = (ROOT / "configs" / "default.yaml").read_text(encoding="utf-8")
     assert [line for line in text.splitlines() if line.startswith("  ") and " # " not in line] == []
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_preset_says_only_what_differs(path: Path) -> None:
-    chosen = leaves(read_settings(path, {}).model_dump(mode="json"))
-    defaults = leaves(Settings().model_dump(mode="json"))
+def test_presets_only_contain_keys_that_differ_from_the_default(path: Path) -> None:
+    chosen = flatten(read_settings(path, {}).model_dump(mode="json"))
+    defaults = flatten(Settings().model_dump(mode="json"))
     if path.stem != "default":
-        assert leaves(read_yaml(path)) == {key: value for key, value in chosen.items() if value != defaults[key]}
+        assert flatten(read_yaml(path)) == {key: value for key, value in chosen.items() if value != defaults[key]}
 
 
-def test_every_declared_dependency_is_pinned_and_installed_as_pinned() -> None:
-    pinned = pins()
-    assert declared() <= pinned.keys()
-    # Ray is installed for `make test-all` alone.
-    for name in sorted(declared() - {"ray"}):
+def test_dependencies_are_pinned_and_installed_in_the_pinned_versions() -> None:
+    pinned = read_pins()
+    assert list_dependencies() <= pinned.keys()
+    # Ray is only installed for `make test-all`.
+    for name in sorted(list_dependencies() - {"ray"}):
         installed = version(name).partition("+")[0]
         assert installed in pinned[name], f"{name} {installed} is installed, {pinned[name]} pinned"
 
@@ -97,7 +98,7 @@ def test_command_is_installed() -> None:
     assert command.load().__module__ == "service.__main__"
 
 
-def test_package_carries_models_and_presets_to_where_they_are_looked_up(tmp_path: Path) -> None:
+def test_wheel_contains_models_and_presets_where_the_service_finds_them(tmp_path: Path) -> None:
     wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert set(wheel["only-include"]) == {"service", *wheel["sources"]}
     for source, target in wheel["sources"].items():
@@ -109,31 +110,31 @@ def test_package_carries_models_and_presets_to_where_they_are_looked_up(tmp_path
         assert model in done.stdout
 
 
-def test_service_runs_without_the_rest_of_the_clone(tmp_path: Path) -> None:
+def test_service_package_runs_without_the_rest_of_the_repository(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "service", tmp_path / "service")
     code = "import service.training.evaluate, service.training.from_files; print(service.__file__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).is_relative_to(tmp_path)
 
 
-WITHOUT_EXTRAS = """
+RUN_COMMANDS_WITHOUT_EXTRAS = """
 import json, sys
 missing = set(sys.argv[1].split(","))
-class Without:
+class HidingFinder:
     def __init__(self, finder):
         self.finder = finder
     def __getattr__(self, name):
         return getattr(self.finder, name)
     def find_spec(self, name, *args):
         return None if name.partition(".")[0] in missing else self.finder.find_spec(name, *args)
-sys.meta_path[:] = map(Without, sys.meta_path)
+sys.meta_path[:] = map(HidingFinder, sys.meta_path)
 import service.api.server
 from service.__main__ import main
 for command in json.loads(sys.argv[2]):
     print(main(command), file=sys.stderr)
 """
-# What each command lacks, told in one line.
-LACKING = {
+# The extra that each command requires.
+REQUIRED_EXTRAS = {
     "segment stack.tif labels.zarr": "zarr",
     "segment . -o results --format zarr": "zarr",
     "segment s3://stacks/a.zarr labels.tif": "remote",
@@ -145,19 +146,25 @@ LACKING = {
 }
 
 
-def test_service_and_commands_run_where_no_extra_is_installed(tmp_path: Path) -> None:
-    extras = declared() - {normalised(re.split(r"[<>=!~;\[ ]", line)[0]) for line in PROJECT["dependencies"]}
-    modules = [module for module, names in packages_distributions().items() if extras & {normalised(n) for n in names}]
+def test_commands_without_their_extra_name_the_extra_to_install(tmp_path: Path) -> None:
+    extras = list_dependencies() - {
+        normalize_name(re.split(r"[<>=!~;\[ ]", line)[0]) for line in PROJECT["dependencies"]
+    }
+    modules = [
+        module for module, names in packages_distributions().items() if extras & {normalize_name(n) for n in names}
+    ]
     assert {"matplotlib", "openvino", "skimage", "zarr"} <= set(modules)
     tifffile.imwrite(tmp_path / "stack.tif", np.zeros((8, 16, 16), np.uint8), metadata={"axes": "ZYX"})
-    commands = json.dumps([command.split() for command in [*LACKING, "segment stack.tif labels.tif --model tissue"]])
-    code = [sys.executable, "-c", WITHOUT_EXTRAS, ",".join([*modules, "ray"]), commands]
+    commands = json.dumps(
+        [command.split() for command in [*REQUIRED_EXTRAS, "segment stack.tif labels.tif --model tissue"]]
+    )
+    code = [sys.executable, "-c", RUN_COMMANDS_WITHOUT_EXTRAS, ",".join([*modules, "ray"]), commands]
     done = subprocess.run(
         code, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
     )
     lines = done.stderr.splitlines()
-    for (command, extra), told, status in zip(LACKING.items(), lines[::2], lines[1::2], strict=False):
-        assert f"pip install 'stackseg[{extra}]'" in told, (command, told)
+    for (command, extra), message, status in zip(REQUIRED_EXTRAS.items(), lines[::2], lines[1::2], strict=False):
+        assert f"pip install 'stackseg[{extra}]'" in message, (command, message)
         assert status in {"1", "2"}
     assert lines[-1] == "0", done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["labels.tif", "stack.tif"]
@@ -165,7 +172,7 @@ def test_service_and_commands_run_where_no_extra_is_installed(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_help_lists_every_target() -> None:
+def test_make_help_lists_every_target() -> None:
     targets = re.findall(r"^\.PHONY: (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     shown = subprocess.run(
         ["make", "--no-print-directory", "-C", ROOT, "help"], capture_output=True, text=True, check=True
@@ -173,28 +180,30 @@ def test_help_lists_every_target() -> None:
     assert [line.split()[0] for line in shown.splitlines()] == targets
 
 
-def set_up(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run scripts/setup.sh as if `folder` were a clone, with nothing but the system's own commands."""
+def run_setup(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run scripts/setup.sh in `folder`, with only the commands of the system in PATH."""
     (folder / "scripts").mkdir()
     script = shutil.copy(ROOT / "scripts" / "setup.sh", folder / "scripts")
     environment = {"PATH": "/usr/bin:/bin", **environment}
     return subprocess.run(["bash", script, *arguments], env=environment, capture_output=True, text=True, check=False)
 
 
-def test_setup_refuses_a_python_that_is_too_old(tmp_path: Path) -> None:
-    done = set_up(tmp_path, "run", PYTHON="/bin/false")
+def test_setup_refuses_unsupported_python_versions(tmp_path: Path) -> None:
+    done = run_setup(tmp_path, "run", PYTHON="/bin/false")
     assert done.returncode != 0
-    assert "StackSeg needs Python 3.11, 3.12 or 3.13; none of '/bin/false' is one" in done.stderr
+    assert (
+        "StackSeg needs Python 3.11, 3.12 or 3.13. No suitable interpreter was found. Tried: /bin/false." in done.stderr
+    )
     assert not (tmp_path / ".venv").exists()
 
 
-def test_setup_knows_its_sets_of_dependencies(tmp_path: Path) -> None:
-    done = set_up(tmp_path, "everything")
+def test_setup_refuses_unknown_dependency_sets(tmp_path: Path) -> None:
+    done = run_setup(tmp_path, "everything")
     assert done.returncode == 2
     assert "choose run, demo, dev or ray" in done.stderr
 
 
-def test_context_lets_in_what_the_image_copies_and_no_more() -> None:
+def test_docker_context_contains_exactly_the_files_that_the_image_copies() -> None:
     allowed = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
     sources = [source for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for source in line.split()]
     assert {source.partition("/")[0] for source in sources} == set(allowed)
@@ -203,14 +212,14 @@ def test_context_lets_in_what_the_image_copies_and_no_more() -> None:
 
 
 @pytest.mark.parametrize(("file", "variant"), [("compose.yaml", "gpu"), ("compose.cpu.yaml", "cpu")])
-def test_compose_builds_a_variant_that_exists(file: str, variant: str) -> None:
+def test_compose_files_build_existing_variants(file: str, variant: str) -> None:
     service = read_yaml(ROOT / "docker" / file)["services"]["stackseg"]
     assert service["build"]["args"]["VARIANT"] == variant
     assert (ROOT / "configs" / f"{variant}.yaml").exists()
     assert f":{PROJECT['version']}" in service["image"]
 
 
-def test_gpu_is_reserved_and_asked_for() -> None:
+def test_compose_reserves_a_gpu_and_the_preset_uses_it() -> None:
     reserved = read_yaml(ROOT / "docker" / "compose.yaml")["services"]["stackseg"]["deploy"]["resources"][
         "reservations"
     ]
@@ -218,9 +227,9 @@ def test_gpu_is_reserved_and_asked_for() -> None:
     assert read_settings(ROOT / "configs" / "gpu.yaml", {}).device.name == "cuda"
 
 
-def test_image_asks_for_a_driver_of_the_cuda_that_the_pinned_torch_is_built_for() -> None:
-    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    pinned = re.search(r"^cuda-toolkit==(\d+\.\d+)", pins, re.MULTILINE)
+def test_image_requires_the_cuda_version_of_the_pinned_torch() -> None:
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pinned = re.search(r"^cuda-toolkit==(\d+\.\d+)", constraints, re.MULTILINE)
     assert pinned is not None
     assert f"ARG CUDA={pinned[1]}\nENV NVIDIA_REQUIRE_CUDA=cuda>=${{CUDA}}\n" in DOCKERFILE
 
@@ -242,13 +251,13 @@ def test_image_does_not_run_as_root() -> None:
     assert "0" not in user[0]
 
 
-def test_newest_entry_of_the_changelog_is_this_version() -> None:
+def test_newest_changelog_entry_is_the_current_version() -> None:
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert headings[0] == PROJECT["version"] == version("stackseg")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_between_documents_lead_somewhere(path: Path) -> None:
+def test_links_between_documents_are_valid(path: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", path.read_text(encoding="utf-8"))
     for target, anchor in links:
         if "://" in target:
@@ -265,7 +274,7 @@ def test_lines_of_documents_are_at_most_120_characters_long(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_settings_that_documents_name_exist(path: Path) -> None:
+def test_settings_named_in_documents_exist(path: Path) -> None:
     sections = "|".join(Settings.model_fields)
     named = set(re.findall(rf"`({sections})\.(\w+)`", path.read_text(encoding="utf-8")))
-    assert named <= leaves(Settings().model_dump()).keys()
+    assert named <= flatten(Settings().model_dump()).keys()

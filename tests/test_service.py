@@ -1,4 +1,4 @@
-"""What importing the package sets up."""
+"""Tests of the process settings that importing `service` changes."""
 
 import subprocess
 import sys
@@ -6,25 +6,28 @@ from pathlib import Path
 
 import pytest
 
-PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
-FAULTS = """
+COUNT_PAGE_FAULTS = """
 import resource
 import service
 import torch
-def faults():
+def count_faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 torch.zeros(1)
-taken = []
-# More than once: where memory is in pieces the system may not have large pages at once.
+counts = []
+# Several attempts: if memory is fragmented, the system may not have huge pages immediately.
 for _ in range(20):
-    before = faults()
+    before = count_faults()
     torch.zeros(2**24)
-    taken.append(faults() - before)
-assert min(taken) < 2**24 * 4 // 4096 // 2, taken
+    counts.append(count_faults() - before)
+assert min(counts) < 2**24 * 4 // 4096 // 2, counts
 """
 
 
-@pytest.mark.skipif(not PAGES.exists() or "[never]" in PAGES.read_text(), reason="no large pages here")
-def test_large_tensors_take_large_pages():
-    subprocess.run([sys.executable, "-c", FAULTS], check=True, timeout=120)
+@pytest.mark.skipif(
+    not HUGE_PAGES_SETTING.exists() or "[never]" in HUGE_PAGES_SETTING.read_text(),
+    reason="transparent huge pages are disabled",
+)
+def test_large_tensors_use_huge_pages():
+    subprocess.run([sys.executable, "-c", COUNT_PAGE_FAULTS], check=True, timeout=120)

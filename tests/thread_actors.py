@@ -1,4 +1,4 @@
-"""Actors of a cluster in threads of the test."""
+"""Fakes of cluster actors that run in threads of the test process."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from service.serving.devices.local.model import Segmenter, load_model
 
 
 def remote(folder: Path, shared: Path, **sections: Any) -> Settings:
+    """Return settings of a service with two workers in a cluster and this shared folder."""
     cluster = {"address": "nowhere:1", "workers": 2, "shared_folder": shared, **sections.pop("cluster", {})}
     limits = {"waiting": 100, **sections.pop("limits", {})}
     return eager(folder, cluster=cluster, limits=limits, **sections)
 
 
 def make_device_actor(settings: Settings, load: Any = Segmenter) -> ThreadActor:
+    """Return an actor that owns the device of these settings."""
     return ThreadActor(lambda: DeviceActor(actor_settings(settings), partial(load_model, load)))
 
 
 class SilentActor:
-    """An actor that never answers, as one for which the cluster has no place."""
+    """An actor that never answers, like one that the cluster cannot place on a node."""
 
     def call(self, *_: Any) -> Future[Any]:
         return Future()
@@ -43,49 +45,52 @@ class SilentActor:
 
 
 class ThreadActor:
-    """An actor of this process. While it is lost, calls fail, those that wait for it too; then it begins anew."""
+    """An actor that calls its object in threads of this process.
+
+    `lose` fails the pending calls and all later ones. `come_back` restarts the actor with a new object.
+    """
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self.device = make()
         self.lost = False
-        # How many segmentations find that the device has failed.
+        # Number of following segmentations that fail with DeviceLost.
         self.lost_devices = 0
-        # Method whose calls find that the actor is gone.
+        # Name of a method whose calls fail because the actor is lost.
         self.lose_at = ""
         self.killed = threading.Event()
         self._waiting: set[Future[Any]] = set()
-        self._asked: list[str] = []
+        self._called_methods: list[str] = []
         self._pool = ThreadPoolExecutor(32)
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         answer: Future[Any] = Future()
         if self.lost or self.killed.is_set() or method == self.lose_at:
-            answer.set_exception(WorkerLost("gone"))
+            answer.set_exception(WorkerLost("The actor is lost."))
             return answer
         if method == "segment" and self.lost_devices:
             self.lost_devices -= 1
             answer.set_result(Outcome(error=DeviceLost("cuda:0 has failed.")))
             return answer
-        self._asked.append(method)
+        self._called_methods.append(method)
         self._waiting.add(answer)
         self._pool.submit(getattr(self.device, method), *arguments).add_done_callback(
-            lambda done: self._settle(answer, done)
+            lambda done: self._forward_result(answer, done)
         )
         return answer
 
-    def _settle(self, answer: Future[Any], done: Future[Any]) -> None:
+    def _forward_result(self, answer: Future[Any], done: Future[Any]) -> None:
         if answer in self._waiting:
             self._waiting.discard(answer)
             answer.set_exception(done.exception()) if done.exception() else answer.set_result(done.result())
 
     def asked(self, method: str) -> bool:
-        return method in self._asked
+        return method in self._called_methods
 
     def lose(self) -> None:
         self.lost = True
         while self._waiting:
-            self._waiting.pop().set_exception(WorkerLost("gone"))
+            self._waiting.pop().set_exception(WorkerLost("The actor is lost."))
 
     def come_back(self) -> None:
         self.device = self._make()

@@ -1,4 +1,4 @@
-"""OME-Zarr stores for tests, written by zarr-python."""
+"""OME-Zarr stores for tests, written with zarr-python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_zarr(
     channels: tuple[str, ...] = (),
     **options: Any,
 ) -> Path:
-    """Write one resolution with a voxel size of 0.5, 0.2, 0.2 um; `options` are those of `zarr.create_array`."""
+    """Write a single-resolution image with voxels of 0.5 x 0.2 x 0.2 um. `options` go to `Group.create_array`."""
     group = zarr.open_group(path, mode="w", zarr_format=2 if version == "0.4" else 3)
     keys: dict[str, Any] = {"chunk_key_encoding": {"name": "v2", "separator": "/"}} if version == "0.4" else {}
     if version != "0.4":
@@ -53,5 +53,5 @@ def write_zarr(
 
 
 def pack(folder: Path) -> Path:
-    """Zip a store, with its folder, beside it."""
+    """Write a ZIP file of a store, including its folder, next to it. Return its path."""
     return Path(shutil.make_archive(str(folder), "zip", folder.parent, folder.name))

@@ -1,1 +1,1 @@
-"""Recipes of the bundled models: synthetic stacks, and the commands that train and score on them."""
+"""Recipes for the bundled models: generators of synthetic stacks, and commands for training and scoring."""

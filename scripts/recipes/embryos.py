@@ -1,12 +1,16 @@
-"""Choose the stacks of BBBC050 that models learn from: `python -m scripts.recipes.embryos FOLDER OUT`.
+"""Prepare training stacks from the data set BBBC050: `python -m scripts.recipes.embryos FOLDER OUT`.
 
-FOLDER has what is in `Images.zip` and `GroundTruth.zip` of https://bbbc.broadinstitute.org/BBBC050: preimplantation
-mouse embryos with stained histones by Tokuoka et al. (npj Systems Biology and Applications, 2020). OUT gets a folder
-for each stack with `image.tif`, `mask.tif`, which `embryos` learns from, and `core.tif`, which `nuclei` learns from:
-the same nuclei, which end where their light does, as synthetic ones do, rather than where annotators drew.
+FOLDER contains the unpacked files `Images.zip` and `GroundTruth.zip` of https://bbbc.broadinstitute.org/BBBC050:
+preimplantation mouse embryos with stained histones by Tokuoka et al. (npj Systems Biology and Applications, 2020). The
+command writes a folder for each stack to OUT, with three files:
 
-Embryos 2 and 3 stay out, as others are scored on stacks of an embryo of their size; 10, as it stops dividing; and one
-stack of which a fifth of the nuclei has no label. Of the first hours, when nuclei hardly change, one stack is taken.
+    image.tif   the image
+    mask.tif    the labels, for training `embryos`
+    core.tif    the same nuclei, trimmed to their bright region as in synthetic stacks, for training `nuclei`
+
+Some stacks are excluded: embryos 2 and 3, because models are scored on an embryo of the same size; embryo 10, because
+it stops dividing; and one stack in which a fifth of the nuclei is not labeled. Only one stack is used from the first
+hours, in which the nuclei hardly change.
 """
 
 from __future__ import annotations
@@ -29,70 +33,78 @@ from scipy.ndimage import (
 )
 
 EMBRYOS = (1, 4, 5, 6, 7, 8, 9, 11)
-TIMES = (151, *range(251, 502, 50))
-LEFT_OUT = "Emb08_t501"
-# Voxels. What is smaller marks the place of a nucleus that was not outlined.
-SMALLEST = 60
-# Where a nucleus ends, as part of its height above what is around it; at most so many voxels away.
-LEVEL, AROUND = 0.25, 4
-# Voxels. Less noise, and clefts in the chromatin that belong to the nucleus.
-SIGMA, CLEFT = 0.6, 2
+TIME_POINTS = (151, *range(251, 502, 50))
+EXCLUDED_STACK = "Emb08_t501"
+# Smaller labels are markers for nuclei that were not outlined.
+MIN_NUCLEUS_VOXELS = 60
+# A nucleus ends where its brightness above the background drops to this fraction of its 90th percentile.
+EDGE_LEVEL = 0.25
+# The background of a nucleus is measured up to this number of voxels outside its bounding box.
+MARGIN_VOXELS = 4
+# Standard deviation of the Gaussian filter that reduces noise, in voxels.
+SIGMA_VOXELS = 0.6
+# Number of iterations of the binary closing that fills clefts in the chromatin.
+CLOSING_STEPS = 2
 
 
-def drop_marks(labels: NDArray[Any]) -> NDArray[np.uint16]:
-    """Return labels [Z, Y, X] without those of less than `SMALLEST` voxels."""
-    kept = np.bincount(labels.ravel()) >= SMALLEST
-    return np.where(kept[labels], labels, 0).astype(np.uint16)
+def remove_markers(labels: NDArray[Any]) -> NDArray[np.uint16]:
+    """Remove labels with fewer than `MIN_NUCLEUS_VOXELS` voxels from a volume [Z, Y, X]."""
+    is_nucleus = np.bincount(labels.ravel()) >= MIN_NUCLEUS_VOXELS
+    return np.where(is_nucleus[labels], labels, 0).astype(np.uint16)
 
 
-def end_with_light(image: NDArray[Any], labels: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """Return labels [Z, Y, X] without what is darker than `LEVEL` of the 90th percentile of their nucleus.
+def trim_to_bright_region(image: NDArray[Any], labels: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """Trim each nucleus in labels [Z, Y, X] to its bright region, without holes.
 
-    Both are above the median of the background around. The largest piece of a nucleus remains, without holes.
+    The bright region is the largest connected component that exceeds `EDGE_LEVEL` times the 90th percentile of the
+    nucleus. Both intensities are measured relative to the median of the surrounding background.
     """
-    smooth, ended = gaussian_filter(image.astype(np.float32), SIGMA), np.zeros_like(labels)
+    smooth, trimmed = gaussian_filter(image.astype(np.float32), SIGMA_VOXELS), np.zeros_like(labels)
     boxes = find_objects(labels)
     for number in np.unique(labels[labels > 0]):
         box = boxes[number - 1]
         inside = labels[box] == number
-        near = tuple(slice(max(0, span.start - AROUND), span.stop + AROUND) for span in box)
-        outside = smooth[near][labels[near] == 0]
-        background = np.median(outside if outside.size > SMALLEST else smooth[labels == 0])
-        height = np.percentile(smooth[box][inside], 90) - background
-        pieces, count = label(inside & (smooth[box] > background + LEVEL * height))
+        neighborhood = tuple(slice(max(0, span.start - MARGIN_VOXELS), span.stop + MARGIN_VOXELS) for span in box)
+        outside = smooth[neighborhood][labels[neighborhood] == 0]
+        background = np.median(outside if outside.size > MIN_NUCLEUS_VOXELS else smooth[labels == 0])
+        contrast = np.percentile(smooth[box][inside], 90) - background
+        pieces, count = label(inside & (smooth[box] > background + EDGE_LEVEL * contrast))
         if count:
-            kept = np.pad(pieces == 1 + np.argmax(np.bincount(pieces.ravel())[1:]), CLEFT)
-            closed = binary_closing(kept, generate_binary_structure(3, 1), CLEFT)
-            ended[box][binary_fill_holes(closed[(slice(CLEFT, -CLEFT),) * 3] & inside)] = number
-    return ended
+            largest = np.pad(pieces == 1 + np.argmax(np.bincount(pieces.ravel())[1:]), CLOSING_STEPS)
+            closed = binary_closing(largest, generate_binary_structure(3, 1), CLOSING_STEPS)
+            trimmed[box][binary_fill_holes(closed[(slice(CLOSING_STEPS, -CLOSING_STEPS),) * 3] & inside)] = number
+    return trimmed
 
 
 def find_stacks(folder: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Yield name, image and labels of every stack to learn from. Raises FileNotFoundError where one is missing."""
+    """Yield the name, the image file and the label file of each training stack.
+
+    Raises FileNotFoundError if a file is missing.
+    """
     for embryo in EMBRYOS:
-        for time in TIMES:
+        for time in TIME_POINTS:
             name = f"Emb{embryo:02d}_t{time:03d}"
-            if name == LEFT_OUT:
+            if name == EXCLUDED_STACK:
                 continue
             image = folder / f"Images/train/Images/{name}.tif"
             labels = folder / f"GroundTruth/train/GroundTruth_QCANet/{name}.tif"
             for path in (image, labels):
                 if not path.exists():
-                    raise FileNotFoundError(f"{path} is missing: unpack Images.zip and GroundTruth.zip into {folder}.")
+                    raise FileNotFoundError(f"{path} is missing. Unpack Images.zip and GroundTruth.zip into {folder}.")
             yield name, image, labels
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Copy the chosen stacks."""
+    """Prepare the training stacks."""
     parser = argparse.ArgumentParser(prog="python -m scripts.recipes.embryos", description=__doc__)
-    parser.add_argument("folder", type=Path, help="with Images/ and GroundTruth/")
+    parser.add_argument("folder", type=Path, help="folder with Images/ and GroundTruth/ of BBBC050")
     parser.add_argument("out", type=Path)
     options = parser.parse_args(arguments)
     for name, image, labels in find_stacks(options.folder):
         target = options.out / name
         target.mkdir(parents=True, exist_ok=True)
-        pixels, mask = tifffile.imread(image), drop_marks(tifffile.imread(labels))
-        for part, content in (("image", pixels), ("mask", mask), ("core", end_with_light(pixels, mask))):
+        pixels, mask = tifffile.imread(image), remove_markers(tifffile.imread(labels))
+        for part, content in (("image", pixels), ("mask", mask), ("core", trim_to_bright_region(pixels, mask))):
             tifffile.imwrite(target / f"{part}.tif", content, compression="zlib")
 
 

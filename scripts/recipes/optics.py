@@ -1,4 +1,4 @@
-"""Optics of synthetic stacks: stray light, uneven fields, the camera."""
+"""Image formation in synthetic stacks: stray light, spatially varying noise, and the camera."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Floats = NDArray[np.float32]
 
 
 class Camera(Protocol):
-    """Camera parameters, documented at `scripts.recipes.synthetic_nuclei.Scene`."""
+    """Camera parameters, documented in `scripts.recipes.synthetic_nuclei.Scene`."""
 
     @property
     def photons(self) -> float: ...
@@ -27,28 +27,34 @@ class Camera(Protocol):
 
 
 def log_uniform(rng: Generator, low: float, high: float) -> float:
-    """Draw a number whose logarithm is uniform between those of `low` and `high`."""
+    """Draw a number from the log-uniform distribution between `low` and `high`."""
     return float(np.exp(rng.uniform(math.log(low), math.log(high))))
 
 
 def smooth_noise(rng: Generator, shape: tuple[int, ...], length: float) -> Floats:
-    """Draw Gaussian noise [z, y, x] of standard deviation near 1 that varies over `length` voxels."""
+    """Draw smooth noise [z, y, x] that varies over about `length` voxels and has a standard deviation near 1."""
     coarse = [max(2, math.ceil(edge / max(length, 1)) + 1) for edge in shape]
     noise = rng.standard_normal(coarse, dtype=np.float32)
     factors = [edge / small for edge, small in zip(shape, coarse, strict=True)]
     return np.asarray(zoom(noise, factors, order=1, mode="nearest", grid_mode=True) * np.float32(1.5))
 
 
-def blur_widely(light: Floats, widths: tuple[float, float]) -> Floats:
-    """Blur light [z, y, x] by standard deviations along z and in the plane, on every fourth voxel as it is smooth."""
-    along, across = widths
-    small = gaussian_filter(light[::2, ::4, ::4], [along / 2, across / 4, across / 4], truncate=2.5)
-    factors = [edge / s for edge, s in zip(light.shape, small.shape, strict=True)]
+def apply_wide_blur(light: Floats, sigmas: tuple[float, float]) -> Floats:
+    """Apply a wide Gaussian blur to light [z, y, x], with standard deviations along z and in the plane.
+
+    The blur is computed on every second plane and every fourth pixel, because the result is smooth.
+    """
+    sigma_z, sigma_yx = sigmas
+    small = gaussian_filter(light[::2, ::4, ::4], [sigma_z / 2, sigma_yx / 4, sigma_yx / 4], truncate=2.5)
+    factors = [edge / coarse for edge, coarse in zip(light.shape, small.shape, strict=True)]
     return np.asarray(zoom(small, factors, order=1, mode="nearest", grid_mode=True))
 
 
 def expose(rng: Generator, camera: Camera, light: Floats) -> NDArray[Any]:
-    """Return camera counts, uint8 or uint16, of light that is 1 for a typical object and at least 0; both [Z, Y, X]."""
+    """Simulate a camera: convert light to gray values of type uint8 or uint16, both [Z, Y, X].
+
+    The light must not be negative. It is 1 for an object of typical brightness.
+    """
     counts = rng.poisson(light * np.float32(camera.photons)).astype(np.float32)
     counts += np.float32(camera.read_noise) * rng.standard_normal(light.shape, dtype=np.float32)
     if rng.random() < 0.25:

@@ -1,4 +1,4 @@
-"""Segmenters for the recipes that score models."""
+"""Loading of models for the recipes that score them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from service.inference.runner.model_runner import ModelRunner
 
 
 def start_segmenter(model: str) -> ModelRunner:
-    """Load and warm up a model by its name or folder, with the settings that a service here would have.
+    """Load and warm up a model, given its name or folder, with the same settings as a service on this machine.
 
-    Raises UnknownModel and BrokenModel.
+    Raises UnknownModel or BrokenModel.
     """
     settings = Settings()
     runner = ModelRunner(choose_model(model, settings), settings)

@@ -1,7 +1,8 @@
-"""Synthetic fluorescent nuclei: labelled stacks that look like what a microscope records.
+"""Synthetic stacks of fluorescent nuclei with labels, similar to microscope images.
 
-A stack is made in the order in which light makes it: shapes, chromatin, stray light, the point spread function, uneven
-illumination and attenuation with depth, photons, the camera. All randomness comes from one `numpy.random.Generator`.
+The simulation follows the formation of a real image: shapes, chromatin, stray light, the point spread function, uneven
+illumination and attenuation with depth, photon noise, and the camera. All random numbers come from one
+`numpy.random.Generator`.
 """
 
 from __future__ import annotations
@@ -16,42 +17,52 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from scipy.spatial.transform import Rotation
 
-from scripts.recipes.optics import Floats, blur_widely, expose, log_uniform, smooth_noise
+from scripts.recipes.optics import Floats, apply_wide_blur, expose, log_uniform, smooth_noise
 from service.core.quantities import Size
 
 Labels = NDArray[np.uint16]
 
-# Annotators stretch the contrast, and so see a nucleus further than to half of its brightness.
+# Range of brightness at the outline along z, relative to the nucleus. It is below 0.5, because annotators stretch the
+# contrast and therefore draw outlines outside of the half maximum.
 RIM_LEVELS = (0.15, 0.35)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Parameters of a stack; lengths in voxels along y and x, intensities relative to a nucleus of 1.
+    """Parameters of a stack of nuclei.
 
-    diameter        mean diameter of a nucleus; along z it is shorter by `anisotropy`
-    fill            part of the volume that nuclei try to cover
-    clustering      probability that a nucleus is put against another one
-    contact         how close two nuclei may come: distance of centres over the sum of their radii
-    spread          standard deviation of the logarithm of the brightness between nuclei
-    texture         depth of the chromatin texture
-    margin          outline over visible radius: annotators draw outside of the half maximum
-    blur            standard deviation of the point spread function in y and x; `elongation` times as much along z
-    haze, floor     stray light of the nuclei; even background
-    glow            part of the light that is spread along the optical axis, above and below each nucleus
-    ghosts          number of dim patches that are not in focus and that nobody would outline
-    shading         depth of uneven illumination; `attenuation` is what is lost from the first plane to the last
-    photons         expected photons of a nucleus of brightness 1
-    read_noise      standard deviation of the camera's noise, in photons
-    bits            8 or 16; `saturation` is the part of the brightest voxels that clip
-    debris          number of bright specks
-    rim_level       brightness at the outline along z over that of the nucleus, as annotators follow the blur between
-                    planes; 0: outlines are where the nucleus ends
-    dividing        share of nuclei in division, as bright plates
-    bleed           light of another channel, a grained body around each nucleus
-    walls           number of thin bright shells, as of autofluorescent cell walls
-    envelope        thickness of a stained nuclear envelope over the radius (a standard deviation); 0: filled nuclei
-    tissue          brightness of the tissue around, which varies over the stack and is grained
+    Lengths are in pixels of the xy plane. Intensities are relative to a nucleus of average brightness, which is 1.
+
+    diameter          mean diameter of a nucleus
+    anisotropy        plane spacing relative to the pixel size; in voxels, nuclei are shorter along z by this factor
+    fill              target fraction of the volume that nuclei cover
+    clustering        probability that a nucleus is placed next to another one
+    contact           minimum distance between the centers of two nuclei, relative to the sum of their radii
+    spread            standard deviation of the logarithm of the brightness of nuclei
+    texture           contrast of the chromatin texture
+    margin            radius of the outline relative to the visible radius; above 1, because annotators draw outside of
+                      the half maximum
+    blur              standard deviation of the point spread function in y and x
+    elongation        standard deviation of the point spread function along z, in voxels, relative to `blur`
+    haze              intensity of the stray light of nuclei
+    floor             intensity of the uniform background
+    glow              intensity of out-of-focus light above and below each nucleus
+    ghosts            number of dim out-of-focus patches, which are not labeled
+    shading           strength of uneven illumination
+    attenuation       fraction of the light that is lost with depth, from the first plane to the last or vice versa
+    photons           expected number of photons of a nucleus of brightness 1
+    read_noise        standard deviation of the camera noise, in photons
+    bits              bit depth of the camera, 8 or 16
+    saturation        fraction of the voxels that are clipped
+    debris            number of bright specks
+    rim_level         brightness at the outline along z relative to the nucleus, because annotators follow the blur
+                      between planes; 0 ends labels at the true surface
+    mitotic_fraction  fraction of nuclei in mitosis, drawn as bright plates
+    bleed             intensity of bleed-through from another channel, which stains the cell around each nucleus
+    walls             number of thin bright shells that resemble autofluorescent cell walls
+    envelope          thickness (a standard deviation) of a stained nuclear envelope, relative to the radius; 0 for
+                      filled nuclei
+    tissue            brightness of the surrounding tissue, which is uneven and textured
     """
 
     diameter: float
@@ -76,7 +87,7 @@ class Scene:
     saturation: float
     debris: int
     rim_level: float = 0.0
-    dividing: float = 0.0
+    mitotic_fraction: float = 0.0
     bleed: float = 0.0
     walls: int = 0
     envelope: float = 0.0
@@ -84,7 +95,7 @@ class Scene:
 
     @classmethod
     def draw(cls, rng: Generator) -> Self:
-        """Draw a scene from the range of stacks that the model is meant for."""
+        """Draw a scene from the range of stacks that the model `nuclei` is designed for."""
         anisotropy = float(rng.choice(np.array([1.0, rng.uniform(1, 2.5), rng.uniform(2, 6)]), p=[0.3, 0.5, 0.2]))
         dense = rng.random() < 0.55
         elongation = float(rng.uniform(1.0, 4.5))
@@ -111,19 +122,22 @@ class Scene:
             saturation=float(rng.choice([0.0, rng.uniform(0.0, 0.02)], p=[0.6, 0.4])),
             debris=int(rng.integers(1, 12) if rng.random() < 0.5 else 0),
             rim_level=0.0 if dense else float(rng.uniform(*RIM_LEVELS)),
-            dividing=float(rng.choice([0.0, rng.uniform(0.02, 0.15)])),
+            mitotic_fraction=float(rng.choice([0.0, rng.uniform(0.02, 0.15)])),
             bleed=float(rng.choice([0.0, rng.uniform(0.02, 0.25)], p=[0.7, 0.3])),
             walls=int(rng.integers(1, 4) if rng.random() < 0.2 else 0),
         )
 
     @classmethod
     def draw_blurred(cls, rng: Generator) -> Self:
-        """Draw a scene of sparse nuclei that a microscope of low aperture blurs along z by up to a third of them."""
+        """Draw a scene of sparse nuclei that are strongly blurred along z, as with a low numerical aperture.
+
+        The standard deviation of the blur along z is 10 to 33 % of the diameter of a nucleus.
+        """
         scene = cls.draw(rng)
         anisotropy = float(rng.uniform(1, 2))
         diameter = log_uniform(rng, 10.0 * anisotropy, 36.0)
         blur = log_uniform(rng, 0.4, 1.5)
-        along = float(rng.uniform(0.1, 0.33)) * diameter / anisotropy
+        blur_z = float(rng.uniform(0.1, 0.33)) * diameter / anisotropy
         return replace(
             scene,
             diameter=diameter,
@@ -132,35 +146,36 @@ class Scene:
             clustering=float(rng.choice([0.2, 0.6])),
             contact=float(rng.uniform(0.9, 1.1)),
             blur=blur,
-            elongation=along / blur,
+            elongation=blur_z / blur,
             rim_level=float(rng.uniform(*RIM_LEVELS)),
         )
 
     @classmethod
     def draw_hard(cls, rng: Generator) -> Self:
-        """Draw a scene of one of the kinds that a model of usual nuclei misses, each as often as the others.
+        """Draw a scene that is difficult for a model trained only on typical nuclei.
 
-        These are spots 3 to 8 voxels wide, stained envelopes, uneven tissue, and faint nuclei in noise.
+        There are four kinds with equal probability: spots 3 to 8 voxels wide, stained nuclear envelopes, uneven tissue,
+        and faint nuclei in noise.
         """
         scene = cls.draw(rng)
         match int(rng.integers(4)):
             case 0:
-                return scene._as_spots(rng)
+                return scene._with_spots(rng)
             case 1:
-                return scene._as_envelopes(rng)
+                return scene._with_envelopes(rng)
             case 2:
                 return replace(scene, tissue=log_uniform(rng, 0.05, 0.8), shading=float(rng.uniform(0.2, 0.6)))
             case _:
-                return scene._in_noise(rng)
+                return scene._with_noise(rng)
 
     @classmethod
     def draw_empty(cls, rng: Generator) -> Self:
-        """Draw a scene of noise and, every second time, uneven tissue, without any nucleus."""
+        """Draw a scene without nuclei: only noise and, with probability 0.5, uneven tissue."""
         tissue = log_uniform(rng, 0.05, 0.8) if rng.random() < 0.5 else 0.0
         return replace(cls.draw(rng), fill=0.0, ghosts=0, floor=float(rng.uniform(0.1, 0.6)), tissue=tissue)
 
-    def _as_spots(self, rng: Generator) -> Self:
-        """Return the scene with nuclei that are as small as those of a light sheet's whole brain."""
+    def _with_spots(self, rng: Generator) -> Self:
+        """Return a copy with very small nuclei, as in light-sheet images of a whole brain."""
         anisotropy = float(rng.uniform(1, 1.5))
         return replace(
             self,
@@ -182,8 +197,8 @@ class Scene:
             walls=0,
         )
 
-    def _as_envelopes(self, rng: Generator) -> Self:
-        """Return the scene with nuclei whose envelope is stained, and little inside."""
+    def _with_envelopes(self, rng: Generator) -> Self:
+        """Return a copy with nuclei that have a stained envelope and a dim interior."""
         anisotropy = min(self.anisotropy, 3.0)
         return replace(
             self,
@@ -195,17 +210,17 @@ class Scene:
             rim_level=0.0,
             blur=log_uniform(rng, 0.4, 1.2),
             photons=log_uniform(rng, 5, 200),
-            dividing=0.0,
+            mitotic_fraction=0.0,
         )
 
-    def _in_noise(self, rng: Generator) -> Self:
-        """Return the scene so dim that its noise is a third to all of what a nucleus stands out by."""
+    def _with_noise(self, rng: Generator) -> Self:
+        """Return a copy with few photons: the noise is between a third and all of the contrast of a nucleus."""
         photons = log_uniform(rng, 4.0, 20.0)
         return replace(self, photons=photons, floor=float(rng.uniform(0.1, 0.6)), read_noise=float(rng.uniform(0.5, 2)))
 
 
-# Nuclei as most recordings have them, of which `dataclasses.replace` makes others.
-PLAIN = Scene(
+# Typical nuclei. Use `dataclasses.replace` to derive other scenes.
+TYPICAL_NUCLEI = Scene(
     diameter=20,
     anisotropy=1,
     fill=0.12,
@@ -229,111 +244,127 @@ PLAIN = Scene(
     debris=0,
 )
 
-# As nuclei of an early embryo are recorded: few photons, blurred along z, and unlike in brightness.
+# Nuclei of an early embryo: few photons, blurred along z, with different brightness.
 EMBRYO = replace(
-    PLAIN, diameter=18, fill=0.05, contact=1.0, spread=0.5, elongation=2.5, photons=12, floor=0.15, rim_level=0.2
+    TYPICAL_NUCLEI,
+    diameter=18,
+    fill=0.05,
+    contact=1.0,
+    spread=0.5,
+    elongation=2.5,
+    photons=12,
+    floor=0.15,
+    rim_level=0.2,
 )
 
 
 class _Canvas:
-    """Volumes that are drawn into: labels, gauge of the owner of each voxel (0 centre, 1 outline), emitted light.
+    """Volumes that nuclei are drawn into, all [Z, Y, X], and the positions of the nuclei.
 
-    centres, radii   [capacity, 3], of which the first `count` rows are in use
+    labels            label of each voxel; 0 is the background
+    relative_radius   position of each voxel in its nucleus: 0 at the center, 1 at the outline
+    light             emitted light
+    centers, radii    positions and radii of the nuclei in voxels, [capacity, 3]; the first `count` rows are in use
     """
 
     def __init__(self, shape: Size, capacity: int) -> None:
         self.labels: Labels = np.zeros(shape, np.uint16)
-        self.gauge: Floats = np.ones(shape, np.float32)
+        self.relative_radius: Floats = np.ones(shape, np.float32)
         self.light: Floats = np.zeros(shape, np.float32)
-        self.centres: Floats = np.zeros((capacity, 3), np.float32)
+        self.centers: Floats = np.zeros((capacity, 3), np.float32)
         self.radii: Floats = np.ones((capacity, 3), np.float32)
         self.count = 0
 
 
-def synthesise(rng: Generator, shape: Size, scene: Scene | None = None) -> tuple[NDArray[Any], Labels]:
-    """Make a stack and its truth: image [Z, Y, X] uint8 or uint16, labels [Z, Y, X] uint16 with 0 for background."""
+def synthesize(rng: Generator, shape: Size, scene: Scene | None = None) -> tuple[NDArray[Any], Labels]:
+    """Generate a stack of nuclei.
+
+    Returns the image as uint8 or uint16 and the labels as uint16, both [Z, Y, X]. Label 0 is the background.
+    """
     scene = scene if scene is not None else Scene.draw(rng)
-    goal = scene.fill * math.prod(shape)
-    volume_of_one = math.pi / 6 * scene.diameter**3 / scene.anisotropy
-    tries = 2 * math.ceil(goal / volume_of_one) + 2 if goal else 0
-    canvas = _Canvas(shape, tries)
-    for _ in range(tries):
-        if canvas.count and np.count_nonzero(canvas.labels) >= goal:
+    target_voxels = scene.fill * math.prod(shape)
+    nucleus_voxels = math.pi / 6 * scene.diameter**3 / scene.anisotropy
+    max_nuclei = 2 * math.ceil(target_voxels / nucleus_voxels) + 2 if target_voxels else 0
+    canvas = _Canvas(shape, max_nuclei)
+    for _ in range(max_nuclei):
+        if canvas.count and np.count_nonzero(canvas.labels) >= target_voxels:
             break
-        _place(rng, scene, canvas)
-    return _record(rng, scene, canvas), canvas.labels
+        _place_nucleus(rng, scene, canvas)
+    return _simulate_image(rng, scene, canvas), canvas.labels
 
 
-def synthesise_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
-    """Make a stack of usual nuclei, nuclei blurred along z, a hard kind or none; returns what `synthesise` returns."""
+def synthesize_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
+    """Generate a stack with typical, blurred, difficult or no nuclei; returns the image and the labels."""
     kind = int(rng.choice(4, p=(0.43, 0.17, 0.3, 0.1)))
-    return synthesise(rng, shape, (Scene.draw, Scene.draw_blurred, Scene.draw_hard, Scene.draw_empty)[kind](rng))
+    return synthesize(rng, shape, (Scene.draw, Scene.draw_blurred, Scene.draw_hard, Scene.draw_empty)[kind](rng))
 
 
-def _place(rng: Generator, scene: Scene, canvas: _Canvas) -> None:
-    """Draw one nucleus where it fits; gives up after a few tries."""
+def _place_nucleus(rng: Generator, scene: Scene, canvas: _Canvas) -> None:
+    """Place one nucleus at a free position. Gives up after four attempts."""
     squash = np.array([1 / scene.anisotropy, 1, 1], np.float32)
     radii = np.float32(scene.diameter / 2 * rng.lognormal(0, 0.12)) * squash
     for _ in range(4):
-        centre = _propose(rng, scene, canvas, radii)
-        if _is_free(scene, canvas, centre, radii):
-            _draw_nucleus(rng, scene, canvas, centre, radii)
+        center = _propose_center(rng, scene, canvas, radii)
+        if _is_free(scene, canvas, center, radii):
+            _draw_nucleus(rng, scene, canvas, center, radii)
             return
 
 
-def _propose(rng: Generator, scene: Scene, canvas: _Canvas, radii: Floats) -> Floats:
+def _propose_center(rng: Generator, scene: Scene, canvas: _Canvas, radii: Floats) -> Floats:
+    """Draw a position for a nucleus, next to another one with probability `clustering`."""
     shape = np.array(canvas.labels.shape)
     if canvas.count and rng.random() < scene.clustering:
         other = int(rng.integers(canvas.count))
         direction = rng.normal(size=3)
         direction /= np.linalg.norm(direction)
         reach = scene.contact * rng.uniform(1.0, 1.15)
-        centre = canvas.centres[other] + direction * reach * (canvas.radii[other] + radii)
-        if np.all((centre > -radii) & (centre < shape + radii)):
-            return np.asarray(centre, np.float32)
+        center = canvas.centers[other] + direction * reach * (canvas.radii[other] + radii)
+        if np.all((center > -radii) & (center < shape + radii)):
+            return np.asarray(center, np.float32)
     return np.asarray(rng.uniform(-0.4 * radii, shape + 0.4 * radii), np.float32)
 
 
-def _is_free(scene: Scene, canvas: _Canvas, centre: Floats, radii: Floats) -> bool:
-    apart = (canvas.centres[: canvas.count] - centre) / (canvas.radii[: canvas.count] + radii)
-    return not np.any(np.einsum("nd,nd->n", apart, apart) < scene.contact**2)
+def _is_free(scene: Scene, canvas: _Canvas, center: Floats, radii: Floats) -> bool:
+    """Return whether a nucleus at this position keeps the minimum distance from all others."""
+    distances = (canvas.centers[: canvas.count] - center) / (canvas.radii[: canvas.count] + radii)
+    return not np.any(np.einsum("nd,nd->n", distances, distances) < scene.contact**2)
 
 
-def _draw_nucleus(rng: Generator, scene: Scene, canvas: _Canvas, centre: Floats, radii: Floats) -> None:
-    """Draw one nucleus; where two meet, each voxel goes to the nearer one."""
+def _draw_nucleus(rng: Generator, scene: Scene, canvas: _Canvas, center: Floats, radii: Floats) -> None:
+    """Draw one nucleus. Voxels that two nuclei cover are assigned to the one with the smaller relative radius."""
     shape = canvas.labels.shape
-    low = np.maximum(np.floor(centre - 1.7 * radii), 0).astype(int)
-    high = np.minimum(np.ceil(centre + 1.7 * radii) + 1, shape).astype(int)
+    low = np.maximum(np.floor(center - 1.7 * radii), 0).astype(int)
+    high = np.minimum(np.ceil(center + 1.7 * radii) + 1, shape).astype(int)
     if np.any(high <= low):
         return
     box = tuple(slice(a, b) for a, b in zip(low, high, strict=True))
     axes = [np.arange(a, b) for a, b in zip(low, high, strict=True)]
     surface = _Surface.draw(rng)
-    splitting = scene.dividing > 0 and rng.random() < scene.dividing
-    if splitting:
-        surface = surface.flattened(rng)
-    gauge = surface.gauge(axes, centre, radii)
-    owned = gauge < canvas.gauge[box]
-    if not owned.any():
+    is_mitotic = scene.mitotic_fraction > 0 and rng.random() < scene.mitotic_fraction
+    if is_mitotic:
+        surface = surface.flatten(rng)
+    relative_radius = surface.relative_radius(axes, center, radii)
+    is_nearest = relative_radius < canvas.relative_radius[box]
+    if not is_nearest.any():
         return
-    canvas.centres[canvas.count] = centre
+    canvas.centers[canvas.count] = center
     canvas.radii[canvas.count] = radii
     canvas.count += 1
-    canvas.labels[box][owned] = canvas.count
-    canvas.gauge[box][owned] = gauge[owned]
-    light = _emission(rng, scene, gauge)
-    if splitting:
+    canvas.labels[box][is_nearest] = canvas.count
+    canvas.relative_radius[box][is_nearest] = relative_radius[is_nearest]
+    light = _compute_emission(rng, scene, relative_radius)
+    if is_mitotic:
         light *= np.float32(rng.uniform(1.2, 2.5))
-    canvas.light[box][owned] = light[owned]
+    canvas.light[box][is_nearest] = light[is_nearest]
 
 
 @dataclass(frozen=True)
 class _Surface:
-    """A rotated ellipsoid with bumps, of the volume of the unit ball.
+    """A rotated ellipsoid with bumps and the volume of the unit ball.
 
-    rotation   [3, 3]; its rows are the axes of the ellipsoid
-    stretch    [3], radii along them
-    bumps      [6], weights of the second and third order
+    rotation   axes of the ellipsoid as rows, [3, 3]
+    stretch    radii along these axes, [3]
+    bumps      coefficients of the second-order and third-order terms, [6]
     """
 
     rotation: Floats
@@ -347,16 +378,19 @@ class _Surface:
         stretch = np.clip(stretch / np.cbrt(np.prod(stretch)), 0.65, 1.5)
         return cls(rotation, stretch, rng.normal(0, 0.07, 6).astype(np.float32))
 
-    def flattened(self, rng: Generator) -> Self:
-        """Return the plate of condensed chromosomes in metaphase, of about half the volume."""
+    def flatten(self, rng: Generator) -> Self:
+        """Return a plate of about half the volume, like condensed chromosomes in metaphase."""
         plate = np.array([rng.uniform(0.35, 0.55), rng.uniform(0.9, 1.1), rng.uniform(0.9, 1.1)], np.float32)
         return replace(self, stretch=plate)
 
-    def gauge(self, axes: list[NDArray[Any]], centre: Floats, radii: Floats) -> Floats:
-        """Return the distance from the centre over that of the outline in its direction; [z, y, x], below 1 inside."""
+    def relative_radius(self, axes: list[NDArray[Any]], center: Floats, radii: Floats) -> Floats:
+        """Return the distance of voxels [z, y, x] from the center, relative to the outline in the same direction.
+
+        The value is below 1 inside the surface. `axes` are the voxel indices along z, y and x.
+        """
         z, y, x = (
             ((axis - c) / r).astype(np.float32).reshape([-1 if i == n else 1 for i in range(3)])
-            for n, (axis, c, r) in enumerate(zip(axes, centre, radii, strict=True))
+            for n, (axis, c, r) in enumerate(zip(axes, center, radii, strict=True))
         )
         u, v, w = (
             (row[0] * z + row[1] * y + row[2] * x) / s for row, s in zip(self.rotation, self.stretch, strict=True)
@@ -368,24 +402,26 @@ class _Surface:
         return np.asarray(radius / (1 + 2 * surface), np.float32)
 
 
-def _emission(rng: Generator, scene: Scene, gauge: Floats) -> Floats:
-    """Return the light of one nucleus, [z, y, x]: brightness, gradient towards the rim, chromatin, dark nucleoli."""
+def _compute_emission(rng: Generator, scene: Scene, relative_radius: Floats) -> Floats:
+    """Return the light [z, y, x] that a nucleus emits, with a radial gradient, chromatin texture and dark nucleoli."""
     brightness = rng.lognormal(0, scene.spread)
     if scene.envelope:
-        profile = np.exp(-0.5 * ((gauge - np.float32(0.92)) / np.float32(scene.envelope)) ** 2)
-        grain = np.clip(1 + scene.texture * smooth_noise(rng, gauge.shape, scene.diameter / 6), 0.1, 3)
-        return np.asarray(np.where(gauge <= 1, brightness * (profile + rng.uniform(0, 0.25)) * grain, 0), np.float32)
+        profile = np.exp(-0.5 * ((relative_radius - np.float32(0.92)) / np.float32(scene.envelope)) ** 2)
+        grain = np.clip(1 + scene.texture * smooth_noise(rng, relative_radius.shape, scene.diameter / 6), 0.1, 3)
+        return np.asarray(
+            np.where(relative_radius <= 1, brightness * (profile + rng.uniform(0, 0.25)) * grain, 0), np.float32
+        )
     rim = rng.uniform(-0.45, 0.35)
-    light = np.float32(brightness) * (1 + np.float32(rim) * gauge**2)
-    light *= np.clip(1 + scene.texture * smooth_noise(rng, gauge.shape, scene.diameter / 9), 0.1, 3)
+    light = np.float32(brightness) * (1 + np.float32(rim) * relative_radius**2)
+    light *= np.clip(1 + scene.texture * smooth_noise(rng, relative_radius.shape, scene.diameter / 9), 0.1, 3)
     if rng.random() < 0.3:
-        light *= 1 - 0.6 * (smooth_noise(rng, gauge.shape, scene.diameter / 6) > 1.3)
-    light[gauge * np.float32(scene.margin) > 1] = 0
+        light *= 1 - 0.6 * (smooth_noise(rng, relative_radius.shape, scene.diameter / 6) > 1.3)
+    light[relative_radius * np.float32(scene.margin) > 1] = 0
     return light
 
 
-def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
-    """Return the camera counts of the emitted light, [Z, Y, X] uint8 or uint16."""
+def _simulate_image(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
+    """Simulate the image of the emitted light; returns uint8 or uint16, [Z, Y, X]."""
     shape = canvas.labels.shape
     light = canvas.light
     _add_debris(rng, scene, light)
@@ -397,9 +433,11 @@ def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
     if scene.rim_level:
         _extend_outlines(scene, canvas.labels, light)
     if scene.glow:
-        light += np.float32(scene.glow) * blur_widely(light, (scene.diameter / scene.anisotropy, scene.diameter / 5))
+        light += np.float32(scene.glow) * apply_wide_blur(
+            light, (scene.diameter / scene.anisotropy, scene.diameter / 5)
+        )
     if scene.haze:
-        light += np.float32(scene.haze) * blur_widely(
+        light += np.float32(scene.haze) * apply_wide_blur(
             light, (0.8 * scene.diameter / scene.anisotropy, 0.8 * scene.diameter)
         )
     if scene.tissue:
@@ -413,19 +451,19 @@ def _record(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
 
 
 def _extend_outlines(scene: Scene, labels: Labels, light: Floats) -> None:
-    """Extend labels along z, in place, to where blurred light is dimmer than `rim_level` of that in the nucleus."""
+    """Extend labels along z, in place, until the light is dimmer than `rim_level` times the light in the nucleus."""
     owners = labels.ravel()
     total = np.bincount(owners, light.ravel())
     level = np.float32(scene.rim_level) * np.bincount(owners, light.ravel() ** 2) / np.maximum(total, 1e-9)
     for _ in range(math.ceil(1.2 * scene.blur * scene.elongation)):
         for near, far in ((slice(None, -1), slice(1, None)), (slice(1, None), slice(None, -1))):
             inner, outer = labels[near], labels[far]
-            reached = (outer == 0) & (inner > 0) & (light[far] > level[inner])
-            outer[reached] = inner[reached]
+            is_bright = (outer == 0) & (inner > 0) & (light[far] > level[inner])
+            outer[is_bright] = inner[is_bright]
 
 
 def _add_ghosts(rng: Generator, scene: Scene, light: Floats) -> None:
-    """Add smooth dim patches: nuclei far from focus, polar bodies, autofluorescence."""
+    """Add smooth dim patches, such as out-of-focus nuclei, polar bodies or autofluorescence."""
     axes = [np.arange(edge, dtype=np.float32) for edge in light.shape]
     for _ in range(scene.ghosts):
         width = scene.diameter * rng.uniform(0.15, 0.5)
@@ -437,7 +475,7 @@ def _add_ghosts(rng: Generator, scene: Scene, light: Floats) -> None:
 
 
 def _add_debris(rng: Generator, scene: Scene, light: Floats) -> None:
-    """Add bright specks that are no nuclei."""
+    """Add bright specks that are not nuclei."""
     for _ in range(scene.debris):
         z, y, x = (int(rng.integers(0, edge)) for edge in light.shape)
         size = int(rng.integers(1, 3))
@@ -445,7 +483,7 @@ def _add_debris(rng: Generator, scene: Scene, light: Floats) -> None:
 
 
 def _add_walls(rng: Generator, scene: Scene, light: Floats) -> None:
-    """Add pieces of large bright shells, about two voxels thick in the plane."""
+    """Add parts of large bright shells that are about two voxels thick in the plane."""
     for _ in range(scene.walls):
         radius = scene.diameter * rng.uniform(1.5, 5)
         z, y, x = (
@@ -453,16 +491,16 @@ def _add_walls(rng: Generator, scene: Scene, light: Floats) -> None:
             ** 2
             for edge, step in zip(light.shape, (scene.anisotropy, 1, 1), strict=True)
         )
-        from_shell = np.sqrt(z[:, None, None] + y[:, None] + x) - np.float32(radius)
-        light += np.float32(log_uniform(rng, 0.2, 4)) * np.exp(-(from_shell**2) / np.float32(rng.uniform(1, 4)))
+        distance = np.sqrt(z[:, None, None] + y[:, None] + x) - np.float32(radius)
+        light += np.float32(log_uniform(rng, 0.2, 4)) * np.exp(-(distance**2) / np.float32(rng.uniform(1, 4)))
 
 
 def _add_bleed(rng: Generator, scene: Scene, canvas: _Canvas) -> None:
-    """Add another channel's stain of the cell around each nucleus."""
+    """Add bleed-through of another channel, which stains the cell around each nucleus."""
     if not scene.bleed:
         return
-    around = blur_widely(
+    cells = apply_wide_blur(
         (canvas.labels > 0).astype(np.float32), (0.6 * scene.diameter / scene.anisotropy, 0.6 * scene.diameter)
     )
     grain = np.clip(1 + 0.7 * smooth_noise(rng, canvas.labels.shape, scene.diameter / 5), 0, 4)
-    canvas.light += np.float32(2 * scene.bleed) * around * grain
+    canvas.light += np.float32(2 * scene.bleed) * cells * grain

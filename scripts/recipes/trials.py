@@ -1,11 +1,11 @@
-"""Score trials of widths on synthetic stacks: `python -m scripts.recipes.trials [--model membranes]`.
+"""Score diameter trials on synthetic stacks: `python -m scripts.recipes.trials [--model membranes]`.
 
-Stacks of nuclei tell nothing, those of membranes their voxel size.
+If the confidence at the estimated diameter or at the original resolution is low, or if no estimate fits well, the
+diameter estimator tries other diameters. It accepts one if the log odds of its confidence are better by a margin
+(`service.inference.diameter.estimation.MIN_LOG_ODDS_GAIN`). For several margins and each kind of stack, the table
+lists how often a trial selected the diameter, and the mean F1 of these stacks without and with trials.
 
-Where the model doubts what it finds at the width that was estimated, or at its own, or nothing fits well, other widths
-are tried, and one is taken whose odds of being right are better by a margin
-(`service.inference.diameter.estimation.MIN_LOG_ODDS_GAIN`).
-another width, and their mean F1 without and with that.
+Stacks of membranes have a voxel size, stacks of nuclei have none.
 """
 
 from __future__ import annotations
@@ -21,49 +21,52 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from scripts.recipes.confidence import noise
+from scripts.recipes.confidence import make_noise
 from scripts.recipes.optics import log_uniform
 from scripts.recipes.segmenters import start_segmenter
-from scripts.recipes.synthetic_nuclei import Scene, synthesise
-from scripts.recipes.synthetic_tissue import Tissue, synthesise_tissue
+from scripts.recipes.synthetic_nuclei import Scene, synthesize
+from scripts.recipes.synthetic_tissue import Tissue, synthesize_tissue
 from service.core.quantities import VoxelSize, parse_diameter
 from service.core.types import Options, Volume
 from service.inference.diameter.estimation import DiameterEstimator
 from service.inference.preprocessing.normalize import normalize_volume
 from service.inference.runner.model_runner import ModelRunner
-from service.inference.segment import segment as segment_volume
+from service.inference.segment import segment
 from service.models.loader import load_network
 from service.training.evaluate import score
 
 MARGINS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
-WIDEST_SPOTS = 8.0
+MAX_SPOT_DIAMETER_VOXELS = 8.0
 
 
-class Tried(NamedTuple):
-    """F1 of a stack without a trial, and with the width that a trial by each of `MARGINS` chooses; NaN: not needed."""
+class TrialScores(NamedTuple):
+    """Scores of one stack: F1 without trials, and F1 with trials for each of `MARGINS`.
+
+    F1 is NaN if no trial selected the diameter.
+    """
 
     before: float
     after: tuple[float, ...]
 
 
-def scenes(count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]:
-    """Yield stacks of nuclei [1, Z, Y, X] with their labels [Z, Y, X], of each kind the same number."""
+def make_nuclei_stacks(count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]:
+    """Yield the kind, the pixels [1, Z, Y, X] and the labels [Z, Y, X] of `count` stacks of nuclei of each kind."""
     for seed in range(count):
         rng = np.random.default_rng([4100, seed])
-        spots = next(scene for _ in range(1000) if (scene := Scene.draw_hard(rng)).diameter < WIDEST_SPOTS)
+        spots = next(scene for _ in range(1000) if (scene := Scene.draw_hard(rng)).diameter < MAX_SPOT_DIAMETER_VOXELS)
         for kind, scene in (("usual", Scene.draw(rng)), ("hard", Scene.draw_hard(rng)), ("spots", spots)):
             edge = int(np.clip(3 * scene.diameter, 44, 80))
             depth = max(int(edge / scene.anisotropy), 16)
-            image, truth = synthesise(rng, (depth, edge, edge), scene)
+            image, truth = synthesize(rng, (depth, edge, edge), scene)
             yield kind, Volume.from_array(image[None]), truth
-        grain = noise(seed).volume
+        grain = make_noise(seed).volume
         yield "noise", grain, np.zeros(grain.shape[1:], np.uint16)
 
 
-def tissues(count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]:
-    """Yield stacks of membranes [1, Z, Y, X] with their labels [Z, Y, X], of each kind the same number.
+def make_tissue_stacks(count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]:
+    """Yield the kind, the pixels [1, Z, Y, X] and the labels [Z, Y, X] of `count` stacks of membranes of each kind.
 
-    Cells of young embryos are few, and much wider than what a window shows as the stack is sampled.
+    Young embryos have few cells, which are much wider than a window at the original resolution.
     """
     for seed in range(count):
         rng = np.random.default_rng([4200, seed])
@@ -73,7 +76,7 @@ def tissues(count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]:
             diameter=diameter,
             flatness=flatness,
             elongation=float(rng.uniform(1, 3.5)) / flatness,
-            variety=float(rng.uniform(0.1, 0.4)),
+            size_variation=float(rng.uniform(0.1, 0.4)),
             photons=log_uniform(rng, 20, 200),
         )
         edge = int(np.clip(2.2 * diameter, 180, 340))
@@ -83,60 +86,64 @@ def tissues(count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]:
             ("young embryo", young, edge),
         ):
             depth = max(int(0.6 * side / tissue.flatness), 40)
-            image, truth = synthesise_tissue(rng, (depth, side, side), tissue)
+            image, truth = synthesize_tissue(rng, (depth, side, side), tissue)
             yield kind, Volume.from_array(image[None], VoxelSize(tissue.flatness, 1.0, 1.0)), truth
-        grain = noise(seed).volume
+        grain = make_noise(seed).volume
         yield "noise", grain, np.zeros(grain.shape[1:], np.uint16)
 
 
-def stacks_for(model: str, count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]:
-    """Yield what a model is to be scored on: `tissues` for `membranes`, `scenes` for others."""
-    return (tissues if model == "membranes" else scenes)(count)
+def make_stacks(model: str, count: int) -> Iterator[tuple[str, Volume, NDArray[Any]]]:
+    """Yield the stacks for scoring a model: stacks of membranes for `membranes`, otherwise stacks of nuclei."""
+    return (make_tissue_stacks if model == "membranes" else make_nuclei_stacks)(count)
 
 
-def remember(compute: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function that computes the scores of the same windows once."""
-    known: dict[bytes, Tensor] = {}
+def cache_scores(compute: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Wrap a function so that the scores of identical windows are computed only once."""
+    cache: dict[bytes, Tensor] = {}
 
     def score_windows(windows: Tensor) -> Tensor:
         key = windows.numpy().tobytes()
-        if key not in known:
-            known[key] = compute(windows)
-        return known[key]
+        if key not in cache:
+            cache[key] = compute(windows)
+        return cache[key]
 
     return score_windows
 
 
-def compare(runner: ModelRunner, network: Callable[[Tensor], Tensor], volume: Volume, truth: NDArray[Any]) -> Tried:
-    """Segment a stack with the widths that trials choose."""
+def compare(
+    runner: ModelRunner, network: Callable[[Tensor], Tensor], volume: Volume, truth: NDArray[Any]
+) -> TrialScores:
+    """Score a stack without trials, and with the diameters that trials select for each margin."""
     spec = runner.spec
     image, _notes = normalize_volume(volume, spec)
-    score_windows, reached = remember(network), dict[str, float]()
+    score_windows, f1_scores = cache_scores(network), dict[str, float]()
 
     def choose(margin: float) -> tuple[str, bool]:
-        sizing = DiameterEstimator(image, (1.0, 1.0, 1.0), spec, score_windows, volume.voxel_size, margin).estimate()
-        width = "none" if sizing.diameter is None or sizing.matches_model else str(sizing.diameter)
-        return width, sizing.trial is not None
+        """Return the diameter for a margin, and whether a trial selected it."""
+        estimator = DiameterEstimator(image, (1.0, 1.0, 1.0), spec, score_windows, volume.voxel_size, margin)
+        estimate = estimator.estimate()
+        diameter = "none" if estimate.diameter is None or estimate.matches_model else str(estimate.diameter)
+        return diameter, estimate.trial is not None
 
-    def segment(width: str) -> float:
-        if width not in reached:
-            found = segment_volume(runner, volume, Options(diameter=parse_diameter(width))).segmentation.pixels
-            reached[width] = score(truth, found).f1
-        return reached[width]
+    def compute_f1(diameter: str) -> float:
+        if diameter not in f1_scores:
+            labels = segment(runner, volume, Options(diameter=parse_diameter(diameter))).segmentation.pixels
+            f1_scores[diameter] = score(truth, labels).f1
+        return f1_scores[diameter]
 
     before, _ = choose(np.inf)
-    chosen = [choose(margin) for margin in MARGINS]
-    after = tuple(segment(width) if is_tried else np.nan for width, is_tried in chosen)
-    return Tried(segment(before) if reached else np.nan, after)
+    choices = [choose(margin) for margin in MARGINS]
+    after = tuple(compute_f1(diameter) if is_from_trial else np.nan for diameter, is_from_trial in choices)
+    return TrialScores(compute_f1(before) if f1_scores else np.nan, after)
 
 
-def report(tried: dict[str, list[Tried]]) -> Iterator[str]:
-    """Yield the lines of the table, one for each margin."""
-    yield "| margin | " + " | ".join(tried) + " |\n|---|" + "---|" * len(tried)
+def report(results: dict[str, list[TrialScores]]) -> Iterator[str]:
+    """Yield the lines of the table, one for each margin. The keys of `results` are the kinds of stacks."""
+    yield "| margin | " + " | ".join(results) + " |\n|---|" + "---|" * len(results)
     for number, margin in enumerate(MARGINS):
         cells = [f"{margin:g}"]
-        for stacks in tried.values():
-            pairs = [(each.before, each.after[number]) for each in stacks if not np.isnan(each.after[number])]
+        for stacks in results.values():
+            pairs = [(stack.before, stack.after[number]) for stack in stacks if not np.isnan(stack.after[number])]
             before, after = np.mean(pairs, axis=0) if pairs else (0, 0)
             cells.append(f"{len(pairs)} of {len(stacks)}" + (f": {before:.2f} to {after:.2f}" if pairs else ""))
         yield f"| {' | '.join(cells)} |"
@@ -144,17 +151,17 @@ def report(tried: dict[str, list[Tried]]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="nuclei", help="name or folder")
-    parser.add_argument("--stacks", type=int, default=12, help="of each kind")
-    chosen = parser.parse_args()
-    runner = start_segmenter(chosen.model)
-    network, tried = load_network(runner.spec), dict[str, list[Tried]]()
+    parser.add_argument("--model", default="nuclei", help="name or folder of the model")
+    parser.add_argument("--stacks", type=int, default=12, help="number of stacks of each kind")
+    arguments = parser.parse_args()
+    runner = start_segmenter(arguments.model)
+    network, results = load_network(runner.spec), dict[str, list[TrialScores]]()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        for kind, volume, truth in stacks_for(runner.spec.name, chosen.stacks):
-            found = compare(runner, lambda windows: network(windows).float(), volume, truth)
-            tried.setdefault(kind, []).append(found)
-            sys.stderr.write(f"{kind}: {found.before:.2f} -> {' '.join(f'{f1:.2f}' for f1 in found.after)}\n")
-    sys.stdout.writelines(f"{line}\n" for line in report(tried))
+        for kind, volume, truth in make_stacks(runner.spec.name, arguments.stacks):
+            result = compare(runner, lambda windows: network(windows).float(), volume, truth)
+            results.setdefault(kind, []).append(result)
+            sys.stderr.write(f"{kind}: {result.before:.2f} -> {' '.join(f'{f1:.2f}' for f1 in result.after)}\n")
+    sys.stdout.writelines(f"{line}\n" for line in report(results))
 
 
 if __name__ == "__main__":

@@ -136,6 +136,13 @@ class Diameter:
         """Format the diameter as text that `parse` accepts."""
         return ",".join(f"{length:.3g}" for length in self.lengths) + self.unit
 
+    def describe(self) -> str:
+        """Describe the diameter for users, such as `21 px wide and 10 px deep`."""
+        depth, *rows_and_columns = (f"{length:.3g}" for length in self.lengths)
+        width = " x ".join(dict.fromkeys(rows_and_columns)) or depth
+        wide = f"{width} {self.unit} wide"
+        return wide if width == depth else f"{wide} and {depth} {self.unit} deep"
+
     def in_voxels(self, voxel_size: VoxelSize | None) -> tuple[float, float, float] | None:
         """Return the diameters along (z, y, x) in voxels; None for micrometers without a voxel size.
 

@@ -253,15 +253,14 @@ def plan_with_diameter(
 
     If `plan_request` raises TooLarge or OutOfMemory, the stack is segmented at its original resolution.
     """
-    if diameter_estimate.resampling_diameter is None:
+    diameter = diameter_estimate.resampling_diameter
+    if diameter is None:
         return RequestWithDiameter(request, diameter_estimate.diameter, (diameter_estimate.note,))
     try:
-        planned, estimate = plan_request(diameter_estimate.resampling_diameter)
+        planned, estimate = plan_request(diameter)
     except (TooLarge, OutOfMemory) as error:
-        note = (
-            f"The objects seem to be {diameter_estimate.diameter} wide, but the stack is segmented at its original"
-            f" resolution. {error}"
-        )
-        return RequestWithDiameter(request, diameter_estimate.diameter, (note,))
-    plan = request.plan._replace(diameter=diameter_estimate.resampling_diameter, decode_on_host=planned.decode_on_host)
-    return RequestWithDiameter(PlannedRequest(plan, estimate), diameter_estimate.diameter, (diameter_estimate.note,))
+        measured = f"The objects seem to be {diameter.describe()}"
+        note = f"{measured}, but the stack is segmented at its original resolution. {error}"
+        return RequestWithDiameter(request, diameter, (note,))
+    plan = request.plan._replace(diameter=diameter, decode_on_host=planned.decode_on_host)
+    return RequestWithDiameter(PlannedRequest(plan, estimate), diameter, (diameter_estimate.note,))

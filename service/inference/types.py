@@ -136,7 +136,7 @@ class DiameterEstimate(NamedTuple):
                 f"The object diameter could not be estimated ({measured}), so the stack is used at its original"
                 " resolution. If you know the diameter, set diameter=."
             )
-        estimate = f"Objects seem to be {self.diameter} wide ({measured})"
+        estimate = f"Objects seem to be {self.diameter.describe()} ({measured})"
         if self.matches_model:
             return f"{estimate}, so the stack needs no resampling. If this is wrong, set diameter=."
         return (

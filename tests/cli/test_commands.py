@@ -16,7 +16,7 @@ from object_server import serve_objects
 from paths import ROOT
 from zarr_files import write_zarr
 
-from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.synthetic_nuclei import synthesize
 from service.__main__ import main
 from service.cli.models import choose_model
 from service.cli.segmentation.parameters import PARAMETERS, use_option_names
@@ -35,7 +35,7 @@ from service.serving.devices.local.settings import split_settings
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stack")
-    image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
+    image, labels = synthesize(np.random.default_rng(0), (16, 32, 48))
     for name, pixels in (("image", image), ("mask", labels)):
         tiff_writer.write(Segmentation(pixels, "labels", VoxelSize(1, 0.5, 0.5)), folder / f"{name}.tif")
     return folder

@@ -23,6 +23,19 @@ def test_diameter_is_formatted_as_it_is_parsed(text: str) -> None:
     assert str(Diameter.parse(text)) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "description"),
+    [
+        ("15px", "15 px wide"),
+        ("10.4,20.8,20.8px", "20.8 px wide and 10.4 px deep"),
+        ("9,9,9px", "9 px wide"),
+        ("2,3,4um", "3 x 4 um wide and 2 um deep"),
+    ],
+)
+def test_diameter_is_described_by_width_and_depth(text: str, description: str) -> None:
+    assert Diameter.parse(text).describe() == description
+
+
 def test_diameter_is_converted_to_voxels() -> None:
     size = VoxelSize(2, 0.5, 0.25)
     assert Diameter((15,), "px").in_voxels(None) == Diameter((15, 15, 15), "px").in_voxels(size) == (15, 15, 15)

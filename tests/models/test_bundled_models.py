@@ -12,9 +12,9 @@ import torch
 from paths import ROOT, SHARED_DATA
 from torch import nn
 
-from scripts.recipes.class_targets import classes_of, dice
-from scripts.recipes.synthetic_nuclei import PLAIN, synthesise
-from scripts.recipes.synthetic_tissue import WALLS, synthesise_tissue
+from scripts.recipes.class_targets import compute_dice, labels_to_classes
+from scripts.recipes.synthetic_nuclei import TYPICAL_NUCLEI, synthesize
+from scripts.recipes.synthetic_tissue import TYPICAL_TISSUE, synthesize_tissue
 from service.core.config import read_settings
 from service.core.quantities import Diameter, parse_diameter
 from service.core.types import Options, Selection, Volume
@@ -36,13 +36,13 @@ RECORDED = SHARED_DATA / "real"
 MAX_READ_BYTES = 2**30
 
 # Nuclei with a diameter of 10 voxels.
-SMALL = replace(PLAIN, diameter=10, fill=0.3)
+SMALL = replace(TYPICAL_NUCLEI, diameter=10, fill=0.3)
 
 BUNDLED = ("embryos", "membranes", "nuclei", "tissue")
 
 
 # The parameters of the samples of the models membranes and tissue; see models/membranes/README.md.
-TISSUE = replace(WALLS, diameter=32, nucleus=0.22)
+TISSUE = replace(TYPICAL_TISSUE, diameter=32, nucleus=0.22)
 SEED = 12
 
 
@@ -88,12 +88,12 @@ def test_bundled_model_is_small_and_documents_its_scores(specs: dict[str, ModelS
 
 def test_expected_labels_of_tissue_samples_agree_with_the_ground_truth(specs: dict[str, ModelSpec]) -> None:
     """The expected labels are the output of the models for these synthetic samples."""
-    _, truth = synthesise_tissue(np.random.default_rng(SEED), (64, 128, 128), TISSUE)
+    _, truth = synthesize_tissue(np.random.default_rng(SEED), (64, 128, 128), TISSUE)
     expected = {name: read(specs[name].folder / "expected.tif").array()[0] for name in ("membranes", "tissue")}
     scores = score(truth, expected["membranes"])
     assert scores.f1 > 0.8
     assert np.mean(expected["membranes"][truth == 0] > 0) < 0.02
-    assert min(dice(classes_of(truth), expected["tissue"])) > 0.7
+    assert min(compute_dice(labels_to_classes(truth), expected["tissue"])) > 0.7
 
 
 @pytest.mark.skipif(not RECORDED.is_dir(), reason=f"there are no recorded stacks in {RECORDED}")
@@ -173,7 +173,7 @@ def test_nuclei_is_better_than_the_classical_method(
 
 def test_diameter_of_small_nuclei_is_estimated(eager: ModelRunner) -> None:
     """At ten voxels, half of the model's diameter, fewer nuclei are found without resampling, and less accurately."""
-    image, truth = synthesise(np.random.default_rng(3), (32, 64, 64), SMALL)
+    image, truth = synthesize(np.random.default_rng(3), (32, 64, 64), SMALL)
     volume = Volume.from_array(image[None])
     scores = {}
     for diameter in (None, "none", "10px"):

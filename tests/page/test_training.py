@@ -13,7 +13,7 @@ from live import Live, as_tiff, eager, serve
 from model_files import copy_model
 from playwright.sync_api import expect
 
-from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.synthetic_nuclei import synthesize
 from service.models.spec import ModelSpec
 
 TRAINING = {"edge": 16, "batch_size": 1, "pool": 2, "learning_rate": 0.01}
@@ -42,7 +42,7 @@ def live(trainable: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iter
         models, models={"default": "random-nuclei"}, jobs=jobs, training=TRAINING, trainings={"niceness": 0}
     )
     with serve(settings) as service:
-        image, labels = synthesise(np.random.default_rng(0), (16, 32, 48))
+        image, labels = synthesize(np.random.default_rng(0), (16, 32, 48))
         stack = service.post("/stacks", as_tiff(image)).json()["id"]
         np.save(array := io.BytesIO(), labels)
         for name in ("first try", "nuclei by hand"):
@@ -89,7 +89,7 @@ def test_model_is_trained_used_and_deleted(live: Live, open_page: OpenPage) -> N
     press_segment(page)
     expect(page.locator("#side")).to_contain_text("mine/1")
     page.get_by_role("button", name="New stack").click()
-    trainings = page.get_by_role("region", name="Trainings")
+    trainings = page.get_by_role("region", name="Training runs")
     expect(trainings).to_contain_text("mine is ready")
     trainings.get_by_role("link").click()
     expect(training).to_contain_text("mine is ready")

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.recipes.sources import Percentiles
-from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.sources import PercentileNormalization
+from scripts.recipes.synthetic_nuclei import synthesize
 from service.core.errors import BadParameter
 from service.core.types import Segmentation
 from service.formats.tiff import writer as tiff_writer
@@ -23,12 +23,12 @@ from service.training.examples import (
 
 
 def make_small_pair(rng: np.random.Generator) -> Pair:
-    return synthesise(rng, (12, 24, 24))
+    return synthesize(rng, (12, 24, 24))
 
 
 @pytest.fixture
 def pool() -> Iterator[ExamplePool]:
-    created = ExamplePool(ExampleDataset(make_small_pair, Percentiles(), 0), 2)
+    created = ExamplePool(ExampleDataset(make_small_pair, PercentileNormalization(), 0), 2)
     yield created
     created.close()
 
@@ -50,7 +50,7 @@ def test_batches_are_reproducible_with_workers_and_do_not_use_the_global_generat
     batches = []
     for workers in (0, 0, 2):
         torch.manual_seed(5)
-        pool = ExamplePool(ExampleDataset(make_small_pair, Percentiles(), 3), 2, first=4, workers=workers)
+        pool = ExamplePool(ExampleDataset(make_small_pair, PercentileNormalization(), 3), 2, first=4, workers=workers)
         pool.refresh()
         batches.append([*draw_batch(pool, np.random.default_rng(1), 2, 16), torch.rand(1)])
         pool.close()

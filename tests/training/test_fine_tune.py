@@ -7,7 +7,7 @@ import pytest
 from live import eager
 from numpy.typing import NDArray
 
-from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.synthetic_nuclei import synthesize
 from service.core.config import Settings
 from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
@@ -62,7 +62,7 @@ def test_fine_tuning_creates_a_model_with_its_lineage_and_scores(
     pixels = np.random.default_rng(1).integers(0, 999, (16, 16, 16), np.uint16)
     tiff_writer.write(Segmentation(pixels, "labels"), base.folder / "sample.tif")
     base = base.model_copy(update={"sample": Sample() if has_sample else None})
-    stack = write_stack(tmp_path / "stack", *synthesise(np.random.default_rng(0), (16, 32, 64)))
+    stack = write_stack(tmp_path / "stack", *synthesize(np.random.default_rng(0), (16, 32, 64)))
     messages: list[dict[str, Any]] = []
     outcome = fine_tune(
         [stack], FineTuningTask(base, tmp_path / "mine", make_settings(base), messages.append), minutes=0.03

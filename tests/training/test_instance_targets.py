@@ -5,7 +5,7 @@ from landscapes import decode
 from numpy.typing import NDArray
 from scipy.ndimage import label, maximum_filter
 
-from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.synthetic_nuclei import synthesize
 from service.training.evaluate import score
 from service.training.instance_targets import DICE_LOSS, distance_target, instance_loss
 
@@ -26,7 +26,7 @@ def test_distance_of_an_ellipsoid_has_one_maximum_at_its_center(radii: tuple[flo
 
 
 def test_distance_is_zero_outside_and_at_most_one() -> None:
-    for labels in (synthesise(np.random.default_rng(0), (24, 48, 48))[1], np.zeros((4, 5, 6), np.uint16)):
+    for labels in (synthesize(np.random.default_rng(0), (24, 48, 48))[1], np.zeros((4, 5, 6), np.uint16)):
         target = distance_target(labels)
         assert target.dtype == np.float32
         assert np.array_equal(target > 0, labels > 0)

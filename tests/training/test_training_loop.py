@@ -11,8 +11,8 @@ from monai.networks.nets.dynunet import DynUNet
 from safetensors.torch import load_file
 from torch import nn
 
-from scripts.recipes.sources import Percentiles
-from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.sources import PercentileNormalization
+from scripts.recipes.synthetic_nuclei import synthesize
 from service.core.errors import BadParameter
 from service.models.architectures import ShuffleUNet
 from service.training import training_loop
@@ -27,14 +27,17 @@ PLAN = Plan(steps=6, batch_size=1, edge=16, every=2, pool=2, statistics=2, learn
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    return synthesise(np.random.default_rng(0), (16, 32, 48))
+    return synthesize(np.random.default_rng(0), (16, 32, 48))
 
 
 def make_trainer(pair: Pair, folder: Path, network=None, dtype=torch.float32, **options) -> Trainer:
     """Create a trainer with the options of `PLAN`, overridden by `options`."""
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
-    data, plan = TrainingData(*split_pairs([pair], 0.25), Percentiles()), Plan(**{**PLAN.model_dump(), **options})
+    data, plan = (
+        TrainingData(*split_pairs([pair], 0.25), PercentileNormalization()),
+        Plan(**{**PLAN.model_dump(), **options}),
+    )
     return Trainer(network or ShuffleUNet(1, 2, (4, 8)), data, plan, folder, Placement(CPU, dtype))
 
 

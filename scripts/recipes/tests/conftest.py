@@ -6,5 +6,5 @@ torch.set_num_threads(1)
 
 
 def pytest_runtest_setup() -> None:
-    """A test draws the same numbers whatever ran before it."""
+    """Seed torch before each test, so that results do not depend on the order of the tests."""
     torch.manual_seed(0)

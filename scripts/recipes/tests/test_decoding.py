@@ -7,7 +7,7 @@ from service.core.files.bundled import bundled_folder
 from service.models.repository import read_spec
 
 
-def test_keys_of_decoding_are_changed_one_at_a_time() -> None:
+def test_decode_applies_changed_parameters() -> None:
     nuclei = read_spec(bundled_folder("models") / "nuclei")
     scores = torch.full((1, 2, 8, 8, 24), -5.0)
     scores[0, :, 1:7, 1:7, 1:7] = 4.0

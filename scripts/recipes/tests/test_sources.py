@@ -3,29 +3,29 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scripts.recipes.sources import Percentiles, TurnedStacks, mix, resample_to_diameter
+from scripts.recipes.sources import AugmentedStacks, PercentileNormalization, mix_sources, resample_to_diameter
 from service.training.examples import Pair, Source, median_extents
 
 
-def test_normalisation_is_the_one_of_the_model_file() -> None:
+def test_percentiles_are_mapped_to_0_and_1() -> None:
     image = np.arange(1001, dtype=np.uint16).reshape(7, 11, 13)
-    scaled = Percentiles(10, 90)(image)
+    scaled = PercentileNormalization(10, 90)(image)
     assert scaled.dtype == np.float32
     assert (scaled.ravel()[100], scaled.ravel()[900]) == pytest.approx((0, 1))
-    assert not Percentiles()(np.full((2, 3, 4), 7)).any()
+    assert not PercentileNormalization()(np.full((2, 3, 4), 7)).any()
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (1.0, 1)])
-def test_the_share_decides_between_two_sources(share: float, expected: int) -> None:
+def test_mix_draws_from_the_second_source_with_the_given_probability(share: float, expected: int) -> None:
     def constant(value: int) -> Source:
         return lambda _rng: (np.full((1, 1, 1), value), np.full((1, 1, 1), value))
 
-    image, _ = mix(constant(0), constant(1), share)(np.random.default_rng(0))
+    image, _ = mix_sources(constant(0), constant(1), share)(np.random.default_rng(0))
     assert image.item() == expected
 
 
 def box(widths: tuple[int, int, int], shape: tuple[int, int, int] = (60, 60, 60)) -> Pair:
-    """A volume with eight boxes of these widths that touch no border."""
+    """Return an image and labels with eight boxes of these widths that do not touch the border."""
     labels = np.zeros(shape, np.uint16)
     for number in range(8):
         low = [2 + (number >> axis & 1) * (length // 2) for axis, length in enumerate(shape)]
@@ -33,20 +33,22 @@ def box(widths: tuple[int, int, int], shape: tuple[int, int, int] = (60, 60, 60)
     return (100 * (labels > 0)).astype(np.uint16), labels
 
 
-def test_stated_sizes_become_the_models() -> None:
+def test_objects_are_resampled_to_the_diameter_of_the_model() -> None:
     widths = []
     for seed in range(6):
         image, labels = resample_to_diameter(lambda _: box((5, 9, 13)), 20, 1.0)(np.random.default_rng(seed))
         assert image.shape == labels.shape
         assert np.corrcoef(image.ravel(), labels.ravel() > 0)[0, 1] > 0.8
         widths.append(median_extents(labels))
-    each, together = (np.array([w for w in widths if (w.max() / w.min() < 1.5) == kind]) for kind in (True, False))
-    assert each == pytest.approx(20, rel=0.2)
-    assert np.cbrt(together.prod(axis=1)) == pytest.approx(20, rel=0.2)
-    assert len(each) > 0 < len(together)
+    per_axis, isotropic = (
+        np.array([w for w in widths if (w.max() / w.min() < 1.5) == is_cubic]) for is_cubic in (True, False)
+    )
+    assert per_axis == pytest.approx(20, rel=0.2)
+    assert np.cbrt(isotropic.prod(axis=1)) == pytest.approx(20, rel=0.2)
+    assert len(per_axis) > 0 < len(isotropic)
 
 
-def test_what_is_far_larger_than_stated_and_what_is_not_chosen_stays() -> None:
+def test_unselected_volumes_and_volumes_of_large_objects_are_unchanged() -> None:
     for widths, share in (((5, 9, 13), 0.0), ((28, 28, 28), 1.0)):
         pair = box(widths)
         image, labels = resample_to_diameter(lambda _, pair=pair: pair, 14, share)(np.random.default_rng(0))
@@ -54,18 +56,18 @@ def test_what_is_far_larger_than_stated_and_what_is_not_chosen_stays() -> None:
         assert labels is pair[1]
 
 
-def test_most_stacks_of_spots_stay_as_sampled() -> None:
+def test_most_stacks_of_spots_keep_their_resolution() -> None:
     pair = box((4, 5, 5))
     draw = resample_to_diameter(lambda _: pair, 20, 1.0)
-    stay = [draw(np.random.default_rng(seed))[0] is pair[0] for seed in range(20)]
-    assert 10 <= sum(stay) < 20
+    is_unchanged = [draw(np.random.default_rng(seed))[0] is pair[0] for seed in range(20)]
+    assert 10 <= sum(is_unchanged) < 20
 
 
-def test_recorded_stacks_are_turned_together_with_their_labels() -> None:
+def test_recorded_stacks_are_rotated_together_with_their_labels() -> None:
     pair = box((8, 20, 12), (40, 60, 60))
     shapes = set()
     for seed in range(6):
-        image, labels = TurnedStacks([pair])(np.random.default_rng(seed))
+        image, labels = AugmentedStacks([pair])(np.random.default_rng(seed))
         assert image.shape == labels.shape
         assert np.corrcoef(image.ravel(), labels.ravel() > 0)[0, 1] > 0.8
         shapes.add(image.shape[1] < 0.85 * image.shape[0] * 60 / 40)

@@ -6,13 +6,13 @@ import edt
 import numpy as np
 import pytest
 
-from scripts.recipes.synthetic_nuclei import Scene, synthesise, synthesise_varied
+from scripts.recipes.synthetic_nuclei import Scene, synthesize, synthesize_varied
 
 SHAPE = (20, 40, 44)
 
 
 def scene(**changes: float) -> Scene:
-    """A plain scene: sharp, bright, round nuclei of 14 voxels without anything in their way."""
+    """Return a simple scene of sharp, bright, round nuclei 14 voxels wide without stray light."""
     plain = Scene(
         diameter=14,
         anisotropy=1,
@@ -40,8 +40,8 @@ def scene(**changes: float) -> Scene:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_scene_gives_a_stack_and_its_labels(seed: int) -> None:
-    image, labels = synthesise(np.random.default_rng(seed), SHAPE)
+def test_random_scenes_give_images_and_labels(seed: int) -> None:
+    image, labels = synthesize(np.random.default_rng(seed), SHAPE)
     assert image.shape == labels.shape == SHAPE
     assert image.dtype in (np.uint8, np.uint16)
     assert labels.dtype == np.uint16
@@ -49,20 +49,20 @@ def test_every_scene_gives_a_stack_and_its_labels(seed: int) -> None:
     assert image.std() > 0
 
 
-def test_the_same_seed_gives_the_same_stack() -> None:
-    first, second, other = (synthesise(np.random.default_rng(seed), SHAPE) for seed in (5, 5, 6))
+def test_same_seed_gives_the_same_stack() -> None:
+    first, second, other = (synthesize(np.random.default_rng(seed), SHAPE) for seed in (5, 5, 6))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
     assert not np.array_equal(first[0], other[0])
 
 
-def test_nuclei_are_brighter_than_what_surrounds_them() -> None:
-    image, labels = synthesise(np.random.default_rng(0), SHAPE, scene())
+def test_nuclei_are_brighter_than_the_background() -> None:
+    image, labels = synthesize(np.random.default_rng(0), SHAPE, scene())
     assert np.median(image[labels > 0]) > 4 * np.median(image[labels == 0])
 
 
-def test_the_diameter_and_its_flatness_are_those_of_the_scene() -> None:
+def test_nuclei_have_the_diameter_and_anisotropy_of_the_scene() -> None:
     wide = (40, 90, 90)
-    _, labels = synthesise(np.random.default_rng(1), wide, scene(fill=0.3, anisotropy=2, diameter=20))
+    _, labels = synthesize(np.random.default_rng(1), wide, scene(fill=0.3, anisotropy=2, diameter=20))
     inner = [n for n in np.unique(labels)[1:] if not _touches_border(labels == n)]
     volumes = [np.count_nonzero(labels == n) for n in inner]
     assert len(volumes) >= 5
@@ -70,40 +70,40 @@ def test_the_diameter_and_its_flatness_are_those_of_the_scene() -> None:
 
 
 @pytest.mark.parametrize("extra", [{"ghosts": 8}, {"glow": 0.4}, {"debris": 8}, {"haze": 0.4}])
-def test_stray_light_is_seen_but_not_labelled(extra: dict[str, float]) -> None:
+def test_stray_light_changes_the_image_but_not_the_labels(extra: dict[str, float]) -> None:
     dark = np.random.default_rng(2)
     lit = np.random.default_rng(2)
-    (plain, labels), (image, same) = (synthesise(r, SHAPE, s) for r, s in ((dark, scene()), (lit, scene(**extra))))
+    (plain, labels), (image, same) = (synthesize(r, SHAPE, s) for r, s in ((dark, scene()), (lit, scene(**extra))))
     assert np.array_equal(labels, same)
     assert not np.array_equal(plain, image)
 
 
-def test_bits_bound_the_camera() -> None:
-    image, _ = synthesise(np.random.default_rng(3), SHAPE, scene(bits=8, saturation=0.02))
+def test_bit_depth_limits_the_gray_values() -> None:
+    image, _ = synthesize(np.random.default_rng(3), SHAPE, scene(bits=8, saturation=0.02))
     assert image.dtype == np.uint8
     assert image.max() == 255
     assert np.count_nonzero(image == 255) > 0.01 * image.size
 
 
-def test_an_envelope_is_brighter_than_what_it_encloses() -> None:
-    image, labels = synthesise(np.random.default_rng(0), (32, 48, 48), scene(envelope=0.08, diameter=24, fill=0.1))
+def test_envelopes_are_brighter_than_the_interior_of_nuclei() -> None:
+    image, labels = synthesize(np.random.default_rng(0), (32, 48, 48), scene(envelope=0.08, diameter=24, fill=0.1))
     inside = edt.edt(labels > 0)
     assert image[(inside > 0) & (inside < 4)].mean() > 1.5 * image[inside > 7].mean()
 
 
 def test_tissue_brightens_the_background_unevenly() -> None:
-    shade = [
-        synthesise(np.random.default_rng(1), SHAPE, scene(tissue=tissue, fill=0.02))[0].astype(float)
+    images = [
+        synthesize(np.random.default_rng(1), SHAPE, scene(tissue=tissue, fill=0.02))[0].astype(float)
         for tissue in (0.0, 0.8)
     ]
-    assert shade[1].std() / shade[1].max() > shade[0].std() / shade[0].max()
+    assert images[1].std() / images[1].max() > images[0].std() / images[0].max()
 
 
-def test_outlines_follow_the_blur_along_z_alone() -> None:
+def test_outlines_follow_the_blur_only_along_z() -> None:
     blurred = scene(blur=0.6, elongation=6, fill=0.03, spread=0)
     shape = (40, 48, 48)
     (image, sharp), (same, deep) = (
-        synthesise(np.random.default_rng(4), shape, replace(blurred, rim_level=level)) for level in (0.0, 0.2)
+        synthesize(np.random.default_rng(4), shape, replace(blurred, rim_level=level)) for level in (0.0, 0.2)
     )
     assert np.array_equal(image, same)
     assert np.array_equal(deep[sharp > 0], sharp[sharp > 0])
@@ -113,9 +113,9 @@ def test_outlines_follow_the_blur_along_z_alone() -> None:
     assert np.array_equal(*footprints)
 
 
-def test_sharp_outlines_stay_where_nuclei_end() -> None:
+def test_outlines_of_sharp_nuclei_are_not_extended() -> None:
     sharp, same = (
-        synthesise(np.random.default_rng(4), SHAPE, scene(blur=0.2, rim_level=level))[1] for level in (0.0, 0.5)
+        synthesize(np.random.default_rng(4), SHAPE, scene(blur=0.2, rim_level=level))[1] for level in (0.0, 0.5)
     )
     assert np.count_nonzero(sharp != same) < 0.02 * np.count_nonzero(sharp)
 
@@ -123,21 +123,21 @@ def test_sharp_outlines_stay_where_nuclei_end() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_empty_scenes_have_noise_and_no_labels(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    image, labels = synthesise(rng, SHAPE, Scene.draw_empty(rng))
+    image, labels = synthesize(rng, SHAPE, Scene.draw_empty(rng))
     assert not labels.any()
     assert image.std() > 0
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_blurred_scenes_are_sparse_and_deep(seed: int) -> None:
+def test_blurred_scenes_have_blur_along_z_in_proportion_to_the_diameter(seed: int) -> None:
     drawn = Scene.draw_blurred(np.random.default_rng(seed))
     assert drawn.rim_level > 0
     assert 0.1 <= drawn.blur * drawn.elongation * drawn.anisotropy / drawn.diameter <= 0.33
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_hard_scenes_are_stacks_with_labels_too(seed: int) -> None:
-    image, labels = synthesise_varied(np.random.default_rng(seed), SHAPE)
+def test_varied_and_hard_scenes_are_valid(seed: int) -> None:
+    image, labels = synthesize_varied(np.random.default_rng(seed), SHAPE)
     assert image.shape == labels.shape == SHAPE
     hard = Scene.draw_hard(np.random.default_rng(seed))
     assert 3 <= hard.diameter <= 44

@@ -7,9 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scripts.recipes.sources import Percentiles
-from scripts.recipes.synthetic_nuclei import synthesise
-from scripts.recipes.train import CHECKPOINT, RECIPES, Run, Schedule, grow, load_matching, main, train
+from scripts.recipes.sources import PercentileNormalization
+from scripts.recipes.synthetic_nuclei import synthesize
+from scripts.recipes.train import (
+    CHECKPOINT,
+    RECIPES,
+    Schedule,
+    TrainingRun,
+    load_matching_weights,
+    main,
+    train,
+    widen_weights,
+)
 from service.core.types import Segmentation
 from service.formats.tiff import writer as tiff_writer
 from service.models.architectures import ShuffleUNet
@@ -19,7 +28,7 @@ from service.training.model_folder import save_weights
 
 
 def small_pool(size: int) -> ExamplePool:
-    return ExamplePool(ExampleDataset(lambda rng: synthesise(rng, (16, 24, 24)), Percentiles(), 0), size)
+    return ExamplePool(ExampleDataset(lambda rng: synthesize(rng, (16, 24, 24)), PercentileNormalization(), 0), size)
 
 
 def network() -> ShuffleUNet:
@@ -27,27 +36,27 @@ def network() -> ShuffleUNet:
     return ShuffleUNet(1, 2, widths=(8, 12))
 
 
-def test_the_learning_rate_rises_and_then_falls() -> None:
+def test_learning_rate_rises_and_then_falls() -> None:
     schedule = Schedule(learning_rate=1e-2)
-    rates = [schedule.rate(progress) for progress in (0, 0.02, 0.05, 0.5, 0.9, 1)]
+    rates = [schedule.learning_rate_at(progress) for progress in (0, 0.02, 0.05, 0.5, 0.9, 1)]
     assert rates[2] == max(rates) == 1e-2
     assert rates[:3] == sorted(rates[:3])
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert rates[-1] > 0
 
 
-def test_a_few_steps_on_one_batch_lower_the_loss() -> None:
+def test_training_on_one_batch_reduces_the_loss() -> None:
     pool = small_pool(1)
     images, targets = draw_batch(pool, np.random.default_rng(0), 2, 16)
     pool.close()
     model = network()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     values = []
     for _ in range(16):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         value = instance_loss(model(images), targets)
         value.backward()
-        optimiser.step()
+        optimizer.step()
         values.append(float(value.detach()))
     assert values[-1] < 0.8 * values[0]
 
@@ -56,7 +65,9 @@ def test_training_saves_the_averaged_network(tmp_path: Path) -> None:
     pool = small_pool(2)
     start = network()
     before = {name: value.clone() for name, value in start.state_dict().items()}
-    trained = train(Run(start, Schedule(minutes=0.01, batch_size=1, edge=16, statistics=2), tmp_path), pool, 0)
+    trained = train(
+        TrainingRun(start, Schedule(minutes=0.01, batch_size=1, edge=16, statistics_batches=2), tmp_path), pool, 0
+    )
     pool.close()
     assert not trained.training
     stored = load_file(tmp_path / "weights.safetensors")
@@ -65,24 +76,24 @@ def test_training_saves_the_averaged_network(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"weights.safetensors", CHECKPOINT}
 
 
-def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+def test_resumed_training_gives_the_same_weights_as_uninterrupted_training(tmp_path: Path) -> None:
     schedule, loss = Schedule(batch_size=1, edge=16), instance_loss
     pool = small_pool(1)
     batches = [draw_batch(pool, np.random.default_rng(seed), 1, 16) for seed in range(4)]
     pool.close()
-    whole, parts = Run(network(), schedule, tmp_path / "whole"), tmp_path / "parts"
+    whole, parts = TrainingRun(network(), schedule, tmp_path / "whole"), tmp_path / "parts"
     parts.mkdir()
     for number, batch in enumerate(batches):
-        whole.learn(*batch, loss)
-        run = Run(network(), schedule, parts)
+        whole.train_step(*batch, loss)
+        run = TrainingRun(network(), schedule, parts)
         assert run.step == number
-        run.learn(*batch, loss)
+        run.train_step(*batch, loss)
         run.save()
     assert whole.step == run.step == 4
     assert all(torch.equal(run.average.state_dict()[name], value) for name, value in whole.average.state_dict().items())
 
 
-def test_a_training_whose_budget_is_spent_is_left_alone(tmp_path: Path) -> None:
+def test_completed_training_is_not_run_again(tmp_path: Path) -> None:
     command = ["--kind", "membranes", "--minutes", "0.001", "--pool", "1", "--batch-size", "1", "--edge", "16"]
     command += ["--keep-statistics", "--out", str(tmp_path)]
     main(command)
@@ -91,24 +102,26 @@ def test_a_training_whose_budget_is_spent_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "weights.safetensors").stat().st_mtime_ns == before
 
 
-def test_training_in_bf16_is_near_that_in_float32(tmp_path: Path) -> None:
+def test_loss_in_bf16_is_close_to_float32(tmp_path: Path) -> None:
     pool = small_pool(1)
     batch = draw_batch(pool, np.random.default_rng(0), 2, 16)
     pool.close()
-    runs = [Run(network(), Schedule(bf16=narrow), tmp_path) for narrow in (False, True)]
+    runs = [TrainingRun(network(), Schedule(bf16=bf16), tmp_path) for bf16 in (False, True)]
     for run in runs:
-        run.learn(*batch, instance_loss)
+        run.train_step(*batch, instance_loss)
     assert runs[1].loss == pytest.approx(runs[0].loss, rel=0.05)
     assert runs[1].loss != runs[0].loss
 
 
-def test_training_may_keep_the_statistics_it_begins_with(tmp_path: Path) -> None:
+def test_training_can_keep_the_initial_statistics(tmp_path: Path) -> None:
     pool = small_pool(2)
     start = network()
     for norm in (module for module in start.modules() if isinstance(module, torch.nn.BatchNorm3d)):
         norm.running_mean.fill_(0.25)
     before = start.head.weight.detach().clone()
-    trained = train(Run(start, Schedule(minutes=0.01, batch_size=1, edge=16, statistics=0), tmp_path), pool, 0)
+    trained = train(
+        TrainingRun(start, Schedule(minutes=0.01, batch_size=1, edge=16, statistics_batches=0), tmp_path), pool, 0
+    )
     pool.close()
     stored = load_file(tmp_path / "weights.safetensors")
     means = [value for name, value in stored.items() if name.endswith("running_mean")]
@@ -117,8 +130,8 @@ def test_training_may_keep_the_statistics_it_begins_with(tmp_path: Path) -> None
     assert not torch.equal(trained.head.weight, before)
 
 
-def test_the_command_trains_each_kind_and_goes_on_from_its_weights(tmp_path: Path) -> None:
-    image, labels = synthesise(np.random.default_rng(0), (16, 24, 24))
+def test_command_trains_from_initial_weights_and_recorded_stacks(tmp_path: Path) -> None:
+    image, labels = synthesize(np.random.default_rng(0), (16, 24, 24))
     stack, truth = tmp_path / "stack.tif", tmp_path / "truth.tif"
     tiff_writer.write(Segmentation(image, "labels"), stack)
     tiff_writer.write(Segmentation(labels, "labels"), truth)
@@ -134,18 +147,18 @@ def test_the_command_trains_each_kind_and_goes_on_from_its_weights(tmp_path: Pat
     assert any(not torch.equal(after[name], before[name]) for name in before)
 
 
-def test_a_network_with_other_outputs_begins_with_the_weights_below_its_head(tmp_path: Path) -> None:
+def test_head_with_other_outputs_is_not_loaded(tmp_path: Path) -> None:
     first = network()
     second = ShuffleUNet(1, 3, widths=(8, 12))
     head = second.head.weight.detach().clone()
-    load_matching(second, first.state_dict())
+    load_matching_weights(second, first.state_dict())
     assert torch.equal(second.stem[0].weight, first.stem[0].weight)
     assert torch.equal(second.head.weight, head)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        load_matching(ShuffleUNet(1, 2, widths=(8, 16)), first.state_dict())
+        load_matching_weights(ShuffleUNet(1, 2, widths=(8, 16)), first.state_dict())
 
 
-def test_the_command_trains_classes(tmp_path: Path) -> None:
+def test_command_trains_a_model_of_classes(tmp_path: Path) -> None:
     common = ["--kind", "tissue", "--minutes", "0.001", "--pool", "1", "--batch-size", "1"]
     init = tmp_path / "weights.safetensors"
     save_weights(ShuffleUNet(1, 2, RECIPES["tissue"].widths), tmp_path)
@@ -153,9 +166,9 @@ def test_the_command_trains_classes(tmp_path: Path) -> None:
     ShuffleUNet(1, 3, RECIPES["tissue"].widths).load_state_dict(load_file(tmp_path / "tissue" / "weights.safetensors"))
 
 
-def test_a_network_that_has_grown_computes_the_same_and_learns_with_its_new_features() -> None:
+def test_widened_network_computes_the_same_output_and_trains_its_new_features() -> None:
     narrow, wide = network().eval(), ShuffleUNet(1, 2, widths=(12, 20)).eval()
-    wide.load_state_dict(grow(wide, narrow.state_dict()))
+    wide.load_state_dict(widen_weights(wide, narrow.state_dict()))
     images = torch.rand(1, 1, 16, 16, 16)
     scores = wide(images)
     assert torch.allclose(scores, narrow(images), atol=1e-5)

@@ -66,7 +66,7 @@ RESULT_RESPONSES: dict[int | str, dict[str, Any]] = {
                 "Sent if the labels may be wrong. JSON with the likely reason (`detail`) and a parameter to try next "
                 "(`try`).",
                 example='{"type": "urn:stackseg:warning:doubtful-result", "title": "Low confidence", "detail": "The '
-                'labels may be wrong: the objects seem to be 4px wide. Try diameter=4px.", "confidence": 0.044, '
+                'labels may be wrong: the objects seem to be 4 px wide. Try diameter=4px.", "confidence": 0.044, '
                 '"try": "diameter=4px"}',
             ),
             "X-StackSeg-Note": _describe_header(

@@ -1,4 +1,4 @@
-"""Settings for the service: limits, folders, jobs, trainings, the HTTP server, access and logging."""
+"""Settings for the service: limits, folders, jobs, training runs, the HTTP server, access and logging."""
 
 from __future__ import annotations
 
@@ -128,14 +128,14 @@ class Annotations(Section):
 
 
 class Trainings(Section):
-    """Trainings on annotated stacks, which clients start. The section `training` has the hyperparameters.
+    """Training runs on annotated stacks, which clients start. The section `training` has the hyperparameters.
 
     enabled       whether clients may train models: the API keys in `access.trainers` and `access.admins`, or without
                   keys all clients on this host
     minutes       maximum training time that a request may specify; a training that takes twice as long, including
                   reading and evaluation, is stopped
-    waiting       maximum number of trainings in the queue, in addition to the running one; one API key may fill up to
-                  half of the queue
+    waiting       maximum number of training runs in the queue, in addition to the running one; one API key may fill up
+                  to half of the queue
     models        maximum number of models in `models.trained_folder`; once it is reached, no training can be started
     memory_bytes  memory limit for the training process, not including the libraries that it loads
     niceness      niceness of the training process; 0: same CPU priority as requests, 19: lowest priority

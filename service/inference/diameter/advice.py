@@ -108,12 +108,12 @@ def _suggest_model(evidence: Evidence, calibration: Calibration) -> _Advice | No
 
 
 def _suggest_diameter(evidence: Evidence) -> _Advice | None:
-    diameters = None if evidence.guess is None else evidence.guess.in_voxels(None)
-    if diameters is None or evidence.used_diameter is None:
+    guess = evidence.guess
+    if guess is None or evidence.used_diameter is None or (diameters := guess.in_voxels(None)) is None:
         return None
     if abs(math.log(math.prod(diameters) / math.prod(evidence.used_diameter))) <= 3 * math.log(MIN_DIAMETER_RATIO):
         return None
-    return f"the objects seem to be {evidence.guess} wide", f"diameter={evidence.guess}", ""
+    return f"the objects seem to be {guess.describe()}", f"diameter={guess}", ""
 
 
 def _suggest_filtering(evidence: Evidence) -> _Advice | None:

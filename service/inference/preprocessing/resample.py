@@ -126,14 +126,15 @@ class ResampledImage:
 
     def tensor(self) -> Tensor:
         """Return the whole image, float32 [1, C, Z, Y, X]."""
-        whole = torch.empty(self.shape)
+        # Worker threads are not in the inference mode of the caller and must not write to its tensors.
+        whole = np.empty(self.shape, np.float32)
 
         def fill(first: int) -> None:
             planes = slice(first, min(first + PLANES_PER_TASK, self.shape[2]))
-            whole[0, :, planes] = self[0, slice(None), planes, slice(None), slice(None)]
+            whole[0, :, planes] = self[0, slice(None), planes, slice(None), slice(None)].numpy()
 
         run_in_threads(fill, range(0, self.shape[2], PLANES_PER_TASK), whole.nbytes)
-        return whole
+        return torch.from_numpy(whole)
 
 
 def _whole(size: Size) -> Spans:

@@ -38,7 +38,7 @@ def choose_diameter(estimates: Sequence[tuple[DiameterEstimate, VoxelSize | None
             " If you know the diameter, set diameter=."
         )
     diameter = _median([(width, voxel_size) for width, voxel_size, _ in found])
-    estimate = f"Objects seem to be {diameter} wide (measured in {len(found)} of {sampled})"
+    estimate = f"Objects seem to be {diameter.describe()} (measured in {len(found)} of {sampled})"
     if 2 * sum(fits for *_, fits in found) > len(found):
         return "none", f"{estimate}, which suits the model without resampling. If this is wrong, set diameter=."
     return str(diameter), f"{estimate}. If this is wrong, set diameter=."

@@ -21,7 +21,7 @@ from live import as_tiff
 from paths import ROOT
 from zarr_files import write_zarr
 
-from scripts.recipes.synthetic_nuclei import synthesise
+from scripts.recipes.synthetic_nuclei import synthesize
 from service.core.types import Selection
 from service.formats import stack_reader
 from service.models.spec import ModelSpec
@@ -33,7 +33,7 @@ STACKS = [f"stack {number:02}" for number in range(19)]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with twenty small stacks, one of which is damaged."""
     folder = tmp_path_factory.mktemp("stacks")
-    image, _labels = synthesise(np.random.default_rng(0), (16, 48, 64))
+    image, _labels = synthesize(np.random.default_rng(0), (16, 48, 64))
     for number, name in enumerate(STACKS):
         (folder / f"{name}.tif").write_bytes(as_tiff(np.roll(image, 3 * number, 1)))
     (folder / "broken.tif").write_bytes(as_tiff(image)[:5000])

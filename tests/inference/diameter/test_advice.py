@@ -62,7 +62,7 @@ def test_warnings_give_a_reason_why_no_object_was_found() -> None:
             ("same gray value", BLANK, SMALL, True),
             ("min_confidence=", BALLS, SMALL, True),
             ("membranes", SHELLS, SMALL, False),
-            ("4px wide", BALLS, SMALL, False),
+            ("4 px wide", BALLS, SMALL, False),
             ("train a model", BALLS, None, False),
         )
     }

@@ -159,3 +159,11 @@ def test_classes_and_probabilities_are_resampled():
     actual = resample_segmentation(Segmentation(probabilities, "probabilities"), (2, 1, 2)).pixels
     assert actual.dtype == np.float32
     np.testing.assert_allclose(actual, np.broadcast_to([0, 1], (1, 2, 1, 2)))
+
+
+def test_image_is_resampled_by_several_threads_in_inference_mode():
+    image = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 1, 40, 64, 64)).astype(np.float32))
+    resampled = ResampledImage(image, Resampling((40, 64, 64), (80, 128, 128)))
+    expected = resampled.tensor()
+    with torch.inference_mode():
+        assert torch.equal(resampled.tensor(), expected)

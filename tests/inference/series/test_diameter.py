@@ -20,7 +20,7 @@ def test_samples_are_spread_over_the_series(members: int, count: int) -> None:
 def test_median_of_the_estimates_is_used_for_the_series() -> None:
     text, note = choose_diameter([(sizing(width), None) for width in (10, 30, None, 12)], "4 time points")
     assert text == "12,12,12px"
-    assert "12,12,12px wide (measured in 3 of 4 time points)" in note
+    assert "12 px wide (measured in 3 of 4 time points)" in note
 
 
 def test_estimates_for_different_voxel_sizes_are_compared_in_micrometers() -> None:

@@ -101,7 +101,7 @@ def test_objects_are_counted_and_labeled_by_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("width", "points", "bad", "diameter", "note"),
     [
-        (10.0, 9, (), Diameter((13, 13, 13), "px"), "13,13,13px wide (measured in 3 of 3 time points)"),
+        (10.0, 9, (), Diameter((13, 13, 13), "px"), "13 px wide (measured in 3 of 3 time points)"),
         (None, 4, {2}, "none", "could not be estimated"),
     ],
 )

@@ -86,7 +86,7 @@ def test_all_stacks_share_one_estimated_diameter(stacks: Path, random_nuclei: Mo
     outcome = segment_folder(stacks, random_nuclei, used=used)
     assert used == [str(Diameter((9.0, 9.0, 9.0), "px"))] * len(NAMES)
     (note,) = {note for record in outcome.records.values() for note in record.notes}
-    assert note.startswith("Objects seem to be 9,9,9px wide (measured in 3 of 5 stacks of the folder)")
+    assert note.startswith("Objects seem to be 9 px wide (measured in 3 of 5 stacks of the folder)")
 
 
 def test_no_diameter_is_recorded_if_the_device_is_lost(stacks: Path, random_nuclei: ModelSpec) -> None:

@@ -47,6 +47,6 @@ export function toPageTerms(text) {
 export function formatLengths(text) {
   return text
     .replace(ZYX_LENGTHS, (_, z, y, x, unit) => `${x} × ${y} × ${z}${unit}`)
-    .replace(/(\d)px\b/g, "$1 voxels")
-    .replace(/(\d)um\b/g, "$1 µm");
+    .replace(/(\d) ?px\b/g, "$1 voxels")
+    .replace(/(\d) ?um\b/g, "$1 µm");
 }

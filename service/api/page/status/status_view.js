@@ -224,8 +224,8 @@ function drawTraining({ problem, trainings, annotations, models, models_limit })
     ),
     problem !== null && element("p", { class: "muted" }, `Training is not available: ${problem}`),
     rows.length > 0
-      ? table("Running and waiting trainings", ["New model", "Base model", "State", "Progress", "Remaining"], rows)
-      : problem === null && element("p", { class: "muted" }, "No running or waiting trainings."),
+      ? table("Running and waiting training runs", ["New model", "Base model", "State", "Progress", "Remaining"], rows)
+      : problem === null && element("p", { class: "muted" }, "No running or waiting training runs."),
   ];
 }
 

@@ -154,7 +154,7 @@ function describeTraining({ state, stage, name, better, position, model }) {
   if (state === "done")
     return better === false ? `${name} is ready, but not better than the base model` : `${name} is ready`;
   if (state === "waiting" && position !== null && position > 1)
-    return `${formatCount(position - 1, "training")} ahead in the queue`;
+    return `${formatCount(position - 1, "training run")} ahead in the queue`;
   if (state === "running") return describeStage(stage);
   return (
     {
@@ -184,7 +184,7 @@ export async function trainingsList() {
   return element(
     "section",
     { class: "recent", "aria-labelledby": "trainings-title" },
-    element("h2", { id: "trainings-title" }, "Trainings"),
+    element("h2", { id: "trainings-title" }, "Training runs"),
     element(
       "ul",
       {},

@@ -1,4 +1,4 @@
-"""Requests that steer how objects are found: through a real server, jobs and the command line alike."""
+"""End-to-end tests of post-processing options in requests, jobs and the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service.__main__ import main
 from service.models.spec import ModelSpec
 
 STACK = as_tiff(np.random.default_rng(0).integers(0, 255, (12, 40, 40), dtype=np.uint16))
-STEERED: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "threshold": "0.51",
     "minimum_size": "0.4um3",
     "border": "drop",
@@ -38,28 +38,30 @@ def config(random_nuclei: ModelSpec, configure: Any) -> Path:
     return configure(random_nuclei.folder.parent)
 
 
-def test_each_parameter_changes_the_labels_and_the_key_of_kept_results(live: Live) -> None:
+def test_each_option_changes_the_labels_and_the_cache_key(live: Live) -> None:
     plain = live.segment(STACK)
-    # The random network is never unsure of the foreground, and less often of the background.
-    for name, value in (STEERED | {"threshold": "0.45"}).items():
+    # With the random network, a threshold of 0.51 does not change the labels, but 0.45 does.
+    for name, value in (OPTIONS | {"threshold": "0.45"}).items():
         answer = live.segment(STACK, **{name: value})
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-cache"] == "miss"
         assert answer.headers["etag"] != plain.headers["etag"]
         assert name == "fill_holes" or not np.array_equal(Answer(answer.content).pixels, Answer(plain.content).pixels)
-    assert live.segment(STACK, **STEERED).headers["x-cache"] == "miss"
-    assert live.segment(STACK, **STEERED).headers["x-cache"] == "hit"
+    assert live.segment(STACK, **OPTIONS).headers["x-cache"] == "miss"
+    assert live.segment(STACK, **OPTIONS).headers["x-cache"] == "hit"
 
 
-def test_jobs_and_the_command_line_give_the_same_labels_and_say_how(live: Live, config: Path, tmp_path: Path) -> None:
-    answer = live.segment(STACK, **STEERED)
-    job = live.run(STACK, **STEERED)
-    assert job["parameters"].keys() == STEERED.keys()
-    later = live.result(job)
-    assert np.array_equal(Answer(later.content).pixels, Answer(answer.content).pixels)
+def test_jobs_and_the_command_line_give_the_same_labels_and_record_the_options(
+    live: Live, config: Path, tmp_path: Path
+) -> None:
+    answer = live.segment(STACK, **OPTIONS)
+    job = live.run(STACK, **OPTIONS)
+    assert job["parameters"].keys() == OPTIONS.keys()
+    job_result = live.result(job)
+    assert np.array_equal(Answer(job_result.content).pixels, Answer(answer.content).pixels)
     stack, labels = tmp_path / "stack.tif", tmp_path / "labels.tif"
     stack.write_bytes(STACK)
-    options = [text for name, value in STEERED.items() for text in (f"--{name.replace('_', '-')}", value)]
+    options = [text for name, value in OPTIONS.items() for text in (f"--{name.replace('_', '-')}", value)]
     assert main(["segment", str(stack), str(labels), *options, "--config", str(config)]) == 0
     assert np.array_equal(tifffile.imread(labels), Answer(answer.content).pixels)
     assert tifffile.imread(labels).any()
@@ -67,27 +69,27 @@ def test_jobs_and_the_command_line_give_the_same_labels_and_say_how(live: Live, 
     folder.mkdir()
     (folder / "stack.tif").write_bytes(STACK)
     assert main(["segment", str(folder), str(out), *options, "--config", str(config)]) == 0
-    of_folder = out / "stack_labels.ome.tif"
-    assert np.array_equal(tifffile.imread(of_folder), tifffile.imread(labels))
-    for content in (answer.content, later.content, labels.read_bytes(), of_folder.read_bytes()):
+    folder_labels = out / "stack_labels.ome.tif"
+    assert np.array_equal(tifffile.imread(folder_labels), tifffile.imread(labels))
+    for content in (answer.content, job_result.content, labels.read_bytes(), folder_labels.read_bytes()):
         with tifffile.TiffFile(io.BytesIO(content)) as file:
             entries = ElementTree.fromstring(str(file.ome_metadata)).iter()
         (parameters,) = (entry.text for entry in entries if entry.get("K") == "parameters")
-        given = {"threshold": 0.51, "minimum_size": "0.4um3", "border": "drop", "fill_holes": True}
-        assert json.loads(str(parameters)) == given | {"min_confidence": 0.552}
+        expected = {"threshold": 0.51, "minimum_size": "0.4um3", "border": "drop", "fill_holes": True}
+        assert json.loads(str(parameters)) == expected | {"min_confidence": 0.552}
 
 
-def test_all_channels_are_segmented_by_a_model_that_takes_as_many(
+def test_model_with_two_channels_accepts_two_channel_stacks(
     write_model: Any, random_nuclei_content: dict[str, Any]
 ) -> None:
-    architecture, taken = (random_nuclei_content[key] for key in ("architecture", "input"))
+    architecture, model_input = (random_nuclei_content[key] for key in ("architecture", "input"))
     arguments = architecture["arguments"] | {"in_channels": 2}
-    two = {"architecture": architecture | {"arguments": arguments}, "input": taken | {"channels": 2}}
+    two = {"architecture": architecture | {"arguments": arguments}, "input": model_input | {"channels": 2}}
     spec = write_model(random_nuclei_content | two)
     pixels = np.random.default_rng(0).integers(0, 255, (8, 2, 20, 20), dtype=np.uint8)
     both, three = (as_tiff(stack, metadata={"axes": "ZCYX"}) for stack in (pixels, pixels[:, [0, 1, 1]]))
     with serve(eager(spec.folder.parent)) as live:
-        answers = [live.segment(both, **given) for given in ({}, {"channel": "all"}, {"channel": "1"})]
+        answers = [live.segment(both, **channel) for channel in ({}, {"channel": "all"}, {"channel": "1"})]
         assert [answer.status_code for answer in answers] == [200, 200, 422]
         assert np.array_equal(*(Answer(answer.content).pixels for answer in answers[:2]))
         measured = live.segment(both, channel="all", measurements="csv")
@@ -96,7 +98,7 @@ def test_all_channels_are_segmented_by_a_model_that_takes_as_many(
         assert (refused.status_code, "needs 2 channels, but the volume has 3" in refused.text) == (422, True)
 
 
-def test_what_cannot_be_steered_is_refused_in_the_words_of_the_caller(
+def test_invalid_options_are_refused_with_the_name_that_the_client_used(
     live: Live, config: Path, tmp_path: Path, stackseg: Any
 ) -> None:
     refused = live.segment(STACK, output="classes", minimum_size="9")

@@ -1,4 +1,4 @@
-"""Results that are not to be trusted say so, through the real server and command line, and name what to try."""
+"""End-to-end tests of warnings about low confidence, with a server and with the command line."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from paths import SHARED_DATA as DATA
 
 from service.__main__ import main
 
-# Smallest of the recorded stacks: what is found there, and what is to be tried where that is not to be trusted.
-RECORDED: list[tuple[str, dict[str, Any], str | None]] = [
+# The smallest real stacks: name, parameters, and `try` of the expected warning. None means that no warning is expected,
+# and an empty string that the warning has no suggestion.
+REAL_STACKS: list[tuple[str, dict[str, Any], str | None]] = [
     ("synthetic_nuclei_stardist", {}, None),
     ("mouse_embryo_8cell", {}, None),
     ("single_nucleus_confocal_vs_widefield", {"channel": 0}, None),
@@ -36,11 +37,11 @@ def live() -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def membranes() -> bytes:
-    """A stack that the default model knows nothing of."""
+    """A stack of stained membranes. The default model is not trained for them."""
     return as_tiff(tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88])
 
 
-def test_membranes_for_the_default_model_come_with_a_warning_that_names_the_other(live: Live, membranes: bytes) -> None:
+def test_default_model_suggests_the_membrane_model_for_membranes(live: Live, membranes: bytes) -> None:
     response = live.segment(membranes, measurements="zip")
     assert response.status_code == 200, response.text
     warning = json.loads(response.headers["x-stackseg-warning"])
@@ -59,7 +60,7 @@ def test_membranes_for_the_default_model_come_with_a_warning_that_names_the_othe
     assert all(0.5 < float(row.split(",")[column]) <= 1 for row in rows)
 
 
-def test_jobs_have_the_warning_and_who_is_strict_is_refused_with_the_same_words(live: Live, membranes: bytes) -> None:
+def test_jobs_have_the_same_warning_and_strict_requests_fail_with_it(live: Live, membranes: bytes) -> None:
     done, failed = live.run(membranes), live.wait(live.submit(membranes, strict=True), "failed")
     assert done["doubt"]["try"] == "model=membranes"
     assert done["doubt"]["detail"] == done["warnings"][0]
@@ -71,7 +72,7 @@ def test_jobs_have_the_warning_and_who_is_strict_is_refused_with_the_same_words(
 
 
 @pytest.mark.parametrize("model", ["nuclei", "membranes"])
-def test_a_stack_without_any_object_says_so(live: Live, model: str) -> None:
+def test_stack_without_objects_has_a_warning(live: Live, model: str) -> None:
     blank = as_tiff(np.full((16, 48, 48), 7, np.uint16))
     response = live.segment(blank, model=model)
     assert response.headers["x-stackseg-objects"] == "0"
@@ -82,13 +83,13 @@ def test_a_stack_without_any_object_says_so(live: Live, model: str) -> None:
     assert live.segment(blank, model=model, strict=True).json()["detail"] == warning["detail"]
 
 
-def test_nuclei_for_the_model_of_membranes_come_with_a_warning_that_names_the_other(live: Live) -> None:
+def test_membrane_model_suggests_the_nuclei_model_for_nuclei(live: Live) -> None:
     stack = as_tiff(tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[:, :64, :64])
     warning = json.loads(live.segment(stack, model="membranes").headers["x-stackseg-warning"])
     assert warning["try"] == "model=nuclei"
 
 
-def test_what_is_good_has_no_warning_and_may_be_strict(live: Live) -> None:
+def test_good_results_have_no_warning_and_pass_strict(live: Live) -> None:
     stack = as_tiff(tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[:, :96, :96])
     response = live.segment(stack, strict=True, diameter="12,29,29px")
     assert response.status_code == 200, response.text
@@ -96,7 +97,7 @@ def test_what_is_good_has_no_warning_and_may_be_strict(live: Live) -> None:
     assert float(response.headers["x-stackseg-confidence"]) > 0.5
 
 
-def test_command_line_warns_on_stderr_and_refuses_where_it_is_told_to(
+def test_command_line_warns_on_stderr_and_fails_with_strict(
     membranes: bytes, configure: Any, tmp_path: Path, stackseg: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configure(ROOT / "models")
@@ -111,11 +112,11 @@ def test_command_line_warns_on_stderr_and_refuses_where_it_is_told_to(
     assert "Try --model membranes" in (tmp_path / "out" / "report.html").read_text()
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} is not there")
-@pytest.mark.parametrize(("name", "parameters", "attempt"), RECORDED)
-def test_recorded_stacks_are_judged_as_people_do(
-    live: Live, name: str, parameters: dict[str, Any], attempt: str | None
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} does not exist")
+@pytest.mark.parametrize(("name", "parameters", "suggestion"), REAL_STACKS)
+def test_warnings_for_real_stacks_match_manual_review(
+    live: Live, name: str, parameters: dict[str, Any], suggestion: str | None
 ) -> None:
     response = live.segment((DATA / "real" / name / "image.tif").read_bytes(), **parameters)
     warning = response.headers.get("x-stackseg-warning")
-    assert (warning and json.loads(warning)["try"]) == attempt
+    assert (warning and json.loads(warning)["try"]) == suggestion
