@@ -89,9 +89,9 @@ def draw_result(page: Page) -> None:
 
 def draw_comparison(page: Page) -> None:
     """Segment the sample with a different object diameter, and capture both results side by side."""
-    page.get_by_label("How the diameter is found").select_option("px")
-    page.get_by_label("Diameter in voxels").fill("40")
-    page.get_by_label("Diameter in voxels").press("Tab")
+    page.get_by_label("How the object diameter is determined").select_option("px")
+    page.get_by_label("Object diameter in voxels").fill("40")
+    page.get_by_label("Object diameter in voxels").press("Tab")
     page.wait_for_timeout(1000)
     run_segmentation(page)
     page.get_by_role("link", name="Side by side").click()
@@ -109,7 +109,7 @@ def draw_ambiguous_stack(page: Page) -> None:
     page.set_input_files("#file", {"name": "export.tif", "mimeType": "image/tiff", "buffer": stack.getvalue()})
     page.get_by_role("button", name="ZCYX", exact=True).click()
     page.locator("button.channel").first.click()
-    page.get_by_role("group", name="Channels that are shown").get_by_role("button", name="Channel 1").click()
+    page.get_by_role("group", name="Displayed channels").get_by_role("button", name="Channel 1").click()
     page.wait_for_timeout(1500)
     save_png(page.screenshot(), IMAGES / "ambiguous.png")
 

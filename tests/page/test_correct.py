@@ -289,7 +289,7 @@ def test_objects_are_outlined_split_and_painted(result: Result, open_page: OpenP
     expect(hint).to_contain_text(f"Created object {newest}.")
     expect(selected).to_contain_text(f"Object {newest} selected")
     free = central_voxel(ndimage.binary_erosion(export_labels(page) == 0, np.ones((3, 9, 9))), 1)
-    page.get_by_label("Add to selected object").check()
+    page.get_by_label("Add to the selected object").check()
     click_voxel(page, free)
     expect(hint).to_contain_text(f"Extended object {newest}.")
     grown = export_labels(page)
@@ -311,7 +311,7 @@ def test_corrected_labels_are_saved_as_an_annotated_stack(result: Result, open_p
     page.get_by_role("button", name="Save as annotated stack").click()
     check_accessibility(page)
     dialog.get_by_label("Name").fill("Zellkörper 1")
-    dialog.get_by_label("I checked only a part").check()
+    dialog.get_by_label("I checked only part of the stack").check()
     dialog.get_by_label("Planes, last").fill("20")
     dialog.get_by_label("Rows, first").fill("11")
     dialog.get_by_role("button", name="Save").click()
@@ -404,7 +404,7 @@ def test_results_are_compared_with_and_without_corrections(result: Result, open_
     left, right = page.locator(".side-by-side").first, page.locator(".side-by-side").last
     footer = page.locator("#compare footer")
     objects = len(ids_by_size(labels))
-    expect(footer).to_contain_text(f"{objects - 1} objects in both (overlap above 50 %), 1 only on the left")
+    expect(footer).to_contain_text(f"{objects - 1} objects in both (overlap above 50%), 1 only on the left")
     expect(right).to_contain_text(f"{objects - 1} objects")
     tops = page.locator(".side-by-side .views").evaluate_all(
         "views => views.map(view => view.getBoundingClientRect().top)"

@@ -137,8 +137,8 @@ def test_messages_use_the_terms_of_the_page_and_axes_can_be_overridden(fake: Liv
     page = open_page(fake)
     choose_file(page, as_tiff(np.full((5, 16, 24), 200, np.uint8), imagej=False, metadata=None))
     notes = page.locator("#settings .notes")
-    expect(notes).to_contain_text("“Axes: TYX” or “Axes: CYX” overrides it.")
-    expect(notes).to_contain_text("state it as “Voxel size” in micrometres.")
+    expect(notes).to_contain_text("set “Axes: TYX” or “Axes: CYX”.")
+    expect(notes).to_contain_text("Set “Voxel size” in micrometers.")
     page.locator("#axes").select_option("TYX")
     expect(page.locator("#settings .facts")).to_contain_text("Time points")
     page.locator("#axes").select_option("")
@@ -149,7 +149,7 @@ def test_messages_use_the_terms_of_the_page_and_axes_can_be_overridden(fake: Liv
     )""")
     assert text == (
         "The estimated diameter is 52 × 51.5 × 7 voxels. If it is wrong, set “Object diameter” or “Object "
-        "diameter: original resolution”. Try “Object diameter: 4 voxels”. Low confidence (confidence 37 %). "
+        "diameter: original resolution”. Try “Object diameter: 4 voxels”. Low confidence (confidence 37%). "
         "Resampled from 160 × 192 × 48 to 135 × 162 × 64 voxels."
     )
     size = page.evaluate(
@@ -252,9 +252,9 @@ def test_job_continues_after_a_reload_and_can_be_canceled(fake: Live, open_page:
     gate.clear()
     try:
         press_segment(page)
-        expect(page.locator("#side")).to_contain_text("0 % done")
+        expect(page.locator("#side")).to_contain_text("0% done")
         page.reload()
-        expect(page.locator("#side")).to_contain_text("0 % done")
+        expect(page.locator("#side")).to_contain_text("0% done")
         page.get_by_role("button", name="Cancel").click()
         expect(page.locator("#side")).to_contain_text("The segmentation was canceled")
     finally:
@@ -302,7 +302,7 @@ def test_status_shows_running_and_recent_requests_while_it_is_visible(fake: Live
     finally:
         gate.set()
     expect(page.get_by_role("region", name="Queue")).to_contain_text("No running")
-    newest = page.get_by_role("region", name="Last requests").locator("tbody tr").first
+    newest = page.get_by_role("region", name="Recent requests").locator("tbody tr").first
     expect(newest).to_contain_text("1,024")
     expect(newest.get_by_role("img", name="windows 0.5 s")).to_be_visible()
     page.evaluate(SET_HIDDEN, True)

@@ -75,7 +75,7 @@ def test_model_is_trained_used_and_deleted(live: Live, open_page: OpenPage) -> N
     expect(training).to_contain_text("mine is ready")
     report = live.client.get("/trainings").json()["trainings"][0]
     expect(training).to_contain_text(report["message"])
-    after = f"{100 * report['after']:.3g} %"
+    after = f"{100 * report['after']:.3g}%"
     expect(training.locator(".scores dd").last).to_have_text(after)
     curve = training.get_by_role("img", name="Loss after")
     assert f"training {report['loss'][-1][1]:.3g}"[:12] in (curve.get_attribute("aria-label") or "")
@@ -89,7 +89,7 @@ def test_model_is_trained_used_and_deleted(live: Live, open_page: OpenPage) -> N
     press_segment(page)
     expect(page.locator("#side")).to_contain_text("mine/1")
     page.get_by_role("button", name="New stack").click()
-    trainings = page.get_by_role("region", name="Trainings")
+    trainings = page.get_by_role("region", name="Training runs")
     expect(trainings).to_contain_text("mine is ready")
     trainings.get_by_role("link").click()
     expect(training).to_contain_text("mine is ready")

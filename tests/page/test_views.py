@@ -57,7 +57,7 @@ def test_two_results_are_compared_side_by_side(nuclei: Live, open_page: OpenPage
     page = open_page(nuclei)
     page.goto(f"/#compare={','.join(job['id'] for job in jobs)}")
     sides = page.locator(".side-by-side")
-    agreement = f"{counts[1]} objects in both (overlap above 50 %), {counts[0] - counts[1]} only on the left, 0 only on"
+    agreement = f"{counts[1]} objects in both (overlap above 50%), {counts[0] - counts[1]} only on the left, 0 only on"
     expect(page.locator("#compare footer")).to_contain_text(agreement)
     for side, count in zip(sides.all(), counts, strict=True):
         expect(side).to_contain_text(f"{count} objects")
@@ -110,7 +110,7 @@ def test_time_series_is_segmented_tracked_and_viewed(nuclei: Live, open_page: Op
     page.locator("#time-from").press("Tab")
     expect(page.get_by_label("Displayed time point")).to_have_attribute("min", "1")
     page.locator("#link").check()
-    page.get_by_label("How the diameter is found").select_option("none")
+    page.get_by_label("How the object diameter is determined").select_option("none")
     check_accessibility(page)
     press_segment(page)
     expect(page.locator("#summary")).to_contain_text("at 3 time points")
@@ -195,9 +195,9 @@ def test_channel_is_selected_by_its_preview_and_overlaid(fake: Live, open_page: 
     previews.get_by_role("button", name="left").click()
     expect(page.locator("#channel")).to_have_value("0")
     expect(previews.get_by_role("button", name="left")).to_have_attribute("aria-pressed", "true")
-    toggles = page.get_by_role("group", name="Channels that are shown")
+    toggles = page.get_by_role("group", name="Displayed channels")
     toggles.get_by_role("button", name="right").click()
-    page.get_by_label("Channel whose contrast is set").select_option("1")
+    page.get_by_label("Channel whose contrast is adjusted").select_option("1")
     check_accessibility(page)
     until(lambda: count_colored_pixels(page)[2] > 0, TIMEOUT_SECONDS)
     red, green, both = count_colored_pixels(page)

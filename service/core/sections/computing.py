@@ -18,7 +18,7 @@ from pydantic import (
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 Overlap = Annotated[float, Field(ge=0, lt=1)]
-GreyValue = Annotated[float, Field(allow_inf_nan=False)]
+GrayValue = Annotated[float, Field(allow_inf_nan=False)]
 DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")]
 # Maximum number of concurrent batches. Further threads would only wait for the GIL.
 MAX_STREAMS = 8
@@ -39,7 +39,7 @@ class Models(Section):
     serve           names of the model folders to serve; empty: all
     default         model for requests that do not specify one; loaded at startup
     load            further models to load at startup; other models are loaded on their first request
-    memory_bytes    memory limit for the loaded models of one device; the least recently used models are unloaded first
+    memory_bytes    memory limit for loaded models of one device; above it, the least recently used model is unloaded
     """
 
     folder: Path | None = None
@@ -73,12 +73,12 @@ class Device(Section):
 class Cluster(Section):
     """Devices of other hosts, used through actors of a Ray cluster. Requires `stackseg[ray]` on all hosts.
 
-    address          address of the cluster, as HOST:PORT; auto: the cluster of this host; None: no cluster
+    address          address of the cluster as HOST:PORT; auto: the cluster of this host; None: no cluster
     workers          maximum number of workers; workers that do not fit into the cluster wait for resources
     least_workers    minimum number of workers, which are requested even without work; None: the same as `workers`
-    backlog_seconds  one worker is requested per this many seconds of waiting and running work
-    idle_seconds     a worker that is not needed for this long is released
-    gpus, cpus       resources of each worker
+    backlog_seconds  a worker is requested for each period of this length of waiting and running work
+    idle_seconds     time after which a worker that is not needed is released
+    gpus, cpus       number of GPUs and CPUs of each worker
     shared_folder    folder that all hosts mount at the same path; pixels and labels are exchanged through it
     """
 
@@ -120,11 +120,11 @@ class Engine(Section):
                       cudagraph are compiled only if a mode is set
     freeze            CPU only: turn weights into constants of the compiled graph
     streams           CPU only: number of concurrent batches, each on a share of the cores; auto: the tuned number, or 2
-    matmul_precision  CUDA only: precision of float32 products as named by torch; high and medium allow TF32
+    matmul_precision  CUDA only: precision of float32 matrix products, as named by torch; high and medium allow TF32
     cudnn_benchmark   CUDA only: let cuDNN benchmark its algorithms in the first calls
     tune              when to compare all possible engines if kind is auto: never, or at the first start of `serve`
     tune_seconds      time limit for tuning, after which no further candidate is measured
-    tolerance         maximum share of the labels of the sample in which a candidate may differ
+    tolerance         maximum fraction of the sample's labels in which a candidate may differ
     cache_folder      folder for tuning results and compiled artifacts, which are reused by later starts
     """
 
@@ -147,7 +147,7 @@ class Windows(Section):
 
     sw_batch_size  number of windows per batch; auto: the tuned number, or a default for the device
     overlap        fraction of overlap between adjacent windows
-    blending       how scores of overlapping windows are weighted
+    blending       how the scores of overlapping windows are weighted
     sigma          standard deviation of the Gaussian weights, as a fraction of the window's edge
     skip_below     skip windows in which no voxel is above this gray value; auto: the background level of the stack
     inferer        own; monai: `monai.inferers.sliding_window_inference`, to which the following keys apply
@@ -162,9 +162,9 @@ class Windows(Section):
     overlap: Overlap = 0.25
     blending: Literal["constant", "gaussian"] = "gaussian"
     sigma: PositiveFloat = 0.125
-    skip_below: GreyValue | Literal["auto", "none"] = "none"
+    skip_below: GrayValue | Literal["auto", "none"] = "none"
     padding_mode: Literal["constant", "reflect", "replicate", "circular"] = "constant"
-    cval: GreyValue = 0.0
+    cval: GrayValue = 0.0
     sw_device: DeviceName | None = None
     device: DeviceName | None = None
 
@@ -190,7 +190,7 @@ class Training(Section):
     validation     fraction of each stack that is held out for validation
     every          number of steps between validations
     patience       number of validations without improvement after which training stops
-    clip           maximum norm of the gradients; larger gradients are scaled down
+    clip           maximum gradient norm; larger gradients are scaled down
     pool           number of augmented volumes in memory from which crops are drawn
     workers        number of processes that augment volumes; 0: one thread of the training process
     channels_last  use the memory format channels_last_3d

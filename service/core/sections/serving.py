@@ -1,4 +1,4 @@
-"""Settings for the service: limits, folders, jobs, trainings, the HTTP server, access and logging."""
+"""Settings for the service: limits, folders, jobs, training runs, the HTTP server, access and logging."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Limits(Section):
     decoded_bytes     maximum size of the pixels that are decoded from a file
     sw_batch_size     maximum `sw_batch_size` of a request
     overlap           maximum `overlap` of a request
-    windows           maximum number of windows of one volume, which depends on its size, the overlap and the diameter
+    windows           maximum number of windows of one volume (determined by its size, the overlap and the diameter)
     cache_bytes       size of the result cache; 0: no cache
-    scratch_bytes     disk space for uploads, decoded pixels and results until they are sent; at most the free space at
-                      startup
-    waiting           maximum number of requests in the queue of a device, in addition to one that runs
+    scratch_bytes     disk space for uploads, decoded pixels, and results that have not been sent yet; at most the free
+                      space at startup
+    waiting           maximum number of requests in the queue of a device, in addition to the running one
     at_once           maximum number of requests that a device prepares, computes or decodes concurrently
     read_seconds      time limit for decoding one file
     request_seconds   time limit for a request, including the time in the queue
@@ -100,11 +100,11 @@ class References(Section):
 class Jobs(Section):
     """Asynchronous jobs and uploaded stacks.
 
-    folder        folder for inputs, job states and results; None: in the scratch folder, which is deleted at exit
+    folder        folder for inputs, job states and results; None: a folder in the scratch folder, deleted at exit
     quota_bytes   disk quota for inputs and results; if it is exceeded, the oldest results of the API key with the
                   largest usage are deleted
     keep_hours    how long a job and its result are kept after its end, and a stack after its last use
-    attempts      maximum number of times that a job is started if the process dies while the job runs
+    attempts      maximum number of times that a job is started if the process dies while the job is running
     stacks_bytes  disk quota for uploaded stacks (`POST /stacks`); if it is exceeded, the least recently used stacks of
                   the API key with the largest usage are deleted
     """
@@ -128,15 +128,15 @@ class Annotations(Section):
 
 
 class Trainings(Section):
-    """Trainings on annotated stacks that clients start. The section `training` has the hyperparameters.
+    """Training runs on annotated stacks, which clients start. The section `training` has the hyperparameters.
 
     enabled       whether clients may train models: the API keys in `access.trainers` and `access.admins`, or without
                   keys all clients on this host
     minutes       maximum training time that a request may specify; a training that takes twice as long, including
                   reading and evaluation, is stopped
-    waiting       maximum number of trainings in the queue, in addition to the one that runs; one API key may use up to
-                  half of these places
-    models        maximum number of models in `models.trained_folder`; if it is reached, no training can be started
+    waiting       maximum number of training runs in the queue, in addition to the running one; one API key may fill up
+                  to half of the queue
+    models        maximum number of models in `models.trained_folder`; once it is reached, no training can be started
     memory_bytes  memory limit for the training process, not including the libraries that it loads
     niceness      niceness of the training process; 0: same CPU priority as requests, 19: lowest priority
     """
@@ -156,8 +156,8 @@ class Server(Section):
     ssl_keyfile     private key (PEM); with `ssl_certfile`, the service uses HTTPS
     ssl_certfile    certificate (PEM)
     scratch_folder  folder for uploads and results of requests; None: the system's temporary folder
-    drain_seconds   time for running requests to finish at shutdown
-    connections     maximum number of connections; connections that wait for their clients are closed for new ones
+    drain_seconds   time limit for running requests to finish at shutdown
+    connections     maximum number of connections; those that wait for their clients are closed to admit new ones
     """
 
     host: str = "127.0.0.1"

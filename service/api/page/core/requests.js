@@ -63,7 +63,7 @@ export async function requestWithoutPrompt(path, options = {}) {
   const headers = { ...keyHeaders(), .../** @type {Record<string, string>} */ (options.headers) };
   const response = await fetch(path, { ...options, headers }).catch((error) => {
     if (options.signal?.aborted) throw error;
-    throw new Problem("unreachable", "The service did not answer. It may be restarting: try again in a minute.", 0);
+    throw new Problem("unreachable", "The service did not respond. It may be restarting. Try again in a minute.", 0);
   });
   if (response.ok) return response;
   throw await readProblem(response);
@@ -71,7 +71,7 @@ export async function requestWithoutPrompt(path, options = {}) {
 
 /** @param {Response} response */
 async function readProblem(response) {
-  const fallback = `The service answered with HTTP status ${response.status} ${response.statusText}.`;
+  const fallback = `The service responded with HTTP status ${response.status} ${response.statusText}.`;
   const document = await response.json().catch(() => ({}));
   const slug =
     String(document.type ?? "")

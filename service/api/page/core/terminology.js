@@ -39,7 +39,7 @@ export function toPageTerms(text) {
   const translated = text.replace(PARAMETER, (_, name, value) => `“${describeSetting(name, value)}”`);
   return formatLengths(translated)
     .replace(ZYX_SHAPE, "$3 × $2 × $1")
-    .replace(CONFIDENCE, (_, fraction) => `(confidence ${Math.round(fraction * 100)} %)`)
+    .replace(CONFIDENCE, (_, fraction) => `(confidence ${Math.round(fraction * 100)}%)`)
     .replace(" (docs/models.md)", "");
 }
 

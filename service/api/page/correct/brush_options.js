@@ -44,7 +44,7 @@ export class BrushOptions {
       { class: "background-target" },
       element("legend", {}, "Strokes on the background"),
       targetOption("new", "Create a new object"),
-      targetOption("selected", "Add to selected object"),
+      targetOption("selected", "Add to the selected object"),
     );
     this.root = element(
       "div",

@@ -34,8 +34,8 @@ const KEYS = [
   ["Enter", "apply the tool at the crosshair"],
   ["C", "close the outline"],
   ["Delete", "delete the selected object"],
-  ["[ and ]", "brush size"],
-  ["Esc", "cancel"],
+  ["[ and ]", "decrease or increase the brush size"],
+  ["Esc", "cancel the current action"],
 ];
 
 export class CorrectPanel {

@@ -27,7 +27,7 @@ const NO_LABELS = "This result has no labels to correct.";
 const REFRESH_3D_MILLISECONDS = 400;
 
 const OPEN_ELSEWHERE =
-  "This result is being corrected in another tab or window of this browser. Its corrections are saved. If you continue here, the other tab stops.";
+  "This result is being corrected in another tab or window of this browser. Its corrections are saved. If you continue here, you can no longer correct it there.";
 const TAKEN_OVER =
   "You are now correcting this result in another tab or window of this browser. All corrections are saved.";
 

@@ -83,7 +83,7 @@ export class EditTools extends EventTarget {
     const start = performance.now();
     try {
       const edit = work();
-      if (edit === null) this.callbacks.showHint("Nothing changed, because other objects keep their voxels.");
+      if (edit === null) this.callbacks.showHint("Nothing changed, because other objects are not overwritten.");
       else {
         this.callbacks.showHint(hint);
         this.callbacks.onedit(edit);
@@ -295,7 +295,7 @@ export class EditTools extends EventTarget {
     if (this.brush.start(view, position, erase)) this.viewer.draw();
     else
       this.callbacks.showHint(
-        erase ? "Start on the object to erase." : "Select the object to extend, or start the stroke on it.",
+        erase ? "Start the stroke on the object to erase." : "Select the object to extend, or start the stroke on it.",
       );
   }
 
@@ -310,7 +310,7 @@ export class EditTools extends EventTarget {
     const { id, isNew } = brush.stroke ?? { id: 0, isNew: false };
     brush.stroke = null;
     const kind = this.tool === "erase" ? "erase" : "paint";
-    const painted = isNew ? `Created object ${id}. Start on it to extend it` : `Extended object ${id}`;
+    const painted = isNew ? `Created object ${id}. To extend it, start a stroke on it` : `Extended object ${id}`;
     this.apply(() => editor.commit(kind), `${kind === "erase" ? `Erased part of object ${id}` : painted}.`);
     if (!editor.objects.has(viewer.scene.state.selected)) viewer.select(0);
   }

@@ -49,7 +49,7 @@ export async function fetchImage(image, viewer, signal) {
 /** @param {Viewer} viewer @param {string} name @returns {(volume: Volume, fraction: number) => void} */
 function progressCallback(viewer, name) {
   return (_, fraction) => {
-    viewer.fetchStatus.textContent = fraction < 1 ? `Loading ${name}, ${Math.round(fraction * 100)} %` : "";
+    viewer.fetchStatus.textContent = fraction < 1 ? `Loading ${name}, ${Math.round(fraction * 100)}%` : "";
   };
 }
 

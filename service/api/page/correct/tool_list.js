@@ -32,13 +32,13 @@ export const TOOLS = [
     name: "paint",
     text: "Brush",
     key: "b",
-    hint: "Start on an object to extend it. Strokes on the background create a new object or extend the selected one, as set below.",
+    hint: "Start a stroke on an object to extend it. Strokes on the background create a new object or extend the selected one, as set below.",
   },
   {
     name: "erase",
     text: "Eraser",
     key: "e",
-    hint: "Start on an object to erase parts of it. Other objects do not change.",
+    hint: "Start a stroke on an object to erase parts of it. Other objects do not change.",
   },
 ];
 

@@ -246,5 +246,5 @@ function describeAgreement([left, right]) {
   [left, right].forEach(({ viewer }, index) => {
     viewer.scene.set({ colorIndices: colorIndices[index] });
   });
-  return `${formatCount(common, "object")} in both (overlap above 50 %), ${counts[0] - common} only on the left, ${counts[1] - common} only on the right. Corresponding objects have the same color. Objects without a counterpart are gray.`;
+  return `${formatCount(common, "object")} in both (overlap above 50%), ${counts[0] - common} only on the left, ${counts[1] - common} only on the right. Corresponding objects have the same color. Objects without a counterpart are gray.`;
 }

@@ -12,7 +12,7 @@ const ROW_PIXELS = 28;
 const SPARE_ROWS = 8;
 const TITLES = /** @type {Record<string, string>} */ ({
   label: "#",
-  touching_border: "Edge",
+  touching_border: "Border",
   confidence: "Conf.",
   time: "Time",
   track_id: "Track",
@@ -256,7 +256,7 @@ export class ObjectsView extends EventTarget {
         dot.style.background = cssColor(label);
         return element("td", {}, dot, String(label));
       }
-      if (name === "confidence") return element("td", {}, `${Math.round(value * 100)} %`);
+      if (name === "confidence") return element("td", {}, `${Math.round(value * 100)}%`);
       if (name === "touching_border") return element("td", {}, value ? "yes" : "");
       return element("td", {}, name === "parent" && value === 0 ? "" : formatNumber(value));
     });

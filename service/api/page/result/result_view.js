@@ -166,7 +166,7 @@ function connect(viewer, objects, times, signal) {
 /** @param {Job} job @returns {string[]} */
 function facts(job) {
   const seconds = Object.values(job.seconds).reduce((sum, part) => sum + part, 0);
-  const confidence = typeof job.confidence === "number" ? [`confidence ${Math.round(job.confidence * 100)} %`] : [];
+  const confidence = typeof job.confidence === "number" ? [`confidence ${Math.round(job.confidence * 100)}%`] : [];
   const diameter = job.diameter ? [formatLengths(job.diameter).replace("; ", ", ")] : [];
   return [job.model, ...diameter, ...confidence, `${formatNumber(seconds, 2)} s`];
 }

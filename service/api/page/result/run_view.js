@@ -73,7 +73,7 @@ export class RunView {
     else this.bar.removeAttribute("value");
     this.state.textContent = describeState(job);
     const remaining = job.seconds_left === null ? "" : `${formatDuration(job.seconds_left)} left`;
-    const percent = total ? `${Math.floor((100 * done) / total)} % done` : "";
+    const percent = total ? `${Math.floor((100 * done) / total)}% done` : "";
     this.detail.textContent = [job.state === "running" && percent, remaining].filter(Boolean).join(", ");
   }
 }

@@ -82,9 +82,9 @@ export class ChannelTools {
   constructor(viewer) {
     this.viewer = viewer;
     this.scene = viewer.scene;
-    this.toggles = element("div", { class: "tools", role: "group", "aria-label": "Channels that are shown" });
+    this.toggles = element("div", { class: "tools", role: "group", "aria-label": "Displayed channels" });
     this.target = element("select", {
-      "aria-label": "Channel whose contrast is set",
+      "aria-label": "Channel whose contrast is adjusted",
       onchange: () => {
         const channel = Number(this.target.value);
         this.scene.set({ adjusted: channel === this.primary ? null : channel });

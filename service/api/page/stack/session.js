@@ -39,7 +39,7 @@ export class Session {
     this.loading = new AbortController();
     this.following = new AbortController();
     this.inspecting = new AbortController();
-    this.labelling = new AbortController();
+    this.labeling = new AbortController();
     /** The job whose labels are displayed. @type {Job | null} */
     this.job = null;
     /** @type {Inspection | null} */
@@ -142,7 +142,7 @@ export class Session {
         if (isFirstBlock) viewer.open(volume, file.voxel_size);
         if (isFirstBlock && isOtherImage) viewer.adjustContrast();
         else if (!isFirstBlock) viewer.refresh();
-        viewer.fetchStatus.textContent = fraction < 1 ? `Reading the stack, ${Math.round(fraction * 100)} %` : "";
+        viewer.fetchStatus.textContent = fraction < 1 ? `Reading the stack, ${Math.round(fraction * 100)}%` : "";
       });
       if (isOtherImage) viewer.adjustContrast();
       else viewer.refresh();
@@ -191,9 +191,9 @@ export class Session {
   /** @param {Job} job */
   async #showLabels(job) {
     const { viewer } = this;
-    this.labelling.abort();
-    this.labelling = new AbortController();
-    const signal = AbortSignal.any([this.labelling.signal, this.following.signal]);
+    this.labeling.abort();
+    this.labeling = new AbortController();
+    const signal = AbortSignal.any([this.labeling.signal, this.following.signal]);
     const { address, parameters } = this.#labelsSource(job, [0, 0, 0]);
     const probe = await request(`${address}?${buildQuery({ ...parameters, to: 1, step: "1,9999,9999" })}`, { signal });
     const fullShape = /** @type {Triple} */ ((probe.headers.get("X-StackSeg-Volume") ?? "").split(",").map(Number));

@@ -109,7 +109,7 @@ export class SettingsView extends EventTarget {
     );
     this.diameterKind = element(
       "select",
-      { "aria-label": "How the diameter is found", onchange: () => this.#readDiameter() },
+      { "aria-label": "How the object diameter is determined", onchange: () => this.#readDiameter() },
       element("option", { value: "" }, "model default"),
       element("option", { value: "auto" }, "estimated from the stack"),
       element("option", { value: "px" }, "custom, in voxels"),
@@ -120,7 +120,7 @@ export class SettingsView extends EventTarget {
       min: "1",
       step: "0.5",
       value: "15",
-      "aria-label": "Diameter in voxels",
+      "aria-label": "Object diameter in voxels",
       hidden: true,
       onchange: () => this.#readDiameter(),
     });
@@ -204,7 +204,7 @@ export class SettingsView extends EventTarget {
     this.facts.replaceChildren(
       chip("Size", `${x} × ${y} × ${z}`, "voxels along x, y, z"),
       chip(
-        "Voxel",
+        "Voxel size",
         edges ? `${formatNumber(edges.x)} × ${formatNumber(edges.y)} × ${formatNumber(edges.z)} µm` : "unknown",
         file.voxel_size_from,
         !edges,

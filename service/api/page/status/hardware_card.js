@@ -51,7 +51,7 @@ function drawGpu(gpu) {
   );
   return [
     element("h3", {}, [`GPU ${gpu.index}: ${gpu.name}`, ...facts].join(", ")),
-    meter("Load", load, 100, `${load} %`),
+    meter("Load", load, 100, `${load}%`),
     memoryMeter(gpu.memory_used, gpu.memory_total),
   ];
 }

@@ -62,7 +62,12 @@ function drawEngine(name, engine, expanded) {
       element("strong", {}, configuration),
       `; ${batch}; ready after ${formatSeconds(engine.warm_up_seconds)}`,
     ),
-    element("p", { class: "muted" }, SELECTION_REASONS[planned] ?? planned, cached && " Reused from an earlier start."),
+    element(
+      "p",
+      { class: "muted" },
+      SELECTION_REASONS[planned] ?? planned,
+      cached && " Reused from an earlier start of the service.",
+    ),
     warnings.length > 0 &&
       element("ul", { class: "notes" }, ...warnings.map((text) => element("li", { class: "warning" }, text))),
     trials.length > 0 && details,
@@ -78,7 +83,7 @@ function drawTrials(name, trials) {
       [choice.engine, choice.compile_mode].filter(Boolean).join(", "),
       choice.precision,
       windows_per_second === null ? "–" : formatNumber(windows_per_second),
-      difference === null ? "–" : `${formatNumber(100 * difference, 2)} %`,
+      difference === null ? "–" : `${formatNumber(100 * difference, 2)}%`,
       verdict,
     ]),
   );

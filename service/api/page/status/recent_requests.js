@@ -29,7 +29,7 @@ export function drawRecent(recent) {
   if (recent.length === 0) return [element("p", { class: "muted" }, "No requests since the service started.")];
   return [
     table(
-      "The last requests, newest first",
+      "Recent requests, newest first",
       ["Ended", "Model", "Voxels", "Objects", "Seconds", "Time by stage"],
       recent.map(({ ended, model, voxels, objects, seconds }) => [
         new Date(ended).toLocaleTimeString("en-GB"),

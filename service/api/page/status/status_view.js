@@ -55,7 +55,7 @@ async function untilVisible(signal) {
 
 /** @param {HTMLElement} root @param {Problem} problem */
 function showProblem(root, problem) {
-  const title = problem.status === 401 ? "The status is only available to operators" : "The status is not available";
+  const title = problem.status === 401 ? "The status is available only to operators" : "The status is not available";
   root.replaceChildren(
     element("section", { class: "card" }, element("h2", {}, title), element("p", {}, problem.message)),
   );
@@ -74,7 +74,7 @@ class StatusView {
     this.reloadStatus = element("p", { class: "muted", role: "status" });
     this.models = new Card("Models", this.reload);
     this.models.root.insertBefore(this.reloadStatus, this.models.body);
-    this.recent = new Card("Last requests", legend());
+    this.recent = new Card("Recent requests", legend());
     /** Names of models with expanded details. @type {Set<string>} */
     this.expanded = new Set();
     /** CPU seconds of the service, and the time of the last measurement. @type {{cpuSeconds: number, time: number} | null} */
@@ -224,8 +224,8 @@ function drawTraining({ problem, trainings, annotations, models, models_limit })
     ),
     problem !== null && element("p", { class: "muted" }, `Training is not available: ${problem}`),
     rows.length > 0
-      ? table("Running and waiting trainings", ["New model", "Base model", "State", "Progress", "Remaining"], rows)
-      : problem === null && element("p", { class: "muted" }, "No running or waiting trainings."),
+      ? table("Running and waiting training runs", ["New model", "Base model", "State", "Progress", "Remaining"], rows)
+      : problem === null && element("p", { class: "muted" }, "No running or waiting training runs."),
   ];
 }
 

@@ -52,7 +52,7 @@ export function saveAnnotationDialog({ labels, changes, stack, job, time, name }
       element(
         "p",
         { class: "muted" },
-        "The stack and its labels are saved on the service. You can train models with them.",
+        "The stack and its labels will be saved on the service, and you can train models with them.",
       ),
       field("Name", nameInput),
       part.root,
@@ -93,7 +93,7 @@ function partFields(shape) {
   const root = element(
     "div",
     { class: "field" },
-    element("label", { class: "slim" }, only, "I checked only a part: train only on that part"),
+    element("label", { class: "slim" }, only, "I checked only part of the stack. Train only on this part."),
     box,
   );
   const region = () =>

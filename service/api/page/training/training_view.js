@@ -133,7 +133,7 @@ class TrainingView {
         element(
           "p",
           { class: "muted small" },
-          "F1 score on held-out data. Objects match if they overlap by more than 50 % (intersection over union).",
+          "F1 score on held-out data. Objects match if they overlap by more than 50% (intersection over union).",
         ),
       message && element("p", { class: better === false || state === "failed" ? "warning-text" : "muted" }, message),
       hasModel &&
@@ -151,9 +151,10 @@ class TrainingView {
 /** @param {Training} training */
 function describeTraining({ state, stage, name, better, position, model }) {
   if (state === "done" && model === null) return `The model ${name} was deleted`;
-  if (state === "done") return better === false ? `${name} is ready, but not better` : `${name} is ready`;
+  if (state === "done")
+    return better === false ? `${name} is ready, but not better than the base model` : `${name} is ready`;
   if (state === "waiting" && position !== null && position > 1)
-    return `${formatCount(position - 1, "training")} ahead in the queue`;
+    return `${formatCount(position - 1, "training run")} ahead in the queue`;
   if (state === "running") return describeStage(stage);
   return (
     {
@@ -172,7 +173,7 @@ export function describeStage(stage) {
 
 /** @param {number} fraction */
 function percent(fraction) {
-  return `${formatNumber(100 * fraction)} %`;
+  return `${formatNumber(100 * fraction)}%`;
 }
 
 /** Create the list of trainings for the start screen. @returns {Promise<HTMLElement | null>} null if there are none */
@@ -183,7 +184,7 @@ export async function trainingsList() {
   return element(
     "section",
     { class: "recent", "aria-labelledby": "trainings-title" },
-    element("h2", { id: "trainings-title" }, "Trainings"),
+    element("h2", { id: "trainings-title" }, "Training runs"),
     element(
       "ul",
       {},
