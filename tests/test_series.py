@@ -204,7 +204,7 @@ def test_laptrack_links_objects_over_time(live: Live, pixels: NDArray[np.uint8])
     [
         ({"time": "2:9"}, "time=0 to time=4"),
         ({"time": "5:"}, "time=0 to time=4"),
-        ({"time": "4:2"}, "range without its end"),
+        ({"time": "4:2"}, "a range such as 2:5"),
         ({"time": "2", "link": "overlap"}, "time=all"),
         ({"link": "overlap"}, "time=all"),
         ({"time": "all", "link": "overlap", "output": "probabilities"}, "only labels"),

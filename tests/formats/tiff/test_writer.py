@@ -81,7 +81,8 @@ size = st.floats(1e-4, 1e4)
     voxel_size=st.none() | st.builds(VoxelSize, size, size, size),
     dtype=st.sampled_from(["uint8", "uint16", "uint32"]),
     kind=st.sampled_from(["labels", "classes", "probabilities"]),
-    names=st.lists(st.text(max_size=12), min_size=2, max_size=4) | st.just(["background", '<&> "µ"', "edge\0s"]),
+    names=st.lists(st.text(max_size=12).map(str.strip), min_size=2, max_size=4)
+    | st.just(["background", '<&> "µ"', "edge\0s"]),
 )
 def test_any_segmentation_is_read_back_unchanged(
     tmp_path: Path, shape: tuple[int, int, int], voxel_size: VoxelSize | None, dtype: str, kind: Any, names: list[str]
