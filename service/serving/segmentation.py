@@ -101,11 +101,11 @@ def queue_work(
     """
     spec, pixels, options, caller = request
     point_count = len(pixels.times) if isinstance(pixels, Series) else 1
-    windows = point_count * runtime.estimate(spec, pixels, options).windows
+    window_count = point_count * runtime.estimate(spec, pixels, options).windows
     reservation = runtime.reserve(spec.name, caller)
     needs = partial(reservation.needs, pixels, options)
     job: Job[T] = Job(
-        spec.name, partial(work, reservation), window_count=windows, needs=needs, is_ready=False, owner=caller
+        spec.name, partial(work, reservation), window_count=window_count, needs=needs, is_ready=False, owner=caller
     )
     queue = reservation.queue
     if wait:

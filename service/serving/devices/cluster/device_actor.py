@@ -73,7 +73,7 @@ class DeviceActor:
         self._served_models: set[str] = set()
         # The model and the job of each task, by task id.
         self._jobs: dict[str, tuple[str, Job[Any]]] = {}
-        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self._cancelled_ids: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
     def load(self, task: Task) -> Outcome:
@@ -87,25 +87,27 @@ class DeviceActor:
 
     def segment(self, task: Task) -> Outcome:
         """Segment the volume of a task. The labels are written to a new file in the same folder as the pixels."""
-        stored = _require_volume(task)
+        stored_volume = _require_volume(task)
 
         def segment(job: Job[Any], reservation: Reservation) -> StoredResult:
-            result = reservation.segment(job, stored.open(), task.options)
-            return store_result(result, stored.path.with_name(f"labels-{uuid.uuid4().hex[:12]}"))
+            result = reservation.segment(job, stored_volume.open(), task.options)
+            return store_result(result, stored_volume.path.with_name(f"labels-{uuid.uuid4().hex[:12]}"))
 
         return self._run(task, segment)
 
     def estimate_diameter(self, task: Task) -> Outcome:
         """Estimate the object diameter in the volume of a task."""
-        stored = _require_volume(task)
-        return self._run(task, lambda job, reservation: reservation.estimate_diameter(job, stored.open(), task.options))
+        stored_volume = _require_volume(task)
+        return self._run(
+            task, lambda job, reservation: reservation.estimate_diameter(job, stored_volume.open(), task.options)
+        )
 
     def cancel(self, task_id: str) -> None:
         """Cancel a running task, or one that has not arrived yet."""
         with self._lock:
-            self._cancelled[task_id] = None
-            if len(self._cancelled) > MAX_CANCELLED_TASKS:
-                self._cancelled.popitem(last=False)
+            self._cancelled_ids[task_id] = None
+            if len(self._cancelled_ids) > MAX_CANCELLED_TASKS:
+                self._cancelled_ids.popitem(last=False)
             _, job = self._jobs.get(task_id, (None, None))
         if job is not None:
             job.cancel()
@@ -117,9 +119,9 @@ class DeviceActor:
         """
         with self._lock:
             progress = {task_id: job.progress for task_id, (_, job) in self._jobs.items()}
-            unused = self._served_models.difference(models, (model for model, _ in self._jobs.values()))
-            self._served_models -= unused
-            for model in unused:
+            unused_models = self._served_models.difference(models, (model for model, _ in self._jobs.values()))
+            self._served_models -= unused_models
+            for model in unused_models:
                 self._models.forget(model)
         return Status(socket.gethostname(), self._device.problem, gpus.query_gpus(), host.query_host(), progress)
 
@@ -137,7 +139,7 @@ class DeviceActor:
             self._served_models.add(task.model)
             self._models.serve(task.model, task.spec)
             self._jobs[task.id] = (task.model, job)
-            if task.id in self._cancelled:
+            if task.id in self._cancelled_ids:
                 job.cancel()
         try:
             self._queue.put(job)
