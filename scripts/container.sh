@@ -265,7 +265,7 @@ check_gpu_image() {
   check_libraries
   check_refusal no-driver "no CUDA device is available: no NVIDIA driver was found; install it"
   make_old_driver
-  check_refusal old-driver "the NVIDIA driver 550.54 is too old: it supports CUDA up to 12.4, but torch was built for" \
+  check_refusal old-driver "the NVIDIA driver 550.54 is too old: it supports CUDA up to 12.4, but PyTorch was built for" \
     --env LD_LIBRARY_PATH=$driver
   check_triton
 }

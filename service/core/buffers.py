@@ -28,8 +28,8 @@ ALIGNMENT = 64
 def make_allocator(folder: Path | None) -> Allocator:
     """Return a function that allocates arrays of zeros: small ones in memory, large ones in memory-mapped files.
 
-    The files are created in `folder` (None: the system's temporary folder). The function raises OutOfStorage if the
-    disk has too little space for the array.
+    The files are created in `folder` (None: the system's temporary folder). The returned function raises OutOfStorage
+    if the disk has too little space for the array.
     """
 
     def allocate(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -44,7 +44,7 @@ def allocate_on_disk(shape: tuple[int, ...], dtype: DTypeLike, folder: Path | No
     size = math.prod(shape) * np.dtype(dtype).itemsize
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
-            # Writing to a mapped file on a full disk kills the process, so the space is reserved first.
+            # Writing to a memory-mapped file on a full disk kills the process, so reserve the space first.
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             raise OutOfStorage(
@@ -57,22 +57,22 @@ def allocate_on_disk(shape: tuple[int, ...], dtype: DTypeLike, folder: Path | No
 class BufferPool:
     """A pool of aligned buffers of one size; a buffer is reused once no array refers to it.
 
-    malloc splits large freed blocks, so they are often too small for the aligned blocks that torch allocates. Without
-    a pool, allocating many arrays in succession makes the process grow.
+    `malloc` splits large freed blocks, so they are often too small for the aligned blocks that PyTorch allocates.
+    Without a pool, allocating many arrays in succession would increase the memory of the process.
 
-    nbytes  size of each buffer
-    idle    maximum number of unused buffers in the pool
-    cache   provides buffers before new memory is allocated, and receives the unused buffers when the pool is deleted
+    nbytes    size of each buffer
+    max_idle  maximum number of unused buffers in the pool
+    cache     provides buffers before new memory is allocated, and receives the unused buffers when the pool is deleted
     """
 
-    def __init__(self, nbytes: int, idle: int, cache: BufferCache | None = None) -> None:
-        self._nbytes, self._max_idle, self._cache = nbytes, idle, cache
-        self._idle = list[Array]()
+    def __init__(self, nbytes: int, max_idle: int, cache: BufferCache | None = None) -> None:
+        self._nbytes, self._max_idle, self._cache = nbytes, max_idle, cache
+        self._idle_buffers = list[Array]()
 
     def take(self) -> NDArray[np.uint8]:
         """Return a buffer, uint8 [nbytes], with arbitrary content. Taking and dropping buffers is thread-safe."""
         try:
-            memory = self._idle.pop()
+            memory = self._idle_buffers.pop()
         except IndexError:
             cached = None if self._cache is None else self._cache.take(self._nbytes)
             memory = _allocate_aligned(self._nbytes) if cached is None else cached
@@ -80,59 +80,60 @@ class BufferPool:
 
     def __del__(self) -> None:
         # Remove each buffer from the pool before passing it to the cache, so that it never has two owners.
-        while self._cache is not None and self._idle:
-            self._cache.keep(self._idle.pop())
+        while self._cache is not None and self._idle_buffers:
+            self._cache.add(self._idle_buffers.pop())
 
-    def give_back(self, memory: Array) -> None:
-        """Put a buffer back into the pool; no array may refer to it."""
-        if len(self._idle) < self._max_idle:
-            self._idle.append(memory)
+    def return_buffer(self, memory: Array) -> None:
+        """Return a buffer to the pool. No array may refer to it."""
+        if len(self._idle_buffers) < self._max_idle:
+            self._idle_buffers.append(memory)
 
 
 class BufferCache:
     """A cache of buffers from deleted pools, for new pools with the same buffer size.
 
-    Consecutive requests often have the same size. New memory is slower, because the system fills its pages with zeros.
+    Consecutive requests often have the same size. Allocating new memory is slower, because the system zeroes its pages.
 
-    nbytes  maximum total size of the buffers; the oldest are dropped first
+    max_bytes  maximum total size of the buffers; the oldest buffers are dropped first
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._max_bytes = nbytes
-        # No lock, because a pool may be deleted wherever Python collects garbage. `pop` is atomic.
-        self._idle = dict[int, Array]()
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        # There is no lock, because Python may collect a pool as garbage at any point, even while the lock is held.
+        # `pop` is atomic.
+        self._idle_buffers = dict[int, Array]()
         self._numbers = itertools.count()
 
     def take(self, nbytes: int) -> Array | None:
-        """Return the newest buffer of exactly this size, or None."""
-        for number, memory in reversed(self._idle.copy().items()):
-            if memory.nbytes == nbytes and self._idle.pop(number, None) is not None:
+        """Remove and return the newest buffer of exactly this size, or return None."""
+        for number, memory in reversed(self._idle_buffers.copy().items()):
+            if memory.nbytes == nbytes and self._idle_buffers.pop(number, None) is not None:
                 return memory
         return None
 
-    def keep(self, memory: Array) -> None:
+    def add(self, memory: Array) -> None:
         """Add a buffer that no array refers to, and drop the oldest buffers if the cache exceeds its limit."""
         if not 0 < memory.nbytes <= self._max_bytes:
             return
-        self._idle[next(self._numbers)] = memory
-        idle = self._idle.copy()
-        total_bytes = sum(buffer.nbytes for buffer in idle.values())
-        for number, oldest in idle.items():
+        self._idle_buffers[next(self._numbers)] = memory
+        idle_buffers = self._idle_buffers.copy()
+        total_bytes = sum(buffer.nbytes for buffer in idle_buffers.values())
+        for number, oldest in idle_buffers.items():
             if total_bytes <= self._max_bytes:
                 return
-            self._idle.pop(number, None)
+            self._idle_buffers.pop(number, None)
             total_bytes -= oldest.nbytes
 
 
 class _BufferView:
-    """Base object of all views of one buffer; it returns the buffer to the pool after the last view is deleted."""
+    """Base object of all views of one buffer. It returns the buffer to the pool when the last view is deleted."""
 
     def __init__(self, memory: Array, pool: BufferPool) -> None:
         self._memory, self._pool = memory, pool
         self.__array_interface__ = memory.__array_interface__
 
     def __del__(self) -> None:
-        self._pool.give_back(self._memory)
+        self._pool.return_buffer(self._memory)
 
 
 def _allocate_aligned(nbytes: int) -> Array:
@@ -142,7 +143,7 @@ def _allocate_aligned(nbytes: int) -> Array:
 
 
 def release_pages(array: Array) -> None:
-    """Evict the pages of a memory-mapped array from memory; they stay on disk. Does nothing for arrays in memory."""
+    """Evict the pages of a memory-mapped array from memory; they stay on disk. Do nothing for arrays in memory."""
     base: object = array
     while isinstance(base, np.ndarray):
         base = base.base

@@ -10,7 +10,7 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError, model_validator
 
-from service.core.errors import ConfigError, validation_message
+from service.core.errors import ConfigError, get_validation_message
 from service.core.files.bundled import bundled_folder
 from service.core.sections.computing import Cluster, Device, Engine, Models, Section, Training, Windows
 from service.core.sections.serving import (
@@ -29,7 +29,7 @@ PREFIX = "STACKSEG_"
 
 
 class Settings(Section):
-    """All sections of the settings. The defaults suit both a laptop and a GPU host."""
+    """All sections of the settings. The defaults are suitable for both a laptop and a GPU host."""
 
     models: Models = Models()
     device: Device = Device()
@@ -49,18 +49,18 @@ class Settings(Section):
 
     @property
     def annotations_folder(self) -> Path:
-        """The folder of annotated stacks."""
+        """The folder that stores annotated stacks."""
         return self.annotations.folder or self._data_folder("annotations")
 
     @property
     def trained_folder(self) -> Path:
-        """The folder of models that were trained on request."""
+        """The folder that stores the models trained by the service."""
         return self.models.trained_folder or self._data_folder("trained-models")
 
     def _data_folder(self, name: str) -> Path:
         if self.jobs.folder is not None:
             return self.jobs.folder / name
-        return _find_user_data() / "stackseg" / name
+        return _find_user_data_folder() / "stackseg" / name
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
@@ -80,10 +80,10 @@ class Settings(Section):
         return self
 
 
-def _find_user_data() -> Path:
+def _find_user_data_folder() -> Path:
     """Return the data folder of the user: `XDG_DATA_HOME` or `~/.local/share`.
 
-    For a user without a home directory, return a relative path.
+    If the user has no home directory, return a relative path.
     """
     if configured := os.environ.get("XDG_DATA_HOME"):
         return Path(configured)
@@ -100,7 +100,7 @@ def read_settings(path: Path | None = None, environment: Mapping[str, str] | Non
     Raises ConfigError if the file cannot be read, or if a key, variable or value is unknown or invalid.
     """
     values = _read_file(path) if path is not None else {}
-    _override(values, os.environ if environment is None else environment)
+    _apply_overrides(values, os.environ if environment is None else environment)
     return _validate(values)
 
 
@@ -115,14 +115,14 @@ def _validate(values: Mapping[str, Any]) -> Settings:
         return Settings.model_validate(values)
     except ValidationError as error:
         problems = "; ".join(
-            f"{'.'.join(map(str, problem['loc'][:2])) or 'settings'}: {validation_message(problem)}"
+            f"{'.'.join(map(str, problem['loc'][:2])) or 'settings'}: {get_validation_message(problem)}"
             for problem in error.errors()
         )
         raise ConfigError(f"The configuration is invalid: {problems}") from error
 
 
 def _find_file(path: Path) -> Path:
-    """Return `path` if the file exists, otherwise the bundled preset of that name. Raises ConfigError."""
+    """Return `path` if the file exists, otherwise the path of the bundled preset of that name. Raises ConfigError."""
     presets = {file.stem: file for file in sorted(bundled_folder("configs").glob("*.yaml"))}
     if path.exists() and not path.is_dir():
         return path
@@ -146,7 +146,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     return {name: dict(section or {}) for name, section in content.items()}
 
 
-def _override(values: dict[str, Any], environment: Mapping[str, str]) -> None:
+def _apply_overrides(values: dict[str, Any], environment: Mapping[str, str]) -> None:
     for variable, text in environment.items():
         if not variable.startswith(PREFIX):
             continue

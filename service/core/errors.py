@@ -1,22 +1,22 @@
-"""All errors that StackSeg raises on purpose.
+"""All exceptions that StackSeg defines.
 
 StackSegError
-|-- RequestError             client error: the client has to change the request
+|-- RequestError             client error: the client must change the request
 |   |-- BadFile              an unreadable, truncated or inconsistent file
 |   |-- AmbiguousAxes        the file does not specify the meaning of its axes
-|   |-- BadParameter         an invalid parameter, or one that does not fit the file or the model
+|   |-- BadParameter         a parameter that is invalid, or does not match the file or the model
 |   |-- LowConfidenceResult  labels of low confidence, with `strict=true`
 |   |-- UnsupportedMedia     a file in an unsupported format
 |   |-- TooLarge             the file or its decoded pixels exceed a limit
 |   |-- TooSlow              the client sends its request too slowly
-|   |-- OutputExists         the output file exists already
+|   |-- OutputExists         the output file already exists
 |   |-- UnknownModel         no model has this name
 |   |-- Unauthorized         a missing or unknown API key, or one without the required permission
 |   |-- MisdirectedRequest   the Host header names a host that this service does not serve
 |   |-- UnknownJob           no job has this id, or it belongs to another key
 |   |-- UnknownStack         no uploaded stack has this id, or it belongs to another key
 |   |-- UnknownAnnotation    no annotated stack has this id, or it belongs to another key
-|   |-- UnknownTraining      no training has this id, or it belongs to another key
+|   |-- UnknownTraining      no training run has this id, or it belongs to another key
 |   |-- FeatureDisabled      the feature is disabled by the operator, or its dependency is not installed
 |   |-- ModelNotDeletable    the model cannot be deleted
 |   |-- JobNotFinished       the job has no result yet
@@ -30,19 +30,19 @@ StackSegError
 |   |-- TimedOut             the request exceeds the time limit
 |   |-- OutOfStorage         the disk, or the quota for uploads or jobs, is full
 |   |-- OutOfMemory          there is not enough memory, even with all fallbacks
-|   |-- ReaderKilled         the process that read the file was killed, usually because memory ran out
-|   `-- JobInterrupted       the process died too often while it ran this job
-|-- ModelError               error for the operator: the model has to be fixed
-|   |-- BrokenModel          an incomplete or inconsistent model folder, or weights that do not match
+|   |-- ReaderKilled         the process that was reading the file was killed, usually because memory ran out
+|   `-- JobInterrupted       the process died too many times while it was running this job
+|-- ModelError               error for the operator: the model must be fixed
+|   |-- BrokenModel          an incomplete or inconsistent model folder, or weights that do not match the architecture
 |   |-- NonFiniteScores      the network returned NaN or infinity
-|   `-- UnsupportedPackage   a model package that cannot be imported; raised by the command line only
+|   `-- UnsupportedPackage   a model package that cannot be imported; raised only by the command line
 |       `-- MissingKeys      a model package without some of the required information
-|-- InternalError            a bug in the service made a job fail
-|-- ConfigError              an unknown or invalid setting; raised at startup only
+|-- InternalError            a job failed because of a bug in the service
+|-- ConfigError              an unknown or invalid setting; raised only at startup
 `-- Cancelled                the client disconnected; logged, but never sent as a response
 
 A message has one or two sentences for the person who can solve the problem: what is wrong, and what to do.
-`slug` is the stable last part of the problem type, which clients may rely on.
+`slug` is the last part of the problem type. It is stable, so clients may rely on it.
 This module does not contain HTTP statuses: `service.api.messages.problems` maps errors to statuses.
 """
 
@@ -52,10 +52,10 @@ from typing import Any, ClassVar, Self
 
 
 class StackSegError(Exception):
-    """Base class of all errors of StackSeg; never raised itself.
+    """Base class of all StackSeg errors; never raised directly.
 
     parameter  name of the first request parameter that caused the error; None if no parameter did
-    suggested  values to try, as text, by parameter name.
+    suggested  values to try, as strings, by parameter name.
     """
 
     slug: ClassVar[str] = "error"
@@ -73,8 +73,8 @@ class RequestError(StackSegError):
     slug = "bad-request"
 
     @classmethod
-    def about(cls, parameter: str, problem: str, suggested: Mapping[str, str] | None = None) -> Self:
-        """Return an error about a request parameter; the message begins with the name of the parameter."""
+    def for_parameter(cls, parameter: str, problem: str, suggested: Mapping[str, str] | None = None) -> Self:
+        """Return an error about a request parameter. The message begins with the name of the parameter."""
         return cls(f"{parameter}: {problem}", parameter=parameter, suggested=suggested)
 
 
@@ -85,13 +85,13 @@ class BadFile(RequestError):
 
 
 class AmbiguousAxes(RequestError):
-    """The file does not specify the meaning of its axes, and the service does not guess it."""
+    """The file does not specify the meaning of its axes, and the service does not guess their meaning."""
 
     slug = "ambiguous-axes"
 
 
 class BadParameter(RequestError):
-    """A parameter is malformed, out of range, or does not fit the file or the model."""
+    """A parameter is malformed, out of range, or does not match the file or the model."""
 
     slug = "bad-parameter"
 
@@ -115,7 +115,7 @@ class TooLarge(RequestError):
 
 
 class TooSlow(RequestError):
-    """The client sends the head or the body of the request more slowly than the service allows."""
+    """The client sends the headers or the body of the request more slowly than the service allows."""
 
     slug = "too-slow"
 
@@ -163,7 +163,7 @@ class UnknownAnnotation(RequestError):
 
 
 class UnknownTraining(RequestError):
-    """No training has this id, or it belongs to another API key."""
+    """No training run has this id, or it belongs to another API key."""
 
     slug = "unknown-training"
 
@@ -175,7 +175,7 @@ class FeatureDisabled(RequestError):
 
 
 class ModelNotDeletable(RequestError):
-    """The model cannot be deleted: it is in use, it is the default, or it was not created by a training."""
+    """The model cannot be deleted: it is in use, it is the default model, or it was not created by a training run."""
 
     slug = "model-kept"
 
@@ -252,13 +252,13 @@ class TimedOut(CapacityError):
 
 
 class OutOfStorage(CapacityError):
-    """The disk for uploads, decoded pixels and jobs is full, or the quota for jobs is used up."""
+    """The disk for uploads, decoded pixels and jobs is full, or the quota for jobs is exhausted."""
 
     slug = "out-of-storage"
 
 
 class OutOfMemory(CapacityError):
-    """There is not enough memory, even with all fallbacks; `needed_bytes` would suffice (None: unknown)."""
+    """There is not enough memory, even with all fallbacks; `needed_bytes` of memory would suffice (None: unknown)."""
 
     slug = "out-of-memory"
 
@@ -268,25 +268,25 @@ class OutOfMemory(CapacityError):
 
 
 class ReaderKilled(CapacityError):
-    """The process that read the file was killed, and so was its retry; usually because memory ran out."""
+    """The process that was reading the file was killed twice, usually because memory ran out."""
 
     slug = "reader-killed"
 
 
 class JobInterrupted(CapacityError):
-    """The process died more often than allowed while it ran this job; usually because memory ran out."""
+    """The process died more times than allowed while it was running this job, usually because memory ran out."""
 
     slug = "interrupted"
 
 
 class ModelError(StackSegError):
-    """Error for the operator: the model has to be fixed."""
+    """Error for the operator: the model must be fixed."""
 
     slug = "model-error"
 
 
 class BrokenModel(ModelError):
-    """The model folder is incomplete or inconsistent, or its weights do not match."""
+    """The model folder is incomplete or inconsistent, or its weights do not match its architecture."""
 
     slug = "broken-model"
 
@@ -314,12 +314,12 @@ class MissingKeys(UnsupportedPackage):
 
     def __init__(self, package: str, problems: Mapping[str, str]) -> None:
         reasons = "; ".join(f"{key}: {problem}" for key, problem in problems.items())
-        super().__init__(f"The package does not specify everything. Set these keys of model.yaml: {reasons}")
+        super().__init__(f"The package lacks required information. Set these keys of model.yaml: {reasons}")
         self.package, self.problems = package, problems
 
 
 class InternalError(StackSegError):
-    """A bug in the service made the job fail; the log has the details."""
+    """The job failed because of a bug in the service; the log has the details."""
 
     slug = "internal-error"
 
@@ -341,10 +341,10 @@ _FOLDERS = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"]+/)+")
 
 
 def remove_folders(message: str) -> str:
-    """Shorten absolute paths in a message to file names, so that clients do not learn how this host is set up."""
+    """Shorten absolute paths in a message to file names, so that clients do not learn the folders of this host."""
     return _FOLDERS.sub("", message)
 
 
-def validation_message(fault: Mapping[str, Any]) -> str:
+def get_validation_message(error: Mapping[str, Any]) -> str:
     """Return the message of one entry of `ValidationError.errors()` of pydantic, without its prefix."""
-    return str(fault["msg"]).removeprefix("Value error, ")
+    return str(error["msg"]).removeprefix("Value error, ")

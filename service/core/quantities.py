@@ -1,4 +1,4 @@
-"""Quantities in requests and parsers for them: lengths, diameters, volumes, time points and gray values."""
+"""Quantities in requests, and their parsers: lengths, diameters, volumes, time points and gray values."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Size = tuple[int, int, int]
 """Number of voxels along (Z, Y, X)."""
 
 
-# Shortest and longest length in micrometers, from a tenth of an atom to a meter. TIFF tags and quotients of lengths
-# outside this range overflow.
+# Shortest and longest length in micrometers, from a tenth of an atom to a meter. TIFF tags and ratios of lengths
+# outside this range would overflow.
 PLAUSIBLE_LENGTHS = (1e-5, 1e6)
-# Largest volume in cubic micrometers, which is one cubic meter.
+# Largest volume in cubic micrometers: one cubic meter.
 MAX_VOLUME = 1e18
 # Largest ratio of plane spacing to pixel size. If the ratio is larger, the voxel size is wrong, or the planes are too
 # far apart to show whole objects.
 MAX_ANISOTROPY = 6.0
-# Digits of the edge length of a window in voxels. Windows with longer edges do not fit into any memory.
+# Maximum number of digits of a window's edge length in voxels. Larger windows do not fit in any memory.
 MAX_EDGE_DIGITS = 5
 
 
@@ -37,21 +37,21 @@ class VoxelSize:
         for axis, size in zip("zyx", self, strict=True):
             if not PLAUSIBLE_LENGTHS[0] <= size <= PLAUSIBLE_LENGTHS[1]:
                 shortest, longest = PLAUSIBLE_LENGTHS
-                text = f"must be between {shortest:g} and {longest:g} micrometers, not {size}"
-                raise BadParameter(f"The voxel size along {axis} {text}.")
+                problem = f"must be between {shortest:g} and {longest:g} micrometers, not {size}"
+                raise BadParameter(f"The voxel size along {axis} {problem}.")
 
     def __iter__(self) -> Iterator[float]:
         return iter((self.z, self.y, self.x))
 
     @property
-    def pixel(self) -> float:
+    def pixel_size(self) -> float:
         """Edge length of a pixel in micrometers: the geometric mean of the lengths along Y and X."""
         return math.sqrt(self.y * self.x)
 
     @property
     def anisotropy(self) -> float:
         """Ratio of plane spacing to pixel size, at most `MAX_ANISOTROPY`."""
-        return min(self.z / self.pixel, MAX_ANISOTROPY)
+        return min(self.z / self.pixel_size, MAX_ANISOTROPY)
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class TimeRange:
 
 
 def is_index(text: str) -> bool:
-    """Return whether a text consists of ASCII digits. Digits of other scripts may be part of a channel name."""
+    """Return whether a string consists of ASCII digits. Digits of other scripts may be part of a channel name."""
     return text.isascii() and text.isdecimal()
 
 
 def parse_time(text: str) -> int | TimeRange:
-    """Parse an index that starts at 0, `all`, or a range such as `2:5` that excludes its end. Raises BadParameter."""
+    """Parse a zero-based index, `all`, or a range such as `2:5` that excludes its end. Raises BadParameter."""
     normalized = text.strip().lower()
     if normalized == "all":
         return TimeRange()
@@ -91,7 +91,7 @@ def parse_time(text: str) -> int | TimeRange:
 
 
 def _parse_range(text: str) -> TimeRange | None:
-    """Parse a range with at least one index; return None for any other text."""
+    """Parse a range with at least one index; return None for any other string."""
     first, colon, stop = text.partition(":")
     parts = [part for part in (first, stop) if part]
     if not colon or not parts or not all(map(is_index, parts)):
@@ -101,9 +101,9 @@ def _parse_range(text: str) -> TimeRange | None:
 
 @dataclass(frozen=True)
 class Diameter:
-    """Diameter of the objects in the plane, or along (z, y, x).
+    """Diameter of the objects in the image plane, or along (z, y, x).
 
-    If only the diameter in the plane is given, objects are assumed to have the same size in micrometers along z.
+    If only the in-plane diameter is given, objects are assumed to have the same size in micrometers along z.
     Raises BadParameter for lengths outside `PLAUSIBLE_LENGTHS`.
     """
 
@@ -117,7 +117,7 @@ class Diameter:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse text such as `15px`, `7,15,15px` or `6.5um`. Raises BadParameter."""
+        """Parse a string such as `15px`, `7,15,15px` or `6.5um`. Raises BadParameter."""
         normalized = text.strip().lower()
         try:
             match [float(length) for length in normalized[:-2].split(",")], normalized[-2:]:
@@ -133,7 +133,7 @@ class Diameter:
         )
 
     def __str__(self) -> str:
-        """Format the diameter as text that `parse` accepts."""
+        """Format the diameter as a string that `parse` accepts."""
         return ",".join(f"{length:.3g}" for length in self.lengths) + self.unit
 
     def describe(self) -> str:
@@ -143,15 +143,17 @@ class Diameter:
         wide = f"{width} {self.unit} wide"
         return wide if width == depth else f"{wide} and {depth} {self.unit} deep"
 
-    def in_voxels(self, voxel_size: VoxelSize | None) -> tuple[float, float, float] | None:
+    def to_voxels(self, voxel_size: VoxelSize | None) -> tuple[float, float, float] | None:
         """Return the diameters along (z, y, x) in voxels; None for micrometers without a voxel size.
 
-        Without a voxel size, voxels are assumed to be cubes.
+        Without a voxel size, voxels are assumed to be cubic.
         """
         if self.unit == "um" and voxel_size is None:
             return None
         if len(self.lengths) == 1:
-            width = self.lengths[0] if self.unit == "px" or voxel_size is None else self.lengths[0] / voxel_size.pixel
+            width = (
+                self.lengths[0] if self.unit == "px" or voxel_size is None else self.lengths[0] / voxel_size.pixel_size
+            )
             return width / (1.0 if voxel_size is None else voxel_size.anisotropy), width, width
         z, y, x = self.lengths
         sizes = (1.0, 1.0, 1.0) if self.unit == "px" or voxel_size is None else tuple(voxel_size)
@@ -159,7 +161,7 @@ class Diameter:
 
 
 DiameterSetting = Diameter | Literal["auto", "none"]
-"""A diameter, `auto` (estimated from the stack), or `none` (the stack is used at its original resolution)."""
+"""A diameter, `auto` (estimated from the stack), or `none` (the stack is segmented at its original resolution)."""
 
 
 def parse_diameter(text: str) -> DiameterSetting:
@@ -214,7 +216,7 @@ class ObjectVolume:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse text such as `60` (voxels) or `12.5um3`. Raises BadParameter."""
+        """Parse a string such as `60` (voxels) or `12.5um3`. Raises BadParameter."""
         normalized = text.strip().lower()
         try:
             return cls(float(normalized.removesuffix("um3")), "um3" if normalized.endswith("um3") else "px")
@@ -224,7 +226,7 @@ class ObjectVolume:
             f"Expected a number of voxels such as 60, or of cubic micrometers such as 12.5um3, not {text!r}"
         )
 
-    def in_voxels(self, voxel_size: VoxelSize | None) -> float | None:
+    def to_voxels(self, voxel_size: VoxelSize | None) -> float | None:
         """Return the volume in voxels; None for cubic micrometers without a voxel size."""
         if self.unit == "px":
             return self.amount

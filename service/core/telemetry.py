@@ -14,37 +14,37 @@ from datetime import UTC, datetime
 from typing import IO, Any
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Id of the current request; "" outside requests, and in threads."""
+"""Id of the current request; "" outside requests and in threads."""
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(message)s"
-# A step that takes longer is logged, and again each time its duration has doubled.
+# A step that takes longer is logged, and is logged again each time its duration has doubled.
 SLOW_STEP_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
 
 
-def configure_logging(level: str, form: str, stream: IO[str] | None = None) -> None:
+def configure_logging(level: str, format_name: str, stream: IO[str] | None = None) -> None:
     """Configure logging, including the warnings of libraries.
 
-    level   name of the lowest level to log, such as "info"
-    form    "text", or "json" for one JSON object per line
-    stream  None: standard error
+    level        name of the lowest level to log, such as "info"
+    format_name  "text", or "json" for one JSON object per line
+    stream       None: standard error
     """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT_FORMAT))
+    handler.setFormatter(JsonFormatter() if format_name == "json" else logging.Formatter(TEXT_FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(capture=True)
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """Return the `extra` argument for a logging call that adds members to the JSON object of its line."""
+    """Return an `extra` argument for a logging call. It adds members to the JSON object of the log line."""
     return {"fields": values}
 
 
 class JsonFormatter(logging.Formatter):
     """A formatter that writes each record as a JSON object.
 
-    Its members are time (UTC), level, logger, message, request id, the values from `fields`, and the exception.
+    The members are the time (UTC), level, logger, message, request id, the values from `fields`, and the exception.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -63,7 +63,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class Progress:
-    """Steps of one operation, which the log calls `title`. Any thread may query the current step."""
+    """Steps of one operation, which appears in the log as `title`. Any thread may query the current step."""
 
     def __init__(self, title: str = "") -> None:
         self._title = title
@@ -75,12 +75,12 @@ class Progress:
         The duration is that of the innermost step.
         """
         steps = list(self._steps)
-        names = ": ".join(name for name, _began in steps)
+        names = ": ".join(name for name, _start_time in steps)
         return f"{names} (for {time.monotonic() - steps[-1][1]:.0f} s)" if steps else ""
 
     @contextmanager
     def record_steps(self) -> Iterator[None]:
-        """Record every `step` within the block, also in threads that run in a copy of the block's context."""
+        """Record every `step` within the block, including in threads that run in a copy of the block's context."""
         token = _current_progress.set(self)
         try:
             yield
@@ -89,7 +89,7 @@ class Progress:
 
     @contextmanager
     def step(self, name: str, long_seconds: float = SLOW_STEP_SECONDS) -> Iterator[None]:
-        """Record the block as a step. If it takes longer than `long_seconds`, log it."""
+        """Record the block as a step. If the step takes longer than `long_seconds`, log it."""
         entry, ended = (name, time.monotonic()), threading.Event()
         self._steps.append(entry)
         threading.Thread(target=self._log_while, args=(entry, ended, long_seconds), daemon=True).start()
@@ -112,7 +112,7 @@ _current_progress: ContextVar[Progress | None] = ContextVar("progress", default=
 
 @contextmanager
 def step(name: str) -> Iterator[None]:
-    """Record the block as a step of the current `Progress`. If it takes long, log it."""
+    """Record the block as a step of the current `Progress`. If the step takes long, log it."""
     with (_current_progress.get() or Progress()).step(name):
         yield
 
@@ -122,24 +122,24 @@ class Stages:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._began = time.perf_counter()
+        self._start_time = time.perf_counter()
 
     @property
     def total(self) -> float:
         """Seconds since the start of the request."""
-        return time.perf_counter() - self._began
+        return time.perf_counter() - self._start_time
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Measure the duration of the block as stage `name`."""
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - began)
+            self.add(name, time.perf_counter() - start_time)
 
     def add(self, name: str, seconds: float) -> None:
-        """Add to the duration of stage `name`."""
+        """Add `seconds` to the duration of stage `name`."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def update(self, seconds: Mapping[str, float]) -> None:

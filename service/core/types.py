@@ -19,27 +19,27 @@ OutputKind = Literal["labels", "classes", "probabilities"]
 Quality = Literal["fast", "best"]
 """fast: compute each window once; best: use more overlap, and average the scores of several views."""
 Views = tuple[tuple[int, ...], ...]
-"""For each view, the axes of [N, C, z, y, x] along which a window is mirrored, from 2 (z) to 4 (x)."""
+"""For each view, the axes of [N, C, Z, Y, X] along which a window is mirrored, from 2 (z) to 4 (x)."""
 Linking = Literal["overlap", "laptrack"]
 """Method that links the objects of consecutive time points: overlap of their labels, or LapTrack."""
 
 
 CancellationCheck = Callable[[], bool]
-"""Returns whether the request was cancelled."""
+"""Function that returns whether the request was cancelled."""
 
 
 def never_cancelled() -> bool:
-    """Return False, for work that cannot be cancelled."""
+    """Return False; for work that cannot be cancelled."""
     return False
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Part of a file to read, and metadata that overrides the file.
+    """Part of a file to read, and overrides for its metadata.
 
     channel     index or name; None: the only channel, or all channels that the model requires
     time        index or range; None: the only time point. The time points of a range are read one at a time
-    axes        one letter of TZCYXS per dimension of the stored array; overrides the metadata of the file
+    axes        one letter from TZCYXS per dimension of the stored array; overrides the metadata of the file
     voxel_size  overrides the metadata of the file
     """
 
@@ -54,7 +54,7 @@ class Extent(Protocol):
 
     @property
     def shape(self) -> StackShape:
-        """(C, Z, Y, X)."""
+        """Number of channels and of voxels along (Z, Y, X)."""
 
     @property
     def voxel_size(self) -> VoxelSize | None:
@@ -63,7 +63,7 @@ class Extent(Protocol):
 
 @dataclass(frozen=True)
 class Volume:
-    """A stack [C, Z, Y, X] of the stored dtype, whose planes are read in ranges.
+    """A stack [C, Z, Y, X] with the dtype of the file, from which ranges of planes are read.
 
     read        read(z0, z1) returns planes [C, z1 - z0, Y, X] in native byte order; the pixels may be in a file
     voxel_size  in micrometers; None if unknown
@@ -89,7 +89,7 @@ class Volume:
 
     @property
     def voxels(self) -> int:
-        """Number of voxels of one channel."""
+        """Number of voxels in one channel."""
         return math.prod(self.shape[1:])
 
     @property
@@ -104,9 +104,9 @@ class Volume:
 
 @dataclass(frozen=True, eq=False)
 class Objects:
-    """Statistics of the N decoded objects of a label volume, in the order of their labels; arrays [N].
+    """Statistics of the N decoded objects in a label volume, as arrays [N] in the order of the labels.
 
-    voxels      int64, number of voxels on the grid of the network
+    voxels      int64, number of voxels of each object on the grid of the network
     confidence  float32, mean foreground probability of the voxels of the object
     peaks       float32, highest distance that the network predicted inside the object; 0 to 1 if it is normalized
     """
@@ -116,14 +116,14 @@ class Objects:
     peaks: NDArray[np.float32]
 
     @classmethod
-    def from_sums(cls, voxels: Array, foreground: Array, peaks: Array) -> Self:
-        """Create objects from their numbers of voxels, the sums of their foreground probabilities, and their peaks."""
-        confidence = foreground / np.maximum(voxels, 1)
-        return cls(voxels.astype(np.int64), confidence.astype(np.float32), peaks.astype(np.float32))
+    def from_sums(cls, voxel_counts: Array, foreground_sums: Array, peaks: Array) -> Self:
+        """Compute the statistics from the number of voxels, summed foreground probability and peak of each object."""
+        confidence = foreground_sums / np.maximum(voxel_counts, 1)
+        return cls(voxel_counts.astype(np.int64), confidence.astype(np.float32), peaks.astype(np.float32))
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate the objects of one or more parts."""
+        """Concatenate the statistics of one or more parts."""
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def __len__(self) -> int:
@@ -143,7 +143,7 @@ class Objects:
         return float(self.confidence[order[np.searchsorted(sums, sums[-1] / 2)]])
 
     def select(self, mask: NDArray[np.bool_]) -> Self:
-        """Return the objects for which `mask` [N] is True."""
+        """Return the statistics of the objects for which `mask` [N] is True."""
         return type(self)(self.voxels[mask], self.confidence[mask], self.peaks[mask])
 
 
@@ -157,7 +157,7 @@ class Segmentation:
     count          number of objects if the pixels are labels, else None
     names          names of the classes or of the K probabilities; empty for labels
     objects        statistics of the objects if the pixels are labels, else None
-    time_interval  time interval of a series; None if unknown
+    time_interval  time between the time points of a series; None if unknown
     """
 
     pixels: Array
@@ -170,7 +170,7 @@ class Segmentation:
 
     @property
     def axes(self) -> str:
-        """Axes of the pixels, one letter of TCZYX per dimension."""
+        """Axes of the pixels, one letter from TCZYX per dimension."""
         volume = "CZYX" if self.kind == "probabilities" else "ZYX"
         return "T" * (self.pixels.ndim - len(volume)) + volume
 
@@ -185,7 +185,7 @@ class Description:
     """Metadata of a file and of the selected part, determined without reading pixels.
 
     container        format of the file, such as "OME-TIFF", "ImageJ TIFF" or "TIFF"
-    axes             one letter of TZCYXS per stored dimension, including overrides
+    axes             one letter from TZCYXS per stored dimension, including overrides
     stored_shape     length of each stored dimension
     shape            (C, Z, Y, X) of the selected part
     dtype            stored dtype, such as "uint16"
@@ -195,7 +195,7 @@ class Description:
     times            number of stored time points
     colours          colors of all stored channels as #rrggbb; "" for a channel without a color
     notes            assumptions and ambiguities of the metadata, one sentence each
-    time_interval    None if unknown
+    time_interval    time between time points; None if unknown
     time_points      (first, stop) of the selected range, which excludes `stop`; None without a range
     problem          why the selected part cannot be read, for example because no time point is selected; "" if it can
     """
@@ -216,8 +216,8 @@ class Description:
     colours: tuple[str, ...] = ()
 
     @property
-    def volumes(self) -> int:
-        """Number of selected volumes: the time points of a range, else 1."""
+    def volume_count(self) -> int:
+        """Number of selected volumes: the number of time points in a range, otherwise 1."""
         first, stop = self.time_points or (0, 1)
         return stop - first
 
@@ -230,7 +230,7 @@ class Description:
 class PostprocessingOptions(NamedTuple):
     """Options of a request that override keys under `decoding` in `model.yaml`.
 
-    None uses the value of the model. `minimum_size` refers to the voxels of the stack, before resampling.
+    None selects the value of the model. `minimum_size` refers to the voxels of the stack, before resampling.
     """
 
     threshold: float | None = None
@@ -247,12 +247,12 @@ class PostprocessingOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """Segmentation options of a request. None uses the setting of the operator or the value of the model.
+    """Segmentation options of a request. None selects the setting of the operator or the value of the model.
 
     diameter        diameter of the objects; the volume is resampled to the object diameter that suits the model
-    skip_below      skip windows in which no voxel is above this gray value
+    skip_below      skip windows that have no voxel above this gray value
     postprocessing  post-processing options, which control how scores become objects
-    roi_size        window size (z, y, x) in voxels of the network's grid, if the model supports other sizes than its
+    roi_size        window size (z, y, x) in voxels of the network's grid, if the model supports sizes other than its
                     own
     strict          whether low confidence in the labels is an error
     quality         None: fast

@@ -1,4 +1,4 @@
-"""The composition root: creates the devices, stores, readers, jobs and trainings of the service."""
+"""The composition root: creates the devices, stores, file readers, job manager and training manager of the service."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from service.core.hardware.devices import Driver
 from service.engine.compile import torch_compile
 from service.serving.devices.cluster.cluster_devices import ClusterConnector, open_cluster
 from service.serving.devices.cluster.ray_cluster import connect_cluster
-from service.serving.devices.device import loaded_bytes
-from service.serving.devices.local.device import LocalDevice, LocalParts
+from service.serving.devices.device import count_loaded_bytes
+from service.serving.devices.local.device import LocalDevice, SharedResources
 from service.serving.devices.local.model import Segmenter, SegmenterFactory, load_model
 from service.serving.devices.local.settings import split_settings
 from service.serving.devices.model_registry import ModelRegistry
@@ -24,7 +24,7 @@ from service.serving.learning.trainings import Trainings
 from service.serving.metrics import Metrics
 from service.serving.results.cache import ResultCache
 from service.serving.results.metadata import AnswerMetadata
-from service.serving.runtime import Files, Runtime
+from service.serving.runtime import Runtime, StorageServices
 from service.serving.storage.disk import count_bytes, measure_disk
 from service.serving.storage.host_files import HostFiles
 from service.serving.storage.readers import FileReaders
@@ -32,8 +32,8 @@ from service.serving.storage.scratch import ScratchFolder
 from service.serving.storage.volume_cache import VolumeCache
 
 
-class Parts(NamedTuple):
-    """Parts of the service that tests and simulations replace.
+class ServiceFactories(NamedTuple):
+    """Functions that create parts of the service. Tests and simulations replace them.
 
     load           creates a segmenter for a model
     choose_driver  returns the driver of a device by its name; the name is None if there is only one device
@@ -45,7 +45,7 @@ class Parts(NamedTuple):
     connect: ClusterConnector = partial(connect_cluster, load=partial(load_model, Segmenter))
 
 
-DEFAULT_PARTS = Parts()
+DEFAULT_FACTORIES = ServiceFactories()
 
 
 class Service(NamedTuple):
@@ -57,38 +57,42 @@ class Service(NamedTuple):
     trainings: Trainings
 
 
-def build(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Service:
+def build(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORIES) -> Service:
     """Create the service without starting it. Raises ConfigError if a device or folder does not exist."""
-    runtime = build_runtime(settings, parts)
+    runtime = build_runtime(settings, factories)
     annotations = AnnotationStore(settings.annotations_folder, quota_bytes=settings.annotations.quota_bytes)
-    trainings = Trainings(settings, annotations, runtime.models, lambda: runtime.draining)
-    trained = settings.trained_folder
+    trainings = Trainings(settings, annotations, runtime.models, lambda: runtime.is_draining)
+    trained_folder = settings.trained_folder
     async_jobs = AsyncJobs(settings)
-    runtime.disk_usages |= {
+    runtime.disk_usage_functions |= {
         "jobs": async_jobs.measure_jobs,
         "stacks": async_jobs.measure_stacks,
         "annotations": lambda: measure_disk(annotations.folder, annotations.measure().nbytes, None),
-        "trained-models": lambda: measure_disk(trained, count_bytes(trained), None),
+        "trained-models": lambda: measure_disk(trained_folder, count_bytes(trained_folder), None),
     }
     runtime.metrics.register_labeled_gauge("stackseg_trainings", trainings.queue.count)
     return Service(runtime, async_jobs, annotations, trainings)
 
 
-def build_runtime(settings: Settings, parts: Parts = DEFAULT_PARTS) -> Runtime:
-    """Create the runtime, without jobs and trainings. Raises ConfigError."""
+def build_runtime(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORIES) -> Runtime:
+    """Create the runtime, without jobs and training runs. Raises ConfigError."""
     host_files, metrics, loading_lock = HostFiles(settings.references), Metrics(), torch_compile.LoadingLock()
-    shared = LocalParts(partial(load_model, parts.load), metrics, loading_lock)
-    local = [
-        LocalDevice(name, device_settings, shared, parts.choose_driver(name))
+    shared = SharedResources(partial(load_model, factories.load), metrics, loading_lock)
+    local_devices = [
+        LocalDevice(name, device_settings, shared, factories.choose_driver(name))
         for name, device_settings in split_settings(settings)
     ]
-    cluster = open_cluster(settings, parts.connect, metrics)
-    devices = DevicePool(local, [device.watchdog for device in local], cluster)
+    cluster = open_cluster(settings, factories.connect, metrics)
+    devices = DevicePool(local_devices, [device.watchdog for device in local_devices], cluster)
     models = ModelRegistry(settings.models, devices.all, settings.trained_folder)
     scratch = ScratchFolder(settings.server.scratch_folder)
     cache: ResultCache[tuple[AnswerMetadata, str]] = ResultCache(scratch.results, settings.limits.cache_bytes)
     runtime = Runtime(
-        settings, devices, models, metrics, Files(host_files, scratch, cache, VolumeCache(), FileReaders(settings))
+        settings,
+        devices,
+        models,
+        metrics,
+        StorageServices(host_files, scratch, cache, VolumeCache(), FileReaders(settings)),
     )
     _register_gauges(runtime, loading_lock)
     return runtime
@@ -98,8 +102,8 @@ def _register_gauges(runtime: Runtime, loading_lock: torch_compile.LoadingLock) 
     """Register the gauges that show the state of the runtime."""
     devices, metrics = runtime.devices, runtime.metrics
     values: Mapping[str, Callable[[], float]] = {
-        "stackseg_waiting": lambda: devices.waiting,
-        "stackseg_running": lambda: len(devices.running),
+        "stackseg_waiting": lambda: devices.waiting_count,
+        "stackseg_running": lambda: len(devices.running_jobs),
         "stackseg_scratch_bytes": lambda: float(runtime.scratch_space.used),
         "stackseg_cache_bytes": lambda: float(runtime.result_cache.nbytes),
         "stackseg_ready": lambda: float(not runtime.unready_reasons()),
@@ -111,28 +115,28 @@ def _register_gauges(runtime: Runtime, loading_lock: torch_compile.LoadingLock) 
         "stackseg_disk_used_bytes": lambda: _disk_bytes(runtime, "used"),
         "stackseg_disk_free_bytes": lambda: _disk_bytes(runtime, "free"),
         "stackseg_loaded_models": lambda: {device.name: float(len(device.loaded_models)) for device in devices.all},
-        "stackseg_loaded_bytes": lambda: {device.name: float(loaded_bytes(device)) for device in devices.all},
-        "stackseg_workers": lambda: devices.cluster_states,
+        "stackseg_loaded_bytes": lambda: {device.name: float(count_loaded_bytes(device)) for device in devices.all},
+        "stackseg_workers": lambda: devices.worker_counts,
         "stackseg_gpu_memory_used_bytes": lambda: _gpu_bytes(devices, "memory_used"),
         "stackseg_gpu_memory_total_bytes": lambda: _gpu_bytes(devices, "memory_total"),
     }
     for name, value in values.items():
         metrics.register_gauge(name, value)
-    for name, each in labeled_values.items():
-        metrics.register_labeled_gauge(name, each)
+    for name, values_by_label in labeled_values.items():
+        metrics.register_labeled_gauge(name, values_by_label)
 
 
 def _disk_bytes(runtime: Runtime, field: str) -> dict[str, float]:
-    """Return a field of the disk usage in bytes, by kind of files."""
+    """Return a field of the disk usage in bytes, by kind of file."""
     return {kind: float(getattr(usage, field)) for kind, usage in runtime.measure_disks().items()}
 
 
 def _gpu_bytes(devices: DevicePool, field: str) -> dict[str, float]:
     """Return a field of `GpuStatus` in bytes for every GPU that reports it.
 
-    Keys are GPU indices, with the prefix `HOST:` for GPUs of other hosts.
+    Keys are GPU indices, with the prefix `HOST:` for GPUs on other hosts.
     """
     values = {str(gpu.index): getattr(gpu, field) for gpu in gpus.query_gpus()}
-    for other in devices.hosts:
-        values |= {f"{other.host}:{gpu.index}": getattr(gpu, field) for gpu in other.gpus}
+    for status in devices.host_statuses:
+        values |= {f"{status.host}:{gpu.index}": getattr(gpu, field) for gpu in status.gpus}
     return {index: float(value) for index, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Metrics of the process in Prometheus's text format."""
+"""Metrics of the process in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 STAGE_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 1800.0)
-# Number of segmentations that `Metrics.recent` returns.
+# Number of segmentations that `Metrics.recent_segmentations` returns.
 MAX_RECENT_SEGMENTATIONS = 50
 
 GAUGES = {
@@ -33,13 +33,13 @@ GAUGES = {
     "stackseg_ready": "1 if the service is ready for requests, else 0.",
     "stackseg_compiled_graphs": "Graphs compiled so far. Only loading a model should compile graphs.",
     "stackseg_recompilations": "Graphs compiled while no model was being loaded. Should be 0.",
-    "stackseg_reader_kills": "Processes killed while they read a file, usually because the host ran out of memory.",
+    "stackseg_reader_kills": "Processes killed while reading a file, usually because the host ran out of memory.",
 }
 # Label name and description of each gauge.
 LABELED_GAUGES = {
-    "stackseg_trainings": ("state", "Trainings by state."),
-    "stackseg_disk_used_bytes": ("files", "Disk space used by each kind of files."),
-    "stackseg_disk_free_bytes": ("files", "Free space on the disk of each kind of files."),
+    "stackseg_trainings": ("state", "Training runs by state."),
+    "stackseg_disk_used_bytes": ("files", "Disk space used by each kind of file."),
+    "stackseg_disk_free_bytes": ("files", "Free space on the disk that stores each kind of file."),
     "stackseg_loaded_models": ("device", "Loaded models by device."),
     "stackseg_loaded_bytes": ("device", "Memory used by the loaded models of each device."),
     "stackseg_workers": ("state", "Workers of the cluster by state."),
@@ -71,7 +71,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._recent: deque[SegmentationRecord] = deque(maxlen=MAX_RECENT_SEGMENTATIONS)
+        self._recent_segmentations: deque[SegmentationRecord] = deque(maxlen=MAX_RECENT_SEGMENTATIONS)
         self._requests = self._counter("stackseg_requests", "Requests by route and status.", "route", "status")
         self._errors = self._counter("stackseg_errors", "Requests that failed, by problem type.", "type")
         self._callers = self._counter("stackseg_caller_requests", "Requests by name of the API key.", "caller")
@@ -91,10 +91,10 @@ class Metrics:
         )
         self._device_windows = self._counter("stackseg_device_windows", "Windows computed, by device.", "device")
         self._device_seconds = self._counter(
-            "stackseg_device_seconds", "Seconds in which a device computed windows.", "device"
+            "stackseg_device_seconds", "Time that a device spent computing windows, in seconds.", "device"
         )
         self.memory_fallbacks = self._counter(
-            "stackseg_memory_fallbacks", "Batches that were made smaller because memory was exhausted.", "model"
+            "stackseg_memory_fallbacks", "Batches that were reduced because memory was exhausted.", "model"
         )
         self.skipped_windows = self._counter(
             "stackseg_skipped_windows", "Windows skipped because they contain only background.", "model"
@@ -104,20 +104,20 @@ class Metrics:
         )
         self.model_loads = self._counter("stackseg_model_loads", "Number of times a model was loaded.", "model")
         self.model_unloads = self._counter(
-            "stackseg_model_unloads", "Number of times a model was unloaded to free memory for another.", "model"
+            "stackseg_model_unloads", "Number of times a model was unloaded to free memory for another model.", "model"
         )
         ProcessCollector(registry=self._registry)
 
     def _counter(self, name: str, description: str, *labels: str) -> Callable[..., Counter]:
-        """Register a counter and return its `labels` method, cached because the library locks for each lookup."""
+        """Register a counter and return its `labels` method, cached because the library locks on every lookup."""
         return cache(Counter(name, description, labels, registry=self._registry).labels)
 
     def register_gauge(self, name: str, value: Callable[[], float]) -> None:
-        """Register a gauge of `GAUGES`. `value` is called whenever metrics are exposed."""
+        """Register a gauge from `GAUGES`. `value` is called whenever metrics are exposed."""
         Gauge(name, GAUGES[name], registry=self._registry).set_function(value)
 
     def register_labeled_gauge(self, name: str, values: Callable[[], Mapping[str, float]]) -> None:
-        """Register a gauge of `LABELED_GAUGES`. `values` is called whenever metrics are exposed.
+        """Register a gauge from `LABELED_GAUGES`. `values` is called whenever metrics are exposed.
 
         values  returns the value of the gauge for each label
         """
@@ -127,8 +127,8 @@ class Metrics:
     def count_request(self, route: str, status: int, *, caller: str = "anonymous", problem: str | None = None) -> None:
         """Count a request and, if it failed, its problem type.
 
-        Every value of a label is stored, so labels must not contain text from clients: `route` is a path template, and
-        `caller` is the name of an API key.
+        Every value of a label is stored, so labels must not contain strings from clients: `route` is a path template,
+        and `caller` is the name of an API key.
         """
         self._requests(route, str(status)).inc()
         self._callers(caller).inc()
@@ -141,23 +141,23 @@ class Metrics:
             self._objects(model).inc(objects)
         for stage, value in seconds.items():
             self._stages(stage).observe(value)
-        self._recent.appendleft(SegmentationRecord(time.time(), model, voxels, objects, dict(seconds)))
+        self._recent_segmentations.appendleft(SegmentationRecord(time.time(), model, voxels, objects, dict(seconds)))
 
     @property
-    def recent(self) -> tuple[SegmentationRecord, ...]:
+    def recent_segmentations(self) -> tuple[SegmentationRecord, ...]:
         """The most recent segmentations, newest first."""
-        # Copying is atomic, while other threads may add segmentations during an iteration.
-        return tuple(self._recent.copy())
+        # Copying is atomic. During an iteration, other threads could add segmentations.
+        return tuple(self._recent_segmentations.copy())
 
     def count_batch(self, model: str, device: str, windows: int, slots: float, seconds: float) -> None:
-        """Count the share of one request in a batch: its windows, slots and seconds of the device."""
+        """Count the share of one request in a batch: its windows, batch slots and device seconds."""
         self._windows(model).inc(windows)
         self._device_windows(device).inc(windows)
         self._device_seconds(device).inc(seconds)
         self._slots(model).inc(slots)
 
-    def exposition(self) -> bytes:
-        """Return all metrics as text of type `CONTENT_TYPE`."""
+    def format_exposition(self) -> bytes:
+        """Return all metrics, encoded as `CONTENT_TYPE`."""
         return generate_latest(self._registry)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from service.core.errors import BadParameter, validation_message
+from service.core.errors import BadParameter, get_validation_message
 from service.core.quantities import (
     ObjectVolume,
     TimeRange,
@@ -32,9 +32,9 @@ from service.core.types import (
     never_cancelled,
 )
 
-# Number of validation errors in an error message. A request may have thousands.
+# Maximum number of validation errors in an error message. A request may have thousands of errors.
 MAX_REPORTED_ERRORS = 3
-# Length of a parameter name in an error message.
+# Maximum length of a parameter name in an error message.
 MAX_NAME_LENGTH = 40
 
 
@@ -44,18 +44,20 @@ class Query(BaseModel):
     # Requests with the same query string share an object and its cached properties, so it must never be modified.
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str | None = Field(default=None, max_length=64, description="Name of the model. Default: the default model.")
+    model: str | None = Field(
+        default=None, max_length=64, description="Name of the model. Default: the default model of the service."
+    )
     channel: str | None = Field(
         default=None,
         max_length=256,
-        description="Channel to segment: its index, starting at 0, or its name. Use all for a model that requires "
+        description="Channel to segment: its name or zero-based index. Use all for a model that requires "
         "several channels. Default: the only channel.",
         examples=["0", "DAPI", "all"],
     )
     time: str | None = Field(
         default=None,
         max_length=32,
-        description="Time point to segment, starting at 0. To segment several time points, use all or a range that "
+        description="Zero-based time point to segment. To segment several time points, use all or a range that "
         "excludes its end, such as 2:5 for 2, 3 and 4. The result then has a time axis T. Default: the only time "
         "point.",
         examples=["0", "all", "2:5"],
@@ -81,14 +83,14 @@ class Query(BaseModel):
         ge=0,
         lt=1,
         description="Overlap between adjacent windows, as a fraction of the window size. A larger overlap gives "
-        "smoother transitions between windows, but takes longer. Default: the setting of the operator.",
+        "smoother transitions between windows, but segmentation takes longer. Default: the setting of the operator.",
     )
     diameter: str | None = Field(
         default=None,
         max_length=64,
         description="Typical diameter of the objects in voxels (px) or micrometers (um): one number for the diameter "
         "in the image plane, or three numbers for Z,Y,X. The stack is resampled so that the objects have the size that "
-        "suits the model. auto: estimate the diameter from the stack; if confidence is low, several diameters are "
+        "the model expects. auto: estimate the diameter from the stack; if confidence is low, several diameters are "
         "tried. none: segment the stack at its original resolution. Default: the setting of the model.",
         examples=["15px", "7,15,15px", "6.5um", "auto"],
     )
@@ -108,7 +110,7 @@ class Query(BaseModel):
     skip_below: str | None = Field(
         default=None,
         max_length=64,
-        description="Skip windows in which no voxel is above this gray value, and treat them as background. auto: use "
+        description="Skip windows that have no voxel above this gray value, and treat them as background. auto: use "
         "the background level of the stack. none: compute all windows. Default: the setting of the operator.",
         examples=["120", "auto"],
     )
@@ -128,7 +130,7 @@ class Query(BaseModel):
     )
     border: Literal["keep", "drop"] | None = Field(
         default=None,
-        description="Whether to keep or drop objects that touch the border of the stack, where they may be cut off. "
+        description="Whether to keep or drop objects that touch a face of the stack, where they may be cut off. "
         "Default: the setting of the model.",
     )
     fill_holes: bool | None = Field(
@@ -145,9 +147,9 @@ class Query(BaseModel):
     )
     output: OutputKind | None = Field(
         default=None,
-        description="Type of the result. labels: an integer label per object. classes: the index of the class of each "
-        "voxel. probabilities: float32, one channel per output of the model. Default: labels if the model separates "
-        "objects, else classes.",
+        description="Type of the result. labels: a unique integer for each object. classes: the index of the class of "
+        "each voxel. probabilities: float32, one channel per output of the model. Default: labels if the model "
+        "separates objects, otherwise classes.",
     )
     strict: bool | None = Field(
         default=None,
@@ -172,14 +174,14 @@ class Query(BaseModel):
         default=None,
         max_length=1024,
         description="Path of a file on the host of the service, which is read instead of the request body. It begins "
-        "with the name of a folder that the operator has configured. For `/jobs`, it may also be a folder of stacks.",
+        "with the name of a folder that the operator has configured. For `/jobs`, this may also be a folder of stacks.",
         examples=["scans/2026/stack.tif"],
     )
     glob: str | None = Field(
         default=None,
         max_length=256,
-        description="For `/jobs`, if input is a folder: pattern of the files to segment. Default: all TIFF files in "
-        "the folder, but not in its subfolders.",
+        description="For `/jobs`, if input is a folder: glob pattern for the files to segment. Default: all TIFF files "
+        "in the folder, but not in its subfolders.",
         examples=["**/*.tif"],
     )
     format: Literal["tiff", "zarr"] | None = Field(
@@ -190,15 +192,15 @@ class Query(BaseModel):
     stack: str | None = Field(
         default=None,
         pattern="^[0-9a-f]{32}$",
-        description="Id of a stack that was uploaded to `/stacks`, which is segmented instead of the request body.",
+        description="ID of a stack that was uploaded to `/stacks`. It is segmented instead of the request body.",
         examples=["0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"],
     )
     output_to: str | None = Field(
         default=None,
         max_length=1024,
         description="Path on the host of the service to write the result to. The response then contains only a "
-        "summary. A name that ends with .zarr, or is inside the labels group of an image, selects OME-Zarr. If input "
-        "is a folder, this is the folder for the results.",
+        "summary. The result is written as OME-Zarr if the name ends with .zarr, or is inside the labels group of an "
+        "OME-Zarr image. If input is a folder, this is the folder for the results.",
         examples=["results/2026/stack_labels.tif", "results/2026/stack.ome.zarr/labels/nuclei"],
     )
     overwrite: bool | None = Field(
@@ -213,16 +215,16 @@ class Query(BaseModel):
 
     @field_validator("time", mode="before")
     @classmethod
-    def _convert_time_to_text(cls, time: Any) -> Any:
-        """Accept an integer as well, for callers in Python."""
+    def _convert_time_to_string(cls, time: Any) -> Any:
+        """Accept an integer as well, for Python callers."""
         return str(time) if isinstance(time, int) else time
 
     @field_validator("time", "voxel_size", "diameter", "roi_size", "skip_below", "minimum_size")
     @classmethod
-    def _check_text(cls, text: str | None, field: ValidationInfo) -> str | None:
+    def _check_string(cls, text: str | None, field: ValidationInfo) -> str | None:
         if text is not None:
             try:
-                PARSERS[str(field.field_name)](text)
+                STRING_PARSERS[str(field.field_name)](text)
             except BadParameter as error:
                 raise ValueError(str(error)) from None
         return text
@@ -238,7 +240,7 @@ class Query(BaseModel):
 
     @cached_property
     def selection(self) -> Selection:
-        """The part of the file to read, and overrides of its metadata."""
+        """The part of the file to read, and overrides for its metadata."""
         name = None if self.channel == "all" else self.channel
         channel = int(name) if name is not None and is_index(name) else name
         size = None if self.voxel_size is None else _parse_voxel_size(self.voxel_size)
@@ -246,7 +248,7 @@ class Query(BaseModel):
         return Selection(channel, time, self.axes.upper() if self.axes else None, size)
 
     @cached_property
-    def canonical(self) -> str:
+    def canonical_json(self) -> str:
         """All parameters except the model as JSON. Equal parameters have equal JSON."""
         return self.model_dump_json(exclude={"model"})
 
@@ -269,10 +271,10 @@ class Query(BaseModel):
 class SegmentationRequest(NamedTuple):
     """A request whose file has been received.
 
-    source     path of the file, in `folder` unless the request specifies a file of the host
+    source     path of the file, in `folder` unless the request specifies a file on the host
     folder     scratch folder of the request
     cancelled  returns whether the client has disconnected or the request was cancelled
-    name       file name for the provenance record; "" if the result may be reused for an equal file of another name
+    name       file name for the provenance record; "" if the result may be reused for identical files with other names
     digest     digest of the file; None if unknown
     """
 
@@ -286,28 +288,28 @@ class SegmentationRequest(NamedTuple):
 
 
 def describe_validation_errors(
-    faults: Sequence[Mapping[str, Any]],
+    errors: Sequence[Mapping[str, Any]],
     parameters_model: type[BaseModel] = Query,
     format_name: Callable[[str], str] = str,
 ) -> BadParameter:
-    """Convert validation errors of parameters to one error, whose message describes the first few of them.
+    """Convert validation errors of parameters to one error, whose message describes the first few errors.
 
-    faults            entries of `ValidationError.errors()` of pydantic
+    errors            entries of `ValidationError.errors()` of pydantic
     parameters_model  model that defines all parameters
-    format_name       formats the name of a parameter in the way in which the client specifies it
+    format_name       formats the name of a parameter in the client's notation
     """
     sentences = []
-    for fault in faults[:MAX_REPORTED_ERRORS]:
-        name = str(fault["loc"][-1])[:MAX_NAME_LENGTH] if fault["loc"] else "parameters"
-        if fault["type"] == "extra_forbidden":
+    for error in errors[:MAX_REPORTED_ERRORS]:
+        name = str(error["loc"][-1])[:MAX_NAME_LENGTH] if error["loc"] else "parameters"
+        if error["type"] == "extra_forbidden":
             sentences.append(
                 f"Unknown parameter {name!r}. The parameters are {', '.join(parameters_model.model_fields)}."
             )
         else:
-            sentences.append(f"{format_name(name)}: {validation_message(fault)}.")
-    if len(faults) > MAX_REPORTED_ERRORS:
-        sentences.append(f"There are {len(faults) - MAX_REPORTED_ERRORS} more errors.")
-    return BadParameter(" ".join(sentences), parameter=_find_parameter(faults[0]["loc"]) if faults else None)
+            sentences.append(f"{format_name(name)}: {get_validation_message(error)}.")
+    if len(errors) > MAX_REPORTED_ERRORS:
+        sentences.append(f"There are {len(errors) - MAX_REPORTED_ERRORS} more errors.")
+    return BadParameter(" ".join(sentences), parameter=_find_parameter(errors[0]["loc"]) if errors else None)
 
 
 def _find_parameter(loc: Sequence[int | str]) -> str | None:
@@ -329,8 +331,8 @@ def _parse_voxel_size(text: str) -> VoxelSize:
         raise ValueError(f"{error} Expected Z,Y,X, such as 0.5,0.2,0.2") from None
 
 
-# Parsers of the parameters that are structured text, which validate the parameters of a query.
-PARSERS: dict[str, Callable[[str], object]] = {
+# Parsers that validate the parameters whose values are structured strings.
+STRING_PARSERS: dict[str, Callable[[str], object]] = {
     "time": parse_time,
     "voxel_size": _parse_voxel_size,
     "diameter": parse_diameter,

@@ -33,39 +33,38 @@ if TYPE_CHECKING:
     from service.serving.storage.readers import FileReaders
     from service.serving.storage.volume_cache import VolumeCache
 
-# How long to wait for each group of threads at shutdown. A cancelled segmentation stops before its next batch of
+# Time to wait for each group of threads at shutdown. A cancelled segmentation stops before its next batch of
 # windows, but a compilation cannot be interrupted, so shutdown continues without it.
 JOIN_SECONDS = 4.0
 
 log = logging.getLogger(__name__)
 
 
-class Files(NamedTuple):
-    """Storage and readers: where requests read stacks from, and where they store files."""
+class StorageServices(NamedTuple):
+    """The file readers, folders and caches that requests use."""
 
     host_files: HostFiles
     scratch: ScratchFolder
     result_cache: ResultCache[tuple[AnswerMetadata, str]]
-    volumes: VolumeCache
+    volume_cache: VolumeCache
     readers: FileReaders
 
 
 class Runtime:
     """Owner of all threads and child processes. Models become ready one after another after `start` has returned.
 
-    draining          whether the service is shutting down
-    readiness_checks  readiness checks; each returns a sentence that explains why the service is not ready, or None
-    activity_checks   activity checks; each returns whether there is running work that may finish during shutdown
-    disk_usages       functions that measure the disk usage of one kind of files, by the label of that kind in the
-                      metrics
+    is_draining           whether the service is shutting down
+    readiness_checks      functions that each return why the service is not ready, in one sentence, or None
+    activity_checks       functions that each return whether there is running work that may finish during shutdown
+    disk_usage_functions  functions that each measure the disk usage of one kind of file, by its label in the metrics
     """
 
     def __init__(
-        self, settings: Settings, devices: DevicePool, models: ModelRegistry, metrics: Metrics, files: Files
+        self, settings: Settings, devices: DevicePool, models: ModelRegistry, metrics: Metrics, storage: StorageServices
     ) -> None:
         self.settings, self.devices, self.models, self.metrics = settings, devices, models, metrics
-        self.host_files, self.scratch, self.result_cache, self.volumes, self._readers = files
-        self.read_threads, self.decode_threads = files.readers.read_threads, files.readers.decode_threads
+        self.host_files, self.scratch, self.result_cache, self.volume_cache, self._readers = storage
+        self.read_threads, self.decode_threads = storage.readers.read_threads, storage.readers.decode_threads
         self.scratch_space: ScratchSpace
         # Cached, because determining the version takes a millisecond.
         self._version = software_version()
@@ -73,12 +72,12 @@ class Runtime:
         self._started = time.monotonic()
         self._trimmer = MallocTrimmer()
         self.readiness_checks: list[Callable[[], str | None]] = []
-        self.activity_checks: list[Callable[[], bool]] = [lambda: bool(devices.running)]
-        self.disk_usages: dict[str, Callable[[], DiskUsage]] = {
+        self.activity_checks: list[Callable[[], bool]] = [lambda: bool(devices.running_jobs)]
+        self.disk_usage_functions: dict[str, Callable[[], DiskUsage]] = {
             "requests": lambda: measure_disk(self.scratch.path, self.scratch_space.used, self.scratch_space.limit),
             "results": lambda: measure_disk(self.scratch.path, self.result_cache.nbytes, settings.limits.cache_bytes),
         }
-        self.draining = False
+        self.is_draining = False
         self._drain_timer: threading.Timer | None = None
 
     @property
@@ -91,25 +90,25 @@ class Runtime:
         return time.monotonic() - self._started
 
     @property
-    def busy(self) -> bool:
-        """Whether any request or job is being processed or written."""
+    def is_busy(self) -> bool:
+        """Whether any request or job is being processed, or its result is being written."""
         return any(check() for check in self.activity_checks)
 
     def start(self) -> None:
-        """Start the threads and readers, read the model repository, and begin to load the models of the startup."""
+        """Start the threads and readers, read the model repository, and start loading the startup models."""
         self.scratch.create()
         free_bytes = shutil.disk_usage(self.scratch.path).free
         self.scratch_space = ScratchSpace(min(self.settings.limits.scratch_bytes, free_bytes))
         self._readers.start()
         self._trimmer.start()
         self.models.read_repository()
-        self.devices.start(self.models.specs, self.models.load_first)
+        self.devices.start(self.models.specs, self.models.startup_models)
 
     def drain(self) -> None:
-        """Reject new requests. Requests that were accepted may finish within `server.drain_seconds`."""
-        if self.draining:
+        """Refuse new requests. Requests that have already been accepted may finish within `server.drain_seconds`."""
+        if self.is_draining:
             return
-        self.draining = True
+        self.is_draining = True
         self.devices.drain()
         self._drain_timer = threading.Timer(self.settings.server.drain_seconds, self.devices.cancel_requests)
         self._drain_timer.daemon = True
@@ -117,7 +116,7 @@ class Runtime:
 
     def stop(self) -> None:
         """Cancel all requests, stop threads and child processes, and delete the scratch folder."""
-        self.draining = True
+        self.is_draining = True
         self.devices.drain()
         if self._drain_timer is not None:
             self._drain_timer.cancel()
@@ -127,58 +126,64 @@ class Runtime:
         self.scratch.delete()
 
     def check_admission(self, caller: str | None = None) -> None:
-        """Raise NotReady or QueueFull if a request of this caller would be rejected after its upload."""
-        if self.draining:
+        """Raise NotReady or QueueFull if a request of this caller would be refused after its upload."""
+        if self.is_draining:
             raise NotReady("The service is stopping. Send the request again after it has restarted.")
         self.devices.check_admission(caller)
 
     def unready_reasons(self) -> tuple[str, ...]:
         """Return the reasons why the service is not ready, one sentence each; empty if it is ready."""
         reasons = [reason for check in self.readiness_checks if (reason := check()) is not None]
-        if self.draining:
+        if self.is_draining:
             reasons.append("The service is stopping.")
         return (*reasons, *self.devices.unready_reasons(), *self.models.unready_reasons())
 
     def degradations(self) -> tuple[str, ...]:
-        """Return problems that do not keep the service from being ready, one sentence each."""
-        missing = (f"Files are read without {layer}: {reason}." for layer, reason in self.reader.missing_layers.items())
-        return (*self.models.degradations(), *self.devices.degradations(), *missing)
+        """Return problems that do not make the service unready, one sentence each."""
+        missing_layers = (
+            f"Files are read without {layer}: {reason}." for layer, reason in self.reader.missing_layers.items()
+        )
+        return (*self.models.degradations(), *self.devices.degradations(), *missing_layers)
 
     def measure_disks(self) -> dict[str, DiskUsage]:
-        """Return the disk usage by kind of files. Kinds that cannot be measured are omitted."""
+        """Return the disk usage by kind of file. Kinds that cannot be measured are omitted."""
         usages = {}
-        for kind, measure in self.disk_usages.items():
+        for kind, measure in self.disk_usage_functions.items():
             with suppress(StackSegError, OSError):
                 usages[kind] = measure()
         return usages
 
     def estimator(self, spec: ModelSpec) -> Estimator:
-        """Return the estimator of a model. If the model was never loaded, its memory is a guess."""
-        loaded = self.models.loaded(spec.name)
-        return loaded.estimator if loaded else self.devices.all[0].scheduler.models.estimator(spec)
+        """Return the estimator of a model. If the model has never been loaded, its memory requirement is a guess."""
+        loaded = self.models.get_loaded_model(spec.name)
+        return loaded.estimator if loaded else self.devices.all[0].scheduler.models.get_estimator(spec)
 
     def estimate(self, spec: ModelSpec, volume: Extent, options: Options) -> Estimate:
         """Estimate the number of windows and the memory of a segmentation. Raises BadParameter and TooLarge."""
         return self.estimator(spec).estimate(volume, options)
 
-    def estimate_seconds(self, model: str, windows: int, caller: str | None = None) -> float | None:
-        """Estimate the seconds until a new request of this size would be complete.
+    def estimate_seconds(self, model: str, window_count: int, caller: str | None = None) -> float | None:
+        """Estimate the seconds until a new request with this number of windows would be complete.
 
         Return None if no windows of the model have been timed yet.
         """
-        queue = self.devices.choose(model, caller).scheduler.queue
-        seconds = queue.expect(model, windows)
+        queue = self.devices.choose_device(model, caller).scheduler.queue
+        seconds = queue.estimate_new_job_seconds(model, window_count)
         return None if seconds is None else queue.expected_seconds + seconds
 
     def execution_settings(self, model: str) -> dict[str, Any]:
-        """Return the settings that affect labels, apart from the model and the request: version, windows and engines.
+        """Return what affects the labels besides the model and the request: the version, window settings and engines.
 
         Processes that run the model with the same settings return equal values. The engines are unknown until the model
         has been loaded once.
         """
-        return {"version": self._version, "windows": self._window_settings, "engines": self.devices.engines(model)}
+        return {
+            "version": self._version,
+            "windows": self._window_settings,
+            "engines": self.devices.describe_engines(model),
+        }
 
     def reserve(self, model: str, caller: str | None = None) -> Reservation:
-        """Choose the device that is expected to complete a request for this model first."""
-        scheduler = self.devices.choose(model, caller).scheduler
+        """Reserve the device that is expected to complete a request for this model first."""
+        scheduler = self.devices.choose_device(model, caller).scheduler
         return Reservation(scheduler, model, self.settings.server.scratch_folder)

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Maximum size of a response that is kept in memory while it is sent.
-SMALL_ANSWER_BYTES = 2**20
+MAX_SMALL_ANSWER_BYTES = 2**20
 
 
 class ReceivedStack(Protocol):
@@ -77,7 +77,7 @@ class ReceivedStack(Protocol):
         """Write content that is not on disk yet; return the digest, or None for a file that may change. Blocks."""
 
     def drop_content(self) -> None:
-        """Free content in memory that has been read."""
+        """Free the content held in memory, because it has been read."""
 
 
 class DeviceRequest(NamedTuple):
@@ -92,19 +92,21 @@ class DeviceRequest(NamedTuple):
 def queue_work(
     runtime: Runtime, request: DeviceRequest, work: Callable[[Reservation, Job[T]], T], *, wait: bool = False
 ) -> Job[T]:
-    """Queue work on the device that is expected to complete it first. The work begins once the model is loaded.
+    """Queue work on the device that is expected to complete it first. The work starts once the model is loaded.
 
     work  function that runs in a thread of the device's queue
-    wait  whether to add the job even if the queue is full, instead of rejecting it
+    wait  whether to add the job even if the queue is full, instead of refusing it
 
-    Raises BadParameter and TooLarge; without `wait` also QueueFull and NotReady.
+    Raises BadParameter and TooLarge and, unless `wait` is set, QueueFull and NotReady.
     """
     spec, pixels, options, caller = request
-    points = len(pixels.times) if isinstance(pixels, Series) else 1
-    windows = points * runtime.estimate(spec, pixels, options).windows
+    point_count = len(pixels.times) if isinstance(pixels, Series) else 1
+    window_count = point_count * runtime.estimate(spec, pixels, options).windows
     reservation = runtime.reserve(spec.name, caller)
     needs = partial(reservation.needs, pixels, options)
-    job: Job[T] = Job(spec.name, partial(work, reservation), windows=windows, needs=needs, ready=False, owner=caller)
+    job: Job[T] = Job(
+        spec.name, partial(work, reservation), window_count=window_count, needs=needs, is_ready=False, owner=caller
+    )
     queue = reservation.queue
     if wait:
         queue.put(job)
@@ -118,11 +120,11 @@ class StackResult(NamedTuple):
     """The result of a request, ready to be sent.
 
     path      path of the result file
-    content   content of a small result, whose file need not exist; None for a large result
-    status    file status, if the file exists and was written for this request
+    content   content of a small result, for which no file may exist; None for a large result
+    status    status of the file, if the file exists and was written for this request
     key       cache key, which covers everything that affects the result; None if unknown
     cache     whether the result was found in the cache; None without a cache
-    file      open file of a cached result, which must be closed after it was sent
+    file      open file of a cached result, which must be closed after the result has been sent
     """
 
     path: Path
@@ -150,7 +152,8 @@ class SegmentationTask:
     async def run(self) -> StackResult:
         """Return the result from the cache, or read the stack, segment it on a device, and write the result.
 
-        Raises the errors of reading, `queue_work`, `Reservation.segment` and writing; Cancelled if the service stops.
+        Raises the errors of reading, `queue_work`, `Reservation.segment` and writing, and Cancelled if the service
+        stops.
         """
         if (cached := await self._run(self._find_cached, FILE_THREADS)) is not None:
             return cached
@@ -160,14 +163,14 @@ class SegmentationTask:
         self._stages.add("queue", job.seconds_waited)
         self._stages.update(result.seconds)
         threads = FILE_THREADS if self._request.query.output_to is None else HOST_FILE_THREADS
-        return await self._run(partial(self._answer, pixels, result), threads)
+        return await self._run(partial(self._make_result, pixels, result), threads)
 
     def _run(self, work: Callable[[], T], executor: Executor) -> Awaitable[T]:
         """Run a step in a thread. The step can poll `cancelled`."""
         return run_in_thread(work, executor, self.cancelled)
 
     def _find_cached(self) -> StackResult | None:
-        """Complete the file, and return its cached result; None if there is none."""
+        """Complete the file, and return its cached result, or None if no result is cached."""
         runtime, stack, stages = self._runtime, self._stack, self._stages
         with stages.measure("receive"):
             self._request = self._request._replace(digest=stack.complete())
@@ -178,7 +181,7 @@ class SegmentationTask:
         if cached is None:
             return None
         stack.drop_content()
-        # The cache may evict the file while it is sent, so the request accounts for its disk space.
+        # The cache may evict the file while it is being sent, so the request accounts for its disk space.
         stack.space.add(os.fstat(cached.file.fileno()).st_size)
         metadata, suffix = cached.metadata
         seconds = {**stages.seconds, "total": stages.total}
@@ -189,28 +192,32 @@ class SegmentationTask:
     async def _read(self) -> Pixels:
         """Read the file when it is this client's turn. A large file is queued again once disk space is reserved."""
         client, runtime = self._stack.space.client, self._runtime
-        pixels = await self._run(self._timed(PixelSource.read_small_pixels), runtime.read_threads.for_client(client))
+        pixels = await self._run(
+            self._make_timed_reader(PixelSource.read_small_pixels), runtime.read_threads.for_client(client)
+        )
         if isinstance(pixels, Pixels):
             return pixels
         await self._run(partial(self._reserve, pixels), FILE_THREADS)
-        return await self._run(self._timed(PixelSource.read_pixels), runtime.decode_threads.for_client(client))
+        return await self._run(
+            self._make_timed_reader(PixelSource.read_pixels), runtime.decode_threads.for_client(client)
+        )
 
-    def _timed(self, read: Callable[[PixelSource], T]) -> Callable[[], T]:
-        """Return a function that reads the pixels, and adds the time in the queue and of reading to the stages."""
-        queued = time.perf_counter()
+    def _make_timed_reader(self, read: Callable[[PixelSource], T]) -> Callable[[], T]:
+        """Return a function that reads the pixels, and adds the time for queuing and reading to the stages."""
+        queue_time = time.perf_counter()
 
         def read_in_turn() -> T:
             self._check_cancelled()
             try:
-                return read(PixelSource.sandboxed(self._runtime.reader, self._request, self._stack.source))
+                return read(PixelSource.from_sandbox(self._runtime.reader, self._request, self._stack.source))
             finally:
-                self._stages.add("read", time.perf_counter() - queued)
+                self._stages.add("read", time.perf_counter() - queue_time)
 
         return read_in_turn
 
     def _reserve(self, pixels: LargePixels) -> None:
         """Reserve disk space for decoded pixels, after checking that the volume can be segmented."""
-        self._runtime.estimate(self._spec, pixels.segmented, self._request.query.options)
+        self._runtime.estimate(self._spec, pixels.segmentation_input, self._request.query.options)
         self._stack.space.reserve(pixels.nbytes)
         self._decoded_bytes = pixels.nbytes
 
@@ -218,14 +225,14 @@ class SegmentationTask:
         """Queue the segmentation."""
         self._stack.drop_content()
         self._check_cancelled()
-        # The model may have been replaced while the file was received and read.
-        self._spec = self._runtime.models.servable_spec(self._spec.name)
+        # The model may have been replaced while the file was being received and read.
+        self._spec = self._runtime.models.get_servable_spec(self._spec.name)
         options, caller = self._request.query.options, self._request.caller
 
         def segment(reservation: Reservation, job: Job[Result]) -> Result:
-            return reservation.segment(job, pixels.segmented, options)
+            return reservation.segment(job, pixels.segmentation_input, options)
 
-        return queue_work(self._runtime, DeviceRequest(self._spec, pixels.segmented, options, caller), segment)
+        return queue_work(self._runtime, DeviceRequest(self._spec, pixels.segmentation_input, options, caller), segment)
 
     async def _wait(self, job: Job[Result]) -> Result:
         """Wait for the job. If the client disconnects, cancel the job without waiting, because its device may hang."""
@@ -235,7 +242,7 @@ class SegmentationTask:
             job.cancel()
             raise
 
-    def _answer(self, pixels: Pixels, result: Result) -> StackResult:
+    def _make_result(self, pixels: Pixels, result: Result) -> StackResult:
         """Write, describe, count and cache the result."""
         if result.series is not None and result.series.error is not None:
             raise result.series.error
@@ -244,32 +251,32 @@ class SegmentationTask:
         if answer is None:
             answer, status = self._write(pixels, result)
         nbytes = status.st_size if status is not None else len(answer.content or b"")
-        # The decoded pixels are freed when this method returns; the result is stored until the client has received it.
+        # The decoded pixels are freed when this method returns. The result is kept until the client has received it.
         self._stack.space.add(nbytes - self._decoded_bytes)
-        # When the job began, the device may have loaded a newer version of the model.
+        # The device may have loaded a newer version of the model before the job started.
         self._spec = result.spec or self._spec
         stages.update(answer.seconds)
         objects = result.segmentation.count
-        runtime.metrics.count_segmentation(self._spec.name, pixels.segmented.voxels, objects, stages.seconds)
+        runtime.metrics.count_segmentation(self._spec.name, pixels.segmentation_input.voxels, objects, stages.seconds)
         metadata = describe_answer(self._stack.name, answer, result, {**stages.seconds, "total": stages.total})
         # The key depends on the engine of the model, which is known only after the model is loaded.
         key = self._cache_key()
-        stack = StackResult(answer.path, metadata, answer.content, status, key)
+        stack_result = StackResult(answer.path, metadata, answer.content, status, key)
         if key is None or not runtime.result_cache.enabled:
-            return stack
-        return self._cache(stack._replace(cache="miss"), key, answer.suffix)
+            return stack_result
+        return self._cache_result(stack_result._replace(cache="miss"), key, answer.suffix)
 
     def _write(self, pixels: Pixels, result: Result) -> tuple[Answer, os.stat_result]:
         """Write the result, and read it back if it is small.
 
-        Both steps run in one call, so that a client that disconnects leaves no file except its result on the host.
+        Both steps run in one call, so that if the client disconnects, only the result is left on the host.
         """
         self._check_cancelled()
         try:
-            answer = write_answer(self._runtime.host_files, self._request, pixels.measured, result)
+            answer = write_answer(self._runtime.host_files, self._request, pixels.measurement_input, result)
             confirm_delivery(self._runtime.host_files, self._request)
             status = answer.path.stat()
-            if status.st_size <= SMALL_ANSWER_BYTES:
+            if status.st_size <= MAX_SMALL_ANSWER_BYTES:
                 answer = answer._replace(content=answer.path.read_bytes())
         finally:
             # The folder of the request may have been deleted before the result was written to it.
@@ -277,20 +284,20 @@ class SegmentationTask:
                 shutil.rmtree(self._request.folder, ignore_errors=True)
         return answer, status
 
-    def _cache(self, stack: StackResult, key: str, suffix: str) -> StackResult:
+    def _cache_result(self, stack_result: StackResult, key: str, suffix: str) -> StackResult:
         """Cache the result. An error such as a full disk is only logged."""
-        content = stack.path if stack.content is None else stack.content
+        content = stack_result.path if stack_result.content is None else stack_result.content
         try:
-            self._runtime.result_cache.put(key, self._request.caller, content, (stack.metadata, suffix))
+            self._runtime.result_cache.put(key, self._request.caller, content, (stack_result.metadata, suffix))
         except OSError as error:
             log.warning("a result could not be cached: %s", error)
-        return stack
+        return stack_result
 
     def _cache_key(self) -> str | None:
         """Return a cache key that covers everything that affects the result.
 
-        Return None if the file or the result is outside the scratch folder, so that others may change it, or if the
-        model has been replaced.
+        Return None if the file or the result is outside the scratch folder, where other programs may change it, or if
+        the model has been replaced.
         """
         request, model, models = self._request, self._spec.name, self._runtime.models
         if request.digest is None or request.query.output_to is not None or models.specs.get(model) is not self._spec:

@@ -55,7 +55,7 @@ def test_allocation_fails_before_writing_if_the_disk_is_too_small(tmp_path: Path
 
 
 def test_buffer_is_reused_after_its_last_view_is_deleted() -> None:
-    pool = BufferPool(1000, idle=2)
+    pool = BufferPool(1000, max_idle=2)
     one = pool.take()
     address, view = one.ctypes.data, one.view(np.float32)[10:20]
     view[:] = 7
@@ -69,14 +69,14 @@ def test_buffer_is_reused_after_its_last_view_is_deleted() -> None:
 
 
 def test_buffers_are_aligned_to_cache_lines() -> None:
-    pool = BufferPool(100, idle=0)
+    pool = BufferPool(100, max_idle=0)
     buffers = [pool.take() for _ in range(20)]
     assert all(array.nbytes == 100 and array.ctypes.data % ALIGNMENT == 0 for array in buffers)
     assert len({array.ctypes.data for array in buffers}) == 20
 
 
 def test_pool_keeps_at_most_its_number_of_idle_buffers() -> None:
-    pool, kept_bytes = BufferPool(2**24, idle=1), 2**24 + ALIGNMENT
+    pool, kept_bytes = BufferPool(2**24, max_idle=1), 2**24 + ALIGNMENT
     tracemalloc.start()
     try:
         held = [pool.take() for _ in range(3)]
@@ -122,7 +122,7 @@ def test_deleted_pool_does_not_share_a_buffer_with_the_cache() -> None:
 def test_cache_drops_the_oldest_buffers_beyond_its_limit() -> None:
     cache, array = BufferCache(2500), [np.empty(1000, np.uint8) for _ in range(4)]
     for memory in (*array, np.empty(3000, np.uint8), np.empty(0, np.uint8)):
-        cache.keep(memory)
+        cache.add(memory)
     assert cache.take(3000) is None
     assert cache.take(0) is None
     assert [id(cache.take(1000)) for _ in range(3)] == [id(array[3]), id(array[2]), id(None)]
@@ -131,7 +131,7 @@ def test_cache_drops_the_oldest_buffers_beyond_its_limit() -> None:
 def test_threads_never_take_the_same_buffer() -> None:
     cache, array = BufferCache(2**20), [np.empty(100, np.uint8) for _ in range(1000)]
     for memory in array:
-        cache.keep(memory)
+        cache.add(memory)
     with ThreadPoolExecutor(8) as pool:
         taken = [one for one in pool.map(lambda _index: cache.take(100), range(1100)) if one is not None]
     assert len(taken) == len({id(one) for one in taken}) == 1000

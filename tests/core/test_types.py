@@ -19,7 +19,7 @@ IMPLAUSIBLE_LENGTHS = st.one_of(st.floats(max_value=9e-6), st.floats(min_value=1
 
 
 @pytest.mark.parametrize("text", ["15px", "7,15.5,15px", "6.5um"])
-def test_diameter_is_formatted_as_it_is_parsed(text: str) -> None:
+def test_formatted_diameter_is_parsed_to_the_same_diameter(text: str) -> None:
     assert str(Diameter.parse(text)) == text
 
 
@@ -38,17 +38,17 @@ def test_diameter_is_described_by_width_and_depth(text: str, description: str) -
 
 def test_diameter_is_converted_to_voxels() -> None:
     size = VoxelSize(2, 0.5, 0.25)
-    assert Diameter((15,), "px").in_voxels(None) == Diameter((15, 15, 15), "px").in_voxels(size) == (15, 15, 15)
-    assert Diameter((4, 3, 2), "um").in_voxels(size) == (2, 6, 8)
-    assert Diameter((4,), "um").in_voxels(None) is None
+    assert Diameter((15,), "px").to_voxels(None) == Diameter((15, 15, 15), "px").to_voxels(size) == (15, 15, 15)
+    assert Diameter((4, 3, 2), "um").to_voxels(size) == (2, 6, 8)
+    assert Diameter((4,), "um").to_voxels(None) is None
 
 
 def test_diameter_in_the_plane_also_applies_along_z() -> None:
-    assert Diameter((4,), "um").in_voxels(VoxelSize(2, 0.5, 0.5)) == (2, 8, 8)
-    assert Diameter((8,), "px").in_voxels(VoxelSize(2, 0.5, 0.5)) == (2, 8, 8)
-    assert Diameter((8,), "px").in_voxels(VoxelSize(0.25, 0.5, 0.5)) == (16, 8, 8)
+    assert Diameter((4,), "um").to_voxels(VoxelSize(2, 0.5, 0.5)) == (2, 8, 8)
+    assert Diameter((8,), "px").to_voxels(VoxelSize(2, 0.5, 0.5)) == (2, 8, 8)
+    assert Diameter((8,), "px").to_voxels(VoxelSize(0.25, 0.5, 0.5)) == (16, 8, 8)
     # The anisotropy is limited, because such a voxel size is wrong or every plane shows different objects.
-    assert Diameter((12,), "px").in_voxels(VoxelSize(100, 0.5, 0.5)) == (2, 12, 12)
+    assert Diameter((12,), "px").to_voxels(VoxelSize(100, 0.5, 0.5)) == (2, 12, 12)
 
 
 @pytest.mark.parametrize("length", [0, -1, 1e-9, 1e9, math.nan, math.inf])

@@ -26,7 +26,7 @@ def test_exposition_contains_all_counters() -> None:
     metrics.memory_fallbacks("nuclei").inc(2)
     metrics.count_segmentation("nuclei", 1000, 12, {"windows": 0.7})
     metrics.count_segmentation("tissue", 10, None, {"windows": 0.7})
-    lines = metrics.exposition().decode().splitlines()
+    lines = metrics.format_exposition().decode().splitlines()
     assert 'stackseg_requests_total{route="/segment",status="200"} 1.0' in lines
     assert 'stackseg_voxels_total{model="nuclei"} 1000.0' in lines
     assert 'stackseg_objects_total{model="nuclei"} 12.0' in lines
@@ -45,7 +45,7 @@ def test_windows_are_counted_with_the_slots_of_their_batches() -> None:
     metrics.count_batch("nuclei", "cpu", 1, 4 / 3, 0.25)
     metrics.count_batch("nuclei", "cpu", 2, 8 / 3, 0.5)
     metrics.count_batch("nuclei", "cpu", 4, 4, 0.5)
-    lines = metrics.exposition().decode().splitlines()
+    lines = metrics.format_exposition().decode().splitlines()
     assert 'stackseg_windows_total{model="nuclei"} 7.0' in lines
     assert 'stackseg_batch_slots_total{model="nuclei"} 8.0' in lines
     assert 'stackseg_device_seconds_total{device="cpu"} 1.25' in lines
@@ -54,6 +54,6 @@ def test_windows_are_counted_with_the_slots_of_their_batches() -> None:
 def test_labeled_gauge_is_evaluated_at_every_exposition() -> None:
     metrics, values = Metrics(), {"0": 5.0}
     metrics.register_labeled_gauge("stackseg_gpu_memory_used_bytes", lambda: values)
-    assert 'stackseg_gpu_memory_used_bytes{gpu="0"} 5.0' in metrics.exposition().decode()
+    assert 'stackseg_gpu_memory_used_bytes{gpu="0"} 5.0' in metrics.format_exposition().decode()
     values["1"] = 7.0
-    assert 'stackseg_gpu_memory_used_bytes{gpu="1"} 7.0' in metrics.exposition().decode()
+    assert 'stackseg_gpu_memory_used_bytes{gpu="1"} 7.0' in metrics.format_exposition().decode()

@@ -38,8 +38,8 @@ def test_cancelled_series_leaves_no_folder(tmp_path: Path) -> None:
     stack, folder, reader = tmp_path / "series.tif", tmp_path / "request", SlowReader()
     stack.write_bytes(as_tiff(np.zeros((2, 3, 8, 8), np.uint8), metadata={"axes": "TZYX"}))
     request = SegmentationRequest(Query(time="all"), stack, folder, cancelled=lambda: reader.is_cancelled)
-    pixels = PixelSource.sandboxed(cast(Reader, reader), request, stack).read_pixels()
-    assert isinstance(pixels.segmented, Series)
+    pixels = PixelSource.from_sandbox(cast(Reader, reader), request, stack).read_pixels()
+    assert isinstance(pixels.segmentation_input, Series)
     with pytest.raises(Cancelled):
-        pixels.segmented.read(0)
+        pixels.segmentation_input.read(0)
     assert not folder.exists()

@@ -36,14 +36,14 @@ def stack() -> Volume:
 
 
 def submit(runtime: Runtime, stack: Volume, model: str | None = None) -> Job[Result]:
-    return submitted(runtime, runtime.models.spec(model), stack, Options())
+    return submitted(runtime, runtime.models.get_spec(model), stack, Options())
 
 
 def test_work_after_segmentation_runs_in_the_thread_of_the_queue(
     bands_repository: Path, tmp_path: Path, stack: Volume
 ) -> None:
     with ready(settings(bands_repository, tmp_path)) as runtime:
-        spec = runtime.models.spec(None)
+        spec = runtime.models.get_spec(None)
 
         def name_thread(reservation: Reservation, job: Any) -> Any:
             return reservation.segment(job, stack, Options()), threading.current_thread().name
@@ -52,7 +52,7 @@ def test_work_after_segmentation_runs_in_the_thread_of_the_queue(
         fake_segmenters = queue_work(runtime, request, name_thread)
         result, thread = fake_segmenters.future.result(10)
         assert (result.segmentation.pixels.shape, thread) == ((4, 5, 6), "request")
-        failed = queue_work(runtime, request, lambda _reservation, _job: runtime.models.spec("nobody"))
+        failed = queue_work(runtime, request, lambda _reservation, _job: runtime.models.get_spec("nobody"))
         with pytest.raises(UnknownModel):
             failed.future.result(10)
 
@@ -92,19 +92,19 @@ def test_draining_makes_the_service_unready_and_cancels_requests_after_a_while(
         with pytest.raises(Cancelled):
             first.future.result(10)
         until(lambda: second.state == "cancelled")
-    assert runtime.devices.ended
+    assert runtime.devices.has_ended
 
 
 def test_stop_does_not_wait_for_a_model_that_is_being_loaded(bands_repository: Path, tmp_path: Path) -> None:
     fakes = Fakes(closed)
     with running(settings(bands_repository, tmp_path), fakes) as runtime:
         until(lambda: fakes)
-    assert not runtime.devices.ended
+    assert not runtime.devices.has_ended
     fakes[0].gate.set()
-    until(lambda: runtime.devices.ended)
+    until(lambda: runtime.devices.has_ended)
 
 
-def test_services_with_one_scratch_folder_use_separate_folders_and_delete_them(
+def test_services_that_share_a_scratch_folder_use_separate_subfolders_and_delete_them(
     bands_repository: Path, tmp_path: Path
 ) -> None:
     config = settings(bands_repository, tmp_path)
@@ -144,7 +144,7 @@ def three_models(bands_content: dict[str, Any], write_model: Any, tmp_path: Path
 
 
 def states(runtime: Runtime) -> dict[str, str]:
-    return {model.name: model.state for model in runtime.models.states()}
+    return {model.name: model.state for model in runtime.models.list_states()}
 
 
 def test_models_are_loaded_at_startup_or_on_their_first_request(
@@ -173,13 +173,13 @@ def test_estimator_of_a_model_that_was_never_loaded_matches_the_loaded_model(
         "engine": {"kind": "eager", "streams": 2, "cache_folder": tmp_path / "plans"},
     }
     with ready(settings(three_models, tmp_path, **sections), Segmenter) as runtime:
-        spec, models = runtime.models.spec("beta"), runtime.devices.all[0].scheduler.models
-        expected = models.estimator(spec)
+        spec, models = runtime.models.get_spec("beta"), runtime.devices.all[0].scheduler.models
+        expected = models.get_estimator(spec)
         assert (expected.streams, expected.window_bytes) == (2, None)
         submit(runtime, stack, "beta").future.result(60)
         known = loaded_segmenter(runtime.models, "beta").estimator
         assert expected == replace(known, window_bytes=None)
-        assert models.estimator(spec) == known
+        assert models.get_estimator(spec) == known
 
 
 @pytest.mark.parametrize(("models", "ready"), [({"load": ["delta"]}, True), ({"default": "delta"}, False)])
@@ -187,7 +187,7 @@ def test_missing_model_is_reported_and_the_default_model_is_required(
     three_models: Path, tmp_path: Path, models: dict[str, Any], *, ready: bool
 ) -> None:
     with running(settings(three_models, tmp_path, models={"folder": three_models, **models})) as runtime:
-        until(lambda: not caches(runtime)[0].starting)
+        until(lambda: not caches(runtime)[0].pending_startup_models)
         assert ["delta" in reason for reason in runtime.unready_reasons()] == ([] if ready else [True])
         assert any("delta" in sentence for sentence in runtime.degradations()) is ready
 
@@ -202,7 +202,7 @@ def test_service_stays_ready_while_another_model_is_loaded(three_models: Path, t
         submit(runtime, stack, "gamma").cancel()
         fakes[1].gate.set()
         assert waiting.future.result(10)
-        until(lambda: not caches(runtime)[0].is_awaited("gamma"))
+        until(lambda: not caches(runtime)[0].is_load_pending("gamma"))
         assert len(fakes) == 2, "the only request for gamma was cancelled"
 
 
@@ -215,7 +215,7 @@ def test_models_are_swapped_if_memory_holds_only_one(three_models: Path, tmp_pat
         jobs = [submit(runtime, stack, name) for name in ("beta", "alpha", "gamma", "beta")]
         assert all(job.future.result(20).segmentation.pixels.all() for job in jobs)
         until(lambda: list(states(runtime).values()).count("ready") == 1)
-        metrics = runtime.metrics.exposition().decode()
+        metrics = runtime.metrics.format_exposition().decode()
         assert 'stackseg_loaded_models{device="cpu"} 1.0' in metrics
         assert f'stackseg_loaded_bytes{{device="cpu"}} {float(size)}' in metrics
         assert 'stackseg_model_loads_total{model="gamma"} 1.0' in metrics
@@ -227,11 +227,11 @@ def test_disk_usage_omits_kinds_that_cannot_be_measured(three_models: Path, tmp_
         raise StorageUnavailable("The database is locked.")
 
     with running(settings(three_models, tmp_path), FakeSegmenter) as runtime:
-        runtime.disk_usages["jobs"] = fail
+        runtime.disk_usage_functions["jobs"] = fail
         hold = runtime.scratch_space.new_reservation("ann")
         hold.add(1000)
         assert runtime.measure_disks().keys() == {"requests", "results"}
-        metrics = runtime.metrics.exposition().decode()
+        metrics = runtime.metrics.format_exposition().decode()
         assert 'stackseg_disk_used_bytes{files="requests"} 1000.0' in metrics
         assert 'files="jobs"' not in metrics
         hold.close()
@@ -246,7 +246,7 @@ def test_requests_are_routed_by_work_and_by_loaded_models(three_models: Path, tm
         for fake in fakes:
             fake.gate.clear()
         jobs = [submit(runtime, stack, "alpha") for _ in range(2)]
-        until(lambda: (len(one.queue.running), len(other.queue.running)) == (1, 1))
+        until(lambda: (len(one.queue.running_jobs), len(other.queue.running_jobs)) == (1, 1))
         jobs += [submit(runtime, stack, "alpha") for _ in range(2)]
         with pytest.raises(QueueFull):
             runtime.check_admission()

@@ -1,1 +1,1 @@
-"""Files bundled with the package, atomic writes, and zip archives."""
+"""Access to bundled files, atomic writes, and zip archives."""

@@ -9,32 +9,32 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Flags to open a folder, so that names can be looked up relative to it. Symbolic links are not followed.
-OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextmanager
-def write_atomically(path: Path, partial: Path | None = None, *, sync: bool = True) -> Iterator[Path]:
+def write_atomically(path: Path, temporary_path: Path | None = None, *, sync: bool = True) -> Iterator[Path]:
     """Write a file atomically: yield a temporary path, and rename the file to `path` after the block.
 
     If the block or renaming fails, the temporary file is deleted.
 
     Args:
-        path: the final path; an existing file is replaced
-        partial: the temporary path, in the same folder. None: `.NAME.part`, which only one process may write at a time
+        path: the final path; an existing file at this path is replaced
+        temporary_path: a path in the same folder. None: `.NAME.part`, to which only one process may write at a time
         sync: whether to flush the content to disk before renaming, so that a power failure leaves no empty file
 
     Raises OSError.
     """
-    partial = path.with_name(f".{path.name}.part") if partial is None else partial
+    temporary_path = path.with_name(f".{path.name}.part") if temporary_path is None else temporary_path
     # Other users may write to the folder. If the temporary path is a link, writing would overwrite the link's target.
-    partial.unlink(missing_ok=True)
+    temporary_path.unlink(missing_ok=True)
     try:
-        yield partial
+        yield temporary_path
         if sync:
-            sync_to_disk(partial)
-        partial.replace(path)
+            sync_to_disk(temporary_path)
+        temporary_path.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
 
 
 def sync_to_disk(*paths: Path) -> None:
@@ -48,41 +48,41 @@ def sync_to_disk(*paths: Path) -> None:
 
 
 def descriptor_path(descriptor: int) -> Path:
-    """Return a path through which another process can open a file that is open in this process."""
+    """Return a path through which other processes can open a file that is open in this process."""
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
 @contextmanager
 def open_folder_by_path(path: Path) -> Iterator[int]:
     """Open a folder for the duration of the block. The path may contain symbolic links. Raises OSError."""
-    folder = os.open(path, OPEN_FOLDER & ~os.O_NOFOLLOW)
+    folder_fd = os.open(path, OPEN_FOLDER_FLAGS & ~os.O_NOFOLLOW)
     try:
-        yield folder
+        yield folder_fd
     finally:
-        os.close(folder)
+        os.close(folder_fd)
 
 
 @contextmanager
-def open_subfolder(folder: int, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
+def open_subfolder(folder_fd: int, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
     """Open a folder below an open folder for the duration of the block.
 
-    folder  file descriptor of the open folder
-    parts   names of the nested folders
-    make    whether to create missing folders
+    folder_fd  file descriptor of the open folder
+    parts      names of the nested folders
+    make       whether to create missing folders
 
-    Raises OSError, also if a name is a symbolic link or `..`.
+    Raises OSError, including if a name is a symbolic link or `..`.
     """
     if ".." in parts:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-    opened = os.dup(folder)
+    opened_fd = os.dup(folder_fd)
     try:
         for part in parts:
             if make:
                 with suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=opened)
-            inner = os.open(part, OPEN_FOLDER, dir_fd=opened)
-            os.close(opened)
-            opened = inner
-        yield opened
+                    os.mkdir(part, dir_fd=opened_fd)
+            inner_fd = os.open(part, OPEN_FOLDER_FLAGS, dir_fd=opened_fd)
+            os.close(opened_fd)
+            opened_fd = inner_fd
+        yield opened_fd
     finally:
-        os.close(opened)
+        os.close(opened_fd)

@@ -1,4 +1,4 @@
-"""Files bundled with the package, such as the folders `models` and `configs`, and the version of the package."""
+"""Files bundled with the package, such as the folders `models` and `configs`, and the package version."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE_FOLDER = Path(__file__).parents[2]
 
 
 def bundled_folder(name: str) -> Path:
-    """Return the bundled folder `name`: inside an installed package, or at the top level of a clone."""
-    installed = PACKAGE / "bundled" / name
-    return installed if installed.is_dir() else PACKAGE.parent / name
+    """Return the bundled folder `name`: inside an installed package, or at the top level of a Git clone."""
+    installed_folder = PACKAGE_FOLDER / "bundled" / name
+    return installed_folder if installed_folder.is_dir() else PACKAGE_FOLDER.parent / name
 
 
 def software_version(distribution: str = "stackseg") -> str:
-    """Return the version of the package, or the version in `pyproject.toml` for a clone that is not installed."""
+    """Return the version of the package, or the version in `pyproject.toml` for a Git clone that is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
-        project_file = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))
+        project_file = tomllib.loads((PACKAGE_FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))
         return str(project_file["project"]["version"])

@@ -1,7 +1,7 @@
 """Strict validation of zip archives, so that every zip reader finds the same members in an accepted archive.
 
 Readers disagree about archives with two central directories, with bytes before, between or after the members, and with
-names that differ in case only. Such archives are rejected.
+names that differ only in case. Such archives are rejected.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
 
-# Nested folders of an entry.
+# Maximum nesting depth of an entry.
 MAX_DEPTH = 32
-# Total size of the compressed members after decompression. torch compresses code only, which is small.
+# Maximum total size of the compressed members after decompression. PyTorch compresses only code, which is small.
 MAX_COMPRESSED_BYTES = 2**26
 
 # Sizes of the records of the zip format, without names, extra fields and comments.
@@ -33,7 +33,7 @@ _MAX_COMMENT_BYTES = 2**16 - 1
 
 
 class ZipLimits(NamedTuple):
-    """Limits for archives of one kind.
+    """Limits on archives of one kind.
 
     entries          maximum number of members and folders; each takes about 500 bytes of memory
     directory_bytes  maximum size of the central directory, which lists all entries with their names
@@ -53,7 +53,7 @@ def open_archive(file: IO[bytes], limits: ZipLimits) -> zipfile.ZipFile:
     """Open an archive that consists only of contiguous members followed by the central directory.
 
     Raises zipfile.BadZipFile, with the reason, for any other layout; for archives that exceed the limits; for members
-    that are encrypted, links, devices or outside the target folder; and for names that differ in case only.
+    that are encrypted, links, devices or outside the target folder; and for names that differ only in case.
     """
     start = _find_directory(file, limits)
     archive = zipfile.ZipFile(file)
@@ -70,13 +70,13 @@ def open_archive(file: IO[bytes], limits: ZipLimits) -> zipfile.ZipFile:
 
 @contextmanager
 def open_torch_archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Open an archive with a model or its weights for the duration of the block. Raises zipfile.BadZipFile."""
+    """Open an archive that contains a model or its weights for the duration of the block. Raises zipfile.BadZipFile."""
     with path.open("rb") as file, open_archive(file, TORCH_LIMITS) as archive:
         yield archive
 
 
 def copy_members(archive: zipfile.ZipFile) -> io.BytesIO:
-    """Return an uncompressed archive with the same members, so that torch reads the bytes that were validated.
+    """Return an uncompressed archive with the same members, so that PyTorch reads the bytes that have been validated.
 
     Raises zipfile.BadZipFile if the compressed members exceed `MAX_COMPRESSED_BYTES`.
     """
@@ -90,26 +90,26 @@ def copy_members(archive: zipfile.ZipFile) -> io.BytesIO:
 
 
 def _check_compressed(archive: zipfile.ZipFile) -> None:
-    """Raise zipfile.BadZipFile if compressed members are too large. No member decompresses to more than `file_size`."""
+    """Raise zipfile.BadZipFile if compressed members are too large. `file_size` is an upper limit for each."""
     compressed = [entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
     if sum(entry.file_size for entry in compressed) > MAX_COMPRESSED_BYTES:
         largest = max(compressed, key=lambda entry: entry.file_size)
         raise zipfile.BadZipFile(
-            f"{largest.filename} is compressed and too large; torch compresses only the code of a network."
+            f"{largest.filename} is compressed and too large; PyTorch compresses only the code of a network."
         )
 
 
-def locate_stored(descriptor: int, entry: zipfile.ZipInfo) -> int:
+def locate_stored_member(descriptor: int, entry: zipfile.ZipInfo) -> int:
     """Return the offset of an uncompressed member's content in a validated archive.
 
     The file position does not change, so other threads may read the same file concurrently.
     """
-    name, extra = struct.unpack("<HH", os.pread(descriptor, HEADER_BYTES, entry.header_offset)[-4:])
-    return int(entry.header_offset + HEADER_BYTES + name + extra)
+    name_bytes, extra_bytes = struct.unpack("<HH", os.pread(descriptor, HEADER_BYTES, entry.header_offset)[-4:])
+    return int(entry.header_offset + HEADER_BYTES + name_bytes + extra_bytes)
 
 
 def _find_directory(file: IO[bytes], limits: ZipLimits) -> int:
-    """Return the offset of the central directory at the end of the file. Raises zipfile.BadZipFile if there is none."""
+    """Return the offset of the central directory at the end of the file. Raises zipfile.BadZipFile if it is missing."""
     size = file.seek(0, io.SEEK_END)
     comment_bytes = _measure_comment(file, size) if limits.comment else 0
     size -= comment_bytes
@@ -133,7 +133,7 @@ def _find_directory(file: IO[bytes], limits: ZipLimits) -> int:
 
 
 def _measure_comment(file: IO[bytes], size: int) -> int:
-    """Return the size of the archive comment: the bytes after the last end-of-directory record, or 0 without one."""
+    """Return the size of the archive comment, which follows the last end-of-directory record; 0 without a record."""
     file.seek(max(0, size - END_BYTES - _MAX_COMMENT_BYTES))
     tail = file.read()
     offset = tail.rfind(b"PK\5\6")

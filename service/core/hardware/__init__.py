@@ -1,1 +1,1 @@
-"""The processor, GPUs and memory of this host, and the capabilities of torch devices."""
+"""The processor, GPUs and memory of the host, and the capabilities of torch devices."""

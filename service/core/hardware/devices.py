@@ -19,25 +19,25 @@ from service.core.hardware.gpus import explain_no_cuda, query_gpus
 
 log = logging.getLogger(__name__)
 
-# Number of health checks before a device counts as lost.
+# Number of failed health checks after which a device counts as lost.
 MAX_PROBES = 3
 # Seconds between two health checks.
 PROBE_INTERVAL_SECONDS = 0.5
 
-# Torch's id of the memory pool for allocations outside CUDA graphs.
+# PyTorch's id for the memory pool of allocations outside CUDA graphs.
 SHARED_POOL_ID = (0, 0)
 
 # Bytes in the memory pools of CUDA graphs that are unused between replays, by device.
 _idle_pool_bytes: dict[torch.device, int] = {}
 
-# Versions of cuDNN whose 3D convolutions in BF16 are wrong on large inputs (pytorch#163539). For BF16 and FP16 in
-# contiguous memory torch replaces them by code that is several times slower (pytorch#166122) and needs more memory
-# (pytorch#166643).
+# Versions of cuDNN whose 3D convolutions in BF16 are wrong for large inputs (pytorch#163539). For BF16 and FP16 in the
+# contiguous memory format, PyTorch replaces them with code that is several times slower (pytorch#166122) and needs more
+# memory (pytorch#166643).
 FAULTY_CUDNN = range(90800, 91500)
 
-# Fragments of error messages that mean that memory is exhausted: from torch's CPU allocator, oneDNN (its primitives
-# were created in the warm-up, so it fails only for lack of memory), Python's threads, CUDA allocations outside torch's
-# allocator, and the CUDA libraries (cuDNN, cuBLAS).
+# Fragments of error messages that indicate that memory is exhausted: from PyTorch's CPU allocator, oneDNN (whose
+# primitives were created during the warm-up, so they can only fail for lack of memory), Python's threads, CUDA
+# allocations outside PyTorch's allocator, and the CUDA libraries (cuDNN, cuBLAS).
 _OUT_OF_MEMORY_MESSAGES = (
     "DefaultCPUAllocator",
     "could not create a primitive",
@@ -49,7 +49,7 @@ _OUT_OF_MEMORY_MESSAGES = (
 
 
 class Driver(Protocol):
-    """Health and memory queries of a device. This module implements them; tests inject faults."""
+    """Health and memory queries for a device. This module implements the protocol; tests inject faults."""
 
     def is_on_host(self, device: torch.device) -> bool: ...
 
@@ -72,7 +72,8 @@ def choose_device(name: str) -> torch.device:
     if not available:
         reason = explain_no_cuda()
         raise ConfigError(
-            f"device.name is {name}, but no CUDA device is available: {reason}. Or set device.name to cpu or auto."
+            f"device.name is {name}, but no CUDA device is available: {reason}. Alternatively, set device.name to"
+            " cpu or auto."
         )
     device = torch.device("cuda:0" if name in {"auto", "cuda"} else name)
     if device.index is not None and device.index >= torch.cuda.device_count():
@@ -82,9 +83,9 @@ def choose_device(name: str) -> torch.device:
 
 @cache
 def _warn_of_unused_gpus() -> None:
-    """Log once that torch cannot use the GPUs of this host, so that the CPU is used instead."""
-    if unused := query_gpus():
-        log.warning("%s is not used: %s", unused[0].name, explain_no_cuda())
+    """Log once that PyTorch cannot use the GPUs on this host, and that the CPU is used instead."""
+    if unused_gpus := query_gpus():
+        log.warning("%s is not used: %s", unused_gpus[0].name, explain_no_cuda())
 
 
 def list_gpus() -> tuple[str, ...]:
@@ -95,19 +96,19 @@ def list_gpus() -> tuple[str, ...]:
     return names
 
 
-def native_precisions(device: torch.device) -> frozenset[torch.dtype]:
-    """Return the floating-point dtypes that the device computes at full speed or in matrix units, including float32.
+def list_native_precisions(device: torch.device) -> frozenset[torch.dtype]:
+    """Return the floating-point dtypes that the device supports at full speed or in matrix units, including float32.
 
-    Dtypes in `faulty_precisions` are excluded.
+    Dtypes in `list_faulty_precisions` are excluded.
     """
     if device.type == "cuda":
-        return cuda_precisions(torch.cuda.get_device_capability(device)) - faulty_precisions(device).keys()
-    # torch has no public query for these instruction sets. The private functions return False if they are unknown.
-    bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return frozenset({torch.float32, torch.bfloat16} if bf16 else {torch.float32})
+        return list_cuda_precisions(torch.cuda.get_device_capability(device)) - list_faulty_precisions(device).keys()
+    # PyTorch has no public query for these instruction sets. The private functions return False for unknown processors.
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return frozenset({torch.float32, torch.bfloat16} if has_bf16 else {torch.float32})
 
 
-def cuda_precisions(capability: tuple[int, int]) -> frozenset[torch.dtype]:
+def list_cuda_precisions(capability: tuple[int, int]) -> frozenset[torch.dtype]:
     """Return the floating-point dtypes of a CUDA compute capability: FP16 from 7.0 (Volta), BF16 from 8.0 (Ampere)."""
     dtypes = {torch.float32}
     if capability >= (7, 0):
@@ -117,45 +118,45 @@ def cuda_precisions(capability: tuple[int, int]) -> frozenset[torch.dtype]:
     return frozenset(dtypes)
 
 
-def faulty_precisions(device: torch.device) -> dict[torch.dtype, str]:
-    """Return the dtypes that the device supports but cuDNN computes wrongly or slowly, with the reason for each."""
+def list_faulty_precisions(device: torch.device) -> dict[torch.dtype, str]:
+    """Return the dtypes that the device supports but for which cuDNN is wrong or slow, with the reason for each."""
     if device.type != "cuda":
         return {}
     version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    return faulty_cuda_precisions(torch.cuda.get_device_capability(device), version)
+    return list_faulty_cuda_precisions(torch.cuda.get_device_capability(device), version)
 
 
-def faulty_cuda_precisions(capability: tuple[int, int], cudnn_version: int | None) -> dict[torch.dtype, str]:
-    """Return `faulty_precisions` for a CUDA compute capability and a version of cuDNN (None: no cuDNN).
+def list_faulty_cuda_precisions(capability: tuple[int, int], cudnn_version: int | None) -> dict[torch.dtype, str]:
+    """Return `list_faulty_precisions` for a CUDA compute capability and a version of cuDNN (None: no cuDNN).
 
-    FP16 is never excluded on Volta, because there is no better version to install: cuDNN supports Volta up to 9.10.
+    FP16 is never excluded on Volta, because no newer cuDNN fixes it: cuDNN 9.10 is the last version for Volta.
     """
     reason = explain_faulty_cudnn(cudnn_version)
     if reason is None or (cudnn_version is not None and capability < (7, 5)):
         return {}
-    return dict.fromkeys(cuda_precisions(capability) - {torch.float32}, reason)
+    return dict.fromkeys(list_cuda_precisions(capability) - {torch.float32}, reason)
 
 
 def explain_faulty_cudnn(version: int | None) -> str | None:
-    """Return what is wrong with BF16 and FP16 in a version of cuDNN, and what to install; None if nothing is wrong.
+    """Explain what is wrong with BF16 and FP16 in a version of cuDNN, and what to install. None if nothing is wrong.
 
-    version  such as 91000 for 9.10.0; None if cuDNN is not installed
+    version  version number, such as 91000 for 9.10.0; None if cuDNN is not installed
     """
-    advice = "Install cuDNN 9.15 or later. torch 2.11 and later for CUDA 13 include it (on PyPI: nvidia-cudnn-cu12)."
+    advice = "Install cuDNN 9.15 or later. PyTorch 2.11 and later for CUDA 13 include it (on PyPI: nvidia-cudnn-cu12)."
     if version is None:
-        return f"torch cannot find cuDNN. Without it, 3D convolutions in BF16 and FP16 are slow. {advice}"
+        return f"PyTorch cannot find cuDNN. Without it, 3D convolutions in BF16 and FP16 are slow. {advice}"
     if version not in FAULTY_CUDNN:
         return None
-    number = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    version_name = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     return (
-        f"cuDNN {number} is installed. In cuDNN 9.8 to 9.14, 3D convolutions in BF16 can be wrong on large inputs, and"
-        f" convolutions in BF16 and FP16 can be several times slower and need more memory. {advice}"
+        f"cuDNN {version_name} is installed. In cuDNN 9.8 to 9.14, 3D convolutions in BF16 can be wrong for large"
+        f" inputs, and convolutions in BF16 and FP16 can be several times slower and need more memory. {advice}"
     )
 
 
-def device_name(device: torch.device) -> str:
+def get_device_name(device: torch.device) -> str:
     """Return the product name of the device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else host.query_cpu().name
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else host.query_host().name
 
 
 def is_on_host(device: torch.device) -> bool:
@@ -163,24 +164,26 @@ def is_on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _compute(device: torch.device) -> bool:
+def _can_compute(device: torch.device) -> bool:
     return bool(torch.ones(1, device=device).add_(1).item() == 2)
 
 
 def is_working(
-    device: torch.device, compute: Callable[[torch.device], bool] = _compute, pause: float = PROBE_INTERVAL_SECONDS
+    device: torch.device,
+    can_compute: Callable[[torch.device], bool] = _can_compute,
+    pause_seconds: float = PROBE_INTERVAL_SECONDS,
 ) -> bool:
-    """Return whether the device still computes. Once a CUDA context has failed, it fails until the process ends.
+    """Return whether the device still works. Once a CUDA context has failed, it fails until the process ends.
 
-    An error can also have a temporary cause: while another thread records a CUDA graph, some calls are not allowed. So
-    `compute` is called up to `MAX_PROBES` times, `pause` seconds apart. A device that is out of memory counts as
-    working.
+    An error can also have a temporary cause: while another thread records a CUDA graph, some calls are not allowed.
+    Therefore, `can_compute` is called up to `MAX_PROBES` times, `pause_seconds` apart. A device that is out of memory
+    counts as working.
     """
     for probe in range(MAX_PROBES):
         if probe:
-            time.sleep(pause)
+            time.sleep(pause_seconds)
         try:
-            return compute(device)
+            return can_compute(device)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 return True
@@ -190,7 +193,7 @@ def is_working(
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory is exhausted or no thread can be started.
 
-    Some libraries raise a plain RuntimeError in this case, so its message is searched.
+    Some libraries raise a plain RuntimeError in this case, so the message is searched.
     """
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
@@ -218,21 +221,22 @@ def find_device_loss(device: torch.device, error: BaseException, driver: Driver)
 
 
 def set_torch_threads(count: int) -> None:
-    """Set the number of CPU threads that torch uses in the calling thread; 0: one per usable core."""
-    torch.set_num_threads(count or host.usable_cores())
-    # Reading the number fixes it for this thread. Otherwise the thread would use the number that any thread set last.
+    """Set the number of CPU threads that PyTorch uses in the calling thread; 0: one per usable core."""
+    torch.set_num_threads(count or host.count_usable_cores())
+    # Reading the number makes it permanent for this thread. Otherwise, the thread would use the number that any thread
+    # set last.
     torch.get_num_threads()
 
 
 def free_bytes(device: torch.device, cuda: Any = torch.cuda) -> int | None:
-    """Return the bytes that this process can still allocate on the device, including torch's cache; None if unknown.
+    """Return how many bytes this process can still allocate on the device, including PyTorch's cache; None if unknown.
 
     Memory that CUDA graphs reserve between replays does not count as free.
     """
     if device.type != "cuda":
-        return host.available_memory()
+        return host.query_available_memory()
     free, _total = cuda.mem_get_info(device)
-    # Each of the functions for a single number takes a millisecond, because it collects all statistics.
+    # Each function for a single statistic takes a millisecond, because it collects all statistics.
     stats = cuda.memory_stats_as_nested_dict(device)
     reserved, allocated = (stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
     return int(free + reserved - allocated - _idle_pool_bytes.get(device, 0))
@@ -241,8 +245,8 @@ def free_bytes(device: torch.device, cuda: Any = torch.cuda) -> int | None:
 def measure_graph_pools(device: torch.device, cuda: Any = torch.cuda) -> int:
     """Return the total size of the memory pools of all CUDA graphs on a device in bytes; 0 on a CPU.
 
-    This function also records how many of the bytes are unused, which `free_bytes` needs. So call it after graphs were
-    recorded or deleted. It takes milliseconds.
+    This function also records how many of the bytes are unused, which `free_bytes` needs. Call it after graphs have
+    been recorded or deleted. It takes milliseconds.
     """
     if device.type != "cuda":
         return 0
@@ -263,14 +267,14 @@ def total_bytes(device: torch.device) -> int | None:
 
 
 def limit_memory(device: torch.device, nbytes: int) -> None:
-    """Limit the GPU memory that this process may allocate. Does nothing for the CPU."""
+    """Limit the GPU memory that this process may allocate. Do nothing for the CPU."""
     total = total_bytes(device)
     if device.type == "cuda" and total is not None:
         torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), device)
 
 
 def release_memory(device: torch.device) -> None:
-    """Return memory that torch and the C library cache to the system."""
+    """Return memory cached by PyTorch and the C library to the operating system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         measure_graph_pools(device)
@@ -278,7 +282,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def trim_malloc() -> None:
-    """Return freed memory that the C library caches to the system."""
+    """Return freed memory cached by the C library to the operating system."""
     # Only glibc has `malloc_trim`, and only glibc caches enough memory for this to matter.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""State of the NVIDIA GPUs of this host, queried from the driver through NVML."""
+"""State of the NVIDIA GPUs on this host, queried from the driver through NVML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 class GpuStatus:
     """State of one GPU. Memory is in bytes; values that the driver does not report are None.
 
-    reserved_bytes  memory that torch holds in this process, in use or cached
+    reserved_bytes  memory that PyTorch holds in this process, whether in use or cached
     """
 
     index: int
@@ -29,16 +29,16 @@ class GpuStatus:
     power_watts: float | None
 
 
-def explain_no_cuda(built: str | None = torch.version.cuda, nvml: Any = pynvml) -> str:
-    """Return why torch finds no CUDA device, and what to do.
+def explain_no_cuda(built_for: str | None = torch.version.cuda, nvml: Any = pynvml) -> str:
+    """Explain why PyTorch finds no CUDA device, and what to do.
 
-    built  CUDA version that torch was built for; None for a build without CUDA
-    nvml   the `pynvml` module; tests replace it
+    built_for  CUDA version that PyTorch was built for; None for a build without CUDA
+    nvml       the `pynvml` module; tests replace it
     """
-    if built is None:
+    if built_for is None:
         return (
-            "this build of torch supports only CPUs; install a build for CUDA, in an image with the build argument"
-            " VARIANT=gpu"
+            "this build of PyTorch supports only CPUs; install a build for CUDA, or build the container image with the"
+            " build argument VARIANT=gpu"
         )
     try:
         nvml.nvmlInit()
@@ -48,22 +48,25 @@ def explain_no_cuda(built: str | None = torch.version.cuda, nvml: Any = pynvml) 
             " --gpus all)"
         )
     try:
-        driver, number = _query(nvml.nvmlSystemGetDriverVersion), _query(nvml.nvmlSystemGetCudaDriverVersion_v2) or 0
+        driver, cuda_version = (
+            _query(nvml.nvmlSystemGetDriverVersion),
+            _query(nvml.nvmlSystemGetCudaDriverVersion_v2) or 0,
+        )
     finally:
         nvml.nvmlShutdown()
-    supported = f"{number // 1000}.{number % 1000 // 10}"
+    supported = f"{cuda_version // 1000}.{cuda_version % 1000 // 10}"
     # A driver supports all minor versions of its major CUDA version.
-    if number and number // 1000 < int(built.partition(".")[0]):
+    if cuda_version and cuda_version // 1000 < int(built_for.partition(".")[0]):
         return (
-            f"the NVIDIA driver {driver} is too old: it supports CUDA up to {supported}, but torch was built for"
-            f" {built}; update the driver, or install a build of torch for an older CUDA version (build argument CUDA"
-            " of the image)"
+            f"the NVIDIA driver {driver} is too old: it supports CUDA up to {supported}, but PyTorch was built for"
+            f" {built_for}; update the driver, or install a build of PyTorch for an older CUDA version (build argument"
+            " CUDA of the container image)"
         )
     return f"the NVIDIA driver {driver} shows no GPU to this process; check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def query_gpus(nvml: Any = pynvml) -> tuple[GpuStatus, ...]:
-    """Query every NVIDIA GPU of this host through NVML; return an empty tuple if there is no driver."""
+    """Query every NVIDIA GPU on this host through NVML; return an empty tuple if there is no driver."""
     try:
         nvml.nvmlInit()
     except pynvml.NVMLError:
@@ -106,9 +109,9 @@ def _query(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _count_reserved_bytes(uuid: str | None) -> int:
-    """Return the bytes that torch holds on the GPU with this UUID.
+    """Return how many bytes PyTorch holds on the GPU with this UUID.
 
-    GPUs are matched by UUID because the indices of NVML ignore CUDA_VISIBLE_DEVICES.
+    GPUs are matched by UUID because NVML's indices ignore CUDA_VISIBLE_DEVICES.
     """
     if uuid is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0

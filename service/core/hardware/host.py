@@ -18,25 +18,25 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Folder with the resource limits of the container (control groups, version 2). Outside a container it has no limits.
+# Folder with the resource limits of the container (control groups, version 2). Outside a container, it has no limits.
 CGROUP = Path("/sys/fs/cgroup")
 
-MEMINFO = "/proc/meminfo"
-# Volumes up to this size are processed in a single thread.
+MEMINFO_PATH = "/proc/meminfo"
+# Maximum size of a volume that is processed in a single thread.
 SINGLE_THREAD_BYTES = 2**20
-# Bytes to read of a system file. /proc/meminfo and the memory files of a control group are smaller.
-MAX_FILE_BYTES = 2**14
+# Number of bytes to read from a system file. /proc/meminfo and the memory files of a control group are smaller.
+READ_BYTES = 2**14
 
 # Instruction sets that determine the speed of networks.
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
 
 
 @dataclass(frozen=True)
-class CpuStatus:
-    """State of the processor and the memory of the host. Memory is in bytes; unknown values are None.
+class HostStatus:
+    """State of the host's processor and memory. Memory is in bytes; unknown values are None.
 
     cores     number of cores that this process may use
-    features  instruction sets of `FEATURES` that the processor supports
+    features  instruction sets in `FEATURES` that the processor supports
     """
 
     name: str
@@ -46,44 +46,44 @@ class CpuStatus:
     features: tuple[str, ...]
 
 
-def query_cpu() -> CpuStatus:
-    """Query the processor and the memory of this host."""
-    return CpuStatus(
+def query_host() -> HostStatus:
+    """Query the processor and the memory of the host."""
+    return HostStatus(
         name=read_cpuinfo("model name") or platform.processor() or platform.machine(),
-        cores=usable_cores(),
+        cores=count_usable_cores(),
         memory_total=read_meminfo("MemTotal"),
-        memory_available=available_memory(),
+        memory_available=query_available_memory(),
         features=tuple(flag for flag in FEATURES if flag in read_cpuinfo("flags").split()),
     )
 
 
-def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Return the number of cores that this process may use: its CPU affinity, or the container's quota if smaller."""
+def count_usable_cores(cgroup: Path = CGROUP) -> int:
+    """Return the number of cores that this process may use, according to its CPU affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read(cgroup / "cpu.max").partition(" ")
+    quota, _, period = _read_file(cgroup / "cpu.max").partition(" ")
     if not quota.isdigit():
         return cores
     return min(cores, max(1, round(int(quota) / int(period))))
 
 
-def available_memory(cgroup: Path = CGROUP) -> int | None:
-    """Return the available memory of the host, or of the container if less, in bytes; None if both are unknown."""
-    on_host = read_meminfo("MemAvailable")
-    maximum, current, statistics = _memory_files(cgroup)
+def query_available_memory(cgroup: Path = CGROUP) -> int | None:
+    """Return the available memory of the host or the container, whichever is less, in bytes; None if unknown."""
+    host_bytes = read_meminfo("MemAvailable")
+    maximum, current, statistics = _list_memory_files(cgroup)
     limit = _read_through_open_descriptor(maximum).strip()
-    used = _read_through_open_descriptor(current).strip() if limit.isdigit() else b""
-    if not used.isdigit():
-        return on_host
+    usage = _read_through_open_descriptor(current).strip() if limit.isdigit() else b""
+    if not usage.isdigit():
+        return host_bytes
     # Cached file pages count as used memory, but the kernel evicts them when memory is needed.
     fields = dict(line.split(b" ", 1) for line in _read_through_open_descriptor(statistics).splitlines())
     reclaimable = int(fields.get(b"inactive_file", 0)) + int(fields.get(b"active_file", 0))
-    in_container = max(0, int(limit) - int(used) + reclaimable)
-    return in_container if on_host is None else min(on_host, in_container)
+    container_bytes = max(0, int(limit) - int(usage) + reclaimable)
+    return container_bytes if host_bytes is None else min(host_bytes, container_bytes)
 
 
 def read_cpuinfo(key: str) -> str:
     """Return a field of the first processor in /proc/cpuinfo; "" if it is missing."""
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
+    for line in _read_file(Path("/proc/cpuinfo")).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == key:
             return value.strip()
@@ -92,25 +92,25 @@ def read_cpuinfo(key: str) -> str:
 
 def read_meminfo(name: str) -> int | None:
     """Return a field of /proc/meminfo in bytes; None if it is missing."""
-    match = re.search(rb"^%b: *([0-9]+) kB$" % name.encode(), _read_through_open_descriptor(MEMINFO), re.MULTILINE)
+    match = re.search(rb"^%b: *([0-9]+) kB$" % name.encode(), _read_through_open_descriptor(MEMINFO_PATH), re.MULTILINE)
     return None if match is None else int(match[1]) * 1024
 
 
 @cache
-def _memory_files(cgroup: Path) -> tuple[str, str, str]:
+def _list_memory_files(cgroup: Path) -> tuple[str, str, str]:
     return str(cgroup / "memory.max"), str(cgroup / "memory.current"), str(cgroup / "memory.stat")
 
 
 def _read_through_open_descriptor(path: str) -> bytes:
-    """Read a system file of up to `MAX_FILE_BYTES` through a descriptor that stays open; return b"" if it is missing.
+    """Read a system file of up to `READ_BYTES` through a descriptor that stays open; return b"" if it is missing.
 
-    Memory is checked several times per request. Opening the file or releasing the GIL would take longer than reading.
+    Memory is checked several times per request, and opening the file or releasing the GIL takes longer than reading.
     """
     file = _open_once(path)
     if file is None:
         return b""
-    content = ctypes.create_string_buffer(MAX_FILE_BYTES)
-    size = _pread_with_gil()(file, content, MAX_FILE_BYTES, 0)
+    content = ctypes.create_string_buffer(READ_BYTES)
+    size = _pread_with_gil()(file, content, READ_BYTES, 0)
     return ctypes.string_at(content, max(size, 0))
 
 
@@ -130,9 +130,9 @@ def _pread_with_gil() -> Callable[..., int]:
     return pread
 
 
-def _read(path: Path) -> str:
+def _read_file(path: Path) -> str:
     try:
-        # Text mode would create a buffer and a decoder, which takes longer than reading a small file.
+        # Text mode creates a buffer and a decoder, which takes longer than reading a small file.
         with path.open("rb", buffering=0) as file:
             return file.readall().decode("ascii", "replace")
     except OSError:
@@ -140,10 +140,12 @@ def _read(path: Path) -> str:
 
 
 # Determined at import, because a sandboxed process can no longer read the limits when it parses a file.
-CORES = usable_cores()
+CORE_COUNT = count_usable_cores()
 
 
-def run_in_threads(process: Callable[[T], None], parts: Sequence[T], nbytes: int, max_threads: int = CORES) -> None:
+def run_in_threads(
+    process: Callable[[T], None], parts: Sequence[T], nbytes: int, max_threads: int = CORE_COUNT
+) -> None:
     """Process the parts of a volume in threads, one per core.
 
     nbytes       size of the volume; small volumes are processed in the calling thread
@@ -154,6 +156,6 @@ def run_in_threads(process: Callable[[T], None], parts: Sequence[T], nbytes: int
         for part in parts:
             process(part)
         return
-    with ThreadPoolExecutor(min(CORES, max_threads)) as pool:
+    with ThreadPoolExecutor(min(CORE_COUNT, max_threads)) as pool:
         for _ in pool.map(process, parts):
             pass

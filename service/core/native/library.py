@@ -1,4 +1,4 @@
-"""Loading of the C++ kernels, which `hatch_build.py` builds and ctypes calls."""
+"""Load the C++ kernels, which are built by `hatch_build.py` and called through ctypes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch  # noqa: F401 (The kernels use the OpenMP library that torch loads.
 from service.core.native.variants import Variant, list_supported
 
 
-def load_library(supported: Sequence[Variant] | None = None) -> ctypes.CDLL:
-    """Load the first of the `supported` variants that the package contains.
+def load_library(variants: Sequence[Variant] | None = None) -> ctypes.CDLL:
+    """Load the first of `variants` that the package contains.
 
-    supported  variants in order of preference; None: the variants that this processor supports, fastest first
+    variants  variants in order of preference; None: the variants that this processor supports, fastest first
 
-    Raises OSError if the package contains none of them or the library cannot be loaded; the message has a solution.
+    Raises OSError if the package contains none of these variants or the library cannot be loaded. The message suggests
+    a solution.
     """
-    supported = list_supported() if supported is None else supported
-    if not supported:
-        raise OSError("the C++ kernels need a processor with AVX2")
-    for variant in supported:
+    variants = list_supported() if variants is None else variants
+    if not variants:
+        raise OSError("the C++ kernels require a processor with AVX2")
+    for variant in variants:
         if variant.library.exists():
             return ctypes.CDLL(str(variant.library))
     raise OSError(
@@ -33,11 +34,11 @@ def load_library(supported: Sequence[Variant] | None = None) -> ctypes.CDLL:
 class CppFunctions:
     """A set of functions of the C++ library.
 
-    signatures  (name, argument types, result type) of each function; each type is a letter of `KINDS`
+    signatures  (name, argument types, result type) of each function; each type is a letter from `CTYPES`
     load        returns the library, or raises OSError
     """
 
-    KINDS: ClassVar[dict[str, Any]] = {
+    CTYPES: ClassVar[dict[str, Any]] = {
         "p": ctypes.c_void_p,
         "i": ctypes.c_int32,
         "q": ctypes.c_int64,
@@ -60,21 +61,21 @@ class CppFunctions:
         self._functions = library
         """Functions that release the GIL."""
         self._functions_with_gil = ctypes.PyDLL(library._name, handle=library._handle)
-        """Functions that hold the GIL, for calls below about 30 us: reacquiring the GIL would take longer."""
+        """Functions that hold the GIL, for calls of less than about 30 us: reacquiring the GIL would take longer."""
         for name, arguments, result in signatures:
-            for loaded in (self._functions, self._functions_with_gil):
-                function = getattr(loaded, name, None)
+            for functions in (self._functions, self._functions_with_gil):
+                function = getattr(functions, name, None)
                 if function is None:
-                    self.problem = "the C++ kernels belong to another version of StackSeg; reinstall StackSeg"
+                    self.problem = "the C++ kernels were built for another version of StackSeg; reinstall StackSeg"
                     return
-                function.argtypes, function.restype = [self.KINDS[letter] for letter in arguments], self.KINDS[result]
+                function.argtypes, function.restype = [self.CTYPES[letter] for letter in arguments], self.CTYPES[result]
 
     @property
-    def ready(self) -> bool:
+    def is_available(self) -> bool:
         """Whether the functions can be called."""
         return self.problem is None
 
     def require(self) -> None:
-        """Raise OSError, with a solution in its message, if the functions are unavailable."""
+        """Raise OSError if the functions are unavailable. The message suggests a solution."""
         if self.problem is not None:
             raise OSError(self.problem)

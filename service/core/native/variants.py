@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 from typing import NamedTuple
 
-# Folder in which the libraries are built and searched.
+# Folder that contains the built libraries.
 FOLDER = Path(__file__).parent
 
 # Flags in /proc/cpuinfo that the levels of x86-64 require (https://gitlab.com/x86-psABIs/x86-64-ABI).
@@ -18,11 +18,11 @@ X86_64_V4 = X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512v
 
 
 class Variant(NamedTuple):
-    """A build of the library with compiler `options`, for processors with the flags `needs`."""
+    """A build of the library with compiler `options`, for processors that have the `required_flags`."""
 
     name: str
     options: tuple[str, ...] = ()
-    needs: frozenset[str] = frozenset()
+    required_flags: frozenset[str] = frozenset()
 
     @property
     def library(self) -> Path:
@@ -46,7 +46,7 @@ def list_variants(machine: str | None = None) -> tuple[Variant, ...]:
 def list_supported() -> tuple[Variant, ...]:
     """Return the variants that this processor supports, fastest first."""
     flags = _read_flags()
-    return tuple(variant for variant in list_variants() if variant.needs <= flags)
+    return tuple(variant for variant in list_variants() if variant.required_flags <= flags)
 
 
 def _read_flags() -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The protocol of a device that computes requests, on this host or another one, and the scheduler of a device."""
+"""The protocol of a device that processes requests, on this host or on another one, and the scheduler of a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.serving.devices.queue.threads import JobThreads
 
 if TYPE_CHECKING:
     from service.models.spec import ModelSpec
-    from service.serving.devices.models.eviction import LoadedModel
+    from service.serving.devices.models.eviction import ModelUsage
     from service.serving.devices.models.served import ServedModels
     from service.serving.devices.queue.memory import JobMemory
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Backlog(NamedTuple):
     """Number of waiting and running jobs, and the estimated seconds that one device needs for them."""
 
-    jobs: int
+    job_count: int
     seconds: float
 
 
@@ -32,7 +32,7 @@ class Scheduler:
     def __init__(self, queue: JobQueue, models: ServedModels) -> None:
         self.queue, self.models = queue, models
         # Each thread uses one torch thread. More would busy-wait on cores that the network needs.
-        self._threads = JobThreads("request", queue.take, queue.at_once, partial(devices.set_torch_threads, 1))
+        self._threads = JobThreads("request", queue.take, queue.max_running, partial(devices.set_torch_threads, 1))
 
     def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
         """Start serving models. No request runs until the models in `startup_models` have been loaded."""
@@ -54,35 +54,35 @@ class Scheduler:
         return self._threads.join(seconds) and self.models.cache.join(seconds)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether all threads have ended."""
-        return not self._threads.alive and self.models.cache.join(0)
+        return not self._threads.is_alive and self.models.cache.join(0)
 
-    def routing_cost(self, model: str, caller: str | None) -> tuple[bool, bool, float]:
+    def compute_routing_cost(self, model: str, caller: str | None) -> tuple[bool, bool, float]:
         """Return a sort key that is smaller if this device is expected to complete a request for the model sooner.
 
         Its items are whether the model has failed, whether the queue is full or models are still being loaded at
         startup, and the estimated seconds for earlier requests and for loading the model.
         """
         cache = self.models.cache
-        is_busy = self.queue.is_full(caller) or bool(cache.starting)
-        return model in cache.problems, is_busy, self.queue.expected_seconds + self.models.load_seconds(model)
+        is_busy = self.queue.is_full(caller) or bool(cache.pending_startup_models)
+        return model in cache.problems, is_busy, self.queue.expected_seconds + self.models.estimate_load_seconds(model)
 
 
 def make_queue(settings: Settings, memory: JobMemory | None = None, guaranteed_jobs: int = 1) -> JobQueue:
     """Create the queue of one device, in which `guaranteed_jobs` jobs may run regardless of how busy the device is."""
     limits = settings.limits
-    at_once = min(limits.at_once, limits.waiting + 1)
+    max_running = min(limits.at_once, limits.waiting + 1)
     return JobQueue(
-        limits.waiting, at_once, memory, shared=len(settings.access.keys) > 1, guaranteed_jobs=guaranteed_jobs
+        limits.waiting, max_running, memory, is_shared=len(settings.access.keys) > 1, guaranteed_jobs=guaranteed_jobs
     )
 
 
 class DeviceState(StrEnum):
     """State of a device.
 
-    UP          the device computes requests
-    STARTING    the worker of the device was requested and has not responded yet
+    UP          the device processes requests
+    STARTING    the worker of the device has been requested and has not responded yet
     LOST        the device has failed or does not respond
     GIVEN_BACK  the worker of the device was released, and is requested again when there is work
     """
@@ -112,34 +112,34 @@ class Device(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """Reason why the device is starting or lost, one sentence; None in other states."""
+        """Reason why the device is starting or lost, in one sentence; None in other states."""
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests in the queue are computed, by this device or by a substitute."""
+        """Whether requests in the queue are processed, by this device or by a substitute."""
 
     @property
     def host(self) -> str | None:
-        """Name of the remote host on which the device was last seen; None for a device of this host."""
+        """Name of the remote host on which the device was last seen; None for a device on this host."""
 
     @property
-    def loaded_models(self) -> Mapping[str, LoadedModel]:
-        """The loaded models by name."""
+    def loaded_models(self) -> Mapping[str, ModelUsage]:
+        """Usage of each loaded model, by name."""
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether all threads have ended."""
 
     def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
         """Start serving models. No request runs until the models in `startup_models` have been loaded."""
 
     def stop(self, seconds: float) -> bool:
-        """Stop the threads, after a call of `Scheduler.cancel_requests`; return whether they have ended.
+        """Stop the threads, after a call to `Scheduler.cancel_requests`; return whether they have ended.
 
         Wait at most four times `seconds`.
         """
 
 
-def loaded_bytes(device: Device) -> int:
+def count_loaded_bytes(device: Device) -> int:
     """Return the memory that the loaded models of a device use, in bytes."""
     return sum(model.nbytes for model in device.loaded_models.values())

@@ -19,42 +19,42 @@ log = logging.getLogger(__name__)
 
 
 class DevicePool:
-    """The devices of this host and of the cluster.
+    """The devices on this host and in the cluster.
 
-    all        all devices, beginning with the devices of this host
-    watchdogs  watchdogs of the devices of this host
+    all        all devices, beginning with the devices on this host
+    watchdogs  watchdogs of the devices on this host
     """
 
     def __init__(
-        self, local: Sequence[Device], watchdogs: Sequence[Watchdog], cluster: ClusterDevices | None = None
+        self, local_devices: Sequence[Device], watchdogs: Sequence[Watchdog], cluster: ClusterDevices | None = None
     ) -> None:
-        self.all: tuple[Device, ...] = (*local, *(cluster.devices if cluster else ()))
-        self._local, self._watchdogs, self._cluster = local, watchdogs, cluster
+        self.all: tuple[Device, ...] = (*local_devices, *(cluster.devices if cluster else ()))
+        self._local_devices, self._watchdogs, self._cluster = local_devices, watchdogs, cluster
 
     @property
-    def hosts(self) -> tuple[Status, ...]:
+    def host_statuses(self) -> tuple[Status, ...]:
         """The latest status of each remote host with devices."""
         return tuple(self._cluster.hosts.values()) if self._cluster else ()
 
     @property
-    def cluster_states(self) -> dict[str, float]:
+    def worker_counts(self) -> dict[str, float]:
         """Number of workers of the cluster by state; empty without a cluster."""
-        return self._cluster.states if self._cluster else {}
+        return self._cluster.worker_counts if self._cluster else {}
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Number of waiting requests."""
-        return sum(device.scheduler.queue.waiting for device in self.all)
+        return sum(device.scheduler.queue.waiting_count for device in self.all)
 
     @property
-    def running(self) -> tuple[Job[Any], ...]:
+    def running_jobs(self) -> tuple[Job[Any], ...]:
         """The running requests."""
-        return tuple(job for device in self.all for job in device.scheduler.queue.running)
+        return tuple(job for device in self.all for job in device.scheduler.queue.running_jobs)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether all threads of all devices have ended."""
-        return all(device.ended for device in self.all)
+        return all(device.has_ended for device in self.all)
 
     def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
         """Start all devices. No request runs until the models in `startup_models` have been loaded."""
@@ -62,10 +62,10 @@ class DevicePool:
         for device in self.all:
             device.start(specs, names)
         if self._cluster:
-            self._cluster.start(self._measure_backlog, len(self._local))
+            self._cluster.start(self._measure_backlog, len(self._local_devices))
 
     def drain(self) -> None:
-        """Stop the watchdogs, because the threads of the devices are going to end on purpose."""
+        """Stop the watchdogs, because the threads of the devices are about to be stopped."""
         for watchdog in self._watchdogs:
             watchdog.stop()
 
@@ -89,18 +89,18 @@ class DevicePool:
     def check_admission(self, caller: str | None) -> None:
         """Raise QueueFull or NotReady if no queue accepts a request from this caller."""
         queues = [device.scheduler.queue for device in self.all]
-        next((queue for queue in queues if not queue.is_full(caller)), queues[0]).check(caller)
+        next((queue for queue in queues if not queue.is_full(caller)), queues[0]).check_admission(caller)
 
-    def choose(self, model: str, caller: str | None) -> Device:
+    def choose_device(self, model: str, caller: str | None) -> Device:
         """Return the device that is expected to complete a request for this model first."""
 
         def cost(device: Device) -> tuple[bool, bool, float]:
-            has_failed, is_busy, seconds = device.scheduler.routing_cost(model, caller)
+            has_failed, is_busy, seconds = device.scheduler.compute_routing_cost(model, caller)
             return has_failed or not device.is_serving, is_busy, seconds
 
         return min(self.all, key=cost)
 
-    def engines(self, model: str) -> list[str]:
+    def describe_engines(self, model: str) -> list[str]:
         """Return sorted descriptions of the engines of a model on all devices that have loaded it so far."""
         engines = (device.scheduler.models.engines for device in self.all)
         return sorted({by_model[model] for by_model in engines if model in by_model})
@@ -109,23 +109,23 @@ class DevicePool:
         """Yield a sentence for each device that makes the service unready."""
         yield from (device.problem for device in self.all if device.is_required and device.problem)
         if self._cluster and not self._can_serve:
-            yield from self._cluster.problems()
+            yield from self._cluster.list_problems()
 
     def degradations(self) -> tuple[str, ...]:
         """Return a sentence for each device that is unavailable although the service is ready."""
-        return self._cluster.problems() if self._cluster and self._can_serve else ()
+        return self._cluster.list_problems() if self._cluster and self._can_serve else ()
 
-    def missing_workers(self) -> str | None:
-        """Return a sentence if requests wait because no worker of the cluster is available, else None."""
+    def explain_missing_workers(self) -> str | None:
+        """Return a sentence if requests are waiting because no worker of the cluster is available, else None."""
         if self._cluster is None or any(device.is_serving for device in self.all):
             return None
         return "No worker of the cluster is available."
 
     @property
     def _can_serve(self) -> bool:
-        """Whether a device computes requests, or will be started for the next request."""
-        waits = self._cluster is not None and self._cluster.waits_for_work
-        return waits or any(device.is_serving for device in self.all)
+        """Whether a device processes requests, or will be started for the next request."""
+        starts_on_demand = self._cluster is not None and self._cluster.starts_on_demand
+        return starts_on_demand or any(device.is_serving for device in self.all)
 
     def _measure_backlog(self) -> Backlog:
         queues = [device.scheduler.queue for device in self.all]

@@ -1,4 +1,4 @@
-"""The reservation of a device for one request: its job in the queue, and its lease of the model."""
+"""The reservation of a device for one request: its job in the queue, and its lease on the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from service.core.types import Extent, Options, Volume
 from service.inference.series.time_points import PointSegmenter, segment_series
 from service.inference.types import Series
-from service.serving.devices.models.model import DeviceModel, ProgressCallback, needs_from_estimate
+from service.serving.devices.models.model import DeviceModel, ProgressCallback, make_resource_needs
 from service.serving.devices.queue.job import Job, Progress, ResourceNeeds
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Reservation:
-    """The device of a request, and its lease of the model, which ends with the request.
+    """The device of a request, and its lease on the model, which ends with the request.
 
     scheduler  scheduler of the device
     model      name of the model
@@ -32,7 +32,7 @@ class Reservation:
     def __init__(self, scheduler: Scheduler, model: str, folder: Path | None = None) -> None:
         self._scheduler, self._name, self._folder = scheduler, model, folder
         self._lease: Lease[DeviceModel] | None = None
-        # Set after the model is loaded. None if planning fails; segmenting then raises the same error.
+        # Set after the model has been loaded. None if planning fails; in that case, segmenting raises the same error.
         self._request: PlannedRequest | None = None
         self._needs: ResourceNeeds | None = None
 
@@ -42,8 +42,8 @@ class Reservation:
         return self._scheduler.queue
 
     @property
-    def loading(self) -> bool:
-        """Whether the request waits for its model."""
+    def is_loading(self) -> bool:
+        """Whether the request is waiting for its model."""
         lease = self._lease
         return lease is not None and not lease.model.done()
 
@@ -55,25 +55,25 @@ class Reservation:
         return self._lease.model.result(timeout=0)
 
     def take(self, job: Job[Any]) -> None:
-        """Request the model for a queued job. The job may begin once the model is loaded, or fails if loading fails."""
+        """Request the model for a queued job, which may start once the model is loaded, and fails if loading fails."""
         lease = self._lease = self._scheduler.models.cache.lease(self._name)
         # If the job has been cancelled in the meantime, this ends the lease immediately.
         job.add_done_callback(self._end_lease)
-        # A weak reference, so that the job does not keep itself and its result alive.
+        # Use a weak reference, so that the job does not keep itself and its result alive.
         lease.model.add_done_callback(partial(self._after_loading, weakref.ref(job)))
 
     def needs(self, volume: Extent, options: Options) -> ResourceNeeds:
-        """Return the resources of the request. The queue calls this whenever the job may begin; the model is loaded."""
+        """Return the resources that the request needs. Call this only after the model has been loaded."""
         if self._needs is None:
             try:
                 self._request = self.model.estimator.plan_request(volume, options)
-                self._needs = needs_from_estimate(self._request.estimate)
+                self._needs = make_resource_needs(self._request.estimate)
             except Exception:  # noqa: BLE001 - segmenting raises the error again, which makes the job fail
                 self._needs = ResourceNeeds()
         return self._needs
 
     def segment(self, job: Job[Any], volume: Volume | Series, options: Options) -> Result:
-        """Segment on the device. Raises the errors of `DeviceModel.segment`, for a series those of `segment_series`."""
+        """Segment on the device. Raises the errors of `DeviceModel.segment` or, for a series, of `segment_series`."""
         if isinstance(volume, Series):
             return self._segment_series(job, volume, options)
         return self.model.segment(job, volume, options, self._request, job.advance)
@@ -91,17 +91,23 @@ class Reservation:
 
         def segment(volume: Volume, options: Options, progress: ProgressCallback) -> Result:
             request = model.estimator.plan_request(volume, options)
-            job.update_needs(needs_from_estimate(request.estimate))
+            job.update_needs(make_resource_needs(request.estimate))
             return model.segment(job, volume, options, request, progress)
 
-        def begin(point: int) -> None:
-            job.points = Progress(point, len(series.times))
+        def record_time_point(time_point: int) -> None:
+            job.time_points = Progress(time_point, len(series.times))
 
         estimate = partial(model.estimate_diameter, job)
         is_estimated = model.estimator.plan(options).needs_diameter_estimate
-        calls = PointSegmenter(segment, estimate if is_estimated else None)
+        point_segmenter = PointSegmenter(segment, estimate if is_estimated else None)
         return segment_series(
-            series, options, calls, self._folder, cancelled=job.cancelled, on_time_point=begin, progress=job.advance
+            series,
+            options,
+            point_segmenter,
+            self._folder,
+            cancelled=job.cancelled,
+            on_time_point=record_time_point,
+            progress=job.advance,
         )
 
     def _after_loading(self, reference: weakref.ref[Job[Any]], model: Future[DeviceModel]) -> None:
@@ -110,9 +116,9 @@ class Reservation:
             return
         error = model.exception()
         if error is None:
-            self.queue.release(job)
+            self.queue.mark_ready(job)
         else:
-            job.refuse(error)
+            job.fail_before_start(error)
 
     def _end_lease(self, _job: Job[Any]) -> None:
         lease, self._lease = self._lease, None

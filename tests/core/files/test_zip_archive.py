@@ -21,7 +21,7 @@ from service.core.files.zip_archive import (
     TORCH_LIMITS,
     ZipLimits,
     copy_members,
-    locate_stored,
+    locate_stored_member,
     open_archive,
     open_torch_archive,
 )
@@ -173,7 +173,7 @@ def test_comment_is_accepted_if_it_is_allowed(comment: bytes, tmp_path: Path) ->
         with open_archive(file, WITH_COMMENT) as archive:
             assert archive.comment == comment
             for name, content in MEMBERS.items():
-                offset = locate_stored(file.fileno(), archive.getinfo(name))
+                offset = locate_stored_member(file.fileno(), archive.getinfo(name))
                 assert os.pread(file.fileno(), len(content), offset) == content
         if comment:
             with pytest.raises(zipfile.BadZipFile, match="content after its directory"):

@@ -33,7 +33,7 @@ BOTH = {torch.float16, torch.bfloat16}
     ("capability", "fastest"), [(PASCAL, set()), (VOLTA, FP16), (TURING, FP16), (AMPERE, BOTH), (HOPPER, BOTH)]
 )
 def test_cuda_precisions_follow_the_compute_capability(capability: tuple[int, int], fastest: set[torch.dtype]) -> None:
-    assert devices.cuda_precisions(capability) == fastest | {torch.float32}
+    assert devices.list_cuda_precisions(capability) == fastest | {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,11 @@ def test_cuda_precisions_follow_the_compute_capability(capability: tuple[int, in
 def test_faulty_precisions_depend_on_the_cudnn_version(
     capability: tuple[int, int], cudnn_version: int | None, faulty: set[torch.dtype]
 ) -> None:
-    assert devices.faulty_cuda_precisions(capability, cudnn_version).keys() == faulty
+    assert devices.list_faulty_cuda_precisions(capability, cudnn_version).keys() == faulty
 
 
 @pytest.mark.parametrize(
-    ("version", "start"), [(91002, "cuDNN 9.10.2 is installed."), (None, "torch cannot find cuDNN.")]
+    ("version", "start"), [(91002, "cuDNN 9.10.2 is installed."), (None, "PyTorch cannot find cuDNN.")]
 )
 def test_explanation_of_faulty_cudnn_says_what_to_install(version: int | None, start: str) -> None:
     explanation = devices.explain_faulty_cudnn(version) or ""
@@ -69,22 +69,22 @@ def test_explanation_of_faulty_cudnn_says_what_to_install(version: int | None, s
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs Linux")
-def test_cpu_supports_bf16_if_its_flags_say_so() -> None:
+def test_bf16_support_of_the_cpu_depends_on_its_flags() -> None:
     flags = Path("/proc/cpuinfo").read_text().split()
-    native = devices.native_precisions(torch.device("cpu"))
-    assert devices.faulty_precisions(torch.device("cpu")) == {}
+    native = devices.list_native_precisions(torch.device("cpu"))
+    assert devices.list_faulty_precisions(torch.device("cpu")) == {}
     assert torch.float32 in native
     assert (torch.bfloat16 in native) == ("avx512_bf16" in flags or "amx_tile" in flags)
 
 
 def test_cpu_status_describes_this_machine() -> None:
-    cpu = host.query_cpu()
+    cpu = host.query_host()
     assert cpu.name
     assert 1 <= cpu.cores <= (os.cpu_count() or 1)
     if cpu.memory_total is not None and cpu.memory_available is not None:
         assert 0 < cpu.memory_available <= cpu.memory_total
     assert set(cpu.features) <= set(host.FEATURES)
-    assert devices.device_name(torch.device("cpu")) == cpu.name
+    assert devices.get_device_name(torch.device("cpu")) == cpu.name
 
 
 def test_memory_of_cuda_graphs_between_replays_is_not_free() -> None:
@@ -139,9 +139,9 @@ def test_device_is_lost_only_if_it_fails_repeatedly() -> None:
     device, full = torch.device("cpu"), torch.OutOfMemoryError("no")
     capturing = RuntimeError("CUDA error: operation would make the legacy stream depend on a capturing stream")
     assert devices.is_working(device)
-    assert devices.is_working(device, Mock(side_effect=[capturing, capturing, True]), pause=0)
-    assert not devices.is_working(device, Mock(side_effect=[capturing] * 3), pause=0)
-    assert devices.is_working(device, Mock(side_effect=[full] * 3), pause=0)
+    assert devices.is_working(device, Mock(side_effect=[capturing, capturing, True]), pause_seconds=0)
+    assert not devices.is_working(device, Mock(side_effect=[capturing] * 3), pause_seconds=0)
+    assert devices.is_working(device, Mock(side_effect=[full] * 3), pause_seconds=0)
 
 
 def test_freed_memory_is_returned_to_the_system() -> None:
@@ -165,5 +165,5 @@ def test_thread_count_of_torch_is_set_per_thread():
         assert one.submit(torch.get_num_threads).result() == 2
         assert other.submit(torch.get_num_threads).result() == 1
         one.submit(devices.set_torch_threads, 0).result()
-        assert one.submit(torch.get_num_threads).result() == host.usable_cores()
+        assert one.submit(torch.get_num_threads).result() == host.count_usable_cores()
         one.submit(devices.set_torch_threads, before).result()

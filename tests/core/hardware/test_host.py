@@ -15,24 +15,24 @@ from service.core.hardware import host
 def test_core_count_respects_the_container_quota(tmp_path: Path, content: str, limit: int) -> None:
     (tmp_path / "cpu.max").write_text(content)
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    assert host.usable_cores(tmp_path) == min(affinity, limit)
+    assert host.count_usable_cores(tmp_path) == min(affinity, limit)
 
 
 def test_available_memory_respects_the_container_limit(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 200000\nactive_file 100000\n")
-    assert host.available_memory(tmp_path) == 400000
+    assert host.query_available_memory(tmp_path) == 400000
     # The values are read again on every call.
     (tmp_path / "memory.current").write_text("950000\n")
-    assert host.available_memory(tmp_path) == 350000
+    assert host.query_available_memory(tmp_path) == 350000
 
 
 def test_available_memory_is_that_of_the_host_without_a_limit(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("900000\n")
     missing = tmp_path / "missing"
-    earlier, available, later = (host.available_memory(folder) for folder in (missing, tmp_path, missing))
+    earlier, available, later = (host.query_available_memory(folder) for folder in (missing, tmp_path, missing))
     assert (available is None) == (earlier is None)
     if available is not None and earlier is not None and later is not None:
         # Other processes allocate and free memory concurrently.

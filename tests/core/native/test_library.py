@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from service.engine.cpu.norm import KERNELS, replace_norms
 
-assert KERNELS.ready, KERNELS.problem
+assert KERNELS.is_available, KERNELS.problem
 torch.set_num_threads(2)
 replace_norms(nn.Sequential(nn.GroupNorm(2, 32)))(torch.ones(1, 32, 16, 32, 32))
 for path in {line.split()[-1] for line in open("/proc/self/maps") if "omp" in line and ".so" in line}:
@@ -29,7 +29,7 @@ for path in {line.split()[-1] for line in open("/proc/self/maps") if "omp" in li
 @pytest.mark.parametrize("variant", list_supported(), ids=lambda variant: variant.name)
 def test_all_supported_variants_are_built(variant: Variant) -> None:
     assert variant.library.exists(), "run `python hatch_build.py --all`"
-    assert with_library(window_kernels, variant).ready
+    assert with_library(window_kernels, variant).is_available
 
 
 def test_first_existing_library_is_loaded() -> None:
@@ -42,7 +42,7 @@ def test_missing_library_is_explained() -> None:
     with pytest.raises(OSError, match="g\\+\\+"):
         load_library([Variant("missing")])
     functions = with_library(window_kernels)
-    assert not functions.ready
+    assert not functions.is_available
     with pytest.raises(OSError, match="AVX2"):
         functions.require()
 

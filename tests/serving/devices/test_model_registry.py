@@ -15,7 +15,7 @@ from service.core.errors import BrokenModel, NotReady
 def test_models_become_ready_after_startup(bands_repository: Path, tmp_path: Path) -> None:
     fakes = Fakes(closed)
     with running(settings(bands_repository, tmp_path), fakes) as runtime:
-        assert [model.state for model in runtime.models.states()] == ["loading"]
+        assert [model.state for model in runtime.models.list_states()] == ["loading"]
         until(lambda: runtime.unready_reasons() == ("bands is being loaded: warming up (for 0 s).",))
         with pytest.raises(NotReady):
             loaded_segmenter(runtime.models, None)
@@ -34,8 +34,8 @@ def test_default_model_that_cannot_be_loaded_makes_the_service_unready(
         raise error
 
     with running(settings(bands_repository, tmp_path), load) as runtime:
-        until(lambda: runtime.models.states()[0].state == "failed")
-        assert str(error) in (runtime.models.states()[0].problem or "")
+        until(lambda: runtime.models.list_states()[0].state == "failed")
+        assert str(error) in (runtime.models.list_states()[0].problem or "")
         assert runtime.unready_reasons() == ("bands cannot be used. GET /models and the log show the reason.",)
         with pytest.raises(BrokenModel, match="bands"):
             loaded_segmenter(runtime.models, None)
@@ -46,7 +46,7 @@ def test_models_with_the_same_name_are_not_served(bands_repository: Path, tmp_pa
     for name in ("first", "second"):
         shutil.copytree(bands_repository / "bands", models / name)
     with running(settings(models, tmp_path)) as runtime:
-        (state,) = runtime.models.states()
+        (state,) = runtime.models.list_states()
         assert (state.name, state.state) == ("bands", "failed")
         assert "second: another folder contains a model named 'bands'" in (state.problem or "")
 
@@ -56,7 +56,7 @@ def test_model_of_the_operator_takes_precedence_over_a_trained_model(bands_repos
     shutil.copytree(bands_repository / "bands", config.trained_folder / "bands")
     with running(config) as runtime:
         for _ in range(2):
-            (state,) = runtime.models.states()
+            (state,) = runtime.models.list_states()
             assert state.problem is None
             assert state.spec is not None
             assert state.spec.folder.parent == bands_repository

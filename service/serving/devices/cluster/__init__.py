@@ -1,1 +1,1 @@
-"""Devices of other hosts, which run in actors of a Ray cluster."""
+"""Devices on other hosts, which run in actors of a Ray cluster."""

@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with the number of completed windows and their total number."""
+"""Function called with the number of completed windows and the total number of windows."""
 
 ActorFactory = Callable[[], "Actor"]
-"""Requests an actor from the cluster. The actor may not have started when the handle is returned."""
+"""Function that requests an actor from the cluster. The actor may not have started when the handle is returned."""
 
 
 class WorkerLost(Exception):
@@ -24,7 +24,7 @@ class Actor(Protocol):
         """Call a method. The future raises WorkerLost if the process has ended or is starting."""
 
     def give_up(self, future: Future[Any]) -> None:
-        """Cancel a call that has not begun."""
+        """Cancel a call that has not started."""
 
     def kill(self) -> None:
-        """End the process permanently."""
+        """Terminate the process permanently."""

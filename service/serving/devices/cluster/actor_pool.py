@@ -33,7 +33,7 @@ class Attempt(NamedTuple):
 
 
 class _MovedToIdleActor(Exception):
-    """Raised to move a task that has not begun to an idle actor, on which it is already counted."""
+    """Raised to move a waiting task to an idle actor. The task is already counted on that actor."""
 
     def __init__(self, actor: RemoteActor) -> None:
         self.actor = actor
@@ -42,13 +42,13 @@ class _MovedToIdleActor(Exception):
 class ActorPool:
     """All actors that this service may use, and the folder through which they exchange pixels.
 
-    make_actor        requests an actor from the cluster, which may start later
-    attempts          maximum number of actors on which a task is started if they are lost
-    unfinished_tasks  number of tasks that are running or waiting for an actor
+    make_actor             requests an actor from the cluster, which may start later
+    max_attempts           maximum number of actors on which a task is started; it is restarted if its actor is lost
+    unfinished_task_count  number of tasks that are running or waiting for an actor
     """
 
-    def __init__(self, exchange: Exchange, make_actor: ActorFactory, cluster: Cluster, attempts: int) -> None:
-        self.exchange, self._attempts = exchange, attempts
+    def __init__(self, exchange: Exchange, make_actor: ActorFactory, cluster: Cluster, max_attempts: int) -> None:
+        self.exchange, self._max_attempts = exchange, max_attempts
         self._min_workers, self._idle_seconds = cluster.min_workers, cluster.idle_seconds
         self._lock = threading.Lock()
         self._models: WeakSet[ModelInUse] = WeakSet()
@@ -56,97 +56,100 @@ class ActorPool:
             RemoteActor(f"ray-{number}", make_actor, exchange, self._lock, self._models)
             for number in range(1, cluster.workers + 1)
         ]
-        self.unfinished_tasks = 0
+        self.unfinished_task_count = 0
         self.scale(0)
 
     def scale(self, count: int) -> None:
-        """Request `count` actors from the cluster, and release further actors that were not needed for a while.
+        """Request `count` actors from the cluster, and release other actors that have not been needed for a while.
 
-        Actors that are up are preferred over actors that are starting, and these over actors that were released.
+        Prefer actors that are up, then actors that are starting, and then released actors.
         """
         now = time.monotonic()
-        order = sorted(self.actors, key=lambda actor: (not actor.is_up, actor.given_back))
-        for number, actor in enumerate(order, 1):
+        ranked_actors = sorted(self.actors, key=lambda actor: (not actor.is_up, actor.is_released))
+        for number, actor in enumerate(ranked_actors, 1):
             if number <= max(count, self._min_workers):
-                actor.request(now)
+                actor.request_actor(now)
             elif now - actor.last_needed > self._idle_seconds:
-                actor.give_back()
+                actor.release()
 
-    def add(self, model: ModelInUse) -> None:
+    def add_model(self, model: ModelInUse) -> None:
         """Keep a model loaded in the actors as long as `model` is referenced."""
         with self._lock:
             self._models.add(model)
 
-    def acquire(self, preferred: RemoteActor, lost: Collection[RemoteActor]) -> RemoteActor | None:
-        """Choose an actor for a task and count the task there; return None if no actor is up.
+    def acquire_actor(self, preferred_actor: RemoteActor, lost_actors: Collection[RemoteActor]) -> RemoteActor | None:
+        """Choose an actor for a task, and count the task on it; return None if no actor is up.
 
         Prefer actors that are not being released, then actors on which the task was not lost before, then the preferred
         actor, and then the least busy actor.
         """
 
         def rank(actor: RemoteActor) -> tuple[bool, bool, bool, int]:
-            return actor.is_leaving, actor in lost, actor is not preferred, actor.tasks
+            return actor.is_release_pending, actor in lost_actors, actor is not preferred_actor, actor.task_count
 
         with self._lock:
             actor = min((actor for actor in self.actors if actor.is_up), key=rank, default=None)
             if actor is not None:
-                actor.tasks += 1
+                actor.task_count += 1
             return actor
 
-    def acquire_idle(self, busy: RemoteActor) -> RemoteActor | None:
-        """Choose an idle actor for a task of a busy actor that has further tasks, and count the task there.
+    def acquire_idle_actor(self, busy_actor: RemoteActor) -> RemoteActor | None:
+        """Choose an idle actor to take over a task from a busy actor, and count the task on it.
 
-        Return None if there is no idle actor or if the task is the only one of its actor.
+        Return None if no actor is idle, or if the busy actor has only this task.
         """
         with self._lock:
-            idle = (actor for actor in self.actors if actor.is_up and not actor.is_leaving and not actor.tasks)
-            actor = next(idle, None) if busy.tasks > 1 else None
+            idle_actors = (
+                actor for actor in self.actors if actor.is_up and not actor.is_release_pending and not actor.task_count
+            )
+            actor = next(idle_actors, None) if busy_actor.task_count > 1 else None
             if actor is not None:
-                actor.tasks += 1
+                actor.task_count += 1
             return actor
 
-    def run(self, preferred: RemoteActor, attempt: Attempt) -> Outcome:
-        """Run a task on the preferred actor, or on another one if that is not up or is lost.
+    def run(self, preferred_actor: RemoteActor, attempt: Attempt) -> Outcome:
+        """Run a task on the preferred actor, or on another actor if the preferred one is not up or is lost.
 
-        Raises Cancelled, and JobInterrupted if the task was lost with as many actors as may be tried.
+        Raises Cancelled, or JobInterrupted if `max_attempts` actors were lost while they were running the task.
         """
         self._add_unfinished(1)
         try:
-            return self._run(preferred, attempt)
+            return self._run(preferred_actor, attempt)
         finally:
             self._add_unfinished(-1)
 
     def _add_unfinished(self, change: int) -> None:
         with self._lock:
-            self.unfinished_tasks += change
+            self.unfinished_task_count += change
 
-    def _run(self, preferred: RemoteActor, attempt: Attempt) -> Outcome:
-        lost: list[RemoteActor] = []
+    def _run(self, preferred_actor: RemoteActor, attempt: Attempt) -> Outcome:
+        lost_actors: list[RemoteActor] = []
         idle_actor: RemoteActor | None = None
-        while len(lost) < self._attempts:
-            if (actor := idle_actor or self.acquire(preferred, lost)) is None:
+        while len(lost_actors) < self._max_attempts:
+            if (actor := idle_actor or self.acquire_actor(preferred_actor, lost_actors)) is None:
                 if attempt.cancelled():
-                    raise Cancelled("cancelled before a worker of the cluster was available")
+                    raise Cancelled("The job was cancelled before a worker of the cluster was available.")
                 time.sleep(POLL_SECONDS)
                 continue
             idle_actor = None
             try:
-                # A new id, because the actor rejects cancelled tasks, and a lost task is cancelled on its actor.
-                return self._attempt(actor, attempt._replace(task=attempt.task._replace(id=uuid.uuid4().hex)))
+                # Use a new id: a lost task is cancelled on its actor, and actors reject cancelled tasks.
+                return self._run_attempt(actor, attempt._replace(task=attempt.task._replace(id=uuid.uuid4().hex)))
             except _MovedToIdleActor as error:
                 idle_actor = error.actor
             except WorkerLost as error:
-                log.warning("%s was lost while it ran a request, which is restarted: %s", actor.name, error)
-                lost.append(actor)
+                log.warning("%s was lost while it was running a request, which is restarted: %s", actor.name, error)
+                lost_actors.append(actor)
             finally:
                 with self._lock:
-                    actor.tasks -= 1
+                    actor.task_count -= 1
         raise JobInterrupted(
-            f"{len(lost)} workers of the cluster died while they ran this request. They probably ran out of memory."
+            f"{len(lost_actors)} workers of the cluster died while they were running this request. They probably ran"
+            " out of memory."
         )
 
-    def _attempt(self, actor: RemoteActor, attempt: Attempt) -> Outcome:
-        """Run a task once on an actor on which it is counted. Raises WorkerLost, Cancelled and _MovedToIdleActor."""
+    def _run_attempt(self, actor: RemoteActor, attempt: Attempt) -> Outcome:
+        """Run a task once, on the actor on which it is counted. Raises WorkerLost, Cancelled and _MovedToIdleActor."""
         future = actor.call(attempt.method, attempt.task)
         try:
             return self._wait(actor, future, attempt)
@@ -157,18 +160,18 @@ class ActorPool:
             raise
 
     def _wait(self, actor: RemoteActor, future: Future[Any], attempt: Attempt) -> Outcome:
-        task, reported = attempt.task, Progress()
+        task, last_progress = attempt.task, Progress()
         while not wait([future], POLL_SECONDS).done:
             if attempt.cancelled():
-                raise Cancelled("cancelled while it ran in the cluster")
+                raise Cancelled("The job was cancelled while it was running in the cluster.")
             if not actor.is_up:
                 raise WorkerLost(f"{actor.name} does not respond")
-            done = actor.progress(task)
-            if done.total and done != reported:
-                reported = done
-                attempt.advance(*done)
-            if task.volume and not done.total and (idle := self.acquire_idle(actor)):
-                raise _MovedToIdleActor(idle)
+            progress = actor.get_progress(task)
+            if progress.total and progress != last_progress:
+                last_progress = progress
+                attempt.advance(*progress)
+            if task.volume and not progress.total and (next_actor := self.acquire_idle_actor(actor)):
+                raise _MovedToIdleActor(next_actor)
         outcome: Outcome = future.result()
         if isinstance(outcome.error, DeviceLost):
             raise WorkerLost(str(outcome.error))

@@ -1,4 +1,7 @@
-"""Workers of a block-wise run in actors of a cluster. All hosts must mount the folder, the stack and the result."""
+"""Workers of a block-wise run, in actors of a cluster.
+
+All hosts must mount the run folder, the stack and the result.
+"""
 
 from __future__ import annotations
 
@@ -29,25 +32,25 @@ class BlockActor:
     def __init__(self, work: BlockFunction = run_block) -> None:
         self._work = work
 
-    def ready(self) -> None:
+    def ping(self) -> None:
         """Return None. A successful call shows that the process is running."""
 
     def run_block(self, task: BlockTask) -> dict[str, Any]:
-        """Process a block. Raises the errors of the work."""
+        """Process a block. Raises the errors of the block function."""
         return self._work(task)
 
 
 class ActorWorkers:
     """Workers of a block-wise run in actors. If an actor is lost, its block is restarted on the next free actor.
 
-    An actor gets blocks only after it has responded. So an actor that waits for resources of the cluster, or whose host
-    is unavailable, gets none.
+    An actor gets blocks only after it has responded. An actor gets no blocks while it waits for resources of the
+    cluster, or while its host is unavailable.
     """
 
     def __init__(self, actors: Sequence[Actor]) -> None:
         self.count = len(actors)
         self._actors = actors
-        self._free: SimpleQueue[Actor | None] = SimpleQueue()
+        self._free_actors: SimpleQueue[Actor | None] = SimpleQueue()
         # Each thread waits for the block of one actor.
         self._threads = ThreadPoolExecutor(self.count, thread_name_prefix="block-worker")
         self._closed = threading.Event()
@@ -55,48 +58,51 @@ class ActorWorkers:
             self._add_when_available(actor)
 
     def submit(self, task: BlockTask) -> Future[dict[str, Any]]:
-        """Submit a block. The future returns its record, or raises the error of the work."""
+        """Submit a block. The future returns the record of the block, or raises the error of the block function."""
         return self._threads.submit(self._run, task)
 
     def close(self) -> None:
-        """End the actors and cancel their blocks."""
+        """Terminate the actors and cancel their blocks."""
         self._closed.set()
         for actor in self._actors:
             actor.kill()
         for _ in self._actors:
-            self._free.put(None)
+            self._free_actors.put(None)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, task: BlockTask) -> dict[str, Any]:
         for _ in range(MAX_WORKER_DEATHS):
-            actor = self._free.get()
+            actor = self._free_actors.get()
             if actor is None:
-                raise Cancelled("the workers have ended")
+                raise Cancelled("The workers have stopped.")
             try:
                 record: dict[str, Any] = actor.call("run_block", task).result()
             except WorkerLost as error:
                 log.warning(
-                    "a worker was lost while it ran %s %d, which is restarted: %s", task.step, task.number, error
+                    "a worker was lost while it was processing %s %d, which is restarted: %s",
+                    task.step,
+                    task.number,
+                    error,
                 )
                 self._add_when_available(actor)
             except BaseException:
-                self._free.put(actor)
+                self._free_actors.put(actor)
                 raise
             else:
-                self._free.put(actor)
+                self._free_actors.put(actor)
                 return record
         raise InternalError(
-            f"{MAX_WORKER_DEATHS} workers in succession died during {task.step} {task.number}. Resume the run with"
+            f"{MAX_WORKER_DEATHS} workers died in succession during {task.step} {task.number}. Resume the run with"
             " smaller windows, or with more memory for each worker."
         )
 
     def _add_when_available(self, actor: Actor) -> None:
         """Add an actor to the free actors when it responds."""
-        actor.call("ready").add_done_callback(partial(self._add_if_available, actor))
+        actor.call("ping").add_done_callback(partial(self._add_if_available, actor))
 
-    def _add_if_available(self, actor: Actor, answer: Future[Any]) -> None:
-        if answer.exception() is None:
-            self._free.put(actor)
+    def _add_if_available(self, actor: Actor, response: Future[Any]) -> None:
+        if response.exception() is None:
+            self._free_actors.put(actor)
         elif not self._closed.is_set():
             timer = threading.Timer(RETRY_SECONDS, self._add_when_available, [actor])
             timer.daemon = True

@@ -1,4 +1,4 @@
-"""The devices of a cluster, and scaling of their number with the work."""
+"""The devices of a cluster. Their number is scaled with the workload."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Maximum time to wait for the thread at shutdown.
 JOIN_SECONDS = 4.0
 
 ClusterConnector = Callable[[Settings], ActorFactory]
@@ -43,22 +44,22 @@ class ClusterDevices:
 
     @property
     def is_autoscaled(self) -> bool:
-        """Whether the number of workers is scaled with the work."""
+        """Whether the number of workers is scaled with the workload."""
         return self._cluster.min_workers < len(self.devices)
 
     @property
-    def waits_for_work(self) -> bool:
+    def starts_on_demand(self) -> bool:
         """Whether the minimum number of workers is 0, so that the first request has to wait for a worker."""
         return bool(self.devices) and not self._cluster.min_workers
 
     @property
-    def states(self) -> dict[str, float]:
-        """Number of workers that are up, missing (requested but unavailable) and given back."""
-        states = Counter(device.state for device in self.devices)
+    def worker_counts(self) -> dict[str, float]:
+        """Number of workers by state: up, missing (requested but unavailable) and given back."""
+        counts = Counter(device.state for device in self.devices)
         return {
-            "up": states[DeviceState.UP],
-            "missing": states[DeviceState.STARTING] + states[DeviceState.LOST],
-            "given_back": states[DeviceState.GIVEN_BACK],
+            "up": counts[DeviceState.UP],
+            "missing": counts[DeviceState.STARTING] + counts[DeviceState.LOST],
+            "given_back": counts[DeviceState.GIVEN_BACK],
         }
 
     @property
@@ -66,15 +67,15 @@ class ClusterDevices:
         """Latest status of the hosts with devices, by host name."""
         return {device.status.host: device.status for device in self.devices if device.status}
 
-    def start(self, backlog: Callable[[], Backlog], local_devices: int = 0) -> None:
-        """Start to scale the number of workers with the work of all devices.
+    def start(self, backlog: Callable[[], Backlog], local_device_count: int = 0) -> None:
+        """Start scaling the number of workers with the workload of all devices.
 
-        backlog        returns the work of all devices
-        local_devices  number of devices of this host
+        backlog             returns the backlog of all devices
+        local_device_count  number of devices on this host
         """
         if self.is_autoscaled:
             self._thread = threading.Thread(
-                target=self._loop, args=(backlog, local_devices), name="cluster-size", daemon=True
+                target=self._loop, args=(backlog, local_device_count), name="cluster-size", daemon=True
             )
             self._thread.start()
 
@@ -85,12 +86,12 @@ class ClusterDevices:
             # With a timeout, because a cluster without its head node may not respond.
             self._thread.join(JOIN_SECONDS)
 
-    def problems(self) -> tuple[str, ...]:
+    def list_problems(self) -> tuple[str, ...]:
         """Return a sentence for each unavailable worker.
 
         Workers that are starting are omitted if the minimum number of workers is up.
         """
-        has_minimum = self.states["up"] >= self._cluster.min_workers
+        has_minimum = self.worker_counts["up"] >= self._cluster.min_workers
         return tuple(
             device.problem
             for device in self.devices
@@ -101,24 +102,24 @@ class ClusterDevices:
         """Delete the exchange folder. Call this after the devices have stopped."""
         self._exchange.delete()
 
-    def _loop(self, backlog: Callable[[], Backlog], local_devices: int) -> None:
+    def _loop(self, backlog: Callable[[], Backlog], local_device_count: int) -> None:
         while not self._stopped.wait(STATUS_SECONDS):
             try:
-                self._pool.scale(self._count_needed_workers(backlog(), local_devices))
+                self._pool.scale(self._count_needed_workers(backlog(), local_device_count))
             except Exception:
                 log.exception("the number of workers could not be adjusted")
 
-    def _count_needed_workers(self, backlog: Backlog, local_devices: int) -> int:
+    def _count_needed_workers(self, backlog: Backlog, local_device_count: int) -> int:
         # A request runs on a single device, so more workers than jobs are useless. Loading a model is not a job, but
         # needs a worker as well.
-        needed = min(backlog.jobs, math.ceil(backlog.seconds / self._cluster.backlog_seconds))
-        return max(needed - local_devices, min(self._pool.unfinished_tasks, 1))
+        needed = min(backlog.job_count, math.ceil(backlog.seconds / self._cluster.backlog_seconds))
+        return max(needed - local_device_count, min(self._pool.unfinished_task_count, 1))
 
 
 def open_cluster(settings: Settings, connect: ClusterConnector, metrics: Metrics) -> ClusterDevices | None:
     """Return the devices of the configured cluster; None if no cluster is configured.
 
-    Raises ConfigError if the shared folder cannot be used, and the errors of `connect`.
+    Raises ConfigError if the shared folder cannot be used, and the errors that `connect` raises.
     """
     folder = settings.cluster.shared_folder
     if settings.cluster.address is None or folder is None:

@@ -1,4 +1,4 @@
-"""The actor that owns a device of another host. Pixels and labels are exchanged through files."""
+"""The actor that owns a device on another host. Pixels and labels are exchanged through files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from service.serving.devices.cluster.exchange import (
     Task,
     store_result,
 )
-from service.serving.devices.local.device import LoadFunction, LocalDevice, LocalParts
+from service.serving.devices.local.device import LoadFunction, LocalDevice, SharedResources
 from service.serving.devices.queue.job import Job, ResourceNeeds
 from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics
@@ -39,7 +39,7 @@ MAX_CANCELLED_TASKS = 1000
 GRACE_SECONDS = 1.0
 
 
-def actor_settings(settings: Settings) -> Settings:
+def make_actor_settings(settings: Settings) -> Settings:
     """Return the settings for an actor, which uses the device assigned by the cluster and its own scratch folder.
 
     API keys and the locations of files are removed.
@@ -61,83 +61,85 @@ def actor_settings(settings: Settings) -> Settings:
 class DeviceActor:
     """Owner of one device in a separate process. Its methods are called concurrently by several threads.
 
-    settings  settings returned by `actor_settings`
+    settings  settings returned by `make_actor_settings`
     load      loads a model onto the device
     """
 
     def __init__(self, settings: Settings, load: LoadFunction) -> None:
         configure_logging(settings.logging.level, settings.logging.format)
-        self._device = LocalDevice(None, settings, LocalParts(load, Metrics(), torch_compile.LoadingLock()))
+        self._device = LocalDevice(None, settings, SharedResources(load, Metrics(), torch_compile.LoadingLock()))
         self._device.start({}, ())
         self._models, self._queue = self._device.scheduler.models, self._device.scheduler.queue
         self._served_models: set[str] = set()
         # The model and the job of each task, by task id.
         self._jobs: dict[str, tuple[str, Job[Any]]] = {}
-        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self._cancelled_ids: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
     def load(self, task: Task) -> Outcome:
         """Load the model of a task."""
 
-        def describe(_job: Job[Any], reservation: Reservation) -> LoadedModelReport:
+        def report_model(_job: Job[Any], reservation: Reservation) -> LoadedModelReport:
             model = reservation.model
             return LoadedModelReport(model.estimator, model.report(), model.nbytes)
 
-        return self._run(task, describe)
+        return self._run(task, report_model)
 
     def segment(self, task: Task) -> Outcome:
-        """Segment the volume of a task. The labels are written to a new file in the folder of the pixels."""
-        stored = _require_volume(task)
+        """Segment the volume of a task. The labels are written to a new file in the same folder as the pixels."""
+        stored_volume = _require_volume(task)
 
         def segment(job: Job[Any], reservation: Reservation) -> StoredResult:
-            result = reservation.segment(job, stored.open(), task.options)
-            return store_result(result, stored.path.with_name(f"labels-{uuid.uuid4().hex[:12]}"))
+            result = reservation.segment(job, stored_volume.open(), task.options)
+            return store_result(result, stored_volume.path.with_name(f"labels-{uuid.uuid4().hex[:12]}"))
 
         return self._run(task, segment)
 
     def estimate_diameter(self, task: Task) -> Outcome:
         """Estimate the object diameter in the volume of a task."""
-        stored = _require_volume(task)
-        return self._run(task, lambda job, reservation: reservation.estimate_diameter(job, stored.open(), task.options))
+        stored_volume = _require_volume(task)
+        return self._run(
+            task, lambda job, reservation: reservation.estimate_diameter(job, stored_volume.open(), task.options)
+        )
 
-    def cancel(self, identifier: str) -> None:
+    def cancel(self, task_id: str) -> None:
         """Cancel a running task, or one that has not arrived yet."""
         with self._lock:
-            self._cancelled[identifier] = None
-            if len(self._cancelled) > MAX_CANCELLED_TASKS:
-                self._cancelled.popitem(last=False)
-            _, job = self._jobs.get(identifier, (None, None))
+            self._cancelled_ids[task_id] = None
+            if len(self._cancelled_ids) > MAX_CANCELLED_TASKS:
+                self._cancelled_ids.popitem(last=False)
+            _, job = self._jobs.get(task_id, (None, None))
         if job is not None:
             job.cancel()
 
     def status(self, models: Collection[str]) -> Status:
-        """Return the status, and forget all models except `models` and the models of tasks.
+        """Return the status, and stop serving all models except `models` and the models of tasks.
 
         The models of tasks are kept, because a task can arrive before the status call that lists its model.
         """
         with self._lock:
-            progress = {identifier: job.progress for identifier, (_, job) in self._jobs.items()}
-            unused = self._served_models.difference(models, (model for model, _ in self._jobs.values()))
-            self._served_models -= unused
-            for model in unused:
+            progress = {task_id: job.progress for task_id, (_, job) in self._jobs.items()}
+            unused_models = self._served_models.difference(models, (model for model, _ in self._jobs.values()))
+            self._served_models -= unused_models
+            for model in unused_models:
                 self._models.forget(model)
-        return Status(socket.gethostname(), self._device.problem, gpus.query_gpus(), host.query_cpu(), progress)
+        return Status(socket.gethostname(), self._device.problem, gpus.query_gpus(), host.query_host(), progress)
 
     def _run(self, task: Task, work: Callable[[Job[Any], Reservation], Any]) -> Outcome:
-        """Queue the work of a task, and wait for it. The work begins after the model is loaded."""
+        """Queue the work of a task, and wait for it. The work starts after the model is loaded."""
         reservation = Reservation(self._device.scheduler, task.model)
         job: Job[Any] = Job(
             task.spec.name,
             lambda job: work(job, reservation),
-            windows=task.windows,
+            window_count=task.windows,
             needs=ResourceNeeds if task.volume is None else partial(reservation.needs, task.volume, task.options),
-            ready=False,
+            is_ready=False,
         )
         with self._lock:
             self._served_models.add(task.model)
             self._models.serve(task.model, task.spec)
             self._jobs[task.id] = (task.model, job)
-            if task.id in self._cancelled:
+            if task.id in self._cancelled_ids:
                 job.cancel()
         try:
             self._queue.put(job)
@@ -145,7 +147,7 @@ class DeviceActor:
             value = job.future.result()
             return Outcome(value, share=BatchShare(job.progress.done, job.device_slots, job.device_seconds))
         except CancelledError:
-            return Outcome(error=Cancelled("cancelled before it began"))
+            return Outcome(error=Cancelled("The job was cancelled before it started."))
         except StackSegError as error:
             return Outcome(error=error)
         finally:

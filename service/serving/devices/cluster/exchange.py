@@ -22,7 +22,7 @@ import numpy as np
 from service.core.buffers import LARGE_BYTES, Allocator
 from service.core.errors import ConfigError, OutOfStorage, StackSegError, StorageUnavailable
 from service.core.hardware.gpus import GpuStatus
-from service.core.hardware.host import CpuStatus
+from service.core.hardware.host import HostStatus
 from service.core.quantities import VoxelSize
 from service.core.types import Array, Options, StackShape, Volume
 from service.inference.windows.batching.window_request import BatchShare
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from service.serving.devices.queue.job import Progress
 
 FOLDER_PREFIX = "stackseg-cluster-"
-# File whose modification time shows that the service is still running.
-MARKER = ".stackseg-cluster"
+# Name of the file whose modification time shows that the service is still running.
+MARKER_NAME = ".stackseg-cluster"
 # Age of the marker after which other services delete the folder. Large, because the clocks of hosts may differ.
 ABANDONED_SECONDS = 3600.0
 # Number of bytes to write at a time.
@@ -44,7 +44,7 @@ BLOCK_BYTES = 2**26
 
 
 class StoredVolume(NamedTuple):
-    """A volume whose pixels [C, Z, Y, X] are stored in C order in a file without header. The fields match `Volume`."""
+    """A volume whose pixels [C, Z, Y, X] are stored in C order in a file without a header. Fields match `Volume`."""
 
     path: Path
     shape: StackShape
@@ -92,7 +92,7 @@ class Task(NamedTuple):
 
 
 class LoadedModelReport(NamedTuple):
-    """A model that an actor has loaded."""
+    """Report on a model that an actor has loaded."""
 
     estimator: Estimator
     report: EngineReport
@@ -129,43 +129,43 @@ class Outcome(NamedTuple):
 class Status(NamedTuple):
     """Status of an actor.
 
-    host      name of its host
+    host      name of the actor's host
     problem   why its device is unavailable; None if it is available
-    gpus      GPUs of its host
-    cpu       processor and memory of its host
+    gpus      GPUs of the host
+    cpu       processor and memory of the host
     progress  progress of its tasks, by task id
     """
 
     host: str
     problem: str | None
     gpus: tuple[GpuStatus, ...]
-    cpu: CpuStatus
+    cpu: HostStatus
     progress: Mapping[str, Progress]
 
 
 class Exchange:
-    """A folder of this process below `parent`, which contains a folder per request.
+    """The folder of this process below `parent`. It contains a subfolder for each request.
 
     Raises ConfigError if `parent` is not writable.
     """
 
     def __init__(self, parent: Path) -> None:
         self.path = parent / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
-        self._numbers = itertools.count()
-        self._renewed = time.monotonic()
+        self._folder_numbers = itertools.count()
+        self._last_touch_time = time.monotonic()
         try:
             _delete_abandoned_folders(parent)
             self.path.mkdir(mode=0o700)
-            (self.path / MARKER).touch()
+            (self.path / MARKER_NAME).touch()
         except OSError as error:
             raise ConfigError(f"cluster.shared_folder: {parent} is not a writable folder: {error.strerror}.") from error
 
-    def renew(self) -> None:
-        """Update the marker from time to time, to show that this process still uses the folder."""
-        if time.monotonic() - self._renewed > ABANDONED_SECONDS / 60:
-            self._renewed = time.monotonic()
+    def touch_marker(self) -> None:
+        """Touch the marker if it has not been touched recently, to show that this process still uses the folder."""
+        if time.monotonic() - self._last_touch_time > ABANDONED_SECONDS / 60:
+            self._last_touch_time = time.monotonic()
             with suppress(OSError):
-                (self.path / MARKER).touch()
+                (self.path / MARKER_NAME).touch()
 
     def delete(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -174,9 +174,10 @@ class Exchange:
     def share_volume(self, volume: Volume) -> Iterator[StoredVolume]:
         """Write the pixels of a volume to a folder that is deleted after the block.
 
-        Raises OutOfStorage and StorageUnavailable, also if the block raises OSError.
+        Raises OutOfStorage if the shared storage is full, and StorageUnavailable for any other OSError, including one
+        that the block raises.
         """
-        folder = self.path / str(next(self._numbers))
+        folder = self.path / str(next(self._folder_numbers))
         try:
             folder.mkdir(mode=0o700)
             yield store_volume(volume, folder / "pixels")
@@ -195,13 +196,13 @@ class Exchange:
 def store_volume(volume: Volume, path: Path) -> StoredVolume:
     """Write the pixels of a volume to a new file, several planes at a time."""
     channels, z, y, x = volume.shape
-    plane = y * x * volume.dtype.itemsize
-    planes = max(BLOCK_BYTES // max(plane * channels, 1), 1)
+    plane_bytes = y * x * volume.dtype.itemsize
+    planes_per_block = max(BLOCK_BYTES // max(plane_bytes * channels, 1), 1)
     with path.open("xb") as file:
-        for z0 in range(0, z, planes):
-            block = volume.read(z0, min(z0 + planes, z))
+        for z0 in range(0, z, planes_per_block):
+            block = volume.read(z0, min(z0 + planes_per_block, z))
             for channel in range(channels):
-                file.seek((channel * z + z0) * plane)
+                file.seek((channel * z + z0) * plane_bytes)
                 file.write(np.ascontiguousarray(block[channel]).data)
     return StoredVolume(path, volume.shape, volume.dtype.str, volume.voxel_size, volume.channels, volume.notes)
 
@@ -219,12 +220,12 @@ def store_result(result: Result, path: Path) -> StoredResult:
 def _read_into(file: BufferedReader, pixels: Array) -> None:
     """Fill a contiguous array from a file. Raises OSError if the file is too short."""
     if file.readinto(pixels.reshape(-1).view(np.uint8).data) < pixels.nbytes:
-        raise OSError(None, "a file of pixels is truncated")
+        raise OSError(None, "a pixel file is truncated")
 
 
 def _delete_abandoned_folders(parent: Path) -> None:
     """Delete the abandoned folders of services that were killed."""
-    for marker in parent.glob(f"{FOLDER_PREFIX}*/{MARKER}"):
+    for marker in parent.glob(f"{FOLDER_PREFIX}*/{MARKER_NAME}"):
         with suppress(OSError):
             if time.time() - marker.stat().st_mtime > ABANDONED_SECONDS:
                 shutil.rmtree(marker.parent, ignore_errors=True)

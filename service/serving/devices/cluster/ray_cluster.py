@@ -17,13 +17,13 @@ from service.core.config import Settings
 from service.core.errors import ConfigError
 from service.core.sections.computing import Cluster
 from service.serving.devices.cluster.actor import Actor, ActorFactory, WorkerLost
-from service.serving.devices.cluster.device_actor import DeviceActor, actor_settings
+from service.serving.devices.cluster.device_actor import DeviceActor, make_actor_settings
 from service.serving.devices.local.device import LoadFunction
 
 # Methods that can take as long as a request. Other methods run in separate control threads.
 LONG_CALLS = frozenset({"load", "segment", "estimate_diameter", "run_block"})
 # Number of control threads of an actor.
-CONTROL_THREADS = 2
+CONTROL_THREAD_COUNT = 2
 
 log = logging.getLogger(__name__)
 
@@ -38,23 +38,23 @@ def connect_cluster(settings: Settings, load: LoadFunction) -> ActorFactory:
     cluster = settings.cluster
     ray = _connect(cluster.address)
     # Twice the number of requests, because an actor also runs the requests of lost actors.
-    make = _make_factory(ray, DeviceActor, cluster, 2 * settings.limits.at_once)
-    return lambda: RayActor(ray, make(actor_settings(settings), load))
+    make_handle = _make_factory(ray, DeviceActor, cluster, 2 * settings.limits.at_once)
+    return lambda: RayActor(ray, make_handle(make_actor_settings(settings), load))
 
 
-def make_actors(address: str, cluster: Cluster, count: int, kind: type) -> list[Actor]:
-    """Request `count` actors of class `kind` from the cluster at `address`. Each runs one long call at a time.
+def make_actors(address: str, cluster: Cluster, count: int, actor_class: type) -> list[Actor]:
+    """Request `count` actors of class `actor_class` from the cluster at `address`. Each runs one long call at a time.
 
     Raises ConfigError as `connect_cluster` does.
     """
     ray = _connect(address)
     if shortage := describe_shortage(ray.cluster_resources(), cluster, count):
         log.warning(shortage)
-    make = _make_factory(ray, kind, cluster, 1)
-    return [RayActor(ray, make()) for _ in range(count)]
+    make_handle = _make_factory(ray, actor_class, cluster, 1)
+    return [RayActor(ray, make_handle()) for _ in range(count)]
 
 
-def check_usable() -> None:
+def check_ray() -> None:
     """Raise ConfigError if Ray is not installed, or if token authentication is not enabled."""
     if find_spec("ray") is None:
         raise ConfigError(
@@ -81,16 +81,16 @@ def describe_shortage(resources: Mapping[str, float], cluster: Cluster, count: i
     if not shortages:
         return None
     return (
-        f"The cluster has only {' and '.join(shortages)} that {count} workers need. The others wait for more hosts."
-        " cluster.gpus and cluster.cpus set the resources of each worker; with cluster.gpus 0, workers use CPUs."
+        f"The cluster has only {' and '.join(shortages)} that {count} workers need. The remaining workers wait for more"
+        " hosts. cluster.gpus and cluster.cpus set the resources of each worker; with cluster.gpus 0, workers use CPUs."
     )
 
 
-def _make_factory(ray: Any, kind: type, cluster: Cluster, at_once: int) -> Callable[..., Any]:
-    """Return a function that creates an actor of class `kind`, which runs up to `at_once` long calls concurrently."""
-    groups = {"long": at_once, "control": CONTROL_THREADS}
+def _make_factory(ray: Any, actor_class: type, cluster: Cluster, max_concurrent_calls: int) -> Callable[..., Any]:
+    """Return a function that creates an actor, which runs up to `max_concurrent_calls` long calls concurrently."""
+    groups = {"long": max_concurrent_calls, "control": CONTROL_THREAD_COUNT}
     # Ray must not retry calls: the callers retry them, on actors that are up, and count the attempts.
-    remote = ray.remote(max_restarts=-1, max_task_retries=0, concurrency_groups=groups)(kind)
+    remote = ray.remote(max_restarts=-1, max_task_retries=0, concurrency_groups=groups)(actor_class)
     factory: Callable[..., Any] = remote.options(
         num_gpus=cluster.gpus, num_cpus=cluster.cpus, scheduling_strategy="SPREAD"
     ).remote
@@ -98,7 +98,7 @@ def _make_factory(ray: Any, kind: type, cluster: Cluster, at_once: int) -> Calla
 
 
 def _connect(address: str | None) -> Any:
-    check_usable()
+    check_ray()
     import ray  # noqa: PLC0415 - an extra
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -123,32 +123,32 @@ class RayActor:
         try:
             reference = getattr(self._handle, method).options(concurrency_group=group).remote(*arguments)
         except self._ray.exceptions.RayError as error:
-            future.set_exception(WorkerLost(_first_line(error)))
+            future.set_exception(WorkerLost(_get_first_line(error)))
             return future
         future.reference = reference
-        reference.future().add_done_callback(lambda done: self._settle(future, done))
+        reference.future().add_done_callback(lambda ray_future: self._complete_future(future, ray_future))
         return future
 
     def give_up(self, future: Future[Any]) -> None:
-        """Cancel a call that has not begun."""
+        """Cancel a call that has not started."""
         if isinstance(future, _CallFuture) and future.reference is not None:
             with suppress(self._ray.exceptions.RayError, ValueError):
                 self._ray.cancel(future.reference)
 
     def kill(self) -> None:
-        """End the process permanently."""
+        """Terminate the process permanently."""
         with suppress(self._ray.exceptions.RayError, ValueError):
             self._ray.kill(self._handle)
 
-    def _settle(self, future: _CallFuture, done: Future[Any]) -> None:
-        error = done.exception()
+    def _complete_future(self, future: _CallFuture, ray_future: Future[Any]) -> None:
+        error = ray_future.exception()
         if error is None:
-            future.set_result(done.result())
+            future.set_result(ray_future.result())
         elif isinstance(error, self._ray.exceptions.RayTaskError):
             # Ray raises a subclass of RayTaskError and of the original exception. Pass the original exception on.
             future.set_exception(getattr(error, "cause", error))
         elif isinstance(error, self._ray.exceptions.RayError):
-            future.set_exception(WorkerLost(_first_line(error)))
+            future.set_exception(WorkerLost(_get_first_line(error)))
         else:
             future.set_exception(error)
 
@@ -159,5 +159,5 @@ class _CallFuture(Future[Any]):
     reference: Any = None
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]

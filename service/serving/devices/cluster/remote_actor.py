@@ -19,11 +19,11 @@ from service.serving.devices.queue.job import Progress
 if TYPE_CHECKING:
     from service.models.spec import ModelSpec
 
-# Interval in which the status of an actor is queried.
+# Interval between status queries.
 STATUS_SECONDS = 0.5
 # Time without a response after which an actor counts as lost, so that its tasks run on other actors.
 RESPONSE_TIMEOUT_SECONDS = 20.0
-# Interval in which a thread that waits for an actor checks whether it should stop waiting.
+# Interval at which a thread that is waiting for an actor checks whether to stop waiting.
 POLL_SECONDS = 0.2
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class ModelInUse:
     identity: str
     spec: ModelSpec
 
-    def load_task(self) -> Task:
+    def make_load_task(self) -> Task:
         """Return a new task that loads the model."""
         return Task(uuid.uuid4().hex, self.identity, self.spec)
 
@@ -49,14 +49,14 @@ class ModelInUse:
 class RemoteActor:
     """One actor, which may have been requested from the cluster, and its latest status.
 
-    A thread queries its status, from `start` until `close`.
+    A thread queries the status from `start` until `close`.
 
-    lock         held while tasks are counted and actors are released
-    models       models that actors keep loaded
-    status       latest status; None before the actor is up
-    tasks        number of tasks that run on the actor
-    last_needed  when the actor was last needed, on the clock of `time.monotonic`
-    is_leaving   whether the actor is released as soon as no task runs on it
+    lock                held while tasks are counted and actors are released
+    models              models that actors keep loaded
+    status              latest status; None before the actor is up
+    task_count          number of tasks that are running on the actor
+    last_needed         when the actor was last needed, on the clock of `time.monotonic`
+    is_release_pending  whether the actor is released as soon as no task is running on it
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class RemoteActor:
         self._lock, self._models = lock, models
         self._actor: Actor | None = None
         self.status: Status | None = None
-        self.is_up = self.is_leaving = False
-        self.tasks = 0
+        self.is_up = self.is_release_pending = False
+        self.task_count = 0
         self.last_needed = -math.inf
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="cluster", daemon=True)
@@ -81,7 +81,7 @@ class RemoteActor:
         self._thread.start()
 
     def close(self) -> None:
-        """Cancel all tasks and end the actor."""
+        """Cancel all tasks and terminate the actor."""
         self._closed.set()
         if self._actor is not None:
             self._actor.kill()
@@ -92,39 +92,39 @@ class RemoteActor:
         return not self._thread.is_alive()
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         return self._closed.is_set()
 
     @property
-    def given_back(self) -> bool:
+    def is_released(self) -> bool:
         """Whether the actor is not requested from the cluster, because it is not needed."""
         return self._actor is None
 
-    def request(self, now: float) -> None:
+    def request_actor(self, now: float) -> None:
         """Request the actor from the cluster, unless it has already been requested."""
-        self.last_needed, self.is_leaving = now, False
+        self.last_needed, self.is_release_pending = now, False
         if self._actor is None and not self._closed.is_set():
             log.info("requesting the worker %s from the cluster", self.name)
             self._actor = self._make_actor()
 
-    def give_back(self) -> None:
-        """Release the actor now, or as soon as no task runs on it."""
+    def release(self) -> None:
+        """Release the actor now, or as soon as no task is running on it."""
         with self._lock:
-            self.is_leaving = self._actor is not None
-            if self._actor is None or self.tasks:
+            self.is_release_pending = self._actor is not None
+            if self._actor is None or self.task_count:
                 return
             actor, self._actor = self._actor, None
-            self.is_up, self.is_leaving, self.status = False, False, None
+            self.is_up, self.is_release_pending, self.status = False, False, None
         log.info("releasing the worker %s", self.name)
         actor.kill()
 
     @property
     def problem(self) -> str | None:
-        """Reason why the actor is unavailable, one sentence; None if it is available or was released."""
-        if self.is_up or self.given_back:
+        """Reason why the actor is unavailable, in one sentence; None if it is available or was released."""
+        if self.is_up or self.is_released:
             return None
         if self.status is None:
-            return f"The worker {self.name} of the cluster has not started. Ray may lack the resources for it."
+            return f"The worker {self.name} of the cluster has not started. Ray may not have the resources for it."
         if self.status.problem:
             return f"The worker {self.name} of the cluster on host {self.status.host} has failed: {self.status.problem}"
         return f"The worker {self.name} of the cluster on host {self.status.host} does not respond."
@@ -138,19 +138,19 @@ class RemoteActor:
             raise WorkerLost(f"{self.name} was released")
         return self._actor.call(method, task)
 
-    def progress(self, task: Task) -> Progress:
+    def get_progress(self, task: Task) -> Progress:
         """Return the progress of a task in the latest status."""
         return Progress() if self.status is None else self.status.progress.get(task.id, Progress())
 
     def give_up(self, future: Future[Any], task: Task) -> None:
-        """Cancel a task, even if it has begun."""
+        """Cancel a task, even if it is running."""
         if self._actor is not None:
             self._actor.give_up(future)
             self._actor.call("cancel", task.id)
 
     def _loop(self) -> None:
         while not self._closed.wait(STATUS_SECONDS):
-            self._exchange.renew()
+            self._exchange.touch_marker()
             try:
                 self._query_status()
             except Exception as error:  # noqa: BLE001 - the thread continues and queries the status again
@@ -171,7 +171,7 @@ class RemoteActor:
             # A restarted actor has no loaded models.
             for model in self._list_models():
                 if model.actor == self.name:
-                    actor.call("load", model.load_task())
+                    actor.call("load", model.make_load_task())
         with self._lock:
             # Ignore the response if the actor has been released in the meantime.
             if actor is self._actor:
@@ -183,7 +183,7 @@ class RemoteActor:
         while not wait([future], POLL_SECONDS).done:
             if self._closed.is_set() or actor is not self._actor:
                 return False
-            self._exchange.renew()
+            self._exchange.touch_marker()
             if self.is_up and time.monotonic() > deadline:
                 log.warning("%s", self._mark_lost("it does not respond"))
         return True

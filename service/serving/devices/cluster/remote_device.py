@@ -1,4 +1,4 @@
-"""A device of another host, which runs in an actor."""
+"""A device on another host, which runs in an actor."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from service.serving.devices.cluster.actor_pool import ActorPool
     from service.serving.devices.cluster.exchange import Status
     from service.serving.devices.cluster.remote_actor import RemoteActor
-    from service.serving.devices.models.eviction import LoadedModel
+    from service.serving.devices.models.eviction import ModelUsage
     from service.serving.metrics import Metrics
 
 
 class RemoteLoader:
-    """`ModelLoader` for an actor. Estimates for models that were never loaded are those for a CPU of this host."""
+    """`ModelLoader` for an actor. For a model that has never been loaded, it returns the estimates for a local CPU."""
 
     weight_copies = HOST_WEIGHT_COPIES
 
@@ -33,20 +33,20 @@ class RemoteLoader:
         self._settings, self._context = settings, context
 
     def load(self, spec: ModelSpec) -> RemoteModel:
-        """Load a model in the actor. Raises the error of loading it there, and the errors of `ActorPool.run`."""
+        """Load a model in the actor. Raises the loading error, and the errors of `ActorPool.run`."""
         return RemoteModel(spec, self._context)
 
-    def free_memory(self) -> None:
+    def release_unused_memory(self) -> None:
         """Free reference cycles, because the actor keeps a model loaded while this process refers to it."""
         gc.collect()
 
     def make_default_estimator(self, spec: ModelSpec) -> Estimator:
-        """Return the estimator of a model that was never loaded."""
+        """Return the estimator of a model that has never been loaded."""
         return make_default_estimator(spec, self._settings)
 
 
 class RemoteDevice:
-    """A `Device` of another host: the queue of an actor, and the models that are loaded there.
+    """A `Device` on another host: the queue of an actor, and the models that are loaded there.
 
     While its actor is not up, its requests run on other actors.
     """
@@ -70,7 +70,7 @@ class RemoteDevice:
         self.scheduler.start(specs, startup_models)
 
     def stop(self, seconds: float) -> bool:
-        """Stop the threads, after a call of `Scheduler.cancel_requests`; return whether they have ended.
+        """Stop the threads, after a call to `Scheduler.cancel_requests`; return whether they have ended.
 
         Wait at most four times `seconds`.
         """
@@ -79,13 +79,13 @@ class RemoteDevice:
         return self._actor.join(seconds) and self.scheduler.join(seconds)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether all threads have ended."""
-        return self.scheduler.ended and self._actor.join(0)
+        return self.scheduler.has_ended and self._actor.join(0)
 
     @property
     def state(self) -> DeviceState:
-        if self._actor.given_back:
+        if self._actor.is_released:
             return DeviceState.GIVEN_BACK
         if self.status is None:
             return DeviceState.STARTING
@@ -93,12 +93,12 @@ class RemoteDevice:
 
     @property
     def problem(self) -> str | None:
-        """Reason why the actor is unavailable, one sentence; None if it is available or was released."""
+        """Reason why the actor is unavailable, in one sentence; None if it is available or was released."""
         return self._actor.problem
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests in the queue are computed, on this actor or another one."""
+        """Whether requests in the queue are processed, on this actor or on another one."""
         return any(actor.is_up for actor in self._pool.actors)
 
     @property
@@ -107,9 +107,9 @@ class RemoteDevice:
         return self.status and self.status.host
 
     @property
-    def loaded_models(self) -> Mapping[str, LoadedModel]:
-        """The models that are loaded in the actor, by name."""
-        return {} if self._actor.given_back else self.scheduler.models.cache.loaded_models
+    def loaded_models(self) -> Mapping[str, ModelUsage]:
+        """Usage of each model that is loaded in the actor, by name."""
+        return {} if self._actor.is_released else self.scheduler.models.cache.loaded_models
 
     @property
     def status(self) -> Status | None:

@@ -32,7 +32,7 @@ class RemoteContext(NamedTuple):
 
 
 class RemoteModel:
-    """`DeviceModel` for a model in an actor. The constructor loads the model, and raises the error of loading.
+    """`DeviceModel` for a model in an actor. The constructor loads the model, and raises any loading error.
 
     If the actor is restarted, the model is loaded there again, as long as this object exists.
     """
@@ -43,8 +43,10 @@ class RemoteModel:
         identity = f"{spec.name}-{hashlib.sha256(version.encode()).hexdigest()[:12]}"
         self._in_use = ModelInUse(context.actor.name, identity, spec)
         # Register the model before loading it, because actors forget models that are not in use.
-        context.pool.add(self._in_use)
-        self._loaded: LoadedModelReport = self._run("load", self._in_use.load_task(), lambda: False, _ignore_progress)
+        context.pool.add_model(self._in_use)
+        self._loaded: LoadedModelReport = self._run(
+            "load", self._in_use.make_load_task(), lambda: False, _ignore_progress
+        )
 
     @property
     def estimator(self) -> Estimator:
@@ -67,13 +69,15 @@ class RemoteModel:
     ) -> Result:
         """Segment a volume [C, Z, Y, X] for a job. The queue in the actor manages the memory and the order of tasks."""
         context = self._context
-        planned = request or self.estimator.plan_request(volume, options)
+        planned_request = request or self.estimator.plan_request(volume, options)
         count = partial(context.counters.count_share, job, self.spec.name)
         with context.pool.exchange.share_volume(volume) as stored:
-            task = self._in_use.load_task()._replace(volume=stored, options=options, windows=planned.estimate.windows)
-            segmented: StoredResult = self._run("segment", task, job.cancelled, progress, count)
+            task = self._in_use.make_load_task()._replace(
+                volume=stored, options=options, windows=planned_request.estimate.windows
+            )
+            stored_result: StoredResult = self._run("segment", task, job.cancelled, progress, count)
             # Replace the spec, because the returned spec is a copy and callers compare specs by identity.
-            result = segmented.open(context.allocate)._replace(spec=self.spec)
+            result = stored_result.open(context.allocate)._replace(spec=self.spec)
         context.counters.count_result(self.spec.name, result)
         return result
 
@@ -81,11 +85,11 @@ class RemoteModel:
         """Estimate the object diameter in a volume [C, Z, Y, X] for a job."""
         count = partial(self._context.counters.count_share, job, self.spec.name)
         with self._context.pool.exchange.share_volume(volume) as stored:
-            task = self._in_use.load_task()._replace(volume=stored, options=options)
-            sizing: DiameterEstimate | None = self._run(
+            task = self._in_use.make_load_task()._replace(volume=stored, options=options)
+            estimate: DiameterEstimate | None = self._run(
                 "estimate_diameter", task, job.cancelled, _ignore_progress, count
             )
-            return sizing
+            return estimate
 
     def _run(
         self,
@@ -100,7 +104,7 @@ class RemoteModel:
         Raises the error of the task, and the errors of `ActorPool.run`.
         """
         actor = self._context.actor
-        attempt = Attempt(method, task, lambda: cancelled() or actor.closed, progress)
+        attempt = Attempt(method, task, lambda: cancelled() or actor.is_closed, progress)
         outcome = self._context.pool.run(actor, attempt)
         if outcome.error is not None:
             raise outcome.error

@@ -1,1 +1,1 @@
-"""Devices of this host."""
+"""Devices on this host."""

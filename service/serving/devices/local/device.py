@@ -1,4 +1,4 @@
-"""A device of this host: its threads, its watchdog, and loading of models."""
+"""A device on this host: its threads, its watchdog, and the loading of its models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.serving.devices.device import DeviceState, Scheduler, make_queue
 from service.serving.devices.local.torch_device import DeviceContext, TorchDevice
 from service.serving.devices.local.watchdog import Watchdog
 from service.serving.devices.models.default_estimator import HOST_WEIGHT_COPIES, make_default_estimator
-from service.serving.devices.models.eviction import LoadedModel
+from service.serving.devices.models.eviction import ModelUsage
 from service.serving.devices.models.model import JobCounters
 from service.serving.devices.models.served import ServedModels
 from service.serving.devices.queue.memory import JobMemory
@@ -28,8 +28,8 @@ from service.serving.metrics import Metrics
 if TYPE_CHECKING:
     from service.serving.devices.local.model import LocalModel
 
-# Number of requests that run concurrently on a GPU: one is prepared, the windows of another are computed, and the
-# labels of two more are decoded and written.
+# Number of requests that run concurrently on a GPU: one is being prepared, the windows of another are being computed,
+# and the labels of two more are being decoded and written.
 MAX_GPU_JOBS = 4
 # Maximum age of a measurement of the free memory before it is repeated.
 FREE_MEMORY_MAX_AGE_SECONDS = 0.02
@@ -38,8 +38,8 @@ FREE_MEMORY_MAX_AGE_SECONDS = 0.02
 LoadFunction = Callable[[ModelSpec, Settings, DeviceContext], "LocalModel"]
 
 
-class LocalParts(NamedTuple):
-    """Objects that all devices of this host share.
+class SharedResources(NamedTuple):
+    """Objects that all devices on this host share.
 
     load          loads a model onto a device
     loading_lock  held while a model is loaded
@@ -51,7 +51,7 @@ class LocalParts(NamedTuple):
 
 
 class LocalLoader:
-    """`ModelLoader` for a device of this host.
+    """`ModelLoader` for a device on this host.
 
     load      loads a model onto the device
     may_tune  returns whether a model may be tuned after loading, which takes minutes
@@ -65,7 +65,7 @@ class LocalLoader:
     @property
     def weight_copies(self) -> int:
         """Number of copies of a model's weights in the device's memory."""
-        return HOST_WEIGHT_COPIES if self._context.device.on_host else 1
+        return HOST_WEIGHT_COPIES if self._context.device.is_on_host else 1
 
     def load(self, spec: ModelSpec) -> LocalModel:
         """Load a model and warm it up. Raises DeviceLost and the errors of `ModelRunner`."""
@@ -73,26 +73,26 @@ class LocalLoader:
         with device.report_loss():
             model = self._load(spec, self._settings, self._context)
             warm_up = partial(model.segmenter.warm_up, tune=self._may_tune(spec.name))
-            if device.on_host:
+            if device.is_on_host:
                 warm_up()
             else:
                 # CUDA graphs must be replayed in the thread that recorded them.
                 self._context.batcher.call(partial(contextvars.copy_context().run, warm_up))
         return model
 
-    def free_memory(self) -> None:
-        """Free reference cycles of an unloaded model, and memory that torch caches."""
+    def release_unused_memory(self) -> None:
+        """Free reference cycles that an unloaded model leaves behind, and memory that PyTorch caches."""
         torch_compile.drop_generated_code()
         gc.collect()
         self._context.device.release_memory()
 
     def make_default_estimator(self, spec: ModelSpec) -> Estimator:
-        """Return the estimator of a model that was never loaded, which assumes the defaults of the device."""
+        """Return an estimator for a model that has never been loaded. It assumes the defaults of the device."""
         return make_default_estimator(spec, self._settings, self._context.device.total_bytes)
 
 
 class LocalDevice:
-    """A `Device` of this host, which owns the threads of the device. Raises ConfigError if the device does not exist.
+    """A `Device` on this host, which owns the threads of the device. Raises ConfigError if the device does not exist.
 
     name      name of the device; None if it is the only device
     settings  settings of this device, including its `device.name`
@@ -102,18 +102,18 @@ class LocalDevice:
     is_required = True
     host = None
 
-    def __init__(self, name: str | None, settings: Settings, parts: LocalParts, driver: Driver = devices) -> None:
-        device = TorchDevice(settings.device.name, driver, self._report_lost)
+    def __init__(self, name: str | None, settings: Settings, shared: SharedResources, driver: Driver = devices) -> None:
+        device = TorchDevice(settings.device.name, driver, self._report_loss)
         self.name = name or str(device.device)
-        self._batcher = make_batcher(settings, device.device, on_host=device.on_host)
+        self._batcher = make_batcher(settings, device.device, on_host=device.is_on_host)
         subject = "the device" if name is None else f"the device {name}"
         self.watchdog = Watchdog(self._batcher, settings.watchdog, device=subject)
-        context = DeviceContext(device, self._batcher, JobCounters(parts.metrics, self.name))
-        loader = LocalLoader(settings, parts.load, context, self._is_starting)
-        memory = JobMemory(device.free_memory, FREE_MEMORY_MAX_AGE_SECONDS)
+        context = DeviceContext(device, self._batcher, JobCounters(shared.metrics, self.name))
+        loader = LocalLoader(settings, shared.load, context, self._is_loading_at_startup)
+        memory = JobMemory(device.query_free_memory, FREE_MEMORY_MAX_AGE_SECONDS)
         self.scheduler = Scheduler(
-            make_queue(settings, memory, guaranteed_jobs=1 if device.on_host else MAX_GPU_JOBS),
-            ServedModels(self.name, settings.models.memory_bytes, loader, parts.metrics, parts.loading_lock),
+            make_queue(settings, memory, guaranteed_jobs=1 if device.is_on_host else MAX_GPU_JOBS),
+            ServedModels(self.name, settings.models.memory_bytes, loader, shared.metrics, shared.loading_lock),
         )
 
     def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
@@ -123,7 +123,7 @@ class LocalDevice:
         self.watchdog.start()
 
     def stop(self, seconds: float) -> bool:
-        """Stop the threads, after a call of `Scheduler.cancel_requests`; return whether they have ended.
+        """Stop the threads, after a call to `Scheduler.cancel_requests`; return whether they have ended.
 
         Wait at most four times `seconds`.
         """
@@ -133,9 +133,9 @@ class LocalDevice:
         return self._batcher.join(seconds) and self.scheduler.join(seconds)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether all threads have ended."""
-        return self.scheduler.ended and self._batcher.join(0)
+        return self.scheduler.has_ended and self._batcher.join(0)
 
     @property
     def state(self) -> DeviceState:
@@ -143,24 +143,24 @@ class LocalDevice:
 
     @property
     def problem(self) -> str | None:
-        """Reason why the device is unavailable, one sentence; None if it is available."""
+        """Reason why the device is unavailable, in one sentence; None if it is available."""
         if self.watchdog.problem is None and not self._batcher.alive:
             return "The thread that owns the device is not running."
         return self.watchdog.problem
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests in the queue are computed."""
+        """Whether requests in the queue are processed."""
         return self.problem is None
 
     @property
-    def loaded_models(self) -> Mapping[str, LoadedModel]:
-        """The loaded models by name."""
+    def loaded_models(self) -> Mapping[str, ModelUsage]:
+        """Usage of each loaded model, by name."""
         return self.scheduler.models.cache.loaded_models
 
-    def _is_starting(self, model: str) -> bool:
-        # Tuning needs exclusive use of the device, which is guaranteed until the models of the startup are loaded.
-        return model in self.scheduler.models.cache.starting
+    def _is_loading_at_startup(self, model: str) -> bool:
+        # Tuning needs exclusive use of the device, which is guaranteed until the startup models are loaded.
+        return model in self.scheduler.models.cache.pending_startup_models
 
-    def _report_lost(self, reason: str) -> None:
-        self.watchdog.report_lost(reason)
+    def _report_loss(self, reason: str) -> None:
+        self.watchdog.report_loss(reason)

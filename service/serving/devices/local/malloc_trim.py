@@ -8,31 +8,32 @@ from collections.abc import Callable
 
 from service.core.hardware import devices
 
+# Time between two checks.
 INTERVAL_SECONDS = 30.0
-# Minimum CPU time since the last trim. A process that has worked less can have freed only little memory.
+# Minimum CPU time since the last trim. A process that has used less CPU time cannot have freed much memory.
 MIN_CPU_SECONDS = 1.0
 
 
 class MallocTrimmer:
-    """A thread that periodically returns free pages to the system if the process has worked.
+    """A thread that periodically returns free pages to the operating system if the process has used CPU time.
 
-    Requests free arrays between other arrays that remain allocated, and the C library keeps the pages in between.
-    Without trimming, an idle process would hold as much memory as at its peak. Using a page again costs a page fault,
-    so trimming is rare.
+    Requests free arrays that lie between arrays that remain allocated, and the C library keeps the freed pages. Without
+    trimming, an idle process would hold as much memory as at its peak. Trimming is infrequent, because using a trimmed
+    page again costs a page fault.
 
     Args:
-        trim: returns free pages to the system
+        trim: returns free pages to the operating system
         cpu_seconds: returns the CPU time of this process in seconds
-        seconds: seconds between two checks
+        interval_seconds: time between two checks
     """
 
     def __init__(
         self,
         trim: Callable[[], None] = devices.trim_malloc,
         cpu_seconds: Callable[[], float] = time.process_time,
-        seconds: float = INTERVAL_SECONDS,
+        interval_seconds: float = INTERVAL_SECONDS,
     ) -> None:
-        self._trim, self._cpu_seconds, self._seconds = trim, cpu_seconds, seconds
+        self._trim, self._cpu_seconds, self._interval_seconds = trim, cpu_seconds, interval_seconds
         # 0, so that the first check trims memory that was freed after loading and converting models.
         self._last_cpu_seconds = 0.0
         self._stopped = threading.Event()
@@ -48,11 +49,11 @@ class MallocTrimmer:
             self._thread.join()
 
     def check(self) -> None:
-        """Trim if the process has worked since the last trim."""
+        """Trim if the process has used enough CPU time since the last trim."""
         if self._cpu_seconds() - self._last_cpu_seconds >= MIN_CPU_SECONDS:
             self._trim()
             self._last_cpu_seconds = self._cpu_seconds()
 
     def _loop(self) -> None:
-        while not self._stopped.wait(self._seconds):
+        while not self._stopped.wait(self._interval_seconds):
             self.check()

@@ -1,4 +1,4 @@
-"""A model that is loaded on a device of this host. Only this module of `serving` segments in this process."""
+"""A model that is loaded on a local device. No other module of `serving` runs segmentations in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import estimate_diameter, segment
 from service.models.spec import ModelSpec
-from service.serving.devices.models.model import ProgressCallback, needs_from_estimate
+from service.serving.devices.models.model import ProgressCallback, make_resource_needs
 from service.serving.devices.queue.job import Job
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Segmenter(ModelRunner):
-    """A model runner with the methods that `LocalModel` calls."""
+    """A model runner with methods for segmentation and diameter estimation, which `LocalModel` calls."""
 
     def segment(self, volume: Volume, options: Options, request: PlannedRequest | None, callbacks: Callbacks) -> Result:
         """Segment a volume, as `service.inference.segment.segment` does."""
@@ -36,7 +36,7 @@ class Segmenter(ModelRunner):
 
 
 class LocalModel:
-    """`DeviceModel` for a segmenter on a device of this host. The segmenter must be warmed up before it is used."""
+    """`DeviceModel` for a segmenter on a local device. The segmenter must be warmed up before use."""
 
     def __init__(self, segmenter: Segmenter, context: DeviceContext) -> None:
         self.segmenter, self._context = segmenter, context
@@ -66,8 +66,8 @@ class LocalModel:
     ) -> Result:
         """Segment a volume [C, Z, Y, X] for a job, and count the result in the metrics."""
 
-        def update_needs(needed: Estimate) -> None:
-            job.update_needs(needs_from_estimate(needed))
+        def update_needs(estimate: Estimate) -> None:
+            job.update_needs(make_resource_needs(estimate))
 
         with self._context.device.report_loss():
             callbacks = Callbacks(self._run_windows(job), job.cancelled, progress, update_needs)
@@ -83,12 +83,14 @@ class LocalModel:
     def _run_windows(self, job: Job[Any]) -> RunWindows:
         """Return a function that computes windows for a job, and counts them."""
         count = partial(self._context.counters.count_share, job, self.spec.name)
-        return partial(self._context.batcher.run, due=job.due, share=count)
+        return partial(self._context.batcher.run, due=job.deadline, share=count)
 
 
 SegmenterFactory = Callable[[ModelSpec, Settings, Driver], Segmenter]
 
 
-def load_model(make: SegmenterFactory, spec: ModelSpec, settings: Settings, context: DeviceContext) -> LocalModel:
-    """Load a model onto a device, with a segmenter created by `make`. Raises the errors of `ModelRunner`."""
-    return LocalModel(make(spec, settings, context.device.driver), context)
+def load_model(
+    make_segmenter: SegmenterFactory, spec: ModelSpec, settings: Settings, context: DeviceContext
+) -> LocalModel:
+    """Load a model onto a device, with a segmenter created by `make_segmenter`. Raises the errors of `ModelRunner`."""
+    return LocalModel(make_segmenter(spec, settings, context.device.driver), context)

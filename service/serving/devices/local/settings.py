@@ -1,4 +1,4 @@
-"""The settings of each device of this host."""
+"""Settings for each device on this host."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from service.core.hardware import devices, host
 
 
 def split_settings(settings: Settings) -> list[tuple[str | None, Settings]]:
-    """Return the name and the settings of each device of this host. Raises ConfigError.
+    """Return the name and the settings of each device on this host. Raises ConfigError.
 
     The name is None if there is only one device. With a cluster, only the devices listed in `device.serve` are used.
     """
     names = devices.list_gpus() if settings.device.serve == "all" else settings.device.serve
     if not names:
         return [] if settings.cluster.address else [(None, settings)]
-    cpu_devices = max(names.count("cpu"), 1)
-    threads = settings.device.threads or max(host.usable_cores() // cpu_devices, 1)
-    split: list[tuple[str | None, Settings]] = []
+    cpu_device_count = max(names.count("cpu"), 1)
+    threads = settings.device.threads or max(host.count_usable_cores() // cpu_device_count, 1)
+    device_settings: list[tuple[str | None, Settings]] = []
     for index, name in enumerate(names):
-        before = names[:index].count(name)
+        previous_count = names[:index].count(name)
         device = settings.device.model_copy(update={"name": name, "threads": threads})
-        split.append((f"{name}-{before + 1}" if before else name, settings.model_copy(update={"device": device})))
-    return split
+        device_settings.append(
+            (f"{name}-{previous_count + 1}" if previous_count else name, settings.model_copy(update={"device": device}))
+        )
+    return device_settings

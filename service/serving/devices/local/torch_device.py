@@ -1,4 +1,4 @@
-"""A torch device of this host: its memory, and detection of its loss."""
+"""A torch device on this host: its memory, and the detection of its loss."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ if TYPE_CHECKING:
 class TorchDevice:
     """A torch device with its driver. Raises ConfigError if the device does not exist.
 
-    lost  called with the reason if the device fails permanently
+    on_loss  called with the reason if the device has failed permanently
     """
 
-    def __init__(self, name: str, driver: Driver, lost: Callable[[str], None]) -> None:
+    def __init__(self, name: str, driver: Driver, on_loss: Callable[[str], None]) -> None:
         self.device = devices.choose_device(name)
-        self.driver, self.on_host = driver, driver.is_on_host(self.device)
-        self._lost = lost
-        # Held while a thread probes whether the device still works.
-        self._probing = threading.Lock()
+        self.driver, self.is_on_host = driver, driver.is_on_host(self.device)
+        self._on_loss = on_loss
+        # Held while a thread checks whether the device still works.
+        self._probe_lock = threading.Lock()
 
     @property
     def total_bytes(self) -> int | None:
         """Total memory of the device in bytes; None if it shares the memory of the host."""
-        return None if self.on_host else self.driver.total_bytes(self.device)
+        return None if self.is_on_host else self.driver.total_bytes(self.device)
 
-    def free_memory(self) -> FreeMemory:
-        """Return the free memory of the host and the device. Does not raise: the latter is None if the device fails."""
+    def query_free_memory(self) -> FreeMemory:
+        """Return the free memory of the host and the device. Never raises: if the device fails, its memory is None."""
         try:
-            device = None if self.on_host else self.driver.free_bytes(self.device)
+            device_bytes = None if self.is_on_host else self.driver.free_bytes(self.device)
         except RuntimeError as error:
-            # The queue calls this with its lock, so do not wait here for a device that may never respond. Jobs on a
-            # lost device fail by themselves.
-            if not self._probing.locked():
+            # The queue calls this method with its lock held, so do not wait here for a device that may never respond.
+            # Jobs on a lost device fail on their own.
+            if not self._probe_lock.locked():
                 with suppress(RuntimeError):  # raised if no thread can be started
                     threading.Thread(target=self._find_loss, args=(error,), name="probe", daemon=True).start()
-            device = None
-        return FreeMemory(host.available_memory(), device)
+            device_bytes = None
+        return FreeMemory(host.query_available_memory(), device_bytes)
 
     def release_memory(self) -> None:
-        """Return memory that torch caches to the system. Raises DeviceLost."""
+        """Return memory cached by PyTorch to the operating system. Raises DeviceLost."""
         with self.report_loss():
             self.driver.release_memory(self.device)
 
@@ -61,14 +61,14 @@ class TorchDevice:
         try:
             yield
         except Exception as error:
-            lost = devices.find_device_loss(self.device, error, self.driver)
-            if lost is None:
+            loss = devices.find_device_loss(self.device, error, self.driver)
+            if loss is None:
                 raise
-            self._lost(str(lost))
-            raise lost from error
+            self._on_loss(str(loss))
+            raise loss from error
 
     def _find_loss(self, error: Exception) -> None:
-        with suppress(Exception), self._probing, self.report_loss():
+        with suppress(Exception), self._probe_lock, self.report_loss():
             raise error
 
 

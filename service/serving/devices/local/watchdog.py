@@ -1,4 +1,4 @@
-"""The watchdog of a device's thread. If the thread is stuck or dead, the service becomes unready, and later exits.
+"""The watchdog of a device's thread. If the thread is stuck or dead, the service becomes unready and later exits.
 
 A thread that waits in native code for an unresponsive device can be neither interrupted nor replaced, and a lost CUDA
 context stays lost. Only a new process can use the device again. The supervisor of this process has to start it.
@@ -18,10 +18,11 @@ from service.core.sections import serving as sections
 log = logging.getLogger(__name__)
 
 EXIT_STATUS = 3
+# Time between two checks.
 INTERVAL_SECONDS = 1.0
 
 
-def end_process(reason: str) -> None:
+def exit_process(reason: str) -> None:
     """Log the reason and exit immediately."""
     log.critical("%s Exiting with status %d, so that the supervisor restarts the service.", reason, EXIT_STATUS)
     logging.shutdown()
@@ -29,7 +30,7 @@ def end_process(reason: str) -> None:
 
 
 class Watched(Protocol):
-    """The thread of a device, such as the thread of `WindowBatcher`."""
+    """The thread of a device, such as that of `WindowBatcher`."""
 
     @property
     def heartbeat(self) -> Hashable | None:
@@ -47,9 +48,9 @@ class Watchdog:
 
     Args:
         watched: the device's thread
-        settings: maximum duration of a batch, and how long the thread may be stuck or dead before `end` is called
-        device: the subject of messages, such as "the device cuda:0"
-        end: called with the reason if the process has to exit
+        settings: maximum duration of a batch, and how long the thread may be stuck or dead before `on_exit` is called
+        device: the name of the device in messages, such as "the device cuda:0"
+        on_exit: called with the reason if the process has to exit
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class Watchdog:
         settings: sections.Watchdog,
         *,
         device: str = "the device",
-        end: Callable[[str], None] = end_process,
+        on_exit: Callable[[str], None] = exit_process,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._watched, self._end, self._clock = watched, end, clock
+        self._watched, self._on_exit, self._clock = watched, on_exit, clock
         self._device, self._subject = device, f"{device[0].upper()}{device[1:]}"
         self._batch_seconds, self._grace_seconds = settings.batch_seconds, settings.grace_seconds
         self._last_heartbeat: Hashable | None = None
-        self._lost = ""
+        self._loss_reason = ""
         self._last_check = clock()
         self._stuck_seconds = self._unavailable_seconds = 0.0
         self.problem: str | None = None
@@ -77,12 +78,12 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop checking, because the device's thread is going to end on purpose."""
+        """Stop checking, because the device's thread is about to be stopped."""
         self._stopped.set()
 
-    def report_lost(self, reason: str) -> None:
+    def report_loss(self, reason: str) -> None:
         """Mark the device as lost for the lifetime of this process."""
-        self._lost = reason
+        self._loss_reason = reason
 
     def check(self) -> None:
         """Check the device's thread once."""
@@ -97,15 +98,15 @@ class Watchdog:
         self.problem = problem
         self._unavailable_seconds = self._unavailable_seconds + elapsed if problem else 0.0
         if problem and self._unavailable_seconds >= self._grace_seconds:
-            self._end(problem)
+            self._on_exit(problem)
 
     def _find_problem(self, elapsed: float) -> str | None:
         heartbeat = self._watched.heartbeat
         is_unchanged = heartbeat is not None and heartbeat == self._last_heartbeat
         self._stuck_seconds = self._stuck_seconds + elapsed if is_unchanged else 0.0
         self._last_heartbeat = heartbeat
-        if self._lost:
-            return self._lost
+        if self._loss_reason:
+            return self._loss_reason
         if not self._watched.alive:
             return f"The thread that owns {self._device} has died."
         if self._stuck_seconds > self._batch_seconds:

@@ -10,41 +10,44 @@ from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple
 
 from service.core.errors import BrokenModel, Cancelled, CapacityError, RequestError, StackSegError
-from service.serving.devices.models.eviction import Entry, LoadedModel, ModelMemory, T
+from service.serving.devices.models.eviction import LoadedModel, ModelMemory, ModelUsage, T
 
 log = logging.getLogger(__name__)
 
 
 class Lease(Generic[T]):
-    """A lease of a model, until `end` is called. The future `model` returns the loaded model or the loading error."""
+    """A lease on a model, which lasts until `end` is called.
 
-    def __init__(self, give_back: Callable[[Entry[T]], None]) -> None:
+    model  future that returns the loaded model or raises the loading error
+    """
+
+    def __init__(self, release: Callable[[LoadedModel[T]], None]) -> None:
         self.model: Future[T] = Future()
         # Set before `model` gets its result.
-        self.entry: Entry[T]
-        self._give_back = give_back
-        self._ended = threading.Lock()
+        self.entry: LoadedModel[T]
+        self._release = release
+        self._end_lock = threading.Lock()
 
     def end(self) -> None:
         """Release the model so that it may be unloaded, or stop waiting for it. May be called repeatedly."""
-        if not self._ended.acquire(blocking=False) or self.model.cancel():
+        if not self._end_lock.acquire(blocking=False) or self.model.cancel():
             return
         if self.model.exception() is None:
-            self._give_back(self.entry)
+            self._release(self.entry)
 
 
 class ModelCache(Generic[T]):
     """A thread that loads models by name, one at a time, in the order in which they were requested.
 
-    A model is never unloaded while a request uses it. If a model in use has to be evicted, it gets no new leases, so
-    that requests for the other model are not starved. Later requests for the evicted model wait until it is loaded
-    again. A reloaded model replaces the previous version, which stays loaded until its leases end.
+    A model is never unloaded while a request uses it. If a model in use has to be evicted, no new leases on it are
+    granted, so that requests for the other model are not starved. Later requests for the evicted model wait until it is
+    loaded again. A reloaded model replaces the previous version, which stays loaded until its leases end.
 
-    limit_bytes  memory limit for all loaded models
-    load         loads a model and makes it ready to run; called in the thread, without the lock of this object
-    guess        estimates the memory of a model in bytes; used until the model has been loaded once
-    unloaded     called in the thread after a model was unloaded, to free the memory that it leaves behind
-    lock         held while a model is loaded; may be shared by several devices
+    limit_bytes     memory limit for all loaded models
+    load            loads a model and prepares it for running; called in the thread, without the lock of this object
+    estimate_bytes  estimates the memory of a model in bytes; used until the model has been loaded once
+    after_unload    called in the thread after a model has been unloaded, to free the memory that it leaves behind
+    lock            held while a model is loaded; may be shared by several devices
     """
 
     def __init__(
@@ -52,24 +55,24 @@ class ModelCache(Generic[T]):
         limit_bytes: int,
         load: Callable[[str], T],
         *,
-        guess: Callable[[str], int] = lambda _name: 0,
-        unloaded: Callable[[str], None] = lambda _name: None,
+        estimate_bytes: Callable[[str], int] = lambda _name: 0,
+        after_unload: Callable[[str], None] = lambda _name: None,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        self._load, self._unloaded = load, unloaded
+        self._load, self._after_unload = load, after_unload
         self._load_lock = lock or threading.Lock()
-        self._memory: ModelMemory[T] = ModelMemory(limit_bytes, guess)
+        self._memory: ModelMemory[T] = ModelMemory(limit_bytes, estimate_bytes)
         # Waiting leases by model, in the order of the first lease for each model.
-        self._waiting: dict[str, list[Lease[T]]] = {}
+        self._waiting_leases: dict[str, list[Lease[T]]] = {}
         self._startup_models: list[str] = []
         # Models to reload, with the future to complete and whether to keep the previous version if reloading fails.
-        self._stale: dict[str, tuple[Future[None], bool]] = {}
-        self._loading: str | None = None
-        # The entry of `_stale` for the model that is being loaded.
-        self._renewal: tuple[Future[None], bool] | None = None
+        self._pending_reloads: dict[str, tuple[Future[None], bool]] = {}
+        self._loading_name: str | None = None
+        # Value in `_pending_reloads` for the model that is being loaded.
+        self._current_reload: tuple[Future[None], bool] | None = None
         self._problems: dict[str, str] = {}
         self._closed = False
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="load", daemon=True)
 
     def start(self, names: Iterable[str]) -> None:
@@ -79,16 +82,16 @@ class ModelCache(Generic[T]):
 
     def close(self) -> None:
         """Stop loading models. Waiting leases get the error Cancelled."""
-        with self._changed:
+        with self._condition:
             self._closed = True
-            waiting = self._pop_waiting(tuple(self._waiting))
-            stale = [done for done, _ in self._stale.values()]
-            self._stale.clear()
-            self._changed.notify_all()
-        for lease in waiting:
-            _refuse_stopping(lease.model)
-        for done in stale:
-            _refuse_stopping(done)
+            leases = self._pop_waiting_leases(tuple(self._waiting_leases))
+            reloads = [future for future, _ in self._pending_reloads.values()]
+            self._pending_reloads.clear()
+            self._condition.notify_all()
+        for lease in leases:
+            _cancel_for_shutdown(lease.model)
+        for future in reloads:
+            _cancel_for_shutdown(future)
 
     def join(self, seconds: float) -> bool:
         """Wait up to `seconds` until the thread has ended; return whether it has."""
@@ -97,220 +100,226 @@ class ModelCache(Generic[T]):
         return not self._thread.is_alive()
 
     @property
-    def starting(self) -> tuple[str, ...]:
-        """Names of the models of the startup that are not loaded yet."""
-        with self._changed:
+    def pending_startup_models(self) -> tuple[str, ...]:
+        """Names of the startup models that have not been loaded yet."""
+        with self._condition:
             return tuple(self._startup_models)
 
     @property
     def problems(self) -> dict[str, str]:
         """Reasons why models cannot be loaded, by model."""
-        with self._changed:
+        with self._condition:
             return dict(self._problems)
 
     @property
-    def loaded_models(self) -> dict[str, LoadedModel]:
-        """The loaded models by name."""
-        with self._changed:
-            return self._memory.measure()
+    def loaded_models(self) -> dict[str, ModelUsage]:
+        """Usage of each loaded model, by name."""
+        with self._condition:
+            return self._memory.get_usage()
 
     def get(self, name: str) -> T | None:
         """Return the model without a lease; None if it is not loaded."""
-        with self._changed:
+        with self._condition:
             entry = self._memory.entries.get(name)
             return None if entry is None else entry.model
 
-    def is_awaited(self, name: str) -> bool:
+    def is_load_pending(self, name: str) -> bool:
         """Return whether the model is being loaded or is waiting to be loaded."""
-        with self._changed:
-            return name == self._loading or name in self._waiting or name in self._startup_models
+        with self._condition:
+            return name == self._loading_name or name in self._waiting_leases or name in self._startup_models
 
     def lease(self, name: str) -> Lease[T]:
         """Return a lease, which gets the model as soon as it is loaded. The model stays loaded until the lease ends."""
         lease: Lease[T] = Lease(self._end_use)
-        with self._changed:
+        with self._condition:
             if self._closed or name in self._problems:
-                error = BrokenModel(self._problems[name]) if name in self._problems else Cancelled("stopping")
+                error = (
+                    BrokenModel(self._problems[name])
+                    if name in self._problems
+                    else Cancelled("The service is stopping.")
+                )
                 lease.model.set_exception(error)
                 return lease
-            self._waiting.setdefault(name, []).append(lease)
-            self._choose_next()
-            granted = self._grant()
-            self._wake()
-        _complete_leases(granted)
+            self._waiting_leases.setdefault(name, []).append(lease)
+            self._choose_next_model()
+            granted_leases = self._grant_leases()
+            self._wake_thread()
+        _complete_leases(granted_leases)
         return lease
 
-    def reload(self, name: str, *, keep: bool = True) -> Future[None]:
+    def reload(self, name: str, *, keep_previous: bool = True) -> Future[None]:
         """Reload a model. The returned future completes when new leases get the new version, or with the loading error.
 
-        keep  if loading fails, continue with the previous version; otherwise the model cannot be used
+        keep_previous  if loading fails, continue with the previous version; otherwise the model cannot be used
         """
-        done: Future[None] = Future()
-        with self._changed:
+        future: Future[None] = Future()
+        with self._condition:
             if self._closed:
-                _refuse_stopping(done)
+                _cancel_for_shutdown(future)
             else:
-                self._stale[name] = done, keep
-                self._changed.notify_all()
-        return done
+                self._pending_reloads[name] = future, keep_previous
+                self._condition.notify_all()
+        return future
 
     def forget(self, name: str) -> None:
         """Unload a model after its last lease has ended, and forget why it could not be loaded."""
-        with self._changed:
+        with self._condition:
             self._problems.pop(name, None)
             self._memory.forget(name)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
-    def _end_use(self, entry: Entry[T]) -> None:
-        with self._changed:
+    def _end_use(self, entry: LoadedModel[T]) -> None:
+        with self._condition:
             entry.end_use()
-            self._wake()
+            self._wake_thread()
 
-    def _wake(self) -> None:
+    def _wake_thread(self) -> None:
         """Wake the thread if there may be models to load, evict or unload."""
-        if self._waiting or self._stale or self._memory.has_replaced:
-            self._changed.notify_all()
+        if self._waiting_leases or self._pending_reloads or self._memory.has_retired_models:
+            self._condition.notify_all()
 
     def _loop(self) -> None:
         while (step := self._wait_for_step()) is not None:
-            for name in step.dropped:
+            for name in step.removed_models:
                 log.info("%s was unloaded", name)
-                self._free(name)
-            if step.name is not None:
-                self._load_model(step.name)
+                self._free_memory(name)
+            if step.model_to_load is not None:
+                self._load_model(step.model_to_load)
 
     def _wait_for_step(self) -> _Step | None:
         """Wait for the next step; return None when the cache is closed."""
         while True:
-            with self._changed:
+            with self._condition:
                 if self._closed:
                     return None
-                step = self._step()
-                granted = self._grant()
-                if step is None and not granted:
-                    self._changed.wait()
-            _complete_leases(granted)
+                step = self._choose_step()
+                granted_leases = self._grant_leases()
+                if step is None and not granted_leases:
+                    self._condition.wait()
+            _complete_leases(granted_leases)
             if step is not None:
                 return step
 
-    def _step(self) -> _Step | None:
-        """Drop unused models that have to be evicted, and return the model to load if there is enough memory."""
-        name = self._choose_next()
-        dropped = self._memory.drop_unused()
-        if name is None or self._memory.is_making_room:
-            return _Step(dropped, None) if dropped else None
-        self._loading, self._renewal = name, self._stale.get(name)
-        return _Step(dropped, name)
+    def _choose_step(self) -> _Step | None:
+        """Remove unused models that have to be evicted, and return the model to load if there is enough memory."""
+        name = self._choose_next_model()
+        removed_models = self._memory.remove_unused_models()
+        if name is None or self._memory.is_evicting:
+            return _Step(removed_models, None) if removed_models else None
+        self._loading_name, self._current_reload = name, self._pending_reloads.get(name)
+        return _Step(removed_models, name)
 
-    def _choose_next(self) -> str | None:
+    def _choose_next_model(self) -> str | None:
         """Return the model to load next, and mark the models to evict for it."""
-        for waiting, leases in list(self._waiting.items()):
+        for waiting_name, leases in list(self._waiting_leases.items()):
             if all(lease.model.cancelled() for lease in leases):
-                del self._waiting[waiting]
-        missing = (
+                del self._waiting_leases[waiting_name]
+        names_to_load = (
             self._startup_models
-            or [name for name in self._waiting if name not in self._memory.entries]
-            or list(self._stale)
+            or [name for name in self._waiting_leases if name not in self._memory.entries]
+            or list(self._pending_reloads)
         )
-        name = missing[0] if missing else None
-        self._memory.make_room(name)
+        name = names_to_load[0] if names_to_load else None
+        self._memory.mark_for_eviction(name)
         return name
 
-    def _grant(self) -> list[Lease[T]]:
-        """Grant the waiting leases whose model is loaded: set their entry, count them as users, and return them."""
+    def _grant_leases(self) -> list[Lease[T]]:
+        """Grant the waiting leases whose model is loaded: set their entry, count them as requests, and return them."""
         if self._startup_models:
             return []
         entries = self._memory.entries.items()
-        usable = {name: entry for name, entry in entries if name in self._waiting and not entry.must_evict}
-        granted = []
-        for name, entry in usable.items():
-            leases = self._pop_waiting((name,))
+        usable_entries = {
+            name: entry for name, entry in entries if name in self._waiting_leases and not entry.must_evict
+        }
+        granted_leases = []
+        for name, entry in usable_entries.items():
+            leases = self._pop_waiting_leases((name,))
             entry.begin_use(len(leases))
             for lease in leases:
                 lease.entry = entry
-            granted += leases
-        return granted
+            granted_leases += leases
+        return granted_leases
 
-    def _pop_waiting(self, names: Iterable[str]) -> list[Lease[T]]:
+    def _pop_waiting_leases(self, names: Iterable[str]) -> list[Lease[T]]:
         """Remove the leases that wait for these models, and return those that have not ended."""
-        leases = [lease for name in names for lease in self._waiting.pop(name, ())]
+        leases = [lease for name in names for lease in self._waiting_leases.pop(name, ())]
         return [lease for lease in leases if lease.model.set_running_or_notify_cancel()]
 
     def _load_model(self, name: str) -> None:
-        """Load a model. Its known or estimated size fits into the memory limit."""
+        """Load a model. Its known or estimated size is within the memory limit."""
         try:
             with self._load_lock:
                 model = self._load(name)
         except Exception as error:  # noqa: BLE001 - the leases get the error
-            self._refuse(name, error)
+            self._fail_loading(name, error)
             return
         nbytes = model.nbytes
-        granted = None
-        with self._changed:
+        granted_leases = None
+        with self._condition:
             if self._memory.put(name, model, nbytes):
                 self._problems.pop(name, None)
-                renewed, _ = self._end_loading(name)
+                reload_future, _ = self._end_loading(name)
                 # Grant the leases before the model might be evicted.
-                granted = self._grant()
-        if granted is not None:
-            _complete_leases(granted)
-            renewed.set_result(None)
+                granted_leases = self._grant_leases()
+        if granted_leases is not None:
+            _complete_leases(granted_leases)
+            reload_future.set_result(None)
             return
         del model
-        self._free(name)
+        self._free_memory(name)
         if nbytes > (limit := self._memory.limit_bytes):
-            self._refuse(name, BrokenModel(too_large_message(name, nbytes, limit)))
+            self._fail_loading(name, BrokenModel(format_too_large_error(name, nbytes, limit)))
         # Otherwise the model is larger than estimated, and is loaded again when there is enough memory.
 
-    def _free(self, name: str) -> None:
+    def _free_memory(self, name: str) -> None:
         """Free the memory of an unloaded model. If this fails, log the error and continue."""
         try:
-            self._unloaded(name)
+            self._after_unload(name)
         except Exception:
             log.exception("the memory of %s could not be freed", name)
 
-    def _refuse(self, name: str, error: Exception) -> None:
-        with self._changed:
-            renewed, keep = self._end_loading(name)
-            is_kept = keep and name in self._memory.entries
+    def _fail_loading(self, name: str, error: Exception) -> None:
+        with self._condition:
+            reload_future, keep_previous = self._end_loading(name)
+            is_kept = keep_previous and name in self._memory.entries
             problem = str(error) if isinstance(error, StackSegError) else f"{type(error).__name__}: {error}"
             if not is_kept and not isinstance(error, CapacityError | RequestError | Cancelled):
-                self._memory.replace(name)
+                self._memory.retire(name)
                 self._problems[name] = problem
             log.error("%s cannot be %s: %s", name, "reloaded" if is_kept else "loaded", problem)
-            waiting = [] if is_kept else self._pop_waiting((name,))
-        for lease in waiting:
+            leases = [] if is_kept else self._pop_waiting_leases((name,))
+        for lease in leases:
             lease.model.set_exception(error)
-        renewed.set_exception(error if isinstance(error, StackSegError) else BrokenModel(problem))
+        reload_future.set_exception(error if isinstance(error, StackSegError) else BrokenModel(problem))
 
     def _end_loading(self, name: str) -> tuple[Future[None], bool]:
         """End loading a model, and return the future of its `reload` call and whether to keep the previous version."""
-        self._loading = None
+        self._loading_name = None
         self._startup_models = [other for other in self._startup_models if other != name]
-        renewal, self._renewal = self._renewal, None
-        if renewal is None or self._stale.get(name) is not renewal:
+        current_reload, self._current_reload = self._current_reload, None
+        if current_reload is None or self._pending_reloads.get(name) is not current_reload:
             return Future(), True
-        del self._stale[name]
-        return renewal
+        del self._pending_reloads[name]
+        return current_reload
 
 
 class _Step(NamedTuple):
-    """A step of the thread: models that were dropped, and the model to load next, if any."""
+    """A step of the thread: the models that were removed, and the model to load next, if any."""
 
-    dropped: list[str]
-    name: str | None
-
-
-def _refuse_stopping(future: Future[Any]) -> None:
-    future.set_exception(Cancelled("the service is stopping"))
+    removed_models: list[str]
+    model_to_load: str | None
 
 
-def _complete_leases(granted: list[Lease[T]]) -> None:
-    for lease in granted:
+def _cancel_for_shutdown(future: Future[Any]) -> None:
+    future.set_exception(Cancelled("The service is stopping."))
+
+
+def _complete_leases(granted_leases: list[Lease[T]]) -> None:
+    for lease in granted_leases:
         lease.model.set_result(lease.entry.model)
 
 
-def too_large_message(name: str, nbytes: int, limit: int) -> str:
+def format_too_large_error(name: str, nbytes: int, limit: int) -> str:
     """Return the error message for a model that exceeds the memory limit for all models."""
     return (
         f"The model {name} takes {nbytes / 2**20:.0f} MiB when loaded, but models.memory_bytes allows only "

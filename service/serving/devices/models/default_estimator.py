@@ -1,4 +1,4 @@
-"""Estimators for models that were never loaded on a device."""
+"""Estimators for models that have never been loaded on a device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ HOST_WEIGHT_COPIES = 3
 
 
 def make_default_estimator(spec: ModelSpec, settings: Settings, device_memory: int | None = None) -> Estimator:
-    """Return the estimator of a model, which assumes the defaults for the device of these settings.
+    """Return an estimator for a model. It assumes the defaults for the device in these settings.
 
-    device_memory  memory of the device in bytes; None: the device shares the memory of the host
+    device_memory  memory of the device in bytes; None if the device shares the memory of the host
     """
     device = devices.choose_device(settings.device.name)
     return Estimator(

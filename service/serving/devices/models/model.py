@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with the number of completed windows and their total number."""
+"""Function called with the number of completed windows and the total number of windows."""
 
 
 class DeviceModel(Protocol):
-    """A model that is loaded on a device and computes for the jobs of that device's queue."""
+    """A model that is loaded on a device and processes the jobs in the queue of the device."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -33,10 +33,10 @@ class DeviceModel(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Size in the memory of the device, in bytes."""
+        """Size in device memory, in bytes."""
 
     def report(self) -> EngineReport:
-        """Report the engine in use."""
+        """Return a report on the engine in use."""
 
     def segment(
         self,
@@ -48,22 +48,22 @@ class DeviceModel(Protocol):
     ) -> Result:
         """Segment a volume [C, Z, Y, X] for a job, in a thread of the queue.
 
-        request   the request as planned by `estimator`; None: it is planned now
+        request   the request as planned by `estimator`; None if it has not been planned yet
         progress  called with the number of completed windows, starting at 0, and their total number
 
-        Raises BadParameter, TooLarge, Cancelled, OutOfMemory, NonFiniteScores, DeviceLost and LowConfidenceResult; for
-        a device of another host also OutOfStorage, StorageUnavailable and JobInterrupted.
+        Raises BadParameter, TooLarge, Cancelled, OutOfMemory, NonFiniteScores, DeviceLost and LowConfidenceResult. A
+        device on another host also raises OutOfStorage, StorageUnavailable and JobInterrupted.
         """
 
     def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> DiameterEstimate | None:
-        """Estimate the object diameter for a job; None if `segment` would not estimate it.
+        """Estimate the object diameter for a job; return None if `segment` would not estimate it.
 
         Raises the errors of `segment`.
         """
 
 
-def needs_from_estimate(estimate: Estimate) -> ResourceNeeds:
-    """Return the resources of a job with this estimate."""
+def make_resource_needs(estimate: Estimate) -> ResourceNeeds:
+    """Return the resources that a job with this estimate needs."""
     return ResourceNeeds(estimate.host_bytes, estimate.device_bytes, estimate.sw_batch_size)
 
 
@@ -80,7 +80,7 @@ class JobCounters(NamedTuple):
         job.device_slots += share.slots
 
     def count_result(self, model: str, result: Result) -> None:
-        """Count the skipped windows and the recomputations of a result."""
+        """Count the memory fallbacks, the skipped windows and the recomputation of a result."""
         self.metrics.memory_fallbacks(model).inc(result.fallbacks)
         self.metrics.recomputed_volumes(model).inc(int(result.recomputed))
         if result.skipped is not None:

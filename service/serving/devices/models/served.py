@@ -13,14 +13,14 @@ from service.core.hardware.devices import is_out_of_memory
 from service.core.telemetry import Progress as LoadingProgress
 from service.models.repository import check_weights
 from service.models.spec import ModelSpec
-from service.serving.devices.models.cache import ModelCache, too_large_message
+from service.serving.devices.models.cache import ModelCache, format_too_large_error
 from service.serving.devices.models.model import DeviceModel
 from service.serving.metrics import Metrics
 
 if TYPE_CHECKING:
     from service.inference.runner.estimator import Estimator
 
-# Estimated load time of a model that was never loaded.
+# Assumed load time of a model that has never been loaded.
 ASSUMED_LOAD_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
@@ -34,20 +34,20 @@ class ModelLoader(Protocol):
         """Number of copies of a model's weights in the device's memory."""
 
     def load(self, spec: ModelSpec) -> DeviceModel:
-        """Load a model and make it ready to run."""
+        """Load a model and prepare it for running."""
 
-    def free_memory(self) -> None:
-        """Free reference cycles of an unloaded model, and memory that is cached for the device."""
+    def release_unused_memory(self) -> None:
+        """Free reference cycles that an unloaded model leaves behind, and memory that is cached for the device."""
 
     def make_default_estimator(self, spec: ModelSpec) -> Estimator:
-        """Return the estimator of a model that was never loaded, which assumes the defaults of the device."""
+        """Return an estimator for a model that has never been loaded. It assumes the defaults of the device."""
 
 
 class ServedModels:
     """The models that one device serves. `cache` loads them when requests need them.
 
     device   name of the device, for metrics and the log
-    engines  description of the engine of each model that has been loaded so far, by model
+    engines  descriptions of the engines of all models that have been loaded so far, by model
     loading  progress of the models that are being loaded, by model
     """
 
@@ -61,14 +61,14 @@ class ServedModels:
     ) -> None:
         self._device, self._memory_bytes, self._loader, self._metrics = device, memory_bytes, loader, metrics
         self._specs: dict[str, ModelSpec] = {}
-        # New versions of models, which replace those in `_specs` after they have been loaded.
-        self._renewed: dict[str, ModelSpec] = {}
+        # Specs of new model versions. They replace the specs in `_specs` after the new versions have been loaded.
+        self._new_specs: dict[str, ModelSpec] = {}
         self._load_seconds: dict[str, float] = {}
         self._estimators: dict[str, Estimator] = {}
         self.engines: dict[str, str] = {}
         self.loading: dict[str, LoadingProgress] = {}
         self.cache: ModelCache[DeviceModel] = ModelCache(
-            memory_bytes, self._load, guess=self._guess_bytes, unloaded=self._unloaded, lock=lock
+            memory_bytes, self._load, estimate_bytes=self._estimate_bytes, after_unload=self._after_unload, lock=lock
         )
 
     def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
@@ -76,21 +76,21 @@ class ServedModels:
         self._specs.update(specs)
         self.cache.start(startup_models)
 
-    def renew(self, spec: ModelSpec, *, load: bool, keep: bool) -> None:
-        """Replace a model by a new version.
+    def update(self, spec: ModelSpec, *, load: bool, keep_previous: bool) -> None:
+        """Replace a model with a new version.
 
-        load  load the new version now, and wait for it
-        keep  if the new version cannot be loaded, continue to serve the previous version
+        load           load the new version now, and wait until it is loaded
+        keep_previous  if the new version cannot be loaded, continue to serve the previous version
 
-        Raises the error of loading.
+        Raises the loading error.
         """
         if not load:
-            # Replace the spec before dropping the model, so that concurrent requests always find a spec.
+            # Replace the spec before unloading the model, so that concurrent requests always find a spec.
             self._specs[spec.name] = spec
-            self._drop(spec.name)
+            self._discard(spec.name)
             return
-        self._renewed[spec.name] = spec
-        self.cache.reload(spec.name, keep=keep).result()
+        self._new_specs[spec.name] = spec
+        self.cache.reload(spec.name, keep_previous=keep_previous).result()
 
     def serve(self, name: str, spec: ModelSpec) -> None:
         """Serve a model under this name. If a model of this name is loaded, it stays loaded."""
@@ -99,24 +99,24 @@ class ServedModels:
     def forget(self, name: str) -> None:
         """Stop serving a model. Running requests continue to use it."""
         self._specs.pop(name, None)
-        self._drop(name)
+        self._discard(name)
 
-    def estimator(self, spec: ModelSpec) -> Estimator:
-        """Return the estimator of the model as last loaded on this device, or else one that assumes the defaults."""
+    def get_estimator(self, spec: ModelSpec) -> Estimator:
+        """Return the estimator of the model as last loaded on this device, or one that assumes the defaults."""
         return self._estimators.get(spec.name) or self._loader.make_default_estimator(spec)
 
-    def load_seconds(self, name: str) -> float:
+    def estimate_load_seconds(self, name: str) -> float:
         """Estimate the seconds to load a model; 0 if it is loaded or is being loaded."""
-        if self.cache.get(name) is not None or self.cache.is_awaited(name):
+        if self.cache.get(name) is not None or self.cache.is_load_pending(name):
             return 0.0
         return self._load_seconds.get(name, ASSUMED_LOAD_SECONDS)
 
-    def _drop(self, name: str) -> None:
+    def _discard(self, name: str) -> None:
         self.cache.forget(name)
         self._estimators.pop(name, None)
         self.engines.pop(name, None)
 
-    def _guess_bytes(self, name: str) -> int:
+    def _estimate_bytes(self, name: str) -> int:
         """Estimate the memory of a model in bytes from the size of its file.
 
         Return 0 if the model or its file is missing, which is reported when the model is loaded.
@@ -128,15 +128,15 @@ class ServedModels:
 
     def _load(self, name: str) -> DeviceModel:
         """Load a model and make it ready to run."""
-        spec = self._renewed.pop(name, None) or self._specs.get(name)
+        spec = self._new_specs.pop(name, None) or self._specs.get(name)
         if spec is None:
             raise UnknownModel(f"The model {name} is no longer served.")
         # The files may have changed since the repository was read.
         check_weights(spec)
-        weights = spec.weights_path.stat().st_size
-        if weights > self._memory_bytes:
-            raise BrokenModel(too_large_message(name, weights, self._memory_bytes))
-        began = time.monotonic()
+        weights_bytes = spec.weights_path.stat().st_size
+        if weights_bytes > self._memory_bytes:
+            raise BrokenModel(format_too_large_error(name, weights_bytes, self._memory_bytes))
+        start_time = time.monotonic()
         progress = self.loading[name] = LoadingProgress(f"loading {spec.identifier}")
         try:
             with progress.record_steps():
@@ -144,12 +144,12 @@ class ServedModels:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            needed = self._guess_bytes(name)
-            raise OutOfMemory(f"There is not enough memory to load {name}. Try again later.", needed) from error
+            needed_bytes = self._estimate_bytes(name)
+            raise OutOfMemory(f"There is not enough memory to load {name}. Try again later.", needed_bytes) from error
         finally:
             del self.loading[name]
         self._specs[name] = spec
-        self._load_seconds[name] = time.monotonic() - began
+        self._load_seconds[name] = time.monotonic() - start_time
         self._record_loaded(name, model)
         return model
 
@@ -162,6 +162,6 @@ class ServedModels:
         log.info("%s is ready: %s, %.0f MiB", model.spec.identifier, summary, model.nbytes / 2**20)
         self._metrics.model_loads(name).inc()
 
-    def _unloaded(self, name: str) -> None:
+    def _after_unload(self, name: str) -> None:
         self._metrics.model_unloads(name).inc()
-        self._loader.free_memory()
+        self._loader.release_unused_memory()

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from service.core.errors import BrokenModel
 from service.models import repository
 from service.models.spec import ModelSpec
-from service.serving.devices.models.eviction import LoadedModel
+from service.serving.devices.models.eviction import ModelUsage
 from service.serving.devices.models.model import DeviceModel
 
 State = Literal["unloaded", "loading", "ready", "failed"]
@@ -23,9 +23,9 @@ class ModelState(NamedTuple):
 
     state         "unloaded" until the model is requested for the first time
     spec          None if the folder cannot be read
-    device_model  the loaded model on the first device that has loaded it
-    problem       why the model has failed, or why the present content of its folder is not served
-    loaded        memory and use of the model on each device that has loaded it, by device
+    device_model  the loaded model, on the first device that has loaded it
+    problem       why the model has failed, or why the current content of its folder is not served
+    usage         usage of the model on each device that has loaded it, by device
     """
 
     name: str
@@ -33,18 +33,18 @@ class ModelState(NamedTuple):
     spec: ModelSpec | None = None
     device_model: DeviceModel | None = None
     problem: str | None = None
-    loaded: Mapping[str, LoadedModel] = {}
+    usage: Mapping[str, ModelUsage] = {}
 
 
-def read_models(folders: Sequence[Path], trained: Path | None) -> dict[str, ModelState]:
+def read_models(folders: Sequence[Path], trained_folder: Path | None) -> dict[str, ModelState]:
     """Read the models in `folders` and return their states by name. A folder that cannot be read counts as failed.
 
-    If two models have the same name, neither is served. But if one of them is below `trained`, the other is served.
+    If two models have the same name, neither is served, unless one is below `trained_folder`: then the other is served.
     """
     states: dict[str, ModelState] = {}
     for folder in folders:
         state = _read_model(folder)
-        if state.name in states and folder.parent == trained:
+        if state.name in states and folder.parent == trained_folder:
             log.error("%s is not served, because another folder contains a model named %r.", folder, state.name)
             continue
         if state.name in states:

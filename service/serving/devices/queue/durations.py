@@ -10,13 +10,13 @@ from typing import Any
 
 from service.serving.devices.queue.job import Job, Progress
 
-# Number of recent jobs whose median duration is used for `retry_after`.
-RECENT_JOBS = 16
-# Upper limit of `retry_after` in seconds.
-MAX_RETRY_AFTER = 120
-# Assumed until a job of the model has been timed. Used only to order jobs, and never shown to clients.
+# Number of recent jobs whose median duration `estimate_retry_seconds` uses.
+RECENT_JOB_COUNT = 16
+# Maximum value that `estimate_retry_seconds` returns.
+MAX_RETRY_SECONDS = 120
+# Assumed until a job of the model has been timed. Used only for ordering jobs, never shown to clients.
 ASSUMED_SECONDS_PER_WINDOW = 0.1
-# Assumed until a job of the model has been timed: time after the last window, relative to the time for windows.
+# Time after the last window relative to the time for windows, assumed until a job of the model has been timed.
 ASSUMED_FINISHING_SHARE = 0.1
 # Shorter finishing times are too inaccurate to learn from.
 MIN_TIMED_FINISHING_SECONDS = 0.1
@@ -25,55 +25,57 @@ MIN_TIMED_FINISHING_SECONDS = 0.1
 class JobDurations:
     """Estimates of job durations. Not thread-safe: `JobQueue` calls all methods with its lock held.
 
-    A job first computes windows. Then it is finishing: it decodes the remaining scores and writes labels.
+    A job first computes windows. In its finishing phase, it decodes the remaining scores and writes the labels.
     """
 
     def __init__(self) -> None:
-        self._recent_seconds: deque[float] = deque(maxlen=RECENT_JOBS)
+        self._recent_seconds: deque[float] = deque(maxlen=RECENT_JOB_COUNT)
         self._seconds_per_window: dict[str, float] = {}
-        # Seconds for finishing per second for windows, by model.
+        # Ratio of the finishing time to the time for windows, by model.
         self._finishing_shares: dict[str, float] = {}
 
-    def window_seconds(self, job: Job[Any]) -> float:
+    def estimate_window_seconds(self, job: Job[Any]) -> float:
         """Estimate the device time for one window of a job in seconds."""
         return self._seconds_per_window.get(job.name, ASSUMED_SECONDS_PER_WINDOW)
 
-    def device_seconds(self, job: Job[Any]) -> float:
+    def estimate_device_seconds(self, job: Job[Any]) -> float:
         """Estimate the remaining device time of a job in seconds."""
         done, total = job.progress
-        return (total - done if total else job.windows) * self.window_seconds(job)
+        return (total - done if total else job.window_count) * self.estimate_window_seconds(job)
 
-    def seconds_left(self, job: Job[Any]) -> float | None:
-        """Estimate the seconds until the last window of a job; None if unknown.
+    def estimate_seconds_left(self, job: Job[Any]) -> float | None:
+        """Estimate the seconds until the last window of a job is done; return None if unknown.
 
-        The estimate is based on the progress of the job, or else on earlier jobs of its model.
+        The estimate is based on the progress of the job, or on earlier jobs of its model.
         """
         done, total = job.progress
         if done > 0:
             return job.seconds_run * (total - done) / done
-        if job.windows and job.name in self._seconds_per_window:
-            return max(job.windows * self._seconds_per_window[job.name] - job.seconds_run, 0.0)
+        if job.window_count and job.name in self._seconds_per_window:
+            return max(job.window_count * self._seconds_per_window[job.name] - job.seconds_run, 0.0)
         return None
 
-    def finishing_left(self, job: Job[Any]) -> float | None:
-        """Estimate the remaining seconds for finishing a job; None if finishing takes longer than expected."""
+    def estimate_finishing_seconds_left(self, job: Job[Any]) -> float | None:
+        """Estimate the remaining finishing time in seconds; return None if finishing takes longer than expected."""
         share, elapsed = self._finishing_shares.get(job.name), job.seconds_finishing
         if elapsed > 0:
             left = (share or 0.0) * (job.seconds_run - elapsed) - elapsed
             return left if left > 0 else None
         done, total = job.progress
-        windows = job.seconds_run * total / done if done else job.windows * self.window_seconds(job)
-        return (share or 0.0) * windows
+        window_seconds = (
+            job.seconds_run * total / done if done else job.window_count * self.estimate_window_seconds(job)
+        )
+        return (share or 0.0) * window_seconds
 
-    def expect(self, name: str, windows: int) -> float | None:
-        """Estimate the seconds for a job with this number of windows; None if no job of the model has been timed."""
+    def estimate_new_job_seconds(self, name: str, window_count: int) -> float | None:
+        """Estimate the duration of a job with this many windows; return None if no job of the model has been timed."""
         if name not in self._seconds_per_window:
             return None
-        return windows * self._seconds_per_window[name] * (1 + self._finishing_shares.get(name, 0.0))
+        return window_count * self._seconds_per_window[name] * (1 + self._finishing_shares.get(name, 0.0))
 
-    def progress(self, job: Job[Any]) -> Progress:
+    def compute_progress(self, job: Job[Any]) -> Progress:
         """Return the progress of a job in windows, where finishing counts as the equivalent number of windows."""
-        done, total = job.progress if job.progress.total else Progress(0, job.windows)
+        done, total = job.progress if job.progress.total else Progress(0, job.window_count)
         share = self._finishing_shares.get(job.name, ASSUMED_FINISHING_SHARE)
         finishing = max(math.ceil(share * total), 1)
         if (elapsed := job.seconds_finishing) > 0:
@@ -81,9 +83,9 @@ class JobDurations:
             done += int(min(finishing * elapsed / max(expected, elapsed), finishing - 1))
         return Progress(done, total + finishing)
 
-    def retry_after(self, running: Collection[Job[Any]]) -> int:
-        """Estimate the seconds until a running job ends, from its progress or else from the median of recent jobs."""
-        estimates = [left for job in running if (left := self.seconds_left(job)) is not None]
+    def estimate_retry_seconds(self, running: Collection[Job[Any]]) -> int:
+        """Estimate the seconds until a running job ends, from its progress or the median duration of recent jobs."""
+        estimates = [left for job in running if (left := self.estimate_seconds_left(job)) is not None]
         if estimates:
             left = min(estimates)
         elif self._recent_seconds:
@@ -91,21 +93,21 @@ class JobDurations:
             left = statistics.median(self._recent_seconds) - longest
         else:
             return 5
-        return min(max(math.ceil(left), 1), MAX_RETRY_AFTER)
+        return min(max(math.ceil(left), 1), MAX_RETRY_SECONDS)
 
     def learn(self, job: Job[Any]) -> None:
-        """Learn the time for windows and for finishing from a job that has ended."""
+        """Update the estimates for windows and for finishing from a job that has ended."""
         if job.state != "done":
             return
         if job.progress.total:
-            measured = (job.device_seconds or job.seconds_run) / job.progress.total
-            self._seconds_per_window[job.name] = (self._seconds_per_window.get(job.name, measured) + measured) / 2
+            seconds = (job.device_seconds or job.seconds_run) / job.progress.total
+            self._seconds_per_window[job.name] = (self._seconds_per_window.get(job.name, seconds) + seconds) / 2
         # A series is skipped, because its finishing time covers only the last time point.
-        if not job.points.total and job.seconds_finishing > MIN_TIMED_FINISHING_SECONDS:
+        if not job.time_points.total and job.seconds_finishing > MIN_TIMED_FINISHING_SECONDS:
             share = job.seconds_finishing / (job.seconds_run - job.seconds_finishing)
             self._finishing_shares[job.name] = (self._finishing_shares.get(job.name, share) + share) / 2
 
     def record_duration(self, job: Job[Any]) -> None:
-        """Record the duration of a job, for `retry_after`."""
+        """Record the duration of a job, for `estimate_retry_seconds`."""
         if job.state == "done":
             self._recent_seconds.append(job.seconds_run)

@@ -1,4 +1,4 @@
-"""Memory admission for the jobs of one device."""
+"""Admission of the jobs of one device by their memory needs."""
 
 from __future__ import annotations
 
@@ -10,45 +10,55 @@ from service.serving.devices.queue.job import FreeMemory, ResourceNeeds
 
 
 class JobMemory:
-    """Decides whether a job fits into memory with the running jobs. Not thread-safe: `JobQueue` calls it with its lock.
+    """Decides whether a job fits in memory together with the running jobs.
 
-    ask            returns the free memory; it must not raise, or jobs would wait forever
-    fresh_seconds  how long a value is reused, as each job needs it several times; jobs that begin meanwhile are counted
+    Not thread-safe: `JobQueue` calls all methods with its lock held.
+
+    query_free_memory  returns the free memory; it must not raise an exception, or jobs would wait forever
+    max_age_seconds    how long a value is reused, because each job needs it several times; jobs that start in the
+                       meantime are counted
     """
 
-    def __init__(self, ask: Callable[[], FreeMemory] = FreeMemory, fresh_seconds: float = 0.0) -> None:
-        self._ask, self._fresh_seconds = ask, fresh_seconds
-        self._free, self._measured = FreeMemory(), -math.inf
+    def __init__(self, query_free_memory: Callable[[], FreeMemory] = FreeMemory, max_age_seconds: float = 0.0) -> None:
+        self._query_free_memory, self._max_age_seconds = query_free_memory, max_age_seconds
+        self._free, self._measured_at = FreeMemory(), -math.inf
         # Free memory while no job was running.
         self._capacity = FreeMemory()
 
-    def fits(self, needs: ResourceNeeds, blocked: ResourceNeeds | None, running: Collection[ResourceNeeds]) -> bool:
-        """Return whether a job fits into memory.
+    def fits(
+        self, needs: ResourceNeeds, blocked_needs: ResourceNeeds | None, running_needs: Collection[ResourceNeeds]
+    ) -> bool:
+        """Return whether a job fits in memory.
 
-        blocked  an earlier job that waits for memory, if any; it must still fit when the largest running job has ended
+        blocked_needs  needs of an earlier job that is waiting for memory, if any; that job must still fit when the
+                       largest running job has ended
+        running_needs  needs of each running job
         """
-        free = self._read()
-        if not running:
+        free = self._get_free_memory()
+        if not running_needs:
             self._capacity = free
             return True
-        for kind, (now, capacity) in enumerate(zip(free, self._capacity, strict=True)):
-            if now is None or capacity is None:
+        for kind, (free_bytes, capacity_bytes) in enumerate(zip(free, self._capacity, strict=True)):
+            if free_bytes is None or capacity_bytes is None:
                 continue
-            need, reserved = needs[kind], [running_needs[kind] for running_needs in running]
+            needed_bytes, running_bytes = needs[kind], [other[kind] for other in running_needs]
             # Check both, because running jobs may not have allocated all of their memory yet, and other processes may
             # have allocated some.
-            if need > now or need + sum(reserved) > capacity:
+            if needed_bytes > free_bytes or needed_bytes + sum(running_bytes) > capacity_bytes:
                 return False
-            if blocked is not None and need + blocked[kind] + sum(reserved) - max(reserved) > capacity:
+            if (
+                blocked_needs is not None
+                and needed_bytes + blocked_needs[kind] + sum(running_bytes) - max(running_bytes) > capacity_bytes
+            ):
                 return False
         return True
 
     def invalidate(self) -> None:
         """Measure the free memory again at the next decision, because a job has ended."""
-        self._measured = -math.inf
+        self._measured_at = -math.inf
 
-    def _read(self) -> FreeMemory:
+    def _get_free_memory(self) -> FreeMemory:
         now = time.monotonic()
-        if now - self._measured > self._fresh_seconds:
-            self._free, self._measured = self._ask(), now
+        if now - self._measured_at > self._max_age_seconds:
+            self._free, self._measured_at = self._query_free_memory(), now
         return self._free

@@ -16,23 +16,23 @@ log = logging.getLogger(__name__)
 
 
 class JobThreads:
-    """Threads that run jobs one after another until `take` returns None. A failed job does not end its thread.
+    """Threads that run jobs one after the other until `take` returns None. A failed job does not end its thread.
 
-    begin  function that each thread calls before its first job
+    initializer  function that each thread calls before its first job
     """
 
     def __init__(
         self,
         name: str,
         take: Callable[[], Job[Any] | None],
-        threads: int = 1,
-        begin: Callable[[], None] = lambda: None,
+        thread_count: int = 1,
+        initializer: Callable[[], None] = lambda: None,
     ) -> None:
-        self._take, self._begin = take, begin
-        self._threads = [threading.Thread(target=self._loop, name=name, daemon=True) for _ in range(threads)]
+        self._take, self._initializer = take, initializer
+        self._threads = [threading.Thread(target=self._loop, name=name, daemon=True) for _ in range(thread_count)]
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether any thread is running."""
         return any(thread.is_alive() for thread in self._threads)
 
@@ -46,19 +46,19 @@ class JobThreads:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(deadline - time.monotonic(), 0.0))
-        return not self.alive
+        return not self.is_alive
 
     def _loop(self) -> None:
-        self._begin()
+        self._initializer()
         while (job := self._take()) is not None:
             try:
                 job.run()
             except StackSegError as error:
                 job.fail(error)
             except Exception as error:
-                translated = translate_error(error)
-                if translated is error:
-                    log.exception("unexpected error in a request")
-                job.fail(translated)
+                translated_error = translate_error(error)
+                if translated_error is error:
+                    log.exception("unexpected error in a job")
+                job.fail(translated_error)
             # Free the volume and the labels of the job now, because it may be hours until the next job.
             del job

@@ -1,4 +1,4 @@
-"""Scaling of the number of workers with the work. Actors run in threads of the test."""
+"""The number of workers is scaled with the workload. Actors run in threads of the test."""
 
 from __future__ import annotations
 
@@ -46,28 +46,30 @@ class FakeCluster:
         return make_actor
 
     @property
-    def alive(self) -> list[ThreadActor]:
+    def live_actors(self) -> list[ThreadActor]:
         return [actor for actor in self.actors if not actor.killed.is_set()]
 
     @property
-    def busy(self) -> list[ThreadActor]:
-        return [actor for actor in self.alive if any(job.progress.total for _, job in [*actor.device._jobs.values()])]
+    def busy_actors(self) -> list[ThreadActor]:
+        return [
+            actor for actor in self.live_actors if any(job.progress.total for _, job in [*actor.device._jobs.values()])
+        ]
 
 
 @contextmanager
 def run_service(
-    repository: Path, shared: Path, workers: int, least: int, **limits: Any
+    repository: Path, shared: Path, workers: int, min_workers: int, **limits: Any
 ) -> Iterator[tuple[Live, FakeCluster]]:
     fake_cluster = FakeCluster()
     settings = remote(
         repository,
         shared,
-        cluster={"workers": workers, "least_workers": least, "backlog_seconds": 0.001, "idle_seconds": 0.2},
+        cluster={"workers": workers, "least_workers": min_workers, "backlog_seconds": 0.001, "idle_seconds": 0.2},
         limits=limits,
     )
     with serve(settings, connect=fake_cluster.connect) as live:
         yield live, fake_cluster
-    assert not fake_cluster.alive
+    assert not fake_cluster.live_actors
 
 
 def count_workers(live: Live) -> dict[str, int]:
@@ -93,7 +95,7 @@ def test_workers_are_requested_for_work_and_released_afterwards(
         requests = [pool.submit(live.segment, stack) for _ in range(4)]
         jobs = [live.client.post("/jobs", content=stack).headers["location"] for _ in range(4)]
         # Tasks that wait for the first worker move to the new workers.
-        until(lambda: len(fake_cluster.busy) == 3)
+        until(lambda: len(fake_cluster.busy_actors) == 3)
         assert count_workers(live) == {"up": 3, "missing": 0, "given_back": 0}
         fake_cluster.gate.set()
         assert {request.result().status_code for request in requests} == {200}
@@ -104,8 +106,8 @@ def test_workers_are_requested_for_work_and_released_afterwards(
 
 
 def test_service_without_work_needs_no_worker(bands_repository: Path, tmp_path: Path, stack: bytes) -> None:
-    slow = run_service(bands_repository, tmp_path, 2, 0, request_seconds=4)
-    with slow as (live, fake_cluster), ThreadPoolExecutor(1) as pool:
+    short_timeout = run_service(bands_repository, tmp_path, 2, 0, request_seconds=4)
+    with short_timeout as (live, fake_cluster), ThreadPoolExecutor(1) as pool:
         until(lambda: count_workers(live) == {"up": 0, "missing": 0, "given_back": 2})
         assert live.client.get("/health/ready").json() == {"status": "ready"}
         devices = live.client.get("/gpu").json()["devices"]
@@ -114,7 +116,7 @@ def test_service_without_work_needs_no_worker(bands_repository: Path, tmp_path: 
             (True, None, []),
         ]
         assert live.segment(stack).status_code == 200
-        until(lambda: not fake_cluster.alive)
+        until(lambda: not fake_cluster.live_actors)
         fake_cluster.is_full = True
         request = pool.submit(live.segment, stack)
         until(lambda: [device["starting"] for device in live.client.get("/gpu").json()["devices"]] == [True, False])
@@ -127,15 +129,15 @@ def test_service_without_work_needs_no_worker(bands_repository: Path, tmp_path: 
 def test_lost_worker_counts_as_missing(bands_repository: Path, tmp_path: Path) -> None:
     with run_service(bands_repository, tmp_path, 2, 1) as (live, fake_cluster):
         until(lambda: count_workers(live) == {"up": 1, "missing": 0, "given_back": 1})
-        fake_cluster.alive[0].lose()
+        fake_cluster.live_actors[0].lose()
         until(lambda: count_workers(live) == {"up": 0, "missing": 1, "given_back": 1})
         assert live.client.get("/health/ready").status_code == 503
-        fake_cluster.alive[0].come_back()
+        fake_cluster.live_actors[0].come_back()
         until(lambda: live.client.get("/health/ready").json() == {"status": "ready"})
 
 
 @pytest.mark.parametrize(
-    ("backlog", "here", "expected"),
+    ("backlog", "local_device_count", "expected"),
     [
         (Backlog(0, 0.0), 0, 0),
         (Backlog(9, 50.0), 0, 1),
@@ -146,12 +148,12 @@ def test_lost_worker_counts_as_missing(bands_repository: Path, tmp_path: Path) -
     ],
 )
 def test_number_of_workers_depends_on_backlog_and_number_of_jobs(
-    bands_repository: Path, tmp_path: Path, backlog: Backlog, here: int, expected: int
+    bands_repository: Path, tmp_path: Path, backlog: Backlog, local_device_count: int, expected: int
 ) -> None:
     settings = remote(bands_repository, tmp_path, cluster={"workers": 8, "least_workers": 0, "backlog_seconds": 60})
     cluster = open_cluster(settings, FakeCluster().connect, Metrics())
     assert cluster is not None
-    assert max(cluster._count_needed_workers(backlog, here), 0) == expected
+    assert max(cluster._count_needed_workers(backlog, local_device_count), 0) == expected
     cluster.close()
 
 

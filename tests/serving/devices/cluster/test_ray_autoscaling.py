@@ -1,4 +1,4 @@
-"""Ray's autoscaler adds simulated hosts for the work of a server, and removes them afterwards."""
+"""Ray's autoscaler adds simulated hosts for the workload of a server, and removes them afterwards."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def test_hosts_are_added_for_work_and_removed_afterwards(
             # Workers of Ray have a low CPU priority, so they may start late on a busy machine.
             live.client.timeout = 3 * STARTING
             wait_ready(live)
-            until(lambda: alive_nodes() == 1, STARTING)
+            until(lambda: count_alive_nodes() == 1, STARTING)
             jobs = [live.client.post("/jobs", content=stack).headers["location"] for _ in range(10)]
             requests = list[Future[httpx.Response]]()
 
             def two_hosts_were_added() -> bool:
-                # A host takes seconds to start, in which a fast machine could complete any fixed number of requests.
+                # While a host starts, a fast machine could complete any fixed number of requests.
                 while sum(not request.done() for request in requests) < 4:
                     requests.append(pool.submit(live.segment, stack))
-                return alive_nodes() == 3
+                return count_alive_nodes() == 3
 
             until(two_hosts_were_added, STARTING)
             for request in requests:
@@ -61,16 +61,16 @@ def test_hosts_are_added_for_work_and_removed_afterwards(
             until(lambda: all(live.client.get(job).json()["state"] == "done" for job in jobs), STARTING)
             for job in jobs:
                 assert np.array_equal(classes(live.client.get(f"{job}/result").content), expected)
-            until(lambda: alive_nodes() == 1, STARTING)
+            until(lambda: count_alive_nodes() == 1, STARTING)
             devices = live.client.get("/gpu").json()["devices"]
             assert [(device["given_back"], device["problem"]) for device in devices] == 2 * [(True, None)]
             # The next request waits until a host has been added.
             assert np.array_equal(classes(live.segment(stack).content), expected)
-            # Wait until the host is removed. Otherwise it would leave a process of Ray behind when the cluster ends.
-            until(lambda: alive_nodes() == 1, STARTING)
+            # Wait until the host is removed. Otherwise a Ray process would remain after the cluster has stopped.
+            until(lambda: count_alive_nodes() == 1, STARTING)
 
 
-def alive_nodes() -> int:
+def count_alive_nodes() -> int:
     import ray  # noqa: PLC0415
 
     return sum(node["Alive"] for node in ray.nodes())

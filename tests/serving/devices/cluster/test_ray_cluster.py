@@ -21,7 +21,7 @@ from ray_clusters import STARTING, ray_cluster, ray_environment, wait_ready
 
 from service.core.types import Options
 from service.serving.devices.cluster.block_workers import ActorWorkers, BlockActor
-from service.serving.devices.cluster.exchange import MARKER
+from service.serving.devices.cluster.exchange import MARKER_NAME
 from service.serving.devices.cluster.ray_cluster import make_actors
 from service.serving.devices.cluster.remote_actor import RESPONSE_TIMEOUT_SECONDS
 from service.serving.devices.queue.job import Progress
@@ -39,7 +39,7 @@ CLIENTS = 16
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A cluster of a head node without device and two nodes with one device each."""
+    """A cluster of a head node without a device and two nodes with one device each."""
     with ray_environment(), ray_cluster() as ray:
         ray.workers = [ray.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
         yield ray
@@ -60,7 +60,7 @@ def live(cluster: Any, bands_repository: Path, tmp_path_factory: pytest.TempPath
     assert list(shared.iterdir()) == []
 
 
-def test_every_request_is_answered_once_while_a_node_is_killed_and_comes_back(
+def test_every_request_is_answered_once_while_a_node_is_killed_and_replaced(
     live: Live, cluster: Any, bands_repository: Path, phantom_maker: Any
 ) -> None:
     stacks = [as_tiff(phantom_maker((16, 48, 48), seed=seed).image) for seed in range(4)]
@@ -72,7 +72,7 @@ def test_every_request_is_answered_once_while_a_node_is_killed_and_comes_back(
         answer = live.segment(stacks[number % len(stacks)])
         return answer.status_code == 200 and np.array_equal(classes(answer.content), expected[number % len(stacks)])
 
-    def answers() -> int:
+    def count_answers() -> int:
         return sum(request.done() for request in requests)
 
     def problems() -> int:
@@ -85,19 +85,19 @@ def test_every_request_is_answered_once_while_a_node_is_killed_and_comes_back(
         """
 
         def is_reached() -> bool:
-            while len(requests) < answers() + CLIENTS:
+            while len(requests) < count_answers() + CLIENTS:
                 requests.append(pool.submit(is_answered, len(requests)))
             return condition()
 
         until(is_reached, STARTING)
 
     with ThreadPoolExecutor(CLIENTS) as pool:
-        post_until(lambda: answers() > 20)
+        post_until(lambda: count_answers() > 20)
         cluster.remove_node(cluster.workers[1], allow_graceful=False)
         try:
             post_until(lambda: problems() == 1)
-            at_loss = answers()
-            post_until(lambda: answers() > at_loss + 20)
+            at_loss = count_answers()
+            post_until(lambda: count_answers() > at_loss + 20)
         finally:
             cluster.workers[1] = cluster.add_node(num_cpus=1, num_gpus=1)
     assert all(request.result() for request in requests)
@@ -132,12 +132,12 @@ def test_requests_of_an_unresponsive_host_run_on_another_host(
         expected = classes(local.segment(stack).content)
     workers: Any = live.runtime.devices.all
     until(lambda: all(worker.problem is None for worker in workers), STARTING)
-    before = segmentations(live)
-    unresponsive = cluster.workers[1]
+    before = count_segmentations(live)
+    unresponsive_node = cluster.workers[1]
     with ThreadPoolExecutor(2) as pool:
         requests = [pool.submit(live.segment, stack) for _ in workers]
         until(lambda: all(any(task.done for task in worker.status.progress.values()) for worker in workers), STARTING)
-        with suspend(unresponsive):
+        with suspend(unresponsive_node):
             until(lambda: sum(worker.problem is not None for worker in workers) == 1, RESPONSE_TIMEOUT_SECONDS + 5)
             answers = [request.result() for request in requests]
             assert all(np.array_equal(classes(answer.content), expected) for answer in answers)
@@ -147,11 +147,11 @@ def test_requests_of_an_unresponsive_host_run_on_another_host(
     until(lambda: not any(worker.status.progress for worker in workers), STARTING)
     assert live.segment(stack).status_code == 200
     # A request is counted after its response has been sent.
-    until(lambda: segmentations(live) >= before + len(workers) + 1)
-    assert segmentations(live) == before + len(workers) + 1
+    until(lambda: count_segmentations(live) >= before + len(workers) + 1)
+    assert count_segmentations(live) == before + len(workers) + 1
     assert live.leftovers() == []
-    assert [entry.name for entry in live.runtime._cluster._exchange.path.iterdir()] == [MARKER]
-    if is_alive(unresponsive):
+    assert [entry.name for entry in live.runtime._cluster._exchange.path.iterdir()] == [MARKER_NAME]
+    if is_alive(unresponsive_node):
         cluster.remove_node(replacement)
     else:
         cluster.workers[1] = replacement
@@ -172,11 +172,11 @@ def test_requests_in_the_cluster_finish_when_the_service_stops(
         with serve(settings, wait=False) as live:
             wait_ready(live)
             requests = pool.submit(live.segment, stack)
-            until(lambda: live.runtime.devices.running, STARTING)
+            until(lambda: live.runtime.devices.running_jobs, STARTING)
             live.server.should_exit = True
             assert requests.result().status_code == 200
         assert list(tmp_path.iterdir()) == []
-    until(lambda: ray_gpus_free() >= 1, 30)
+    until(lambda: count_free_gpus() >= 1, 30)
     cluster.remove_node(node)
 
 
@@ -185,7 +185,7 @@ def test_blocks_of_a_lost_node_are_restarted_on_another_node(
 ) -> None:
     source = write_zarr(tmp_path / "in.zarr", phantom_maker((48, 96, 96), seed=1).image, chunks=(16, 32, 32))
     settings = settings_of()
-    whole = segment_whole(source, bands, Options(), settings).segmentation.pixels
+    expected_labels = segment_whole(source, bands, Options(), settings).segmentation.pixels
     folder = begin(tmp_path / "run", source, bands, Options(), settings, (1, 1, 1))
     nodes = [cluster.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
     actors = make_actors(cluster.address, settings.cluster, 2, BlockActor)
@@ -194,17 +194,17 @@ def test_blocks_of_a_lost_node_are_restarted_on_another_node(
         until(lambda: len(folder.finished_blocks("scores")) > 4, STARTING)
         cluster.remove_node(nodes[1], allow_graceful=False)
         assert not labels.done()
-        assert np.array_equal(labels.result(), whole)
+        assert np.array_equal(labels.result(), expected_labels)
     cluster.remove_node(nodes[0])
 
 
-def ray_gpus_free() -> float:
+def count_free_gpus() -> float:
     import ray  # noqa: PLC0415
 
     return float(ray.available_resources().get("GPU", 0))
 
 
-def segmentations(live: Live) -> int:
+def count_segmentations(live: Live) -> int:
     """Return the number of successful segmentation requests."""
     metric = 'stackseg_requests_total{route="/segment",status="200"}'
     lines = live.client.get("/metrics").text.splitlines()

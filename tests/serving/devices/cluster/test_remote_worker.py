@@ -26,8 +26,8 @@ from service.models.repository import read_spec
 from service.serving.build import build_runtime
 from service.serving.devices.cluster.actor import Actor, ActorFactory
 from service.serving.devices.cluster.actor_pool import ActorPool
-from service.serving.devices.cluster.device_actor import actor_settings
-from service.serving.devices.cluster.exchange import ABANDONED_SECONDS, MARKER, Exchange, Task
+from service.serving.devices.cluster.device_actor import make_actor_settings
+from service.serving.devices.cluster.exchange import ABANDONED_SECONDS, MARKER_NAME, Exchange, Task
 from service.serving.devices.cluster.remote_actor import POLL_SECONDS, STATUS_SECONDS
 from service.serving.devices.local.model import Segmenter
 
@@ -35,7 +35,7 @@ Service = tuple[Live, list[ThreadActor]]
 
 
 @contextmanager
-def two_workers(settings: Settings, load: Any = Segmenter) -> Iterator[Service]:
+def run_two_workers(settings: Settings, load: Any = Segmenter) -> Iterator[Service]:
     actors: list[ThreadActor] = []
 
     def connect(actor_config: Settings) -> ActorFactory:
@@ -55,7 +55,7 @@ def two_workers(settings: Settings, load: Any = Segmenter) -> Iterator[Service]:
 @pytest.fixture(scope="module")
 def service(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     shared = tmp_path_factory.mktemp("shared")
-    with two_workers(remote(bands_repository, shared)) as running:
+    with run_two_workers(remote(bands_repository, shared)) as running:
         yield running
     assert list(shared.iterdir()) == []
 
@@ -84,7 +84,9 @@ def test_labels_equal_those_of_a_local_device(service: Service, bands_repository
     assert len(live.client.get("/gpu").json()["hosts"]) == 1
 
 
-def test_requests_of_a_lost_worker_run_on_another_and_it_recovers(service: Service, phantom_maker: Any) -> None:
+def test_requests_of_a_lost_worker_run_on_another_worker_until_it_recovers(
+    service: Service, phantom_maker: Any
+) -> None:
     live, actors = service
     stack = as_tiff(phantom_maker((32, 64, 64), seed=3).image)
     expected = classes(live.segment(stack).content)
@@ -133,7 +135,7 @@ def test_cancelled_request_stops_the_computation_in_its_actor(
     bands_repository: Path, tmp_path: Path, stack: bytes
 ) -> None:
     fakes = Fakes()
-    with two_workers(remote(bands_repository, tmp_path), fakes) as (live, actors):
+    with run_two_workers(remote(bands_repository, tmp_path), fakes) as (live, actors):
         until(lambda: len(fakes) == 2)
         for fake in fakes:
             fake.gate.clear()
@@ -180,9 +182,9 @@ def test_exchange_folder_is_renewed_while_actors_do_not_respond(tmp_path: Path) 
     [device] = ActorPool(exchange, lambda: silent_actor, Cluster(), 1).actors
     device.start()
     time.sleep(STATUS_SECONDS + 2 * POLL_SECONDS)
-    os.utime(exchange.path / MARKER, (0, 0))
-    exchange._renewed = -ABANDONED_SECONDS
-    until(lambda: (exchange.path / MARKER).stat().st_mtime > 0, 5)
+    os.utime(exchange.path / MARKER_NAME, (0, 0))
+    exchange._last_touch_time = -ABANDONED_SECONDS
+    until(lambda: (exchange.path / MARKER_NAME).stat().st_mtime > 0, 5)
     device.close()
     assert device.join(5)
 
@@ -191,7 +193,7 @@ def test_exchange_requires_a_folder_and_deletes_abandoned_folders(tmp_path: Path
     with pytest.raises(ConfigError, match="is not a writable folder"):
         Exchange(tmp_path / "missing")
     killed, running = Exchange(tmp_path), Exchange(tmp_path)
-    os.utime(killed.path / MARKER, (0, 0))
+    os.utime(killed.path / MARKER_NAME, (0, 0))
     Exchange(tmp_path)
     assert (killed.path.exists(), running.path.exists()) == (False, True)
 
@@ -208,7 +210,7 @@ def test_exchange_folders_are_private_and_actors_get_no_keys(tmp_path: Path) -> 
     settings = Settings.model_validate(
         {"access": {"keys": {"ada": "sha256:" + 64 * "0"}}, "references": {"inputs": {"a": tmp_path}}}
     )
-    remote_settings = actor_settings(settings)
+    remote_settings = make_actor_settings(settings)
     assert (remote_settings.access, remote_settings.references) == (Access(), References())
 
 

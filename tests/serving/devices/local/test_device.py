@@ -17,7 +17,7 @@ def test_cpu_devices_share_the_cores(bands_repository: Path, tmp_path: Path) -> 
     config = settings(bands_repository, tmp_path, device={"serve": ["cpu", "cpu"]})
     devices = split_settings(config)
     assert [name for name, _ in devices] == ["cpu", "cpu-2"]
-    cores = host.usable_cores()
+    cores = host.count_usable_cores()
     assert all(1 <= device_settings.device.threads <= max(cores // 2, 1) for _, device_settings in devices)
     assert split_settings(settings(bands_repository, tmp_path)) == [(None, settings(bands_repository, tmp_path))]
 
@@ -28,7 +28,7 @@ def test_cancelled_job_does_not_keep_a_lease(bands_repository: Path, tmp_path: P
         job.cancel()
         runtime.reserve("bands").take(job)
         (device,) = runtime.devices.all
-        assert device.loaded_models["bands"].users == 0
+        assert device.loaded_models["bands"].active_requests == 0
 
 
 @pytest.mark.parametrize("operation", ["free memory", "unload"])
@@ -38,13 +38,13 @@ def test_loss_of_an_idle_device_is_detected(operation: str, bands_repository: Pa
     with ready(settings(bands_repository, tmp_path), driver=FaultyDevice(faults)) as runtime:
         (device,) = runtime.devices.all
         queue = device.scheduler.queue
-        assert queue._memory._ask().device is not None
+        assert queue._memory._query_free_memory().device_bytes is not None
         (faults / "broken").touch()
         if operation == "unload":
             with pytest.raises(DeviceLost):
-                device.scheduler.models.cache._unloaded("bands")
+                device.scheduler.models.cache._after_unload("bands")
         else:
             # The device memory is unknown. Jobs may begin, and fail by themselves.
-            assert queue._memory._ask().device is None
+            assert queue._memory._query_free_memory().device_bytes is None
         until(lambda: device.problem is not None)
         assert "has failed" in str(device.problem)

@@ -8,10 +8,12 @@ from service.serving.devices.local.malloc_trim import MIN_CPU_SECONDS, MallocTri
 class Process:
     """A fake process with its CPU time, and the CPU times at which memory was trimmed."""
 
-    def __init__(self, seconds: float = 30.0) -> None:
+    def __init__(self, interval_seconds: float = 30.0) -> None:
         self.cpu_seconds = 5.0
         self.trims: list[float] = []
-        self.trimmer = MallocTrimmer(lambda: self.trims.append(self.cpu_seconds), lambda: self.cpu_seconds, seconds)
+        self.trimmer = MallocTrimmer(
+            lambda: self.trims.append(self.cpu_seconds), lambda: self.cpu_seconds, interval_seconds
+        )
 
 
 def test_memory_is_trimmed_after_enough_cpu_time() -> None:
@@ -30,7 +32,7 @@ def test_memory_is_trimmed_after_enough_cpu_time() -> None:
 
 def test_trimmer_checks_until_it_is_stopped() -> None:
     Process().trimmer.stop()
-    process = Process(seconds=0.01)
+    process = Process(interval_seconds=0.01)
     process.trimmer.start()
     until(lambda: process.trims == [5.0])
     process.trimmer.stop()

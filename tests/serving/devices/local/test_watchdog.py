@@ -20,9 +20,9 @@ class Device:
         self.heartbeat: Any = None
         self.alive = True
         self.now = 0.0
-        self.ended: list[str] = []
+        self.exit_reasons: list[str] = []
         settings = config.Watchdog(batch_seconds=10, grace_seconds=5)
-        self.watchdog = Watchdog(self, settings, end=self.ended.append, clock=lambda: self.now)
+        self.watchdog = Watchdog(self, settings, on_exit=self.exit_reasons.append, clock=lambda: self.now)
 
     def advance(self, seconds: int) -> str | None:
         for _ in range(seconds):
@@ -40,12 +40,12 @@ def test_slow_batch_is_reported_and_then_ends_the_process(device: Device) -> Non
     device.heartbeat = (1, 0)
     assert device.advance(11) is None
     assert "more than 10 s" in (device.advance(1) or "")
-    assert device.ended == []
+    assert device.exit_reasons == []
     device.advance(3)
-    assert device.ended == []
+    assert device.exit_reasons == []
     device.advance(1)
-    assert len(device.ended) == 1
-    assert "stuck" in device.ended[0]
+    assert len(device.exit_reasons) == 1
+    assert "stuck" in device.exit_reasons[0]
 
 
 def test_device_recovers_when_the_batch_completes(device: Device, caplog: pytest.LogCaptureFixture) -> None:
@@ -56,10 +56,10 @@ def test_device_recovers_when_the_batch_completes(device: Device, caplog: pytest
         assert device.advance(1) is None
     assert "has recovered" in caplog.text
     assert "stuck" in (device.advance(11) or "")
-    assert device.ended == []
+    assert device.exit_reasons == []
 
 
-def test_idle_device_and_progressing_work_are_no_problem(device: Device) -> None:
+def test_idle_device_and_progressing_batches_cause_no_problem(device: Device) -> None:
     assert device.advance(1000) is None
     for step in range(30):
         device.heartbeat = (1, step)
@@ -70,16 +70,16 @@ def test_dead_thread_is_reported_immediately(device: Device) -> None:
     device.alive = False
     assert "died" in (device.advance(1) or "")
     device.advance(4)
-    assert len(device.ended) == 1
+    assert len(device.exit_reasons) == 1
 
 
 def test_lost_device_stays_lost(device: Device) -> None:
-    device.watchdog.report_lost("cuda:0 has failed.")
+    device.watchdog.report_loss("cuda:0 has failed.")
     device.heartbeat = (1, 1)
     assert device.advance(1) == "cuda:0 has failed."
     device.heartbeat = (1, 2)
     device.advance(4)
-    assert device.ended == ["cuda:0 has failed."]
+    assert device.exit_reasons == ["cuda:0 has failed."]
 
 
 def test_time_while_the_process_was_suspended_does_not_count(device: Device) -> None:

@@ -25,13 +25,13 @@ class RecordingCache:
     def __init__(self, limit: int, **sizes: int) -> None:
         self.gate = threading.Event()
         self.gate.set()
-        self.sizes, self.guesses = sizes, dict(sizes)
+        self.sizes, self.estimates = sizes, dict(sizes)
         self.loads: list[str] = []
         self.unloads: list[str] = []
         self.error: Exception | None = None
         self.unload_error: Exception | None = None
         self.model_cache: ModelCache[Model] = ModelCache(
-            limit, self.load, guess=self.guesses.__getitem__, unloaded=self.unload
+            limit, self.load, estimate_bytes=self.estimates.__getitem__, after_unload=self.unload
         )
 
     def load(self, name: str) -> Model:
@@ -103,7 +103,7 @@ def test_leases_are_granted_after_all_startup_models_are_loaded() -> None:
         lease, loads = cache.model_cache.lease("a"), list[list[str]]()
         lease.model.add_done_callback(lambda _: loads.append([*cache.loads]))
         until(lambda: "a" in cache.loads)
-        assert cache.model_cache.starting == ("a", "b")
+        assert cache.model_cache.pending_startup_models == ("a", "b")
         cache.gate.set()
         assert lease.model.result(10).name == "a"
         until(lambda: loads == [["a", "b"]])
@@ -113,7 +113,7 @@ def test_model_in_use_is_not_unloaded_but_gets_no_new_leases_while_another_waits
     with started_cache(10, a=6, b=6) as cache:
         first, second = cache.use("a"), cache.use("a")
         other = cache.model_cache.lease("b")
-        until(lambda: cache.model_cache.is_awaited("b"))
+        until(lambda: cache.model_cache.is_load_pending("b"))
         late = cache.model_cache.lease("a")
         first.end()
         assert not other.model.done()
@@ -137,13 +137,13 @@ def test_cancelled_lease_stops_the_eviction_of_other_models() -> None:
         assert late.model.result(10).name == "a"
         late.end()
         late.end()
-        assert cache.model_cache.loaded_models["a"].users == 0
+        assert cache.model_cache.loaded_models["a"].active_requests == 0
     assert cache.unloads == []
 
 
 def test_memory_limit_holds_for_a_model_that_is_larger_than_estimated() -> None:
     with started_cache(10, a=6, b=6) as cache:
-        cache.guesses["b"] = 1
+        cache.estimates["b"] = 1
         cache.touch("a", "b")
         assert cache.loads == ["a", "b", "b"], "the size of b is known only after it was loaded"
         cache.touch("a")
@@ -153,7 +153,7 @@ def test_memory_limit_holds_for_a_model_that_is_larger_than_estimated() -> None:
 
 def test_model_larger_than_the_limit_fails_and_other_models_stay_loaded() -> None:
     with started_cache(10, a=6, huge=11) as cache:
-        cache.guesses["huge"] = 1
+        cache.estimates["huge"] = 1
         cache.touch("a")
         lease = cache.model_cache.lease("huge")
         with pytest.raises(BrokenModel, match=r"huge takes .*models\.memory_bytes allows"):
@@ -174,7 +174,7 @@ def test_loaded_models_are_usable_while_another_is_loaded() -> None:
         until(lambda: cache.loads == ["a", "b"])
         cache.touch("a")
         assert not waiting.model.done()
-        assert cache.model_cache.is_awaited("b")
+        assert cache.model_cache.is_load_pending("b")
         cache.gate.set()
         assert waiting.model.result(10).name == "b"
 
@@ -213,16 +213,16 @@ def test_waiting_leases_are_cancelled_when_the_cache_closes() -> None:
 def test_concurrent_use_of_more_models_than_fit() -> None:
     sizes = dict.fromkeys("abcde", 4)
     with started_cache(10, **sizes) as cache:
-        wrong: list[str] = []
+        unexpected_names: list[str] = []
 
         def use(names: str) -> None:
             for name in names:
                 lease = cache.use(name)
                 if cache.model_cache.get(name) is None or len(cache.model_cache.loaded_models) > 2:
-                    wrong.append(name)
+                    unexpected_names.append(name)
                 lease.end()
 
         with ThreadPoolExecutor(5) as threads:
             list(threads.map(use, ["abcde"[start:] * 4 for start in range(5)]))
-        assert wrong == []
+        assert unexpected_names == []
         until(lambda: len(cache.loads) - len(cache.unloads) == len(cache.model_cache.loaded_models))

@@ -75,22 +75,22 @@ def test_finished_task_is_freed() -> None:
     assert worker.join(10)
 
 
-def test_each_thread_calls_begin_before_taking_a_task() -> None:
+def test_each_thread_calls_the_initializer_before_taking_a_task() -> None:
     calls = list[str]()
-    worker = JobThreads("request", lambda: calls.append("take"), 3, lambda: calls.append("begin"))
+    worker = JobThreads("request", lambda: calls.append("take"), 3, lambda: calls.append("initialize"))
     assert worker.join(0)
     worker.start()
     assert worker.join(10)
-    assert calls.count("begin") == calls.count("take") == 3
-    assert calls[0] == "begin"
+    assert calls.count("initialize") == calls.count("take") == 3
+    assert calls[0] == "initialize"
 
 
 def make_job(windows: int) -> Job[int]:
-    return Job("m", lambda _job: 7, windows=windows)
+    return Job("m", lambda _job: 7, window_count=windows)
 
 
 def test_waiting_thread_starts_a_job_when_it_becomes_useful() -> None:
-    queue, taken = JobQueue(limit=30), list[object]()
+    queue, taken = JobQueue(max_waiting=30), list[object]()
     first, second = make_job(1000), make_job(1000)
     queue.offer(first)
     queue.offer(second)
@@ -105,7 +105,7 @@ def test_waiting_thread_starts_a_job_when_it_becomes_useful() -> None:
 
 
 def test_notified_thread_is_not_notified_again_before_it_wakes() -> None:
-    queue, checks = JobQueue(limit=4), list[int]()
+    queue, checks = JobQueue(max_waiting=4), list[int]()
 
     def needs() -> ResourceNeeds:
         checks.append(1)
@@ -115,20 +115,20 @@ def test_notified_thread_is_not_notified_again_before_it_wakes() -> None:
     waiting = threading.Thread(target=lambda: taken.append(queue.take()))
     waiting.start()
     job = Job("m", lambda _job: 7, needs=needs)
-    with queue._changed:
+    with queue._condition:
         queue.offer(job)
         for _ in range(5):
-            queue.release(job)
+            queue.mark_ready(job)
         assert len(checks) == 1
     waiting.join(10)
     assert taken == [job]
 
 
 def test_work_wakes_one_thread_and_closing_wakes_all() -> None:
-    queue, taken = JobQueue(limit=30), list[object]()
+    queue, taken = JobQueue(max_waiting=30), list[object]()
     threads = [threading.Thread(target=lambda: taken.append(queue.take())) for _ in range(5)]
     first, second, last = make_job(20), make_job(20), make_job(1)
-    last.ready = False
+    last.is_ready = False
     queue.offer(last)
     queue.offer(first)
     assert queue.take() is first
