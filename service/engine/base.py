@@ -61,7 +61,7 @@ class Backend(ABC):
         return (None,)
 
     def allowed_formats(self, settings: EngineSettings, device: torch.device) -> tuple[str, ...]:
-        """Return the memory formats that the settings allow, or none if the engine does not support the device."""
+        """Return the memory formats that the settings allow. It is empty if the engine does not support the device."""
         formats = self.memory_formats.get(device.type, ())
         if settings.channels_last == "auto" or self.uses_float32_batches or not formats:
             return formats

@@ -1,4 +1,4 @@
-"""Choice of the floating-point dtype in which a network runs on a device."""
+"""Choose the floating-point dtype in which a network runs on a device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def choose(
 ) -> ChosenPrecision:
     """Choose a precision. `auto` selects the first native one of BF16, FP16 and FP32.
 
-    An explicit setting is always used, with a warning if the device only emulates it or has a known fault in it.
+    An explicit precision is always used, with a warning if the device only emulates it or has a known fault in it.
 
     faulty  descriptions of known faults by dtype, from `devices.faulty_precisions`
     """

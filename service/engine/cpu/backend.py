@@ -1,4 +1,4 @@
-"""The `winograd` engine, which runs a whole forward pass on the CPU as one call of C++ kernels."""
+"""The `winograd` engine, which runs a whole forward pass on the CPU as one call to C++ kernels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WinogradBackend(Backend):
 
 
 class CpuBuild:
-    """The `DeviceBuild` of CPUs."""
+    """The `DeviceBuild` for CPUs."""
 
     def warm_up(self, network: Network, example: Tensor) -> bool:
         """Run the warm-up calls, and return whether every call returns scores in newly allocated memory."""

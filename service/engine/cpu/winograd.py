@@ -39,7 +39,7 @@ WEIGHT_TRANSFORM = (
 
 
 class WinogradConvolution(nn.Module):
-    """A 3x3x3 `nn.Conv3d` on the CPU by Winograd's algorithm. Input and output are both float32 or both bfloat16.
+    """A 3x3x3 `nn.Conv3d` on the CPU, computed by Winograd's algorithm. Images are float32 or bfloat16.
 
     slope  negative slope of the fused activation: 0 for a ReLU, 1 for no activation
 
