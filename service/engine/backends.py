@@ -151,11 +151,11 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     return BuiltNetwork(network, seconds, nbytes, accepts_any_batch_size, owns_scores, score_bytes)
 
 
-def supports_any_batch_size(network: Network, example: Tensor, streams: int) -> bool:
-    """Return whether every smaller batch gives the same scores as within a full batch, in up to `streams` streams.
+def supports_any_batch_size(network: Network, example: Tensor, stream_count: int) -> bool:
+    """Return whether every smaller batch gives the same scores as within a full batch, in up to `stream_count` streams.
 
-    The check runs with every number of threads that a stream may have, because libraries
-    choose algorithms based on that number.
+    The check runs with every number of threads that a stream may have, because libraries choose algorithms based on
+    that number.
     """
     if len(example) == 1:
         return True
@@ -166,7 +166,7 @@ def supports_any_batch_size(network: Network, example: Tensor, streams: int) -> 
         return _matches_smaller_batches(network, example)
 
     # All cores come last: threads that have not yet read the setting use the last value.
-    thread_counts = sorted({max(cores // count, 1) for count in range(1, streams + 1)})
+    thread_counts = sorted({max(cores // count, 1) for count in range(1, stream_count + 1)})
     with ThreadPoolExecutor(1, "accepts_any_batch_size") as executor:
         checks = list(executor.map(check, thread_counts))
     return all(checks)

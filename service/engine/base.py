@@ -83,7 +83,7 @@ class DeviceBuild(Protocol):
     def warm_up(self, network: Network, example: Tensor) -> bool:
         """Run the warm-up calls, and return whether every call returns scores in newly allocated memory."""
 
-    def count_buffer_bytes(self, network: Network, streams: int) -> int:
+    def count_buffer_bytes(self, network: Network, stream_count: int) -> int:
         """Return the bytes that the network holds between calls, without its weights. Call after `warm_up`."""
 
     def count_score_bytes(self, network: Network) -> int | None:

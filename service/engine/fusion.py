@@ -42,8 +42,8 @@ def iter_adjacent_modules(network: nn.Module) -> Iterator[tuple[ModuleSlot, Modu
 def fuse_pairs(network: nn.Module, fuse: Callable[[nn.Module, nn.Module], nn.Module | None]) -> nn.Module:
     """Replace, in place, every pair of adjacent modules for which `fuse` returns a fused module. Return `network`."""
     for first, second in iter_adjacent_modules(network):
-        if (fused := fuse(first.module, second.module)) is not None:
-            first.put(fused)
+        if (fused_module := fuse(first.module, second.module)) is not None:
+            first.put(fused_module)
             second.put(nn.Identity())
     return network
 

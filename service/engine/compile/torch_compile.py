@@ -22,7 +22,7 @@ from service.models.network import Network
 class TorchCompileBackend(Backend):
     """torch.compile of the whole network."""
 
-    # On the CPU inductor chooses the layout of convolutions itself, so the format of the input hardly matters.
+    # On the CPU, inductor chooses the layout of convolutions itself, so the format of the input hardly matters.
     memory_formats: ClassVar = {"cpu": ("channels_last_3d",), "cuda": ANY_FORMAT}
 
     def compile_modes(self, settings: EngineSettings, device: torch.device) -> tuple[str | None, ...]:

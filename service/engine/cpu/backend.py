@@ -57,9 +57,9 @@ class CpuBuild:
         tensors = [example, *(network(example) for _ in range(WARM_UP_CALLS))]
         return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
-    def count_buffer_bytes(self, network: Network, streams: int) -> int:
+    def count_buffer_bytes(self, network: Network, stream_count: int) -> int:
         """Return the bytes that all streams together hold between calls."""
-        return streams * network.nbytes if isinstance(network, CpuGraph) else 0
+        return stream_count * network.nbytes if isinstance(network, CpuGraph) else 0
 
     def count_score_bytes(self, network: Network) -> int | None:
         """Return the bytes of one window's scores if a forward pass allocates nothing else, otherwise None."""

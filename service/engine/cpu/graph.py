@@ -1,9 +1,9 @@
 """The forward pass of a network on a CPU, captured once and replayed as one call, like a CUDA graph.
 
-Each kernel call from Python allocates memory and waits for the global interpreter lock if other threads need it. For a
+Each kernel call from Python allocates memory and waits for the global interpreter lock if other threads hold it. For a
 model of about forty layers, capturing saves a fifth of the CPU time. A graph is captured while the module runs once.
-StackSeg's kernels report their arguments. Of ATen's operators, only views, empty tensors, sums of two tensors, and
-constants are allowed. Intermediate tensors share an arena, in which each tensor occupies memory only from its first
+StackSeg's kernels report their arguments. The only ATen operators allowed are views, empty tensors, sums of two
+tensors, and constants. Intermediate tensors share an arena, in which each tensor occupies memory only from its first
 write to its last read, so that memory is reused while it is still in the caches.
 """
 
@@ -247,9 +247,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _get_storage_address(total) != _get_storage_address(first_term):
             self._buffers[_get_storage_address(total)] = _Buffer(total.untyped_storage().nbytes())
         elif (
-            self._calls and (fused := strided_conv.fuse_addition(self._calls[-1], first_term, second_term)) is not None
+            self._calls
+            and (fused_call := strided_conv.fuse_addition(self._calls[-1], first_term, second_term)) is not None
         ):
-            self._calls[-1] = fused
+            self._calls[-1] = fused_call
             return
         sizes = (total.numel(), total.dtype == torch.bfloat16)
         self._calls.append(KernelCall(KERNELS, "stackseg_add", (first_term, second_term), total, sizes))

@@ -41,8 +41,8 @@ class Kernels(CppFunctions):
         `next_width` is the name of the function that returns the width of the next block from the columns left.
         """
         widths = list[int]()
-        while (left := columns - sum(widths)) > 0:
-            widths.append(self.call(next_width, left))
+        while (columns_left := columns - sum(widths)) > 0:
+            widths.append(self.call(next_width, columns_left))
         return widths
 
     def get_address(self, kernel: str) -> int:

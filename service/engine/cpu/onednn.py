@@ -76,10 +76,10 @@ def pack(module: nn.Module, *, returns_scores: bool = False) -> nn.Module:
     Raises OSError if the kernels cannot be compiled.
     """
     exact_layers = _find_exact_layers(module) if returns_scores else set[nn.Module]()
-    fused = fuse_pairs(
+    fused_network = fuse_pairs(
         module, lambda layer, next_module: _fuse_activation(layer, next_module, must_be_exact=layer in exact_layers)
     )
-    return replace_modules(fused, _make_replacement)
+    return replace_modules(fused_network, _make_replacement)
 
 
 def _fuse_activation(layer: nn.Module, next_module: nn.Module, *, must_be_exact: bool) -> nn.Module | None:

@@ -17,7 +17,7 @@ from service.engine.fusion import is_plain
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
-# Fewer columns leave vectors partly empty, which take as long as full ones.
+# Minimum number of columns. With fewer, vectors are partly empty but take as long as full ones.
 MIN_COLUMNS = 8
 
 PATCH_KERNEL = "stackseg_patches"

@@ -73,8 +73,8 @@ def replace_convolutions(module: nn.Module) -> nn.Module:
     Raises OSError if the kernels are missing.
     """
     # Only a sequence defines which module follows the convolution.
-    fused = fuse_pairs(copy.deepcopy(module), _fuse_activation)
-    return replace_modules(fused, lambda child: WinogradConvolution(child) if is_replaceable(child) else None)
+    fused_network = fuse_pairs(copy.deepcopy(module), _fuse_activation)
+    return replace_modules(fused_network, lambda child: WinogradConvolution(child) if is_replaceable(child) else None)
 
 
 def _fuse_activation(layer: nn.Module, activation: nn.Module) -> WinogradConvolution | None:

@@ -170,7 +170,7 @@ class CudaBuild:
             network(example)
         return False
 
-    def count_buffer_bytes(self, network: Network, _streams: int) -> int:
+    def count_buffer_bytes(self, network: Network, _stream_count: int) -> int:
         """Return the bytes of the buffers and memory pools that the network has added. Call after `warm_up`."""
         torch.cuda.synchronize(self._device)
         return count_graph_bytes(network, devices.measure_graph_pools(self._device) - self._pool_bytes_before)
