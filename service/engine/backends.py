@@ -55,7 +55,7 @@ class BuiltNetwork(NamedTuple):
     nbytes                  size in bytes of the buffers of all streams, and of weights held in addition to the module's
     accepts_any_batch_size  whether smaller batches give bit-identical scores in all streams
     owns_scores             whether returned scores stay valid after the next call
-    score_bytes             bytes of the scores of one window if a forward pass allocates nothing else outside the
+    score_bytes             size in bytes of one window's scores if a forward pass allocates nothing else outside the
                             buffers of its stream; otherwise None
     """
 

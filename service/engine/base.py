@@ -84,7 +84,7 @@ class DeviceBuild(Protocol):
         """Run the warm-up calls, and return whether every call returns scores in newly allocated memory."""
 
     def count_buffer_bytes(self, network: Network, stream_count: int) -> int:
-        """Return the bytes that the network holds between calls, without its weights. Call after `warm_up`."""
+        """Return the number of bytes that the network holds between calls, without weights. Call after `warm_up`."""
 
     def count_score_bytes(self, network: Network) -> int | None:
-        """Return the bytes of one window's scores if a forward pass allocates nothing else, otherwise None."""
+        """Return the size of one window's scores in bytes, or None if a forward pass allocates anything else."""

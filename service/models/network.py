@@ -47,7 +47,7 @@ def iter_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @contextmanager
 def observe_calls(network: nn.Module) -> Iterator[None]:
-    """Count calls of modules while `network` runs, and mark every `nn.Sequential` whose children are called elsewhere.
+    """Count calls to modules while `network` runs, and mark every `nn.Sequential` whose children are called elsewhere.
 
     A module may call the children of an `nn.Sequential` itself: only some of them, in a different order, or in addition
     to the whole sequence. Two cases are not detected: direct calls to a child's `forward`, and additional calls to a

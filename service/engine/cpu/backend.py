@@ -58,9 +58,9 @@ class CpuBuild:
         return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
     def count_buffer_bytes(self, network: Network, stream_count: int) -> int:
-        """Return the bytes that all streams together hold between calls."""
+        """Return the number of bytes that all streams together hold between calls."""
         return stream_count * network.nbytes if isinstance(network, CpuGraph) else 0
 
     def count_score_bytes(self, network: Network) -> int | None:
-        """Return the bytes of one window's scores if a forward pass allocates nothing else, otherwise None."""
+        """Return the size of one window's scores in bytes, or None if a forward pass allocates anything else."""
         return network.score_bytes if isinstance(network, CpuGraph) else None

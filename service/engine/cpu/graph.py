@@ -144,7 +144,7 @@ def capture_graph(module: nn.Module, x: Tensor) -> CapturedGraph:
     with _ValueReadingGuard(), recorder, observe_calls(recorder.add_call):
         scores = module(x)
     graph = recorder.make_graph(scores)
-    # Check with another batch: the scores may depend on this one in a way that the recorder cannot see.
+    # Check with a different batch: the scores may depend on this one in a way that the recorder cannot see.
     other_batch = _randomize_like(x, 1)
     if not torch.equal(
         graph.replay(other_batch, Arena(graph.arena_bytes), BufferPool(graph.nbytes, 0)), module(other_batch)
@@ -336,7 +336,7 @@ def _is_plain_sum(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
 
 
 def _place_in_arena(buffers: Sequence[_Buffer]) -> int:
-    """Assign offsets such that buffers in use at the same time do not overlap. Return the bytes of the arena."""
+    """Assign offsets so that buffers in use at the same time do not overlap. Return the size of the arena in bytes."""
     placed_buffers = list[_Buffer]()
     for buffer in sorted(buffers, key=lambda placed: placed.nbytes, reverse=True):
         for neighbor in sorted(

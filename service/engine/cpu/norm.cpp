@@ -20,7 +20,7 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int WIDEST = 16; // largest number of channels in a vector
+constexpr int WIDEST = 16; // maximum number of channels in a vector
 #else
 constexpr int WIDEST = 8;
 #endif

@@ -10,7 +10,7 @@ import torch
 
 
 def record_end(device: torch.device) -> Callable[[], object]:
-    """Record an event on the device's current stream, and return a function that blocks until then."""
+    """Record an event on the device's current stream, and return a function that waits for it."""
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

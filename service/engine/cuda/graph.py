@@ -121,7 +121,7 @@ class CudaRecorder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory pool used only by the recorded work."""
+        """Size in bytes of the memory pool used only by the recorded work."""
         pool = self._graph.pool()
         segments = self._cuda.memory_snapshot()
         return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == pool)
@@ -171,7 +171,7 @@ class CudaBuild:
         return False
 
     def count_buffer_bytes(self, network: Network, _stream_count: int) -> int:
-        """Return the bytes of the buffers and memory pools that the network has added. Call after `warm_up`."""
+        """Return the size in bytes of the buffers and pools that the network has added. Call after `warm_up`."""
         torch.cuda.synchronize(self._device)
         return count_graph_bytes(network, devices.measure_graph_pools(self._device) - self._pool_bytes_before)
 
@@ -180,7 +180,7 @@ class CudaBuild:
 
 
 def count_graph_bytes(network: Network, pool_bytes: int) -> int:
-    """Return the bytes that a recorded network holds between calls, without its weights.
+    """Return the number of bytes that a recorded network holds between calls, without its weights.
 
     pool_bytes  size of the memory pools that the network has added, used if torch.compile recorded the graphs
     """

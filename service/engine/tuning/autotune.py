@@ -89,11 +89,11 @@ class Tuner(Generic[Result]):
     build             function that builds a candidate; it raises one of `TRIAL_ERRORS` if the configuration does not
                       work
     max_difference    maximum accepted fraction of changed labels
-    max_seconds       time limit, after which no further configuration or round is started if one has run
+    max_seconds       time limit, after which no configuration or round is started, provided that one has run
     explain_skip      function that returns why a configuration must not be tried, or None
     announce          function called before each trial, with the configuration and the total number of configurations
     find_device_loss  function that returns the exception to raise if a trial failed because the device was lost, since
-                      all further trials would fail too, or None
+                      all later trials would fail too, or None
     """
 
     def __init__(  # noqa: PLR0913
@@ -236,7 +236,7 @@ class Tuner(Generic[Result]):
         try:
             entrant.candidate.call()
         except TRIAL_ERRORS as error:
-            log.debug("%s failed while it was timed", entrant.config, exc_info=True)
+            log.debug("%s failed while it was being timed", entrant.config, exc_info=True)
             self._record_failure(entrant.config, error)
             return False
         entrant.seconds.append((self._clock() - start) / entrant.candidate.window_count)
@@ -258,5 +258,5 @@ class Tuner(Generic[Result]):
 
 
 def _is_decided(entrants: Sequence[_Entrant[Any]]) -> bool:
-    """Return whether every call of the last entrant took longer than all calls of the first one."""
+    """Return whether every call to the last entrant took longer than all calls to the first one."""
     return min(entrants[-1].seconds[1:]) > max(entrants[0].seconds[1:]) if len(entrants) > 1 else False

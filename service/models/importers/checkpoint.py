@@ -23,7 +23,7 @@ from service.models.spec import Architecture
 
 Shape = tuple[int, ...]
 
-# First bytes of files written by torch before 1.6.
+# First bytes of files written by PyTorch before 1.6.
 LEGACY_TORCH_HEADER = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 # Keys under which training scripts usually store a network's tensors, next to optimizers and counters.
 COMMON_KEYS = ("model", "state_dict", "network", "model_state_dict", "net")

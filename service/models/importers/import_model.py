@@ -33,8 +33,8 @@ TEST_TOLERANCE = 1e-3
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # Errors that readers raise if values in a description have unexpected types or sizes.
 _READ_ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
-FORMATS = {"state dict": "torch.save", "torchscript": "TorchScript", "exported": "torch.export", "onnx": "ONNX"}
-SUFFIXES = {"torchscript": ".ts", "exported": ".pt2", "onnx": ".onnx"}
+FORMAT_NAMES = {"state dict": "torch.save", "torchscript": "TorchScript", "exported": "torch.export", "onnx": "ONNX"}
+WEIGHTS_SUFFIXES = {"torchscript": ".ts", "exported": ".pt2", "onnx": ".onnx"}
 
 ImagePreparer = Callable[[Volume, ModelSpec], Tensor]
 """A function that normalizes and resamples a volume [C, Z, Y, X] for a model: -> float32 [1, C, z, y, x]."""
@@ -96,7 +96,7 @@ def _read_draft(path: Path) -> Iterator[Draft]:
 def _write(draft: Draft, models: Path, overrides: Mapping[str, Any], prepare: ImagePreparer) -> ImportResult:
     """Write a model folder to a temporary folder in `models`, check it, and move it to `models/<name>`."""
     content = _make_content(draft, overrides)
-    problems = dict.fromkeys(draft.missing_keys, f"{FORMATS[draft.kind]} files do not contain it") | draft.problems
+    problems = dict.fromkeys(draft.missing_keys, f"{FORMAT_NAMES[draft.kind]} files do not contain it") | draft.problems
     unresolved = {key: problem for key, problem in problems.items() if not _has_key(overrides, key)}
     if unresolved:
         raise MissingKeys(f"{draft.weights_path.name} is {draft.description}", unresolved)
@@ -192,7 +192,7 @@ def _store_weights(draft: Draft, architecture: Any, folder: Path) -> dict[str, A
         tensors = fit_tensors(read_checkpoint(draft.weights_path).tensors, _read_architecture(architecture))
         save_file({key: value.contiguous().clone() for key, value in tensors.items()}, file)
     else:
-        kind, file = draft.kind, folder / f"weights{SUFFIXES[draft.kind]}"
+        kind, file = draft.kind, folder / f"weights{WEIGHTS_SUFFIXES[draft.kind]}"
         if kind == "onnx":
             file.write_bytes(onnx_file.embed_external_data(draft.weights_path))
         else:

@@ -177,7 +177,7 @@ def copy_without_aten(x):
     return torch.frombuffer(bytearray(floats), dtype=x.dtype).as_strided(x.shape, x.stride())
 
 
-NOT_CAPTURABLE = {
+UNCAPTURABLE_OPERATIONS = {
     "an operator": lambda _, y, _x: y.sigmoid(),
     "an operator in place": lambda _, y, _x: y.mul_(2),
     "a sum with a number": lambda _, y, _x: y + 1,
@@ -202,7 +202,7 @@ NOT_CAPTURABLE = {
 }
 
 
-@pytest.mark.parametrize("operation", NOT_CAPTURABLE.values(), ids=NOT_CAPTURABLE)
+@pytest.mark.parametrize("operation", UNCAPTURABLE_OPERATIONS.values(), ids=UNCAPTURABLE_OPERATIONS)
 @torch.inference_mode()
 def test_capture_returns_the_module_if_it_cannot_be_captured(operation):
     module, x = prepare_and_pack(WithOperation(operation)), make_batch(8, 2, size=(4, 4, 4))
@@ -214,7 +214,7 @@ def add_to_first_window(first, y):
     return y
 
 
-CAPTURABLE = {
+CAPTURABLE_OPERATIONS = {
     "constants": lambda self, y, _x: y.add_(
         self.scale.expand(y[:1].shape).repeat(len(y), 1, 1, 1, 1).to(memory_format=FORMAT)
     ),
@@ -225,7 +225,7 @@ CAPTURABLE = {
 }
 
 
-@pytest.mark.parametrize("operation", CAPTURABLE.values(), ids=CAPTURABLE)
+@pytest.mark.parametrize("operation", CAPTURABLE_OPERATIONS.values(), ids=CAPTURABLE_OPERATIONS)
 @torch.inference_mode()
 def test_views_constants_and_sums_can_be_captured(operation):
     module, x = prepare_and_pack(WithOperation(operation)), make_batch(8, 2, size=(4, 4, 4))

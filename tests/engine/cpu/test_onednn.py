@@ -137,7 +137,7 @@ def test_results_do_not_depend_on_batch_size(dtype):
     assert torch.equal(packed_layer(x)[:1], packed_layer(x[:1]))
 
 
-OLD_PROCESSOR = """
+OLD_PROCESSOR_PROGRAM = """
 import torch
 from torch import nn
 from service.engine.cpu import onednn
@@ -153,7 +153,7 @@ assert module[:2](x)[0].isnan().all()
 @pytest.mark.parametrize("features", ["SSE41", "AVX2"])
 def test_only_float32_is_packed_without_bf16_support_in_onednn(features):
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": features}
-    subprocess.run([sys.executable, "-c", OLD_PROCESSOR], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", OLD_PROCESSOR_PROGRAM], env=environment, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -107,17 +107,17 @@ def test_damaged_pickle_is_rejected(tmp_path: Path, damaged: bytes) -> None:
         read_checkpoint(tmp_path / "damaged.pt")
 
 
-STATE = {"head.weight": torch.ones(2)}
+STATE_DICT = {"head.weight": torch.ones(2)}
 
 
 @pytest.mark.parametrize(
     ("content", "path"),
     [
-        (STATE, ()),
-        ({"model": STATE}, ("model",)),
+        (STATE_DICT, ()),
+        ({"model": STATE_DICT}, ("model",)),
         ({"module.head.weight": torch.ones(2)}, ()),
         # A configuration next to the tensors.
-        ({"model": {"name": "unet"}, "state_dict": STATE}, ("state_dict",)),
+        ({"model": {"name": "unet"}, "state_dict": STATE_DICT}, ("state_dict",)),
     ],
 )
 def test_common_checkpoint_layouts_are_supported(tmp_path: Path, content: Any, path: tuple[str, ...]) -> None:

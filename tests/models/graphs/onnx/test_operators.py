@@ -36,12 +36,12 @@ def assert_matches_reference(path: Path) -> None:
     np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
-UNARY = (
+UNARY_OPERATORS = (
     "Relu Sigmoid Tanh Exp Abs Neg Floor Ceil Round Softplus HardSwish Mish Identity Dropout LeakyRelu Elu HardSigmoid"
 )
 
 
-@pytest.mark.parametrize("name", UNARY.split())
+@pytest.mark.parametrize("name", UNARY_OPERATORS.split())
 def test_elementwise_functions_match_the_reference(name: str, tmp_path: Path) -> None:
     assert_matches_reference(write_model(tmp_path / "m.onnx", [helper.make_node(name, ["x"], ["y"])], {}))
 
