@@ -52,10 +52,10 @@ class BuiltNetwork(NamedTuple):
     """A network that was built and warmed up.
 
     seconds                 time for building and the warm-up calls
-    nbytes                  bytes of weights held in addition to the module's, and of the buffers of all streams
+    nbytes                  size in bytes of the buffers of all streams, and of weights held in addition to the module's
     accepts_any_batch_size  whether smaller batches give bit-identical scores in all streams
     owns_scores             whether returned scores stay valid after the next call
-    score_bytes             bytes of the scores of one window if a forward pass allocates nothing else outside the
+    score_bytes             size in bytes of one window's scores if a forward pass allocates nothing else outside the
                             buffers of its stream; otherwise None
     """
 
@@ -72,16 +72,16 @@ def list_configs(
 ) -> tuple[EngineConfig, ...]:
     """Return every configuration that the settings allow, the most promising first.
 
-    precisions  precisions to try, the narrowest first
+    precisions  precisions to try, with the narrowest one first
     batch_size  windows per call, for all configurations
     """
     configs = []
     backends = BACKENDS if settings.kind == "auto" else {settings.kind: BACKENDS[settings.kind]}
     for name, backend in backends.items():
         modes = backend.compile_modes(settings, device)
-        supported = (precision for precision in precisions if precision in backend.precisions)
+        supported_precisions = (precision for precision in precisions if precision in backend.precisions)
         for precision, mode, memory_format in itertools.product(
-            supported, modes, backend.allowed_formats(settings, device)
+            supported_precisions, modes, backend.allowed_formats(settings, device)
         ):
             configs.append(EngineConfig(name, precision, memory_format, batch_size, mode))
     return tuple(configs)
@@ -93,21 +93,22 @@ def list_default_order(configs: Sequence[EngineConfig], features: Sequence[str])
     configs   configurations from `list_configs`
     features  features of the processor, from `host.FEATURES`
     """
-    quick = [config for config in configs if config.engine not in {"compiled", "eager"}]
+    quick_configs = [config for config in configs if config.engine not in {"compiled", "eager"}]
     # The first configuration of a precision is the most promising one.
-    by_precision = {(config.engine, config.precision): config for config in reversed(quick)}
+    by_precision = {(config.engine, config.precision): config for config in reversed(quick_configs)}
     # On processors with AMX, OpenVINO's bfloat16 convolutions (oneDNN) are faster than our kernels.
-    best = ("openvino", "bf16") if "amx_bf16" in features else None
+    preferred_engine = ("openvino", "bf16") if "amx_bf16" in features else None
     return sorted(
-        by_precision.values(), key=lambda config: ((config.engine, config.precision) != best, quick.index(config))
+        by_precision.values(),
+        key=lambda config: ((config.engine, config.precision) != preferred_engine, quick_configs.index(config)),
     )
 
 
 def explain_missing(config: EngineConfig, device: torch.device) -> str | None:
     """Return why a configuration cannot be built on this machine, or None if it can."""
-    missing = BACKENDS[config.engine].explain_missing()
-    compiles = config.compile_mode is not None and device.type == "cpu"
-    return explain_missing_compiler() if missing is None and compiles else missing
+    reason = BACKENDS[config.engine].explain_missing()
+    needs_compiler = config.compile_mode is not None and device.type == "cpu"
+    return explain_missing_compiler() if reason is None and needs_compiler else reason
 
 
 def needs_single_stream(config: EngineConfig, settings: EngineSettings) -> bool:
@@ -131,40 +132,41 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     if (reason := explain_missing(config, example.device)) is not None:
         raise ImportError(reason)
     start = time.perf_counter()
-    on_device: DeviceBuild = CudaBuild(example.device) if example.device.type == "cuda" else CpuBuild()
+    device_build: DeviceBuild = CudaBuild(example.device) if example.device.type == "cuda" else CpuBuild()
     with torch.inference_mode():
         transformed = backend.transform(module)
         # Counted before building, because engines may move weights into a layout whose size cannot be read.
         module_bytes = count_weight_bytes(transformed)
         network = backend.build(transformed, example, config, settings)
-        owns_scores = on_device.warm_up(network, example)
+        owns_scores = device_build.warm_up(network, example)
         may_accept_smaller_batches = backend.accepts_smaller_batches and config.compile_mode is None
         accepts_any_batch_size = may_accept_smaller_batches and supports_any_batch_size(
             network, example, config.streams
         )
-    frozen = config.compile_mode is not None and settings.freeze and example.device.type == "cpu"
-    copies = (transformed is not module) + (backend.packs_weights or frozen)
-    nbytes = copies * module_bytes + on_device.count_buffer_bytes(network, config.streams)
-    score_bytes = on_device.count_score_bytes(network)
+    is_frozen = config.compile_mode is not None and settings.freeze and example.device.type == "cpu"
+    copy_count = (transformed is not module) + (backend.packs_weights or is_frozen)
+    nbytes = copy_count * module_bytes + device_build.count_buffer_bytes(network, config.streams)
+    score_bytes = device_build.count_score_bytes(network)
     seconds = time.perf_counter() - start
     return BuiltNetwork(network, seconds, nbytes, accepts_any_batch_size, owns_scores, score_bytes)
 
 
-def supports_any_batch_size(network: Network, example: Tensor, streams: int) -> bool:
-    """Return whether every smaller batch gives the same scores as within a full batch, in up to `streams` streams.
+def supports_any_batch_size(network: Network, example: Tensor, stream_count: int) -> bool:
+    """Return whether every smaller batch gives the same scores as within a full batch, in up to `stream_count` streams.
 
-    The check runs with every number of threads that a stream may have, because libraries choose algorithms by it.
+    The check runs with every number of threads that a stream may have, because libraries choose algorithms based on
+    that number.
     """
     if len(example) == 1:
         return True
     cores = torch.get_num_threads()
 
-    def check(threads: int) -> bool:
-        devices.set_torch_threads(threads)
+    def check(thread_count: int) -> bool:
+        devices.set_torch_threads(thread_count)
         return _matches_smaller_batches(network, example)
 
     # All cores come last: threads that have not yet read the setting use the last value.
-    thread_counts = sorted({max(cores // count, 1) for count in range(1, streams + 1)})
+    thread_counts = sorted({max(cores // count, 1) for count in range(1, stream_count + 1)})
     with ThreadPoolExecutor(1, "accepts_any_batch_size") as executor:
         checks = list(executor.map(check, thread_counts))
     return all(checks)

@@ -61,7 +61,7 @@ class Backend(ABC):
         return (None,)
 
     def allowed_formats(self, settings: EngineSettings, device: torch.device) -> tuple[str, ...]:
-        """Return the memory formats that the settings allow, or none if the engine does not support the device."""
+        """Return the memory formats that the settings allow. It is empty if the engine does not support the device."""
         formats = self.memory_formats.get(device.type, ())
         if settings.channels_last == "auto" or self.uses_float32_batches or not formats:
             return formats
@@ -83,8 +83,8 @@ class DeviceBuild(Protocol):
     def warm_up(self, network: Network, example: Tensor) -> bool:
         """Run the warm-up calls, and return whether every call returns scores in newly allocated memory."""
 
-    def count_buffer_bytes(self, network: Network, streams: int) -> int:
-        """Return the bytes that the network holds between calls, without its weights. Call after `warm_up`."""
+    def count_buffer_bytes(self, network: Network, stream_count: int) -> int:
+        """Return the number of bytes that the network holds between calls, without weights. Call after `warm_up`."""
 
     def count_score_bytes(self, network: Network) -> int | None:
-        """Return the bytes of one window's scores if a forward pass allocates nothing else, otherwise None."""
+        """Return the size of one window's scores in bytes, or None if a forward pass allocates anything else."""

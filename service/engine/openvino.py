@@ -59,14 +59,14 @@ class CompiledNetwork:
 
     Every batch buffer has its own score buffer. Scores stay valid until the same batch buffer is passed again.
 
-    create_request  creates an inference request, which computes one batch at a time
-    streams         largest number of batch buffers in use
+    create_request  function that creates an inference request, which computes one batch at a time
+    stream_count    maximum number of batch buffers in use
     """
 
-    def __init__(self, create_request: Callable[[], Any], shape: torch.Size, streams: int) -> None:
+    def __init__(self, create_request: Callable[[], Any], shape: torch.Size, stream_count: int) -> None:
         self._shape = shape
         self._create_request = create_request
-        self._streams = streams
+        self._stream_count = stream_count
         self._bindings: dict[int, _Binding] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ class CompiledNetwork:
         return binding.scores
 
     def _bind(self, x: Tensor) -> _Binding:
-        if len(self._bindings) == self._streams:
-            # These buffers belong to an earlier caller, such as a trial, and are no longer used.
+        if len(self._bindings) == self._stream_count:
+            # The bound buffers belong to an earlier caller, such as a trial, and are no longer used.
             self._bindings.clear()
         request = self._create_request()
         scores = torch.from_numpy(request.get_output_tensor(0).data)

@@ -1,4 +1,4 @@
-"""Choice of the floating-point dtype in which a network runs on a device."""
+"""Choose the floating-point dtype in which a network runs on a device."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ class ChosenPrecision(NamedTuple):
 
 
 def choose(
-    setting: Precision, native: frozenset[torch.dtype], faulty: Mapping[torch.dtype, str] = NO_FAULTS
+    setting: Precision, native_dtypes: frozenset[torch.dtype], faults: Mapping[torch.dtype, str] = NO_FAULTS
 ) -> ChosenPrecision:
     """Choose a precision. `auto` selects the first native one of BF16, FP16 and FP32.
 
-    An explicit setting is always used, with a warning if the device only emulates it or has a known fault in it.
+    An explicit precision is always used, with a warning if the device only emulates it or has a known fault in it.
 
-    faulty  descriptions of known faults by dtype, from `devices.faulty_precisions`
+    faults  descriptions of known faults by dtype, from `devices.faulty_precisions`
     """
     if setting == "auto":
-        name = next(name for name in ("bf16", "fp16", "fp32") if DTYPES[name] in native)
-        reason = next((faulty[dtype] for dtype in DTYPES.values() if dtype in faulty), None)
+        name = next(name for name in ("bf16", "fp16", "fp32") if DTYPES[name] in native_dtypes)
+        reason = next((faults[dtype] for dtype in DTYPES.values() if dtype in faults), None)
         return ChosenPrecision(name, None if reason is None else f"{reason} Until then, {name} is used.")
-    if DTYPES[setting] in native:
+    if DTYPES[setting] in native_dtypes:
         return ChosenPrecision(setting)
-    if DTYPES[setting] in faulty:
+    if DTYPES[setting] in faults:
         return ChosenPrecision(
-            setting, f"{setting} is used because engine.precision is set to it. {faulty[DTYPES[setting]]}"
+            setting, f"{setting} is used because engine.precision is set to it. {faults[DTYPES[setting]]}"
         )
     return ChosenPrecision(
         setting, f"This device has no {setting} units; {setting} is emulated and likely slower than fp32."
     )
 
 
-def list_precisions(setting: Precision, native: frozenset[torch.dtype]) -> tuple[str, ...]:
+def list_precisions(setting: Precision, native_dtypes: frozenset[torch.dtype]) -> tuple[str, ...]:
     """Return the precisions to try, the fastest (narrowest) first: the setting, or all native ones for `auto`."""
-    return tuple(name for name, dtype in DTYPES.items() if dtype in native) if setting == "auto" else (setting,)
+    return tuple(name for name, dtype in DTYPES.items() if dtype in native_dtypes) if setting == "auto" else (setting,)

@@ -1,4 +1,4 @@
-"""Prepare a module for any engine: fold batch norms, convert the dtype and the memory format."""
+"""Prepare a module for any engine: fold batch norms, and convert the dtype and the memory format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Float32Scores(nn.Module):
         self.network = network
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, z, y, x] -> float32 [B, K, z, y, x]."""
+        """Compute float32 scores: [B, C, z, y, x] -> [B, K, z, y, x]."""
         scores: Tensor = self.network(x)
         return scores.float()
 
@@ -38,15 +38,17 @@ def prepare(
     Folding happens in float32, before the conversion, so that every weight is rounded to a narrow dtype only once. With
     channels last, the other norms are replaced by norms that preserve that format.
     """
-    copied = copy.deepcopy(network).eval()
-    folded = fold_batch_norms(copied) if fold else copied
-    laid_out = norm.replace_norms(folded) if memory_format == torch.channels_last_3d else folded
-    moved = laid_out.to(device=device, dtype=dtype)
+    network_copy = copy.deepcopy(network).eval()
+    folded_network = fold_batch_norms(network_copy) if fold else network_copy
+    formatted_network = (
+        norm.replace_norms(folded_network) if memory_format == torch.channels_last_3d else folded_network
+    )
+    device_network = formatted_network.to(device=device, dtype=dtype)
     # Module.to rejects a 3D format if any tensor of the module has 4 dimensions, so convert tensors individually.
-    for parameter in moved.parameters():
+    for parameter in device_network.parameters():
         if parameter.dim() == 5:
             parameter.data = parameter.data.contiguous(memory_format=memory_format)
-    return Float32Scores(moved).eval().requires_grad_(requires_grad=False)
+    return Float32Scores(device_network).eval().requires_grad_(requires_grad=False)
 
 
 def fold_batch_norms(module: nn.Module) -> nn.Module:

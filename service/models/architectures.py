@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from service.core.errors import BrokenModel
 from service.models.spec import Architecture
 
-# Largest number of torch calls while a network is constructed. Each layer makes a few.
+# Maximum number of calls to torch functions while a network is constructed. Each layer makes a few.
 MAX_CONSTRUCTION_CALLS = 20_000
 
 
@@ -35,13 +35,13 @@ def depth_to_space(x: Tensor, block: Sequence[int]) -> Tensor:
     """
     batch, channels, z, y, w = x.shape
     bz, by, bx = block
-    outputs = channels // (bz * by * bx)
-    x = x.reshape(batch, outputs, bz, by, bx, z, y, w).permute(0, 1, 5, 2, 6, 3, 7, 4)
-    return x.reshape(batch, outputs, z * bz, y * by, w * bx)
+    out_channels = channels // (bz * by * bx)
+    x = x.reshape(batch, out_channels, bz, by, bx, z, y, w).permute(0, 1, 5, 2, 6, 3, 7, 4)
+    return x.reshape(batch, out_channels, z * bz, y * by, w * bx)
 
 
 class _BlockShuffle(nn.Module):
-    """Base class of the shuffles as modules, which engines can replace. `block` is (bz, by, bx)."""
+    """Base class of pixel shuffles in the form of modules, which engines can replace. `block` is (bz, by, bx)."""
 
     def __init__(self, block: Sequence[int]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class DepthToSpace(_BlockShuffle):
 
 
 class _DoubleConv(nn.Sequential):
-    """Two times a 3x3x3 convolution, batch norm and ReLU."""
+    """Two blocks of a 3x3x3 convolution, batch norm and ReLU."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         layers: list[nn.Module] = []
@@ -82,10 +82,10 @@ class _DoubleConv(nn.Sequential):
 class ShuffleUNet(nn.Module):
     """U-Net (Cicek et al. 2016) that works on blocks of voxels and shuffles its scores back to single voxels.
 
-    A full-resolution convolution of a single channel uses matrix units poorly. Therefore, `space_to_depth` first moves
-    each block of voxels into channels, and the top layers run at 1 / prod(block) of the positions. Skip connections are
-    added instead of concatenated, which halves the cost of the first convolutions in the decoder. Every edge of the
-    input must be a multiple of block * 2 ** (len(widths) - 1).
+    A full-resolution convolution of a single channel makes poor use of matrix units. Therefore, `space_to_depth` first
+    moves each block of voxels into channels, and the top layers run at 1 / prod(block) of the positions. Skip
+    connections are added instead of concatenated, which halves the cost of the first convolutions in the decoder. Every
+    edge of the input must be a multiple of block * 2 ** (len(widths) - 1).
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ShuffleUNet(nn.Module):
         return scores
 
 
-def _from_monai(name: str) -> Callable[..., nn.Module]:
+def _make_monai_constructor(name: str) -> Callable[..., nn.Module]:
     """Return a constructor of a MONAI network that imports MONAI only when called, because that takes seconds."""
 
     def construct(**arguments: Any) -> nn.Module:
@@ -139,7 +139,7 @@ def _from_monai(name: str) -> Callable[..., nn.Module]:
 
 ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "ShuffleUNet": ShuffleUNet,
-    **{name: _from_monai(name) for name in ("UNet", "BasicUNet", "DynUNet", "SegResNet")},
+    **{name: _make_monai_constructor(name) for name in ("UNet", "BasicUNet", "DynUNet", "SegResNet")},
 }
 
 
@@ -157,31 +157,31 @@ _ARGUMENT_ERRORS = (
 
 
 def describe_tensors(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a network's tensors by name, without allocating them. Raises like `build_network`."""
+    """Return the shapes of a network's tensors by name, without allocating them. Raises BrokenModel."""
     # The call limit can interrupt the exit of an inner `no_grad`. The outer one restores the gradient mode.
     with torch.no_grad(), torch.device("meta"), _CallLimit():
         return {name: tuple(tensor.shape) for name, tensor in build_network(architecture).state_dict().items()}
 
 
 def count_parameters(architecture: Architecture) -> int:
-    """Return the number of elements in a network's tensors, without allocating them. Raises like `build_network`."""
+    """Return the number of elements in a network's tensors, without allocating them. Raises BrokenModel."""
     return sum(map(math.prod, describe_tensors(architecture).values()))
 
 
 class _CallLimit(TorchFunctionMode):
-    """A mode that stops the construction of networks with excessive numbers of layers, set in a model file."""
+    """A mode that stops the construction of a network if its arguments define an excessive number of layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls = 0
+        self._call_count = 0
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._calls += 1
-        if self._calls > MAX_CONSTRUCTION_CALLS:
+        self._call_count += 1
+        if self._call_count > MAX_CONSTRUCTION_CALLS:
             raise ValueError("they define too many layers")
         if func is torch.Tensor.normal_:
-            # For meta tensors torch imports its compiler here, with the modes of this construction active. This takes
-            # seconds, and on a host with a GPU it leaves partially imported modules behind.
+            # For meta tensors, torch would import its compiler here while the modes of this construction are active.
+            # The import takes seconds and, on a host with a GPU, leaves partially imported modules behind.
             return args[0]
         return func(*args, **(kwargs or {}))
 

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 MAX_BYTES = 2**20
-# Total length of all values, including repetitions by aliases.
+# Maximum total length of all values. Every repetition by an alias counts.
 MAX_CHARACTERS = 2**22
-# Length of a single value. Longer numbers take long to parse.
+# Maximum length of a single value. Very long numbers are slow to parse.
 MAX_SCALAR_CHARACTERS = 2**16
 
 
@@ -45,11 +45,11 @@ def _read_yaml(text: str) -> Any:
 
 
 def _check_size(node: yaml.Node) -> None:
-    """Raise ValueError if the values with expanded aliases are too large. A few nested aliases could exhaust memory."""
+    """Raise ValueError if the values, with all aliases expanded, are too large. Nested aliases could exhaust memory."""
     nodes, characters = [node], 0
     while nodes:
         node = nodes.pop()
-        # Count the characters of a text, or the entries of a list or mapping, which may contain itself.
+        # Count the characters of a string, or the entries of a list or mapping. It may contain itself through an alias.
         characters += 1 + len(node.value)
         if characters > MAX_CHARACTERS:
             raise ValueError(f"it expands to more than {MAX_CHARACTERS} characters")
@@ -59,4 +59,4 @@ def _check_size(node: yaml.Node) -> None:
         elif isinstance(node, yaml.SequenceNode):
             nodes.extend(node.value)
         elif isinstance(node, yaml.MappingNode):
-            nodes.extend(each for pair in node.value for each in pair)
+            nodes.extend(item for pair in node.value for item in pair)

@@ -1,6 +1,6 @@
 """Load the network of a model folder with its weights.
 
-Every network maps a float image [B, C, z, y, x] to raw scores [B, K, z, y, x]. Activations are a part of decoding.
+Every network maps a float image [B, C, z, y, x] to raw scores [B, K, z, y, x]. Activations are applied during decoding.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from service.models.network import MAX_ELEMENTS, observe_calls
 from service.models.spec import Architecture, ModelSpec
 
 _GRAPHS = "service.models.graphs"
-# Module and function that read weights files which contain a network, by `weights.kind`. They are imported only when a
+# Modules and functions that load weights files with their own network, by `weights.kind`. They are imported only when a
 # model needs them, because most services have no such model.
-_READERS = {
+_LOADERS = {
     "torchscript": ("torchscript", "load_torchscript"),
     "exported": ("torch_export", "load_torch_export"),
     "onnx": ("onnx.network", "load_onnx"),
@@ -41,7 +41,8 @@ def load_network(spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]
     """Load the network of a model with its weights, in float32 on the CPU, in evaluation mode, without gradients.
 
     `forward` runs the network on an empty window to check its scores. Callers can pass a function that also measures
-    this run. Raises BrokenModel if the weights do not fit, or if the shape of the scores differs from the model file.
+    this run. Raises BrokenModel if the weights do not fit the architecture, or if the shape of the scores does not
+    match the model file.
     """
     # Tensors created in inference mode have no version counter, which the check needs.
     with torch.inference_mode(mode=False):
@@ -58,15 +59,17 @@ def _load(spec: ModelSpec) -> nn.Module:
             f"{spec.weights_path}: a TorchScript file is a program that can do everything this process can do; set "
             "weights.trusted: true in model.yaml if you trust its author as you would for a program that you install."
         )
-    module, function = _READERS[spec.weights.kind]
-    read: Callable[[Path, Sequence[int]], nn.Module] = getattr(import_module(f"{_GRAPHS}.{module}"), function)
-    return read(spec.weights_path, (spec.input.channels, *spec.input.roi_size))
+    module, function = _LOADERS[spec.weights.kind]
+    load: Callable[[Path, Sequence[int]], nn.Module] = getattr(import_module(f"{_GRAPHS}.{module}"), function)
+    return load(spec.weights_path, (spec.input.channels, *spec.input.roi_size))
 
 
 def _build_with_weights(architecture: Architecture, spec: ModelSpec) -> nn.Module:
     # Check before allocating memory, because the arguments in a model file could describe a network of any size.
     if count_parameters(architecture) > spec.weights_path.stat().st_size:
-        raise BrokenModel(f"{spec.weights_path}: the weights do not fit {architecture.name}, which has more elements.")
+        raise BrokenModel(
+            f"{spec.weights_path}: the weights do not fit {architecture.name}, which has too many elements."
+        )
     network = build_network(architecture)
     try:
         state: dict[str, Any] = load_file(spec.weights_path)
@@ -86,11 +89,11 @@ def _summarize(error: Exception) -> str:
 @torch.inference_mode()
 def _check_shapes(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
     shape = (1, spec.input.channels, *spec.input.roi_size)
-    expected = (1, len(spec.outputs), *spec.input.roi_size)
-    if max(math.prod(shape), math.prod(expected)) > MAX_ELEMENTS:
+    expected_shape = (1, len(spec.outputs), *spec.input.roi_size)
+    if max(math.prod(shape), math.prod(expected_shape)) > MAX_ELEMENTS:
         raise BrokenModel(f"{spec.folder}: input.roi_size: a window of shape {shape} is too large.")
-    stored = [*network.parameters(), *network.buffers()]
-    versions = [tensor._version for tensor in stored]
+    tensors = [*network.parameters(), *network.buffers()]
+    versions = [tensor._version for tensor in tensors]
     try:
         with observe_calls(network):
             scores = forward(network, torch.zeros(shape))
@@ -100,9 +103,11 @@ def _check_shapes(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Mod
         raise BrokenModel(
             f"{spec.folder}: the network returned a {type(scores).__name__} instead of a tensor of scores."
         )
-    if tuple(scores.shape) != expected:
-        raise BrokenModel(f"{spec.folder}: the network returned scores of shape {tuple(scores.shape)}, not {expected}.")
-    if [tensor._version for tensor in stored] != versions:
+    if tuple(scores.shape) != expected_shape:
         raise BrokenModel(
-            f"{spec.folder}: the network modifies its own tensors and could retain data of other requests."
+            f"{spec.folder}: the network returned scores of shape {tuple(scores.shape)}, not {expected_shape}."
+        )
+    if [tensor._version for tensor in tensors] != versions:
+        raise BrokenModel(
+            f"{spec.folder}: the network modifies its own tensors and could retain data from other requests."
         )

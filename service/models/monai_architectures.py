@@ -60,7 +60,9 @@ class _CompilableUpCat(UpCat):
         if x_e is not None:
             padding = [int(edge != skip) for edge, skip in zip(x.shape[2:], x_e.shape[2:], strict=True)]
             if self.is_pad and any(padding):
-                x = functional.pad(x, [side for after in reversed(padding) for side in (0, after)], "replicate")
+                x = functional.pad(
+                    x, [side for end_padding in reversed(padding) for side in (0, end_padding)], "replicate"
+                )
             x = torch.cat((x_e, x), dim=1)
         features: Tensor = self.convs(x)
         return features

@@ -1,4 +1,7 @@
-"""Utilities for torch networks: their type, size and modules, and which `nn.Sequential` are really run in sequence."""
+"""Utilities for torch networks: their type, size and modules.
+
+They include the detection of `nn.Sequential` modules whose children are not only called in sequence.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,23 @@ import torch
 from torch import Tensor, nn
 
 Network = Callable[[Tensor], Tensor]
-"""A network ready to run: windows [B, C, z, y, x] -> scores [B, K, z, y, x], of one fixed shape."""
+"""A network that is ready to run: windows [B, C, z, y, x] -> scores [B, K, z, y, x], for one fixed shape."""
 
-# Largest number of elements in a value, which take 8 GiB as float32. Untrusted files could specify any number.
+# Maximum number of elements in a value. As float32, they take 8 GiB. Untrusted files could specify any number.
 MAX_ELEMENTS = 2**31
-# Attribute of every `nn.Sequential` that `is_sequence` must reject. Copies of the module have it too.
+# Attribute that marks every `nn.Sequential` that `is_sequence` must reject. Copies of the module keep the mark.
 _BYPASSED_ATTRIBUTE = "_stackseg_bypassed"
 
 
 def count_weight_bytes(network: nn.Module) -> int:
-    """Return the bytes of the parameters and buffers of `network`. Tensors that share memory are counted once."""
+    """Return the size of the parameters and buffers of `network` in bytes. Shared memory is counted once."""
     tensors = itertools.chain(network.parameters(), network.buffers())
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def is_sequence(module: nn.Module) -> bool:
-    """Return whether `module` only calls its children in order, and `observe_calls` found no other calls of them."""
+    """Return whether `module` only calls its children in order, and `observe_calls` found no other calls to them."""
     is_plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     return is_plain and not getattr(module, _BYPASSED_ATTRIBUTE, False)
 
@@ -44,12 +47,12 @@ def iter_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @contextmanager
 def observe_calls(network: nn.Module) -> Iterator[None]:
-    """Count calls of modules while `network` runs, and mark every `nn.Sequential` whose children are called elsewhere.
+    """Count calls to modules while `network` runs, and mark every `nn.Sequential` whose children are called elsewhere.
 
-    A module can use an `nn.Sequential` that it owns in parts: only some children, in another order, or in addition to
-    the whole. Two cases are not detected: direct calls of a child's `forward`, and additional calls of a child that
-    also has another parent. Tuning catches both, because it compares the scores of an engine with those of the original
-    network.
+    A module may call the children of an `nn.Sequential` itself: only some of them, in a different order, or in addition
+    to the whole sequence. Two cases are not detected: direct calls to a child's `forward`, and additional calls to a
+    child that also has another parent. Tuning catches both, because it compares the scores of an engine with those of
+    the original network.
     """
     modules, calls = list(iter_modules(network)), Counter[nn.Module]()
 
@@ -67,24 +70,24 @@ def observe_calls(network: nn.Module) -> Iterator[None]:
 
 
 def _find_bypassed(modules: Sequence[nn.Module], calls: Counter[nn.Module]) -> list[nn.Module]:
-    """Return the sequences that were never called, or with a child that was called more often than its sequences.
+    """Return sequences that were never called, or that have a child that was called more often than its sequences.
 
     Fusing such a sequence would change the network, because values between its children are used elsewhere. A child
     that also has a parent other than a sequence is exempt, because that parent makes the additional calls.
     """
     sequences = [module for module in modules if is_sequence(module)]
-    others = set(modules).difference(sequences)
-    exempt = {child for module in others for _, child in iter_children(module)}
-    called_elsewhere = (calls - _count_calls_by(sequences, calls)).keys() - exempt
+    other_modules = set(modules).difference(sequences)
+    exempt_modules = {child for module in other_modules for _, child in iter_children(module)}
+    bypassed_children = (calls - _count_calls_by(sequences, calls)).keys() - exempt_modules
     return [
         sequence
         for sequence in sequences
-        if not calls[sequence] or any(child in called_elsewhere for _, child in iter_children(sequence))
+        if not calls[sequence] or any(child in bypassed_children for _, child in iter_children(sequence))
     ]
 
 
 def _count_calls_by(sequences: Sequence[nn.Module], calls: Counter[nn.Module]) -> Counter[nn.Module]:
-    """Return how often each child is called by its sequences."""
+    """Return how many times each child was called by its sequences."""
     counts = Counter[nn.Module]()
     for sequence in sequences:
         for _, child in iter_children(sequence):

@@ -32,7 +32,7 @@ def read_spec(folder: Path) -> ModelSpec:
     except (OSError, ValueError) as error:
         raise BrokenModel(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):
-        raise BrokenModel(f"{path}: a mapping of keys is expected at the top level")
+        raise BrokenModel(f"{path}: expected a mapping of keys at the top level")
     try:
         spec = ModelSpec.model_validate({**content, "folder": folder})
     except ValidationError as error:
@@ -41,10 +41,10 @@ def read_spec(folder: Path) -> ModelSpec:
     return spec
 
 
-def find_model_folders(root: Path | None, names: tuple[str, ...] = (), trained: Path | None = None) -> list[Path]:
-    """Return the model folders in `root`, or only those in `names`, followed by the model folders in `trained`.
+def find_model_folders(root: Path | None, names: tuple[str, ...] = (), trained_root: Path | None = None) -> list[Path]:
+    """Return the model folders in `root`, or only those in `names`, followed by those in `trained_root`.
 
-    `root` None means the bundled models. `trained` may be missing or empty.
+    `root` None means the bundled models. `trained_root` may be missing or empty.
 
     Raises ConfigError if `root` is not a folder or contains no model.
     """
@@ -60,13 +60,13 @@ def find_model_folders(root: Path | None, names: tuple[str, ...] = (), trained: 
             if is_model
             else f"The model repository {root} contains no */{FILE_NAME}; {FOLDER_HINT}."
         )
-    return folders if trained is None else _append_new_folders(folders, _list_folders(trained))
+    return folders if trained_root is None else _append_new_folders(folders, _list_folders(trained_root))
 
 
-def _append_new_folders(folders: list[Path], others: list[Path]) -> list[Path]:
-    """Return `folders`, followed by the folders in `others` that are not among them."""
-    known = {folder.resolve() for folder in folders}
-    return [*folders, *(folder for folder in others if folder.resolve() not in known)]
+def _append_new_folders(folders: list[Path], candidates: list[Path]) -> list[Path]:
+    """Return `folders`, followed by the folders in `candidates` that are not among them."""
+    known_paths = {folder.resolve() for folder in folders}
+    return [*folders, *(folder for folder in candidates if folder.resolve() not in known_paths)]
 
 
 def _list_folders(root: Path) -> list[Path]:
@@ -75,18 +75,18 @@ def _list_folders(root: Path) -> list[Path]:
 
 
 def read_repository(
-    root: Path | None, names: tuple[str, ...] = (), trained: Path | None = None
+    root: Path | None, names: tuple[str, ...] = (), trained_root: Path | None = None
 ) -> dict[str, ModelSpec]:
-    """Read the model folders in `root`, or only those in `names`, and then those in `trained`; return specs by name.
+    """Read the model folders in `root`, or only those in `names`, and those in `trained_root`. Return specs by name.
 
     `root` None means the bundled models. Trained models whose names are already used are skipped.
 
     Raises BrokenModel, or ConfigError if `root` is not a folder or contains no model.
     """
     specs: dict[str, ModelSpec] = {}
-    for folder in find_model_folders(root, names, trained):
+    for folder in find_model_folders(root, names, trained_root):
         spec = read_spec(folder)
-        if spec.name in specs and folder.parent == trained:
+        if spec.name in specs and folder.parent == trained_root:
             continue
         if spec.name in specs:
             raise BrokenModel(f"{folder}: the name {spec.name!r} is already used by {specs[spec.name].folder}")
@@ -110,7 +110,7 @@ def select_model(models: Mapping[str, T], name: str | None, default: str | None)
 
 
 def _describe_errors(error: ValidationError) -> str:
-    """Return all validation errors in one line, each after its key."""
+    """Return all validation errors in one line, each preceded by its key."""
     problems = [(".".join(map(str, problem["loc"])), validation_message(problem)) for problem in error.errors()]
     return "; ".join(f"{key}: {message}" if key else message for key, message in problems)
 
@@ -118,7 +118,7 @@ def _describe_errors(error: ValidationError) -> str:
 def check_weights(spec: ModelSpec) -> None:
     """Compare the weights with the SHA-256 in the model file. Raises BrokenModel."""
     if spec.weights_path.exists() and not spec.weights_path.is_file():
-        raise BrokenModel(f"{spec.weights_path}: the weights cannot be read: it is not a regular file.")
+        raise BrokenModel(f"{spec.weights_path}: the weights cannot be read: the path is not a regular file.")
     try:
         with spec.weights_path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

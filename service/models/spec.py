@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 
 from service.core.errors import BadParameter
 
-# Texts without control characters, which are safe in terminals, HTTP headers and OME-XML.
+# Strings without control characters, which are safe in terminals, HTTP headers and OME-XML.
 SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 MultilineText = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*$")]
 PositiveTriple = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
@@ -29,7 +29,8 @@ class Architecture(_FrozenModel):
 class Weights(_FrozenModel):
     """The weights file in the model folder: tensors for `architecture`, or a program or graph with its own network.
 
-    trusted  whether a `torchscript` file may be loaded, which is a program that can do everything this process can do
+    trusted  whether a `torchscript` file may be loaded; such a file is a program that can do everything this process
+             can do
     """
 
     kind: Literal["safetensors", "torchscript", "exported", "onnx"] = "safetensors"
@@ -87,8 +88,8 @@ class Input(_FrozenModel):
     diameter           object diameter in voxels for which the model works best, or None if requests cannot specify one
     estimate_diameter  whether the diameter is estimated if a request does not specify it
     roi_size           window (z, y, x) in voxels, the only spatial shape with which the network is called
-    roi_multiple       factors (z, y, x) of which the edges of other windows must be multiples, for fully convolutional
-                       networks, or None if requests cannot override the window
+    roi_multiple       for fully convolutional networks, the edges of other windows must be multiples of these factors
+                       (z, y, x); None if requests cannot override the window
     """
 
     channels: PositiveInt = 1
@@ -102,14 +103,14 @@ class Input(_FrozenModel):
 
     @model_validator(mode="after")
     def _check_multiple(self) -> Self:
-        steps = self.roi_multiple or (1, 1, 1)
-        if any(edge % step for edge, step in zip(self.roi_size, steps, strict=True)):
+        multiples = self.roi_multiple or (1, 1, 1)
+        if any(edge % multiple for edge, multiple in zip(self.roi_size, multiples, strict=True)):
             raise ValueError("roi_size must be a multiple of roi_multiple")
         return self
 
 
 class Instances(_FrozenModel):
-    """Instances from two output channels, by assigning every foreground voxel to a maximum of the distance.
+    """Parameters of instance decoding, which assigns every foreground voxel to a maximum of the distance map.
 
     foreground         name of the output with the foreground logit
     distance           name of the output with the distance to the outline of the object, in voxels or normalized
@@ -118,10 +119,10 @@ class Instances(_FrozenModel):
     minimum_size       size in voxels below which objects are dropped
     minimum_fraction   fraction of the volume of a ball with `input.diameter`, or of a typical object of the stack if
                        that is smaller, below which objects are dropped
-    min_confidence     mean foreground probability of its voxels below which an object is dropped
+    min_confidence     objects are dropped if the mean foreground probability of their voxels is below this
     min_relative_odds  fraction of the odds of a typical object of the stack below which an object is dropped; the odds
                        are p / (1 - p) for the mean foreground probability p; objects with p >= 0.9 are always kept
-    smoothing          number of times the distance is averaged over neighbors, with weights 1, 2, 1 along each axis
+    smoothing          number of times the distance map is averaged over neighbors, with weights 1, 2, 1 along each axis
     border             keep or drop objects that touch a face of the volume
     holes              keep or fill background that is enclosed by one object
     """
@@ -167,14 +168,14 @@ class Calibration(_FrozenModel):
 
 
 class Sample(_FrozenModel):
-    """File names of a small input and of the labels that the model gives for it in eager FP32 mode."""
+    """File names of a small input and of the labels that the model produces for it in eager FP32 mode."""
 
     input: str = "sample.tif"
     expected: str = "expected.tif"
 
 
 class Lineage(_FrozenModel):
-    """The origin of a model that was trained on annotated stacks, and its scores before and after the training.
+    """The origin of a model that was trained on annotated stacks, and its scores before and after training.
 
     parent       name and version of the model from which the training started
     annotations  number of annotated stacks
@@ -193,7 +194,7 @@ class Lineage(_FrozenModel):
 
 
 class ModelSpec(_FrozenModel):
-    """A model file. `folder` is the model folder from which it was read."""
+    """The content of a model file. `folder` is the model folder from which it was read."""
 
     format: Literal[1] = 1
     name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
@@ -246,13 +247,11 @@ class ModelSpec(_FrozenModel):
     @model_validator(mode="after")
     def _check_input(self) -> Self:
         if self.input.estimate_diameter and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
-            raise ValueError(
-                "input.estimate_diameter: it requires objects (decoding.kind instances) and input.diameter"
-            )
+            raise ValueError("input.estimate_diameter requires objects (decoding.kind instances) and input.diameter")
         if self.confidence is not None and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
-            raise ValueError("confidence: it requires objects (decoding.kind instances) and input.diameter")
+            raise ValueError("confidence requires objects (decoding.kind instances) and input.diameter")
         if self.input.channel_names and len(self.input.channel_names) != self.input.channels:
-            raise ValueError("input.channel_names: one name per channel is required")
+            raise ValueError("input.channel_names must have one name per channel")
         return self
 
     @model_validator(mode="after")

@@ -33,7 +33,7 @@ class CountingModule(nn.Module):
 
 
 @pytest.fixture
-def build_other(monkeypatch):
+def build_fake(monkeypatch):
     """Return a function that builds a network with a fake engine whose networks are `make(module)`."""
 
     def build_with(make, config=None, **attributes):
@@ -43,7 +43,7 @@ def build_other(monkeypatch):
     return build_with
 
 
-class Uncompilable(nn.Module):
+class UncompilableModule(nn.Module):
     """A module that runs but cannot be compiled."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,15 +54,15 @@ class Uncompilable(nn.Module):
 
 def test_eager_engine_runs_the_module_itself():
     module = CountingModule()
-    built = build(module, EXAMPLE, make_config("eager"), Engine())
+    built_network = build(module, EXAMPLE, make_config("eager"), Engine())
     assert module.calls == base.WARM_UP_CALLS
-    assert built.seconds > 0
-    assert torch.equal(built.network(EXAMPLE + 1), EXAMPLE + 2)
+    assert built_network.seconds > 0
+    assert torch.equal(built_network.network(EXAMPLE + 1), EXAMPLE + 2)
 
 
 def test_module_that_cannot_be_compiled_is_an_error():
     with pytest.raises(RuntimeError, match="cannot be compiled") as caught:
-        build(Uncompilable(), EXAMPLE, make_config("compiled", mode="default"), Engine())
+        build(UncompilableModule(), EXAMPLE, make_config("compiled", mode="default"), Engine())
     assert "\n" not in backends.get_first_line(caught.value)
     assert backends.get_first_line(RuntimeError()) == "RuntimeError"
 
@@ -70,12 +70,12 @@ def test_module_that_cannot_be_compiled_is_an_error():
 def test_number_of_compiled_modules_is_not_limited_by_torchs_recompile_limit():
     for width in range(9):
         module = nn.Sequential(nn.Conv3d(1, 1 + width, 1)).eval().requires_grad_(requires_grad=False)
-        built = build(module, EXAMPLE, make_config("compiled", mode="default"), Engine(freeze=False))
-        assert built.network(EXAMPLE).shape[1] == 1 + width
+        built_network = build(module, EXAMPLE, make_config("compiled", mode="default"), Engine(freeze=False))
+        assert built_network.network(EXAMPLE).shape[1] == 1 + width
 
 
-def test_module_is_transformed_before_the_network_is_built(build_other):
-    assert isinstance(build_other(lambda module: module, transform=lambda module: nn.ReLU()).network, nn.ReLU)
+def test_module_is_transformed_before_the_network_is_built(build_fake):
+    assert isinstance(build_fake(lambda module: module, transform=lambda module: nn.ReLU()).network, nn.ReLU)
 
 
 @pytest.mark.parametrize(
@@ -88,32 +88,32 @@ def test_module_is_transformed_before_the_network_is_built(build_other):
     ids=["any batch size", "engine does not support it", "different scores"],
 )
 def test_any_batch_size_requires_equal_scores_in_smaller_batches(
-    build_other, network, accepts_smaller_batches, accepts_any_batch_size
+    build_fake, network, accepts_smaller_batches, accepts_any_batch_size
 ):
     assert (
-        build_other(lambda _: network, accepts_smaller_batches=accepts_smaller_batches).accepts_any_batch_size
+        build_fake(lambda _: network, accepts_smaller_batches=accepts_smaller_batches).accepts_any_batch_size
         == accepts_any_batch_size
     )
 
 
 @pytest.mark.parametrize(("streams", "accepts_any_batch_size"), [(1, True), (2, False)])
 def test_any_batch_size_requires_equal_scores_with_the_threads_of_any_stream(
-    build_other, streams, accepts_any_batch_size
+    build_fake, streams, accepts_any_batch_size
 ):
     def network(x):
-        # Mimic libraries that choose an algorithm by the number of threads.
+        # Mimic libraries that choose an algorithm based on the number of threads.
         return 2 * x + (len(x) if torch.get_num_threads() == 1 else 0)
 
-    before = torch.get_num_threads()
+    thread_count_before = torch.get_num_threads()
     devices.set_torch_threads(2)
     try:
-        built = build_other(
+        built_network = build_fake(
             lambda _: network, replace(make_config("other"), streams=streams), accepts_smaller_batches=True
         )
-        assert built.accepts_any_batch_size == accepts_any_batch_size
+        assert built_network.accepts_any_batch_size == accepts_any_batch_size
         assert torch.get_num_threads() == 2
     finally:
-        devices.set_torch_threads(before)
+        devices.set_torch_threads(thread_count_before)
 
 
 BUFFER = torch.empty(EXAMPLE.shape)
@@ -124,8 +124,8 @@ BUFFER = torch.empty(EXAMPLE.shape)
     [(lambda x: 2 * x, True), (lambda x: x.view(-1), False), (lambda x: BUFFER.copy_(x).view(-1), False)],
     ids=["new memory", "the batch itself", "the same buffer"],
 )
-def test_network_owns_its_scores_if_each_call_allocates_them(build_other, network, owns_scores):
-    assert build_other(lambda _: network).owns_scores == owns_scores
+def test_network_owns_its_scores_if_each_call_allocates_them(build_fake, network, owns_scores):
+    assert build_fake(lambda _: network).owns_scores == owns_scores
 
 
 def test_winograd_engine_explains_why_it_is_not_used():
@@ -136,9 +136,9 @@ def test_winograd_engine_explains_why_it_is_not_used():
     assert BACKENDS["winograd"].explain_unsupported("bf16", CPU, module.bfloat16()) is None
 
 
-def test_missing_engine_raises_its_installation_hint(build_other):
+def test_missing_engine_raises_its_installation_hint(build_fake):
     with pytest.raises(ImportError, match="install it"):
-        build_other(lambda module: module, explain_missing=lambda: "install it")
+        build_fake(lambda module: module, explain_missing=lambda: "install it")
 
 
 @pytest.mark.parametrize(
@@ -158,22 +158,22 @@ def test_missing_engine_raises_its_installation_hint(build_other):
 )
 def test_known_order_depends_on_the_hardware_and_excludes_compilation(device, precisions, features, expected):
     configs = backends.list_default_order(list_configs(Engine(), device, precisions, 2), features)
-    assert [f"{each.engine} {each.precision}" for each in configs] == expected
-    assert {each.compile_mode for each in configs} == {None}
+    assert [f"{config.engine} {config.precision}" for config in configs] == expected
+    assert {config.compile_mode for config in configs} == {None}
 
 
-@pytest.mark.parametrize("lacking", ["compiler", "headers"])
-def test_compiling_engines_explain_missing_compiler_or_headers(monkeypatch, tmp_path, lacking):
-    if lacking == "compiler":
+@pytest.mark.parametrize("missing_part", ["compiler", "headers"])
+def test_compiling_engines_explain_missing_compiler_or_headers(monkeypatch, tmp_path, missing_part):
+    if missing_part == "compiler":
         monkeypatch.setenv("CXX", "/nowhere/g++ -O2")
     else:
         monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
     for engine in ("compiled", "winograd"):
-        compiling = make_config(engine, mode="default")
-        assert re.search("/nowhere/g|Python.h", backends.explain_missing(compiling, CPU) or "")
-        assert backends.explain_missing(compiling, CUDA) is None
+        compiled_config = make_config(engine, mode="default")
+        assert re.search("/nowhere/g|Python.h", backends.explain_missing(compiled_config, CPU) or "")
+        assert backends.explain_missing(compiled_config, CUDA) is None
         with pytest.raises(ImportError, match="needs"):
-            build(CountingModule(), EXAMPLE, compiling, Engine())
+            build(CountingModule(), EXAMPLE, compiled_config, Engine())
     assert backends.explain_missing(make_config("eager"), CPU) is None
 
 
@@ -222,7 +222,7 @@ def test_fixed_settings_are_not_varied():
         ("max-autotune", CPU, "auto", ("max-autotune",)),
     ],
 )
-def test_compile_modes(setting, device, kind, expected):
+def test_compile_modes_depend_on_the_settings_and_the_device(setting, device, kind, expected):
     settings = Engine(compile_mode=setting, kind=kind)
     assert BACKENDS["compiled"].compile_modes(settings, device) == expected
     # Other engines compile only if a mode is configured or may be tuned.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from service.engine.cpu import onednn, winograd
-from service.engine.fusion import adjacent_modules
+from service.engine.fusion import iter_adjacent_modules
 from service.engine.prepare import prepare
 from service.models.network import observe_calls
 
@@ -28,7 +28,7 @@ class ShiftedReLU(nn.ReLU):
 
 
 class SharedSequence(nn.Module):
-    """A network that calls a sequence within another sequence, and also on its own."""
+    """A network that calls a sequence both within another sequence and on its own."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ def sum_all_results(steps, x):
 
 CALLS = {
     "only the first": lambda steps, x: steps[0](x),
-    "in another order": lambda steps, x: steps[1](steps[2](steps[0](x))),
+    "in a different order": lambda steps, x: steps[1](steps[2](steps[0](x))),
     "one by one": sum_all_results,
     "a slice": lambda steps, x: steps[:2](x),
     "the sequence and its first step": lambda steps, x: steps(x) + steps[0](x),
@@ -101,7 +101,7 @@ def add_hook(module):
 
 
 def repeat_around(module, *between):
-    """Return a sequence in which `module` occurs twice, with other modules in between and at the end."""
+    """Return a sequence in which `module` occurs twice, with other modules between them and at the end."""
     return nn.Sequential(module, *between[:1], module, *between[1:])
 
 
@@ -166,12 +166,12 @@ def test_sequences_called_in_parts_give_the_same_scores(call):
 def check_optimizations(network):
     x = torch.randn(2, 16, 5, 6, 7)
     expected = network(x)
-    prepared = prepare(network, x.device, x.dtype, FORMAT)
+    prepared_network = prepare(network, x.device, x.dtype, FORMAT)
     variants = {
-        "prepared": prepared,
+        "prepared": prepared_network,
         "packed": onednn.pack(copy.deepcopy(network)),
         "winograd": winograd.replace_convolutions(network),
-        "all": onednn.pack(winograd.replace_convolutions(prepared)),
+        "all": onednn.pack(winograd.replace_convolutions(prepared_network)),
     }
     for name, variant in variants.items():
         assert (variant(x) - expected).abs().max() <= 1e-4 * expected.abs().max(), name
@@ -180,8 +180,8 @@ def check_optimizations(network):
 def test_nested_sequences_are_treated_as_one():
     first, second, third = make_convolution(), nn.ReLU(), make_convolution()
     network = nn.Sequential(nn.Sequential(first, nn.Dropout()), nn.Identity(), nn.Sequential(second, third))
-    found = [(one.module, other.module) for one, other in adjacent_modules(network)]
-    assert found == [(first, second), (second, third), (second, third)]
+    pairs = [(left.module, right.module) for left, right in iter_adjacent_modules(network)]
+    assert pairs == [(first, second), (second, third), (second, third)]
 
 
 @pytest.mark.parametrize(
@@ -200,4 +200,4 @@ def test_sequences_called_as_a_whole_still_count_as_sequences(make, pairs):
     network = make()
     with observe_calls(network):
         network(torch.zeros(1, 16, 5, 6, 7))
-    assert len({(one.owner, one.name) for one, _ in adjacent_modules(network)}) == pairs
+    assert len({(slot.owner, slot.name) for slot, _ in iter_adjacent_modules(network)}) == pairs

@@ -30,12 +30,12 @@ def module():
 
 @torch.inference_mode()
 def test_scores_match_the_module_and_other_shapes_are_rejected(module):
-    batch, other = torch.rand(2, 2, 1, 8, 12, 16).unbind()
+    batch, other_batch = torch.rand(2, 2, 1, 8, 12, 16).unbind()
     root = logging.getLogger()
-    before = (root.level, list(root.filters), list(root.handlers))
+    logging_before = (root.level, list(root.filters), list(root.handlers))
     network = build(module, batch)
-    assert (root.level, root.filters, root.handlers) == before, "the logging of the service is unchanged"
-    for x in (batch, batch.uniform_(), other):
+    assert (root.level, root.filters, root.handlers) == logging_before, "the logging of the service is unchanged"
+    for x in (batch, batch.uniform_(), other_batch):
         torch.testing.assert_close(network(x), module(x), atol=1e-5, rtol=1e-5)
     with pytest.raises(BadParameter, match="was built for batches"):
         network(batch[:1])
@@ -52,5 +52,5 @@ def test_streams_can_compute_concurrently(module):
 
 def test_vendor_telemetry_is_not_loaded():
     code = "from service.engine import openvino as e; import sys, openvino; print(sys.modules['openvino_telemetry'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "None"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "None"

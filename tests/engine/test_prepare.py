@@ -53,9 +53,9 @@ def monai_unet(*channels) -> nn.Module:
 def test_folding_removes_all_norms_and_preserves_the_scores(make):
     network, x = randomize_norms(make()), torch.rand(2, 1, 8, 8, 8)
     assert count_norms(network) > 0
-    folded = fold_batch_norms(copy.deepcopy(network))
-    assert count_norms(folded) == 0
-    torch.testing.assert_close(folded(x), network(x), atol=1e-4, rtol=1e-4)
+    folded_network = fold_batch_norms(copy.deepcopy(network))
+    assert count_norms(folded_network) == 0
+    torch.testing.assert_close(folded_network(x), network(x), atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()
@@ -87,10 +87,10 @@ def test_prepared_networks_return_the_same_scores_as_float32(shuffle_unet, dtype
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last_3d, torch.contiguous_format])
 def test_weights_are_converted_to_dtype_and_memory_format(memory_format):
-    prepared = prepare(monai_unet(8, 16), CPU, torch.bfloat16, memory_format)
-    convolutions = [parameter for parameter in prepared.parameters() if parameter.dim() == 5]
+    prepared_network = prepare(monai_unet(8, 16), CPU, torch.bfloat16, memory_format)
+    convolutions = [parameter for parameter in prepared_network.parameters() if parameter.dim() == 5]
     assert convolutions
     assert all(parameter.is_contiguous(memory_format=memory_format) for parameter in convolutions)
-    assert {tensor.dtype for tensor in prepared.parameters()} == {torch.bfloat16}
-    assert not any(parameter.requires_grad for parameter in prepared.parameters())
-    assert not any(module.training for module in prepared.modules())
+    assert {tensor.dtype for tensor in prepared_network.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in prepared_network.parameters())
+    assert not any(module.training for module in prepared_network.modules())

@@ -1,4 +1,4 @@
-"""Tests of architectures: pixel shuffles, all named networks, and invalid arguments."""
+"""Tests of architectures: pixel shuffles, all available networks, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_error_for_an_unknown_architecture_lists_the_known_ones() -> None:
         ("ShuffleUNet", {"block": [2, 2]}),
         ("ShuffleUNet", {"widths": []}),
         ("ShuffleUNet", {"widths": [-4, 8]}),
-        # Arguments for networks of excessive size, or with other modules.
+        # Arguments for networks of excessive size, or with unsupported modules.
         ("SegResNet", {"blocks_down": [10**9, 1]}),
         ("ShuffleUNet", {"widths": [4] * 100_000}),
         ("UNet", {"num_res_units": 10**9}),
@@ -118,7 +118,7 @@ def test_invalid_arguments_are_rejected(name: str, arguments: dict[str, Any]) ->
 
 
 def test_counting_parameters_does_not_import_torchs_compiler() -> None:
-    """If imported under the modes of the construction, it would be incomplete on a host with a GPU."""
+    """An import under the modes of the construction would be incomplete on a host with a GPU."""
     program = (
         "import sys\n"
         "from service.models.architectures import count_parameters\n"

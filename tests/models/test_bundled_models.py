@@ -1,4 +1,4 @@
-"""Tests of the bundled models: their samples, and their scores on recorded stacks."""
+"""Tests of the bundled models: their samples, and their scores on real stacks."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from service.models.spec import ModelSpec
 from service.training.evaluate import score
 
 CPU = torch.device("cpu")
-RECORDED = SHARED_DATA / "real"
+REAL_STACKS = SHARED_DATA / "real"
 MAX_READ_BYTES = 2**30
 
 # Nuclei with a diameter of 10 voxels.
-SMALL = replace(TYPICAL_NUCLEI, diameter=10, fill=0.3)
+SMALL_NUCLEI = replace(TYPICAL_NUCLEI, diameter=10, fill=0.3)
 
-BUNDLED = ("embryos", "membranes", "nuclei", "tissue")
+BUNDLED_NAMES = ("embryos", "membranes", "nuclei", "tissue")
 
 
-# The parameters of the samples of the models membranes and tissue; see models/membranes/README.md.
-TISSUE = replace(TYPICAL_TISSUE, diameter=32, nucleus=0.22)
+# Parameters of the samples of the models membranes and tissue; see models/membranes/README.md.
+TISSUE_PARAMETERS = replace(TYPICAL_TISSUE, diameter=32, nucleus=0.22)
 SEED = 12
 
 
@@ -57,7 +57,7 @@ def nuclei(specs: dict[str, ModelSpec]) -> ModelSpec:
 
 
 @pytest.fixture(scope="module")
-def eager(nuclei: ModelSpec) -> ModelRunner:
+def eager_runner(nuclei: ModelSpec) -> ModelRunner:
     return make_eager_runner(nuclei)
 
 
@@ -73,12 +73,12 @@ def read(path: Path) -> Volume:
 
 
 def test_nuclei_is_the_default_of_the_bundled_models(specs: dict[str, ModelSpec]) -> None:
-    assert tuple(specs) == BUNDLED
+    assert tuple(specs) == BUNDLED_NAMES
     assert select_model(specs, None, None) == specs["nuclei"]
     assert specs["nuclei"].input.voxel_size is None
 
 
-@pytest.mark.parametrize("name", BUNDLED)
+@pytest.mark.parametrize("name", BUNDLED_NAMES)
 def test_bundled_model_is_small_and_documents_its_scores(specs: dict[str, ModelSpec], name: str) -> None:
     spec = specs[name]
     assert spec.decoding.kind == ("classes" if name == "tissue" else "instances")
@@ -88,7 +88,7 @@ def test_bundled_model_is_small_and_documents_its_scores(specs: dict[str, ModelS
 
 def test_expected_labels_of_tissue_samples_agree_with_the_ground_truth(specs: dict[str, ModelSpec]) -> None:
     """The expected labels are the output of the models for these synthetic samples."""
-    _, truth = synthesize_tissue(np.random.default_rng(SEED), (64, 128, 128), TISSUE)
+    _, truth = synthesize_tissue(np.random.default_rng(SEED), (64, 128, 128), TISSUE_PARAMETERS)
     expected = {name: read(specs[name].folder / "expected.tif").array()[0] for name in ("membranes", "tissue")}
     scores = score(truth, expected["membranes"])
     assert scores.f1 > 0.8
@@ -96,10 +96,10 @@ def test_expected_labels_of_tissue_samples_agree_with_the_ground_truth(specs: di
     assert min(compute_dice(labels_to_classes(truth), expected["tissue"])) > 0.7
 
 
-@pytest.mark.skipif(not RECORDED.is_dir(), reason=f"there are no recorded stacks in {RECORDED}")
+@pytest.mark.skipif(not REAL_STACKS.is_dir(), reason=f"there are no real stacks in {REAL_STACKS}")
 def test_membranes_finds_the_cells_of_an_embryo(specs: dict[str, ModelSpec]) -> None:
-    """The test uses one half of a stack, in which the classical method finds no cells."""
-    folder = RECORDED / "celegans_membrane_t046"
+    """The test uses half of a stack in which the classical method finds no cells."""
+    folder = REAL_STACKS / "celegans_membrane_t046"
     image, truth = (read(folder / name).array()[..., 178:] for name in ("image.tif", "mask.tif"))
     result = segment(
         make_eager_runner(specs["membranes"]), Volume.from_array(image), Options(diameter=Diameter.parse("28,69,64px"))
@@ -109,9 +109,9 @@ def test_membranes_finds_the_cells_of_an_embryo(specs: dict[str, ModelSpec]) -> 
     assert np.mean(labels[truth[0] == 0] > 0) < 0.08
 
 
-@pytest.mark.skipif(not RECORDED.is_dir(), reason=f"there are no recorded stacks in {RECORDED}")
+@pytest.mark.skipif(not REAL_STACKS.is_dir(), reason=f"there are no real stacks in {REAL_STACKS}")
 def test_embryos_finds_the_nuclei_of_an_unseen_embryo(specs: dict[str, ModelSpec]) -> None:
-    folder = RECORDED / "mouse_embryo_8cell"
+    folder = REAL_STACKS / "mouse_embryo_8cell"
     segmentation = segment(make_eager_runner(specs["embryos"]), read(folder / "image.tif"), Options()).segmentation
     scores = score(read(folder / "mask.tif").array()[0], segmentation.pixels)
     assert (scores.found, scores.splits, scores.merges) == (8, 0, 0)
@@ -119,7 +119,7 @@ def test_embryos_finds_the_nuclei_of_an_unseen_embryo(specs: dict[str, ModelSpec
 
 
 def test_bfloat16_is_within_the_tuning_tolerance(nuclei: ModelSpec) -> None:
-    """Emulates BF16 units: weights, inputs and outputs of convolutions are rounded, sums are in float32."""
+    """Emulate BF16 units: weights, inputs and outputs of convolutions are rounded, and sums are in float32."""
     network = prepare(load_network(nuclei), CPU, torch.float32, torch.channels_last_3d)
     for layer in network.modules():
         if isinstance(layer, nn.Conv3d | nn.ConvTranspose3d):
@@ -148,7 +148,7 @@ def make_sliding_window(spec: ModelSpec, network: Network) -> SlidingWindow:
     )
 
 
-@pytest.mark.skipif(not RECORDED.is_dir(), reason=f"there are no recorded stacks in {RECORDED}")
+@pytest.mark.skipif(not REAL_STACKS.is_dir(), reason=f"there are no real stacks in {REAL_STACKS}")
 @pytest.mark.parametrize(
     ("stack", "diameter", "min_f1"),
     [
@@ -161,23 +161,23 @@ def make_sliding_window(spec: ModelSpec, network: Network) -> SlidingWindow:
     ],
 )
 def test_nuclei_is_better_than_the_classical_method(
-    eager: ModelRunner, stack: str, diameter: str | None, min_f1: float
+    eager_runner: ModelRunner, stack: str, diameter: str | None, min_f1: float
 ) -> None:
     """With the true diameter and settings tuned for each stack, the classical method scores 0.75, 0.64 and 0.74."""
-    volume, truth = read(RECORDED / stack / "image.tif"), read(RECORDED / stack / "mask.tif")
+    volume, truth = read(REAL_STACKS / stack / "image.tif"), read(REAL_STACKS / stack / "mask.tif")
     option = None if diameter is None else Diameter.parse(diameter)
-    labels = segment(eager, volume, Options(diameter=option)).segmentation.pixels
+    labels = segment(eager_runner, volume, Options(diameter=option)).segmentation.pixels
     assert labels.shape == volume.shape[1:]
     assert score(truth.array()[0], labels).f1 >= min_f1
 
 
-def test_diameter_of_small_nuclei_is_estimated(eager: ModelRunner) -> None:
+def test_diameter_of_small_nuclei_is_estimated(eager_runner: ModelRunner) -> None:
     """At ten voxels, half of the model's diameter, fewer nuclei are found without resampling, and less accurately."""
-    image, truth = synthesize(np.random.default_rng(3), (32, 64, 64), SMALL)
+    image, truth = synthesize(np.random.default_rng(3), (32, 64, 64), SMALL_NUCLEI)
     volume = Volume.from_array(image[None])
     scores = {}
     for diameter in (None, "none", "10px"):
-        result = segment(eager, volume, Options(diameter=None if diameter is None else parse_diameter(diameter)))
+        result = segment(eager_runner, volume, Options(diameter=None if diameter is None else parse_diameter(diameter)))
         scores[diameter] = score(truth, result.segmentation.pixels)
         assert result.is_diameter_estimated == (diameter is None)
     assert scores[None].found == pytest.approx(scores["10px"].found, rel=0.05)

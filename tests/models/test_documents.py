@@ -11,7 +11,7 @@ from service.models.documents import MAX_BYTES, read_document
 
 LAUGHS = "\n".join(["a0: &a0 [lol, lol]", *(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}*a{n - 1}]" for n in range(1, 12))])
 MERGES = "\n".join(["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [{f'*a{n - 1}, ' * 9}*a{n - 1}]}}" for n in range(1, 12))])
-HOSTILE = {
+HOSTILE_DOCUMENTS = {
     "aliases.yaml": (LAUGHS, "expands to more than"),
     "merges.yaml": (MERGES, "expands to more than"),
     "circular.yaml": ("a: &a [*a]", "expands to more than"),
@@ -29,9 +29,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", HOSTILE_DOCUMENTS)
 def test_hostile_documents_are_rejected_quickly(name: str, tmp_path: Path) -> None:
-    text, reason = HOSTILE[name]
+    text, reason = HOSTILE_DOCUMENTS[name]
     (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=reason):
         read_document(tmp_path / name)

@@ -34,24 +34,26 @@ def test_loaded_network_gives_the_scores_of_the_saved_one(bands: ModelSpec, band
 def test_loaded_network_is_in_float32_and_evaluation_mode(
     write_model: WriteModel, random_nuclei_content: dict[str, Any]
 ) -> None:
-    halved = build_network(Architecture(**random_nuclei_content["architecture"])).half()
-    network = load_network(write_model(random_nuclei_content, halved))
+    half_network = build_network(Architecture(**random_nuclei_content["architecture"])).half()
+    network = load_network(write_model(random_nuclei_content, half_network))
     assert not any(module.training for module in network.modules())
     assert not any(parameter.requires_grad for parameter in network.parameters())
-    floating = [tensor.dtype for tensor in network.state_dict().values() if tensor.is_floating_point()]
-    assert set(floating) == {torch.float32}
+    floating_dtypes = [tensor.dtype for tensor in network.state_dict().values() if tensor.is_floating_point()]
+    assert set(floating_dtypes) == {torch.float32}
 
 
-def test_weights_of_another_network_or_without_a_layer_are_rejected(random_nuclei: ModelSpec, tmp_path: Path) -> None:
-    copied = random_nuclei.model_copy(update={"folder": tmp_path})
+def test_weights_of_a_different_network_or_without_a_layer_are_rejected(
+    random_nuclei: ModelSpec, tmp_path: Path
+) -> None:
+    copied_spec = random_nuclei.model_copy(update={"folder": tmp_path})
     save_file(ShuffleUNet(1, 2, (8, 16)).state_dict(), tmp_path / "weights.safetensors")
     with pytest.raises(BrokenModel, match=r"weights\.safetensors: the weights do not fit ShuffleUNet: .* more\)$"):
-        load_network(copied)
+        load_network(copied_spec)
     state = load_network(random_nuclei).state_dict()
     state.pop("head.bias")
     save_file(state, tmp_path / "weights.safetensors")
     with pytest.raises(BrokenModel, match=r"Missing key.*head\.bias"):
-        load_network(copied)
+        load_network(copied_spec)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"\xff" * 64])
@@ -67,7 +69,7 @@ def test_weights_other_than_safetensors_are_rejected_without_unpickling(
 @pytest.mark.parametrize(
     ("key", "updates", "reason"),
     [
-        ("architecture", HUGE_ARCHITECTURE, "do not fit ShuffleUNet, which has more elements"),
+        ("architecture", HUGE_ARCHITECTURE, "do not fit ShuffleUNet, which has too many elements"),
         ("input", {"roi_size": (2**12,) * 3}, r"input\.roi_size: a window of shape \(1, 1, 4096, 4096, 4096\) is too"),
         ("input", {"roi_size": (16, 15, 16)}, r"does not accept a window of shape \(1, 1, 16, 15, 16\)"),
     ],
@@ -75,9 +77,9 @@ def test_weights_other_than_safetensors_are_rejected_without_unpickling(
 def test_oversized_networks_and_invalid_windows_are_rejected(
     random_nuclei: ModelSpec, key: str, updates: dict[str, Any], reason: str
 ) -> None:
-    part = getattr(random_nuclei, key).model_copy(update=updates)
+    section = getattr(random_nuclei, key).model_copy(update=updates)
     with pytest.raises(BrokenModel, match=reason):
-        load_network(random_nuclei.model_copy(update={key: part}))
+        load_network(random_nuclei.model_copy(update={key: section}))
 
 
 def test_forward_pass_during_loading_can_be_measured(random_nuclei: ModelSpec) -> None:

@@ -33,8 +33,8 @@ def test_packages_are_hidden_only_from_the_importing_thread(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     with monai_architectures.hide_packages(frozenset(["plotter_of_nothing"])):
         with pytest.raises(ModuleNotFoundError, match="plotter_of_nothing"):
-            import_module("plotter_of_nothing.colours")
-        with ThreadPoolExecutor(1) as other:
-            assert other.submit(import_module, "plotter_of_nothing").result().__name__ == "plotter_of_nothing"
+            import_module("plotter_of_nothing.colors")
+        with ThreadPoolExecutor(1) as executor:
+            assert executor.submit(import_module, "plotter_of_nothing").result().__name__ == "plotter_of_nothing"
     assert find_spec("plotter_of_nothing") is not None
     del sys.modules["plotter_of_nothing"]

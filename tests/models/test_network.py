@@ -1,4 +1,4 @@
-"""Tests of finding the `nn.Sequential` whose children are only called in order."""
+"""Tests of finding the `nn.Sequential` modules whose children are only called in order."""
 
 from __future__ import annotations
 

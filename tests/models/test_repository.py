@@ -14,10 +14,15 @@ from service.models.repository import read_repository, read_spec, select_model
 
 
 def test_error_for_changed_weights_contains_both_hashes(tmp_path: Path) -> None:
-    other = WEIGHTS[:-1] + b"?"
+    changed_weights = WEIGHTS[:-1] + b"?"
     with pytest.raises(BrokenModel) as caught:
-        read_spec(write_folder(tmp_path, weights=other))
-    for part in ("weights.safetensors", hashlib.sha256(other).hexdigest(), INSTANCES["weights"]["sha256"], "restore"):
+        read_spec(write_folder(tmp_path, weights=changed_weights))
+    for part in (
+        "weights.safetensors",
+        hashlib.sha256(changed_weights).hexdigest(),
+        INSTANCES["weights"]["sha256"],
+        "restore",
+    ):
         assert part in str(caught.value)
 
 
@@ -87,7 +92,7 @@ def test_repository_without_models_is_rejected(tmp_path: Path) -> None:
         read_repository(tmp_path / "first")
 
 
-def test_bundled_models_are_used_if_no_folder_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundled_models_are_used_if_no_folder_is_specified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert list(read_repository(None)) == ["embryos", "membranes", "nuclei", "tissue"]
     assert list(read_repository(None, ("tissue",))) == ["tissue"]
@@ -100,7 +105,7 @@ def test_error_for_a_missing_model_contains_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("served", "name", "default", "chosen"),
+    ("served_names", "name", "default", "expected_name"),
     [
         ("cells nuclei", "cells", None, "cells"),
         ("cells nuclei", None, "cells", "cells"),
@@ -110,9 +115,11 @@ def test_error_for_a_missing_model_contains_its_name(tmp_path: Path) -> None:
     ],
 )
 def test_model_is_selected_by_name_then_by_default_then_nuclei_or_the_first(
-    served: str, name: str | None, default: str | None, chosen: str
+    served_names: str, name: str | None, default: str | None, expected_name: str
 ) -> None:
-    assert select_model({each: each for each in served.split()}, name, default) == chosen
+    assert (
+        select_model({served_name: served_name for served_name in served_names.split()}, name, default) == expected_name
+    )
 
 
 def test_error_for_an_unknown_model_lists_the_available_ones() -> None:

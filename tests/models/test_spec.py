@@ -85,7 +85,7 @@ folder_parts = st.text(st.characters(exclude_characters="/\0", exclude_categorie
 
 
 @given(st.one_of(st.tuples(folder_parts, folder_parts).map("/".join), st.sampled_from(["", ".", ".."])))
-def test_files_outside_of_the_model_folder_are_rejected(file: str) -> None:
+def test_files_outside_the_model_folder_are_rejected(file: str) -> None:
     for key in ("weights.file", "sample.input", "sample.expected"):
         with pytest.raises(ValidationError, match="must be a plain file name inside the model folder"):
             ModelSpec.model_validate(changed(key, file) | {"folder": Path()})

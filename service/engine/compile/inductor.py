@@ -35,13 +35,13 @@ def compile_unfrozen(module: nn.Module, mode: str) -> Network:
 class FrozenNetwork:
     """A module on the CPU, compiled at its first call, with its weights as constants of the graph.
 
-    The compiled graph is called without torch.compile's guards, because they fix the number of threads at that of the
-    compilation. Here the number of threads of a caller depends on how many callers share the cores.
+    The compiled graph is called without torch.compile's guards, because they fix the number of threads to that at
+    compilation time. Here, the number of threads of a caller depends on how many callers share the cores.
     """
 
     def __init__(self, module: nn.Module, mode: str) -> None:
         self._module = module
-        # Divide loops among the threads of the caller instead of the threads at compilation.
+        # Divide loops among the threads of the caller, not those at compilation time.
         self._options = dict(list_mode_options(mode)) | {"cpp.dynamic_threads": True}
         self._compiled: tuple[Network, torch.Size, tuple[int, ...]] | None = None
 
@@ -54,17 +54,22 @@ class FrozenNetwork:
             self._compiled = self._compile(x), x.shape, x.stride()
         network, shape, stride = self._compiled
         if x.shape != shape or x.stride() != stride:
-            want, have = f"{tuple(shape)} with strides {stride}", f"{tuple(x.shape)} with strides {x.stride()}"
-            raise BadParameter(f"This network was compiled for batches of shape {want}, not {have}.")
+            expected_layout, actual_layout = (
+                f"{tuple(shape)} with strides {stride}",
+                f"{tuple(x.shape)} with strides {x.stride()}",
+            )
+            raise BadParameter(
+                f"This network was compiled for batches of shape {expected_layout}, not {actual_layout}."
+            )
         return network(x)
 
     def _compile(self, x: Tensor) -> Network:
         graphs: list[tuple[Callable[..., Sequence[Tensor]], int]] = []
 
         def backend(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
-            run = lookup_backend("inductor")(_keep_nan(graph), inputs)
-            graphs.append((run, len(inputs)))
-            return run
+            run_graph = lookup_backend("inductor")(_keep_nan(graph), inputs)
+            graphs.append((run_graph, len(inputs)))
+            return run_graph
 
         compiled: Network = torch.compile(_make_entry(self._module), backend=backend, fullgraph=True, dynamic=False)
         # Freezing must be enabled before the module is traced. As an option of torch.compile it is applied too late and
@@ -72,10 +77,10 @@ class FrozenNetwork:
         with inductor.patch(self._options | {"freezing": True}):
             compiled(x)
         # torch never releases a backend, so everything left in this list would stay in memory.
-        run, inputs = graphs.pop()
-        if graphs or inputs != 1:
+        run_graph, input_count = graphs.pop()
+        if graphs or input_count != 1:
             raise RuntimeError("torch.compile could not turn the weights into constants of one graph")
-        return lambda batch: run(batch)[0]
+        return lambda batch: run_graph(batch)[0]
 
 
 def _make_entry(module: nn.Module) -> Network:
@@ -95,16 +100,16 @@ def _make_entry(module: nn.Module) -> Network:
 
 
 def _keep_nan(graph: GraphModule) -> GraphModule:
-    """Replace every ReLU of the graph by a maximum with 0, in place.
+    """Replace every ReLU in the graph with a maximum with 0, in place.
 
     Inductor fuses a ReLU with the preceding convolution, and oneDNN's fused ReLU turns NaN into 0, which would hide
     non-finite scores. A maximum is not fused and propagates NaN.
     """
-    functions = {torch.relu, torch.relu_, functional.relu, functional.relu_}
+    relu_functions = {torch.relu, torch.relu_, functional.relu, functional.relu_}
     for node in graph.graph.nodes:
-        if node.target in functions or (node.op == "call_method" and node.target in {"relu", "relu_"}):
-            in_place = node.target in {"relu_", torch.relu_, functional.relu_} or node.kwargs.get("inplace", False)
-            node.op, node.target = "call_function", torch.clamp_min_ if in_place else torch.clamp_min
+        if node.target in relu_functions or (node.op == "call_method" and node.target in {"relu", "relu_"}):
+            is_in_place = node.target in {"relu_", torch.relu_, functional.relu_} or node.kwargs.get("inplace", False)
+            node.op, node.target = "call_function", torch.clamp_min_ if is_in_place else torch.clamp_min
             node.args, node.kwargs = (node.args[0] if node.args else node.kwargs["input"], 0.0), {}
     graph.recompile()
     return graph

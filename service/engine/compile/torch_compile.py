@@ -22,7 +22,7 @@ from service.models.network import Network
 class TorchCompileBackend(Backend):
     """torch.compile of the whole network."""
 
-    # On the CPU inductor chooses the layout of convolutions itself, so the format of the input hardly matters.
+    # On the CPU, inductor chooses the layout of convolutions itself, so the format of the input hardly matters.
     memory_formats: ClassVar = {"cpu": ("channels_last_3d",), "cuda": ANY_FORMAT}
 
     def compile_modes(self, settings: EngineSettings, device: torch.device) -> tuple[str | None, ...]:
@@ -39,7 +39,7 @@ class TorchCompileBackend(Backend):
 
 
 def explain_missing_compiler() -> str | None:
-    """Return what torch.compile needs to generate C++ for a CPU and is missing, or None."""
+    """Return which requirement for compiling C++ on a CPU is missing and how to meet it, or None."""
     compiler = (os.environ.get("CXX") or "g++").split()[0]
     if shutil.which(compiler) is None:
         return f"torch.compile on a CPU needs a C++ compiler, but {compiler} was not found; install g++ or set CXX"
@@ -50,9 +50,9 @@ def explain_missing_compiler() -> str | None:
 
 
 def compile_module(module: nn.Module, mode: str, *, freeze: bool) -> Network:
-    """Compile for static shapes. The first call does the work and raises RuntimeError or OSError if it fails.
+    """Compile a module for static shapes. The first call compiles, and raises RuntimeError or OSError if that fails.
 
-    A module that cannot be compiled to a single graph is an error, because parts of it would run eagerly unnoticed.
+    A module that cannot be compiled to a single graph is an error, because parts of it would silently run eagerly.
 
     mode    mode of torch.compile: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs
     freeze  whether weights become constants, so that convolutions are repacked for the CPU only once, and fused with
@@ -77,24 +77,24 @@ class LoadingLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._graphs_before: int | None = None
+        self._graphs_at_entry: int | None = None
         # Graphs compiled before serving began do not count as recompilations.
-        self._expected = count_graphs()
+        self._expected_graphs = count_graphs()
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._graphs_before = count_graphs()
+        self._graphs_at_entry = count_graphs()
 
     def __exit__(self, *_: object) -> None:
-        self._expected += count_graphs() - (self._graphs_before or 0)
-        self._graphs_before = None
+        self._expected_graphs += count_graphs() - (self._graphs_at_entry or 0)
+        self._graphs_at_entry = None
         self._lock.release()
 
     @property
     def recompilations(self) -> int:
         """Number of graphs that were compiled while no model was loading."""
-        before = self._graphs_before
-        return (count_graphs() if before is None else before) - self._expected
+        graphs_at_entry = self._graphs_at_entry
+        return (count_graphs() if graphs_at_entry is None else graphs_at_entry) - self._expected_graphs
 
 
 def drop_generated_code() -> None:

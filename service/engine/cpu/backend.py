@@ -1,4 +1,4 @@
-"""The `winograd` engine, which runs a whole forward pass on the CPU as one call of C++ kernels."""
+"""The `winograd` engine, which runs a whole forward pass on the CPU as one call to C++ kernels."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ class WinogradBackend(Backend):
 
 
 class CpuBuild:
-    """The `DeviceBuild` of CPUs."""
+    """The `DeviceBuild` for CPUs."""
 
     def warm_up(self, network: Network, example: Tensor) -> bool:
         """Run the warm-up calls, and return whether every call returns scores in newly allocated memory."""
         tensors = [example, *(network(example) for _ in range(WARM_UP_CALLS))]
         return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
-    def count_buffer_bytes(self, network: Network, streams: int) -> int:
-        """Return the bytes that all streams together hold between calls."""
-        return streams * network.nbytes if isinstance(network, CpuGraph) else 0
+    def count_buffer_bytes(self, network: Network, stream_count: int) -> int:
+        """Return the number of bytes that all streams together hold between calls."""
+        return stream_count * network.nbytes if isinstance(network, CpuGraph) else 0
 
     def count_score_bytes(self, network: Network) -> int | None:
-        """Return the bytes of one window's scores if a forward pass allocates nothing else, otherwise None."""
+        """Return the size of one window's scores in bytes, or None if a forward pass allocates anything else."""
         return network.score_bytes if isinstance(network, CpuGraph) else None

@@ -49,7 +49,7 @@ template <int V, class F> inline void each_tile(int64_t rows, F f) {
   }
 }
 
-// Activations. Comparisons are written such that NaN stays NaN, because non-finite scores must remain detectable.
+// Activations. Comparisons are written so that NaN stays NaN, because non-finite scores must remain detectable.
 struct Keep {
   template <class V> V operator()(V value) const { return value; }
 };

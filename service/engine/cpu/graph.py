@@ -1,9 +1,9 @@
 """The forward pass of a network on a CPU, captured once and replayed as one call, like a CUDA graph.
 
-Each kernel call from Python allocates memory and waits for the global interpreter lock if other threads need it. For a
+Each kernel call from Python allocates memory and waits for the global interpreter lock if other threads hold it. For a
 model of about forty layers, capturing saves a fifth of the CPU time. A graph is captured while the module runs once.
-StackSeg's kernels report their arguments. Of ATen's operators, only views, empty tensors, sums of two tensors, and
-constants are allowed. Intermediate tensors share an arena, in which each tensor occupies memory only from its first
+StackSeg's kernels report their arguments. The only ATen operators allowed are views, empty tensors, sums of two
+tensors, and constants. Intermediate tensors share an arena, in which each tensor occupies memory only from its first
 write to its last read, so that memory is reused while it is still in the caches.
 """
 
@@ -27,7 +27,7 @@ from service.engine.cpu import strided_conv
 from service.engine.cpu.kernel_call import DTYPES, OUT_OF_MEMORY_MESSAGE, KernelCall, Kernels, observe_calls
 from service.models.network import Network
 
-# Largest memory of unused score buffers that is kept for later calls.
+# Maximum memory of unused score buffers that are kept for later calls.
 MAX_IDLE_SCORE_BYTES = 2**24
 
 # Where the memory of a tensor is: at a fixed address, in the batch, in the scores, or in the arena.
@@ -65,18 +65,18 @@ class CpuGraph:
         self._module = module
         batch = _randomize_like(example, 0)
         smaller_batches = [batch[:length] for length in range(1, len(batch) + 1)]
-        self._graphs = {each.shape: capture_graph(module, each) for each in smaller_batches}
-        self._like = (batch.dtype, batch.stride())
-        self.nbytes = max(graph.arena for graph in self._graphs.values())
+        self._graphs = {smaller_batch.shape: capture_graph(module, smaller_batch) for smaller_batch in smaller_batches}
+        self._batch_layout = (batch.dtype, batch.stride())
+        self.nbytes = max(graph.arena_bytes for graph in self._graphs.values())
         self.score_bytes = self._graphs[batch[:1].shape].nbytes
-        largest = max(graph.nbytes for graph in self._graphs.values())
-        self._scores = BufferPool(largest, MAX_IDLE_SCORE_BYTES // largest)
+        max_score_bytes = max(graph.nbytes for graph in self._graphs.values())
+        self._scores = BufferPool(max_score_bytes, MAX_IDLE_SCORE_BYTES // max_score_bytes)
         self._local = threading.local()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute scores [B, K, z, y, x] of a batch [B, C, z, y, x]. Later calls do not overwrite them."""
         graph = self._graphs.get(x.shape)
-        if graph is None or (x.dtype, x.stride()) != self._like:
+        if graph is None or (x.dtype, x.stride()) != self._batch_layout:
             scores: Tensor = self._module(x)
             return scores
         arena = getattr(self._local, "arena", None)
@@ -91,32 +91,39 @@ class Arena:
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8)
         # Base addresses for the kernel: null for fixed tensors; each forward pass sets those of batch and scores.
-        self.places = (ctypes.c_void_p * 4)(None, None, None, self.memory.data_ptr())
+        self.base_addresses = (ctypes.c_void_p * 4)(None, None, None, self.memory.data_ptr())
 
 
 class CapturedGraph:
     """The recorded kernel calls that compute the scores of a batch.
 
-    numbers  the calls in the encoding of `cpu_graph.cpp`
-    calls    number of calls
-    arena    bytes of memory for intermediate tensors
-    like     scores tensor from which shape, strides and dtype are taken
-    fixed    tensors whose addresses are among the numbers, referenced to keep them alive
+    numbers         the calls in the encoding of `cpu_graph.cpp`
+    call_count      number of calls
+    arena_bytes     memory for intermediate tensors
+    example_scores  scores tensor from which shape, strides and dtype are taken
+    fixed_tensors   tensors whose addresses are among the numbers, referenced to keep them alive
     """
 
-    def __init__(self, numbers: Sequence[int], calls: int, arena: int, like: Tensor, fixed: Sequence[Tensor]) -> None:
-        self.calls, self.arena = calls, arena
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        call_count: int,
+        arena_bytes: int,
+        example_scores: Tensor,
+        fixed_tensors: Sequence[Tensor],
+    ) -> None:
+        self.call_count, self.arena_bytes = call_count, arena_bytes
         self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
-        self._shape, self._strides, self._dtype = like.shape, like.stride(), like.dtype
-        self.nbytes = like.nbytes
-        self._fixed = tuple(fixed)
+        self._shape, self._strides, self._dtype = example_scores.shape, example_scores.stride(), example_scores.dtype
+        self.nbytes = example_scores.nbytes
+        self._fixed = tuple(fixed_tensors)
 
     def replay(self, x: Tensor, arena: Arena, pool: BufferPool) -> Tensor:
         """Return the scores of `x`, in memory from the pool. Raises MemoryError."""
         scores = torch.from_numpy(pool.take()).view(self._dtype).as_strided(self._shape, self._strides)
-        places = arena.places
-        places[BATCH], places[SCORES] = x.data_ptr(), scores.data_ptr()
-        if KERNELS.call("stackseg_replay", self._numbers, self.calls, places, torch.get_num_threads()):
+        base_addresses = arena.base_addresses
+        base_addresses[BATCH], base_addresses[SCORES] = x.data_ptr(), scores.data_ptr()
+        if KERNELS.call("stackseg_replay", self._numbers, self.call_count, base_addresses, torch.get_num_threads()):
             raise MemoryError(OUT_OF_MEMORY_MESSAGE)
         return scores
 
@@ -137,9 +144,11 @@ def capture_graph(module: nn.Module, x: Tensor) -> CapturedGraph:
     with _ValueReadingGuard(), recorder, observe_calls(recorder.add_call):
         scores = module(x)
     graph = recorder.make_graph(scores)
-    # Check with another batch: the scores may depend on this one in a way that the recorder cannot see.
-    other = _randomize_like(x, 1)
-    if not torch.equal(graph.replay(other, Arena(graph.arena), BufferPool(graph.nbytes, 0)), module(other)):
+    # Check with a different batch: the scores may depend on this one in a way that the recorder cannot see.
+    other_batch = _randomize_like(x, 1)
+    if not torch.equal(
+        graph.replay(other_batch, Arena(graph.arena_bytes), BufferPool(graph.nbytes, 0)), module(other_batch)
+    ):
         raise CaptureError("replaying the recorded calls gives different scores")
     return graph
 
@@ -207,7 +216,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tensors_alive += outputs
         if operator in ALLOCATION_OPERATORS:
             self._buffers.update(
-                (_storage_address(tensor), _Buffer(tensor.untyped_storage().nbytes())) for tensor in outputs
+                (_get_storage_address(tensor), _Buffer(tensor.untyped_storage().nbytes())) for tensor in outputs
             )
         elif operator in ADD_OPERATORS and _is_plain_sum(args, kwargs):
             self._add(args[0], args[1], result)
@@ -219,33 +228,38 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the graph of the recorded calls, with the output `scores`. Raises CaptureError."""
         self._find_lifetimes()
         self._find_scores_buffer(scores).place = SCORES
-        arena = _place_in_arena([buffer for buffer in self._buffers.values() if buffer.is_in_arena])
+        arena_bytes = _place_in_arena([buffer for buffer in self._buffers.values() if buffer.is_in_arena])
         numbers = [number for call in self._calls for number in self._encode(call)]
         tensors = (tensor for call in self._calls for tensor in call.tensors if tensor is not None)
-        fixed = [tensor for tensor in tensors if not self._varies(tensor)]
-        return CapturedGraph(numbers, len(self._calls), arena, scores, fixed)
+        fixed_tensors = [tensor for tensor in tensors if not self._varies(tensor)]
+        return CapturedGraph(numbers, len(self._calls), arena_bytes, scores, fixed_tensors)
 
     def _find_scores_buffer(self, scores: Any) -> _Buffer:
         """Return the buffer of the scores. Raises CaptureError if they do not fill it or no kernel writes it."""
         fills_storage = isinstance(scores, Tensor) and scores.nbytes == scores.untyped_storage().nbytes()
-        buffer = self._buffer(scores) if fills_storage else None
+        buffer = self._find_buffer(scores) if fills_storage else None
         if buffer is None or buffer.first < 0:
             raise CaptureError("the scores are not a separate tensor written by a kernel")
         return buffer
 
-    def _add(self, one: Tensor, other: Tensor, total: Tensor) -> None:
+    def _add(self, first_term: Tensor, second_term: Tensor, total: Tensor) -> None:
         """Record a sum, fused if possible with the kernel call that writes its first term."""
-        if _storage_address(total) != _storage_address(one):
-            self._buffers[_storage_address(total)] = _Buffer(total.untyped_storage().nbytes())
-        elif self._calls and (fused := strided_conv.fuse_addition(self._calls[-1], one, other)) is not None:
-            self._calls[-1] = fused
+        if _get_storage_address(total) != _get_storage_address(first_term):
+            self._buffers[_get_storage_address(total)] = _Buffer(total.untyped_storage().nbytes())
+        elif (
+            self._calls
+            and (fused_call := strided_conv.fuse_addition(self._calls[-1], first_term, second_term)) is not None
+        ):
+            self._calls[-1] = fused_call
             return
         sizes = (total.numel(), total.dtype == torch.bfloat16)
-        self._calls.append(KernelCall(KERNELS, "stackseg_add", (one, other), total, sizes))
+        self._calls.append(KernelCall(KERNELS, "stackseg_add", (first_term, second_term), total, sizes))
 
     def _varies(self, tensor: Tensor) -> bool:
         """Return whether the values of a tensor differ between forward passes."""
-        return _storage_address(tensor) in self._buffers or _storage_address(tensor) == _storage_address(self._x)
+        return _get_storage_address(tensor) in self._buffers or _get_storage_address(tensor) == _get_storage_address(
+            self._x
+        )
 
     def _is_constant(self, operator: Any, inputs: Sequence[Tensor]) -> bool:
         """Return whether an operator gives the same result in each forward pass."""
@@ -255,20 +269,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _find_lifetimes(self) -> None:
         """Set the first and last call that use each buffer. Raises CaptureError for calls that cannot be replayed."""
         for index, call in enumerate(self._calls):
-            for buffer in (self._buffer(tensor) for tensor in call.inputs):
+            for buffer in (self._find_buffer(tensor) for tensor in call.inputs):
                 if buffer is not None and buffer.first < 0:
                     raise CaptureError(f"{call.kernel} reads a tensor before it is written")
                 if buffer is not None:
                     buffer.last = index
-            written = self._buffer(call.output)
-            if written is None:
+            output_buffer = self._find_buffer(call.output)
+            if output_buffer is None:
                 raise CaptureError(f"{call.kernel} writes to a tensor that the forward pass has not allocated")
-            written.first = index if written.first < 0 else written.first
-            written.last = index
+            output_buffer.first = index if output_buffer.first < 0 else output_buffer.first
+            output_buffer.last = index
 
-    def _buffer(self, tensor: Tensor | None) -> _Buffer | None:
+    def _find_buffer(self, tensor: Tensor | None) -> _Buffer | None:
         """Return the buffer that holds a tensor, or None."""
-        return None if tensor is None else self._buffers.get(_storage_address(tensor))
+        return None if tensor is None else self._buffers.get(_get_storage_address(tensor))
 
     def _encode(self, call: KernelCall) -> Iterator[int]:
         """Yield the numbers that encode a call for `cpu_graph.cpp`."""
@@ -280,9 +294,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _locate(self, tensor: Tensor) -> tuple[int, int]:
         """Return the place of a tensor and its offset there in bytes."""
-        buffer = self._buffer(tensor)
+        buffer = self._find_buffer(tensor)
         if buffer is not None:
-            return buffer.place, buffer.offset + tensor.data_ptr() - _storage_address(tensor)
+            return buffer.place, buffer.offset + tensor.data_ptr() - _get_storage_address(tensor)
         if self._varies(tensor):
             return BATCH, tensor.data_ptr() - self._x.data_ptr()
         return FIXED, tensor.data_ptr()
@@ -293,35 +307,43 @@ def _list_tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _storage_address(tensor: Tensor) -> int:
+def _get_storage_address(tensor: Tensor) -> int:
     """Return the address of a tensor's storage, or 0 if torch does not expose it."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _are_views(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     """Return whether all outputs of an operator are views of its inputs."""
-    return bool(outputs) and {_storage_address(tensor) for tensor in outputs} <= {
-        _storage_address(tensor) for tensor in inputs
+    return bool(outputs) and {_get_storage_address(tensor) for tensor in outputs} <= {
+        _get_storage_address(tensor) for tensor in inputs
     }
 
 
 def _is_plain_sum(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
     """Return whether a sum adds two tensors of the same shape, dtype and dense layout, without a factor."""
-    one, other = args[:2]
-    if kwargs or len(args) != 2 or not isinstance(other, Tensor) or one.dtype not in DTYPES:
+    first_term, second_term = args[:2]
+    if kwargs or len(args) != 2 or not isinstance(second_term, Tensor) or first_term.dtype not in DTYPES:
         return False
-    is_dense = one.is_contiguous() or (one.dim() == 5 and one.is_contiguous(memory_format=torch.channels_last_3d))
-    same_layout = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-    return is_dense and same_layout and one.device.type == "cpu"
+    is_dense = first_term.is_contiguous() or (
+        first_term.dim() == 5 and first_term.is_contiguous(memory_format=torch.channels_last_3d)
+    )
+    has_same_layout = (first_term.dtype, first_term.shape, first_term.stride()) == (
+        second_term.dtype,
+        second_term.shape,
+        second_term.stride(),
+    )
+    return is_dense and has_same_layout and first_term.device.type == "cpu"
 
 
 def _place_in_arena(buffers: Sequence[_Buffer]) -> int:
-    """Assign offsets such that buffers in use at the same time do not overlap. Return the bytes of the arena."""
-    placed = list[_Buffer]()
-    for buffer in sorted(buffers, key=lambda each: each.nbytes, reverse=True):
-        for other in sorted((each for each in placed if each.overlaps(buffer)), key=lambda each: each.offset):
-            if buffer.offset + buffer.nbytes <= other.offset:
+    """Assign offsets so that buffers in use at the same time do not overlap. Return the size of the arena in bytes."""
+    placed_buffers = list[_Buffer]()
+    for buffer in sorted(buffers, key=lambda placed: placed.nbytes, reverse=True):
+        for neighbor in sorted(
+            (placed for placed in placed_buffers if placed.overlaps(buffer)), key=lambda placed: placed.offset
+        ):
+            if buffer.offset + buffer.nbytes <= neighbor.offset:
                 break
-            buffer.offset = max(buffer.offset, other.offset + other.nbytes)
-        placed.append(buffer)
-    return max((buffer.offset + buffer.nbytes for buffer in placed), default=0)
+            buffer.offset = max(buffer.offset, neighbor.offset + neighbor.nbytes)
+        placed_buffers.append(buffer)
+    return max((buffer.offset + buffer.nbytes for buffer in placed_buffers), default=0)

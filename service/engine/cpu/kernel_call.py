@@ -1,4 +1,4 @@
-"""Calls of C++ kernels on tensors. All kernels have the same signature, so that a captured graph can replay them."""
+"""Calls to C++ kernels with tensors. All kernels have the same signature, so that a captured graph can replay them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ OUT_OF_MEMORY_MESSAGE = "not enough memory for the working buffers of a CPU kern
 class Kernels(CppFunctions):
     """Kernels with the signature int (void *const *tensors, const int64_t *sizes, const double *reals, int threads).
 
-    They write the last tensor and read all others. They return 0, or another status if memory ran out.
+    They write the last tensor and read all others. They return 0, or a nonzero status if memory ran out.
 
-    kernels  names of the kernels
-    others   functions with other signatures
+    kernels          names of the kernels
+    other_functions  functions with other signatures
     """
 
-    def __init__(self, kernels: Sequence[str], others: Sequence[tuple[str, str, str]] = ()) -> None:
-        super().__init__([*((kernel, "pppi", "i") for kernel in kernels), *others])
+    def __init__(self, kernels: Sequence[str], other_functions: Sequence[tuple[str, str, str]] = ()) -> None:
+        super().__init__([*((kernel, "pppi", "i") for kernel in kernels), *other_functions])
 
     def call(self, name: str, *arguments: Any) -> int:
         """Call one of the functions, and return its result."""
@@ -41,17 +41,17 @@ class Kernels(CppFunctions):
         `next_width` is the name of the function that returns the width of the next block from the columns left.
         """
         widths = list[int]()
-        while (left := columns - sum(widths)) > 0:
-            widths.append(self.call(next_width, left))
+        while (columns_left := columns - sum(widths)) > 0:
+            widths.append(self.call(next_width, columns_left))
         return widths
 
     def get_address(self, kernel: str) -> int:
-        """Return the address of one of the functions."""
+        """Return the address of a kernel."""
         return ctypes.cast(getattr(self._functions, kernel), ctypes.c_void_p).value or 0
 
 
 class KernelCall(NamedTuple):
-    """A kernel of a library with its arguments. It reads `inputs` and writes `output`."""
+    """A call to a kernel of a library, with its arguments. The kernel reads `inputs` and writes `output`."""
 
     library: Kernels
     kernel: str
@@ -68,28 +68,28 @@ class KernelCall(NamedTuple):
     def run(self) -> None:
         """Run the kernel with torch's number of threads. Raises MemoryError."""
         tensors = self.tensors
-        failed = self.library.call(
+        status = self.library.call(
             self.kernel,
             (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors)),
             (ctypes.c_int64 * len(self.sizes))(*self.sizes),
             (ctypes.c_double * len(self.reals))(*self.reals),
             torch.get_num_threads(),
         )
-        if failed:
+        if status:
             raise MemoryError(OUT_OF_MEMORY_MESSAGE)
-        listener = getattr(_thread, "listener", None)
+        listener = getattr(_thread_local, "listener", None)
         if listener is not None:
             listener(self)
 
 
-_thread = threading.local()
+_thread_local = threading.local()
 
 
 @contextmanager
 def observe_calls(listener: Callable[[KernelCall], None]) -> Iterator[None]:
     """Pass every kernel call that this thread runs to `listener`."""
-    _thread.listener = listener
+    _thread_local.listener = listener
     try:
         yield
     finally:
-        del _thread.listener
+        del _thread_local.listener

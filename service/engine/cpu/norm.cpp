@@ -1,12 +1,12 @@
 // Instance and group norms for channels last, fused with the activation that follows. Inputs and outputs are float32 or
-// bfloat16, arithmetic is float32.
+// bfloat16; computation is in float32.
 //
 // ATen and inductor convert to contiguous and back, which makes a norm as expensive as a convolution: ATen's instance
 // norm takes five times as long. Here, voxels are processed in chunks that fit in a core's first-level cache, in two
 // passes: first the means of the channels, then the squared deviations from them. A plain sum of squares would lose
-// precision for large means: if the mean is five standard deviations, the error of ATen's group norm is 1e-3, and that
-// of this one 5e-7. Chunks are combined in double precision, in an order that does not depend on the number of threads
-// (Chan, Golub and LeVeque 1983).
+// precision for large means: if the mean is five standard deviations, the error of ATen's group norm is 1e-3, and the
+// error of this one is 5e-7. Chunks are combined in double precision, in an order that does not depend on the number of
+// threads (Chan, Golub and LeVeque 1983).
 
 #include <algorithm>
 #include <cmath>
@@ -20,7 +20,7 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int WIDEST = 16; // largest number of channels in a vector
+constexpr int WIDEST = 16; // maximum number of channels in a vector
 #else
 constexpr int WIDEST = 8;
 #endif
@@ -107,7 +107,7 @@ void combine(const Norm &n, const float *means, const float *squares, double *me
   }
 }
 
-// Affine map and activation of one channel or of a vector of channels.
+// Affine map and activation for one channel or a vector of channels.
 template <bool ACTIVATE, class V> struct Affine {
   V shift, scale, offset, slope;
   // NaN stays NaN, because non-finite scores must remain detectable.
@@ -177,7 +177,7 @@ template <class T> int normalise(const Norm &n, const T *x, T *y, int threads) {
 
 extern "C" {
 
-// tensors  x [batch, voxels, channels], weight, bias and slope, each float32 [channels] or null -> y as x
+// tensors  x [batch, voxels, channels], weight, bias and slope, each float32 [channels] or null -> y like x
 // sizes    batch, voxels, channels, groups, 1 for bfloat16 or 0 for float32
 // reals    eps
 // y = (x - mean) / sqrt(variance + eps) * weight + bias, with moments over the group of channels. Negative values are

@@ -1,4 +1,6 @@
-"""Instance and group norms that preserve channels last. ATen and inductor would convert to contiguous and back.
+"""Instance and group norms that preserve the channels-last layout.
+
+ATen and inductor would convert tensors to the contiguous layout and back.
 
 On a CPU, `norm.cpp` computes them for float32 and bfloat16. Its comments explain why it is faster and more accurate
 than ATen. Everywhere else, in compiled graphs, and if the kernels are missing, torch computes them.
@@ -41,11 +43,11 @@ class ChannelsLastNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x` [B, C, z, y, x], with moments in float32. The shape, dtype and layout stay the same."""
-        on_cpu = x.device.type == "cpu" and x.dtype in DTYPES
+        is_cpu_image = x.device.type == "cpu" and x.dtype in DTYPES
         # A norm without weights accepts any number of channels, but the kernel reads a slope for each channel.
-        if not torch.compiler.is_compiling() and on_cpu and x.shape[1] == self.channels and KERNELS.ready:
+        if not torch.compiler.is_compiling() and is_cpu_image and x.shape[1] == self.channels and KERNELS.ready:
             return self._run_kernel(x)
-        variance, mean = _moments(x.float())
+        variance, mean = _compute_moments(x.float())
         if self.groups < x.shape[1]:
             variance, mean = _combine_groups(variance, mean, self.groups)
         scale = torch.rsqrt(variance + self.eps)
@@ -61,13 +63,13 @@ class ChannelsLastNorm(nn.Module):
         x = x.contiguous(memory_format=torch.channels_last_3d)
         y = torch.empty_like(x)
         batch, channels, depth, height, width = x.shape
-        weights = (None if each is None else each.float() for each in (self.weight, self.bias, self.slope))
+        weights = (None if tensor is None else tensor.float() for tensor in (self.weight, self.bias, self.slope))
         sizes = (batch, depth * height * width, channels, self.groups, x.dtype == torch.bfloat16)
         KernelCall(KERNELS, "stackseg_normalise", (x, *weights), y, sizes, (self.eps,)).run()
         return y
 
 
-def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the variance and the mean over the voxels, each [B, C]."""
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return torch.var_mean(x, SPATIAL_AXES, correction=0)
@@ -78,11 +80,11 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _combine_groups(variance: Tensor, mean: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Return the variance and the mean of each group, repeated for each of its channels, each [B, C]."""
-    grouped = (len(mean), groups, -1)
-    within, means = variance.view(grouped), mean.view(grouped)
-    between, middle = torch.var_mean(means, 2, correction=0, keepdim=True)
-    together = within.mean(2, keepdim=True) + between
-    return together.expand_as(within).flatten(1), middle.expand_as(within).flatten(1)
+    grouped_shape = (len(mean), groups, -1)
+    variances, means = variance.view(grouped_shape), mean.view(grouped_shape)
+    between_variance, group_mean = torch.var_mean(means, 2, correction=0, keepdim=True)
+    group_variance = variances.mean(2, keepdim=True) + between_variance
+    return group_variance.expand_as(variances).flatten(1), group_mean.expand_as(variances).flatten(1)
 
 
 def replace_norms(module: nn.Module) -> nn.Module:

@@ -38,16 +38,16 @@ class PackedConvolution(nn.Module):
     def __init__(self, layer: Layer, activation: Activation) -> None:
         super().__init__()
         # Kept until the first input, whose shape is needed to pack the weights.
-        self._unpacked: Tensor | None = layer.weight
+        self._unpacked_weight: Tensor | None = layer.weight
         # Not registered as a buffer, because a tensor in a oneDNN layout can be neither moved nor copied.
         self._weight = torch.empty(0)
         self.bias, self.activation = layer.bias, activation
         # Geometry arguments of the operators: padding, output padding if transposed, stride, dilation, groups.
-        shared = (list(layer.stride), list(layer.dilation), layer.groups)
+        common_arguments = (list(layer.stride), list(layer.dilation), layer.groups)
         padding = [list(_read_padding(layer))]
         if transposed := isinstance(layer, nn.ConvTranspose3d):
             padding.append(list(layer.output_padding))
-        self.geometry = (*padding, *shared)
+        self.geometry = (*padding, *common_arguments)
         operators = torch.ops.mkldnn
         self._pack = (
             operators._reorder_convolution_transpose_weight if transposed else operators._reorder_convolution_weight
@@ -57,9 +57,9 @@ class PackedConvolution(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply convolution and activation: [B, C, z, y, x] -> [B, K, z, y, x]."""
         x = _to_channels_last(x)
-        if self._unpacked is not None:
-            self._weight = self._pack(self._unpacked, *self.geometry, list(x.shape))
-            self._unpacked = None
+        if self._unpacked_weight is not None:
+            self._weight = self._pack(self._unpacked_weight, *self.geometry, list(x.shape))
+            self._unpacked_weight = None
         name, scalars, algorithm = self.activation
         y: Tensor = self._run(x, self._weight, self.bias, *self.geometry, name, list(scalars), algorithm)
         return y
@@ -75,19 +75,21 @@ def pack(module: nn.Module, *, returns_scores: bool = False) -> nn.Module:
 
     Raises OSError if the kernels cannot be compiled.
     """
-    exact = _find_exact_layers(module) if returns_scores else set[nn.Module]()
-    fused = fuse_pairs(module, lambda layer, following: _fuse_activation(layer, following, exact=layer in exact))
-    return replace_modules(fused, _make_replacement)
+    exact_layers = _find_exact_layers(module) if returns_scores else set[nn.Module]()
+    fused_network = fuse_pairs(
+        module, lambda layer, next_module: _fuse_activation(layer, next_module, must_be_exact=layer in exact_layers)
+    )
+    return replace_modules(fused_network, _make_replacement)
 
 
-def _fuse_activation(layer: nn.Module, following: nn.Module, *, exact: bool) -> nn.Module | None:
+def _fuse_activation(layer: nn.Module, next_module: nn.Module, *, must_be_exact: bool) -> nn.Module | None:
     """Return the layer fused with the activation after it, or None if that is not possible or not exact enough."""
-    negative = read_slope(following)
-    if strided_conv.is_replaceable(layer) and negative is not None:
-        return strided_conv.StridedConvolution(layer, negative)
-    if not _is_packable(layer) or (exact and negative == 0):
+    slope = read_slope(next_module)
+    if strided_conv.is_replaceable(layer) and slope is not None:
+        return strided_conv.StridedConvolution(layer, slope)
+    if not _is_packable(layer) or (must_be_exact and slope == 0):
         return None
-    activation = _make_activation(following)
+    activation = _make_activation(next_module)
     return None if activation is None else PackedConvolution(layer, activation)
 
 
@@ -99,7 +101,7 @@ def _make_replacement(module: nn.Module) -> nn.Module | None:
 
 def _find_exact_layers(network: nn.Module) -> set[nn.Module]:
     """Return the convolutions whose zeros may appear as scores: the last one, or all if the last one has no bias."""
-    layers = [each for each in network.modules() if isinstance(each, Layer | winograd.WinogradConvolution)]
+    layers = [module for module in network.modules() if isinstance(module, Layer | winograd.WinogradConvolution)]
     return set(layers[-1:] if layers and layers[-1].bias is not None else layers)
 
 
@@ -126,16 +128,16 @@ def _is_supported(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
-        # Unlike torch's own convolutions, the packed operators need BF16 support of the processor.
+        # Unlike torch's own convolutions, the packed operators need BF16 support in the processor.
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
 
 
 def _make_activation(module: nn.Module) -> Activation | None:
-    """Return the equivalent activation in oneDNN, or None if there is none that propagates NaN."""
-    negative = read_slope(module)
-    if negative is not None:
-        return Activation("leaky_relu", (negative or TINY_SLOPE,))
+    """Return the equivalent activation in oneDNN, or None if no equivalent propagates NaN."""
+    slope = read_slope(module)
+    if slope is not None:
+        return Activation("leaky_relu", (slope or TINY_SLOPE,))
     if is_plain(module, nn.SiLU):
         return Activation("swish")
     return Activation("gelu", algorithm=module.approximate) if is_plain(module, nn.GELU) else None

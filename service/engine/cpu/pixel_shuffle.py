@@ -41,11 +41,11 @@ class DepthToSpace(_Shuffle):
         """Move channels into blocks of voxels: [B, K * prod(block), z, y, x] -> [B, K, z * bz, y * by, x * bx]."""
         batch, channels, *blocks = x.shape
         bz, by, bx = self.block
-        outputs, rest = divmod(channels, bz * by * bx)
-        if rest:
+        out_channels, remainder = divmod(channels, bz * by * bx)
+        if remainder:
             raise RuntimeError(f"{channels} channels cannot be divided into blocks of {list(self.block)}")
-        y = x.new_empty(batch, outputs, *(edge * step for edge, step in zip(blocks, self.block, strict=True)))
-        sizes = (batch, outputs, *blocks, *self.block, x.element_size())
+        y = x.new_empty(batch, out_channels, *(edge * step for edge, step in zip(blocks, self.block, strict=True)))
+        sizes = (batch, out_channels, *blocks, *self.block, x.element_size())
         x = x.contiguous(memory_format=torch.channels_last_3d)
         KernelCall(KERNELS, "stackseg_depth_to_space", (x,), y, sizes).run()
         return y

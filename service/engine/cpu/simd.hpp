@@ -1,4 +1,4 @@
-// SIMD vectors of float32 for arithmetic, loaded from and stored to float32 or bfloat16.
+// SIMD vectors for computation in float32, loaded from and stored to float32 or bfloat16.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int LINE = 64 / sizeof(float); // floats in a cache line
 
-// Vector types for N floats: `Floats` for arithmetic, `Stored` and `Halves` for float32 and bfloat16 in memory.
+// Vector types for N floats: `Floats` for computation, `Stored` and `Halves` for float32 and bfloat16 in memory.
 template <int N> struct Vectors {
   typedef float Floats __attribute__((vector_size(4 * N)));
   typedef float Stored __attribute__((vector_size(4 * N), aligned(4), may_alias));

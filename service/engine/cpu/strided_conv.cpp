@@ -1,5 +1,5 @@
-// Convolutions with equal kernel size and stride and without padding, also transposed, for channels last. Images are
-// float32 or bfloat16, sums are float32.
+// Convolutions with equal kernel size and stride and without padding, including transposed ones, for channels-last
+// images. Images are float32 or bfloat16; sums are float32.
 //
 // Patches of the finer image do not overlap, so the convolution is one matrix product with a row per position of the
 // coarser image. A patch consists of several runs of voxels along x. The runs of neighboring positions are contiguous in
@@ -21,7 +21,7 @@
 
 namespace {
 
-constexpr int64_t PIECE = 24; // largest number of positions along x in one unit of work
+constexpr int64_t PIECE = 24; // maximum number of positions along x in one unit of work
 
 // An image, and the size of the patch of voxels that belongs to one position.
 struct Image {
@@ -108,7 +108,7 @@ template <class Product, int R, int V, class T>
 template <class T> struct Target {
   T *y;
   const T *skip;
-  int64_t step, columns; // distance between rows; largest number of columns in a row
+  int64_t step, columns; // distance between rows; maximum number of columns in a row
 };
 
 // Loads and stores the first `count` elements of a vector.
@@ -230,7 +230,7 @@ template <class T> void convolve(const Layer &layer, void *const *tensors, float
 
 extern "C" {
 
-// Return the width of a vector, and the width of the next block of columns of weights, a multiple of it.
+// Return the width of a vector, and the width of the next block of columns of weights, which is a multiple of it.
 int64_t stackseg_patch_lanes() { return LANES; }
 int64_t stackseg_patch_columns(int64_t left) { return next_columns(left / LANES) * LANES; }
 

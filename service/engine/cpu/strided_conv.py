@@ -1,6 +1,6 @@
-"""Convolutions with equal kernel size and stride, also transposed, computed as one matrix product on a CPU.
+"""Convolutions with equal kernel size and stride, including transposed ones, as one matrix product on a CPU.
 
-oneDNN is as fast on large images, but on a small window its overhead takes a large part of the time.
+oneDNN is as fast on large images, but on a small window its overhead accounts for a large part of the time.
 The algorithm is described in `strided_conv.cpp`.
 """
 
@@ -17,7 +17,7 @@ from service.engine.fusion import is_plain
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
-# Fewer columns leave vectors partly empty, which take as long as full ones.
+# Minimum number of columns. With fewer, vectors are partly empty but take as long as full ones.
 MIN_COLUMNS = 8
 
 PATCH_KERNEL = "stackseg_patches"
@@ -28,7 +28,7 @@ KERNELS = Kernels(
 
 
 class StridedConvolution(nn.Module):
-    """A replacement of a convolution for which `is_replaceable` is true, with channels-last input and output.
+    """A replacement for a convolution for which `is_replaceable` is true, with channels-last input and output.
 
     It computes in the dtype of the layer, float32 or bfloat16.
 
@@ -44,49 +44,60 @@ class StridedConvolution(nn.Module):
         super().__init__()
         KERNELS.require()
         self.transposed, self.slope = isinstance(layer, nn.ConvTranspose3d), slope
-        self.dtype, self.inputs, self.outputs = layer.weight.dtype, layer.in_channels, layer.out_channels
+        self.dtype, self.in_channels, self.out_channels = layer.weight.dtype, layer.in_channels, layer.out_channels
         bz, by, bx = layer.kernel_size
         self.block = (bz, by, bx)
-        run = self.inputs * (1 if self.transposed else bx)
-        self.paired = self.dtype == torch.bfloat16 and run % 2 == 0 and KERNELS.call("stackseg_patch_pairs") == 1
+        run_length = self.in_channels * (1 if self.transposed else bx)
+        self.has_paired_weights = (
+            self.dtype == torch.bfloat16 and run_length % 2 == 0 and KERNELS.call("stackseg_patch_pairs") == 1
+        )
         self.register_buffer("weights", self._pack(layer.weight.detach()))
-        bias = torch.zeros(self.outputs) if layer.bias is None else layer.bias.detach().float()
+        bias = torch.zeros(self.out_channels) if layer.bias is None else layer.bias.detach().float()
         self.register_buffer("bias", _pad_to_vectors(bias.repeat(bx if self.transposed else 1)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer: [B, C, z, y, x] -> [B, K, z / bz, y / by, x / bx], or multiplied if transposed."""
-        if x.dtype != self.dtype or x.dim() != 5 or x.shape[1] != self.inputs:
-            raise RuntimeError(f"an input of shape {list(x.shape)} and {x.dtype} does not match the weights")
+        """Apply the layer: [B, C, z, y, x] -> [B, K, z / bz, y / by, x / bx], or the inverse if transposed."""
+        if x.dtype != self.dtype or x.dim() != 5 or x.shape[1] != self.in_channels:
+            raise RuntimeError(f"an input of shape {list(x.shape)} and dtype {x.dtype} does not match the weights")
         x = x.contiguous(memory_format=torch.channels_last_3d)
         size = [
             edge * step if self.transposed else edge // step for edge, step in zip(x.shape[2:], self.block, strict=True)
         ]
-        y = x.new_empty(len(x), *size, self.outputs).permute(0, 4, 1, 2, 3)
-        sizes = (*self._sizes(x, y), self.paired, x.dtype == torch.bfloat16)
+        y = x.new_empty(len(x), *size, self.out_channels).permute(0, 4, 1, 2, 3)
+        sizes = (*self._list_sizes(x, y), self.has_paired_weights, x.dtype == torch.bfloat16)
         KernelCall(KERNELS, PATCH_KERNEL, (x, self.weights, self.bias, None), y, sizes, (self.slope,)).run()
         return y
 
-    def _sizes(self, x: Tensor, y: Tensor) -> list[int]:
+    def _list_sizes(self, x: Tensor, y: Tensor) -> list[int]:
         """Return the sizes for the kernel, in the order that `strided_conv.cpp` documents."""
         ones = [1, 1, 1]
         if self.block == (1, 1, 1):
             # Treat all voxels of all windows as one line.
             line = [1, 1, len(x) * math.prod(x.shape[2:])]
-            return [1, *line, *line, self.inputs, *ones, *line, self.outputs, *ones]
-        read, written = (ones, self.block) if self.transposed else (self.block, ones)
+            return [1, *line, *line, self.in_channels, *ones, *line, self.out_channels, *ones]
+        input_block, output_block = (ones, self.block) if self.transposed else (self.block, ones)
         positions = (x if self.transposed else y).shape[2:]
-        return [len(x), *positions, *x.shape[2:], self.inputs, *read, *y.shape[2:], self.outputs, *written]
+        return [
+            len(x),
+            *positions,
+            *x.shape[2:],
+            self.in_channels,
+            *input_block,
+            *y.shape[2:],
+            self.out_channels,
+            *output_block,
+        ]
 
     def _pack(self, weight: Tensor) -> Tensor:
         """Return the weights of a torch layer in the order in which the kernel reads them."""
         bz, by, bx = self.block
         if self.transposed:
             # Shape [runs of the result, inputs, columns].
-            runs = weight.permute(2, 3, 0, 4, 1).reshape(bz * by, self.inputs, bx * self.outputs)
+            runs = weight.permute(2, 3, 0, 4, 1).reshape(bz * by, self.in_channels, bx * self.out_channels)
         else:
-            runs = weight.permute(2, 3, 4, 1, 0).reshape(1, bz * by * bx * self.inputs, self.outputs)
+            runs = weight.permute(2, 3, 4, 1, 0).reshape(1, bz * by * bx * self.in_channels, self.out_channels)
         blocks = [
-            block.reshape(-1, 2, block.shape[1]).transpose(1, 2) if self.paired else block.float()
+            block.reshape(-1, 2, block.shape[1]).transpose(1, 2) if self.has_paired_weights else block.float()
             for run in _pad_to_vectors(runs)
             for block in torch.split(run, KERNELS.split_columns("stackseg_patch_columns", run.shape[1]), dim=1)
         ]
@@ -96,10 +107,10 @@ class StridedConvolution(nn.Module):
 def fuse_addition(call: KernelCall, result: Tensor, other: Tensor) -> KernelCall | None:
     """Return a kernel call that also adds `other` to its output, bit-identical to a separate addition.
 
-    Return None if `call` is of another kernel, does not write exactly `result`, or already adds a tensor.
+    Return None if `call` runs a different kernel, does not write exactly `result`, or already adds a tensor.
     """
-    *inputs, added = call.inputs
-    if call.kernel != PATCH_KERNEL or added is not None or call.output.data_ptr() != result.data_ptr():
+    *inputs, addend = call.inputs
+    if call.kernel != PATCH_KERNEL or addend is not None or call.output.data_ptr() != result.data_ptr():
         return None
     if (call.output.dtype, call.output.numel()) != (result.dtype, result.numel()):
         return None

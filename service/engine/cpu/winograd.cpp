@@ -1,5 +1,5 @@
 // 3x3x3 convolution, stride 1, padding 1, channels last: Winograd's F(4x4x4, 3x3x3) (Lavin and Gray, "Fast Algorithms
-// for Convolutional Neural Networks", 2016). Images are float32 or bfloat16, arithmetic is float32.
+// for Convolutional Neural Networks", 2016). Images are float32 or bfloat16; computation is in float32.
 //
 // A 4x4x4 tile of outputs takes 216 products for each pair of channels instead of 1728, which is an eighth. Direct
 // convolutions already run at the speed of a matrix product, so only an algorithm with fewer multiplications can be
@@ -39,7 +39,7 @@ struct Shape {
   int64_t tiles() const { return batch * tiles_along(depth) * tiles_along(height) * tiles_along(width); }
 };
 
-// Position of the first output of a tile. Tiles are numbered along x first, then y, z and the batch.
+// Position of the first output in a tile. Tiles are numbered along x first, then y, z and the batch.
 struct Place {
   int64_t window, z, y, x;
   Place(const Shape &s, int64_t tile) {
@@ -228,7 +228,7 @@ void multiply(int64_t rows, const float *a, int64_t stride, int64_t inputs, cons
   });
 }
 
-// Multiplies at one point along z. `weights` are those of all columns, in the layout of `stackseg_convolve`.
+// Multiplies at one point along z. `weights` has the weights of all columns, in the layout of `stackseg_convolve`.
 void multiply_block(const Shape &s, const Block &b, const float *weights, int64_t z_point) {
   for (int64_t column = 0; column < s.outputs;) {
     const int vectors = next_columns((s.outputs - column) / LANES);

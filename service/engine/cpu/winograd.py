@@ -39,7 +39,7 @@ WEIGHT_TRANSFORM = (
 
 
 class WinogradConvolution(nn.Module):
-    """A 3x3x3 `nn.Conv3d` on the CPU by Winograd's algorithm. Input and output are both float32 or both bfloat16.
+    """A 3x3x3 `nn.Conv3d` on the CPU, computed by Winograd's algorithm. Images are float32 or bfloat16.
 
     slope  negative slope of the fused activation: 0 for a ReLU, 1 for no activation
 
@@ -73,8 +73,8 @@ def replace_convolutions(module: nn.Module) -> nn.Module:
     Raises OSError if the kernels are missing.
     """
     # Only a sequence defines which module follows the convolution.
-    fused = fuse_pairs(copy.deepcopy(module), _fuse_activation)
-    return replace_modules(fused, lambda child: WinogradConvolution(child) if is_replaceable(child) else None)
+    fused_network = fuse_pairs(copy.deepcopy(module), _fuse_activation)
+    return replace_modules(fused_network, lambda child: WinogradConvolution(child) if is_replaceable(child) else None)
 
 
 def _fuse_activation(layer: nn.Module, activation: nn.Module) -> WinogradConvolution | None:

@@ -1,4 +1,4 @@
-"""CUDA events, used to wait for the work of a stream and to measure it."""
+"""CUDA events, used to wait for the work in a stream and to measure its duration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def record_end(device: torch.device) -> Callable[[], object]:
-    """Record an event on the device's current stream, and return a function that sleeps until it is reached."""
+    """Record an event on the device's current stream, and return a function that waits for it."""
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -19,7 +19,7 @@ def record_end(device: torch.device) -> Callable[[], object]:
 
 
 class CudaTimer:
-    """A timer of the seconds that a CUDA device spends on parts of the work of its current stream.
+    """A timer for the seconds that a CUDA device spends on parts of the work in its current stream.
 
     The time of the host is not included as long as each part is a single launch, such as the replay of a graph.
     """

@@ -1,8 +1,9 @@
 """A CUDA graph of a network with one fixed input shape, which turns a forward pass into one launch.
 
-torch's mode `reduce-overhead` also records CUDA graphs, but they can only be replayed by the thread that compiled. The
+torch.compile's mode `reduce-overhead` also records CUDA graphs, but only the thread that compiled can replay them. The
 graph recorded here, around the eager or the compiled network, can be replayed by any thread.
-Source: the capture pattern of the PyTorch documentation, "CUDA semantics", section CUDA graphs.
+
+Source: the capture pattern in the PyTorch documentation, "CUDA semantics", section CUDA graphs.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from service.engine.compile.torch_compile import compile_module
 from service.engine.tuning.plans import EngineConfig
 from service.models.network import Network
 
-# The modes that record CUDA graphs themselves, which is not possible within a capture, and their equivalents without.
+# Modes of torch.compile that record CUDA graphs, which is not possible during a capture, and their equivalents that do
+# not.
 MODES_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
-# All networks record on the same stream. Work of another thread on it would become part of the graph.
-_recording = threading.Lock()
+# All networks are recorded on the same stream. Work that another thread submits to it would become part of the graph.
+_recording_lock = threading.Lock()
 
 _failed_graphs: list[Any] = []
 
@@ -63,7 +65,7 @@ def _get_capture_stream(device: torch.device, cuda: Any) -> Any:
 
 
 class CudaRecorder:
-    """Recording and replay of work on a CUDA device. Tests replace it, or `cuda`, by a fake that needs no GPU.
+    """Recording and replay of work on a CUDA device. Tests replace it, or `cuda`, with a fake that needs no GPU.
 
     bindings  module with torch's C++ functions that release a memory pool
     options   additional arguments of `torch.cuda.graph`
@@ -108,7 +110,7 @@ class CudaRecorder:
             # The allocator of pinned memory keeps a pointer to this graph that cannot be removed.
             _failed_graphs.append(self._graph)
             device = self._device.index or 0
-            # A RuntimeError means that torch has already ended the use of the pool, and will release it with the graph.
+            # A RuntimeError means that torch no longer uses the pool, and will release it with the graph.
             with suppress(RuntimeError):
                 self._bindings._cuda_endAllocateToPool(device, self._pool)
                 self._bindings._cuda_releasePool(device, self._pool)
@@ -119,7 +121,7 @@ class CudaRecorder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory pool used only by the recorded work."""
+        """Size in bytes of the memory pool used only by the recorded work."""
         pool = self._graph.pool()
         segments = self._cuda.memory_snapshot()
         return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == pool)
@@ -138,18 +140,18 @@ class GraphedNetwork:
         self._input = example.clone()
         self._recorder = recorder or CudaRecorder(example.device)
         with torch.inference_mode():
-            # The first call compiles. It is made without the lock, so that other recordings need not wait.
+            # The first call compiles. It is made without the lock, so that other recordings do not have to wait.
             network(self._input)
-            with _recording:
+            with _recording_lock:
                 self._recorder.warm_up(lambda: network(self._input))
                 self._output = self._recorder.capture(lambda: network(self._input))
         self.nbytes = self._input.nbytes + self._recorder.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute the scores of a batch [B, C, z, y, x]. Raises BadParameter if it is not like the example."""
+        """Compute the scores of a batch [B, C, z, y, x]. Raises BadParameter for a different shape or dtype."""
         if x.shape != self._input.shape or x.dtype != self._input.dtype:
-            have, want = (f"{tuple(t.shape)} {t.dtype}" for t in (x, self._input))
-            raise BadParameter(f"This network was recorded for batches of {want}, not of {have}.")
+            actual, expected = (f"{tuple(t.shape)} {t.dtype}" for t in (x, self._input))
+            raise BadParameter(f"This network was recorded for batches of {expected}, not of {actual}.")
         self._input.copy_(x)
         self._recorder.replay()
         return self._output
@@ -159,7 +161,7 @@ class CudaBuild:
     """The `DeviceBuild` of CUDA devices. Create it before the network, because it measures memory from then on."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pools_before = device, devices.measure_graph_pools(device)
+        self._device, self._pool_bytes_before = device, devices.measure_graph_pools(device)
 
     def warm_up(self, network: Network, example: Tensor) -> bool:
         """Run the warm-up calls, and return False because recorded graphs reuse the memory of their scores."""
@@ -168,18 +170,18 @@ class CudaBuild:
             network(example)
         return False
 
-    def count_buffer_bytes(self, network: Network, _streams: int) -> int:
-        """Return the bytes of the buffers and memory pools that the network has added. Call after `warm_up`."""
+    def count_buffer_bytes(self, network: Network, _stream_count: int) -> int:
+        """Return the size in bytes of the buffers and pools that the network has added. Call after `warm_up`."""
         torch.cuda.synchronize(self._device)
-        return graph_bytes(network, devices.measure_graph_pools(self._device) - self._pools_before)
+        return count_graph_bytes(network, devices.measure_graph_pools(self._device) - self._pool_bytes_before)
 
     def count_score_bytes(self, _network: Network) -> None:
         """Return None, because a forward pass allocates more than its scores."""
 
 
-def graph_bytes(network: Network, pools: int) -> int:
-    """Return the bytes that a recorded network holds between calls, without its weights.
+def count_graph_bytes(network: Network, pool_bytes: int) -> int:
+    """Return the number of bytes that a recorded network holds between calls, without its weights.
 
-    pools  bytes of the memory pools that the network has added, used if torch.compile recorded the graphs
+    pool_bytes  size of the memory pools that the network has added, used if torch.compile recorded the graphs
     """
-    return network.nbytes if isinstance(network, GraphedNetwork) else max(pools, 0)
+    return network.nbytes if isinstance(network, GraphedNetwork) else max(pool_bytes, 0)

@@ -1,8 +1,8 @@
 """TF32 on CUDA devices, controlled by process-wide switches of torch that are set when a network is built.
 
-TF32 rounds the factors of float32 products to a 10-bit mantissa, like that of float16, and accumulates in float32. It
-is several times as fast on Ampere and later GPUs. Like every other optimization, it is accepted only if the labels
-agree with those of a reference computed without it.
+TF32 rounds the factors of float32 matrix products to a 10-bit mantissa, like that of float16, and accumulates in
+float32. It is several times as fast on Ampere and later GPUs. Like every other optimization, it is accepted only if the
+labels agree with those of a reference computed without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from service.core.sections.computing import Engine
 from service.models.network import Network
 
-# The switches are process-wide. Without the lock, a second caller could save and restore temporary values of the first.
+# The switches are process-wide. Without the lock, a second caller could save and restore values set by the first.
 _lock = threading.RLock()
 
 
@@ -34,13 +34,13 @@ def configure(settings: Engine, device: torch.device) -> None:
 def disable_tf32() -> Iterator[None]:
     """Disable TF32 within this context, on all devices. Only one thread at a time can enter it."""
     with _lock:
-        matrices, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        matmul_precision, cudnn_allow_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         _set("highest")
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(matrices)
-            torch.backends.cudnn.allow_tf32 = convolutions
+            torch.set_float32_matmul_precision(matmul_precision)
+            torch.backends.cudnn.allow_tf32 = cudnn_allow_tf32
 
 
 def without_tf32(network: Network) -> Network:

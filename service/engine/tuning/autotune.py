@@ -1,4 +1,4 @@
-"""Choice of an engine configuration: the first one with correct labels, or the fastest of several.
+"""Choose an engine configuration: the first one with correct labels, or the fastest of several.
 
 Machines are shared and clock rates vary, so only calls made at about the same time are compared. Each challenger runs
 alternately with the fastest configuration so far, and replaces it if its median time is better by more than a margin.
@@ -21,14 +21,14 @@ from service.engine.tuning.plans import EngineConfig, Outcome, Trial, Verdict
 
 log = logging.getLogger(__name__)
 
-# Timed calls of each candidate, after one call that is not counted.
+# Maximum number of timed calls to each candidate, after one call that is not counted.
 MAX_TIMED_ROUNDS = 7
-# Timed calls after which a comparison may end early, if the result is clear or the time limit is reached.
+# Minimum number of timed calls before a comparison may end early, because the result is clear or time is up.
 MIN_TIMED_ROUNDS = 3
 # A challenger must be faster by more than this fraction, since noise can change medians by as much.
 MIN_SPEED_GAIN = 0.03
 
-# Errors by which a trial may fail.
+# Errors that make a trial fail.
 TRIAL_ERRORS = (*ENGINE_ERRORS, MemoryError, NonFiniteScores)
 
 Result = TypeVar("Result")
@@ -70,7 +70,7 @@ class _Entrant(Generic[Result]):
 
     @property
     def rate(self) -> float | None:
-        """Windows per second, or None if not timed. The first call allocates memory and is not counted."""
+        """Windows per second, or None if not timed. The first call also allocates memory, so it is not counted."""
         return 1 / statistics.median(self.seconds[1:]) if self.seconds else None
 
 
@@ -84,32 +84,32 @@ class NoWorkingConfiguration(RuntimeError):
 
 
 class Tuner(Generic[Result]):
-    """The choice of one configuration. At most two candidates are in memory at the same time.
+    """A search for the best configuration. At most two candidates are in memory at the same time.
 
     build             function that builds a candidate; it raises one of `TRIAL_ERRORS` if the configuration does not
                       work
-    difference        largest accepted fraction of changed labels
-    seconds           time limit, after which no further configuration or round is started if one has run
+    max_difference    maximum accepted fraction of changed labels
+    max_seconds       time limit, after which no configuration or round is started, provided that one has run
     explain_skip      function that returns why a configuration must not be tried, or None
     announce          function called before each trial, with the configuration and the total number of configurations
     find_device_loss  function that returns the exception to raise if a trial failed because the device was lost, since
-                      all further trials would fail too, or None
+                      all later trials would fail too, or None
     """
 
     def __init__(  # noqa: PLR0913
         self,
         build: Callable[[EngineConfig], Candidate[Result]],
-        difference: float,
-        seconds: float = math.inf,
+        max_difference: float,
+        max_seconds: float = math.inf,
         *,
         explain_skip: Callable[[EngineConfig], str | None] = lambda _config: None,
         announce: Callable[[EngineConfig, int], object] = lambda _config, _total: None,
         find_device_loss: Callable[[BaseException], Exception | None] = lambda _error: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._build, self._difference, self._limit = build, difference, seconds
+        self._build, self._max_difference, self._max_seconds = build, max_difference, max_seconds
         self._explain_skip, self._announce, self._clock = explain_skip, announce, clock
-        self._find_loss = find_device_loss
+        self._find_device_loss = find_device_loss
         self._start = clock()
         self._trials: dict[EngineConfig, Trial] = {}
         self._champion: _Entrant[Result] | None = None
@@ -156,7 +156,7 @@ class Tuner(Generic[Result]):
         return Winner(self._champion.candidate.result, tuple(self._trials.values()))
 
     def _challenge(self, config: EngineConfig) -> None:
-        """Time a configuration against the fastest one so far, and replace that if the new one is faster."""
+        """Time a configuration against the fastest one so far, and keep the faster one."""
         if config in self._trials:
             return
         with step(f"configuration {len(self._trials) + 1} of {self._total}"):
@@ -168,12 +168,12 @@ class Tuner(Generic[Result]):
             self._compare(*entrants)
 
     def _compare(self, champion: _Entrant[Result], challenger: _Entrant[Result]) -> None:
-        share = (challenger.rate or 0) / (champion.rate or math.inf)
+        speed_ratio = (challenger.rate or 0) / (champion.rate or math.inf)
         loser, winner = challenger, champion
-        if share > 1 + MIN_SPEED_GAIN:
-            loser, winner, share = champion, challenger, 1 / share
+        if speed_ratio > 1 + MIN_SPEED_GAIN:
+            loser, winner, speed_ratio = champion, challenger, 1 / speed_ratio
         self._champion = winner
-        self._record_verdict(loser, Verdict(Outcome.SLOWER, f"{share:.0%} of the speed of {winner.config}"))
+        self._record_verdict(loser, Verdict(Outcome.SLOWER, f"{speed_ratio:.0%} of the speed of {winner.config}"))
 
     def _enter(self, config: EngineConfig) -> _Entrant[Result] | None:
         """Build a configuration and check its labels. Return None if it is rejected; its trial holds the reason."""
@@ -190,8 +190,8 @@ class Tuner(Generic[Result]):
             log.debug("%s failed", config, exc_info=True)
             self._record_failure(config, error)
             return None
-        known = difference if math.isfinite(difference) else None
-        entrant = _Entrant(candidate, Trial(config, self._check(difference), None, known, build_seconds))
+        known_difference = difference if math.isfinite(difference) else None
+        entrant = _Entrant(candidate, Trial(config, self._check(difference), None, known_difference, build_seconds))
         self._record(entrant.trial)
         return entrant if entrant.trial.verdict.outcome is Outcome.RUNS else None
 
@@ -201,30 +201,34 @@ class Tuner(Generic[Result]):
             return Verdict(Outcome.WRONG, "scores that are not finite")
         if math.isinf(difference):
             return Verdict(Outcome.WRONG, "in a full batch, scores differ from those in fp32 by more than rounding")
-        if difference > self._difference:
-            return Verdict(Outcome.WRONG, f"{difference:.2%} of the labels differ, the limit is {self._difference:.2%}")
+        if difference > self._max_difference:
+            return Verdict(
+                Outcome.WRONG, f"{difference:.2%} of the labels differ; the limit is {self._max_difference:.2%}"
+            )
         return Verdict(Outcome.RUNS)
 
     def _explain_skipping(self, config: EngineConfig) -> str | None:
-        if self._champion is not None and self.seconds > self._limit:
+        if self._champion is not None and self.seconds > self._max_seconds:
             return "time limit reached"
-        for other, trial in self._trials.items():
-            agrees = trial.difference is not None and trial.difference <= self._difference
-            if agrees and replace(other, precision=config.precision) == config:
-                return f"{other.precision} already gives correct labels"
+        for tried_config, trial in self._trials.items():
+            is_correct = trial.difference is not None and trial.difference <= self._max_difference
+            if is_correct and replace(tried_config, precision=config.precision) == config:
+                return f"{tried_config.precision} already gives correct labels"
         return self._explain_skip(config)
 
     def _time_alternately(self, *entrants: _Entrant[Result]) -> list[_Entrant[Result]]:
         """Time entrants alternately until the time limit, or until one is clearly slower. Return the ones that ran."""
-        running = list(entrants)
+        running_entrants = list(entrants)
         for entrant in entrants:
             entrant.seconds.clear()
         with step("timing"):
-            for done in range(1 + MAX_TIMED_ROUNDS):
-                if done > MIN_TIMED_ROUNDS and (self.seconds > self._limit or _is_decided(running)):
+            for round_count in range(1 + MAX_TIMED_ROUNDS):
+                if round_count > MIN_TIMED_ROUNDS and (
+                    self.seconds > self._max_seconds or _is_decided(running_entrants)
+                ):
                     break
-                running = [entrant for entrant in running if self._time(entrant)]
-        return running
+                running_entrants = [entrant for entrant in running_entrants if self._time(entrant)]
+        return running_entrants
 
     def _time(self, entrant: _Entrant[Result]) -> bool:
         """Time one call, and return whether it succeeded."""
@@ -232,7 +236,7 @@ class Tuner(Generic[Result]):
         try:
             entrant.candidate.call()
         except TRIAL_ERRORS as error:
-            log.debug("%s failed while it was timed", entrant.config, exc_info=True)
+            log.debug("%s failed while it was being timed", entrant.config, exc_info=True)
             self._record_failure(entrant.config, error)
             return False
         entrant.seconds.append((self._clock() - start) / entrant.candidate.windows)
@@ -243,8 +247,8 @@ class Tuner(Generic[Result]):
         self._record(entrant.trial)
 
     def _record_failure(self, config: EngineConfig, error: BaseException) -> None:
-        if (lost := self._find_loss(error)) is not None:
-            raise lost from error
+        if (device_loss := self._find_device_loss(error)) is not None:
+            raise device_loss from error
         self._record(Trial(config, Verdict(Outcome.FAILED, get_first_line(error))))
 
     def _record(self, trial: Trial) -> None:
@@ -254,5 +258,5 @@ class Tuner(Generic[Result]):
 
 
 def _is_decided(entrants: Sequence[_Entrant[Any]]) -> bool:
-    """Return whether every call of the last entrant took longer than all calls of the first one."""
+    """Return whether every call to the last entrant took longer than all calls to the first one."""
     return min(entrants[-1].seconds[1:]) > max(entrants[0].seconds[1:]) if len(entrants) > 1 else False

@@ -57,7 +57,7 @@ class Outcome(StrEnum):
 
 
 class Verdict(NamedTuple):
-    """An outcome and the reason for it. Serialized to JSON as the text that `str` returns."""
+    """An outcome and the reason for it. Serialized to JSON as the string that `str` returns."""
 
     outcome: Outcome
     detail: str = ""
@@ -68,15 +68,15 @@ class Verdict(NamedTuple):
         return f"{self.outcome}: {self.detail}" if self.detail else str(self.outcome)
 
     @classmethod
-    def parse(cls, text: object) -> Self:
-        """Parse the text that `str` returns. Raises ValueError for other types."""
-        if isinstance(text, cls):
-            return text
-        if not isinstance(text, str):
-            raise ValueError(f"A verdict must be a text, not {text!r}.")  # noqa: TRY004 - pydantic expects it
-        outcome, _, detail = text.partition(": ")
+    def parse(cls, string: object) -> Self:
+        """Parse the string that `str` returns. Raises ValueError for other types."""
+        if isinstance(string, cls):
+            return string
+        if not isinstance(string, str):
+            raise ValueError(f"A verdict must be a string, not {string!r}.")  # noqa: TRY004 - pydantic expects it
+        outcome, _, detail = string.partition(": ")
         is_plain = outcome in set(Outcome) - {Outcome.SLOWER}
-        return cls(Outcome(outcome), detail) if is_plain else cls(Outcome.SLOWER, text)
+        return cls(Outcome(outcome), detail) if is_plain else cls(Outcome.SLOWER, string)
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class EnginePlan:
 
     seconds         duration of the trials
     circumstances   model, hardware, versions and settings for which the plan is valid; any change requires a new plan
-    tuned           True if it was the fastest of several configurations; False if it was the first one in the known
-                    order with correct labels
+    tuned           True if the configuration was the fastest of several; False if it was the first one with correct
+                    labels in the known order
     """
 
     model: str
@@ -120,18 +120,18 @@ class EnginePlan:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of a table: the chosen configuration, then the others, the fastest first."""
-        where = self.circumstances.get("device", "an unknown device")
+        location = self.circumstances.get("device", "an unknown device")
         if "threads" in self.circumstances:
-            where += f", {self.circumstances['threads']} threads"
-        yield f"{'tuned' if self.tuned else 'checked'} in {self.seconds:.0f} s on {where}:"
+            location += f", {self.circumstances['threads']} threads"
+        yield f"{'tuned' if self.tuned else 'checked'} in {self.seconds:.0f} s on {location}:"
         width = max((len(str(trial.choice)) for trial in self.trials), default=0)
         for trial in sorted(
             self.trials, key=lambda trial: (trial.choice != self.choice, -(trial.windows_per_second or 0))
         ):
-            rate = "" if trial.windows_per_second is None else f"{trial.windows_per_second:.1f} windows/s"
-            share = "" if trial.difference is None else f"{trial.difference:.3%} differ"
-            built = "" if trial.build_seconds is None else f"built in {trial.build_seconds:.1f} s"
-            yield f"{trial.choice!s:{width}} {rate:>17} {share:>14} {built:>16}  {trial.verdict}"
+            speed_text = "" if trial.windows_per_second is None else f"{trial.windows_per_second:.1f} windows/s"
+            difference_text = "" if trial.difference is None else f"{trial.difference:.3%} differ"
+            build_text = "" if trial.build_seconds is None else f"built in {trial.build_seconds:.1f} s"
+            yield f"{trial.choice!s:{width}} {speed_text:>17} {difference_text:>14} {build_text:>16}  {trial.verdict}"
 
 
 _ADAPTER = TypeAdapter(EnginePlan)
@@ -154,8 +154,8 @@ def hash_sources(*folders: Path) -> str:
 
 
 def find(folder: Path, model: str, circumstances: Mapping[str, str]) -> EnginePlan | None:
-    """Return the plan for exactly these circumstances, or None if there is none or it cannot be read."""
-    plan = _read(folder / _file_name(model, circumstances))
+    """Return the plan for exactly these circumstances, or None if no readable plan exists."""
+    plan = _read(folder / _make_file_name(model, circumstances))
     return plan if plan is not None and plan.circumstances == dict(circumstances) else None
 
 
@@ -173,7 +173,7 @@ def save(folder: Path, plan: EnginePlan) -> None:
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(_ADAPTER.dump_json(plan, indent=1))
-        Path(name).replace(folder / _file_name(plan.model, plan.circumstances))
+        Path(name).replace(folder / _make_file_name(plan.model, plan.circumstances))
     finally:
         Path(name).unlink(missing_ok=True)
 
@@ -193,6 +193,6 @@ def _read(file: Path) -> EnginePlan | None:
         return None
 
 
-def _file_name(model: str, circumstances: Mapping[str, str]) -> str:
-    text = json.dumps(dict(circumstances), sort_keys=True)
-    return f"{model}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+def _make_file_name(model: str, circumstances: Mapping[str, str]) -> str:
+    encoded = json.dumps(dict(circumstances), sort_keys=True)
+    return f"{model}-{hashlib.sha256(encoded.encode()).hexdigest()[:24]}.json"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-# TorchScript operators `prim::`: control flow, numbers, lists and tensors. None of them takes a file, class or process.
-_PRIM = """
+# TorchScript operators `prim::`: control flow, numbers, lists and tensors. None accepts a file, class or process.
+_PRIM_NAMES = """
 abs AutogradAnyNonZero Constant ConstantChunk data device DictConstruct dtype GetAttr If ImplicitTensorToNum is_cuda
 isinstance layout ListConstruct ListUnpack Loop max min NumToTensor RaiseException requires_grad TupleConstruct
 TupleIndex TupleUnpack unchecked_cast unchecked_unwrap_optional Uninitialized
 """
-# PyTorch operators `aten::`, used by TorchScript files and by graphs of torch.export.
-_ATEN = """
+# PyTorch operators `aten::`, used by TorchScript files and by graphs exported by torch.export.
+_ATEN_NAMES = """
 __and__ __contains__ __derive_index __getitem__ __is__ __isnot__ __not__ __or__ __range_length _convolution
 _convolution_mode _set_item _softmax _upsample_bicubic2d_aa _upsample_bilinear2d_aa
 _upsample_lanczos2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d abs
@@ -33,13 +33,13 @@ upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsa
 var_mean view view_as warn where zeros zeros_like
 """
 # Operators, or overloads of them, that are allowed only in trusted programs: for some arguments they access memory
-# outside of tensors, crash the process, or reinterpret memory shared with other tensors. Integer division that rounds
-# towards zero crashes for the lowest integer divided by -1.
-_TRUSTED_ONLY = """
+# outside tensors, crash the process, or reinterpret memory shared with other tensors. Integer division that rounds
+# toward zero crashes for the lowest integer divided by -1.
+_TRUSTED_ONLY_NAMES = """
 _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_lanczos2d_aa _upsample_nearest_exact2d repeat_interleave
 upsample_bicubic2d upsample_bilinear2d view.dtype
 div.Tensor_mode div.Scalar_mode div_.Tensor_mode div_.Scalar_mode
 """
-PRIM = frozenset(_PRIM.split())
-ATEN = frozenset(_ATEN.split())
-TRUSTED_ONLY = frozenset(_TRUSTED_ONLY.split())
+PRIM_OPERATORS = frozenset(_PRIM_NAMES.split())
+ATEN_OPERATORS = frozenset(_ATEN_NAMES.split())
+TRUSTED_ONLY_OPERATORS = frozenset(_TRUSTED_ONLY_NAMES.split())

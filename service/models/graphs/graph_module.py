@@ -1,4 +1,4 @@
-"""Convert a graph of calls that was read from a file to a torch module, and infer the shapes of its values."""
+"""Convert a graph of calls, read from a file, to a torch module, and infer the shapes of its values."""
 
 from __future__ import annotations
 
@@ -22,36 +22,37 @@ from service.models.network import MAX_ELEMENTS
 Shape = tuple[int, ...]
 Shapes = Mapping[Node, Shape]
 
-# Types and texts that arguments may have besides nodes. They are restricted because torch generates and executes Python
-# code for a graph.
+# Types of arguments other than nodes, and pattern of strings. Arguments are restricted because torch generates and
+# executes Python code for a graph.
 PLAIN_TYPES = (bool, int, float, torch.dtype, type(None))
-SAFE_TEXT = re.compile(r"[A-Za-z0-9_ .,>-]*")
-# Largest number of elements of all values alive at the same time for one window. As float32 they take 32 GiB.
+SAFE_STRING = re.compile(r"[A-Za-z0-9_ .,>-]*")
+# Maximum total number of elements of all values that are in memory at the same time for one window. As float32, they
+# take 32 GiB.
 MAX_LIVE_ELEMENTS = 2**33
-# Errors of a graph that cannot process its input.
+# Errors that a graph may raise if it cannot process its input.
 _GRAPH_ERRORS = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
 
 
 def make_graph_module(root: nn.Module, graph: Graph) -> GraphModule:
     """Convert a graph to a module, which runs Python code that torch generates from the graph.
 
-    Raises BrokenModel if anything except identifiers, numbers, plain texts and nodes would become part of that code.
+    Raises BrokenModel if anything except identifiers, numbers, plain strings and nodes would become part of that code.
     """
     for node in graph.nodes:
         names = [node.name, *node.kwargs, *(node.target.split(".") if isinstance(node.target, str) else ())]
         if not all(name.isidentifier() and not keyword.iskeyword(name) for name in names):
             raise BrokenModel(f"a name in a call is not a valid identifier: {max(names, key=len)[:80]!r}.")
         if not _is_plain([*node.args, *node.kwargs.values()]):
-            raise BrokenModel(f"{node.name} has arguments other than numbers, plain texts and values of the graph.")
+            raise BrokenModel(f"{node.name} has arguments other than numbers, plain strings and values of the graph.")
     return GraphModule(root, graph)
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether an argument consists only of nodes, numbers, plain texts and lists of these."""
+    """Return whether an argument consists only of nodes, numbers, plain strings and lists of these."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if type(value) is str:
-        return SAFE_TEXT.fullmatch(value) is not None
+        return SAFE_STRING.fullmatch(value) is not None
     return isinstance(value, Node) or (
         type(value) in PLAIN_TYPES and not (type(value) is int and value.bit_length() > 64)
     )
@@ -80,7 +81,7 @@ class _ShapeInterpreter(Interpreter):
         super().__init__(network)
         self._device = device
         self.shapes: dict[Node, Shape] = {}
-        self._live = 0
+        self._live_elements = 0
 
     def infer(self, shape: Shape) -> dict[Node, Shape]:
         """Return the shapes of all values for an image with this shape."""
@@ -92,11 +93,13 @@ class _ShapeInterpreter(Interpreter):
         if isinstance(result, Tensor):
             self.shapes[n] = tuple(result.shape)
             check_elements(result.shape)
-            self._live += result.numel()
-            if self._live > MAX_LIVE_ELEMENTS:
-                raise BrokenModel(f"{n.name}: more than {MAX_LIVE_ELEMENTS} elements would be in memory at a time.")
-        released = self.user_to_last_uses.get(n, ())
-        self._live -= sum(math.prod(self.shapes[each]) for each in released if each in self.shapes)
+            self._live_elements += result.numel()
+            if self._live_elements > MAX_LIVE_ELEMENTS:
+                raise BrokenModel(
+                    f"{n.name}: more than {MAX_LIVE_ELEMENTS} elements would be in memory at the same time."
+                )
+        released_nodes = self.user_to_last_uses.get(n, ())
+        self._live_elements -= sum(math.prod(self.shapes[node]) for node in released_nodes if node in self.shapes)
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -146,7 +149,7 @@ class _SizeLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _compute_on_meta(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the results of an operator as meta tensors, or none if it cannot run on the meta device."""
     args, kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
-    if any(each.name == "device" for each in func._schema.arguments):
+    if any(argument.name == "device" for argument in func._schema.arguments):
         kwargs["device"] = torch.device("meta")
     try:
         return [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]

@@ -1,8 +1,8 @@
 """Convert calls in a graph to modules for layers, which engines can replace and fuse.
 
-A finder recognizes one kind of layer by a call of an ATen operator or of the function that implements an ONNX operator.
-Consecutive layers become an `nn.Sequential` if no other call reads the value in between, so that engines know the order
-of calls.
+A finder recognizes one kind of layer by a call to an ATen operator or to the function that implements an ONNX operator.
+Consecutive layers become an `nn.Sequential` if no other call reads the value between them, so that engines know the
+order of calls.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from service.models.architectures import DepthToSpace, SpaceToDepth
 from service.models.graphs.graph_module import Shape, Shapes, infer_shapes
 
 INPUT_RANK = 5
-# Permutations of the axes [B, C, z, bz, y, by, x, bx] by space-to-depth, and [B, K, bz, by, bx, z, y, x] by
-# depth-to-space.
+# Permutations that space-to-depth applies to the axes [B, C, z, bz, y, by, x, bx], and depth-to-space to the axes
+# [B, K, bz, by, bx, z, y, x].
 SPACE_TO_DEPTH_AXES = (0, 1, 3, 5, 7, 2, 4, 6)
 DEPTH_TO_SPACE_AXES = (0, 1, 5, 2, 6, 3, 7, 4)
 # ATen's names for arguments with different names in ONNX.
-ATEN_NAMES = {"alpha": "negative_slope", "scale": "weight", "slope": "weight", "epsilon": "eps", "perm": "dims"}
+ATEN_ARGUMENT_NAMES = {
+    "alpha": "negative_slope",
+    "scale": "weight",
+    "slope": "weight",
+    "epsilon": "eps",
+    "perm": "dims",
+}
 
 
 class Layer(NamedTuple):
@@ -36,18 +42,18 @@ class Layer(NamedTuple):
     result: Node
 
 
-FindLayer = Callable[[GraphModule, Node, Shapes], Layer | None]
+LayerFinder = Callable[[GraphModule, Node, Shapes], Layer | None]
 """A function (network, call, known shapes) -> the layer that the call is a part of, or None."""
 
 
 def add_layers(
-    network: GraphModule, window: Sequence[int], finders: Mapping[Any, FindLayer], additions: Set[Any]
+    network: GraphModule, window: Sequence[int], finders: Mapping[Any, LayerFinder], additions: Set[Any]
 ) -> GraphModule:
     """Return the network with modules for its layers, and with sequences for consecutive layers.
 
     window     shape [C, z, y, x] of the windows that the network processes
-    finders    finders of layers, by the function of one of the calls of the layer
-    additions  functions that add two values
+    finders    finders of layers, by a function that a layer of this kind calls
+    additions  functions that each add two values
     """
     graph = network.graph
     graph.eliminate_dead_code()
@@ -84,24 +90,26 @@ def is_volume(node: Any, shapes: Shapes) -> bool:
 
 
 def get_only_user(node: Node, functions: Set[Any]) -> Node | None:
-    """Return the only call that reads a value, or None if there are several or it calls none of `functions`."""
+    """Return the call to one of `functions` that is the only user of a value, or None if there is no such call."""
     users = list(node.users)
     return users[0] if len(users) == 1 and users[0].target in functions else None
 
 
 def read_arguments(network: GraphModule, node: Node) -> dict[str, Any]:
-    """Return the arguments of a call by ATen's names, including defaults, with tensors for stored tensors."""
+    """Return the arguments of a call by ATen's names, including defaults. Nodes of stored tensors become tensors."""
     if isinstance(node.target, OpOverload):
         schema = node.target._schema.arguments
-        arguments = {each.name: each.default_value for each in schema if each.has_default_value()} | node.kwargs
+        arguments = {
+            parameter.name: parameter.default_value for parameter in schema if parameter.has_default_value()
+        } | node.kwargs
     elif callable(node.target):
-        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-        bound.apply_defaults()
-        arguments = {ATEN_NAMES.get(name, name): value for name, value in bound.arguments.items()}
+        bound_arguments = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        bound_arguments.apply_defaults()
+        arguments = {ATEN_ARGUMENT_NAMES.get(name, name): value for name, value in bound_arguments.arguments.items()}
     else:
         raise TypeError(f"{node.target} is not a call")
-    stored = {name: read_constant(network, value) for name, value in arguments.items()}
-    return {name: value if stored[name] is None else stored[name] for name, value in arguments.items()}
+    stored_tensors = {name: read_constant(network, value) for name, value in arguments.items()}
+    return {name: value if stored_tensors[name] is None else stored_tensors[name] for name, value in arguments.items()}
 
 
 def make_convolution(
@@ -110,7 +118,7 @@ def make_convolution(
     """Return an `nn.Conv3d`, or an `nn.ConvTranspose3d`, whose parameters are `weight` and `bias`.
 
     The shape of `weight` is [out, in / groups, z, y, x], or [in, out / groups, z, y, x] for a transposed convolution.
-    `settings` are further keyword arguments of the module.
+    `settings` are additional keyword arguments of the module.
     """
     module_type: Any = nn.ConvTranspose3d if transposed else nn.Conv3d
     channels = (weight.shape[1] * groups, weight.shape[0])
@@ -145,10 +153,10 @@ def make_norm(groups: int, weight: Tensor | None, bias: Tensor | None, *, channe
 def find_activation(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
     """Find a ReLU or LeakyReLU."""
     source = get_first_input(node)
-    in_place = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    is_in_place = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
     # An in-place call changes the source, or the tensor of which it is a view, for all other calls that read it.
     is_only_user = source.op == "call_module" and len(source.users) == 1
-    if not is_volume(source, shapes) or (in_place and not is_only_user):
+    if not is_volume(source, shapes) or (is_in_place and not is_only_user):
         return None
     slope = read_arguments(network, node).get("negative_slope")
     return Layer(nn.ReLU() if slope is None else nn.LeakyReLU(slope), source, node)
@@ -176,32 +184,34 @@ def find_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
     """Find an instance or group norm with stored weights and without running statistics."""
     settings, source = read_arguments(network, node), get_first_input(node)
     weight, bias = settings["weight"], settings["bias"]
-    unsupported = isinstance(weight, Node) or isinstance(bias, Node) or settings.get("running_mean") is not None
-    if unsupported or not is_volume(source, shapes):
+    is_unsupported = isinstance(weight, Node) or isinstance(bias, Node) or settings.get("running_mean") is not None
+    if is_unsupported or not is_volume(source, shapes):
         return None
     channels = shapes[source][1]
     norm = make_norm(settings.get("num_groups", channels), weight, bias, channels=channels, eps=settings["eps"])
     return Layer(norm, source, node)
 
 
-def make_shuffle_finder(reshapes: Set[Any]) -> FindLayer:
+def make_shuffle_finder(reshapes: Set[Any]) -> LayerFinder:
     """Return a finder of pixel shuffles, which consist of a reshape, a permutation and a reshape."""
 
     def find_shuffle(network: GraphModule, permute: Node, shapes: Shapes) -> Layer | None:
-        before, after = get_first_input(permute), get_only_user(permute, reshapes)
-        if after is None or before.target not in reshapes or len(before.users) > 1:
+        first_reshape, second_reshape = get_first_input(permute), get_only_user(permute, reshapes)
+        if second_reshape is None or first_reshape.target not in reshapes or len(first_reshape.users) > 1:
             return None
-        source, order = get_first_input(before), tuple(read_arguments(network, permute)["dims"])
-        module = _make_shuffle(shapes.get(source, ()), shapes.get(before, ()), order)
-        if module is None or tuple(module(torch.empty(shapes[source], device="meta")).shape) != shapes.get(after):
+        source, order = get_first_input(first_reshape), tuple(read_arguments(network, permute)["dims"])
+        module = _make_shuffle(shapes.get(source, ()), shapes.get(first_reshape, ()), order)
+        if module is None or tuple(module(torch.empty(shapes[source], device="meta")).shape) != shapes.get(
+            second_reshape
+        ):
             return None
-        return Layer(module, source, after)
+        return Layer(module, source, second_reshape)
 
     return find_shuffle
 
 
 def _put_layer(network: GraphModule, layer: Layer) -> Node:
-    """Replace the computation of a layer's result by a call of its module, and return that call."""
+    """Replace the computation of a layer's result with a call to its module, and return that call."""
     name = f"layer_{layer.result.name}"
     network.add_module(name, layer.module)
     with network.graph.inserting_before(layer.result):
@@ -211,32 +221,32 @@ def _put_layer(network: GraphModule, layer: Layer) -> Node:
     return call
 
 
-def _make_shuffle(shape: Shape, split: Shape, axes: tuple[Any, ...]) -> SpaceToDepth | DepthToSpace | None:
-    """Return the pixel shuffle that reshapes an image of `shape` to `split` and permutes `axes`, or None."""
-    if len(shape) != INPUT_RANK or len(split) != 8:
+def _make_shuffle(shape: Shape, split_shape: Shape, axes: tuple[Any, ...]) -> SpaceToDepth | DepthToSpace | None:
+    """Return the pixel shuffle that reshapes an image of `shape` to `split_shape` and permutes `axes`, or None."""
+    if len(shape) != INPUT_RANK or len(split_shape) != 8:
         return None
     edges = shape[2:]
     if axes == SPACE_TO_DEPTH_AXES:
-        block = split[3::2]
+        block = split_shape[3::2]
         voxels = tuple(size for edge, step in zip(edges, block, strict=True) for size in (edge // step, step))
-        return SpaceToDepth(block) if split == (*shape[:2], *voxels) else None
+        return SpaceToDepth(block) if split_shape == (*shape[:2], *voxels) else None
     if axes == DEPTH_TO_SPACE_AXES:
-        return DepthToSpace(split[2:5]) if (split[0], *split[5:]) == (shape[0], *edges) else None
+        return DepthToSpace(split_shape[2:5]) if (split_shape[0], *split_shape[5:]) == (shape[0], *edges) else None
     return None
 
 
 def _join_layers(network: GraphModule) -> None:
     """Join every two layers to an `nn.Sequential` if only the second one reads the result of the first one."""
     for node in list(network.graph.nodes):
-        before = node.args[0] if node.op == "call_module" else None
-        if not isinstance(before, Node) or before.op != "call_module" or len(before.users) > 1:
+        previous_call = node.args[0] if node.op == "call_module" else None
+        if not isinstance(previous_call, Node) or previous_call.op != "call_module" or len(previous_call.users) > 1:
             continue
-        first, second = (network.get_submodule(str(each.target)) for each in (before, node))
+        first, second = (network.get_submodule(str(call.target)) for call in (previous_call, node))
         if isinstance(first, nn.Sequential):
             first.append(second)
         else:
-            setattr(network, str(before.target), nn.Sequential(first, second))
-        node.replace_all_uses_with(before)
+            setattr(network, str(previous_call.target), nn.Sequential(first, second))
+        node.replace_all_uses_with(previous_call)
         network.graph.erase_node(node)
 
 
@@ -245,11 +255,11 @@ def _add_in_place(network: GraphModule, additions: Set[Any]) -> None:
     order = {node: index for index, node in enumerate(network.graph.nodes)}
     for node in network.graph.nodes:
         terms = sorted(node.all_input_nodes, key=order.__getitem__)
-        # Sums with further arguments, such as a factor of one term, cannot be replaced.
+        # Sums with additional arguments, such as a factor of one term, cannot be replaced.
         if node.target in additions and len(terms) == len({*node.args, *node.kwargs.values()}) == 2:
-            other, last = terms
-            if len(last.users) == 1 and _owns_result(network, last):
-                node.target, node.args, node.kwargs = add_into, (last, other), {}
+            earlier_term, later_term = terms
+            if len(later_term.users) == 1 and _owns_result(network, later_term):
+                node.target, node.args, node.kwargs = add_into, (later_term, earlier_term), {}
 
 
 def _owns_result(network: GraphModule, node: Node) -> bool:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from service.core.errors import BrokenModel
 
-MAX_GRAPH_BYTES = 2**26
+MAX_JSON_BYTES = 2**26
 
-# Codes of torch._export.serde.schema.ScalarType.
+# Data types by their codes in torch._export.serde.schema.ScalarType.
 DTYPES = {
     1: torch.uint8,
     2: torch.int8,
@@ -32,7 +32,7 @@ DTYPES = {
 
 
 class Pt2Archive:
-    """A PT2 archive. Names of its files are paths below its top-level folder."""
+    """A PT2 archive. File names are paths relative to its top-level folder."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
@@ -45,26 +45,26 @@ class Pt2Archive:
         if entry is None:
             raise BrokenModel(f"it does not contain {name}; export the network again with torch 2.8 or later.")
         if entry.compress_type != zipfile.ZIP_STORED:
-            raise BrokenModel(f"{name} is compressed, which files of torch.export.save never are.")
+            raise BrokenModel(f"{name} is compressed, but torch.export.save never compresses files.")
         return self._archive.read(entry)
 
     def read_json(self, name: str) -> Any:
         """Read a JSON file. Raises BrokenModel if it is missing, compressed or too large."""
         text = self.read_bytes(name)
-        if len(text) > MAX_GRAPH_BYTES:
-            raise BrokenModel(f"{name} is larger than the limit of {MAX_GRAPH_BYTES} bytes.")
+        if len(text) > MAX_JSON_BYTES:
+            raise BrokenModel(f"{name} is larger than the limit of {MAX_JSON_BYTES} bytes.")
         return json.loads(text)
 
 
-def decode_tensor(data: bytes, meta: Mapping[str, Any]) -> Tensor:
-    """Copy raw little-endian bytes into a tensor. Raises BrokenModel or RuntimeError if they do not match `meta`."""
-    sizes, strides = ([int(item["as_int"]) for item in meta[key]] for key in ("sizes", "strides"))
-    dtype = DTYPES[meta["dtype"]]
+def decode_tensor(data: bytes, metadata: Mapping[str, Any]) -> Tensor:
+    """Copy raw little-endian bytes into a tensor. Raises BrokenModel or RuntimeError if `metadata` does not fit."""
+    sizes, strides = ([int(item["as_int"]) for item in metadata[key]] for key in ("sizes", "strides"))
+    dtype = DTYPES[metadata["dtype"]]
     if not math.prod(sizes):
         return torch.empty(sizes, dtype=dtype)
     # Convert booleans from bytes, because operators do not expect values other than 0 and 1.
-    stored = torch.frombuffer(bytearray(data), dtype=torch.uint8 if dtype == torch.bool else dtype)
-    stored = stored.bool() if dtype == torch.bool else stored
-    if math.prod(sizes) > len(stored):
+    elements = torch.frombuffer(bytearray(data), dtype=torch.uint8 if dtype == torch.bool else dtype)
+    elements = elements.bool() if dtype == torch.bool else elements
+    if math.prod(sizes) > len(elements):
         raise BrokenModel(f"a tensor of shape {sizes} does not fit in its {len(data)} bytes.")
-    return stored.as_strided(sizes, strides, int(meta["storage_offset"]["as_int"])).clone()
+    return elements.as_strided(sizes, strides, int(metadata["storage_offset"]["as_int"])).clone()

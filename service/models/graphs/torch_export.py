@@ -1,8 +1,8 @@
 """Load a `torch.export` file without `torch.export.load`, which evaluates and unpickles parts of the file.
 
 Only the graph, which is JSON with a list of operator calls, and the raw bytes of the weights are read. Every operator
-must be on the list in `allowed_operators`. The format is schema version 8 of `torch._export.serde.schema`, in the PT2
-archive that `torch.export.save` writes since torch 2.8.
+must be on the allowlist in `allowed_operators`. The format is schema version 8 of `torch._export.serde.schema`, in the
+PT2 archive that `torch.export.save` has written since torch 2.8.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from service.core.errors import BrokenModel
 from service.core.files.zip_archive import open_torch_archive
-from service.models.graphs.allowed_operators import ATEN, TRUSTED_ONLY
+from service.models.graphs.allowed_operators import ATEN_OPERATORS, TRUSTED_ONLY_OPERATORS
 from service.models.graphs.graph_module import Shapes, make_graph_module, multiply
 from service.models.graphs.layers import (
-    FindLayer,
     Layer,
+    LayerFinder,
     add_layers,
     find_activation,
     find_norm,
@@ -39,11 +39,11 @@ from service.models.graphs.layers import (
 from service.models.graphs.pt2_archive import DTYPES, Pt2Archive, decode_tensor
 
 SCHEMA_VERSION = 8
-# Untrusted graphs may not call operators in TRUSTED_ONLY. The added operators occur only in graphs of torch.export.
-ALLOWED_OPERATORS = ATEN - TRUSTED_ONLY | {"sym_size", "lift_fresh_copy", "detach_"}
+# Operators that untrusted graphs may call. The last three occur only in graphs exported by torch.export.
+ALLOWED_OPERATORS = ATEN_OPERATORS - TRUSTED_ONLY_OPERATORS | {"sym_size", "lift_fresh_copy", "detach_"}
 ALLOWED_RESULT_TYPES = frozenset(["Tensor", "List[Tensor]"])
-PLAIN_ARGUMENTS = ("as_int", "as_ints", "as_float", "as_floats", "as_bool", "as_bools", "as_string")
-ARITHMETIC: dict[str, Callable[..., Any]] = {
+PLAIN_ARGUMENT_KINDS = ("as_int", "as_ints", "as_float", "as_floats", "as_bool", "as_bools", "as_string")
+SIZE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     f"_operator.{name}": getattr(operator, name) for name in ("add", "sub", "floordiv", "mod", "neg", "getitem")
 } | {"_operator.mul": multiply}
 # Errors that reading a damaged or unrelated file can raise.
@@ -62,12 +62,14 @@ _READ_ERRORS = (
 def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
     """Load the network of a `.pt2` file, in the precision of the file, on the CPU, in evaluation mode.
 
-    Layers become modules, which engines can replace. They are recognized by the shapes for windows [C, z, y, x]. Raises
-    BrokenModel with the reason if the file is rejected.
+    Layers become modules, which engines can replace. They are recognized by the shapes that their tensors have for a
+    window [C, z, y, x]. Raises BrokenModel with the reason if the file is rejected.
     """
     try:
         with open_torch_archive(path) as archive:
-            network = add_layers(_GraphReader(Pt2Archive(archive)).read(), window, FINDERS, {_ATEN.add.Tensor})
+            network = add_layers(
+                _GraphReader(Pt2Archive(archive)).read(), window, LAYER_FINDERS, {_ATEN_OPS.add.Tensor}
+            )
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except RecursionError as error:
@@ -82,7 +84,7 @@ class _GraphReader:
     """A reader of one graph.
 
     _values           nodes by their names in the file
-    _stored           nodes of stored tensors by file and metadata, since several names may refer to one tensor
+    _tensor_nodes     nodes of stored tensors by file and metadata, since several names may refer to one tensor
     _remaining_bytes  bytes of tensors that may still be read; the total is limited to the size of the archive
     _configs          tables with the locations of tensors in the archive, by file name
     """
@@ -97,7 +99,7 @@ class _GraphReader:
         self._root = nn.Module()
         self._graph = Graph()
         self._values: dict[str, Node] = {}
-        self._stored: dict[str, Node] = {}
+        self._tensor_nodes: dict[str, Node] = {}
         self._remaining_bytes = archive.stored_bytes
         self._configs: dict[str, Any] = {}
 
@@ -111,41 +113,41 @@ class _GraphReader:
 
     def _read_inputs(self) -> None:
         """Add the image as the input of the graph. All other inputs must be tensors in the file."""
-        images = 0
+        image_count = 0
         for spec in self._signature["input_specs"]:
             ((kind, content),) = spec.items()
             if kind == "user_input":
-                images += 1
+                image_count += 1
                 name = content["arg"]["as_tensor"]["name"]
-                self._values[name] = self._graph.placeholder(f"image_{images}")
+                self._values[name] = self._graph.placeholder(f"image_{image_count}")
             elif kind in {"parameter", "buffer", "tensor_constant"}:
                 # `torch.export.save` stores non-persistent buffers as constants.
-                constant = kind == "tensor_constant" or (kind == "buffer" and not content["persistent"])
-                self._read_tensor(content["arg"]["name"], content[f"{kind}_name"], constant=constant)
+                is_constant = kind == "tensor_constant" or (kind == "buffer" and not content["persistent"])
+                self._read_tensor(content["arg"]["name"], content[f"{kind}_name"], is_constant=is_constant)
             else:
                 raise BrokenModel(f"it has an input of kind {kind}, which is not supported.")
-        if images != 1:
-            raise BrokenModel(f"it has {images} inputs; exactly one image is supported.")
+        if image_count != 1:
+            raise BrokenModel(f"it has {image_count} inputs; exactly one image is supported.")
 
-    def _read_tensor(self, name: str, stored: str, *, constant: bool) -> None:
-        folder, file = ("constants", "model_constants") if constant else ("weights", "model_weights")
-        config = f"data/{folder}/{file}_config.json"
-        if config not in self._configs:
-            self._configs[config] = self._archive.read_json(config)["config"]
-        entry = self._configs[config][stored]
+    def _read_tensor(self, name: str, stored_name: str, *, is_constant: bool) -> None:
+        folder, file = ("constants", "model_constants") if is_constant else ("weights", "model_weights")
+        config_name = f"data/{folder}/{file}_config.json"
+        if config_name not in self._configs:
+            self._configs[config_name] = self._archive.read_json(config_name)["config"]
+        entry = self._configs[config_name][stored_name]
         if entry["use_pickle"]:
-            raise BrokenModel(f"{stored} is pickled; pickled tensors are not read.")
-        file, meta = f"data/{folder}/{entry['path_name']}", entry["tensor_meta"]
-        location = json.dumps([file, meta])
-        if location not in self._stored:
-            tensor = decode_tensor(self._archive.read_bytes(file), meta)
+            raise BrokenModel(f"{stored_name} is pickled; pickled tensors are not read.")
+        file, metadata = f"data/{folder}/{entry['path_name']}", entry["tensor_meta"]
+        location = json.dumps([file, metadata])
+        if location not in self._tensor_nodes:
+            tensor = decode_tensor(self._archive.read_bytes(file), metadata)
             self._remaining_bytes -= tensor.nbytes
             if self._remaining_bytes < 0:
                 raise BrokenModel("its tensors are larger than the file.")
-            attribute = f"tensor_{len(self._stored)}"
+            attribute = f"tensor_{len(self._tensor_nodes)}"
             self._root.register_buffer(attribute, tensor)
-            self._stored[location] = self._graph.get_attr(attribute)
-        self._values[name] = self._stored[location]
+            self._tensor_nodes[location] = self._graph.get_attr(attribute)
+        self._values[name] = self._tensor_nodes[location]
 
     def _find_output(self) -> str:
         """Return the name of the first output."""
@@ -153,7 +155,9 @@ class _GraphReader:
             ((kind, content),) = spec.items()
             if kind == "user_output":
                 return str(content["arg"]["as_tensor"]["name"])
-            raise BrokenModel(f"it modifies a {kind}, like networks in training; export it in eval mode.")
+            raise BrokenModel(
+                f"it has an output of kind {kind}, as networks in training mode do; export it in eval mode."
+            )
         raise BrokenModel("it has no output.")
 
     def _read_call(self, call: Mapping[str, Any]) -> None:
@@ -163,24 +167,26 @@ class _GraphReader:
             raise BrokenModel(f"{target} is called in training mode; export the network in eval mode.")
         if target == "torch.ops.aten.dropout.default":
             result = keywords["input"]
-        elif target in ARITHMETIC:
+        elif target in SIZE_FUNCTIONS:
             if not all(isinstance(value, Node | int) for value in keywords.values()):
                 raise BrokenModel(f"{target} is called with arguments other than sizes.")
-            result = self._graph.call_function(ARITHMETIC[target], tuple(keywords.values()))
+            result = self._graph.call_function(SIZE_FUNCTIONS[target], tuple(keywords.values()))
         else:
             result = self._graph.call_function(_find_operator(target, keywords), (), keywords)
         self._name_outputs(result, call["outputs"])
 
     def _name_outputs(self, result: Node, outputs: list[Mapping[str, Any]]) -> None:
         names = [name for output in outputs for name in _iter_names(output)]
-        several = len(names) > 1 or any("as_tensors" in output for output in outputs)
+        has_multiple_outputs = len(names) > 1 or any("as_tensors" in output for output in outputs)
         for index, name in enumerate(names):
-            self._values[name] = self._graph.call_function(operator.getitem, (result, index)) if several else result
+            self._values[name] = (
+                self._graph.call_function(operator.getitem, (result, index)) if has_multiple_outputs else result
+            )
 
     def _read_argument(self, argument: Mapping[str, Any], target: str) -> Any:
         """Return the value of one argument of a call."""
         ((kind, value),) = argument.items()
-        if kind in PLAIN_ARGUMENTS:
+        if kind in PLAIN_ARGUMENT_KINDS:
             return value
         if kind == "as_none":
             return None
@@ -192,10 +198,10 @@ class _GraphReader:
             return [self._read_item(item, target) for item in value]
         if kind == "as_sym_int":
             return self._read_item(value, target)
-        raise BrokenModel(f"{target} takes an argument {kind}, which is not supported.")
+        raise BrokenModel(f"{target} takes an argument of kind {kind}, which is not supported.")
 
     def _read_item(self, item: Mapping[str, Any], target: str) -> Any:
-        """Return a tensor, or a size, which is a number or a value computed earlier."""
+        """Return a tensor or a size. A size is a number or the node of an earlier result."""
         if "name" in item:
             return self._values[item["name"]]
         if "as_name" in item:
@@ -211,9 +217,9 @@ def _find_convolution(network: GraphModule, node: Node, _shapes: Shapes) -> Laye
     if not isinstance(weight, Tensor) or isinstance(bias, Node):
         return None
     groups = int(settings.pop("groups"))
-    shared = {name: _to_triple(value) for name, value in settings.items()}
-    transposed = "output_padding" in shared
-    return Layer(make_convolution(weight, bias, groups=groups, transposed=transposed, **shared), source, node)
+    geometry = {name: _to_triple(value) for name, value in settings.items()}
+    transposed = "output_padding" in geometry
+    return Layer(make_convolution(weight, bias, groups=groups, transposed=transposed, **geometry), source, node)
 
 
 def _find_batch_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
@@ -228,19 +234,19 @@ def _find_batch_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer 
     return Layer(module, source, node)
 
 
-_ATEN = torch.ops.aten
-FINDERS: dict[Any, FindLayer] = {
-    _ATEN.conv3d.default: _find_convolution,
-    _ATEN.conv_transpose3d.input: _find_convolution,
-    _ATEN.relu.default: find_activation,
-    _ATEN.relu_.default: find_activation,
-    _ATEN.leaky_relu.default: find_activation,
-    _ATEN.leaky_relu_.default: find_activation,
-    _ATEN.prelu.default: find_prelu,
-    _ATEN.instance_norm.default: find_norm,
-    _ATEN.group_norm.default: find_norm,
-    _ATEN.batch_norm.default: _find_batch_norm,
-    _ATEN.permute.default: make_shuffle_finder({_ATEN.view.default, _ATEN.reshape.default}),
+_ATEN_OPS = torch.ops.aten
+LAYER_FINDERS: dict[Any, LayerFinder] = {
+    _ATEN_OPS.conv3d.default: _find_convolution,
+    _ATEN_OPS.conv_transpose3d.input: _find_convolution,
+    _ATEN_OPS.relu.default: find_activation,
+    _ATEN_OPS.relu_.default: find_activation,
+    _ATEN_OPS.leaky_relu.default: find_activation,
+    _ATEN_OPS.leaky_relu_.default: find_activation,
+    _ATEN_OPS.prelu.default: find_prelu,
+    _ATEN_OPS.instance_norm.default: find_norm,
+    _ATEN_OPS.group_norm.default: find_norm,
+    _ATEN_OPS.batch_norm.default: _find_batch_norm,
+    _ATEN_OPS.permute.default: make_shuffle_finder({_ATEN_OPS.view.default, _ATEN_OPS.reshape.default}),
 }
 
 
@@ -266,11 +272,16 @@ def _iter_names(output: Mapping[str, Any]) -> Iterator[str]:
 def _find_operator(target: str, arguments: Mapping[str, Any]) -> OpOverload[..., Any]:
     """Return the operator for a name such as `torch.ops.aten.relu.default`.
 
-    Raises BrokenModel if it is not allowed or does not accept the arguments.
+    Raises BrokenModel if the operator is not allowed or does not accept the arguments.
     """
-    space, _, rest = target.rpartition("torch.ops.aten.")
-    name, _, overload = rest.partition(".")
-    if space or name not in ALLOWED_OPERATORS or rest in TRUSTED_ONLY or not overload.isidentifier():
+    prefix, _, qualified_name = target.rpartition("torch.ops.aten.")
+    name, _, overload = qualified_name.partition(".")
+    if (
+        prefix
+        or name not in ALLOWED_OPERATORS
+        or qualified_name in TRUSTED_ONLY_OPERATORS
+        or not overload.isidentifier()
+    ):
         raise BrokenModel(
             f"its graph calls {target}, which is not allowed; see service/models/graphs/allowed_operators.py."
         )
@@ -285,13 +296,13 @@ def _check_arguments(function: OpOverload[..., Any], arguments: Mapping[str, Any
     types = {parameter.name: str(parameter.type) for parameter in function._schema.arguments}
     for name, value in arguments.items():
         if name not in types or (isinstance(value, str) and "str" not in types[name]):
-            raise BrokenModel(f"torch.ops.{function} has no argument {name!r}, or does not accept a text for it.")
+            raise BrokenModel(f"torch.ops.{function} has no argument {name!r}, or does not accept a string for it.")
 
 
 def _computes_tensors(function: OpOverload[..., Any]) -> bool:
     """Return whether an operator computes tensors or sizes from tensors and does not write to `out` arguments.
 
-    Other operators work on lists and texts of unlimited size, or overwrite tensors that other calls read.
+    Other operators work on lists and strings of unlimited size, or overwrite tensors that other calls read.
     """
     schema = function._schema
     has_tensor = any("Tensor" in str(parameter.type) for parameter in schema.arguments)

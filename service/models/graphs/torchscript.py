@@ -1,9 +1,9 @@
-"""Load TorchScript files of trusted authors.
+"""Load TorchScript files from trusted authors.
 
 A TorchScript program can read and write files (`aten::from_file`, `aten::save`), and the `__setstate__` of a module
 runs while the file is loaded. torch's reader and interpreter are not designed for malicious files. The checks here
-reject features that trusted programs do not need: methods that run during loading, hooks, classes of extensions,
-operators that are not allowed, and archives that two readers could interpret differently.
+reject features that trusted programs do not need: methods that run during loading, hooks, extension classes,
+operators that are not allowed, and archives that different zip readers could interpret differently.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
 from service.core.files.zip_archive import copy_members, open_torch_archive
-from service.models.graphs.allowed_operators import ATEN, PRIM
+from service.models.graphs.allowed_operators import ATEN_OPERATORS, PRIM_OPERATORS
 
-# Methods that run while a file is loaded, hooks that run in addition to the checked graph, and classes of extensions.
-# In a pickle the name of a class may span two lines, and in code a name may contain spaces.
+# Methods that run while a file is loaded, hooks that run in addition to the checked graph, and extension classes.
+# In a pickle, the name of a class may span two lines, and in code a name may contain spaces.
 FORBIDDEN_NAMES = re.compile(rb"__(?:[gs]etstate|forward_(?:pre_)?hooks)__|torch[\s.\\]+classes")
-# Archive entries with the bytes of one tensor, which are not searched. torch ignores the case of names, but this
-# pattern does not.
+# Archive entries with the raw bytes of one tensor, which are not searched. The pattern is case-sensitive, unlike torch.
 TENSOR_ENTRY = re.compile(r"[^/]+/(data|constants)/[0-9]+")
-ALLOWED_OPERATORS = {f"aten::{name}" for name in ATEN} | {f"prim::{name}" for name in PRIM}
+ALLOWED_OPERATORS = {f"aten::{name}" for name in ATEN_OPERATORS} | {f"prim::{name}" for name in PRIM_OPERATORS}
 
 
 class TorchScriptNetwork(nn.Module):
@@ -45,9 +44,9 @@ class TorchScriptNetwork(nn.Module):
 
 
 def load_torchscript(path: Path, _window: Sequence[int] = ()) -> TorchScriptNetwork:
-    """Load and check a TorchScript file, for any window. Raises BrokenModel with the reason if it is rejected."""
+    """Load and check a TorchScript file, for windows of any size. Raises BrokenModel if the file is rejected."""
     try:
-        script = torch.jit.load(_read_checked(path), map_location="cpu")  # type: ignore[no-untyped-call]
+        script = torch.jit.load(_read_checked_copy(path), map_location="cpu")  # type: ignore[no-untyped-call]
         disallowed = sorted({*_iter_operators(script.inlined_graph)} - ALLOWED_OPERATORS)
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
@@ -62,7 +61,7 @@ def load_torchscript(path: Path, _window: Sequence[int] = ()) -> TorchScriptNetw
     return TorchScriptNetwork(script).eval().requires_grad_(requires_grad=False)
 
 
-def _read_checked(path: Path) -> BytesIO:
+def _read_checked_copy(path: Path) -> BytesIO:
     """Return an in-memory copy of the archive after checking it. Raises BrokenModel or zipfile.BadZipFile."""
     with open_torch_archive(path) as archive:
         names = archive.namelist()
@@ -71,9 +70,9 @@ def _read_checked(path: Path) -> BytesIO:
         copy = copy_members(archive)
     with zipfile.ZipFile(copy) as checked:
         for name in names:
-            found = None if TENSOR_ENTRY.fullmatch(name) else FORBIDDEN_NAMES.search(checked.read(name))
-            if found:
-                raise BrokenModel(f"{name} contains {found[0].decode()}, which is not allowed.")
+            match = None if TENSOR_ENTRY.fullmatch(name) else FORBIDDEN_NAMES.search(checked.read(name))
+            if match:
+                raise BrokenModel(f"{name} contains {match[0].decode()}, which is not allowed.")
     copy.seek(0)
     return copy
 
@@ -81,5 +80,5 @@ def _read_checked(path: Path) -> BytesIO:
 def _iter_operators(block: torch._C.Graph | torch._C.Block) -> Iterator[str]:
     for node in block.nodes():
         yield node.kind()
-        for inner in node.blocks():
-            yield from _iter_operators(inner)
+        for nested_block in node.blocks():
+            yield from _iter_operators(nested_block)

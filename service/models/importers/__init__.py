@@ -1,1 +1,1 @@
-"""Convert packages of other formats to model folders. Each module reads one kind of package for `import_model`."""
+"""Convert packages of other formats to model folders. Each module reads one format for `import_model`."""

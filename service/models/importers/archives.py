@@ -16,7 +16,7 @@ CHUNK_BYTES = 2**20
 
 @contextmanager
 def unpack(path: Path, limit_bytes: int) -> Iterator[Path]:
-    """Yield the root folder of a package. An archive is unpacked into a temporary folder, deleted after the context.
+    """Yield the root folder of a package. An archive is unpacked into a temporary folder, which is deleted later.
 
     Raises UnsupportedPackage if the archive is rejected, or if its files have more than `limit_bytes` in total, counted
     while they are written.

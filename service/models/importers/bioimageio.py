@@ -1,4 +1,4 @@
-"""Read bioimage.io model packages of the versions 0.4 and 0.5: a description in YAML, weights and test tensors.
+"""Read bioimage.io model packages in the formats 0.4 and 0.5: a description in YAML, weights and test tensors.
 
 Source: model descriptions 0.4 and 0.5 of the bioimage.io specification.
 """
@@ -18,7 +18,7 @@ from service.core.errors import UnsupportedPackage
 from service.core.types import Array
 from service.models.architectures import ARCHITECTURES
 from service.models.documents import MAX_BYTES
-from service.models.importers import onnx_package
+from service.models.importers import onnx_file
 from service.models.importers.draft import (
     Draft,
     Fields,
@@ -54,13 +54,13 @@ def read(root: Path) -> Draft:
     outputs = _Axes(output_tensor, inputs.channels)
     name, weights, kind = _choose_weights(rdf)
     content: dict[str, Any] = {
-        "name": rdf.get_text("name"),
+        "name": rdf.get_string("name"),
         "version": str(rdf.get("version") or "1"),
-        "summary": rdf.get_text("description", "A bioimage.io model."),
-        "licence": rdf.get_text("license", "Not stated."),
+        "summary": rdf.get_string("description", "A bioimage.io model."),
+        "licence": rdf.get_string("license", "Not stated."),
         "training_data": _read_training_data(rdf),
-        "input": {"channels": inputs.channels, "channel_names": inputs.names},
-        "outputs": outputs.names or [f"output {number}" for number in range(outputs.channels)],
+        "input": {"channels": inputs.channels, "channel_names": inputs.channel_names},
+        "outputs": outputs.channel_names or [f"output {number}" for number in range(outputs.channels)],
     }
     if kind == "state dict":
         content["architecture"] = _read_architecture(weights, version)
@@ -68,7 +68,7 @@ def read(root: Path) -> Draft:
     problems: dict[str, str] = {}
     _add_roi_size(content["input"], problems, inputs, tests)
     with collect_problem(problems, "input.normalisation"):
-        content["input"]["normalisation"] = _read_normalisation(input_tensor)
+        content["input"]["normalisation"] = _read_normalization(input_tensor)
     with collect_problem(problems, "activation"):
         content["activation"] = _read_activation(output_tensor)
     if outputs.channels > 1 and content.get("activation") != "sigmoid":
@@ -79,8 +79,8 @@ def read(root: Path) -> Draft:
     if kind == "onnx":
         if "external_data" in weights:
             _find_checked_file(root, weights.get_mapping("external_data"))
-        content["input"] |= onnx_package.read_input(file)
-    return Draft(content, file, kind, tests, problems, (f"Imported from weights.{name} of {rdf.get_text('name')!r}.",))
+        content["input"] |= onnx_file.read_input(file)
+    return Draft(content, file, kind, tests, problems, (f"Imported from {name} of {rdf.get_string('name')!r}.",))
 
 
 def _read_description(root: Path) -> tuple[Fields, str]:
@@ -90,7 +90,7 @@ def _read_description(root: Path) -> tuple[Fields, str]:
     version = str(rdf.get("format_version"))
     if rdf.get("type") != "model" or not version.startswith(("0.4.", "0.5.")):
         raise UnsupportedPackage(
-            f"format_version: {version} of a {rdf.get('type')}; a model in 0.4 or 0.5 is expected."
+            f"format_version: expected a model in format 0.4 or 0.5, not a {rdf.get('type')} in {version}."
         )
     return rdf, version
 
@@ -108,29 +108,29 @@ def _get_only_tensor(rdf: Fields, side: str) -> Fields:
     """Return the only tensor in `inputs` or `outputs`."""
     tensors = rdf.get_mappings(side)
     if len(tensors) != 1:
-        raise UnsupportedPackage(f"{side}: {len(tensors)} tensors; exactly one is supported.")
+        raise UnsupportedPackage(f"{side}: found {len(tensors)} tensors; exactly one is supported.")
     return tensors[0]
 
 
 class _Axes:
     """The channels, channel names, and sizes along z, y, x of a tensor with the axes batch, channel, z, y, x.
 
-    `reference` is the number of input channels, to which the shape of an output may refer.
+    `reference_channels` is the number of input channels, to which the shape of an output may refer.
     """
 
-    def __init__(self, tensor: Fields, reference: int = 1) -> None:
+    def __init__(self, tensor: Fields, reference_channels: int = 1) -> None:
         self.location = tensor.location("axes")
-        self.names: list[str] = []
+        self.channel_names: list[str] = []
         self.sizes: list[Any] = []
         axes = tensor.get("axes")
         if isinstance(axes, str):
-            self._read_letters(tensor, axes, reference)
+            self._read_letters(tensor, axes, reference_channels)
         else:
             self._read_list(tensor)
 
-    def _read_letters(self, tensor: Fields, axes: str, reference: int) -> None:
+    def _read_letters(self, tensor: Fields, axes: str, reference_channels: int) -> None:
         if axes != "bczyx":
-            raise UnsupportedPackage(f"{self.location}: {axes!r}; only bczyx is supported.")
+            raise UnsupportedPackage(f"{self.location}: the axes are {axes!r}; only bczyx is supported.")
         shape = tensor.get("shape")
         if isinstance(shape, list):
             minimum, step = shape, [0] * 5
@@ -142,7 +142,7 @@ class _Axes:
                     location = parameters.location("scale")
                     raise UnsupportedPackage(f"{location}: the output must have the same size as the input.")
                 self.channels = check_channels(
-                    round(reference * scale[1] + 2 * offset[1]), parameters.location("scale")
+                    round(reference_channels * scale[1] + 2 * offset[1]), parameters.location("scale")
                 )
                 self.sizes = [None] * 3
                 return
@@ -156,10 +156,10 @@ class _Axes:
         letters = [kind if kind in {"batch", "channel"} else str(name) for kind, name in kinds]
         if letters != ["batch", "channel", "z", "y", "x"]:
             raise UnsupportedPackage(
-                f"{self.location}: {', '.join(letters)}; only batch, channel, z, y, x are supported."
+                f"{self.location}: the axes are {', '.join(letters)}; only batch, channel, z, y, x are supported."
             )
-        self.names = [str(name) for name in axes[1].get("channel_names") or []]
-        self.channels = check_channels(len(self.names) or int(axes[1].get("size") or 1), axes[1].location())
+        self.channel_names = [str(name) for name in axes[1].get("channel_names") or []]
+        self.channels = check_channels(len(self.channel_names) or int(axes[1].get("size") or 1), axes[1].location())
         self.sizes = [_read_size(axis) for axis in axes[2:]]
 
 
@@ -182,9 +182,9 @@ def _add_roi_size(
     content: dict[str, Any], problems: dict[str, str], axes: _Axes, tests: tuple[PackageTest, ...]
 ) -> None:
     test_size = tests[0].image.shape[2:] if tests else (None, None, None)
-    size = [edge or test_edge for edge, test_edge in zip(axes.sizes, test_size, strict=True)]
-    if all(size):
-        content["roi_size"] = size
+    roi_size = [edge or test_edge for edge, test_edge in zip(axes.sizes, test_size, strict=True)]
+    if all(roi_size):
+        content["roi_size"] = roi_size
     else:
         problems["input.roi_size"] = f"{axes.location}: does not specify a size."
 
@@ -197,8 +197,8 @@ def _choose_weights(rdf: Fields) -> tuple[str, Fields, WeightsKind]:
     if "pytorch_state_dict" in weights:
         entry = weights.get_mapping("pytorch_state_dict")
         raise UnsupportedPackage(
-            f"{entry.location('architecture')}: the network is not one of {', '.join(ARCHITECTURES)}. Python code of a "
-            "package is never run. Use a package with onnx weights instead."
+            f"{entry.location('architecture')}: the network is not one of {', '.join(ARCHITECTURES)}. Python code from "
+            "a package is never run. Use a package with onnx weights instead."
         )
     available = ", ".join(weights.as_dict()) or "none"
     raise UnsupportedPackage(f"weights: {available}; only pytorch_state_dict, onnx and torchscript are supported.")
@@ -228,8 +228,8 @@ def _read_training_data(rdf: Fields) -> str:
 
 
 def _find_checked_file(root: Path, entry: Fields) -> Path:
-    """Return the path of the file of an entry. Raises UnsupportedPackage if its SHA-256 differs from the entry."""
-    path = find_file(root, entry.get_text("source"))
+    """Return the path of the file that an entry names. Raises UnsupportedPackage if the SHA-256 is different."""
+    path = find_file(root, entry.get_string("source"))
     sha256 = entry.get("sha256")
     with path.open("rb") as file:
         if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
@@ -256,9 +256,9 @@ def _read_tensor(path: Path) -> Array:
     except (OSError, ValueError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile) as error:
         raise UnsupportedPackage(f"{path.name}: cannot be read as an array: {error}") from error
     if not isinstance(array, np.ndarray) or array.ndim != 5 or array.shape[0] != 1 or array.dtype.kind not in "iuf":
-        raise UnsupportedPackage(f"{path.name}: a numeric array of shape [1, C, z, y, x] is expected.")
+        raise UnsupportedPackage(f"{path.name}: expected a numeric array of shape [1, C, z, y, x].")
     if array.size > MAX_TEST_VOXELS:
-        raise UnsupportedPackage(f"{path.name}: {array.size} elements; a test may have at most {MAX_TEST_VOXELS}.")
+        raise UnsupportedPackage(f"{path.name}: a test may have at most {MAX_TEST_VOXELS} elements, not {array.size}.")
     return array
 
 
@@ -268,53 +268,53 @@ def _read_steps(tensor: Fields, key: str) -> list[tuple[str, Fields]]:
     return [(name, settings) for name, settings in steps if name != "ensure_dtype"]
 
 
-def _read_normalisation(tensor: Fields) -> dict[str, Any]:
+def _read_normalization(tensor: Fields) -> dict[str, Any]:
     steps = _read_steps(tensor, "preprocessing")
     if not steps:
         return {"kind": "range", "low": 0.0, "high": 1.0}
-    (name, settings), *rest = steps
+    (name, settings), *later_steps = steps
     if name == "zero_mean_unit_variance" and settings.get("mode") != "fixed":
-        _check_last(name, rest)
+        _reject_later_steps(name, later_steps)
         _check_extent(settings)
         return {"kind": "zscore"}
     clip = None
-    if len(rest) == 1 and rest[0][0] == "clip" and name != "zero_mean_unit_variance":
-        clip = [float(rest[0][1].get(key)) for key in ("min", "max")]
-        rest = []
-    _check_last(name, rest)
+    if len(later_steps) == 1 and later_steps[0][0] == "clip" and name != "zero_mean_unit_variance":
+        clip = [float(later_steps[0][1].get(key)) for key in ("min", "max")]
+        later_steps = []
+    _reject_later_steps(name, later_steps)
     if name not in _RANGE_READERS:
         raise UnsupportedPackage(f"{settings.location()}: {name} is not supported.")
     kind, low, high = _RANGE_READERS[name](settings)
     return {"kind": kind, "low": low, "high": high, "clip": clip}
 
 
-def _check_last(name: str, rest: list[tuple[str, Fields]]) -> None:
-    if rest:
-        raise UnsupportedPackage(f"{rest[0][1].location()}: {rest[0][0]} after {name} is not supported.")
+def _reject_later_steps(name: str, later_steps: list[tuple[str, Fields]]) -> None:
+    if later_steps:
+        raise UnsupportedPackage(f"{later_steps[0][1].location()}: {later_steps[0][0]} after {name} is not supported.")
 
 
-def _from_percentiles(settings: Fields) -> tuple[str, float, float]:
+def _read_percentiles(settings: Fields) -> tuple[str, float, float]:
     _check_extent(settings)
     low, high = (settings.get(key) for key in ("min_percentile", "max_percentile"))
     return "percentile", 0.0 if low is None else float(low), 100.0 if high is None else float(high)
 
 
-def _from_fixed_mean(settings: Fields) -> tuple[str, float, float]:
+def _read_fixed_mean(settings: Fields) -> tuple[str, float, float]:
     low = _read_number(settings, "mean")
     return "range", low, low + _read_number(settings, "std")
 
 
-def _from_linear(settings: Fields) -> tuple[str, float, float]:
+def _read_linear_map(settings: Fields) -> tuple[str, float, float]:
     gain, offset = _read_number(settings, "gain", 1.0), _read_number(settings, "offset", 0.0)
     return "range", -offset / gain, (1 - offset) / gain
 
 
 # Readers of steps that map two intensities or percentiles to 0 and 1. They return kind, low and high.
 _RANGE_READERS: dict[str, Callable[[Fields], tuple[str, float, float]]] = {
-    "scale_range": _from_percentiles,
-    "fixed_zero_mean_unit_variance": _from_fixed_mean,
-    "zero_mean_unit_variance": _from_fixed_mean,
-    "scale_linear": _from_linear,
+    "scale_range": _read_percentiles,
+    "fixed_zero_mean_unit_variance": _read_fixed_mean,
+    "zero_mean_unit_variance": _read_fixed_mean,
+    "scale_linear": _read_linear_map,
 }
 
 
@@ -324,7 +324,7 @@ def _read_number(settings: Fields, key: str, default: float | None = None) -> fl
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UnsupportedPackage(f"{settings.location(key)}: a single number is expected, not {value!r}.")
+        raise UnsupportedPackage(f"{settings.location(key)}: expected a single number, not {value!r}.")
     return float(value)
 
 
@@ -343,6 +343,6 @@ def _read_activation(tensor: Fields) -> str:
         return "none"
     name, settings = steps[0]
     if len(steps) > 1 or name not in {"sigmoid", "softmax"}:
-        unsupported = steps[1][0] if name in {"sigmoid", "softmax"} else name
-        raise UnsupportedPackage(f"{settings.location()}: {unsupported}; only one sigmoid or softmax is supported.")
+        rejected_name = steps[1][0] if name in {"sigmoid", "softmax"} else name
+        raise UnsupportedPackage(f"{settings.location()}: {rejected_name}; only one sigmoid or softmax is supported.")
     return name

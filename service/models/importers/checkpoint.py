@@ -23,14 +23,14 @@ from service.models.spec import Architecture
 
 Shape = tuple[int, ...]
 
-# First bytes of files written by torch before 1.6.
+# First bytes of files written by PyTorch before 1.6.
 LEGACY_TORCH_HEADER = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 # Keys under which training scripts usually store a network's tensors, next to optimizers and counters.
 COMMON_KEYS = ("model", "state_dict", "network", "model_state_dict", "net")
 _PARSE_ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 _READ_ERRORS = (*_PARSE_ERRORS, pickle.UnpicklingError, EOFError, MemoryError, AssertionError, zipfile.BadZipFile)
 RESAVE_COMMAND = (
-    "  python -c \"import torch; torch.save(torch.load({name!r}, map_location='cpu', weights_only={safe}){part}, "
+    "  python -c \"import torch; torch.save(torch.load({name!r}, map_location='cpu', weights_only={safe}){selector}, "
     "'tensors.pth')\""
 )
 
@@ -48,17 +48,20 @@ class Checkpoint(NamedTuple):
     skipped_keys: tuple[str, ...]
 
     def describe(self) -> str:
-        """Return a description of the file in words."""
-        count = f"{len(self.tensors)} tensors"
-        kind = f"a state dict of {count}"
+        """Return a phrase that describes the file."""
+        tensors_phrase = f"{len(self.tensors)} tensors"
+        description = f"a state dict of {tensors_phrase}"
         if self.skipped_keys:
-            others = ", ".join(self.skipped_keys)
-            kind = f"a checkpoint with {count} in {'.'.join(self.path)!r} (other keys: {others})"
+            other_keys = ", ".join(self.skipped_keys)
+            description = f"a checkpoint with {tensors_phrase} in {'.'.join(self.path)!r} (other keys: {other_keys})"
         kernels = [tensor for tensor in self.tensors.values() if tensor.dim() == 5]
         if not kernels:
-            return f"{kind}, without any 3D convolution"
+            return f"{description}, without any 3D convolution"
         first, last = (" x ".join(map(str, kernel.shape)) for kernel in (kernels[0], kernels[-1]))
-        return f"{kind}; the weights of its first 3D convolution have the shape {first}, those of the last one {last}"
+        return (
+            f"{description}; the weights of its first 3D convolution have the shape {first}, "
+            f"and those of the last one {last}"
+        )
 
 
 def is_torchscript(path: Path) -> bool:
@@ -75,7 +78,8 @@ def is_torchscript(path: Path) -> bool:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read the tensors of one network from a file without unpickling anything else. Raises UnsupportedPackage.
 
-    The tensors may be stored under a common key or under the only key with tensors, and have `DataParallel`'s prefix.
+    The tensors may be stored under a common key or under the only key with tensors. Their names may have the prefix
+    that `DataParallel` adds.
     """
     content = _load_safetensors(path) if path.suffix == ".safetensors" else _load(path)
     content, keys, skipped_keys = _find_tensors(path, content)
@@ -97,12 +101,14 @@ def _load(path: Path) -> Any:
     with path.open("rb") as file:
         start = file.read(len(LEGACY_TORCH_HEADER))
     if start == LEGACY_TORCH_HEADER:
-        command = RESAVE_COMMAND.format(name=path.name, safe=True, part="")
-        raise _make_error(path, f"it was written by torch before 1.6. Save it again and import tensors.pth:\n{command}")
+        command = RESAVE_COMMAND.format(name=path.name, safe=True, selector="")
+        raise _make_error(
+            path, f"it was written by PyTorch before 1.6. Save the file again and import tensors.pth:\n{command}"
+        )
     if is_torchscript(path):
         raise _make_error(path, "it is a TorchScript program.")
     if not zipfile.is_zipfile(path):
-        raise _make_error(path, "it was written by neither torch nor safetensors.")
+        raise _make_error(path, "it was written by neither PyTorch nor safetensors.")
     try:
         with open_torch_archive(path) as archive:
             copy = copy_members(archive)
@@ -111,32 +117,32 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(copy, map_location="cpu", weights_only=True)
     except _READ_ERRORS as error:
-        raise _make_error(path, _explain(path, copy) or str(error)) from error
+        raise _make_error(path, _explain_pickled_objects(path, copy) or str(error)) from error
 
 
 def _make_error(path: Path, reason: str) -> UnsupportedPackage:
     return UnsupportedPackage(f"{path.name}: cannot be read as plain tensors: {reason.strip() or 'damaged'}")
 
 
-def _explain(path: Path, copy: BytesIO) -> str:
+def _explain_pickled_objects(path: Path, copy: BytesIO) -> str:
     """Return which objects other than tensors a file contains and what to do, or "" if the error has another cause."""
     copy.seek(0)
     try:
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(copy))
         with zipfile.ZipFile(copy) as archive:
             pickled = next(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
-        outermost = next(
+        outermost_class = next(
             (str(text).replace(" ", ".") for code, text, _ in genops(pickled) if code.name == "GLOBAL"), ""
         )
     except (*_READ_ERRORS, StopIteration):
         return ""
     if not names:
         return ""
-    if outermost in names:
-        reason, part = f"it is a whole pickled module, {outermost}.", ".state_dict()"
+    if outermost_class in names:
+        reason, selector = f"it is a complete pickled module, {outermost_class}.", ".state_dict()"
     else:
-        reason, part = f"besides tensors, it contains other objects: {', '.join(names[:3])}.", "['state_dict']"
-    command = RESAVE_COMMAND.format(name=path.name, safe=False, part=part)
+        reason, selector = f"it contains objects other than tensors: {', '.join(names[:3])}.", "['state_dict']"
+    command = RESAVE_COMMAND.format(name=path.name, safe=False, selector=selector)
     return (
         f"{reason} Unpickling it could execute arbitrary code, so StackSeg does not. If you trust the file, save only "
         f"its tensors in the environment in which it was created, and import tensors.pth:\n{command}"
@@ -147,38 +153,38 @@ def _find_tensors(path: Path, content: Any) -> tuple[Mapping[str, Tensor], tuple
     """Return the tensors in the content of a file, the keys that lead to them, and all other keys on the way."""
     keys, skipped_keys = list[str](), list[str]()
     while isinstance(content, dict) and not _is_state_dict(content):
-        chosen = _choose_key(path, content)
-        keys.append(str(chosen))
-        skipped_keys += [str(key) for key in content if key != chosen]
-        content = content[chosen]
+        chosen_key = _choose_key(path, content)
+        keys.append(str(chosen_key))
+        skipped_keys += [str(key) for key in content if key != chosen_key]
+        content = content[chosen_key]
     if not isinstance(content, dict):
         raise UnsupportedPackage(f"{path.name}: it does not contain the tensors of one network.")
     return content, tuple(keys), tuple(skipped_keys)
 
 
 def _choose_key(path: Path, content: dict[Any, Any]) -> Any:
-    """Return a common key of tensors, or the only key with tensors. Raises UnsupportedPackage if there is none."""
-    common = [key for key in COMMON_KEYS if isinstance(content.get(key), dict)]
-    if common:
+    """Return a common key for tensors, or the only key with tensors. Raises UnsupportedPackage if there is none."""
+    common_keys = [key for key in COMMON_KEYS if isinstance(content.get(key), dict)]
+    if common_keys:
         # `model` may also be a configuration stored next to the tensors.
-        return next((key for key in common if _is_state_dict(content[key])), common[0])
-    networks = [key for key, value in content.items() if _is_state_dict(value)]
-    if len(networks) != 1:
-        raise UnsupportedPackage(f"{path.name}: it contains {_describe_content(networks, content)}.")
-    return networks[0]
+        return next((key for key in common_keys if _is_state_dict(content[key])), common_keys[0])
+    network_keys = [key for key, value in content.items() if _is_state_dict(value)]
+    if len(network_keys) != 1:
+        raise UnsupportedPackage(f"{path.name}: it contains {_describe_content(network_keys, content)}.")
+    return network_keys[0]
 
 
-def _describe_content(networks: list[Any], content: dict[Any, Any]) -> str:
-    names = ", ".join(map(str, list(networks or content)[:6])) or "nothing"
-    content_kind = "several networks" if networks else "no tensors of a network"
+def _describe_content(network_keys: list[Any], content: dict[Any, Any]) -> str:
+    names = ", ".join(map(str, list(network_keys or content)[:6])) or "nothing"
+    content_kind = "several networks" if network_keys else "no tensors of a network"
     return f"{content_kind} ({names})"
 
 
 def _is_state_dict(value: object) -> bool:
-    return isinstance(value, dict) and bool(value) and all(map(_is_plain, value.values()))
+    return isinstance(value, dict) and bool(value) and all(map(_is_plain_tensor, value.values()))
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain_tensor(value: object) -> bool:
     """Return whether a value is a dense, real-valued, non-quantized tensor in CPU memory."""
     if not isinstance(value, Tensor) or value.is_quantized or value.is_complex():
         return False
@@ -191,37 +197,39 @@ def fit_tensors(tensors: Mapping[str, Tensor], architecture: Architecture) -> di
     A prefix that a wrapper has added to all names (`model.`, `_orig_mod.`) is removed. Raises BrokenModel with the
     differences if the tensors do not fit.
     """
-    expected = describe_tensors(architecture)
-    found = _strip_prefix(tensors, expected)
-    problems = _list_mismatches({name: tuple(tensor.shape) for name, tensor in found.items()}, expected)
+    expected_shapes = describe_tensors(architecture)
+    renamed_tensors = _strip_prefix(tensors, expected_shapes)
+    problems = _list_mismatches(
+        {name: tuple(tensor.shape) for name, tensor in renamed_tensors.items()}, expected_shapes
+    )
     if problems:
         raise BrokenModel(
             f"The weights do not fit {architecture.name} with these arguments: {'; '.join(problems)}. Specify the "
             "arguments with which the network was trained."
         )
-    return found
+    return renamed_tensors
 
 
-def _strip_prefix(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape]) -> dict[str, Tensor]:
+def _strip_prefix(tensors: Mapping[str, Tensor], expected_shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
     """Return the tensors without a prefix common to all names, if the names then match; otherwise unchanged."""
     parts = next(iter(tensors)).split(".")
     for count in range(1, len(parts)):
         prefix = ".".join(parts[:count]) + "."
-        if set(tensors) == {prefix + name for name in expected}:
-            return {name: tensors[prefix + name] for name in expected}
+        if set(tensors) == {prefix + name for name in expected_shapes}:
+            return {name: tensors[prefix + name] for name in expected_shapes}
     return dict(tensors)
 
 
-def _list_mismatches(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> list[str]:
-    """Describe which tensors are missing, unexpected, or of another shape."""
+def _list_mismatches(found_shapes: Mapping[str, Shape], expected_shapes: Mapping[str, Shape]) -> list[str]:
+    """Describe which tensors are missing, are unexpected, or have a different shape."""
     wrong_shapes = [
-        f"{name} is {' x '.join(map(str, shape))} instead of {' x '.join(map(str, expected[name]))}"
-        for name, shape in found.items()
-        if shape != expected.get(name, shape)
+        f"{name} is {' x '.join(map(str, shape))} instead of {' x '.join(map(str, expected_shapes[name]))}"
+        for name, shape in found_shapes.items()
+        if shape != expected_shapes.get(name, shape)
     ]
     lists = (
-        ("missing", [name for name in expected if name not in found]),
-        ("not in the network", [name for name in found if name not in expected]),
-        ("of another shape", wrong_shapes),
+        ("missing", [name for name in expected_shapes if name not in found_shapes]),
+        ("not in the network", [name for name in found_shapes if name not in expected_shapes]),
+        ("of a different shape", wrong_shapes),
     )
     return [f"{len(names)} tensors are {problem} ({', '.join(names[:2])})" for problem, names in lists if names]

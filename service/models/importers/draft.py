@@ -1,4 +1,4 @@
-"""A package in terms of the keys of `model.yaml`, and access to its fields with errors that name the field."""
+"""The content of a package as keys of `model.yaml`, and access to its fields with errors that name the field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.models.documents import read_document
 WeightsKind = Literal["state dict", "torchscript", "exported", "onnx"]
 
 MAX_PACKAGE_BYTES = 8 * 2**30
-# Limits the memory for an untrusted description, which can contain any number.
+# Maximum number of channels. It limits the memory that an untrusted description can request.
 MAX_CHANNELS = 4096
 
 
@@ -31,22 +31,23 @@ class PackageTest(NamedTuple):
 class Draft:
     """The content of a package before it becomes a model folder.
 
-    content      keys of a model file except `format` and `weights`, as far as the package specifies them
-    weights      path of the weights file
-    kind         format of the weights file
-    problems     settings of the package that are not supported, by the key of the model file that can replace them
-    notes        sentences for the operator
-    missing      keys of the model file that this format cannot specify
-    description  description of the package in words
+    content       keys of a model file that the package specifies, except `format` and `weights`
+    weights_path  path of the weights file
+    kind          kind of weights file
+    tests         tests that the package contains
+    problems      settings of the package that are not supported, by the key of the model file that can replace them
+    notes         sentences for the operator
+    missing_keys  keys of the model file that this format cannot specify
+    description   phrase that describes the package
     """
 
     content: dict[str, Any]
-    weights: Path
+    weights_path: Path
     kind: WeightsKind
     tests: tuple[PackageTest, ...] = ()
     problems: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
+    missing_keys: tuple[str, ...] = ()
     description: str = "a package"
 
 
@@ -55,7 +56,7 @@ class Fields:
 
     def __init__(self, content: Any, name: str = "") -> None:
         if not isinstance(content, Mapping):
-            raise UnsupportedPackage(f"{name or 'The package'}: a mapping of keys is expected.")
+            raise UnsupportedPackage(f"{name or 'The package'}: expected a mapping of keys.")
         self._content = content
         self._name = name
 
@@ -74,11 +75,11 @@ class Fields:
         """Return a value, or None if the key is missing."""
         return self._content.get(key)
 
-    def get_text(self, key: str, default: str | None = None) -> str:
-        """Return a text, or `default` if the key is missing."""
+    def get_string(self, key: str, default: str | None = None) -> str:
+        """Return a string, or `default` if the key is missing."""
         value = self._content.get(key, default)
         if not isinstance(value, str):
-            raise UnsupportedPackage(f"{self.location(key)}: a text is expected, not {value!r:.80}.")
+            raise UnsupportedPackage(f"{self.location(key)}: expected a string, not {value!r:.80}.")
         return value
 
     def get_mapping(self, key: str) -> Fields:
@@ -89,7 +90,7 @@ class Fields:
         """Return a list of nested mappings, which is empty if the key is missing."""
         items = self._content.get(key) or []
         if not isinstance(items, list):
-            raise UnsupportedPackage(f"{self.location(key)}: a list is expected, not {items!r:.80}.")
+            raise UnsupportedPackage(f"{self.location(key)}: expected a list, not {items!r:.80}.")
         return [Fields(item, f"{self.location(key)}[{number}]") for number, item in enumerate(items)]
 
 
@@ -112,7 +113,7 @@ def read_mapping(path: Path) -> Fields:
 
 
 def find_file(root: Path, name: str) -> Path:
-    """Return the path of a file in the package. Raises UnsupportedPackage if it is missing or outside of `root`."""
+    """Return the path of a file in the package. Raises UnsupportedPackage if it is missing or outside `root`."""
     path = (root / name).resolve()
     if not path.is_relative_to(root.resolve()) or not path.is_file():
         raise UnsupportedPackage(f"{name}: not a file inside the package; files are not downloaded from URLs.")
@@ -122,5 +123,5 @@ def find_file(root: Path, name: str) -> Path:
 def check_channels(channels: int, location: str) -> int:
     """Return the number of channels in the field `location`. Raises UnsupportedPackage if it is out of range."""
     if not 1 <= channels <= MAX_CHANNELS:
-        raise UnsupportedPackage(f"{location}: {channels} channels; 1 to {MAX_CHANNELS} are supported.")
+        raise UnsupportedPackage(f"{location}: found {channels} channels; 1 to {MAX_CHANNELS} are supported.")
     return channels

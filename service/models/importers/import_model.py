@@ -1,4 +1,4 @@
-"""Convert a package to a model folder, after checking it with the package's own tests."""
+"""Convert a package to a model folder, and check the model with the package's own tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from service.core.errors import BrokenModel, MissingKeys, UnsupportedPackage
 from service.core.types import Volume
-from service.models.importers import bioimageio, monai_bundle, onnx_package, single_file
+from service.models.importers import bioimageio, monai_bundle, onnx_file, single_file
 from service.models.importers.archives import unpack
 from service.models.importers.checkpoint import fit_tensors, read_checkpoint
 from service.models.importers.draft import MAX_PACKAGE_BYTES, Draft, PackageTest
@@ -28,27 +28,27 @@ from service.models.loader import load_network
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import Architecture, ModelSpec
 
-# Largest accepted difference from the expected output of a test, relative to its largest value or 1.
+# Maximum difference from the expected output of a test, relative to its largest value, or to 1 if that is larger.
 TEST_TOLERANCE = 1e-3
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # Errors that readers raise if values in a description have unexpected types or sizes.
 _READ_ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
-FORMATS = {"state dict": "torch.save", "torchscript": "TorchScript", "exported": "torch.export", "onnx": "ONNX"}
-SUFFIXES = {"torchscript": ".ts", "exported": ".pt2", "onnx": ".onnx"}
+FORMAT_NAMES = {"state dict": "torch.save", "torchscript": "TorchScript", "exported": "torch.export", "onnx": "ONNX"}
+WEIGHTS_SUFFIXES = {"torchscript": ".ts", "exported": ".pt2", "onnx": ".onnx"}
 
-PrepareImage = Callable[[Volume, ModelSpec], Tensor]
+ImagePreparer = Callable[[Volume, ModelSpec], Tensor]
 """A function that normalizes and resamples a volume [C, Z, Y, X] for a model: -> float32 [1, C, z, y, x]."""
 
 
 class ImportResult(NamedTuple):
-    """The imported model, and notes for the operator of one sentence each."""
+    """The imported model, and notes for the operator. Each note is one sentence."""
 
     spec: ModelSpec
     notes: tuple[str, ...]
 
 
 def import_model(
-    path: Path, models: Path, overrides: Mapping[str, Any], *, prepare: PrepareImage, trust: bool = False
+    path: Path, models: Path, overrides: Mapping[str, Any], *, prepare: ImagePreparer, trust: bool = False
 ) -> ImportResult:
     """Create the model folder `models/<name>` from a package, which is a folder or a file.
 
@@ -56,16 +56,16 @@ def import_model(
     prepare    function that prepares the network's input for the package's own tests
     trust      whether TorchScript is allowed, which is a program that can do everything this process can do
 
-    Nothing is downloaded. The only code that runs is that of networks: known architectures, and graphs of torch.export,
-    ONNX and trusted TorchScript within the limits of their loaders. Raises UnsupportedPackage with the name of the
-    field, or BrokenModel if the resulting model is inconsistent.
+    Nothing is downloaded. The only code that runs is that of the network: a known architecture, or a graph from
+    torch.export, ONNX or trusted TorchScript within the limits of its loader. Raises UnsupportedPackage, with the name
+    of the field, if a part of the package is not supported, and BrokenModel if the resulting model is inconsistent.
     """
     with _read_draft(path) as draft:
         if draft.kind == "torchscript" and not trust:
             raise UnsupportedPackage(
-                f"{draft.weights.name}: a TorchScript file is a program that can do everything this process can do. "
-                "Export the network as ONNX or with torch.export. If you trust its author as you would for a program "
-                "that you install, import it with --trust."
+                f"{draft.weights_path.name}: a TorchScript file is a program that can do everything this process can "
+                "do. Export the network as ONNX or with torch.export. If you trust its author as you would for a "
+                "program that you install, import it with --trust."
             )
         return _write(draft, models, overrides, prepare)
 
@@ -75,7 +75,7 @@ def _read_draft(path: Path) -> Iterator[Draft]:
     """Yield the draft of a package. Its files may exist only within the context. Raises UnsupportedPackage."""
     if not path.exists():
         raise UnsupportedPackage(f"{path}: no such file or folder.")
-    if single_file.is_package(path):
+    if single_file.is_supported(path):
         yield single_file.read(path)
         return
     with unpack(path, MAX_PACKAGE_BYTES) as root:
@@ -93,23 +93,23 @@ def _read_draft(path: Path) -> Iterator[Draft]:
         yield draft
 
 
-def _write(draft: Draft, models: Path, overrides: Mapping[str, Any], prepare: PrepareImage) -> ImportResult:
+def _write(draft: Draft, models: Path, overrides: Mapping[str, Any], prepare: ImagePreparer) -> ImportResult:
     """Write a model folder to a temporary folder in `models`, check it, and move it to `models/<name>`."""
     content = _make_content(draft, overrides)
-    problems = dict.fromkeys(draft.missing, f"{FORMATS[draft.kind]} files do not contain it") | draft.problems
+    problems = dict.fromkeys(draft.missing_keys, f"{FORMAT_NAMES[draft.kind]} files do not contain it") | draft.problems
     unresolved = {key: problem for key, problem in problems.items() if not _has_key(overrides, key)}
     if unresolved:
-        raise MissingKeys(f"{draft.weights.name} is {draft.description}", unresolved)
+        raise MissingKeys(f"{draft.weights_path.name} is {draft.description}", unresolved)
     override_notes = [
-        f"{key} was specified by you because the setting of the package is not supported: {problem}"
+        f"You specified {key} because the setting in the package is not supported: {problem}"
         for key, problem in draft.problems.items()
     ]
     target = models / content["name"]
     if target.exists():
-        raise UnsupportedPackage(f"{target} already exists; choose another name with --name, or remove it.")
+        raise UnsupportedPackage(f"{target} already exists. Choose another name with --name, or delete that folder.")
     models.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".import-", dir=models) as scratch:
-        folder = Path(scratch) / content["name"]
+    with tempfile.TemporaryDirectory(prefix=".import-", dir=models) as scratch_folder:
+        folder = Path(scratch_folder) / content["name"]
         folder.mkdir()
         content["weights"] = _store_weights(draft, content.get("architecture"), folder)
         text = yaml.safe_dump({"format": 1, **content}, sort_keys=False, allow_unicode=True)
@@ -120,8 +120,8 @@ def _write(draft: Draft, models: Path, overrides: Mapping[str, Any], prepare: Pr
 
 
 def _make_content(draft: Draft, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the model file except `weights`, in valid form."""
-    content = _override(draft.content, overrides)
+    """Return the keys of the model file except `weights`, converted to valid values."""
+    content = _apply_overrides(draft.content, overrides)
     content["name"] = overrides.get("name") or _make_slug(str(content["name"]))
     for key in {"summary", "licence", "training_data"} & content.keys():
         if isinstance(content[key], str):
@@ -134,7 +134,7 @@ def _make_content(draft: Draft, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_and_document(
-    draft: Draft, folder: Path, prepare: PrepareImage, override_notes: Sequence[str]
+    draft: Draft, folder: Path, prepare: ImagePreparer, override_notes: Sequence[str]
 ) -> tuple[str, ...]:
     """Run the package's own tests with the model in `folder`, write its README, and return the notes in it."""
     spec = read_spec(folder)
@@ -153,8 +153,8 @@ def _check_and_document(
     return notes
 
 
-def _override(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the package's keys, replaced by those of the operator. Keys in `input` are replaced one by one."""
+def _apply_overrides(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the package's keys with the operator's overrides. Keys in `input` are overridden individually."""
     merged = {**content, **overrides}
     if isinstance(overrides.get("input"), Mapping):
         merged["input"] = {**content.get("input", {}), **overrides["input"]}
@@ -180,23 +180,25 @@ def _read_architecture(content: Any) -> Architecture:
     try:
         return Architecture.model_validate(content)
     except ValidationError as error:
-        raise BrokenModel(f"architecture: a mapping of name and arguments is expected, not {content!r:.80}.") from error
+        raise BrokenModel(
+            f"architecture: expected a mapping with the keys name and arguments, not {content!r:.80}."
+        ) from error
 
 
 def _store_weights(draft: Draft, architecture: Any, folder: Path) -> dict[str, Any]:
     """Write the weights into `folder`, and return the value of the key `weights` in its model file."""
     if draft.kind == "state dict":
         kind, file = "safetensors", folder / "weights.safetensors"
-        tensors = fit_tensors(read_checkpoint(draft.weights).tensors, _read_architecture(architecture))
+        tensors = fit_tensors(read_checkpoint(draft.weights_path).tensors, _read_architecture(architecture))
         save_file({key: value.contiguous().clone() for key, value in tensors.items()}, file)
     else:
-        kind, file = draft.kind, folder / f"weights{SUFFIXES[draft.kind]}"
+        kind, file = draft.kind, folder / f"weights{WEIGHTS_SUFFIXES[draft.kind]}"
         if kind == "onnx":
-            file.write_bytes(onnx_package.embed_external_data(draft.weights))
+            file.write_bytes(onnx_file.embed_external_data(draft.weights_path))
         else:
-            shutil.copyfile(draft.weights, file)
-    with file.open("rb") as written:
-        digest = hashlib.file_digest(written, "sha256").hexdigest()
+            shutil.copyfile(draft.weights_path, file)
+    with file.open("rb") as weights_file:
+        digest = hashlib.file_digest(weights_file, "sha256").hexdigest()
     trusted = {"trusted": True} if kind == "torchscript" else {}
     return {"kind": kind, "file": file.name, "sha256": digest} | trusted
 
@@ -217,10 +219,10 @@ def _run_test(network: torch.nn.Module, image: Tensor, activation: str | None, t
             f"{test.name}: the output shape is {tuple(scores.shape)}, but the package expects {test.expected.shape}."
         )
     difference = float(np.abs(scores.numpy() - test.expected).max())
-    allowed = TEST_TOLERANCE * max(1.0, float(np.abs(test.expected).max()))
-    if not difference <= allowed:
+    max_difference = TEST_TOLERANCE * max(1.0, float(np.abs(test.expected).max()))
+    if not difference <= max_difference:
         raise BrokenModel(
             f"{test.name}: the output differs from the package's expected output by {difference:.3g}, more than "
-            f"{allowed:.3g}. Its normalization, activation or architecture is probably not interpreted correctly."
+            f"{max_difference:.3g}. The normalization, activation or architecture was probably interpreted wrongly."
         )
     return f"The package's own test {test.name} was reproduced with a difference of at most {difference:.1g}."

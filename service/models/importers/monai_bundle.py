@@ -25,21 +25,24 @@ from service.models.importers.draft import (
     read_mapping,
 )
 
-WEIGHTS: tuple[tuple[str, WeightsKind], ...] = (("models/model.pt", "state dict"), ("models/model.ts", "torchscript"))
+WEIGHTS_FILES: tuple[tuple[str, WeightsKind], ...] = (
+    ("models/model.pt", "state dict"),
+    ("models/model.ts", "torchscript"),
+)
 # Transforms without an equivalent here: StackSeg loads files, arranges axes and inverts the resampling itself.
 _IGNORED = "LoadImaged EnsureChannelFirstd EnsureTyped ToTensord ToDeviced CastToTyped Invertd SaveImaged Identityd"
 IGNORED_TRANSFORMS = frozenset(_IGNORED.split())
 SPACING_TRANSFORM = "Spacingd"
-# Largest nesting depth of a configuration with resolved references.
+# Maximum nesting depth of a configuration with resolved references.
 MAX_DEPTH = 32
 AXES_NOTE = (
     "The network receives the axes Z, Y, X. A bundle trained on NIfTI files, which MONAI reads as X, Y, Z, may expect "
-    "them in reverse order: test it on a stack with known labels."
+    "them in reverse order. Test the model on a stack with known labels."
 )
 
 SPACING_NOTE = (
-    "Its Spacingd requires voxels of {}, interpreted as um along Z, Y, X. This is input.voxel_size unless you "
-    "specified another one. Specify it if the bundle uses other units, such as the millimeters of NIfTI files."
+    "The Spacingd transform requires voxels of {}, interpreted as um along Z, Y, X. This is input.voxel_size unless "
+    "you specified a different one. Specify it if the bundle uses other units, such as the millimeters of NIfTI files."
 )
 
 
@@ -54,11 +57,11 @@ def read(root: Path) -> Draft:
     config = Fields(_Resolver(read_mapping(_find_inference_config(root)).as_dict()).resolve())
     file, kind = _find_weights(root)
     content: dict[str, Any] = {
-        "name": metadata.get_text("name", root.name),
-        "version": metadata.get_text("version", "1"),
-        "summary": metadata.get_text("description", "A MONAI bundle."),
-        "licence": metadata.get_text("copyright", "Not stated."),
-        "training_data": metadata.get_text("data_source", "Not stated."),
+        "name": metadata.get_string("name", root.name),
+        "version": metadata.get_string("version", "1"),
+        "summary": metadata.get_string("description", "A MONAI bundle."),
+        "licence": metadata.get_string("copyright", "Not stated."),
+        "training_data": metadata.get_string("data_source", "Not stated."),
         "outputs": [],
     }
     problems: dict[str, str] = {}
@@ -77,7 +80,7 @@ def read(root: Path) -> Draft:
         content["decoding"] = {"kind": "classes"}
     else:
         problems["decoding"] = (
-            "postprocessing: labels can only be derived from an argmax over several outputs, which it does not specify."
+            "postprocessing: labels can only be derived from an argmax over several outputs, which is not specified."
         )
     notes = [AXES_NOTE]
     if "voxel_size" in inputs:
@@ -91,7 +94,7 @@ def _read_input(config: Fields, formats: Fields, problems: dict[str, str]) -> di
     with collect_problem(problems, "input.channels"):
         inputs["channels"] = _get_only_tensor(formats, "inputs").get("num_channels")
     with collect_problem(problems, "input.normalisation"):
-        inputs["normalisation"] = _read_normalisation(config, inputs.get("channels", 1))
+        inputs["normalisation"] = _read_normalization(config, inputs.get("channels", 1))
     with collect_problem(problems, "input.voxel_size"):
         spacing = _read_spacing(config)
         if spacing is not None:
@@ -102,10 +105,10 @@ def _read_input(config: Fields, formats: Fields, problems: dict[str, str]) -> di
 
 
 def _find_weights(root: Path) -> tuple[Path, WeightsKind]:
-    for name, kind in WEIGHTS:
+    for name, kind in WEIGHTS_FILES:
         if (root / name).is_file():
             return find_file(root, name), kind
-    raise UnsupportedPackage(f"models: neither {WEIGHTS[0][0]} nor {WEIGHTS[1][0]} exists.")
+    raise UnsupportedPackage(f"models: neither {WEIGHTS_FILES[0][0]} nor {WEIGHTS_FILES[1][0]} exists.")
 
 
 def _find_inference_config(root: Path) -> Path:
@@ -123,11 +126,11 @@ class _Resolver:
         self._characters = 0
 
     def resolve(self) -> Any:
-        """Return the configuration with resolved references. Raises UnsupportedPackage for circular or huge ones."""
+        """Return the configuration with resolved references. Raises UnsupportedPackage for circular or huge values."""
         return self._resolve(self._config, 0)
 
     def _resolve(self, value: Any, depth: int) -> Any:
-        self._count(value, depth)
+        self._count_characters(value, depth)
         if isinstance(value, dict):
             return {key: self._resolve(item, depth + 1) for key, item in value.items()}
         if isinstance(value, list):
@@ -137,7 +140,7 @@ class _Resolver:
             return value if target is None else target
         return value
 
-    def _count(self, value: Any, depth: int) -> None:
+    def _count_characters(self, value: Any, depth: int) -> None:
         """Count the characters of a value. Raises UnsupportedPackage if the depth or the total exceeds its limit."""
         self._characters += 1 + (len(value) if isinstance(value, str) else 0)
         if depth > MAX_DEPTH:
@@ -153,13 +156,13 @@ class _Resolver:
 
 
 def _check_plain(value: Any, location: str) -> Any:
-    """Return `value`. Raises UnsupportedPackage if it contains an expression, since code of a package is never run."""
+    """Return `value`. Raises UnsupportedPackage if it contains an expression. Code from a package is never run."""
     if isinstance(value, dict):
-        return {key: _check_plain(inner, f"{location}.{key}") for key, inner in value.items()}
+        return {key: _check_plain(item, f"{location}.{key}") for key, item in value.items()}
     if isinstance(value, list):
-        return [_check_plain(inner, f"{location}[{number}]") for number, inner in enumerate(value)]
+        return [_check_plain(item, f"{location}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, str) and value[:1] in {"$", "@", "%"}:
-        raise UnsupportedPackage(f"{location}: {value!r:.80} is an expression; code of a package is never run.")
+        raise UnsupportedPackage(f"{location}: {value!r:.80} is an expression; code from a package is never run.")
     return value
 
 
@@ -167,7 +170,7 @@ def _read_architecture(config: Fields) -> dict[str, Any]:
     network = config.get_mapping("network_def")
     if "_target_" not in network and "network" in config:
         network = config.get_mapping("network")
-    target = network.get_text("_target_")
+    target = network.get_string("_target_")
     name = target.rpartition(".")[2]
     if name not in ARCHITECTURES or not re.fullmatch(r"(monai\.networks\.nets\.(\w+\.)?)?\w+", target):
         raise UnsupportedPackage(
@@ -182,7 +185,7 @@ def _get_only_tensor(formats: Fields, side: str) -> Fields:
     tensors = formats.get_mapping(side).as_dict()
     if len(tensors) != 1:
         raise UnsupportedPackage(
-            f"{formats.location(side)}: exactly one tensor is expected, not {', '.join(tensors) or 'none'}."
+            f"{formats.location(side)}: expected exactly one tensor, found {', '.join(tensors) or 'none'}."
         )
     ((name, content),) = tensors.items()
     return Fields(content, f"{formats.location(side)}.{name}")
@@ -192,7 +195,7 @@ def _read_outputs(output: Fields) -> list[str]:
     definition = output.get_mapping("channel_def").as_dict()
     channels = output.get("num_channels")
     if not isinstance(channels, int):
-        raise UnsupportedPackage(f"{output.location('num_channels')}: an integer is expected.")
+        raise UnsupportedPackage(f"{output.location('num_channels')}: expected an integer.")
     check_channels(channels, output.location("num_channels"))
     names = [str(definition.get(str(number), f"output {number}")) for number in range(channels)]
     return names if len(set(names)) == channels else [f"output {number}" for number in range(channels)]
@@ -206,47 +209,48 @@ def _read_roi_size(config: Fields, formats: Fields) -> list[int]:
         size = section.get(key)
         if isinstance(size, list) and len(size) == 3 and all(isinstance(edge, int) and edge > 0 for edge in size):
             return size
-    raise UnsupportedPackage("inferer.roi_size: three window edges in voxels are expected.")
+    raise UnsupportedPackage("inferer.roi_size: expected three window edges in voxels.")
 
 
 def _read_transforms(config: Fields, key: str) -> list[tuple[str, Fields]]:
     """Return the names and settings of a chain of transforms, without disabled and ignored ones."""
     chain = config.get_mapping(key)
     steps = chain.get_mappings("transforms")
-    named = [(_read_name(step), step) for step in steps if step.get("_disabled_") is not True]
-    return [(name, step) for name, step in named if name not in IGNORED_TRANSFORMS]
+    named_steps = [(_read_name(step), step) for step in steps if step.get("_disabled_") is not True]
+    return [(name, step) for name, step in named_steps if name not in IGNORED_TRANSFORMS]
 
 
 def _read_name(step: Fields) -> str:
     """Return the class name of a transform."""
-    return step.get_text("_target_").rpartition(".")[2]
+    return step.get_string("_target_").rpartition(".")[2]
 
 
-def _read_normalisation(config: Fields, channels: Any) -> dict[str, Any]:
+def _read_normalization(config: Fields, channels: Any) -> dict[str, Any]:
     """Read the normalization of intensities. Raises UnsupportedPackage for other transforms, except `Spacingd`."""
     if "preprocessing" not in config:
         raise UnsupportedPackage("preprocessing: this key is missing, so the normalization of images is unknown.")
-    step = _find_normalisation(config)
+    step = _find_normalization(config)
     if step is None:
         return {"kind": "range", "low": 0.0, "high": 1.0}
     name = _read_name(step)
     if channels != 1 and name != "ScaleIntensityRanged" and not step.get("channel_wise") and "divisor" not in step:
         raise UnsupportedPackage(
-            f"{step.location('channel_wise')}: statistics over all channels together are not supported."
+            f"{step.location('channel_wise')}: statistics computed jointly over all channels are not supported."
         )
     return _TRANSLATORS[name](Fields(_check_plain(step.as_dict(), step.location()), step.location()))
 
 
-def _find_normalisation(config: Fields) -> Fields | None:
+def _find_normalization(config: Fields) -> Fields | None:
     """Return the only transform of intensities, or None. Raises UnsupportedPackage if there are other transforms."""
     steps = [step for name, step in _read_transforms(config, "preprocessing") if name != SPACING_TRANSFORM]
-    known = [step for step in steps if _read_name(step) in _TRANSLATORS][:1]
-    others = [f"{step.location('_target_')}: {_read_name(step)}" for step in steps if step not in known]
-    if others:
+    supported_steps = [step for step in steps if _read_name(step) in _TRANSLATORS][:1]
+    unsupported = [f"{step.location('_target_')}: {_read_name(step)}" for step in steps if step not in supported_steps]
+    if unsupported:
         raise UnsupportedPackage(
-            f"{', '.join(others)}: not supported; only {SPACING_TRANSFORM} and one of {', '.join(_TRANSLATORS)} are."
+            f"{', '.join(unsupported)}: not supported; the supported transforms are {SPACING_TRANSFORM} and "
+            f"one of {', '.join(_TRANSLATORS)}."
         )
-    return known[0] if known else None
+    return supported_steps[0] if supported_steps else None
 
 
 def _find_spacing(config: Fields) -> Fields | None:
@@ -254,9 +258,9 @@ def _find_spacing(config: Fields) -> Fields | None:
     steps = [step for name, step in _read_transforms(config, "preprocessing") if name == SPACING_TRANSFORM]
     if not steps:
         return None
-    step, *others = steps
+    step, *later_steps = steps
     _check_plain(step.as_dict(), step.location())
-    if others or "min_pixdim" in step or "max_pixdim" in step:
+    if later_steps or "min_pixdim" in step or "max_pixdim" in step:
         raise UnsupportedPackage(
             f"{step.location()}: only one {SPACING_TRANSFORM}, without min_pixdim and max_pixdim, is supported."
         )
@@ -264,7 +268,7 @@ def _find_spacing(config: Fields) -> Fields | None:
 
 
 def _read_spacing(config: Fields) -> list[float] | None:
-    """Return the voxel size to which images are resampled, along the axes of the network, or None if they are not."""
+    """Return the voxel size to which images are resampled, along the network's axes, or None without resampling."""
     step = _find_spacing(config)
     if step is None:
         return None
@@ -272,10 +276,10 @@ def _read_spacing(config: Fields) -> list[float] | None:
     if (modes[0] if isinstance(modes, list) else modes) != "bilinear":
         raise UnsupportedPackage(f"{step.location('mode')}: {modes!r} is not supported; only bilinear is.")
     pixdim = step.get("pixdim")
-    # Like in MONAI, the last edge is repeated for missing ones.
+    # As in MONAI, the last edge is repeated for missing ones.
     edges = [*pixdim, *pixdim[-1:] * 3][:3] if isinstance(pixdim, list) else [pixdim] * 3
     if not all(map(_is_length, edges)):
-        raise UnsupportedPackage(f"{step.location('pixdim')}: three voxel edges are expected, not {pixdim!r:.80}.")
+        raise UnsupportedPackage(f"{step.location('pixdim')}: expected three voxel edges, not {pixdim!r:.80}.")
     return [float(edge) for edge in edges]
 
 
@@ -287,11 +291,11 @@ def _is_length(value: object) -> bool:
 def _read_number(step: Fields, key: str, default: float | None = None) -> float:
     value = step.get(key) if key in step else default
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UnsupportedPackage(f"{step.location(key)}: a number is expected, not {value!r}.")
+        raise UnsupportedPackage(f"{step.location(key)}: expected a number, not {value!r}.")
     return float(value)
 
 
-def _from_range(step: Fields) -> dict[str, Any]:
+def _translate_range(step: Fields) -> dict[str, Any]:
     a_min, a_max = _read_number(step, "a_min"), _read_number(step, "a_max")
     b_min, b_max = _read_number(step, "b_min", 0), _read_number(step, "b_max", 1)
     if a_min == a_max or b_min == b_max:
@@ -303,24 +307,22 @@ def _from_range(step: Fields) -> dict[str, Any]:
     return {"kind": "range", "low": low, "high": low + width, "clip": clip}
 
 
-def _from_percentiles(step: Fields) -> dict[str, Any]:
+def _translate_percentiles(step: Fields) -> dict[str, Any]:
     if _read_number(step, "b_min", 0) != 0 or _read_number(step, "b_max", 1) != 1 or step.get("relative"):
         raise UnsupportedPackage(f"{step.location('b_min')}: only scaling to the range from 0 to 1 is supported.")
     clip = [0.0, 1.0] if step.get("clip") else None
     return {"kind": "percentile", "low": _read_number(step, "lower"), "high": _read_number(step, "upper"), "clip": clip}
 
 
-def _from_extremes(step: Fields) -> dict[str, Any]:
+def _translate_extremes(step: Fields) -> dict[str, Any]:
     if _read_number(step, "minv", 0) != 0 or _read_number(step, "maxv", 1) != 1 or "factor" in step:
         raise UnsupportedPackage(f"{step.location('minv')}: only scaling to the range from 0 to 1 is supported.")
     return {"kind": "percentile", "low": 0.0, "high": 100.0}
 
 
-def _from_mean(step: Fields) -> dict[str, Any]:
+def _translate_mean(step: Fields) -> dict[str, Any]:
     if step.get("nonzero"):
-        raise UnsupportedPackage(
-            f"{step.location('nonzero')}: statistics of only the nonzero voxels are not supported."
-        )
+        raise UnsupportedPackage(f"{step.location('nonzero')}: statistics that exclude zero voxels are not supported.")
     if "subtrahend" in step or "divisor" in step:
         low = _read_number(step, "subtrahend", 0)
         return {"kind": "range", "low": low, "high": low + _read_number(step, "divisor", 1)}
@@ -328,10 +330,10 @@ def _from_mean(step: Fields) -> dict[str, Any]:
 
 
 _TRANSLATORS = {
-    "ScaleIntensityRanged": _from_range,
-    "ScaleIntensityRangePercentilesd": _from_percentiles,
-    "ScaleIntensityd": _from_extremes,
-    "NormalizeIntensityd": _from_mean,
+    "ScaleIntensityRanged": _translate_range,
+    "ScaleIntensityRangePercentilesd": _translate_percentiles,
+    "ScaleIntensityd": _translate_extremes,
+    "NormalizeIntensityd": _translate_mean,
 }
 
 

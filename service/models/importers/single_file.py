@@ -1,28 +1,28 @@
-"""Import single files with weights, TorchScript, `torch.export` or ONNX. The operator specifies missing settings."""
+"""Import single files: weights, TorchScript, `torch.export` or ONNX. The operator specifies the missing settings."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from service.models.importers import onnx_package
+from service.models.importers import onnx_file
 from service.models.importers.checkpoint import is_torchscript, read_checkpoint
 from service.models.importers.draft import Draft, WeightsKind
 
 SUFFIXES = (".ts", ".torchscript", ".pt", ".pth", ".ckpt", ".tar", ".bin", ".safetensors", ".pt2", ".onnx")
 REQUIRED_KEYS = ("input.normalisation", "input.roi_size", "outputs", "activation", "decoding")
 DESCRIPTIONS = {
-    "exported": "a graph of torch.export",
+    "exported": "a torch.export graph",
     "onnx": "an ONNX graph",
     "torchscript": "a TorchScript program",
 }
 SIZE_NOTE = (
-    "The file does not contain the voxel size or the object diameter with which the network was trained. Stacks are "
+    "The file does not contain the voxel size or the object diameter on which the network was trained. Stacks are "
     "used at their original resolution unless you specified --voxel-size or --diameter."
 )
 
 
-def is_package(path: Path) -> bool:
+def is_supported(path: Path) -> bool:
     """Return whether `path` is a file with a supported suffix."""
     return path.is_file() and path.suffix in SUFFIXES
 
@@ -30,15 +30,20 @@ def is_package(path: Path) -> bool:
 def read(path: Path) -> Draft:
     """Read a file into a draft, in which most keys are missing. Raises UnsupportedPackage for unsupported files."""
     kind = _find_kind(path)
-    description, inputs, keys, notes = DESCRIPTIONS.get(kind, ""), dict[str, Any](), [*REQUIRED_KEYS], [SIZE_NOTE]
+    description, inputs, missing_keys, notes = (
+        DESCRIPTIONS.get(kind, ""),
+        dict[str, Any](),
+        [*REQUIRED_KEYS],
+        [SIZE_NOTE],
+    )
     if kind == "state dict":
         checkpoint = read_checkpoint(path)
-        description, keys = checkpoint.describe(), ["architecture", *REQUIRED_KEYS]
+        description, missing_keys = checkpoint.describe(), ["architecture", *REQUIRED_KEYS]
         if checkpoint.skipped_keys:
-            source, others = ".".join(checkpoint.path), ", ".join(checkpoint.skipped_keys)
-            notes.append(f"The tensors are from {source!r}; other keys were ignored: {others}.")
+            source, skipped_keys = ".".join(checkpoint.path), ", ".join(checkpoint.skipped_keys)
+            notes.append(f"The tensors are from {source!r}; other keys were ignored: {skipped_keys}.")
     else:
-        inputs |= {"channels": 1} | (onnx_package.read_input(path) if kind == "onnx" else {})
+        inputs |= {"channels": 1} | (onnx_file.read_input(path) if kind == "onnx" else {})
     content: dict[str, Any] = {
         "name": path.stem,
         "version": "1",
@@ -47,8 +52,8 @@ def read(path: Path) -> Draft:
         "training_data": "Not stated.",
         "input": inputs,
     }
-    missing = tuple(key for key in keys if key != "input.roi_size" or "roi_size" not in inputs)
-    return Draft(content, path, kind, missing=missing, notes=tuple(notes), description=description)
+    unspecified_keys = tuple(key for key in missing_keys if key != "input.roi_size" or "roi_size" not in inputs)
+    return Draft(content, path, kind, missing_keys=unspecified_keys, notes=tuple(notes), description=description)
 
 
 def _find_kind(path: Path) -> WeightsKind:

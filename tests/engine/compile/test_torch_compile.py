@@ -17,7 +17,7 @@ X = torch.rand(2, 2, 8, 8, 8)
 
 
 class CallCounter(nn.Module):
-    """A convolution that counts how often it runs uncompiled."""
+    """A convolution that counts how many times it runs uncompiled."""
 
     def __init__(self):
         super().__init__()
@@ -45,28 +45,28 @@ def test_compiled_network_gives_the_scores_of_the_module(module, freeze):
     assert module.eager_calls == 0
     for actual in scores:
         torch.testing.assert_close(actual, module(X))
-    packed = counters["inductor"]["mkldnn_conv_weight_pack_matcher_count"]
+    packed_count = counters["inductor"]["mkldnn_conv_weight_pack_matcher_count"]
     if torch.backends.mkldnn.is_available():
-        assert packed == (1 if freeze else 0)
+        assert packed_count == (1 if freeze else 0)
 
 
 @torch.inference_mode()
 def test_frozen_network_accepts_any_number_of_threads_but_only_one_shape_and_layout(module):
     network = torch_compile.compile_module(module, "default", freeze=True)
-    expected, graphs = network(X), torch_compile.count_graphs()
+    expected, graph_count = network(X), torch_compile.count_graphs()
 
-    def call(threads):
-        devices.set_torch_threads(threads)
+    def call(thread_count):
+        devices.set_torch_threads(thread_count)
         with torch.inference_mode():
             return network(X)
 
     with ThreadPoolExecutor(3) as pool:
         for scores in pool.map(call, [1, 2, 3] * 10):
             torch.testing.assert_close(scores, expected)
-    assert torch_compile.count_graphs() == graphs, "nothing was recompiled"
-    for other in (X[:1], X.to(memory_format=torch.channels_last_3d)):
+    assert torch_compile.count_graphs() == graph_count, "nothing was recompiled"
+    for batch in (X[:1], X.to(memory_format=torch.channels_last_3d)):
         with pytest.raises(BadParameter, match="compiled for"):
-            network(other)
+            network(batch)
 
 
 def test_cache_folder_is_created_and_used(tmp_path, monkeypatch):
@@ -90,34 +90,34 @@ def test_dropping_generated_code_frees_only_the_weights_of_deleted_networks(free
 
     example = torch.rand(1, 41, 4, 4, 4)
     with torch.inference_mode():
-        network, deleted = make(), make()
+        network, deleted_network = make(), make()
         expected = network(example)
-        deleted(example)
-        weights_of_both, graphs = count_weights(), torch_compile.count_graphs()
-        del deleted
+        deleted_network(example)
+        weight_count, graph_count = count_weights(), torch_compile.count_graphs()
+        del deleted_network
         gc.collect()
         torch_compile.drop_generated_code()
-        assert 0 < count_weights() < weights_of_both
+        assert 0 < count_weights() < weight_count
         assert torch.equal(network(example), expected)
-        assert torch_compile.count_graphs() == graphs, "the remaining network is not recompiled"
+        assert torch_compile.count_graphs() == graph_count, "the remaining network is not recompiled"
         del network
         torch_compile.drop_generated_code()
         assert count_weights() == 0
 
 
 def test_graphs_compiled_while_a_model_is_loading_are_not_recompilations() -> None:
-    loading = torch_compile.LoadingLock()
+    loading_lock = torch_compile.LoadingLock()
     network = torch_compile.compile_module(nn.Conv3d(1, 2, 1).eval(), "default", freeze=False)
     with torch.inference_mode():
-        with loading:
+        with loading_lock:
             network(torch.rand(1, 1, 4, 4, 4))
-        assert loading.recompilations == 0
+        assert loading_lock.recompilations == 0
         network(torch.rand(1, 1, 5, 5, 5))
-    assert loading.recompilations == 1
+    assert loading_lock.recompilations == 1
 
 
 class ReluVariants(nn.Module):
-    """A chain of convolutions, each followed by another way to call a ReLU."""
+    """A chain of convolutions, each followed by a different way to call a ReLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,9 +139,9 @@ class ReluVariants(nn.Module):
 def test_frozen_network_propagates_nan_through_relu():
     torch.manual_seed(0)
     network = ReluVariants().eval().requires_grad_(requires_grad=False)
-    frozen = torch_compile.compile_module(network, "default", freeze=True)
+    frozen_network = torch_compile.compile_module(network, "default", freeze=True)
     x = torch.rand(2, 4, 4, 4, 4)
-    torch.testing.assert_close(frozen(x), network(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(frozen_network(x), network(x), atol=1e-5, rtol=1e-5)
     x[1, 2, 3, 0, 1] = torch.nan
-    assert torch.equal(torch.isnan(frozen(x)), torch.isnan(network(x)))
+    assert torch.equal(torch.isnan(frozen_network(x)), torch.isnan(network(x)))
     assert torch.isnan(network(x)).any()

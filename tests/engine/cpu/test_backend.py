@@ -30,9 +30,11 @@ def test_winograd_engine_accepts_any_batch_size_and_returns_scores_in_its_precis
     )
     module = prepare(network, CPU, DTYPES[precision], torch.channels_last_3d)
     example = torch.rand(2, 8, 8, 8, 8).to(DTYPES[precision], memory_format=torch.channels_last_3d)
-    built = build(module, example, make_config("winograd", precision, memory_format="channels_last_3d"), Engine())
-    assert built.accepts_any_batch_size
-    scores, expected = built.network(example), module.float()(example.float())
+    built_network = build(
+        module, example, make_config("winograd", precision, memory_format="channels_last_3d"), Engine()
+    )
+    assert built_network.accepts_any_batch_size
+    scores, expected = built_network.network(example), module.float()(example.float())
     assert scores.dtype == DTYPES[precision]
     assert (scores.float() - expected).abs().max() <= {"bf16": 0.02, "fp32": 1e-5}[precision] * expected.abs().max()
 
@@ -40,14 +42,14 @@ def test_winograd_engine_accepts_any_batch_size_and_returns_scores_in_its_precis
 def test_buffers_of_every_stream_are_counted():
     network = ShuffleUNet(1, 2, (16, 32))
     module = prepare(network, CPU, torch.float32, torch.channels_last_3d)
-    weights = count_weight_bytes(BACKENDS["winograd"].transform(module))
-    one, four = (
+    weight_bytes = count_weight_bytes(BACKENDS["winograd"].transform(module))
+    one_stream, four_streams = (
         build(module, EXAMPLE, replace(make_config("winograd"), streams=streams), Engine()) for streams in (1, 4)
     )
     # At least the input and the output of a convolution at full resolution.
-    stream_bytes = one.nbytes - weights
+    stream_bytes = one_stream.nbytes - weight_bytes
     assert stream_bytes >= 2 * 16 * EXAMPLE[:, :, ::2, ::2, ::2].nbytes
-    assert four.nbytes - weights == 4 * stream_bytes
+    assert four_streams.nbytes - weight_bytes == 4 * stream_bytes
     with torch.inference_mode():
-        assert one.score_bytes == four.score_bytes == one.network(EXAMPLE)[0].nbytes
+        assert one_stream.score_bytes == four_streams.score_bytes == one_stream.network(EXAMPLE)[0].nbytes
     assert build(module, EXAMPLE, make_config("eager"), Engine()).score_bytes is None

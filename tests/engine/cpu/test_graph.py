@@ -1,4 +1,4 @@
-"""Tests that captured networks give the same results as running them layer by layer."""
+"""Tests that captured networks give the same results as networks that run layer by layer."""
 
 import ctypes
 import gc
@@ -46,12 +46,12 @@ def prepare_and_pack(network, dtype=torch.float32):
     return onednn.pack(winograd.replace_convolutions(prepared).network)
 
 
-def make_batch(channels, windows=3, dtype=torch.float32, size=(8, 16, 24)):
-    return torch.randn(windows, channels, *size).to(dtype).to(memory_format=FORMAT)
+def make_batch(channels, window_count=3, dtype=torch.float32, size=(8, 16, 24)):
+    return torch.randn(window_count, channels, *size).to(dtype).to(memory_format=FORMAT)
 
 
 @pytest.fixture
-def captured():
+def captured_network():
     """A module, a batch, and the module captured for batches like it."""
     module, x = prepare_and_pack(ShuffleUNet(1, 2, (16, 32))), make_batch(1)
     return module, x, CpuGraph(module, x)
@@ -68,22 +68,22 @@ def test_scores_are_bit_identical_to_those_of_the_module(make, channels, dtype):
     if channels == 2:
         # Use a contiguous batch, which ATen would convert before the space-to-depth layer.
         x = x.contiguous()
-    captured = CpuGraph(module, x)
-    before = torch.get_num_threads()
+    captured_network = CpuGraph(module, x)
+    thread_count_before = torch.get_num_threads()
     try:
-        for threads, windows in itertools.product((1, 2), (1, 2, 3)):
-            torch.set_num_threads(threads)
-            part = torch.randn_like(x)[:windows]
-            scores, expected = captured(part), module(part)
+        for thread_count, window_count in itertools.product((1, 2), (1, 2, 3)):
+            torch.set_num_threads(thread_count)
+            part = torch.randn_like(x)[:window_count]
+            scores, expected = captured_network(part), module(part)
             assert torch.equal(scores, expected)
             assert scores.stride() == expected.stride()
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(thread_count_before)
 
 
 @torch.inference_mode()
-def test_replay_does_not_call_python_code(captured):
-    module, x, graph = captured
+def test_replay_does_not_call_python_code(captured_network):
+    module, x, graph = captured_network
     expected = module(x)
     module.forward = None
     assert torch.equal(graph(x), expected)
@@ -97,15 +97,15 @@ def test_graph_keeps_the_weights_alive():
     gc.collect()
     # Allocate tensors that would overwrite freed weights.
     fillers = [torch.full((1024 * size,), torch.nan) for size in range(1, 100)]
-    arena = cpu_graph.Arena(graph.arena)
+    arena = cpu_graph.Arena(graph.arena_bytes)
     arena.memory.fill_(255)
     assert torch.equal(graph.replay(x, arena, BufferPool(graph.nbytes, 0)), expected)
     assert fillers
 
 
 @torch.inference_mode()
-def test_calls_do_not_affect_earlier_or_later_scores(captured):
-    module, x, graph = captured
+def test_calls_do_not_affect_earlier_or_later_scores(captured_network):
+    module, x, graph = captured_network
     first, expected = graph(x), module(x)
     with_nan = x.clone()
     with_nan[0, 0, 3, 4, 5] = torch.nan
@@ -116,9 +116,9 @@ def test_calls_do_not_affect_earlier_or_later_scores(captured):
 
 
 @torch.inference_mode()
-def test_memory_of_scores_is_reused_once_they_are_unreferenced(captured):
+def test_memory_of_scores_is_reused_once_they_are_unreferenced(captured_network):
     """Views count as references, and batches of other sizes use the same memory."""
-    _module, x, graph = captured
+    _module, x, graph = captured_network
     scores = graph(x)
     address, view = scores.data_ptr(), scores[1:]
     expected = view.clone()
@@ -130,10 +130,10 @@ def test_memory_of_scores_is_reused_once_they_are_unreferenced(captured):
 
 
 @torch.inference_mode()
-def test_threads_can_replay_concurrently(captured):
-    module, x, graph = captured
+def test_threads_can_replay_concurrently(captured_network):
+    module, x, graph = captured_network
     inputs = [torch.randn_like(x) for _ in range(4)]
-    expected = [module(each) for each in inputs]
+    expected = [module(batch) for batch in inputs]
 
     @torch.inference_mode()
     def run(index):
@@ -145,11 +145,17 @@ def test_threads_can_replay_concurrently(captured):
 
 @torch.inference_mode()
 def test_other_shapes_and_layouts_are_passed_to_the_module():
-    module, strided = prepare_and_pack(ShuffleUNet(1, 2, (16, 32))), torch.randn(3, 1, 8, 16, 48)[..., ::2]
+    module, strided_batch = prepare_and_pack(ShuffleUNet(1, 2, (16, 32))), torch.randn(3, 1, 8, 16, 48)[..., ::2]
     # An example with gaps between its elements does not allow other batches with gaps.
-    for captured in (CpuGraph(module, make_batch(1)), CpuGraph(module, strided[:2])):
-        for other in (make_batch(1, 4), make_batch(1, size=(16, 16, 16)), strided, strided[:2], strided[..., :16]):
-            assert torch.equal(captured(other), module(other))
+    for captured_network in (CpuGraph(module, make_batch(1)), CpuGraph(module, strided_batch[:2])):
+        for other_batch in (
+            make_batch(1, 4),
+            make_batch(1, size=(16, 16, 16)),
+            strided_batch,
+            strided_batch[:2],
+            strided_batch[..., :16],
+        ):
+            assert torch.equal(captured_network(other_batch), module(other_batch))
 
 
 class WithOperation(nn.Module):
@@ -171,7 +177,7 @@ def copy_without_aten(x):
     return torch.frombuffer(bytearray(floats), dtype=x.dtype).as_strided(x.shape, x.stride())
 
 
-NOT_CAPTURABLE = {
+UNCAPTURABLE_OPERATIONS = {
     "an operator": lambda _, y, _x: y.sigmoid(),
     "an operator in place": lambda _, y, _x: y.mul_(2),
     "a sum with a number": lambda _, y, _x: y + 1,
@@ -196,7 +202,7 @@ NOT_CAPTURABLE = {
 }
 
 
-@pytest.mark.parametrize("operation", NOT_CAPTURABLE.values(), ids=NOT_CAPTURABLE)
+@pytest.mark.parametrize("operation", UNCAPTURABLE_OPERATIONS.values(), ids=UNCAPTURABLE_OPERATIONS)
 @torch.inference_mode()
 def test_capture_returns_the_module_if_it_cannot_be_captured(operation):
     module, x = prepare_and_pack(WithOperation(operation)), make_batch(8, 2, size=(4, 4, 4))
@@ -208,7 +214,7 @@ def add_to_first_window(first, y):
     return y
 
 
-CAPTURABLE = {
+CAPTURABLE_OPERATIONS = {
     "constants": lambda self, y, _x: y.add_(
         self.scale.expand(y[:1].shape).repeat(len(y), 1, 1, 1, 1).to(memory_format=FORMAT)
     ),
@@ -219,14 +225,14 @@ CAPTURABLE = {
 }
 
 
-@pytest.mark.parametrize("operation", CAPTURABLE.values(), ids=CAPTURABLE)
+@pytest.mark.parametrize("operation", CAPTURABLE_OPERATIONS.values(), ids=CAPTURABLE_OPERATIONS)
 @torch.inference_mode()
 def test_views_constants_and_sums_can_be_captured(operation):
     module, x = prepare_and_pack(WithOperation(operation)), make_batch(8, 2, size=(4, 4, 4))
     network = cpu_graph.capture(module, x)
     assert isinstance(network, CpuGraph)
-    for windows in (1, 2):
-        assert torch.equal(network(x[:windows]), module(x[:windows]))
+    for window_count in (1, 2):
+        assert torch.equal(network(x[:window_count]), module(x[:window_count]))
 
 
 @torch.inference_mode()
@@ -239,14 +245,17 @@ def test_sum_in_place_is_fused_with_the_transposed_convolution_before_it():
         def forward(self, x):
             return self.add(self.up(x), self.up(x))
 
-    in_place, x = prepare_and_pack(Skip(lambda one, other: one.add_(other))), make_batch(8, 1, size=(4, 4, 4))
-    separate = prepare_and_pack(Skip(lambda one, other: one + other))
-    calls = [cpu_graph.capture_graph(module, x).calls for module in (in_place, separate)]
-    assert calls == [3, 3]
+    in_place_module, x = (
+        prepare_and_pack(Skip(lambda first, second: first.add_(second))),
+        make_batch(8, 1, size=(4, 4, 4)),
+    )
+    separate_module = prepare_and_pack(Skip(lambda first, second: first + second))
+    call_counts = [cpu_graph.capture_graph(module, x).call_count for module in (in_place_module, separate_module)]
+    assert call_counts == [3, 3]
 
 
 @torch.inference_mode()
 def test_tensors_with_disjoint_lifetimes_share_the_arena():
     layers = [nn.Conv3d(16, 16, 3, padding=1) for _ in range(9)]
     x = make_batch(16, 1, size=(8, 8, 8))
-    assert cpu_graph.capture_graph(prepare_and_pack(nn.Sequential(*layers)), x).arena == 2 * x.nbytes
+    assert cpu_graph.capture_graph(prepare_and_pack(nn.Sequential(*layers)), x).arena_bytes == 2 * x.nbytes

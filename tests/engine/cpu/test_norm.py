@@ -50,14 +50,14 @@ SLOPES.weight.data = torch.linspace(-1, 1, 12)
 @pytest.mark.parametrize("activation", [nn.Identity(), SLOPES], ids=repr)
 @pytest.mark.parametrize("offset", [0.0, 50.0])
 @pytest.mark.parametrize("implementation", ["kernels", "torch", "traced"])
-def test_results_match_the_original_norm_and_stay_in_channels_last(
-    norm, activation, offset, implementation, monkeypatch
-):
+def test_results_match_the_original_norm_and_stay_channels_last(norm, activation, offset, implementation, monkeypatch):
     if implementation == "torch":
         monkeypatch.setattr(norms, "KERNELS", with_library(norms.KERNELS))
     network, x = nn.Sequential(randomize_weights(norm), activation), make_image(offset)
-    fast = replace_norms(copy.deepcopy(network))
-    y = (torch.compile(fast, fullgraph=True, backend="eager") if implementation == "traced" else fast)(x)
+    fast_network = replace_norms(copy.deepcopy(network))
+    y = (torch.compile(fast_network, fullgraph=True, backend="eager") if implementation == "traced" else fast_network)(
+        x
+    )
     assert y.is_contiguous(memory_format=torch.channels_last_3d)
     tolerance = 1e-5 if implementation == "kernels" else 1e-4
     torch.testing.assert_close(y, compute_in_float64(network, x), atol=tolerance, rtol=tolerance)
@@ -78,9 +78,9 @@ def test_results_match_torch_for_any_shape(size, batch, groups, members, activat
     norm = randomize_weights(nn.GroupNorm(groups, groups * members))
     x = 3 * torch.randn(batch, groups * members, *size) + 20
     network = nn.Sequential(norm, nn.Dropout(), activation).eval()
-    fast = replace_norms(copy.deepcopy(network))
-    assert isinstance(fast[2], nn.Identity)
-    torch.testing.assert_close(fast(x), compute_in_float64(network, x), atol=1e-4, rtol=1e-4)
+    fast_network = replace_norms(copy.deepcopy(network))
+    assert isinstance(fast_network[2], nn.Identity)
+    torch.testing.assert_close(fast_network(x), compute_in_float64(network, x), atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()
@@ -97,8 +97,8 @@ def test_kernel_rounds_to_bfloat16_once(channels, activation):
 
 def test_norms_with_running_statistics_and_torchscript_are_not_replaced():
     network = nn.Sequential(nn.InstanceNorm3d(4, track_running_stats=True), nn.BatchNorm3d(4), nn.ReLU())
-    before = list(network)
-    assert list(replace_norms(network)) == before
+    modules_before = list(network)
+    assert list(replace_norms(network)) == modules_before
     script = torch.jit.script(nn.Sequential(nn.GroupNorm(4, 12)).eval())
     assert replace_norms(script) is script
 

@@ -20,14 +20,14 @@ BFLOAT16 = pytest.param(
     ),
 )
 DTYPES = [torch.float32, BFLOAT16]
-# Relative to the largest result: float32 sums are computed in another order, and BF16 results are rounded once.
+# Relative to the largest result: float32 sums are computed in a different order, and BF16 results are rounded once.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
 
-FUSED = [
+FUSED_ACTIVATIONS = [
     *(nn.ReLU(), nn.ReLU(inplace=True), nn.LeakyReLU(0.3), nn.LeakyReLU(0.0), nn.LeakyReLU(-0.2)),
     *(nn.PReLU(init=0.2), nn.PReLU(init=0.0), nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")),
 ]
-NOT_FUSED = [nn.ReLU6(), nn.Hardtanh(), nn.PReLU(16, init=0.2), nn.ELU(), nn.Tanh()]
+UNFUSED_ACTIVATIONS = [nn.ReLU6(), nn.Hardtanh(), nn.PReLU(16, init=0.2), nn.ELU(), nn.Tanh()]
 
 LAYERS = [
     nn.Conv3d(8, 16, 3, padding=1),
@@ -45,11 +45,11 @@ LAYERS = [
 
 
 def make_plain_and_packed(layer, activation, dtype):
-    """Return the layer with its activation in float32, with weights rounded to `dtype`, and packed in `dtype`."""
+    """Return the layer and its activation with weights rounded to `dtype`, in float32 and packed in `dtype`."""
     sequence = copy.deepcopy(nn.Sequential(layer, *([activation] if activation else []))).eval()
     sequence.requires_grad_(requires_grad=False)
-    narrow = sequence.to(dtype)
-    return copy.deepcopy(narrow).float(), onednn.pack(narrow)
+    rounded_sequence = sequence.to(dtype)
+    return copy.deepcopy(rounded_sequence).float(), onednn.pack(rounded_sequence)
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=repr)
@@ -57,38 +57,38 @@ def make_plain_and_packed(layer, activation, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
 def test_packed_layer_matches_the_original(layer, activation, dtype):
-    plain, fast = make_plain_and_packed(layer, activation, dtype)
-    assert isinstance(fast[0], onednn.PackedConvolution | strided_conv.StridedConvolution)
+    plain_layer, packed_layer = make_plain_and_packed(layer, activation, dtype)
+    assert isinstance(packed_layer[0], onednn.PackedConvolution | strided_conv.StridedConvolution)
     # The weights are packed for the first batch. Other shapes must work too.
     for batch, size in ((2, SIZE), (1, SIZE), (3, (5, 8, 12))):
         x = torch.randn(batch, layer.in_channels, *size).to(dtype)
-        expected = plain(x.float())
+        expected = plain_layer(x.float())
         for image in (x, x.to(memory_format=FORMAT)):
-            scores = fast(image)
+            scores = packed_layer(image)
             assert scores.dtype == dtype
             assert scores.stride(1) == 1, "channels last, even for one input channel"
             assert (scores.float() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
 
 
-@pytest.mark.parametrize("activation", FUSED + NOT_FUSED, ids=repr)
+@pytest.mark.parametrize("activation", FUSED_ACTIVATIONS + UNFUSED_ACTIVATIONS, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
 def test_activation_is_fused_only_if_the_result_stays_the_same(activation, dtype):
-    plain, fast = make_plain_and_packed(nn.Conv3d(8, 16, 3), activation, dtype)
-    assert isinstance(fast[1], nn.Identity) == (activation in FUSED)
+    plain_layer, packed_layer = make_plain_and_packed(nn.Conv3d(8, 16, 3), activation, dtype)
+    assert isinstance(packed_layer[1], nn.Identity) == (activation in FUSED_ACTIVATIONS)
     x = 4 * torch.randn(2, 8, *SIZE).to(dtype)
-    expected = plain(x.float())
+    expected = plain_layer(x.float())
     # An activation that is not fused rounds a second time.
-    assert (fast(x).float() - expected).abs().max() <= 2 * TOLERANCES[dtype] * expected.abs().max()
+    assert (packed_layer(x).float() - expected).abs().max() <= 2 * TOLERANCES[dtype] * expected.abs().max()
 
 
 @torch.inference_mode()
 def test_negative_values_after_a_fused_relu_vanish_in_sums():
-    fast = onednn.pack(nn.Sequential(nn.Conv3d(8, 16, 3), nn.ReLU()))
-    scores = fast(100 * torch.randn(2, 8, *SIZE))
-    negative = scores[scores < 0]
-    assert negative.numel() > 0
-    assert torch.equal(negative + 1e-20, torch.full_like(negative, 1e-20))
+    packed_layer = onednn.pack(nn.Sequential(nn.Conv3d(8, 16, 3), nn.ReLU()))
+    scores = packed_layer(100 * torch.randn(2, 8, *SIZE))
+    negative_values = scores[scores < 0]
+    assert negative_values.numel() > 0
+    assert torch.equal(negative_values + 1e-20, torch.full_like(negative_values, 1e-20))
 
 
 @pytest.mark.parametrize(
@@ -114,30 +114,30 @@ def test_original_weights_are_released_after_packing():
     assert sum(tensor.numel() for tensor in layer.state_dict().values()) == 16, "only the bias"
 
 
-@pytest.mark.parametrize("activation", FUSED, ids=repr)
+@pytest.mark.parametrize("activation", FUSED_ACTIVATIONS, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[1], LAYERS[2], LAYERS[3], LAYERS[6], LAYERS[9]], ids=repr)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @torch.inference_mode()
 def test_non_finite_values_reach_the_result(activation, dtype, layer, value):
-    plain, fast = make_plain_and_packed(layer, activation, dtype)
-    assert isinstance(fast[1], nn.Identity)
+    plain_layer, packed_layer = make_plain_and_packed(layer, activation, dtype)
+    assert isinstance(packed_layer[1], nn.Identity)
     x = torch.zeros(2, layer.in_channels, *SIZE).to(dtype)
     x[0, 0, 3, 5, 5] = value
-    assert not torch.isfinite(fast(x).sum())
+    assert not torch.isfinite(packed_layer(x).sum())
     if value != value:
-        assert fast(x).isnan()[plain(x.float()).isnan()].all()
+        assert packed_layer(x).isnan()[plain_layer(x.float()).isnan()].all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
 def test_results_do_not_depend_on_batch_size(dtype):
-    _, fast = make_plain_and_packed(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), dtype)
+    _, packed_layer = make_plain_and_packed(nn.Conv3d(8, 16, 3, padding=1), nn.ReLU(), dtype)
     x = torch.randn(3, 8, *SIZE).to(dtype)
-    assert torch.equal(fast(x)[:1], fast(x[:1]))
+    assert torch.equal(packed_layer(x)[:1], packed_layer(x[:1]))
 
 
-OLD_PROCESSOR = """
+OLD_PROCESSOR_PROGRAM = """
 import torch
 from torch import nn
 from service.engine.cpu import onednn
@@ -153,7 +153,7 @@ assert module[:2](x)[0].isnan().all()
 @pytest.mark.parametrize("features", ["SSE41", "AVX2"])
 def test_only_float32_is_packed_without_bf16_support_in_onednn(features):
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": features}
-    subprocess.run([sys.executable, "-c", OLD_PROCESSOR], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", OLD_PROCESSOR_PROGRAM], env=environment, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -168,6 +168,6 @@ def test_relu_before_the_scores_keeps_exact_zeros(bias, first_bias):
     x = torch.randn(1, 8, *SIZE)
     expected = network(x)
     assert (expected.amax(1) == 0).any() or (bias and first_bias == -100.0)
-    fast = onednn.pack(network, returns_scores=True)
-    assert isinstance(fast[1], nn.Identity) == bias
-    assert torch.equal(fast(x) == 0, expected == 0)
+    packed_layer = onednn.pack(network, returns_scores=True)
+    assert isinstance(packed_layer[1], nn.Identity) == bias
+    assert torch.equal(packed_layer(x) == 0, expected == 0)

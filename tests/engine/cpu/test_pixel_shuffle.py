@@ -22,10 +22,10 @@ FORMAT = torch.channels_last_3d
 def test_shuffles_match_permutations_and_invert_each_other(block, size, batch, channels, dtype, layout):
     shape = [edge * step for edge, step in zip(size, block, strict=True)]
     x = torch.randn(batch, channels, *shape).to(dtype, memory_format=layout)
-    folded = pixel_shuffle.SpaceToDepth(block)(x)
-    assert torch.equal(folded, architectures.space_to_depth(x, block))
-    assert folded.is_contiguous(memory_format=FORMAT)
-    for blocks in (folded, folded.contiguous(), folded[:1]):
+    folded_image = pixel_shuffle.SpaceToDepth(block)(x)
+    assert torch.equal(folded_image, architectures.space_to_depth(x, block))
+    assert folded_image.is_contiguous(memory_format=FORMAT)
+    for blocks in (folded_image, folded_image.contiguous(), folded_image[:1]):
         image = pixel_shuffle.DepthToSpace(block)(blocks)
         assert torch.equal(image, x[: len(blocks)])
         assert image.is_contiguous()
@@ -37,9 +37,11 @@ def test_unaligned_views_and_non_finite_values_are_moved_unchanged(block, dtype)
     between_two_words = torch.randn(1 + 2 * 4 * 4 * 40).to(dtype)[1:].view(2, 1, 4, 4, 40)
     for x in (between_two_words, torch.randn(2, 1, 4, 4, 9).to(dtype)[..., 1:]):
         x[0, 0, 1, 2, :3] = torch.tensor([torch.nan, torch.inf, -0.0])
-        folded = pixel_shuffle.SpaceToDepth(block)(x)
+        folded_image = pixel_shuffle.SpaceToDepth(block)(x)
         expected = (architectures.space_to_depth(x, block), x)
-        for actual, reference in zip((folded, pixel_shuffle.DepthToSpace(block)(folded)), expected, strict=True):
+        for actual, reference in zip(
+            (folded_image, pixel_shuffle.DepthToSpace(block)(folded_image)), expected, strict=True
+        ):
             torch.testing.assert_close(actual, reference, rtol=0, atol=0, equal_nan=True)
 
 
@@ -55,7 +57,7 @@ def test_packing_a_network_replaces_its_pixel_shuffles():
     network = architectures.ShuffleUNet(1, 2, (4, 6)).eval().requires_grad_(requires_grad=False)
     x = torch.rand(2, 1, 8, 8, 8)
     expected = network(x)
-    fast = onednn.pack(network)
-    assert isinstance(fast.unfold, pixel_shuffle.SpaceToDepth)
-    assert isinstance(fast.fold, pixel_shuffle.DepthToSpace)
-    torch.testing.assert_close(fast(x), expected, atol=1e-5, rtol=1e-5)
+    packed_network = onednn.pack(network)
+    assert isinstance(packed_network.unfold, pixel_shuffle.SpaceToDepth)
+    assert isinstance(packed_network.fold, pixel_shuffle.DepthToSpace)
+    torch.testing.assert_close(packed_network(x), expected, atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Tests that the Winograd kernel gives the same results as float64 convolutions by torch."""
+"""Tests that the Winograd kernel gives the same results as torch's float64 convolutions."""
 
 import copy
 import itertools
@@ -14,9 +14,9 @@ from service.engine.cpu import winograd
 FORMAT = torch.channels_last_3d
 
 
-def make_convolution(inputs, outputs, *, bias=True, seed=0):
+def make_convolution(in_channels, out_channels, *, bias=True, seed=0):
     torch.manual_seed(seed)
-    return nn.Conv3d(inputs, outputs, 3, padding=1, bias=bias).requires_grad_(requires_grad=False)
+    return nn.Conv3d(in_channels, out_channels, 3, padding=1, bias=bias).requires_grad_(requires_grad=False)
 
 
 def compute_reference(layer, x):
@@ -29,16 +29,16 @@ def compute_reference(layer, x):
 @given(
     size=st.tuples(*[st.integers(1, 19)] * 3),
     batch=st.integers(1, 3),
-    inputs=st.sampled_from([8, 16, 24, 32, 40]),
-    outputs=st.sampled_from([16, 32, 48, 64, 80]),
+    in_channels=st.sampled_from([8, 16, 24, 32, 40]),
+    out_channels=st.sampled_from([16, 32, 48, 64, 80]),
     bias=st.booleans(),
     slope=st.sampled_from([0.0, 0.01, 0.25, 1.0, 1.5, -1.0]),
     dtype=st.sampled_from(winograd.DTYPES),
     seed=st.integers(0, 2**31),
 )
-def test_results_match_torch_for_any_shape(size, batch, inputs, outputs, bias, slope, dtype, seed):
-    layer = make_convolution(inputs, outputs, bias=bias, seed=seed).to(dtype)
-    x = torch.randn(batch, inputs, *size).to(dtype)
+def test_results_match_torch_for_any_shape(size, batch, in_channels, out_channels, bias, slope, dtype, seed):
+    layer = make_convolution(in_channels, out_channels, bias=bias, seed=seed).to(dtype)
+    x = torch.randn(batch, in_channels, *size).to(dtype)
     expected = nn.functional.leaky_relu(compute_reference(layer, x), slope)
     result = winograd.WinogradConvolution(layer, slope)(x)
     assert result.dtype == dtype
@@ -52,23 +52,28 @@ def test_result_does_not_depend_on_the_block_size(monkeypatch):
     layer = winograd.WinogradConvolution(make_convolution(16, 32))
     x = torch.randn(2, 16, 13, 18, 9)
     expected = layer(x)
-    for tiles in (1, 30, 500):
-        monkeypatch.setattr(winograd, "TILES_PER_BLOCK", tiles)
+    for tile_count in (1, 30, 500):
+        monkeypatch.setattr(winograd, "TILES_PER_BLOCK", tile_count)
         assert torch.equal(layer(x), expected)
 
 
-def choose_block_tiles(tiles, across, threads):
-    return winograd.KERNELS.call("stackseg_blocking", tiles, across, winograd.TILES_PER_BLOCK, threads)
+def choose_block_tiles(tile_count, tiles_per_row, thread_count):
+    return winograd.KERNELS.call("stackseg_blocking", tile_count, tiles_per_row, winograd.TILES_PER_BLOCK, thread_count)
 
 
 def test_blocks_are_whole_rows_unless_rows_are_long_and_every_thread_has_work():
-    for across in (1, 3, 8, 9, 16, 25, 100):
-        assert choose_block_tiles(across * 1000, across, 2) % across == 0 or across >= 1.5 * winograd.TILES_PER_BLOCK
+    for tiles_per_row in (1, 3, 8, 9, 16, 25, 100):
         assert (
-            winograd.TILES_PER_BLOCK / 2 < choose_block_tiles(across * 1000, across, 2) < 2 * winograd.TILES_PER_BLOCK
+            choose_block_tiles(tiles_per_row * 1000, tiles_per_row, 2) % tiles_per_row == 0
+            or tiles_per_row >= 1.5 * winograd.TILES_PER_BLOCK
         )
-    for tiles, threads in itertools.product([1, 5, 16, 31, 33, 64], [1, 2, 7]):
-        assert -(-tiles // choose_block_tiles(tiles, 1, threads)) >= min(tiles, threads) / 2
+        assert (
+            winograd.TILES_PER_BLOCK / 2
+            < choose_block_tiles(tiles_per_row * 1000, tiles_per_row, 2)
+            < 2 * winograd.TILES_PER_BLOCK
+        )
+    for tile_count, thread_count in itertools.product([1, 5, 16, 31, 33, 64], [1, 2, 7]):
+        assert -(-tile_count // choose_block_tiles(tile_count, 1, thread_count)) >= min(tile_count, thread_count) / 2
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, FORMAT])
@@ -76,8 +81,8 @@ def test_any_input_strides_are_accepted(layout):
     layer = winograd.WinogradConvolution(make_convolution(16, 16))
     x = torch.randn(1, 16, 6, 7, 8)
     assert torch.equal(layer(x), layer(x.to(memory_format=layout)))
-    wide = torch.randn(1, 16, 6, 7, 16)
-    assert torch.equal(layer(wide[..., ::2]), layer(wide[..., ::2].contiguous()))
+    wide_image = torch.randn(1, 16, 6, 7, 16)
+    assert torch.equal(layer(wide_image[..., ::2]), layer(wide_image[..., ::2].contiguous()))
 
 
 @pytest.mark.parametrize(
@@ -113,15 +118,17 @@ def test_following_activations_with_one_slope_are_fused(dtype):
         nn.ModuleDict({"a": make_convolution(16, 16)})["a"],
     )
     module = module.eval().to(dtype).requires_grad_(requires_grad=False)
-    fast = winograd.replace_convolutions(module)
-    layers = [child for child in fast if isinstance(child, winograd.WinogradConvolution)]
+    fast_module = winograd.replace_convolutions(module)
+    layers = [child for child in fast_module if isinstance(child, winograd.WinogradConvolution)]
     assert [layer.slope for layer in layers] == [0.0, 0.125, 0.5, 1.0, 1.0, 1.0]
-    not_fused = [type(child) for child in fast.modules() if isinstance(child, nn.ReLU | nn.LeakyReLU | nn.PReLU)]
-    assert not_fused == [nn.PReLU]
+    unfused_types = [
+        type(child) for child in fast_module.modules() if isinstance(child, nn.ReLU | nn.LeakyReLU | nn.PReLU)
+    ]
+    assert unfused_types == [nn.PReLU]
     assert winograd.count_replaceable(module) == 6, "the original module is unchanged"
     x = torch.randn(1, 8, 9, 9, 9).to(dtype)
-    exact = copy.deepcopy(module).double()(x.double())
-    assert (fast(x) - exact).abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)
+    expected = copy.deepcopy(module).double()(x.double())
+    assert (fast_module(x) - expected).abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_fake_operator_has_the_shape_and_strides_of_the_real_one():

@@ -15,7 +15,7 @@ from service.core.config import read_settings
 from service.core.errors import BadParameter
 from service.core.sections.computing import Engine
 from service.engine.backends import list_configs
-from service.engine.cuda.graph import CudaGraphBackend, CudaRecorder, GraphedNetwork, graph_bytes
+from service.engine.cuda.graph import CudaGraphBackend, CudaRecorder, GraphedNetwork, count_graph_bytes
 from service.engine.tuning.plans import EngineConfig
 
 
@@ -50,27 +50,32 @@ class FakeStream:
 
 
 class FakeGraph:
-    ended = None
+    finished_pool = None
 
     def pool(self):
-        if self.ended is None:
+        if self.finished_pool is None:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
-        return self.ended
+        return self.finished_pool
 
 
 class FakeCuda:
     """A fake of the parts of `torch.cuda` that a recorder uses. `captures` lists the arguments of every capture.
 
-    Like in torch, a failed capture leaves its stream current. With `ends_pools=False`, like in torch before 2.12, it
-    also leaves the allocator in capture mode if CUDA has invalidated the capture (`invalid`). A Python error alone does
-    not.
+    As in torch, a failed capture leaves its stream current. With `ends_pools=False`, as in torch before 2.12, it also
+    leaves the allocator in capture mode if CUDA has invalidated the capture (`is_capture_invalid`). A Python error
+    alone does not.
     """
 
     CUDAGraph = FakeGraph
 
-    def __init__(self, *, invalid=True, ends_pools=False):
-        self.captures, self.current, self.created_streams = [], {}, 0
-        self.recording, self.released, self.invalid, self.ends_pools = set(), [], invalid, ends_pools
+    def __init__(self, *, is_capture_invalid=True, ends_pools=False):
+        self.captures, self.current_streams, self.created_streams = [], {}, 0
+        self.recording_pools, self.released_pools, self.is_capture_invalid, self.ends_pools = (
+            set(),
+            [],
+            is_capture_invalid,
+            ends_pools,
+        )
 
     def Stream(self, device):  # noqa: N802
         # Torch cycles through 32 streams of a device.
@@ -87,15 +92,15 @@ class FakeCuda:
         return [{"segment_pool_id": pool, "total_size": 2**21} for pool in pools for _ in range(2)]
 
     def _cuda_endAllocateToPool(self, device, pool):  # noqa: N802
-        if pool not in self.recording:
+        if pool not in self.recording_pools:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-        self.recording.remove(pool)
+        self.recording_pools.remove(pool)
 
     def _cuda_releasePool(self, device, pool):  # noqa: N802
-        self.released.append((device, pool))
+        self.released_pools.append((device, pool))
 
     def current_stream(self, device):
-        return self.current.setdefault(device, FakeStream(device))
+        return self.current_streams.setdefault(device, FakeStream(device))
 
     @contextmanager
     def device(self, device):
@@ -103,31 +108,31 @@ class FakeCuda:
 
     @contextmanager
     def stream(self, stream):
-        before, self.current[stream.device] = self.current_stream(stream.device), stream
+        previous_stream, self.current_streams[stream.device] = self.current_stream(stream.device), stream
         try:
             yield
         finally:
-            self.current[stream.device] = before
+            self.current_streams[stream.device] = previous_stream
 
     @contextmanager
-    def graph(self, *positional, **named):
-        arguments = inspect.signature(torch.cuda.graph).bind(*positional, **named).arguments
+    def graph(self, *positional, **keywords):
+        arguments = inspect.signature(torch.cuda.graph).bind(*positional, **keywords).arguments
         self.captures.append(arguments)
-        before, self.current[arguments["stream"].device] = None, arguments["stream"]
-        self.recording.add(arguments["pool"])
+        previous_stream, self.current_streams[arguments["stream"].device] = None, arguments["stream"]
+        self.recording_pools.add(arguments["pool"])
         try:
             yield
         except RuntimeError:
-            if self.invalid:
+            if self.is_capture_invalid:
                 if self.ends_pools:
-                    self.recording.remove(arguments["pool"])
+                    self.recording_pools.remove(arguments["pool"])
                 raise
-            self.recording.remove(arguments["pool"])
-            arguments["cuda_graph"].ended = arguments["pool"]
+            self.recording_pools.remove(arguments["pool"])
+            arguments["cuda_graph"].finished_pool = arguments["pool"]
             raise
-        self.recording.remove(arguments["pool"])
-        arguments["cuda_graph"].ended = arguments["pool"]
-        self.current[arguments["stream"].device] = before
+        self.recording_pools.remove(arguments["pool"])
+        arguments["cuda_graph"].finished_pool = arguments["pool"]
+        self.current_streams[arguments["stream"].device] = previous_stream
 
 
 def test_captures_use_thread_local_mode_and_one_stream_per_device():
@@ -144,24 +149,24 @@ def test_captures_use_thread_local_mode_and_one_stream_per_device():
 
 @pytest.mark.parametrize(
     ("cuda", "released"),
-    [(FakeCuda(), [(1, (0, 1))]), (FakeCuda(ends_pools=True), []), (FakeCuda(invalid=False), [])],
+    [(FakeCuda(), [(1, (0, 1))]), (FakeCuda(ends_pools=True), []), (FakeCuda(is_capture_invalid=False), [])],
     ids=["before torch 2.12", "since torch 2.12", "only a Python error"],
 )
 def test_failed_capture_restores_stream_and_allocator(cuda, released):
     device = torch.device("cuda", 1)
-    before = cuda.current_stream(device)
+    previous_stream = cuda.current_stream(device)
     with pytest.raises(RuntimeError, match="not permitted"):
         CudaRecorder(device, cuda, cuda).capture(fail)
-    assert cuda.current_stream(device) is before
-    assert not cuda.recording
-    assert cuda.released == released, "a pool that torch releases must not be released twice"
+    assert cuda.current_stream(device) is previous_stream
+    assert not cuda.recording_pools
+    assert cuda.released_pools == released, "a pool that torch releases must not be released twice"
 
 
 def test_memory_of_a_graph_includes_only_its_own_pool():
     cuda, example = FakeCuda(), torch.zeros(2, 1, 3, 3, 3)
     networks = [GraphedNetwork(lambda x: x, example, CudaRecorder(torch.device("cuda", 0), cuda)) for _ in range(2)]
-    assert [graph_bytes(network, 7) for network in networks] == [example.nbytes + 2 * 2**21] * 2
-    assert [graph_bytes(lambda x: x, pools) for pools in (2**21, 0, -(2**21))] == [2**21, 0, 0]
+    assert [count_graph_bytes(network, 7) for network in networks] == [example.nbytes + 2 * 2**21] * 2
+    assert [count_graph_bytes(lambda x: x, pool_bytes) for pool_bytes in (2**21, 0, -(2**21))] == [2**21, 0, 0]
 
 
 def fail():
@@ -170,13 +175,13 @@ def fail():
 
 def test_graph_keeps_its_network_alive():
     module = nn.Conv3d(1, 1, 1)
-    alive = weakref.ref(module)
-    graphed = GraphedNetwork(module, torch.zeros(1, 1, 2, 2, 2), ForgetfulRecorder())
+    network_reference = weakref.ref(module)
+    graphed_network = GraphedNetwork(module, torch.zeros(1, 1, 2, 2, 2), ForgetfulRecorder())
     del module
     gc.collect()
-    assert alive() is not None
-    del graphed
-    assert alive() is None
+    assert network_reference() is not None
+    del graphed_network
+    assert network_reference() is None
 
 
 class ForgetfulRecorder(FakeRecorder):
@@ -237,23 +242,23 @@ def test_other_shapes_and_dtypes_are_rejected(other):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_real_capture_does_not_interfere_with_other_threads():
-    device, done = torch.device("cuda", 0), threading.Event()
+    device, stop_event = torch.device("cuda", 0), threading.Event()
 
     def use_device():
-        while not done.is_set():
+        while not stop_event.is_set():
             torch.cuda.empty_cache()
             torch.empty(2**20, pin_memory=True).to(device, non_blocking=True).sum().item()
 
     with ThreadPoolExecutor(2) as pool:
-        users = [pool.submit(use_device) for _ in range(2)]
+        futures = [pool.submit(use_device) for _ in range(2)]
         try:
             for _ in range(20):
                 network = GraphedNetwork(lambda x: x.sin() + 1, torch.zeros(2, 1, 16, 16, 16, device=device))
                 assert (network(torch.zeros(2, 1, 16, 16, 16, device=device)) == 1).all()
         finally:
-            done.set()
-        for user in users:
-            user.result()
+            stop_event.set()
+        for future in futures:
+            future.result()
 
 
 @pytest.mark.gpu
@@ -268,14 +273,14 @@ def test_failed_real_captures_release_their_memory():
             x.sum().item()
         return x + 1
 
-    reserved = []
+    reserved_bytes = []
     for _ in range(4):
         with pytest.raises(RuntimeError):
             GraphedNetwork(synchronize, example)
         torch.cuda.empty_cache()
-        reserved.append(torch.cuda.memory_reserved())
+        reserved_bytes.append(torch.cuda.memory_reserved())
     # Libraries may allocate memory at the first call.
-    assert len(set(reserved[1:])) == 1
+    assert len(set(reserved_bytes[1:])) == 1
     assert (GraphedNetwork(lambda x: x + 1, example)(example) == 1).all()
 
 

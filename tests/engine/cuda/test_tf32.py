@@ -14,10 +14,10 @@ def read_switches():
 
 @pytest.fixture(autouse=True)
 def _restore_switches():
-    matrices, convolutions, benchmark = read_switches()
+    matmul_precision, cudnn_allow_tf32, benchmark = read_switches()
     yield
-    torch.set_float32_matmul_precision(matrices)
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = convolutions, benchmark
+    torch.set_float32_matmul_precision(matmul_precision)
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = cudnn_allow_tf32, benchmark
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,9 @@ def _restore_switches():
     ],
 )
 def test_settings_apply_to_a_gpu_but_not_to_a_cpu(settings, expected):
-    before = read_switches()
+    switches_before = read_switches()
     tf32.configure(settings, CPU)
-    assert read_switches() == before
+    assert read_switches() == switches_before
     tf32.configure(settings, CUDA)
     assert read_switches() == expected
 

@@ -10,12 +10,12 @@ from pydantic import TypeAdapter
 from service.engine.tuning import plans
 from service.engine.tuning.plans import EngineConfig, EnginePlan, Outcome, Trial, Verdict
 
-CHOICE = EngineConfig("compiled", "bf16", "channels_last_3d", 4, "default")
+CONFIG = EngineConfig("compiled", "bf16", "channels_last_3d", 4, "default")
 PLAN = EnginePlan(
     "nuclei",
-    CHOICE,
+    CONFIG,
     (
-        Trial(CHOICE, Verdict(Outcome.CHOSEN), 12.5, 0.0005, 9.0),
+        Trial(CONFIG, Verdict(Outcome.CHOSEN), 12.5, 0.0005, 9.0),
         Trial(EngineConfig("eager", "fp32", "contiguous", 2), Verdict(Outcome.SKIPPED, "no time")),
     ),
     31.5,
@@ -24,7 +24,7 @@ PLAN = EnginePlan(
 )
 
 
-def test_saved_plan_is_found_only_in_the_same_circumstances(tmp_path):
+def test_saved_plan_is_found_only_under_the_same_circumstances(tmp_path):
     plans.save(tmp_path / "new", PLAN)
     assert plans.find(tmp_path / "new", "nuclei", PLAN.circumstances) == PLAN
     assert [file.suffix for file in (tmp_path / "new").iterdir()] == [".json"]
@@ -34,16 +34,16 @@ def test_saved_plan_is_found_only_in_the_same_circumstances(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("verdict", "text"),
+    ("verdict", "string"),
     [
         (Verdict(Outcome.CHOSEN), "chosen"),
         (Verdict(Outcome.SKIPPED, "bf16: as good"), "skipped: bf16: as good"),
         (Verdict(Outcome.SLOWER, "80% of the speed of eager"), "80% of the speed of eager"),
     ],
 )
-def test_verdict_is_serialized_as_text(verdict, text):
-    trial, adapter = Trial(CHOICE, verdict), TypeAdapter(Trial)
-    assert adapter.dump_python(trial, mode="json")["verdict"] == text
+def test_verdict_is_serialized_as_a_string(verdict, string):
+    trial, adapter = Trial(CONFIG, verdict), TypeAdapter(Trial)
+    assert adapter.dump_python(trial, mode="json")["verdict"] == string
     assert adapter.validate_json(adapter.dump_json(trial)) == trial
     assert adapter.json_schema(mode="serialization")["properties"]["verdict"]["type"] == "string"
 
@@ -80,27 +80,30 @@ def test_full_disk_leaves_no_partial_plan(tmp_path):
 
 
 def test_plans_of_a_model_are_listed_newest_first_and_deleted_files_are_skipped(tmp_path):
-    older = EnginePlan("nuclei", CHOICE, (), 1.0, {"device": "another", "weights": "abc"})
-    others = (EnginePlan("nuclei-2", CHOICE, (), 1.0, older.circumstances), EnginePlan("nuclei", CHOICE, (), 1.0, {}))
-    for plan in (older, PLAN, *others):
+    older_plan = EnginePlan("nuclei", CONFIG, (), 1.0, {"device": "another", "weights": "abc"})
+    other_plans = (
+        EnginePlan("nuclei-2", CONFIG, (), 1.0, older_plan.circumstances),
+        EnginePlan("nuclei", CONFIG, (), 1.0, {}),
+    )
+    for plan in (older_plan, PLAN, *other_plans):
         plans.save(tmp_path, plan)
     for file in tmp_path.glob("*"):
-        if plans._read(file) == older:
+        if plans._read(file) == older_plan:
             os.utime(file, (0, 0))
     (tmp_path / "nuclei-gone.json").symlink_to(tmp_path / "deleted")
-    assert plans.find_all(tmp_path, "nuclei", "abc") == (PLAN, older)
+    assert plans.find_all(tmp_path, "nuclei", "abc") == (PLAN, older_plan)
     assert plans.find_all(tmp_path / "nowhere", "nuclei", "abc") == ()
 
 
 def test_plan_is_formatted_as_a_table():
-    first, chosen, skipped = PLAN.lines()
-    assert first == "tuned in 32 s on a processor, 2 threads:"
+    title, chosen_row, skipped_row = PLAN.lines()
+    assert title == "tuned in 32 s on a processor, 2 threads:"
     assert next(replace(PLAN, tuned=False).lines()).startswith("checked in 32 s")
-    assert "compiled (default) bf16 channels_last_3d x4" in chosen
-    assert "12.5 windows/s" in chosen
-    assert "0.050% differ" in chosen
-    assert "built in 9.0 s" in chosen
-    assert skipped.endswith("skipped: no time")
+    assert "compiled (default) bf16 channels_last_3d x4" in chosen_row
+    assert "12.5 windows/s" in chosen_row
+    assert "0.050% differ" in chosen_row
+    assert "built in 9.0 s" in chosen_row
+    assert skipped_row.endswith("skipped: no time")
 
 
 def test_plans_are_stored_in_the_configured_folder_or_the_users_cache(tmp_path, monkeypatch):

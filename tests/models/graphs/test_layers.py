@@ -16,7 +16,7 @@ from onnx import helper
 from onnx_export import export_onnx, write_onnx
 from torch import Tensor, nn
 
-from service.engine.fusion import adjacent_modules
+from service.engine.fusion import iter_adjacent_modules
 from service.models.architectures import DepthToSpace, ShuffleUNet, SpaceToDepth
 from service.models.graphs.onnx.network import load_onnx
 from service.models.graphs.torch_export import load_torch_export
@@ -33,7 +33,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 DYNAMIC_AXES = {"x": {0: "b", 2: "depth", 3: "height", 4: "width"}}
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.PReLU)
-KINDS = {
+LAYER_TYPES = {
     "convolution": (nn.Conv3d, nn.ConvTranspose3d),
     "norm": (nn.InstanceNorm3d, nn.GroupNorm),
     "shuffle": (SpaceToDepth, DepthToSpace),
@@ -55,11 +55,11 @@ reload_dynamic_torch_export = partial(reload_torch_export, sizes=({0: torch.expo
 
 
 def count_layers(network: nn.Module) -> dict[str, int]:
-    return {name: sum(isinstance(each, kinds) for each in network.modules()) for name, kinds in KINDS.items()}
+    return {name: sum(isinstance(module, types) for module in network.modules()) for name, types in LAYER_TYPES.items()}
 
 
 def count_fusable_activations(network: nn.Module) -> int:
-    pairs = adjacent_modules(network)
+    pairs = iter_adjacent_modules(network)
     return len({second.module for _, second in pairs if isinstance(second.module, ACTIVATIONS)})
 
 
@@ -71,17 +71,17 @@ def test_reloaded_network_has_the_same_scores_and_layers(
     torch.manual_seed(0)
     network, image = NETWORKS[name]().eval(), torch.rand(1, *WINDOW)
     with torch.inference_mode():
-        loaded = reload(network, tmp_path / "n.onnx")
+        loaded_network = reload(network, tmp_path / "n.onnx")
         with observe_calls(network):
             expected = network(image)
-        with observe_calls(loaded):
-            torch.testing.assert_close(loaded(image), expected, rtol=1e-4, atol=1e-4)
-        # An ONNX file with batch size 1 is run window by window. A torch.export file has a fixed batch size.
+        with observe_calls(loaded_network):
+            torch.testing.assert_close(loaded_network(image), expected, rtol=1e-4, atol=1e-4)
+        # An ONNX file with batch size 1 is run one window at a time. A torch.export file has a fixed batch size.
         if reload is not reload_torch_export:
             images = torch.rand(2, 1, 32, 48, 64) if reload is reload_dynamic_onnx else torch.rand(3, *WINDOW)
-            torch.testing.assert_close(loaded(images), network(images), rtol=1e-4, atol=1e-4)
-    assert count_layers(loaded) == count_layers(network)
-    assert count_fusable_activations(loaded) >= max(count_fusable_activations(network), 1)
+            torch.testing.assert_close(loaded_network(images), network(images), rtol=1e-4, atol=1e-4)
+    assert count_layers(loaded_network) == count_layers(network)
+    assert count_fusable_activations(loaded_network) >= max(count_fusable_activations(network), 1)
 
 
 def test_values_used_twice_are_not_overwritten(tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ def test_trivial_shuffle_does_not_overwrite_its_input(tmp_path: Path) -> None:
         helper.make_node("Add", ["e", "a"], ["y"]),
     ]
     sizes = {"s": np.array([1, 1, 32, 1, 32, 1, 64, 1]), "t": np.array([1, *WINDOW])}
-    loaded = load_onnx(write_onnx(tmp_path / "m.onnx", nodes, [1, *WINDOW], sizes), WINDOW)
+    loaded_network = load_onnx(write_onnx(tmp_path / "m.onnx", nodes, [1, *WINDOW], sizes), WINDOW)
     x = torch.rand(1, *WINDOW)
-    torch.testing.assert_close(loaded(x), 3 * x)
+    torch.testing.assert_close(loaded_network(x), 3 * x)
 
 
 def test_group_norm_is_not_fused_with_an_addition_that_is_not_per_channel(tmp_path: Path) -> None:
@@ -133,10 +133,10 @@ def test_group_norm_is_not_fused_with_an_addition_that_is_not_per_channel(tmp_pa
         helper.make_node("Add", ["d", "w"], ["y"]),
     ]
     path = write_onnx(tmp_path / "m.onnx", nodes, [1, 1, 8, 8, 8], numbers)
-    loaded, x = load_onnx(path, (1, 8, 8, 8)), torch.rand(1, 1, 8, 8, 8)
+    loaded_network, x = load_onnx(path, (1, 8, 8, 8)), torch.rand(1, 1, 8, 8, 8)
     expected = nn.functional.group_norm(x.expand(1, 4, 8, 8, 8), 2) + torch.arange(8.0).reshape(8, 1, 1)
-    torch.testing.assert_close(loaded(x), expected)
-    assert count_layers(loaded)["norm"] == 1
+    torch.testing.assert_close(loaded_network(x), expected)
+    assert count_layers(loaded_network)["norm"] == 1
 
 
 @pytest.mark.parametrize("order", [[0, 1, 3, 5, 7, 2, 6, 4], [0, 1, 7, 5, 3, 2, 4, 6]])
@@ -148,6 +148,6 @@ def test_other_permutations_are_not_pixel_shuffles(order: list[int], tmp_path: P
     ]
     sizes = {"s": np.array([1, 1, 16, 2, 16, 2, 32, 2]), "t": np.array([1, 8, 16, 16, 32])}
     write_onnx(tmp_path / "m.onnx", nodes, [1, *WINDOW], sizes)
-    loaded, x = load_onnx(tmp_path / "m.onnx", WINDOW), torch.rand(1, *WINDOW)
+    loaded_network, x = load_onnx(tmp_path / "m.onnx", WINDOW), torch.rand(1, *WINDOW)
     expected = x.reshape(1, 1, 16, 2, 16, 2, 32, 2).permute(order).reshape(1, 8, 16, 16, 32)
-    assert torch.equal(loaded(x), expected)
+    assert torch.equal(loaded_network(x), expected)

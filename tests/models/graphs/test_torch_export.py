@@ -37,24 +37,24 @@ class VariedGraph(nn.Module):
         return (flat + torch.tensor(0.5)).reshape(x.shape[0], 2, *x.shape[2:]), second
 
 
-def export(network: nn.Module, path: Path, *, dynamic: bool = False) -> Path:
-    sizes = ({0: torch.export.Dim("batch", min=1, max=64)},) if dynamic else None
+def export(network: nn.Module, path: Path, *, is_dynamic: bool = False) -> Path:
+    sizes = ({0: torch.export.Dim("batch", min=1, max=64)},) if is_dynamic else None
     torch.export.save(torch.export.export(network.eval(), (torch.rand(SHAPE),), dynamic_shapes=sizes), path)
     return path
 
 
 def rewrite_entry(path: Path, name: str, change: Callable[[bytes], bytes]) -> Path:
-    """Copy an archive with one of its files changed."""
-    other = path.with_stem("other")
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(other, "w") as new:
-        for entry in old.infolist():
-            content = old.read(entry)
-            new.writestr(entry, change(content) if entry.filename.endswith(name) else content)
-    return other
+    """Write a copy of an archive with one changed file, and return its path."""
+    copy_path = path.with_stem("other")
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(copy_path, "w") as target:
+        for entry in source.infolist():
+            content = source.read(entry)
+            target.writestr(entry, change(content) if entry.filename.endswith(name) else content)
+    return copy_path
 
 
 def rewrite_graph(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Copy an archive with a changed graph."""
+    """Write a copy of an archive with a changed graph, and return its path."""
 
     def edit(content: bytes) -> bytes:
         program = json.loads(content)
@@ -74,37 +74,37 @@ def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_computed_sizes_constants_and_several_results_are_supported(tmp_path: Path) -> None:
     network = VariedGraph()
-    loaded = load_torch_export(export(network, tmp_path / "varied.pt2", dynamic=True), SHAPE[1:])
+    loaded_network = load_torch_export(export(network, tmp_path / "varied.pt2", is_dynamic=True), SHAPE[1:])
     images = torch.rand(3, *SHAPE[1:])
-    assert torch.allclose(loaded(images), network(images)[0])
+    assert torch.allclose(loaded_network(images), network(images)[0])
 
 
 def test_convolutions_of_a_loaded_network_can_be_replaced_and_measured(tmp_path: Path) -> None:
     network = SegResNet(3, 16, 1, 2)
-    loaded = load_torch_export(export(network, tmp_path / "network.pt2"), SHAPE[1:])
-    assert winograd.count_replaceable(loaded) == winograd.count_replaceable(network) > 0
-    assert sum(tensor.numel() for tensor in loaded.state_dict().values()) == sum(
+    loaded_network = load_torch_export(export(network, tmp_path / "network.pt2"), SHAPE[1:])
+    assert winograd.count_replaceable(loaded_network) == winograd.count_replaceable(network) > 0
+    assert sum(tensor.numel() for tensor in loaded_network.state_dict().values()) == sum(
         p.numel() for p in network.parameters()
     )
-    assert activation_bytes(loaded, SHAPE) >= 16 * 4 * 2 * 32**3
+    assert activation_bytes(loaded_network, SHAPE) >= 16 * 4 * 2 * 32**3
 
 
 def test_loaded_network_can_be_prepared_for_bfloat16(unet: Path) -> None:
-    loaded, images = load_torch_export(unet, SHAPE[1:]), torch.rand(SHAPE)
-    prepared = prepare(loaded, torch.device("cpu"), torch.bfloat16, torch.channels_last_3d)
+    loaded_network, images = load_torch_export(unet, SHAPE[1:]), torch.rand(SHAPE)
+    prepared_network = prepare(loaded_network, torch.device("cpu"), torch.bfloat16, torch.channels_last_3d)
     with torch.inference_mode():
-        scores, expected = prepared(images.bfloat16()), loaded(images)
+        scores, expected = prepared_network(images.bfloat16()), loaded_network(images)
     assert scores.dtype == torch.float32
     assert torch.allclose(scores, expected, atol=0.1 * float(expected.std()))
 
 
-DISALLOWED = """
+DISALLOWED_OPERATORS = """
 aten.from_file.default aten.add.__class__ aten.add._schemas aten.add.Tensor.__call__ aten.add.out aten.add.str
 aten.mul.left_t aten.full.default aten.item.default prims.device_put.default
 """
-# Operators that access memory outside of their tensors or crash the process for invalid arguments. The last one can
+# Operators that access memory outside their tensors or crash the process for invalid arguments. The last one can
 # modify a tensor that shares its memory without increasing its version counter.
-UNSAFE = """
+UNSAFE_OPERATORS = """
 aten._native_batch_norm_legit_no_training.default aten.repeat_interleave.Tensor aten._upsample_nearest_exact2d.default
 aten.div.Tensor_mode aten.div_.Scalar_mode aten.view.dtype
 """
@@ -112,12 +112,18 @@ aten.div.Tensor_mode aten.div_.Scalar_mode aten.view.dtype
 
 @pytest.mark.parametrize(
     "target",
-    ["builtins.eval", "os.torch.ops.aten.add.Tensor", *(f"torch.ops.{name}" for name in (DISALLOWED + UNSAFE).split())],
+    [
+        "builtins.eval",
+        "os.torch.ops.aten.add.Tensor",
+        *(f"torch.ops.{name}" for name in (DISALLOWED_OPERATORS + UNSAFE_OPERATORS).split()),
+    ],
 )
 def test_only_allowed_operators_can_be_called(unet: Path, target: str) -> None:
-    other = rewrite_graph(unet, lambda program: program["graph_module"]["graph"]["nodes"][0].update(target=target))
+    changed_path = rewrite_graph(
+        unet, lambda program: program["graph_module"]["graph"]["nodes"][0].update(target=target)
+    )
     with pytest.raises(BrokenModel, match=r"calls|cannot be read"):
-        load_torch_export(other, SHAPE[1:])
+        load_torch_export(changed_path, SHAPE[1:])
 
 
 def test_expressions_in_the_file_are_not_evaluated(unet: Path, tmp_path: Path) -> None:
@@ -137,8 +143,8 @@ def test_argument_names_do_not_become_code(unet: Path, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
 
     def plant(program: dict[str, Any]) -> None:
-        first = program["graph_module"]["graph"]["nodes"][0]["inputs"][0]
-        first["name"] = f"out=__import__('pathlib').Path({str(witness)!r}).touch(), {first['name']}"
+        first_input = program["graph_module"]["graph"]["nodes"][0]["inputs"][0]
+        first_input["name"] = f"out=__import__('pathlib').Path({str(witness)!r}).touch(), {first_input['name']}"
 
     with pytest.raises(BrokenModel, match="has no argument"):
         load_torch_export(rewrite_graph(unet, plant), SHAPE[1:])(torch.rand(SHAPE))
@@ -148,7 +154,7 @@ def test_argument_names_do_not_become_code(unet: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "reason"),
     [
-        ({"as_string": "'); __import__('os').system('false')  #"}, "does not accept a text"),
+        ({"as_string": "'); __import__('os').system('false')  #"}, "does not accept a string"),
         ({"as_int": {"__import__('os')": 1}}, "arguments other than numbers"),
         ({"as_int": {}}, "arguments other than numbers"),
         ({"as_ints": ["', __import__('os').system('false'), '"]}, "arguments other than numbers"),
@@ -160,7 +166,7 @@ def test_argument_names_do_not_become_code(unet: Path, tmp_path: Path) -> None:
         ({"as_ints": [[[[]]]] * 3}, "cannot be read|does not accept|called with"),
     ],
 )
-def test_only_numbers_and_plain_texts_become_code(unet: Path, argument: dict[str, Any], reason: str) -> None:
+def test_only_numbers_and_plain_strings_become_code(unet: Path, argument: dict[str, Any], reason: str) -> None:
     def plant(program: dict[str, Any]) -> None:
         call = program["graph_module"]["graph"]["nodes"][0]
         next(entry for entry in call["inputs"] if entry["name"] == "stride")["arg"] = argument
@@ -169,26 +175,28 @@ def test_only_numbers_and_plain_texts_become_code(unet: Path, argument: dict[str
         load_torch_export(rewrite_graph(unet, plant), SHAPE[1:])(torch.rand(SHAPE))
 
 
-def test_only_plain_texts_are_accepted_as_arguments(tmp_path: Path) -> None:
-    class Padded(nn.Module):
+def test_only_plain_strings_are_accepted_as_arguments(tmp_path: Path) -> None:
+    class PaddingNetwork(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.pad(x, [1] * 6, mode="replicate")
 
-    path = export(Padded(), tmp_path / "padded.pt2")
+    path = export(PaddingNetwork(), tmp_path / "padded.pt2")
     assert load_torch_export(path, SHAPE[1:])(torch.rand(SHAPE)).shape == (2, 1, 34, 34, 34)
-    text = "replicate'); __import__('os').system('false')  #"
-    hostile = rewrite_entry(path, "models/model.json", lambda content: content.replace(b"replicate", text.encode()))
-    with pytest.raises(BrokenModel, match="arguments other than numbers, plain texts"):
-        load_torch_export(hostile, SHAPE[1:])
+    code = "replicate'); __import__('os').system('false')  #"
+    hostile_path = rewrite_entry(
+        path, "models/model.json", lambda content: content.replace(b"replicate", code.encode())
+    )
+    with pytest.raises(BrokenModel, match="arguments other than numbers, plain strings"):
+        load_torch_export(hostile_path, SHAPE[1:])
 
 
 def test_any_names_of_values_are_accepted_without_becoming_code(unet: Path) -> None:
-    hostile = rewrite_entry(
+    hostile_path = rewrite_entry(
         unet, "models/model.json", lambda text: text.replace(b'"conv3d', b'"__import__(\\"os\\")\\n;conv3d')
     )
     images = torch.rand(SHAPE)
-    assert b"__import__" in hostile.read_bytes()
-    assert torch.equal(load_torch_export(hostile, SHAPE[1:])(images), load_torch_export(unet, SHAPE[1:])(images))
+    assert b"__import__" in hostile_path.read_bytes()
+    assert torch.equal(load_torch_export(hostile_path, SHAPE[1:])(images), load_torch_export(unet, SHAPE[1:])(images))
 
 
 def test_stored_tensor_with_many_names_is_read_only_once(unet: Path) -> None:
@@ -206,23 +214,25 @@ def test_stored_tensor_with_many_names_is_read_only_once(unet: Path) -> None:
 
 def test_total_size_of_tensors_is_limited_to_the_size_of_the_file(unet: Path) -> None:
     """The file has many different views of one stored tensor."""
-    parts = [f"part_{start}" for start in range(100)]
+    part_names = [f"part_{start}" for start in range(100)]
 
     def shift(content: bytes) -> bytes:
-        stored = json.loads(content)
-        full = next(entry for entry in stored["config"].values() if {"as_int": 32} in entry["tensor_meta"]["sizes"])
-        for start, name in enumerate(parts):
+        config = json.loads(content)
+        full_entry = next(
+            entry for entry in config["config"].values() if {"as_int": 32} in entry["tensor_meta"]["sizes"]
+        )
+        for start, name in enumerate(part_names):
             sizes = {"sizes": [{"as_int": 3000}], "strides": [{"as_int": 1}], "storage_offset": {"as_int": start}}
-            stored["config"][name] = full | {"tensor_meta": full["tensor_meta"] | sizes}
-        return json.dumps(stored).encode()
+            config["config"][name] = full_entry | {"tensor_meta": full_entry["tensor_meta"] | sizes}
+        return json.dumps(config).encode()
 
-    def name_all(program: dict[str, Any]) -> None:
+    def add_names(program: dict[str, Any]) -> None:
         specs = program["graph_module"]["signature"]["input_specs"]
-        specs += [{"parameter": {"parameter_name": name, "arg": {"name": name}}} for name in parts]
+        specs += [{"parameter": {"parameter_name": name, "arg": {"name": name}}} for name in part_names]
 
-    shifted = rewrite_entry(unet, "weights_config.json", shift).rename(unet.with_stem("shifted"))
+    shifted_path = rewrite_entry(unet, "weights_config.json", shift).rename(unet.with_stem("shifted"))
     with pytest.raises(BrokenModel, match="its tensors are larger than the file"):
-        load_torch_export(rewrite_graph(shifted, name_all), SHAPE[1:])
+        load_torch_export(rewrite_graph(shifted_path, add_names), SHAPE[1:])
 
 
 def test_pickled_sample_inputs_are_not_read(unet: Path) -> None:

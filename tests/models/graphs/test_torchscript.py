@@ -17,12 +17,12 @@ from service.inference.runner.memory_estimate import activation_bytes
 from service.models.graphs.torchscript import load_torchscript
 
 
-class ReadsFile(nn.Module):
+class FileReader(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.from_file("/etc/hostname", shared=False, size=1, dtype=torch.uint8).float()
 
 
-class RunsOnLoading(nn.Module):
+class LoadingHook(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.training_steps = 0
@@ -46,12 +46,12 @@ def save_script(module: nn.Module, path: Path) -> Path:
 
 
 def rewrite_entries(path: Path, change: Callable[[str, bytes], tuple[str, bytes]]) -> Path:
-    """Copy an archive with changed names or contents of its entries."""
-    other = path.with_stem("other")
-    with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as target:
+    """Write a copy of an archive with changed entry names or contents, and return its path."""
+    copy_path = path.with_stem("other")
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(copy_path, "w") as target:
         for name in source.namelist():
             target.writestr(*change(name, source.read(name)))
-    return other
+    return copy_path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,10 +59,10 @@ def test_loaded_program_gives_the_scores_of_its_module(
     bands_network: nn.Module, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     program = load_torchscript(save_script(bands_network, tmp_path / "bands.ts"))
-    prepared = prepare(program, torch.device("cpu"), dtype, torch.channels_last_3d)
+    prepared_program = prepare(program, torch.device("cpu"), dtype, torch.channels_last_3d)
     images = torch.rand(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        scores, expected = prepared(images.to(dtype)), bands_network(images)
+        scores, expected = prepared_program(images.to(dtype)), bands_network(images)
     assert scores.dtype == torch.float32
     assert torch.allclose(scores, expected, atol=1e-5 if dtype == torch.float32 else 0.1 * float(expected.std()))
     assert activation_bytes(program, (1, 1, 16, 16, 16)) >= activation_bytes(bands_network, (1, 1, 16, 16, 16)) > 0
@@ -70,13 +70,13 @@ def test_loaded_program_gives_the_scores_of_its_module(
 
 def test_program_that_reads_files_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(BrokenModel, match="aten::from_file"):
-        load_torchscript(save_script(ReadsFile(), tmp_path / "reads.ts"))
+        load_torchscript(save_script(FileReader(), tmp_path / "reads.ts"))
 
 
 def test_program_with_code_that_runs_during_loading_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = save_script(RunsOnLoading(), tmp_path / "runs.ts")
+    path = save_script(LoadingHook(), tmp_path / "runs.ts")
     monkeypatch.setattr(torch.jit, "load", lambda *_args, **_options: pytest.fail("the file was loaded"))
     with pytest.raises(BrokenModel, match=r"__[gs]etstate__, which is not allowed"):
         load_torchscript(path)
@@ -93,26 +93,26 @@ def post_hook(self: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("register", "hook"), [("register_forward_hook", post_hook), ("register_forward_pre_hook", pre_hook)]
 )
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("is_nested", [False, True])
 def test_hooks_are_rejected_because_the_graph_does_not_contain_them(
-    tmp_path: Path, register: str, hook: Any, nested: bool
+    tmp_path: Path, register: str, hook: Any, is_nested: bool
 ) -> None:
     network = nn.Sequential(nn.ReLU())
-    getattr(network[0] if nested else network, register)(hook)
+    getattr(network[0] if is_nested else network, register)(hook)
     with pytest.raises(BrokenModel, match=r"__forward_(pre_)?hooks__"):
         load_torchscript(save_script(network, tmp_path / "hooked.ts"))
 
 
-def test_entry_names_in_another_case_are_checked_too(tmp_path: Path) -> None:
+def test_entries_with_uppercase_names_are_checked_too(tmp_path: Path) -> None:
     def hide(name: str, content: bytes) -> tuple[str, bytes]:
         return name.replace("__torch__.py", "__torch__.PY").replace("data.pkl", "data.PKL"), content
 
     with pytest.raises(BrokenModel, match="which is not allowed"):
-        load_torchscript(rewrite_entries(save_script(RunsOnLoading(), tmp_path / "runs.ts"), hide))
+        load_torchscript(rewrite_entries(save_script(LoadingHook(), tmp_path / "runs.ts"), hide))
 
 
 @pytest.mark.parametrize("name", [b"torch.classes.x", b"torch . classes", b"torch\nclasses", b"torch.\\\n classes"])
-def test_classes_of_extensions_are_found_in_any_spelling(tmp_path: Path, name: bytes) -> None:
+def test_extension_classes_are_found_in_any_spelling(tmp_path: Path, name: bytes) -> None:
     def append(entry: str, content: bytes) -> tuple[str, bytes]:
         return entry, content + name if entry.endswith(".py") else content
 

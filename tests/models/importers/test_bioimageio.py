@@ -46,12 +46,12 @@ def make_axes(channels: list[str], reference: str | None = None) -> list[dict[st
 
 
 def write_common_files(folder: Path, network: nn.Module, image: np.ndarray) -> dict[str, Any]:
-    """Write the files of a package, and return the part of its description that is the same in both versions."""
+    """Write the files of a package, and return the part of its description that both format versions share."""
     folder.mkdir()
     np.save(folder / "input.npy", image[None, None].astype(np.float32))
-    scaled = torch.from_numpy((image[None, None].astype(np.float32) - 400) / 2000)
+    scaled_image = torch.from_numpy((image[None, None].astype(np.float32) - 400) / 2000)
     with torch.inference_mode():
-        np.save(folder / "output.npy", torch.softmax(network(scaled), 1).numpy())
+        np.save(folder / "output.npy", torch.softmax(network(scaled_image), 1).numpy())
     torch.save(network.state_dict(), folder / "weights.pt")
     torch.jit.script(network).save(str(folder / "weights.ts"))
     (folder / "README.md").write_text("# Bands\n\nA model for tests. ## Validation\n\nNone.\n")
@@ -141,8 +141,8 @@ def write_description(folder: Path, description: dict[str, Any]) -> Path:
 
 def assert_is_valid(folder: Path) -> None:
     with ValidationContext(root=folder, perform_io_checks=False):
-        described = build_description(yaml.safe_load((folder / "rdf.yaml").read_text()))
-    assert not isinstance(described, InvalidDescr), described.validation_summary.format()
+        description = build_description(yaml.safe_load((folder / "rdf.yaml").read_text()))
+    assert not isinstance(description, InvalidDescr), description.validation_summary.format()
 
 
 PNG = bytes.fromhex(
@@ -157,7 +157,7 @@ def image(phantom: Any) -> np.ndarray:
 
 @pytest.fixture
 def package(bands_network: nn.Module, tmp_path: Path, image: np.ndarray) -> Path:
-    """A package of version 0.5 with a state dict."""
+    """A package in format 0.5 with a state dict."""
     return write_05(tmp_path / "package", bands_network, image)
 
 
@@ -181,7 +181,7 @@ def test_package_is_imported_and_checked_with_its_own_tests(
     assert (spec.name, spec.licence) == ("bands-of-brightness", "CC0-1.0")
     assert any("was reproduced with" in note for note in notes)
     result = run(spec, Volume.from_array(phantom.image[None])).segmentation
-    # The network was trained with another normalization, so the labels are not compared with the true classes.
+    # The network was trained with a different normalization, so the labels are not compared with the true classes.
     assert set(np.unique(result.pixels)) == {0, 1, 2}
     assert result.pixels.shape == phantom.image.shape
 
@@ -190,7 +190,7 @@ def test_package_is_imported_and_checked_with_its_own_tests(
 def test_package_with_onnx_weights_is_imported(
     bands_network: nn.Module, package: Path, tmp_path: Path, phantom: Any, is_external: bool
 ) -> None:
-    reference = import_model(package, tmp_path / "models", {}, "reference").spec
+    reference_spec = import_model(package, tmp_path / "models", {}, "reference").spec
     path = export_onnx(bands_network, package / "weights.onnx", SHAPE, {"x": {0: "b", 2: "z", 3: "y", 4: "w"}})
     external = dict[str, Any]()
     if is_external:
@@ -203,7 +203,7 @@ def test_package_with_onnx_weights_is_imported(
     assert (spec.weights.kind, spec.weights.file, spec.architecture) == ("onnx", "weights.onnx", None)
     assert any("was reproduced with" in note for note in notes)
     volume = Volume.from_array(phantom.image[None])
-    result, expected = (run(each, volume).segmentation.pixels for each in (spec, reference))
+    result, expected = (run(model, volume).segmentation.pixels for model in (spec, reference_spec))
     assert np.mean(result == expected) > 0.9999
 
 
@@ -218,8 +218,8 @@ def test_zipped_package_is_imported_like_a_folder(package: Path, tmp_path: Path)
     ("overrides", "field"),
     [
         (make_weights("keras_hdf5", source="weights.h5"), "weights: keras_hdf5"),
-        ({"format_version": "0.3.6"}, "format_version: 0.3.6"),
-        ({"inputs": []}, "inputs: 0 tensors"),
+        ({"format_version": "0.3.6"}, r"format_version: .*0\.3\.6"),
+        ({"inputs": []}, "inputs: found 0 tensors"),
         (
             make_weights(
                 "pytorch_state_dict", source="weights.pt", architecture={"callable": "Net", "source": "net.py"}
@@ -281,7 +281,7 @@ def write_pickled_array(path: Path) -> None:
     np.save(path, np.array([[[[[{}]]]]], object), allow_pickle=True)
 
 
-def replace_by_link(path: Path) -> None:
+def replace_with_link(path: Path) -> None:
     path.rename(path.parent.parent / "outside.npy")
     path.symlink_to(path.parent.parent / "outside.npy")
 
@@ -291,12 +291,12 @@ def truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [write_huge_shape, write_several_arrays, write_pickled_array, replace_by_link, truncate]
+    "damage", [write_huge_shape, write_several_arrays, write_pickled_array, replace_with_link, truncate]
 )
 def test_invalid_test_tensors_are_rejected(package: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     damage(package / "input.npy")
     change_description(package, lambda description: description["inputs"][0]["test_tensor"].pop("sha256"))
-    with pytest.raises(UnsupportedPackage, match=r"input\.npy: (cannot be read|a numeric array|not a file)"):
+    with pytest.raises(UnsupportedPackage, match=r"input\.npy: (cannot be read|expected a numeric array|not a file)"):
         import_model(package, tmp_path / "models", {})
 
 

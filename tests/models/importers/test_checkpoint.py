@@ -19,7 +19,7 @@ from service.models.architectures import ShuffleUNet
 from service.models.importers.checkpoint import fit_tensors, read_checkpoint
 from service.models.spec import Architecture
 
-SMALL = Architecture(name="ShuffleUNet", arguments={"in_channels": 1, "out_channels": 2, "widths": [4, 8]})
+SMALL_ARCHITECTURE = Architecture(name="ShuffleUNet", arguments={"in_channels": 1, "out_channels": 2, "widths": [4, 8]})
 
 
 class Trap:
@@ -32,7 +32,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-def test_pickles_with_other_objects_than_tensors_are_rejected(tmp_path: Path) -> None:
+def test_pickles_with_objects_other_than_tensors_are_rejected(tmp_path: Path) -> None:
     trap = tmp_path / "trapped"
     torch.save({"weight": torch.ones(2), "extra": Trap(trap)}, tmp_path / "trap.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Trap(trap), protocol=2))
@@ -65,10 +65,10 @@ def test_unusual_tensors_are_rejected(tmp_path: Path, kind: str) -> None:
 
 def test_tensor_cannot_be_larger_than_its_stored_bytes(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(200)}, tmp_path / "plain.pt")
-    with zipfile.ZipFile(tmp_path / "plain.pt") as old, zipfile.ZipFile(tmp_path / "grown.pt", "w") as new:
-        for entry in old.infolist():
-            # Replace the number 200 (one byte) by 2**31 - 1 (four bytes) in the sizes of the tensor and the storage.
-            new.writestr(entry, old.read(entry).replace(b"K\xc8", b"J\xff\xff\xff\x7f"))
+    with zipfile.ZipFile(tmp_path / "plain.pt") as source, zipfile.ZipFile(tmp_path / "grown.pt", "w") as target:
+        for entry in source.infolist():
+            # Replace the number 200 (one byte) with 2**31 - 1 (four bytes) in the sizes of the tensor and the storage.
+            target.writestr(entry, source.read(entry).replace(b"K\xc8", b"J\xff\xff\xff\x7f"))
     with pytest.raises(UnsupportedPackage, match=r"cannot be read as plain tensors|more than"):
         read_checkpoint(tmp_path / "grown.pt")
 
@@ -89,7 +89,7 @@ def test_ambiguous_and_unrelated_archives_are_rejected(bands_network: nn.Module,
 
 
 # Pickles with calls whose arguments are missing.
-DAMAGED = (
+DAMAGED_PICKLES = (
     b".",
     b"(.",
     b"K\x01Q.",
@@ -98,7 +98,7 @@ DAMAGED = (
 )
 
 
-@pytest.mark.parametrize("damaged", DAMAGED)
+@pytest.mark.parametrize("damaged", DAMAGED_PICKLES)
 def test_damaged_pickle_is_rejected(tmp_path: Path, damaged: bytes) -> None:
     with zipfile.ZipFile(tmp_path / "damaged.pt", "w") as archive:
         for name, content in {"data.pkl": b"\x80\x02" + damaged, "version": b"3\n", "byteorder": b"little"}.items():
@@ -107,17 +107,17 @@ def test_damaged_pickle_is_rejected(tmp_path: Path, damaged: bytes) -> None:
         read_checkpoint(tmp_path / "damaged.pt")
 
 
-STATE = {"head.weight": torch.ones(2)}
+STATE_DICT = {"head.weight": torch.ones(2)}
 
 
 @pytest.mark.parametrize(
     ("content", "path"),
     [
-        (STATE, ()),
-        ({"model": STATE}, ("model",)),
+        (STATE_DICT, ()),
+        ({"model": STATE_DICT}, ("model",)),
         ({"module.head.weight": torch.ones(2)}, ()),
         # A configuration next to the tensors.
-        ({"model": {"name": "unet"}, "state_dict": STATE}, ("state_dict",)),
+        ({"model": {"name": "unet"}, "state_dict": STATE_DICT}, ("state_dict",)),
     ],
 )
 def test_common_checkpoint_layouts_are_supported(tmp_path: Path, content: Any, path: tuple[str, ...]) -> None:
@@ -152,19 +152,19 @@ def test_error_for_a_pickled_module_contains_a_command_that_saves_its_tensors(
     monkeypatch.chdir(tmp_path)
     torch.save(make_small_network(), tmp_path / "whole net.pth")
     with pytest.raises(
-        UnsupportedPackage, match=r"a whole pickled module, service\.models\.architectures\.ShuffleUNet"
+        UnsupportedPackage, match=r"a complete pickled module, service\.models\.architectures\.ShuffleUNet"
     ) as caught:
         read_checkpoint(tmp_path / "whole net.pth")
     code = str(caught.value).partition('python -c "')[2].rstrip('"')
     exec(code)
-    assert fit_tensors(read_checkpoint(tmp_path / "tensors.pth").tensors, SMALL)
+    assert fit_tensors(read_checkpoint(tmp_path / "tensors.pth").tensors, SMALL_ARCHITECTURE)
     torch.save(
         {"state_dict": make_small_network().state_dict(), "options": argparse.Namespace()}, tmp_path / "options.pth"
     )
-    with pytest.raises(UnsupportedPackage, match=r"besides tensors, it contains other objects: argparse\.Namespace"):
+    with pytest.raises(UnsupportedPackage, match=r"it contains objects other than tensors: argparse\.Namespace"):
         read_checkpoint(tmp_path / "options.pth")
     torch.save(make_small_network().state_dict(), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    with pytest.raises(UnsupportedPackage, match=r"written by torch before 1\.6\.(.|\n)*weights_only=True"):
+    with pytest.raises(UnsupportedPackage, match=r"written by PyTorch before 1\.6\.(.|\n)*weights_only=True"):
         read_checkpoint(tmp_path / "old.pth")
 
 
@@ -172,18 +172,22 @@ def test_error_for_a_pickled_module_contains_a_command_that_saves_its_tensors(
 def test_prefixes_of_wrappers_are_removed(tmp_path: Path, prefix: str) -> None:
     state = make_small_network().state_dict()
     torch.save({f"{prefix}{key}": value for key, value in state.items()}, tmp_path / "wrapped.pth")
-    assert fit_tensors(read_checkpoint(tmp_path / "wrapped.pth").tensors, SMALL).keys() == state.keys()
+    assert fit_tensors(read_checkpoint(tmp_path / "wrapped.pth").tensors, SMALL_ARCHITECTURE).keys() == state.keys()
 
 
-def test_weights_of_another_network_are_rejected_with_the_differences() -> None:
+def test_weights_of_a_different_network_are_rejected_with_the_differences() -> None:
     state = make_small_network().state_dict()
-    wider = SMALL.model_copy(update={"arguments": SMALL.arguments | {"out_channels": 3}})
+    wider_architecture = SMALL_ARCHITECTURE.model_copy(
+        update={"arguments": SMALL_ARCHITECTURE.arguments | {"out_channels": 3}}
+    )
     with pytest.raises(
-        BrokenModel, match=r"2 tensors are of another shape \(head\.weight is 16 x 4 x .* instead of 24 x 4 x "
+        BrokenModel, match=r"2 tensors are of a different shape \(head\.weight is 16 x 4 x .* instead of 24 x 4 x "
     ):
-        fit_tensors(state, wider)
-    deeper = SMALL.model_copy(update={"arguments": SMALL.arguments | {"widths": [4, 8, 8]}})
+        fit_tensors(state, wider_architecture)
+    deeper_architecture = SMALL_ARCHITECTURE.model_copy(
+        update={"arguments": SMALL_ARCHITECTURE.arguments | {"widths": [4, 8, 8]}}
+    )
     with pytest.raises(BrokenModel, match=r"tensors are missing \(down\.1\."):
-        fit_tensors(state, deeper)
+        fit_tensors(state, deeper_architecture)
     with pytest.raises(BrokenModel, match=r"1 tensors are not in the network \(extra\)"):
-        fit_tensors(state | {"extra": torch.ones(1)}, SMALL)
+        fit_tensors(state | {"extra": torch.ones(1)}, SMALL_ARCHITECTURE)

@@ -45,26 +45,26 @@ def test_unsupported_paths_and_archives_are_rejected(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def scripted(bands_network: nn.Module, tmp_path: Path) -> Path:
+def script_file(bands_network: nn.Module, tmp_path: Path) -> Path:
     file = tmp_path / "My Bands.ts"
     torch.jit.script(bands_network).save(str(file))
     return file
 
 
-def test_torchscript_file_requires_all_settings(scripted: Path, tmp_path: Path) -> None:
+def test_torchscript_file_requires_all_settings(script_file: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedPackage, match=r"input\.normalisation.*input\.roi_size.*outputs.*decoding"):
-        import_model(scripted, tmp_path / "models", {}, trust=True)
-    spec, notes = import_model(scripted, tmp_path / "models", OVERRIDES, trust=True)
+        import_model(script_file, tmp_path / "models", {}, trust=True)
+    spec, notes = import_model(script_file, tmp_path / "models", OVERRIDES, trust=True)
     assert (spec.name, spec.network) == ("my-bands", "torchscript")
     assert any("contains no test" in note for note in notes)
     with pytest.raises(UnsupportedPackage, match="already exists"):
-        import_model(scripted, tmp_path / "models", OVERRIDES, trust=True)
+        import_model(script_file, tmp_path / "models", OVERRIDES, trust=True)
 
 
-def test_untrusted_program_is_neither_imported_nor_loaded(scripted: Path, tmp_path: Path) -> None:
+def test_untrusted_program_is_neither_imported_nor_loaded(script_file: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedPackage, match=r"My Bands\.ts: a TorchScript file is a program.*--trust"):
-        import_model(scripted, tmp_path / "models", OVERRIDES)
-    spec = import_model(scripted, tmp_path / "models", OVERRIDES, trust=True).spec
+        import_model(script_file, tmp_path / "models", OVERRIDES)
+    spec = import_model(script_file, tmp_path / "models", OVERRIDES, trust=True).spec
     assert spec.weights.trusted
     load_network(spec)
     model_file = spec.folder / "model.yaml"
@@ -82,7 +82,7 @@ def test_imported_torch_export_graph_gives_the_same_scores(bands_network: nn.Mod
 
 
 def test_network_that_modifies_its_tensors_is_rejected(tmp_path: Path) -> None:
-    """Its scores could reveal pixels of another request."""
+    """Its scores could reveal pixels from another request."""
 
     class Gain(nn.Module):
         def __init__(self) -> None:
@@ -94,20 +94,30 @@ def test_network_that_modifies_its_tensors_is_rejected(tmp_path: Path) -> None:
 
     torch.export.save(torch.export.export(Gain().eval(), (torch.rand(1, 1, 16, 32, 32),)), tmp_path / "plain.pt2")
     import_model(tmp_path / "plain.pt2", tmp_path / "models", OVERRIDES)
-    with zipfile.ZipFile(tmp_path / "plain.pt2") as old, zipfile.ZipFile(tmp_path / "keeps.pt2", "w") as new:
-        for entry in old.infolist():
-            new.writestr(entry, old.read(entry).replace(b"aten.mul.Tensor", b"aten.mul_.Tensor"))
+    with zipfile.ZipFile(tmp_path / "plain.pt2") as source, zipfile.ZipFile(tmp_path / "keeps.pt2", "w") as target:
+        for entry in source.infolist():
+            target.writestr(entry, source.read(entry).replace(b"aten.mul.Tensor", b"aten.mul_.Tensor"))
     with pytest.raises(BrokenModel, match="modifies its own tensors"):
         import_model(tmp_path / "keeps.pt2", tmp_path / "models", OVERRIDES)
 
 
 def test_command_imports_a_model_and_lists_it(
-    scripted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides, config = tmp_path / "overrides.yaml", tmp_path / "config.yaml"
     config.write_text(f"models: {{folder: {tmp_path / 'models'}}}\n")
     overrides.write_text(str(OVERRIDES))
-    arguments = ["models", "import", str(scripted), "--with", str(overrides), "--config", str(config), "--name", "mine"]
+    arguments = [
+        "models",
+        "import",
+        str(script_file),
+        "--with",
+        str(overrides),
+        "--config",
+        str(config),
+        "--name",
+        "mine",
+    ]
     assert main(arguments) == 1
     assert "--trust" in capsys.readouterr().err
     assert main([*arguments, "--trust"]) == 0

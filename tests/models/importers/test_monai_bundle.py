@@ -81,7 +81,7 @@ def make_config(**overrides: Any) -> dict[str, Any]:
 
 
 def make_preprocessing_config(*steps: dict[str, Any]) -> dict[str, Any]:
-    """Return INFERENCE with other steps of preprocessing."""
+    """Return INFERENCE with different preprocessing steps."""
     return make_config(preprocessing={"_target_": "Compose", "transforms": list(steps)})
 
 
@@ -93,11 +93,11 @@ def make_metadata(side: str, name: str, **overrides: Any) -> dict[str, Any]:
     return metadata
 
 
-Write = Callable[..., Path]
+BundleWriter = Callable[..., Path]
 
 
 @pytest.fixture
-def write(bands_network: nn.Module, tmp_path: Path) -> Write:
+def write(bands_network: nn.Module, tmp_path: Path) -> BundleWriter:
     """Return a function (inference, metadata) that writes a bundle with the weights of `bands`."""
 
     def write_bundle(inference: dict[str, Any] = INFERENCE, metadata: dict[str, Any] = METADATA) -> Path:
@@ -109,12 +109,12 @@ def write(bands_network: nn.Module, tmp_path: Path) -> Write:
 
 
 @pytest.fixture
-def import_bundle(write: Write, tmp_path: Path) -> Callable[..., ImportResult]:
+def import_bundle(write: BundleWriter, tmp_path: Path) -> Callable[..., ImportResult]:
     """Return a function (inference, **overrides of the model file) that writes and imports a bundle."""
     return lambda inference, **overrides: import_model(write(inference), tmp_path / "models", overrides)
 
 
-def test_bundle_is_imported_and_segments(write: Write, tmp_path: Path, phantom: Any) -> None:
+def test_bundle_is_imported_and_segments(write: BundleWriter, tmp_path: Path, phantom: Any) -> None:
     bundle = write(metadata=METADATA | {"description": "Bands\r\nof \x1b[31mbrightness."})
     spec, notes = import_model(bundle, tmp_path / "models", {})
     assert spec.summary == "Bands\nof [31mbrightness."
@@ -126,7 +126,9 @@ def test_bundle_is_imported_and_segments(write: Write, tmp_path: Path, phantom: 
     assert any("Z, Y, X" in note for note in notes)
 
 
-def test_bundle_with_torchscript_and_yaml_is_imported(bands_network: nn.Module, write: Write, tmp_path: Path) -> None:
+def test_bundle_with_torchscript_and_yaml_is_imported(
+    bands_network: nn.Module, write: BundleWriter, tmp_path: Path
+) -> None:
     bundle = write()
     (bundle / "configs" / "inference.json").unlink()
     (bundle / "configs" / "inference.yaml").write_text(yaml.safe_dump(INFERENCE))
@@ -192,7 +194,7 @@ def test_supported_normalizations_are_translated(
             make_config(network_def={"_target_": "UNet", "_requires_": "$__import__('os')", "channels": "$7"}),
             "channels: '.7'",
         ),
-        (make_config(network_def=[]), "architecture: network: a mapping"),
+        (make_config(network_def=[]), "architecture: network: expected a mapping"),
         (make_config(inferer=["roi_size"]), "inferer"),
         (
             make_config(postprocessing={"transforms": [{"_target_": "Lambdad", "func": "$print"}]}),
@@ -201,7 +203,7 @@ def test_supported_normalizations_are_translated(
     ],
 )
 def test_unsupported_settings_are_rejected_with_the_field(
-    write: Write, tmp_path: Path, inference: dict[str, Any], field: str
+    write: BundleWriter, tmp_path: Path, inference: dict[str, Any], field: str
 ) -> None:
     bundle = write(inference, make_metadata("inputs", "image", spatial_shape=None))
     with pytest.raises(UnsupportedPackage, match=field):
@@ -210,13 +212,13 @@ def test_unsupported_settings_are_rejected_with_the_field(
 
 
 @pytest.mark.parametrize("channels", [0, 10**9, "3", None])
-def test_invalid_number_of_channels_is_rejected(write: Write, tmp_path: Path, channels: Any) -> None:
+def test_invalid_number_of_channels_is_rejected(write: BundleWriter, tmp_path: Path, channels: Any) -> None:
     with pytest.raises(UnsupportedPackage, match="num_channels"):
         import_model(write(metadata=make_metadata("outputs", "pred", num_channels=channels)), tmp_path / "models", {})
 
 
 @pytest.mark.parametrize("name", ["configs/metadata.json", "configs/inference.json", "models/model.pt"])
-def test_links_out_of_the_bundle_are_not_followed(write: Write, tmp_path: Path, name: str) -> None:
+def test_links_to_files_outside_the_bundle_are_not_followed(write: BundleWriter, tmp_path: Path, name: str) -> None:
     bundle = write()
     (bundle / name).rename(tmp_path / "outside")
     (bundle / name).symlink_to(tmp_path / "outside")
@@ -261,35 +263,35 @@ def test_spacing_becomes_the_voxel_size_of_the_model(
 def test_unsupported_spacing_is_rejected_unless_overridden(
     import_bundle: Callable[..., ImportResult], settings: dict[str, Any]
 ) -> None:
-    steps = make_preprocessing_config({"_target_": "Spacingd", **settings}, RANGE)
+    inference = make_preprocessing_config({"_target_": "Spacingd", **settings}, RANGE)
     with pytest.raises(UnsupportedPackage, match=r"input\.voxel_size: preprocessing\.transforms\[0\]"):
-        import_bundle(steps, input={"normalisation": {"kind": "zscore"}})
-    spec, notes = import_bundle(steps, input={"voxel_size": None})
+        import_bundle(inference, input={"normalisation": {"kind": "zscore"}})
+    spec, notes = import_bundle(inference, input={"voxel_size": None})
     assert spec.input.voxel_size is None
-    assert any("input.voxel_size was specified by you" in note and "transforms[0]" in note for note in notes)
+    assert any("You specified input.voxel_size" in note and "transforms[0]" in note for note in notes)
 
 
 def test_unsupported_transforms_are_reported(import_bundle: Callable[..., ImportResult]) -> None:
     orientation, crop = {"_target_": "Orientationd", "axcodes": "RAS"}, {"_target_": "CropForegroundd"}
-    steps = make_preprocessing_config(orientation, RANGE, crop)
+    inference = make_preprocessing_config(orientation, RANGE, crop)
     with pytest.raises(UnsupportedPackage, match=r"Orientationd, .*CropForegroundd: not supported"):
-        import_bundle(steps)
-    spec, notes = import_bundle(steps, input={"normalisation": {"kind": "zscore"}})
+        import_bundle(inference)
+    spec, notes = import_bundle(inference, input={"normalisation": {"kind": "zscore"}})
     assert any("Orientationd" in note and "CropForegroundd" in note for note in notes)
     assert "CropForegroundd" in (spec.folder / "README.md").read_text()
     with pytest.raises(UnsupportedPackage, match=r"input\.normalisation: preprocessing: this key is missing"):
         import_bundle({key: value for key, value in INFERENCE.items() if key != "preprocessing"})
 
 
-def test_statistics_over_all_channels_together_are_rejected(write: Write, tmp_path: Path) -> None:
+def test_statistics_computed_over_all_channels_are_rejected(write: BundleWriter, tmp_path: Path) -> None:
     bundle = write(
         make_preprocessing_config({"_target_": "NormalizeIntensityd"}), make_metadata("inputs", "image", num_channels=2)
     )
-    with pytest.raises(UnsupportedPackage, match=r"channel_wise: statistics over all channels together"):
+    with pytest.raises(UnsupportedPackage, match=r"channel_wise: statistics computed jointly over all channels"):
         import_model(bundle, tmp_path / "models", {})
 
 
-def test_overrides_of_the_operator_resolve_problems(import_bundle: Callable[..., ImportResult]) -> None:
+def test_operator_overrides_resolve_problems(import_bundle: Callable[..., ImportResult]) -> None:
     overrides = {"normalisation": {"kind": "zscore"}, "voxel_size": [1.0, 0.5, 0.5]}
     spec = import_bundle(make_preprocessing_config({"_target_": "Spacingd", "pixdim": [1, 1, 1]}), input=overrides).spec
     assert (spec.input.normalisation.kind, spec.input.voxel_size) == ("zscore", (1.0, 0.5, 0.5))

@@ -14,8 +14,8 @@ import numpy as np
 from service.core.types import Array
 from service.models.graphs.onnx.elementwise import UnsupportedCall, Value
 
-# Parameter names of the functions in `operators`, for attributes whose names are unsuitable in Python.
-PARAMETERS = {"min": "lowest", "max": "highest", "transA": "transpose_a", "transB": "transpose_b"}
+# Parameter names that the functions in `operators` use for attributes whose names are unsuitable in Python.
+PARAMETER_NAMES = {"min": "lowest", "max": "highest", "transA": "transpose_a", "transB": "transpose_b"}
 IGNORED_ATTRIBUTES = {"ratio", "seed", "saturate", "stash_type"}
 # Interpolation mode, coordinate transformation and rounding in ONNX -> equivalent mode of `functional.interpolate`.
 TORCH_MODES = {
@@ -31,13 +31,13 @@ TORCH_MODES = {
 def read_settings(function: Callable[..., Value], attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return attributes as arguments of a function.
 
-    Raises UnsupportedCall for an attribute that is not a parameter. The check is needed for safety as well, because the
+    Raises UnsupportedCall for an attribute that is not a parameter. The check is also needed for safety, because the
     names become part of generated Python code.
     """
     parameters = inspect.signature(function).parameters
     settings = dict[str, Any]()
     for attribute in sorted(attributes.keys() - IGNORED_ATTRIBUTES):
-        name = PARAMETERS.get(attribute, attribute)
+        name = PARAMETER_NAMES.get(attribute, attribute)
         if name not in parameters or parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
             raise UnsupportedCall(f"{attribute}: this attribute is not supported.")
         value = attributes[attribute]
@@ -46,33 +46,35 @@ def read_settings(function: Callable[..., Value], attributes: Mapping[str, Any])
 
 
 def read_window(attributes: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any]:
-    """Return stride, dilation, and the padding in voxels before and after each axis."""
+    """Return stride, dilation, and the padding in voxels at the start and end of each axis."""
     if len(kernel) != 3:
         raise UnsupportedCall(
             f"kernel_shape: {tuple(kernel)}; only 3D networks, with the axes z, y and x, are supported."
         )
     stride, dilation = (tuple(attributes.get(key, (1, 1, 1))) for key in ("strides", "dilations"))
     pads = tuple(attributes.get("pads", (0,) * 6))
-    automatic = attributes.get("auto_pad", "NOTSET")
-    if automatic in {"SAME_UPPER", "SAME_LOWER"} and stride == (1, 1, 1):
+    auto_pad = attributes.get("auto_pad", "NOTSET")
+    if auto_pad in {"SAME_UPPER", "SAME_LOWER"} and stride == (1, 1, 1):
         totals = [rate * (edge - 1) for rate, edge in zip(dilation, kernel, strict=True)]
-        smaller, larger = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
-        pads = smaller + larger if automatic == "SAME_UPPER" else larger + smaller
-    elif automatic not in {"NOTSET", "VALID"}:
-        raise UnsupportedCall(f"auto_pad: {automatic} with strides {stride} is not supported; export it with pads.")
-    return {"stride": stride, "dilation": dilation, "before": pads[:3], "after": pads[3:]}
+        smaller_half, larger_half = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
+        pads = smaller_half + larger_half if auto_pad == "SAME_UPPER" else larger_half + smaller_half
+    elif auto_pad not in {"NOTSET", "VALID"}:
+        raise UnsupportedCall(
+            f"auto_pad: {auto_pad} with strides {stride} is not supported; export the network with pads instead."
+        )
+    return {"stride": stride, "dilation": dilation, "start_padding": pads[:3], "end_padding": pads[3:]}
 
 
-def read_torch_mode(attributes: Mapping[str, Any], *, legacy: bool) -> str:
-    """Return the torch interpolation mode of a Resize. `legacy` selects the defaults of Upsample and of opset 10."""
-    coordinates = str(attributes.get("coordinate_transformation_mode", "asymmetric" if legacy else "half_pixel"))
+def read_torch_mode(attributes: Mapping[str, Any], *, is_legacy: bool) -> str:
+    """Return the torch interpolation mode of a Resize node. `is_legacy` selects the defaults of old opsets."""
+    coordinates = str(attributes.get("coordinate_transformation_mode", "asymmetric" if is_legacy else "half_pixel"))
     mode = str(attributes.get("mode", "nearest"))
-    rounding = str(attributes.get("nearest_mode", "floor" if legacy else "round_prefer_floor"))
+    rounding = str(attributes.get("nearest_mode", "floor" if is_legacy else "round_prefer_floor"))
     if attributes.get("antialias") or "axes" in attributes:
         raise UnsupportedCall("antialias or axes: these attributes are not supported.")
     torch_mode = TORCH_MODES.get((mode, coordinates, rounding) if mode == "nearest" else (mode, coordinates))
     if torch_mode is None:
-        raise UnsupportedCall(f"mode: {mode} with {coordinates}, {rounding} is not supported.")
+        raise UnsupportedCall(f"mode: {mode} with {coordinates} and {rounding} is not supported.")
     return torch_mode
 
 

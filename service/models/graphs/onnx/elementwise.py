@@ -23,7 +23,7 @@ Value = Any
 """A tensor, a number or a tuple of numbers, or None for an omitted input."""
 
 
-# Largest number of elements in a tuple. Tuples hold sizes, axes and indices, of which there are few.
+# Maximum number of elements in a tuple. Tuples hold sizes, axes and indices, which are few.
 MAX_TUPLE_ELEMENTS = 2**16
 
 
@@ -42,7 +42,7 @@ def _apply_elementwise(function: Callable[[Any, Any], Any], a: Value, b: Value) 
 
 
 def _broadcast(value: Value, length: int) -> tuple[Any, ...]:
-    """Return a tuple of several numbers unchanged, and a single number `length` times."""
+    """Return a tuple of several numbers unchanged, and repeat a single number `length` times."""
     return value if isinstance(value, tuple) and len(value) > 1 else (to_number(value),) * length
 
 
@@ -80,17 +80,17 @@ def check_size(sizes: Iterable[int], name: str, limit: int = MAX_ELEMENTS) -> No
         raise UnsupportedCall(f"{name}: the result would have more than {limit} elements.")
 
 
-def flatten_padding(ends: Iterable[tuple[int, int]]) -> list[int]:
+def flatten_padding(padding: Iterable[tuple[int, int]]) -> list[int]:
     """Return the padding before and after each axis in the order of `functional.pad`, the last axis first."""
-    return [voxels for end in reversed(list(ends)) for voxels in end]
+    return [voxels for pair in reversed(list(padding)) for voxels in pair]
 
 
 def _divide(a: Value, b: Value) -> Value:
-    """Divide. Quotients of integers are rounded towards zero, as specified by ONNX."""
+    """Divide. Quotients of integers are rounded toward zero, as specified by ONNX."""
     if isinstance(a, int) and isinstance(b, int):
         return int(a / b)
     if all(isinstance(v, int) or (isinstance(v, Tensor) and not v.is_floating_point()) for v in (a, b)):
-        # torch's division with rounding towards zero crashes the process for the lowest integer divided by -1.
+        # torch's division with rounding toward zero crashes the process for the lowest integer divided by -1.
         return (torch.as_tensor(a) - torch.fmod(torch.as_tensor(a), torch.as_tensor(b))) // b
     return a / b
 
@@ -116,23 +116,25 @@ def _fold(function: Callable[[Any, Any], Any]) -> Callable[..., Value]:
     return call
 
 
-def _extremum(of_tensors: Callable[..., Tensor], of_numbers: Callable[..., Any], a: Value, b: Value) -> Value:
-    """Apply `of_tensors` if either value is a tensor, after converting the other one, otherwise `of_numbers`."""
+def _extremum(tensor_function: Callable[..., Tensor], number_function: Callable[..., Any], a: Value, b: Value) -> Value:
+    """Apply `tensor_function` if a value is a tensor, after converting the other, otherwise `number_function`."""
     for like in (a, b):
         if isinstance(like, Tensor):
-            return of_tensors(torch.as_tensor(a).to(like), torch.as_tensor(b).to(like))
-    return of_numbers(a, b)
+            return tensor_function(torch.as_tensor(a).to(like), torch.as_tensor(b).to(like))
+    return number_function(a, b)
 
 
-def _unary(function: Callable[[Any], Any], of_number: Callable[[Any], Any] | None = None) -> Callable[[Value], Value]:
-    """Return an operator that applies `function` to tensors, and `of_number` to numbers and elements of tuples."""
+def _unary(
+    tensor_function: Callable[[Any], Any], number_function: Callable[[Any], Any] | None = None
+) -> Callable[[Value], Value]:
+    """Return an operator that applies `tensor_function` to tensors, and `number_function` to numbers and tuples."""
 
     def call(x: Value) -> Value:
         if isinstance(x, Tensor):
-            return function(x)
-        if of_number is None:
-            raise UnsupportedCall("input: sizes are not supported.")
-        return tuple(map(of_number, x)) if isinstance(x, tuple) else of_number(x)
+            return tensor_function(x)
+        if number_function is None:
+            raise UnsupportedCall("input: shape values are not supported, only tensors.")
+        return tuple(map(number_function, x)) if isinstance(x, tuple) else number_function(x)
 
     return call
 
@@ -144,18 +146,18 @@ def _where(condition: Value, a: Value, b: Value) -> Value:
     if not isinstance(condition, tuple):
         return a if condition else b
     choices = zip(condition, _broadcast(a, len(condition)), _broadcast(b, len(condition)), strict=True)
-    return tuple(first if chosen else second for chosen, first, second in choices)
+    return tuple(first if is_first else second for is_first, first, second in choices)
 
 
 def _cast(x: Value, to: int) -> Value:
     """Convert to the data type `to`. Floating-point tensors keep their precision, which the engine chooses."""
-    floating = to in {1, 10, 11, 16}
+    is_floating_point = to in {1, 10, 11, 16}
     if isinstance(x, Tensor):
-        if floating:
+        if is_floating_point:
             return x if x.is_floating_point() else x.float()
         return x.bool() if to == 9 else x.long()
-    kind = float if floating else bool if to == 9 else int
-    return tuple(map(kind, x)) if isinstance(x, tuple) else kind(x)
+    number_type = float if is_floating_point else bool if to == 9 else int
+    return tuple(map(number_type, x)) if isinstance(x, tuple) else number_type(x)
 
 
 ELEMENTWISE: dict[str, Callable[..., Value]] = {

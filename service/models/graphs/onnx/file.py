@@ -1,6 +1,6 @@
 """Read ONNX files with the library `onnx`, an optional dependency (`stackseg[onnx]`).
 
-Tensors with external data are never passed to `onnx`, because it would open any file that the model file names.
+Tensors with external data are never passed to `onnx`, because it would open any file that the model file refers to.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from service.core.types import Array
 if TYPE_CHECKING:
     from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-ReadPart = Callable[[str, int, int | None], bytes]
-"""A function that reads a part of a file in the model's folder, from its name, offset and length (None: to the end)."""
+PartReader = Callable[[str, int, int | None], bytes]
+"""A function (name, offset, length) that reads part of a file in the model's folder. Length None means to the end."""
 
-# Codes of onnx.TensorProto.DataType. Floating point: float, float16, double, bfloat16; others: integers and booleans.
+# Codes from onnx.TensorProto.DataType. Floating-point types are float, float16, double and bfloat16. Other supported
+# types are integers and booleans.
 FLOATING_POINT = frozenset([1, 10, 11, 16])
 BFLOAT16 = 16
 IMAGE_RANK = 5
 DATA_TYPES = FLOATING_POINT | frozenset([2, 3, 4, 5, 6, 7, 9])
-# Largest size of a protocol buffer.
+# Maximum size of a protocol buffer.
 MAX_BYTES = 2**31 - 1
-_READ_ERRORS = (ValueError, IndexError, KeyError, TypeError, OverflowError)
+_PARSE_ERRORS = (ValueError, IndexError, KeyError, TypeError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """An input or output of the graph. Sizes in `shape` are None if not fixed; `shape` is None if not specified."""
+    """An input or output of the graph. A size in `shape` is None if not fixed. `shape` is None if not specified."""
 
     name: str
     dtype: int
@@ -75,7 +76,7 @@ def read(path: Path) -> Model:
 def read_bytes(path: Path) -> bytes:
     """Return the bytes of a file. Raises BrokenModel, before reading, if the file is too large."""
     if path.stat().st_size > MAX_BYTES:
-        raise BrokenModel(f"{path}: is larger than 2 GiB, the limit of ONNX files.")
+        raise BrokenModel(f"{path}: the file is larger than 2 GiB, the maximum for ONNX files.")
     return path.read_bytes()
 
 
@@ -85,7 +86,7 @@ def parse(data: bytes, path: Path) -> Model:
         return _read_model(_decode(data))
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
-    except _READ_ERRORS as error:
+    except _PARSE_ERRORS as error:
         raise BrokenModel(f"{path}: cannot be read as ONNX: {error}") from error
 
 
@@ -96,18 +97,22 @@ def find_image(model: Model) -> TensorInfo:
     (image,) = model.inputs
     if image.shape is not None and len(image.shape) != IMAGE_RANK:
         raise BrokenModel(
-            f"graph.input {image.name}: {len(image.shape)} axes; only batch, channel, z, y, x are supported."
+            f"graph.input {image.name}: the input has {len(image.shape)} axes; "
+            "only batch, channel, z, y, x are supported."
         )
     if image.dtype not in FLOATING_POINT:
-        raise BrokenModel(f"graph.input {image.name}: data type {image.dtype}; only floating point is supported.")
+        raise BrokenModel(
+            f"graph.input {image.name}: the data type is {image.dtype}; only floating-point types are supported."
+        )
     if image.shape is not None and image.shape[0] not in {None, 1}:
         raise BrokenModel(
-            f"graph.input {image.name}: the batch size is fixed to {image.shape[0]}; export it with size 1 or any size."
+            f"graph.input {image.name}: the batch size is fixed to {image.shape[0]}; "
+            "export the network with batch size 1 or a dynamic one."
         )
     return image
 
 
-def embed_external_data(data: bytes, read_part: ReadPart) -> bytes:
+def embed_external_data(data: bytes, read_part: PartReader) -> bytes:
     """Return the bytes of an ONNX file with all external tensors embedded, which `read_part` reads from other files.
 
     Raises BrokenModel or ValueError if the file cannot be read, or if it would be larger than 2 GiB.
@@ -118,11 +123,11 @@ def embed_external_data(data: bytes, read_part: ReadPart) -> bytes:
         if tensor.data_location == tensor.EXTERNAL:
             entries = {entry.key: entry.value for entry in tensor.external_data}
             length = int(entries["length"]) if "length" in entries else None
-            stored = read_part(entries["location"], int(entries.get("offset", "0")), length)
-            size += len(stored)
+            raw_data = read_part(entries["location"], int(entries.get("offset", "0")), length)
+            size += len(raw_data)
             if size > MAX_BYTES:
-                raise ValueError("with its tensors embedded it is larger than 2 GiB")
-            tensor.raw_data = stored
+                raise ValueError("with its tensors embedded, the file would be larger than 2 GiB")
+            tensor.raw_data = raw_data
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
     content: bytes = model.SerializeToString()
@@ -140,7 +145,7 @@ def _decode(data: bytes) -> ModelProto:
 
 
 def _import_onnx() -> Any:
-    """Import `onnx` when it is needed, because it takes a while. Raises BrokenModel if it is not installed."""
+    """Import `onnx` only when it is needed, because the import is slow. Raises BrokenModel if it is not installed."""
     try:
         return import_module("onnx")
     except ImportError as error:
@@ -172,7 +177,7 @@ def _read_node(node: NodeProto) -> Node:
 
 
 def _read_attribute(attribute: AttributeProto) -> Any:
-    """Return a number, text, array or tuple of numbers, or None for types that no supported operator uses."""
+    """Return a number, string, array or tuple of numbers, or None for types that no supported operator uses."""
     value = _import_onnx().helper.get_attribute_value(attribute)
     if attribute.type == attribute.TENSOR:
         return _read_tensor(value)

@@ -9,8 +9,8 @@ from torch.fx import GraphModule, Node
 
 from service.models.graphs.graph_module import Shapes
 from service.models.graphs.layers import (
-    FindLayer,
     Layer,
+    LayerFinder,
     find_activation,
     find_norm,
     find_prelu,
@@ -32,15 +32,19 @@ def _find_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None
     """Find a norm of a volume, or a group norm exported as an instance norm of its groups between two reshapes."""
     if is_volume(get_first_input(node), shapes):
         return find_norm(network, node, shapes)
-    settings, before, after = read_arguments(network, node), get_first_input(node), get_only_user(node, RESHAPES)
-    if after is None or before.target not in RESHAPES or len(shapes.get(before, ())) != 3:
+    settings, first_reshape, second_reshape = (
+        read_arguments(network, node),
+        get_first_input(node),
+        get_only_user(node, RESHAPES),
+    )
+    if second_reshape is None or first_reshape.target not in RESHAPES or len(shapes.get(first_reshape, ())) != 3:
         return None
-    source = get_first_input(before)
+    source = get_first_input(first_reshape)
     has_no_affine = _is_filled_with(settings["weight"], 1) and _is_filled_with(settings["bias"], 0)
-    if not has_no_affine or not is_volume(source, shapes) or shapes[source] != shapes[after]:
+    if not has_no_affine or not is_volume(source, shapes) or shapes[source] != shapes[second_reshape]:
         return None
-    groups, channels = shapes[before][1], shapes[source][1]
-    result, weight, bias = _follow_affine(network, after, channels)
+    groups, channels = shapes[first_reshape][1], shapes[source][1]
+    result, weight, bias = _find_affine(network, second_reshape, channels)
     return Layer(make_norm(groups, weight, bias, channels=channels, eps=settings["eps"]), source, result)
 
 
@@ -49,7 +53,7 @@ def _is_filled_with(values: Any, number: float) -> bool:
     return isinstance(values, Tensor) and bool((values == number).all())
 
 
-def _follow_affine(network: GraphModule, result: Node, channels: int) -> tuple[Node, Tensor | None, Tensor | None]:
+def _find_affine(network: GraphModule, result: Node, channels: int) -> tuple[Node, Tensor | None, Tensor | None]:
     """Find a multiplication and then an addition of per-channel constants after `result`.
 
     Return the last of these calls, the weight and the bias, which are None if not found.
@@ -66,7 +70,7 @@ def _follow_affine(network: GraphModule, result: Node, channels: int) -> tuple[N
     return result, weight, bias
 
 
-FINDERS: dict[Any, FindLayer] = {
+LAYER_FINDERS: dict[Any, LayerFinder] = {
     OPERATORS["Relu"]: find_activation,
     OPERATORS["LeakyRelu"]: find_activation,
     OPERATORS["PRelu"]: find_prelu,

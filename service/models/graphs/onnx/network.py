@@ -22,16 +22,16 @@ from service.models.graphs.onnx import file
 from service.models.graphs.onnx.attributes import read_constant, read_settings, read_torch_mode, read_window
 from service.models.graphs.onnx.elementwise import UnsupportedCall, Value, flatten_padding
 from service.models.graphs.onnx.file import Model, Node, TensorInfo
-from service.models.graphs.onnx.layers import ADDITIONS, FINDERS
+from service.models.graphs.onnx.layers import ADDITIONS, LAYER_FINDERS
 from service.models.graphs.onnx.operators import OPERATORS, resize, softmax_flattened
 
 STANDARD_DOMAINS = {"", "ai.onnx"}
 # Operators whose stored 1D inputs are passed to the call as numbers, not as tensors of the network.
 OPERATORS_WITH_NUMERIC_INPUTS = {"Resize", "Upsample", "Pad", "Clip", "Range", "Reshape", "Expand"}
 PASS_THROUGH_OPERATORS = {"Identity", "Dropout"}
-# Longest stored 1D integer tensor that becomes numbers in the code of the graph.
+# Maximum length of a stored 1D integer tensor whose elements become numbers in the code of the graph.
 MAX_INLINED_NUMBERS = 64
-# Largest number of elements of all tensors that are computed from stored tensors while loading: 2 GiB as float32.
+# Maximum total number of elements of all tensors computed from stored tensors while loading: 2 GiB as float32.
 MAX_CONSTANT_ELEMENTS = 2**29
 _BUILD_ERRORS = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
 
@@ -39,14 +39,17 @@ _BUILD_ERRORS = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticErr
 def load_onnx(path: Path, window: Sequence[int]) -> nn.Module:
     """Load the network of an `.onnx` file, in float32 on the CPU, in evaluation mode, for windows [C, z, y, x].
 
-    Layers are recognized by the shapes for this window. Other windows work if the file allows them. If the file fixes
-    the batch size to 1, windows are computed one by one. Raises BrokenModel with the reason if the file is rejected.
+    Layers are recognized by the shapes that their tensors have for this window. Other windows work if the file allows
+    them. If the batch size in the file is fixed to 1, windows are processed one at a time. Raises BrokenModel with the
+    reason if the file is rejected.
     """
     model = file.read(path)
     try:
         image = file.find_image(model)
         with torch.no_grad():
-            network = OnnxNetwork(image, add_layers(_NetworkBuilder(model).build(image), window, FINDERS, ADDITIONS))
+            network = OnnxNetwork(
+                image, add_layers(_NetworkBuilder(model).build(image), window, LAYER_FINDERS, ADDITIONS)
+            )
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except _BUILD_ERRORS as error:
@@ -68,9 +71,11 @@ class OnnxNetwork(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the scores of `x`. Raises ValueError for a shape that the file does not allow."""
         if self._shape is not None:
-            fits = [edge is None or edge == length for edge, length in zip(self._shape[1:], x.shape[1:], strict=True)]
-            if not all(fits):
-                raise ValueError(f"the file fixes its input to {self._shape}")
+            size_matches = [
+                edge is None or edge == length for edge, length in zip(self._shape[1:], x.shape[1:], strict=True)
+            ]
+            if not all(size_matches):
+                raise ValueError(f"the file accepts only inputs of shape {self._shape}")
             if self._shape[0] == 1 and len(x) > 1:
                 return torch.cat([self.network(window[None]) for window in x.unbind(0)])
         scores: Tensor = self.network(x)
@@ -82,7 +87,7 @@ class _NetworkBuilder:
 
     _values             results by their names in the file: nodes if computed from the image, otherwise tensors, numbers
                         or tuples of numbers
-    _tensors            nodes of stored tensors, by tensor
+    _tensor_nodes       nodes of stored tensors, by tensor
     _constant_elements  number of elements of all tensors computed from stored tensors
     """
 
@@ -90,7 +95,7 @@ class _NetworkBuilder:
         self._model = model
         self._root, self._graph = nn.Module(), fx.Graph()
         self._values: dict[str, Value] = {name: _to_value(array) for name, array in model.tensors.items()}
-        self._tensors: dict[Tensor, fx.Node] = {}
+        self._tensor_nodes: dict[Tensor, fx.Node] = {}
         self._constant_elements = 0
 
     def build(self, image: TensorInfo) -> fx.GraphModule:
@@ -101,7 +106,8 @@ class _NetworkBuilder:
         for node in self._model.nodes:
             if node.domain not in STANDARD_DOMAINS:
                 raise BrokenModel(
-                    f"{node.operator} of {node.domain} is not a standard ONNX operator; custom code is not supported."
+                    f"{node.operator} from the domain {node.domain} is not a standard ONNX operator; "
+                    "custom code is not supported."
                 )
             try:
                 self._add_node(node)
@@ -128,7 +134,7 @@ class _NetworkBuilder:
             raise BrokenModel(f"{node.operator} is not supported; see service/models/graphs/onnx/operators.py.")
 
     def _add_call(self, node: Node, function: Callable[..., Value], attributes: Mapping[str, Any]) -> None:
-        """Add a call of a function with the node's inputs, or compute it now if it does not depend on the image."""
+        """Add a call with the node's inputs, or compute the result now if it does not depend on the image."""
         settings = read_settings(function, attributes)
         arguments = [self._get_value(name) for name in node.inputs]
         if node.operator in OPERATORS_WITH_NUMERIC_INPUTS:
@@ -159,11 +165,11 @@ class _NetworkBuilder:
         """Return the node of a stored tensor, and other values unchanged."""
         if not isinstance(value, Tensor):
             return value
-        if value not in self._tensors:
-            name = f"tensor_{len(self._tensors)}"
+        if value not in self._tensor_nodes:
+            name = f"tensor_{len(self._tensor_nodes)}"
             self._root.register_buffer(name, value)
-            self._tensors[value] = self._graph.get_attr(name)
-        return self._tensors[value]
+            self._tensor_nodes[value] = self._graph.get_attr(name)
+        return self._tensor_nodes[value]
 
     def _get_weights(self, node: Node, index: int) -> Tensor | None:
         """Return a stored tensor of a layer, or None for an omitted input."""
@@ -192,20 +198,26 @@ class _NetworkBuilder:
     def _add_convolution(self, node: Node) -> None:
         weight, bias = self._require_weights(node, 1), self._get_weights(node, 2)
         if weight.dim() != INPUT_RANK:
-            raise UnsupportedCall(f"W: {weight.dim() - 2} spatial axes; only z, y and x are supported.")
-        transposed = node.operator == "ConvTranspose"
+            raise UnsupportedCall(
+                f"W: the weights have {weight.dim() - 2} spatial axes; only z, y and x are supported."
+            )
+        is_transposed = node.operator == "ConvTranspose"
         settings = read_window(node.attributes, tuple(weight.shape[2:]))
-        if transposed:
+        if is_transposed:
             if "output_shape" in node.attributes:
-                raise UnsupportedCall("output_shape: not supported; export it with output_padding.")
+                raise UnsupportedCall(
+                    "output_shape: this attribute is not supported; export the network with output_padding instead."
+                )
             settings["output_padding"] = node.attributes.get("output_padding", (0, 0, 0))
-        before, after = settings.pop("before"), settings.pop("after")
-        symmetric = before == after
-        if transposed and not symmetric:
-            raise UnsupportedCall("pads: different padding before and after an axis is not supported.")
-        settings |= {"groups": int(node.attributes.get("group", 1)), "padding": before if symmetric else 0}
-        module = make_convolution(weight, bias, transposed=transposed, **settings)
-        self._add_layer(node, module, () if symmetric else flatten_padding(zip(before, after, strict=True)))
+        start_padding, end_padding = settings.pop("start_padding"), settings.pop("end_padding")
+        is_symmetric = start_padding == end_padding
+        if is_transposed and not is_symmetric:
+            raise UnsupportedCall("pads: different padding at the start and end of an axis is not supported.")
+        settings |= {"groups": int(node.attributes.get("group", 1)), "padding": start_padding if is_symmetric else 0}
+        module = make_convolution(weight, bias, transposed=is_transposed, **settings)
+        self._add_layer(
+            node, module, () if is_symmetric else flatten_padding(zip(start_padding, end_padding, strict=True))
+        )
 
     def _add_batch_norm(self, node: Node) -> None:
         if node.attributes.get("training_mode"):
@@ -220,23 +232,23 @@ class _NetworkBuilder:
     def _add_pooling(self, node: Node) -> None:
         attributes = dict(node.attributes)
         kernel = attributes.pop("kernel_shape")
-        include_padding = bool(attributes.pop("count_include_pad", 0))
+        counts_padding = bool(attributes.pop("count_include_pad", 0))
         settings = read_window(attributes, kernel)
-        before, after = settings.pop("before"), settings.pop("after")
+        start_padding, end_padding = settings.pop("start_padding"), settings.pop("end_padding")
         settings["ceil_mode"] = bool(attributes.get("ceil_mode", 0))
         if node.operator == "MaxPool":
             # Pad with -inf, so that padded voxels are never the maximum.
-            padding = flatten_padding(zip(before, after, strict=True))
+            padding = flatten_padding(zip(start_padding, end_padding, strict=True))
             self._add_layer(node, nn.MaxPool3d(kernel, **settings), padding, -math.inf)
             return
-        if settings.pop("dilation") != (1, 1, 1) or before != after:
-            raise UnsupportedCall("dilations or pads: not supported with these values.")
-        self._add_layer(node, nn.AvgPool3d(kernel, padding=before, count_include_pad=include_padding, **settings))
+        if settings.pop("dilation") != (1, 1, 1) or start_padding != end_padding:
+            raise UnsupportedCall("dilations, pads: these values are not supported.")
+        self._add_layer(node, nn.AvgPool3d(kernel, padding=start_padding, count_include_pad=counts_padding, **settings))
 
     def _add_resize(self, node: Node) -> None:
-        legacy = node.operator == "Upsample" or self._model.opset < 11
-        torch_mode = read_torch_mode(node.attributes, legacy=legacy)
-        inputs = (node.inputs[0], "", *node.inputs[1:]) if legacy else node.inputs
+        is_legacy = node.operator == "Upsample" or self._model.opset < 11
+        torch_mode = read_torch_mode(node.attributes, is_legacy=is_legacy)
+        inputs = (node.inputs[0], "", *node.inputs[1:]) if is_legacy else node.inputs
         self._add_call(Node("Resize", "", inputs, node.outputs, {}), resize, {"torch_mode": torch_mode})
 
 
@@ -252,9 +264,11 @@ _BUILDERS: dict[str, Callable[[_NetworkBuilder, Node], None]] = {
 
 
 def _compute_constant(function: Callable[..., Value], arguments: Sequence[Value], settings: Mapping[str, Any]) -> Value:
-    """Call a function on stored tensors and numbers. Raises BrokenModel or UnsupportedCall for too large results."""
+    """Call a function on stored tensors and numbers. Raises BrokenModel or UnsupportedCall for huge results."""
     try:
-        result = function(*(each.to("meta") if isinstance(each, Tensor) else each for each in arguments), **settings)
+        result = function(
+            *(argument.to("meta") if isinstance(argument, Tensor) else argument for argument in arguments), **settings
+        )
         if isinstance(result, Tensor):
             check_elements(result.shape)
     except UnsupportedCall:

@@ -1,4 +1,4 @@
-"""ONNX operators implemented with torch, with the inputs and attributes of the ONNX specification, opsets 9 to 23.
+"""ONNX operators implemented with torch, with the inputs and attributes specified by the ONNX opsets 9 to 23.
 
 Values are tensors of any shape, or numbers and tuples of numbers if the graph computes sizes.
 """
@@ -88,12 +88,12 @@ def squeeze(x: Value, axes: Value = None) -> Value:
 
 def slice_axes(x: Value, starts: Value, ends: Value, axes: Value = None, steps: Value = None) -> Value:
     """Slice axes. Negative steps, which torch does not support in slices, become a selection of indices."""
-    first, last = to_ints(starts, "starts"), to_ints(ends, "ends")
-    sliced_axes = range(len(first)) if axes is None else to_ints(axes, "axes")
-    strides = (1,) * len(first) if steps is None else to_ints(steps, "steps")
+    start_indices, end_indices = to_ints(starts, "starts"), to_ints(ends, "ends")
+    sliced_axes = range(len(start_indices)) if axes is None else to_ints(axes, "axes")
+    strides = (1,) * len(start_indices) if steps is None else to_ints(steps, "steps")
     if not isinstance(x, Tensor):
-        return x[first[0] : last[0] if last[0] > -(2**31) else None : strides[0]]
-    for axis, start, stop, step in zip(sliced_axes, first, last, strides, strict=True):
+        return x[start_indices[0] : end_indices[0] if end_indices[0] > -(2**31) else None : strides[0]]
+    for axis, start, stop, step in zip(sliced_axes, start_indices, end_indices, strides, strict=True):
         if step < 0:
             length = x.shape[axis]
             indices = range(length)[start : stop if stop >= -length else None : step]
@@ -107,7 +107,7 @@ def split(x: Tensor, split: Value = None, *, axis: int = 0, num_outputs: int = 0
     if split is not None:
         return torch.split(x, list(to_ints(split, "split")), axis)
     if not num_outputs:
-        raise UnsupportedCall("split: neither split nor num_outputs is given.")
+        raise UnsupportedCall("split: neither split nor num_outputs is specified.")
     return torch.split(x, -(-x.shape[axis] // num_outputs), axis)
 
 
@@ -133,14 +133,14 @@ def einsum(*operands: Tensor, equation: str) -> Tensor:
 
 
 def gather_nd(x: Value, indices: Value, *, batch_dims: int = 0) -> Tensor:
-    """Return the parts of `x` at the positions given by the last axis of `indices`."""
+    """Return the parts of `x` at the positions specified by the last axis of `indices`."""
     if batch_dims:
         raise UnsupportedCall(f"batch_dims: {batch_dims} is not supported.")
     return to_tensor(x)[_split_indices(indices)]
 
 
 def scatter_nd(x: Value, indices: Value, updates: Value, *, reduction: str = "none") -> Tensor:
-    """Return a copy of `x` with `updates` at the positions given by the last axis of `indices`."""
+    """Return a copy of `x` with `updates` at the positions specified by the last axis of `indices`."""
     if reduction not in {"none", "add"}:
         raise UnsupportedCall(f"reduction: {reduction} is not supported.")
     data = to_tensor(x)
@@ -183,7 +183,7 @@ def clip(x: Value, lowest: Value = None, highest: Value = None) -> Value:
         return x
     if isinstance(x, Tensor):
         return x.clamp(low, high)
-    raise UnsupportedCall("input: sizes are not supported.")
+    raise UnsupportedCall("input: shape values are not supported, only tensors.")
 
 
 def reduce_axes(
@@ -204,23 +204,23 @@ def reduce_axes(
 def multiply_sizes(x: Value, _axes: Value = None, *, keepdims: int = 1) -> Value:
     """Return the product of a tuple of sizes."""
     if isinstance(x, Tensor):
-        raise UnsupportedCall("data: only sizes are supported, not tensors.")
+        raise UnsupportedCall("data: only shape values are supported, not tensors.")
     product = reduce(multiply, x, 1)
     return (product,) if keepdims else product
 
 
 def pad(x: Tensor, pads: Value, value: Value = None, axes: Value = None, *, mode: str = "constant") -> Tensor:
     amounts = to_ints(pads, "pads")
-    half = len(amounts) // 2
-    padded_axes = range(half) if axes is None else [axis % x.dim() for axis in to_ints(axes, "axes")]
-    by_axis = dict(zip(padded_axes, zip(amounts[:half], amounts[half:], strict=True), strict=True))
-    ends = [by_axis.get(axis, (0, 0)) for axis in range(x.dim())]
+    axis_count = len(amounts) // 2
+    padded_axes = range(axis_count) if axes is None else [axis % x.dim() for axis in to_ints(axes, "axes")]
+    padding_by_axis = dict(zip(padded_axes, zip(amounts[:axis_count], amounts[axis_count:], strict=True), strict=True))
+    padding = [padding_by_axis.get(axis, (0, 0)) for axis in range(x.dim())]
     if mode == "constant":
-        return functional.pad(x, flatten_padding(ends), value=float(to_number(value) or 0))
+        return functional.pad(x, flatten_padding(padding), value=float(to_number(value) or 0))
     modes = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
-    if any(map(any, ends[:2])) or mode not in modes:
-        raise UnsupportedCall(f"mode: {mode} is not supported here, for example for batch or channels.")
-    return functional.pad(x, flatten_padding(ends[2:]), mode=modes[mode])
+    if any(map(any, padding[:2])) or mode not in modes:
+        raise UnsupportedCall(f"mode: {mode} is not supported, or not for the axes that are padded.")
+    return functional.pad(x, flatten_padding(padding[2:]), mode=modes[mode])
 
 
 def resize(x: Tensor, _roi: Value = None, scales: Value = None, sizes: Value = None, *, torch_mode: str) -> Tensor:
@@ -232,7 +232,7 @@ def resize(x: Tensor, _roi: Value = None, scales: Value = None, sizes: Value = N
     else:
         factors = tuple(map(float, scales))
         if any(factor != 1 for factor in factors[:-3]):
-            raise UnsupportedCall("scales: scaling of batch or channels is not supported.")
+            raise UnsupportedCall("scales: scaling of the batch or channel axis is not supported.")
         factors = factors[-3:]
     if torch_mode.startswith("nearest"):
         return functional.interpolate(x, edges, factors, torch_mode)

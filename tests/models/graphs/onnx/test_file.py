@@ -23,7 +23,7 @@ ARRAYS = {
     "empty": np.zeros((0, 3), np.float32),
     "scalar": np.array(7),
 }
-KINDS = {
+DATA_TYPES = {
     "floats": TensorProto.FLOAT,
     "halves": TensorProto.FLOAT16,
     "doubles": TensorProto.DOUBLE,
@@ -38,11 +38,11 @@ def write_file(path: Path, tensors: dict[str, Any], **attributes: object) -> Pat
 
 def test_tensors_of_all_types_are_read_from_raw_and_typed_data(tmp_path: Path) -> None:
     typed_arrays = {
-        f"{n}!": helper.make_tensor(f"{n}!", kind, ARRAYS[n].shape, ARRAYS[n].ravel().tolist())
-        for n, kind in KINDS.items()
+        f"{n}!": helper.make_tensor(f"{n}!", data_type, ARRAYS[n].shape, ARRAYS[n].ravel().tolist())
+        for n, data_type in DATA_TYPES.items()
     }
     model = file.read(write_file(tmp_path / "m.onnx", ARRAYS | typed_arrays))
-    for name, expected in (ARRAYS | {f"{name}!": ARRAYS[name] for name in KINDS}).items():
+    for name, expected in (ARRAYS | {f"{name}!": ARRAYS[name] for name in DATA_TYPES}).items():
         assert np.array_equal(model.tensors[name], expected)
         assert model.tensors[name].dtype == expected.dtype
 
@@ -68,35 +68,35 @@ def test_external_tensors_are_embedded_but_never_read_implicitly(tmp_path: Path)
         requested_files.append(name)
         return (tmp_path / name).read_bytes()[offset:][:length]
 
-    embedded = file.embed_external_data(path.read_bytes(), read_part)
+    embedded_model = file.embed_external_data(path.read_bytes(), read_part)
     assert requested_files == ["m.data"]
-    assert np.array_equal(file.parse(embedded, path).tensors["w"], array)
-    (tensor,) = onnx.load_from_string(embedded).graph.initializer
+    assert np.array_equal(file.parse(embedded_model, path).tensors["w"], array)
+    (tensor,) = onnx.load_from_string(embedded_model).graph.initializer
     assert np.array_equal(numpy_helper.to_array(tensor), array)
 
 
 def test_external_tensors_in_attributes_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "w.data").write_bytes(bytes(4))
-    stored = TensorProto(data_type=TensorProto.FLOAT, dims=[1], data_location=TensorProto.EXTERNAL, name="w")
-    stored.external_data.add(key="location", value=str(tmp_path / "w.data"))
+    external_tensor = TensorProto(data_type=TensorProto.FLOAT, dims=[1], data_location=TensorProto.EXTERNAL, name="w")
+    external_tensor.external_data.add(key="location", value=str(tmp_path / "w.data"))
     with pytest.raises(BrokenModel, match="'w' is stored in another file"):
-        file.read(write_file(tmp_path / "m.onnx", {}, value=stored))
+        file.read(write_file(tmp_path / "m.onnx", {}, value=external_tensor))
 
 
 def test_huge_tensors_and_deeply_nested_graphs_are_rejected(tmp_path: Path) -> None:
-    huge = TensorProto(data_type=TensorProto.FLOAT, dims=[2**40, 2**40], raw_data=b"1234", name="w")
-    negative = TensorProto(data_type=TensorProto.FLOAT, dims=[2, -1], raw_data=bytes(16), name="w")
-    for tensor in (huge, negative):
+    huge_tensor = TensorProto(data_type=TensorProto.FLOAT, dims=[2**40, 2**40], raw_data=b"1234", name="w")
+    negative_tensor = TensorProto(data_type=TensorProto.FLOAT, dims=[2, -1], raw_data=bytes(16), name="w")
+    for tensor in (huge_tensor, negative_tensor):
         with pytest.raises(BrokenModel, match="cannot be read as ONNX"):
             file.read(write_file(tmp_path / "m.onnx", {"w": tensor}))
-    # Nest graphs in attributes of nodes of graphs. The length of messages of more than 127 bytes takes two bytes.
-    nested = b""
+    # Nest each graph in an attribute of a node of the next one. The length of messages over 127 bytes takes two bytes.
+    nested_graphs = b""
     for number in [7, *[1, 5, 6] * 60][::-1]:
-        length = len(nested)
+        length = len(nested_graphs)
         digits = [length & 127 | 128, length >> 7] if length > 127 else [length]
-        nested = bytes([number << 3 | 2, *digits]) + nested
+        nested_graphs = bytes([number << 3 | 2, *digits]) + nested_graphs
     with pytest.raises(BrokenModel, match="cannot be read as ONNX"):
-        file.parse(nested, tmp_path / "m.onnx")
+        file.parse(nested_graphs, tmp_path / "m.onnx")
 
 
 def test_missing_onnx_raises_an_installation_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,16 +110,16 @@ def test_damaged_files_are_rejected(tmp_path: Path) -> None:
     path = write_file(tmp_path / "m.onnx", {"w": np.ones((3, 4), np.float32)})
     data = path.read_bytes()
     rng = np.random.default_rng(0)
-    rejected = 0
-    damaged = [data[:length] for length in range(len(data))]
+    rejected_count = 0
+    damaged_contents = [data[:length] for length in range(len(data))]
     for index in range(len(data)):
-        damaged.append(data[:index] + bytes([rng.integers(256)]) + data[index + 1 :])
-    for content in damaged:
+        damaged_contents.append(data[:index] + bytes([rng.integers(256)]) + data[index + 1 :])
+    for content in damaged_contents:
         try:
             file.parse(content, path)
         except BrokenModel:
-            rejected += 1
-    assert rejected > len(damaged) / 2
+            rejected_count += 1
+    assert rejected_count > len(damaged_contents) / 2
     for content in (b"\xff" * 40, b"# not a model", b""):
         with pytest.raises(BrokenModel):
             file.parse(content, path)

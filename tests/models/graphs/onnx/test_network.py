@@ -43,31 +43,33 @@ def test_loaded_fixed_size_network_gives_the_scores_of_the_original(name: str, t
     torch.manual_seed(0)
     make, size = FIXED_SIZE_NETWORKS[name]
     network, image = make(), torch.rand(1, 1, *size)
-    loaded = load_onnx(export_onnx(network, tmp_path / "n.onnx", image.shape, {"x": {0: "b"}}), (1, *size))
+    loaded_network = load_onnx(export_onnx(network, tmp_path / "n.onnx", image.shape, {"x": {0: "b"}}), (1, *size))
     with torch.inference_mode():
-        torch.testing.assert_close(loaded(image), network(image), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(loaded_network(image), network(image), rtol=1e-4, atol=1e-4)
 
 
 def test_engines_can_run_loaded_networks(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    loaded = load_onnx(export_onnx(ShuffleUNet(1, 2, (4, 8)), tmp_path / "n.onnx", SHAPE, DYNAMIC_AXES), SHAPE[1:])
+    loaded_network = load_onnx(
+        export_onnx(ShuffleUNet(1, 2, (4, 8)), tmp_path / "n.onnx", SHAPE, DYNAMIC_AXES), SHAPE[1:]
+    )
     image = torch.rand(SHAPE)
     with torch.inference_mode():
-        expected = loaded(image)
-        bfloat16 = prepare(loaded, CPU, torch.bfloat16, torch.channels_last_3d)
-        torch.testing.assert_close(bfloat16(image.bfloat16()), expected, rtol=0.1, atol=0.1)
+        expected = loaded_network(image)
+        bfloat16_network = prepare(loaded_network, CPU, torch.bfloat16, torch.channels_last_3d)
+        torch.testing.assert_close(bfloat16_network(image.bfloat16()), expected, rtol=0.1, atol=0.1)
         if OpenVinoBackend().explain_missing() is None:
-            module = prepare(loaded, CPU, torch.float32, torch.contiguous_format)
+            module = prepare(loaded_network, CPU, torch.float32, torch.contiguous_format)
             config = EngineConfig("openvino", "fp32", "contiguous", len(image))
-            other = OpenVinoBackend().build(module, image, config, EngineSettings())
-            torch.testing.assert_close(other(image), expected, rtol=1e-3, atol=1e-3)
+            openvino_network = OpenVinoBackend().build(module, image, config, EngineSettings())
+            torch.testing.assert_close(openvino_network(image), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_file_with_a_fixed_window_accepts_no_other_window(tmp_path: Path) -> None:
+def test_file_with_a_fixed_window_rejects_other_windows(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    loaded = load_onnx(export_onnx(ShuffleUNet(1, 2, (4, 8)), tmp_path / "n.onnx", (1, *SHAPE[1:])), SHAPE[1:])
-    with pytest.raises(ValueError, match="fixes its input"):
-        loaded(torch.rand(1, 1, 32, 32, 16))
+    loaded_network = load_onnx(export_onnx(ShuffleUNet(1, 2, (4, 8)), tmp_path / "n.onnx", (1, *SHAPE[1:])), SHAPE[1:])
+    with pytest.raises(ValueError, match="accepts only inputs of shape"):
+        loaded_network(torch.rand(1, 1, 32, 32, 16))
 
 
 RELU = [helper.make_node("Relu", ["x"], ["y"])]
@@ -78,20 +80,25 @@ VOLUME = ["b", 1, 8, 8, 8]
 @pytest.mark.parametrize(
     ("shape", "nodes", "options", "reason"),
     [
-        (["b", 1, 8, 8], RELU, {}, "graph.input x: 4 axes"),
+        (["b", 1, 8, 8], RELU, {}, "graph.input x: the input has 4 axes"),
         ([4, 1, 8, 8, 8], RELU, {}, "graph.input x: the batch size is fixed to 4"),
-        (VOLUME, RELU, {"dtype": TensorProto.INT64}, "graph.input x: data type"),
+        (VOLUME, RELU, {"dtype": TensorProto.INT64}, "graph.input x: the data type"),
         (
             VOLUME,
             RELU,
             {"also": [helper.make_tensor_value_info("t", TensorProto.FLOAT, [1])]},
             "the network has 2 inputs",
         ),
-        (VOLUME, [helper.make_node("Custom", ["x"], ["y"], domain="com.acme")], {}, "Custom of com.acme"),
+        (VOLUME, [helper.make_node("Custom", ["x"], ["y"], domain="com.acme")], {}, "Custom from the domain com.acme"),
         (VOLUME, [helper.make_node("Loop", ["x"], ["y"])], {}, "Loop is not supported"),
         (VOLUME, [helper.make_node("Relu", ["z"], ["y"])], {}, "Relu: z: this input is not defined"),
         (VOLUME, [helper.make_node("Relu", ["x"], ["z"])], {}, "graph.output y: it is not computed from the image"),
-        (VOLUME, [CONV_2D], {"stored": {"w": np.zeros((2, 1, 3, 3), np.float32)}}, "Conv: W: 2 spatial axes"),
+        (
+            VOLUME,
+            [CONV_2D],
+            {"stored": {"w": np.zeros((2, 1, 3, 3), np.float32)}},
+            "Conv: W: the weights have 2 spatial axes",
+        ),
         (VOLUME, [helper.make_node("Conv", ["x", "x"], ["y"])], {}, "Conv: input 1"),
         (VOLUME, [helper.make_node("Resize", ["x", "", "w"], ["y"], mode="cubic")], {}, "Resize: mode: cubic"),
         (VOLUME, [helper.make_node("Softmax", ["x"], ["y"], depth=3)], {}, "Softmax: depth"),
@@ -115,20 +122,21 @@ def test_graph_that_cannot_run_on_the_meta_device_cannot_exhaust_memory(tmp_path
         helper.make_node("Pad", ["grown", "pads"], ["huge"]),
         helper.make_node("GlobalMaxPool", ["huge"], ["y"]),
     ]
-    stored = {"five": [1, 1, 1, 1, 5], "pads": [0] * 7 + [2**12] * 3}
-    path = write_onnx(tmp_path / "huge.onnx", nodes, ["b", 1, "z", "y", "w"], stored, 13)
+    stored_tensors = {"five": [1, 1, 1, 1, 5], "pads": [0] * 7 + [2**12] * 3}
+    path = write_onnx(tmp_path / "huge.onnx", nodes, ["b", 1, "z", "y", "w"], stored_tensors, 13)
     with pytest.raises(BrokenModel, match=r"a value of shape \(1, 1, 4112, 4128, 4128\) exceeds the limit"):
         load_onnx(path, (1, 16, 32, 32))
 
 
 @pytest.mark.parametrize(
-    ("constant", "reason"), [(True, "constants of the graph have more than 536870912"), (False, "in memory at a time")]
+    ("is_constant", "reason"),
+    [(True, "constants of the graph have more than 536870912"), (False, "in memory at the same time")],
 )
-def test_total_memory_of_all_nodes_is_limited(tmp_path: Path, *, constant: bool, reason: str) -> None:
-    """Each single value is within its limit."""
-    nodes = [helper.make_node("Expand", ["one" if constant else "x", "size"], [f"v{n}"]) for n in range(6)]
-    nodes.append(helper.make_node("Sum", ["x"] if constant else [f"v{n}" for n in range(6)], ["y"]))
-    size = [1, 1, 512, 512, 1024] if constant else [1, 4, 1024, 512, 1024]
-    stored = {"one": np.ones((1, 1, 1, 1, 1), np.float32), "size": size}
+def test_total_memory_of_all_nodes_is_limited(tmp_path: Path, *, is_constant: bool, reason: str) -> None:
+    """Each individual value is within its limit."""
+    nodes = [helper.make_node("Expand", ["one" if is_constant else "x", "size"], [f"v{n}"]) for n in range(6)]
+    nodes.append(helper.make_node("Sum", ["x"] if is_constant else [f"v{n}" for n in range(6)], ["y"]))
+    size = [1, 1, 512, 512, 1024] if is_constant else [1, 4, 1024, 512, 1024]
+    stored_tensors = {"one": np.ones((1, 1, 1, 1, 1), np.float32), "size": size}
     with pytest.raises(BrokenModel, match=reason):
-        load_onnx(write_onnx(tmp_path / "m.onnx", nodes, ["b", 1, "z", "y", "w"], stored, 13), (1, 1, 1, 1))
+        load_onnx(write_onnx(tmp_path / "m.onnx", nodes, ["b", 1, "z", "y", "w"], stored_tensors, 13), (1, 1, 1, 1))

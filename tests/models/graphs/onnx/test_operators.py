@@ -1,4 +1,4 @@
-"""Tests that every operator gives the same results as the reference implementation of ONNX."""
+"""Tests that every operator gives the same results as ONNX's reference implementation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ SHAPE = (2, 4, 6, 6, 8)
 INTS, FLOATS = np.int64, np.float32
 
 
-def write_model(path: Path, nodes: list[onnx.NodeProto], stored: dict[str, np.ndarray], opset: int = 18) -> Path:
-    return write_onnx(path, nodes, ["b", *SHAPE[1:]], stored, opset)
+def write_model(
+    path: Path, nodes: list[onnx.NodeProto], stored_tensors: dict[str, np.ndarray], opset: int = 18
+) -> Path:
+    return write_onnx(path, nodes, ["b", *SHAPE[1:]], stored_tensors, opset)
 
 
 def assert_matches_reference(path: Path) -> None:
@@ -34,12 +36,12 @@ def assert_matches_reference(path: Path) -> None:
     np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
-UNARY = (
+UNARY_OPERATORS = (
     "Relu Sigmoid Tanh Exp Abs Neg Floor Ceil Round Softplus HardSwish Mish Identity Dropout LeakyRelu Elu HardSigmoid"
 )
 
 
-@pytest.mark.parametrize("name", UNARY.split())
+@pytest.mark.parametrize("name", UNARY_OPERATORS.split())
 def test_elementwise_functions_match_the_reference(name: str, tmp_path: Path) -> None:
     assert_matches_reference(write_model(tmp_path / "m.onnx", [helper.make_node(name, ["x"], ["y"])], {}))
 
@@ -135,16 +137,16 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_operators_with_attributes_match_the_reference(name: str, tmp_path: Path) -> None:
     operator, inputs, attributes, opset = CASES[name]
-    stored = {key: np.asarray(value) for key, value in inputs.items() if value is not None}
+    stored_tensors = {key: np.asarray(value) for key, value in inputs.items() if value is not None}
     node = helper.make_node(operator, ["x", *(key.strip() for key in inputs)], ["y"], **attributes)
-    assert_matches_reference(write_model(tmp_path / "m.onnx", [node], stored, opset))
+    assert_matches_reference(write_model(tmp_path / "m.onnx", [node], stored_tensors, opset))
 
 
 def test_softmax_before_opset_13_covers_all_following_axes(tmp_path: Path) -> None:
-    loaded = load_onnx(
+    loaded_network = load_onnx(
         write_model(tmp_path / "m.onnx", [helper.make_node("Softmax", ["x"], ["y"], axis=2)], {}, 11), SHAPE[1:]
     )
-    assert torch.allclose(loaded(torch.rand(SHAPE)).sum((2, 3, 4)), torch.ones(SHAPE[:2]))
+    assert torch.allclose(loaded_network(torch.rand(SHAPE)).sum((2, 3, 4)), torch.ones(SHAPE[:2]))
 
 
 def test_computed_sizes_match_the_reference(tmp_path: Path) -> None:
@@ -162,14 +164,14 @@ def test_computed_sizes_match_the_reference(tmp_path: Path) -> None:
         helper.make_node("Cast", ["half"], ["factor"], to=TensorProto.FLOAT),
         helper.make_node("Mul", ["reshaped", "factor"], ["y"]),
     ]
-    stored = {
+    stored_tensors = {
         "last": np.array(4),
         "two": np.array(2),
         "zero": np.array([0]),
         "three": np.array([3]),
         "rest": np.array([-1]),
     }
-    assert_matches_reference(write_model(tmp_path / "m.onnx", nodes, stored))
+    assert_matches_reference(write_model(tmp_path / "m.onnx", nodes, stored_tensors))
 
 
 HUGE_SHAPE = np.array([2**12] * 3, INTS)
@@ -190,7 +192,7 @@ HUGE_SHAPE = np.array([2**12] * 3, INTS)
 def test_operators_with_huge_results_are_rejected(
     name: str, inputs: list[str], attributes: dict[str, Any], tmp_path: Path
 ) -> None:
-    stored = {
+    stored_tensors = {
         "s": HUGE_SHAPE,
         "t": np.array([2**9, 2**9, 2**9, 1, 1], INTS),
         "l": np.array([2**40], INTS),
@@ -201,7 +203,7 @@ def test_operators_with_huge_results_are_rejected(
     }
     nodes = [helper.make_node(name, inputs, ["v"], **attributes), helper.make_node("Add", ["x", "v"], ["y"])]
     with pytest.raises((BrokenModel, UnsupportedCall), match=r"more than \d+ elements|limit of \d+ elements"):
-        load_onnx(write_model(tmp_path / "m.onnx", nodes, stored), SHAPE[1:])(torch.rand(SHAPE))
+        load_onnx(write_model(tmp_path / "m.onnx", nodes, stored_tensors), SHAPE[1:])(torch.rand(SHAPE))
 
 
 @pytest.mark.parametrize("name", ["Pow", "Mul", "Concat"])
@@ -226,13 +228,13 @@ def test_exponentially_growing_numbers_are_rejected(name: str, tmp_path: Path) -
     ids=lambda node: str(node.op_type),
 )
 def test_constants_that_cannot_be_computed_are_rejected(node: onnx.NodeProto, tmp_path: Path) -> None:
-    stored = {"one": np.array(1), "zero": np.array(0), "infinity": np.array(math.inf, FLOATS)}
+    stored_tensors = {"one": np.array(1), "zero": np.array(0), "infinity": np.array(math.inf, FLOATS)}
     nodes = [node, helper.make_node("Add", ["x", "v"], ["y"])]
     with pytest.raises(BrokenModel, match="cannot be converted to a network"):
-        load_onnx(write_model(tmp_path / "m.onnx", nodes, stored), SHAPE[1:])
+        load_onnx(write_model(tmp_path / "m.onnx", nodes, stored_tensors), SHAPE[1:])
 
 
-def test_texts_in_a_file_do_not_become_code(tmp_path: Path) -> None:
+def test_strings_in_a_file_do_not_become_code(tmp_path: Path) -> None:
     code = "__import__('os').abort()"
     nodes = [helper.make_node("Relu", ["x"], [code]), helper.make_node("Elu", [code], ["y"], alpha=-math.inf)]
     image = torch.rand(SHAPE)

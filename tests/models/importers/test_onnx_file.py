@@ -33,13 +33,13 @@ def test_window_is_read_from_the_file_and_other_keys_are_required(bands_network:
     image = torch.rand(2, *SHAPE[1:])
     with torch.inference_mode():
         torch.testing.assert_close(load_network(spec)(image), bands_network(image), rtol=1e-4, atol=1e-4)
-    other = {**OVERRIDES, "input": {**OVERRIDES["input"], "roi_size": [32, 32, 32]}}
-    with pytest.raises(BrokenModel, match="fixes its input"):
-        import_model(path, tmp_path / "models", other, "other")
+    other_overrides = {**OVERRIDES, "input": {**OVERRIDES["input"], "roi_size": [32, 32, 32]}}
+    with pytest.raises(BrokenModel, match="accepts only inputs of shape"):
+        import_model(path, tmp_path / "models", other_overrides, "other")
 
 
 def move_tensors(path: Path, location: str, **position: int) -> None:
-    """Change a file such that all stored tensors refer to another file."""
+    """Change an ONNX file so that all its tensors are stored in another file."""
     model = onnx.load(path)
     for tensor in model.graph.initializer:
         onnx.external_data_helper.set_external_data(tensor, location, **position)
@@ -48,7 +48,7 @@ def move_tensors(path: Path, location: str, **position: int) -> None:
 
 
 @pytest.mark.parametrize("location", ["../secret", "link", "{folder}/secret", "file:../secret"])
-def test_tensors_outside_of_the_folder_are_rejected(bands_network: nn.Module, tmp_path: Path, location: str) -> None:
+def test_tensors_outside_the_folder_are_rejected(bands_network: nn.Module, tmp_path: Path, location: str) -> None:
     (tmp_path / "package").mkdir()
     path = export_onnx(bands_network, tmp_path / "package" / "bands.onnx", SHAPE)
     (tmp_path / "secret").write_bytes(bytes(2**20))

@@ -14,12 +14,12 @@ from service.models.importers.draft import find_file
 def embed_external_data(path: Path) -> bytes:
     """Return the bytes of an ONNX file with all tensors embedded.
 
-    Raises UnsupportedPackage if a tensor is stored outside of the folder of the file.
+    Raises UnsupportedPackage if a tensor is stored outside the folder that contains the file.
     """
 
     def read_part(location: str, offset: int, length: int | None) -> bytes:
         with find_file(path.parent, location).open("rb") as file:
-            # Limit the length to the size of the file, because a huge length would allocate memory before it fails.
+            # Limit the length to the size of the file, because a read with a huge length would allocate memory first.
             available = max(os.fstat(file.fileno()).st_size - offset, 0)
             file.seek(offset)
             return file.read(available if length is None else min(length, available))
@@ -31,7 +31,7 @@ def embed_external_data(path: Path) -> bytes:
 
 
 def read_input(path: Path) -> dict[str, Any]:
-    """Return `channels` and `roi_size` as far as the file fixes the shape of its input. Raises BrokenModel."""
+    """Return `channels` and `roi_size` if the ONNX file specifies them. Raises BrokenModel."""
     shape = onnxfile.find_image(onnxfile.parse(embed_external_data(path), path)).shape
     _, channels, *size = shape or (None,) * 5
     content: dict[str, Any] = {} if channels is None else {"channels": channels}
