@@ -1,4 +1,4 @@
-"""Measurements of the objects of a label volume, under the names of scikit-image."""
+"""Measurements of the objects of a label volume, with the column names of scikit-image."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from service.core.quantities import Size, VoxelSize
 from service.core.types import Array, Objects, Segmentation, Volume
 from service.inference.types import Table
 
-# Number of voxels that are measured together. With fewer, the cost per object dominates. With more, NumPy would hold
-# the global interpreter lock for too long.
+# Number of voxels that are measured together. With fewer voxels, the cost per object dominates. With more, NumPy would
+# hold the global interpreter lock for too long.
 SLAB_VOXELS = 2**20
 
 
@@ -32,13 +32,14 @@ def measure(segmentation: Segmentation, volume: Volume) -> Table:
     equivalent_diameter_area  diameter of a sphere of that volume
     centroid-0, -1, -2        mean z, y, x; the center of the first voxel is 0
     bbox-0 to -5              first z, y, x, then one after the last; in voxels
-    intensity_mean, _max      of the volume's only channel; if there are several, intensity_mean-0, -1, ...
+    intensity_mean, _max      of the volume's only channel; with several channels, intensity_mean-0, -1, ...
 
-    and three others:
+    and three additional columns:
 
     confidence                mean foreground probability of its voxels, if the decoder provides it
-    touching_border           whether the object touches a face of the volume and may be cut; 1-voxel axes do not count
-    unit                      of area, diameter and centroid: "um", or "voxel" if the voxel size is not known
+    touching_border           whether the object touches a face of the volume and may be cut off; not along an axis of
+                              one voxel
+    unit                      unit of area, diameter and centroid: "um", or "voxel" if the voxel size is not known
 
     The labels [Z, Y, X] are numbered from 1; numbers without voxels get no row. The volume [C, Z, Y, X] is on the same
     grid and may have additional channels. Raises BadParameter if the segmentation has no labels, or if the shapes
@@ -52,23 +53,25 @@ def measure(segmentation: Segmentation, volume: Volume) -> Table:
             f"The labels have the shape {labels.shape}, but the volume has the shape {volume.shape[1:]}. Measure the"
             " volume that was segmented."
         )
-    sums = ObjectSums.zeros(int(labels.max(initial=0)) + 1, volume.shape[0], volume.dtype)
+    sums = ObjectStatistics.zeros(int(labels.max(initial=0)) + 1, volume.shape[0], volume.dtype)
     sums.add(labels, volume.read)
     _, *size = volume.shape
     return tabulate(sums, (size[0], size[1], size[2]), segmentation.voxel_size, segmentation.objects)
 
 
-def measure_box(labels: Array, intensities: Array, origin: Size) -> tuple[NDArray[np.int64], ObjectSums]:
-    """Return the numbers [N] of the objects in a box of a label volume, and their sums after an entry for background.
+def measure_box(labels: Array, intensities: Array, origin: Size) -> tuple[NDArray[np.int64], ObjectStatistics]:
+    """Return the numbers [N] of the objects in a box of a label volume, and their statistics [N + 1].
 
     labels       [z, y, x]; the first voxel lies at `origin`
     intensities  [C, z, y, x] of the same voxels
+
+    The first entry of the statistics is the background.
     """
     is_present = np.zeros(int(labels.max(initial=0)) + 1, np.bool_)
     is_present[labels] = True
     is_present[0] = False
     numbers = np.flatnonzero(is_present)
-    sums = ObjectSums.zeros(len(numbers) + 1, len(intensities), intensities.dtype)
+    sums = ObjectStatistics.zeros(len(numbers) + 1, len(intensities), intensities.dtype)
     index_of = np.where(is_present, is_present.cumsum(), 0).astype(np.uint32)
     sums.add(index_of[labels], lambda first, end: intensities[:, first:end], origin)
     return numbers, sums
@@ -86,76 +89,79 @@ def write_csv(table: Table, path: Path) -> None:
         writer.writerows(zip(*columns, strict=True))
 
 
-class ObjectSums(NamedTuple):
-    """Running sums per object. The last axis of each array is the label; entry 0, the background, stays empty."""
+class ObjectStatistics(NamedTuple):
+    """Running statistics per object. The last axis of each array is indexed by label; entry 0, the background, is 0."""
 
-    voxels: NDArray[np.int64]  # [N]: number of voxels
-    places: NDArray[np.float64]  # [3, N]: sums of coordinates
-    lowest: NDArray[np.int64]  # [3, N]: smallest coordinates
-    highest: NDArray[np.int64]  # [3, N]: largest coordinates
-    total: NDArray[np.float64]  # [C, N]: sums of intensities
-    brightest: Array  # [C, N]: largest intensity, dtype of the volume
+    voxel_counts: NDArray[np.int64]  # [N]: number of voxels
+    coordinate_sums: NDArray[np.float64]  # [3, N]: sums of the voxels' coordinates
+    min_coordinates: NDArray[np.int64]  # [3, N]: lowest coordinates
+    max_coordinates: NDArray[np.int64]  # [3, N]: highest coordinates
+    intensity_sums: NDArray[np.float64]  # [C, N]: sums of intensities
+    max_intensities: Array  # [C, N]: highest intensities, with the dtype of the volume
 
     @classmethod
-    def zeros(cls, labels: int, channels: int, dtype: np.dtype[Any]) -> Self:
+    def zeros(cls, label_count: int, channel_count: int, dtype: np.dtype[Any]) -> Self:
         return cls(
-            np.zeros(labels, np.int64),
-            np.zeros((3, labels)),
-            np.full((3, labels), np.iinfo(np.int64).max),
-            np.full((3, labels), -1, np.int64),
-            np.zeros((channels, labels)),
-            np.full((channels, labels), _lowest(dtype), dtype),
+            np.zeros(label_count, np.int64),
+            np.zeros((3, label_count)),
+            np.full((3, label_count), np.iinfo(np.int64).max),
+            np.full((3, label_count), -1, np.int64),
+            np.zeros((channel_count, label_count)),
+            np.full((channel_count, label_count), _find_minimum(dtype), dtype),
         )
 
-    def add(self, labels: Array, read: Callable[[int, int], Array], origin: Size = (0, 0, 0)) -> None:
-        """Add labels [z, y, x] whose first voxel lies at `origin`. `read` returns their planes [C, z, y, x]."""
-        planes = max(1, max(SLAB_VOXELS, 4 * len(self.voxels)) // max(1, math.prod(labels.shape[1:])))
-        for first in range(0, len(labels), planes):
-            end = min(first + planes, len(labels))
-            _add(self, (origin[0] + first, *origin[1:]), labels[first:end], read(first, end))
+    def add(self, labels: Array, read_planes: Callable[[int, int], Array], origin: Size = (0, 0, 0)) -> None:
+        """Add labels [z, y, x] whose first voxel lies at `origin`.
+
+        `read_planes(first, end)` returns the intensities [C, z, y, x] of these planes of the labels.
+        """
+        step = max(1, max(SLAB_VOXELS, 4 * len(self.voxel_counts)) // max(1, math.prod(labels.shape[1:])))
+        for first in range(0, len(labels), step):
+            end = min(first + step, len(labels))
+            _add_box(self, (origin[0] + first, *origin[1:]), labels[first:end], read_planes(first, end))
 
     def add_objects(self, numbers: NDArray[np.int64], part: Self) -> None:
-        """Add the sums of a box, as returned by `measure_box`."""
-        self.voxels[numbers] += part.voxels[1:]
-        self.places[:, numbers] += part.places[:, 1:]
-        self.lowest[:, numbers] = np.minimum(self.lowest[:, numbers], part.lowest[:, 1:])
-        self.highest[:, numbers] = np.maximum(self.highest[:, numbers], part.highest[:, 1:])
-        self.total[:, numbers] += part.total[:, 1:]
-        self.brightest[:, numbers] = np.maximum(self.brightest[:, numbers], part.brightest[:, 1:])
+        """Add the statistics of the objects in a box, as returned by `measure_box`."""
+        self.voxel_counts[numbers] += part.voxel_counts[1:]
+        self.coordinate_sums[:, numbers] += part.coordinate_sums[:, 1:]
+        self.min_coordinates[:, numbers] = np.minimum(self.min_coordinates[:, numbers], part.min_coordinates[:, 1:])
+        self.max_coordinates[:, numbers] = np.maximum(self.max_coordinates[:, numbers], part.max_coordinates[:, 1:])
+        self.intensity_sums[:, numbers] += part.intensity_sums[:, 1:]
+        self.max_intensities[:, numbers] = np.maximum(self.max_intensities[:, numbers], part.max_intensities[:, 1:])
 
 
-def _lowest(dtype: np.dtype[Any]) -> Any:
+def _find_minimum(dtype: np.dtype[Any]) -> Any:
     if dtype.kind in "iu":
         return np.iinfo(dtype).min
     return -np.inf if dtype.kind == "f" else False
 
 
-def _add(sums: ObjectSums, origin: Size, labels: Array, intensities: Array) -> None:
-    """Add a box at `origin`: labels [z, y, x] and intensities [C, z, y, x]."""
+def _add_box(sums: ObjectStatistics, origin: Size, labels: Array, intensities: Array) -> None:
+    """Add the voxels of a box at `origin`: labels [z, y, x] and intensities [C, z, y, x]."""
     foreground = labels.nonzero()
-    owner = labels[foreground].astype(np.intp)
-    count = len(sums.voxels)
-    sums.voxels[:] += np.bincount(owner, minlength=count)
+    voxel_labels = labels[foreground].astype(np.intp)
+    label_count = len(sums.voxel_counts)
+    sums.voxel_counts[:] += np.bincount(voxel_labels, minlength=label_count)
     for axis, (first, indices) in enumerate(zip(origin, foreground, strict=True)):
         positions = indices + first
-        sums.places[axis] += np.bincount(owner, positions, count)
-        np.minimum.at(sums.lowest[axis], owner, positions)
-        np.maximum.at(sums.highest[axis], owner, positions)
+        sums.coordinate_sums[axis] += np.bincount(voxel_labels, positions, label_count)
+        np.minimum.at(sums.min_coordinates[axis], voxel_labels, positions)
+        np.maximum.at(sums.max_coordinates[axis], voxel_labels, positions)
     for channel, pixels in enumerate(intensities):
         values = pixels[foreground]
-        sums.total[channel] += np.bincount(owner, values, count)
+        sums.intensity_sums[channel] += np.bincount(voxel_labels, values, label_count)
         # Propagate NaN to the mean and the maximum.
         with np.errstate(invalid="ignore"):
-            np.maximum.at(sums.brightest[channel], owner, values)
+            np.maximum.at(sums.max_intensities[channel], voxel_labels, values)
 
 
-def tabulate(sums: ObjectSums, shape: Size, voxel_size: VoxelSize | None, objects: Objects | None) -> Table:
-    """Return the table of `measure` for all labels of a volume of this shape (z, y, x)."""
-    label = np.flatnonzero(sums.voxels)
-    voxels = sums.voxels[label]
+def tabulate(sums: ObjectStatistics, shape: Size, voxel_size: VoxelSize | None, objects: Objects | None) -> Table:
+    """Return the table of `measure` for all labels of a volume with this shape (z, y, x)."""
+    label = np.flatnonzero(sums.voxel_counts)
+    voxels = sums.voxel_counts[label]
     edges = tuple(voxel_size or (1.0, 1.0, 1.0))
     volume = voxels * math.prod(edges)
-    lowest, beyond = sums.lowest[:, label], sums.highest[:, label] + 1
+    lowest, ends = sums.min_coordinates[:, label], sums.max_coordinates[:, label] + 1
     size = np.array(shape)[:, None]
     table: Table = {
         "label": label,
@@ -163,12 +169,15 @@ def tabulate(sums: ObjectSums, shape: Size, voxel_size: VoxelSize | None, object
         "area": volume,
         "equivalent_diameter_area": np.cbrt(6 * volume / np.pi),
     }
-    table |= {f"centroid-{axis}": sums.places[axis, label] / voxels * edge for axis, edge in enumerate(edges)}
-    table |= {f"bbox-{number}": limit for number, limit in enumerate((*lowest, *beyond))}
-    suffixes = [""] if len(sums.total) == 1 else [f"-{channel}" for channel in range(len(sums.total))]
-    table |= {f"intensity_mean{end}": row[label] / voxels for end, row in zip(suffixes, sums.total, strict=True)}
-    table |= {f"intensity_max{end}": row[label] for end, row in zip(suffixes, sums.brightest, strict=True)}
-    table["touching_border"] = (((lowest == 0) | (beyond == size)) & (size > 1)).any(axis=0)
+    table |= {f"centroid-{axis}": sums.coordinate_sums[axis, label] / voxels * edge for axis, edge in enumerate(edges)}
+    table |= {f"bbox-{number}": limit for number, limit in enumerate((*lowest, *ends))}
+    suffixes = [""] if len(sums.intensity_sums) == 1 else [f"-{channel}" for channel in range(len(sums.intensity_sums))]
+    table |= {
+        f"intensity_mean{suffix}": row[label] / voxels
+        for suffix, row in zip(suffixes, sums.intensity_sums, strict=True)
+    }
+    table |= {f"intensity_max{suffix}": row[label] for suffix, row in zip(suffixes, sums.max_intensities, strict=True)}
+    table["touching_border"] = (((lowest == 0) | (ends == size)) & (size > 1)).any(axis=0)
     table["unit"] = np.full(len(label), "voxel" if voxel_size is None else "um")
     if objects is not None:
         table["confidence"] = objects.confidence[label - 1]

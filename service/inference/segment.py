@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class _Call(NamedTuple):
-    """The arguments of one call of `segment`, and the seconds spent in its stages so far."""
+    """The arguments of one call to `segment`, and the seconds spent in its stages so far."""
 
     runner: ModelRunner
     volume: Volume
@@ -52,7 +52,7 @@ class _Call(NamedTuple):
 class RequestWithDiameter(NamedTuple):
     """A planned request and its object diameter.
 
-    diameter  specified or estimated; None if it is neither
+    diameter  specified or estimated diameter; None if it is neither
     notes     information for the user about the estimate
     """
 
@@ -72,14 +72,15 @@ def segment(
 
     request  the runner's plan for the volume and the options; None: plan it now
 
-    Raises BadParameter for options or channels that do not fit, TooLarge if the request has more windows than the
-    operator allows, Cancelled if the callbacks cancel between two batches, OutOfMemory, NonFiniteScores if even float32
-    gives NaN or infinity, DeviceLost, and LowConfidenceResult if the options are strict and the confidence is low.
+    Raises BadParameter if the model does not support the options or channels, TooLarge if the request has more windows
+    than the operator allows, Cancelled if the callbacks cancel the request between two batches, OutOfMemory if the
+    memory is not sufficient, NonFiniteScores if even float32 gives NaN or infinity, DeviceLost if the device fails, and
+    LowConfidenceResult if the options are strict and the confidence is low.
     """
     request = request or runner.estimator.plan_request(volume, options)
     if options.roi_size is not None:
-        other = runner.with_window(options, request.estimate)
-        return segment(other, volume, replace(options, roi_size=None), request, callbacks)._replace(spec=runner.spec)
+        variant = runner.with_window(options, request.estimate)
+        return segment(variant, volume, replace(options, roi_size=None), request, callbacks)._replace(spec=runner.spec)
     call = _Call(runner, volume, options, callbacks, Stages())
     with runner.inference_context(request.estimate):
         runner.check_memory(request.estimate)
@@ -131,7 +132,7 @@ def _apply_diameter(call: _Call, image: NormalizedImage, request: PlannedRequest
 
 
 def _measure_diameter(call: _Call, image: NormalizedImage, plan: Plan) -> DiameterEstimate:
-    """Return the estimate of the object diameter, from the cache if the same pixels were segmented before."""
+    """Return the estimate of the object diameter, from the cache if the same pixels have been segmented before."""
     runner, volume = call.runner, call.volume
     score_windows = runner.score_windows(plan, call.callbacks.probe)
     return runner.diameters.get(volume, lambda: measure_diameter(image, volume, runner.spec, score_windows))
@@ -179,34 +180,35 @@ def _assess_confidence(
     spec, volume = call.runner.spec, call.volume
 
     def collect_evidence() -> Evidence:
-        guess, windows = _inspect_stack(call, plan)
+        likely_diameter, windows = _inspect_stack(call, plan)
         is_given = plan.diameter is not None and not plan.needs_diameter_estimate
-        used = used_diameter(volume, spec, diameter)
+        applied_diameter = used_diameter(volume, spec, diameter)
         return Evidence(
             windows,
-            guess,
-            used,
+            likely_diameter,
+            applied_diameter,
             is_diameter_given=is_given,
             has_postprocessing=plan.postprocessing != PostprocessingOptions(),
         )
 
     with call.stages.measure("decode"):
-        judgement = assess_objects(segmentation.objects, spec, collect_evidence)
-    if judgement.quality_warning is not None and call.options.strict:
-        raise LowConfidenceResult(judgement.quality_warning.detail, suggested=judgement.quality_warning.suggested)
-    return judgement
+        assessment = assess_objects(segmentation.objects, spec, collect_evidence)
+    if assessment.quality_warning is not None and call.options.strict:
+        raise LowConfidenceResult(assessment.quality_warning.detail, suggested=assessment.quality_warning.suggested)
+    return assessment
 
 
 def _inspect_stack(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[Tensor]]:
     """Return an estimate of the object diameter and high-contrast windows, as evidence for a warning.
 
-    Errors are logged and no evidence is returned, because the labels must not be lost. Raises Cancelled and DeviceLost.
+    Errors are logged instead of raised, because the labels must not be lost; no evidence is returned then. Cancelled
+    and DeviceLost are raised.
     """
     spec = call.runner.spec
     image, _notes = normalize_volume(call.volume, spec)
     try:
-        guess = None if spec.input.diameter is None else _measure_diameter(call, image, plan).guess
-        return guess, select_high_contrast_windows(image, spec.input.roi_size)
+        likely_diameter = None if spec.input.diameter is None else _measure_diameter(call, image, plan).likely_diameter
+        return likely_diameter, select_high_contrast_windows(image, spec.input.roi_size)
     except (RuntimeError, MemoryError, OSError, StackSegError) as error:
         if isinstance(error, Cancelled) or call.runner.find_device_loss(error) is not None:
             raise

@@ -27,15 +27,16 @@ if TYPE_CHECKING:
     from service.models.spec import ModelSpec
 
 Table = dict[str, NDArray[Any]]
-"""Columns by name. Each is an array with one entry per object, in the order of their labels."""
+"""Columns by name. Each column is an array with one entry per object, in the order of the labels."""
 
 
 class Plan(NamedTuple):
     """Options of a request after the operator's defaults and limits are applied.
 
-    diameter                 of the objects, if the volume is resampled accordingly
+    diameter                 object diameter that the volume is resampled to match; None if it is not resampled for a
+                             diameter
     needs_diameter_estimate  whether the diameter is to be estimated; until then the original resolution is assumed
-    skip_below               gray value of windows that are skipped; None if all windows are computed
+    skip_below               gray value up to which windows are skipped; None if all windows are computed
     postprocessing           options of the request that change how scores become objects
     decode_on_host           whether scores are decoded on the host because the device may lack the memory for it
     views                    mirrored views in which windows are scored; empty for the original view only
@@ -61,7 +62,7 @@ class Plan(NamedTuple):
 class Estimate:
     """Number of windows and peak memory of a request.
 
-    Bytes are in addition to the loaded model. On the CPU all of them are host bytes. A window counts once for each view
+    The bytes do not include the loaded model. On the CPU, all bytes are host memory. A window counts once for each view
     in which it is scored. Pages of the stack are not counted: they belong to a mapped file, and the operating system
     can reclaim them.
     """
@@ -85,7 +86,7 @@ class DiameterTrial(NamedTuple):
     """Comparison of the confidence at several diameters.
 
     confidence           at the selected diameter
-    previous_confidence  at the diameter estimated from objects, or at the original resolution if there was none
+    previous_confidence  at the diameter estimated from objects, or at the original resolution if there was no estimate
     num_diameters        number of diameters that were compared
     is_smallest          whether the selected diameter is the smallest that a trial compares
     """
@@ -99,20 +100,20 @@ class DiameterTrial(NamedTuple):
 class DiameterEstimate(NamedTuple):
     """An estimate of the object diameter.
 
-    diameter       in voxels of the image, in the form that suits a request; None if it is not known
-    matches_model  whether the diameter suits the model without resampling
-    objects        number of objects that were measured
-    windows        number of windows that were scored
-    guess          the diameter, or a value to suggest if the diameter is not known; None if no window has likely
-                   objects
-    trial          the trial that selected the diameter; None if objects were measured
+    diameter         in voxels of the image, in the form that suits a request; None if it is not known
+    matches_model    whether the diameter suits the model without resampling
+    num_objects      number of objects that were measured
+    num_windows      number of windows that were scored
+    likely_diameter  the diameter, or a value to suggest if the diameter is not known; None if no window seems to show
+                     objects
+    trial            the trial that selected the diameter; None if it was estimated from the size of objects
     """
 
     diameter: Diameter | None
     matches_model: bool
-    objects: int
-    windows: int
-    guess: Diameter | None = None
+    num_objects: int
+    num_windows: int
+    likely_diameter: Diameter | None = None
     trial: DiameterTrial | None = None
 
     @property
@@ -126,11 +127,11 @@ class DiameterEstimate(NamedTuple):
         if self.trial is not None:
             limit = " Smaller diameters were not tried." if self.trial.is_smallest else ""
             return (
-                f"Of {self.trial.num_diameters} object diameters tried on {self.windows} windows, {self.diameter} gave"
-                f" the best result.{limit} If this is wrong, set diameter=, or set diameter=none to use the stack at"
-                " its original resolution."
+                f"Of {self.trial.num_diameters} object diameters tried on {self.num_windows} windows, {self.diameter}"
+                f" gave the best result.{limit} If this is wrong, set diameter=, or set diameter=none to use the stack"
+                " at its original resolution."
             )
-        measured = f"{self.objects} objects in {self.windows} windows"
+        measured = f"{self.num_objects} objects in {self.num_windows} windows"
         if self.diameter is None:
             return (
                 f"The object diameter could not be estimated ({measured}), so the stack is used at its original"
@@ -148,7 +149,7 @@ class DiameterEstimate(NamedTuple):
 class QualityWarning(NamedTuple):
     """Warning that a result may be wrong.
 
-    confidence  in the result, 0 to 1; None if no object was found
+    confidence  confidence in the result, 0 to 1; None if no object was found
     detail      the likely reason and what to try next, in one or two sentences
     suggestion  a parameter to try, such as "diameter=4px"; "" if there is no suggestion
     """
@@ -159,7 +160,7 @@ class QualityWarning(NamedTuple):
 
     @property
     def suggested(self) -> dict[str, str]:
-        """The suggested value by parameter; empty if there is no suggestion."""
+        """Suggested values by parameter; empty if there is no suggestion."""
         parameter, _, value = self.suggestion.partition("=")
         return {parameter: value} if parameter else {}
 
@@ -167,7 +168,7 @@ class QualityWarning(NamedTuple):
 class SkippedWindows(NamedTuple):
     """Windows that were skipped.
 
-    windows  their number
+    windows  number of skipped windows
     total    number of windows of the image
     limits   highest gray value of the skipped windows, one per channel
     """
@@ -177,7 +178,7 @@ class SkippedWindows(NamedTuple):
     limits: tuple[float, ...]
 
     def __str__(self) -> str:
-        """Return a short text for users."""
+        """Return a short description for users."""
         return f"{self.windows} of {self.total} windows; up to {', '.join(f'{limit:.6g}' for limit in self.limits)}"
 
 
@@ -186,7 +187,7 @@ class SeriesInfo(NamedTuple):
 
     num_time_points  number of time points in the result, the first of the `total` time points
     table            measurements of all objects; None if they were not requested
-    error            error that ended the series early; None if it is complete
+    error            error that ended the series early; None if the series is complete
     """
 
     num_time_points: int
@@ -201,15 +202,15 @@ class Result(NamedTuple):
     seconds                by stage, in order: prepare, size (diameter estimation), skip (search for empty windows),
                            windows, decode
     notes                  information for the user about this result
-    diameter               of the objects, specified or estimated; None if it was neither
+    diameter               object diameter, specified or estimated; None if it was neither
     is_diameter_estimated  whether the diameter was estimated
     fallbacks              number of times that the batch size was reduced for lack of memory
     recomputed             whether the scores were computed a second time, in float32
     skipped                windows that were not computed; None if skipping was disabled
-    spec                   of the model that was used, which may have been replaced since; None if no model was used
+    spec                   spec of the model that was used, even if replaced since; None if no model was used
     engine                 name of the engine that computed the windows, with its precision
-    series                 of several time points; None for one volume
-    confidence             in the result, 0 to 1; None if the model has no confidence or no object was found
+    series                 results of several time points; None for a single volume
+    confidence             confidence in the result, 0 to 1; None if the model has no confidence or no object was found
     quality_warning        warning that the result may be wrong; None if there is no warning
     """
 
@@ -234,12 +235,12 @@ class Result(NamedTuple):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences that a user should read, beginning with the warning that the result may be wrong."""
+        """Sentences that the user should read, beginning with the warning that the result may be wrong."""
         return self.notes if self.quality_warning is None else (self.quality_warning.detail, *self.notes)
 
     @property
     def diameter_text(self) -> str | None:
-        """Diameter as the parameter accepts it, followed by its origin."""
+        """Diameter as the parameter accepts it, followed by its source."""
         return (
             None
             if self.diameter is None
@@ -251,13 +252,13 @@ class Result(NamedTuple):
 class EngineReport:
     """Report on an engine.
 
-    compile_mode             None unless the engine compiles the network
-    roi_size, sw_batch_size  together the shape of a batch
+    compile_mode             mode of torch.compile; None if the engine does not compile the network
+    roi_size, sw_batch_size  window size and number of windows per batch
     streams                  number of batches that are computed at the same time
     planned                  how the engine was selected: fixed (by the configuration), known-order (the first of a
                              known order that gives correct labels) or tuned (the fastest in a comparison)
-    cached                   whether the selection is from an earlier start
-    trials                   the engines that were considered, and why they were not selected
+    cached                   whether the selection was made at an earlier start
+    trials                   engines that were considered, and the reasons why they were not selected
     """
 
     device: str
@@ -283,10 +284,10 @@ class Series:
     """Time points of one file, whose pixels are read one time point at a time.
 
     times     indices of the time points in the file
-    read      returns for a time point the volume to segment, and the volume to measure or None
-    shape     of each time point; voxel size and channels are common to all as well
+    read      returns the volume to segment at a time point, and the volume to measure or None
+    shape     of each time point; the voxel size and the channels are also the same at all time points
     interval  time between two time points; None if it is not known
-    link      how objects are linked through time; None if they are not linked
+    link      how objects are linked across time points; None if they are not linked
     """
 
     times: range

@@ -1,4 +1,4 @@
-"""Measurements, compared with those of scikit-image, and the additional columns."""
+"""Measurements: comparison with scikit-image, and the additional columns."""
 
 import csv
 import io
@@ -19,7 +19,7 @@ from service.inference import measurements
 from service.inference.measurements import measure, write_csv
 from service.inference.types import Table
 
-NAMES = [
+PROPERTIES = [
     "label",
     "num_pixels",
     "area",
@@ -31,22 +31,22 @@ NAMES = [
 ]
 
 
-def table_of(labels: NDArray[Any], image: NDArray[Any], voxel_size: VoxelSize | None = None) -> Table:
+def measure_array(labels: NDArray[Any], image: NDArray[Any], voxel_size: VoxelSize | None = None) -> Table:
     """Measure labels in an image [C, Z, Y, X]."""
     return measure(Segmentation(labels, "labels", voxel_size), Volume.from_array(image))
 
 
 def test_the_table_has_the_confidence_of_each_object() -> None:
     labels = np.array([[[1, 0, 3, 3]]], np.uint16)
-    known = Objects(np.array([1, 1, 2]), np.array([0.6, 0.7, 0.9], np.float32), np.ones(3, np.float32))
-    table = measure(Segmentation(labels, "labels", objects=known), Volume.from_array(np.zeros((1, 1, 1, 4))))
+    objects = Objects(np.array([1, 1, 2]), np.array([0.6, 0.7, 0.9], np.float32), np.ones(3, np.float32))
+    table = measure(Segmentation(labels, "labels", objects=objects), Volume.from_array(np.zeros((1, 1, 1, 4))))
     assert table["confidence"].tolist() == pytest.approx([0.6, 0.9])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_nan_pixels_are_measured_without_warnings(dtype: type) -> None:
     image = np.array([[[[np.nan, 1, 2, 3]]]], dtype)
-    table = table_of(np.array([[[1, 1, 2, 2]]], np.uint16), image)
+    table = measure_array(np.array([[[1, 1, 2, 2]]], np.uint16), image)
     assert np.isnan(table["intensity_max"]).tolist() == np.isnan(table["intensity_mean"]).tolist() == [True, False]
 
 
@@ -59,22 +59,25 @@ def test_nan_pixels_are_measured_without_warnings(dtype: type) -> None:
     st.sampled_from([1, 2**22]),
 )
 @settings(deadline=None, max_examples=40)
-def test_columns_equal_those_of_scikit_image(seed, shape, dtype, channels, voxel_size, slab) -> None:
+def test_columns_equal_those_of_scikit_image(seed, shape, dtype, channels, voxel_size, slab_voxels) -> None:
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, 6, shape).astype(np.uint16)
     labels[labels == 3] = 0
     image = rng.uniform(-100 if np.dtype(dtype).kind in "if" else 0, 200, (channels, *shape)).astype(dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measurements, "SLAB_VOXELS", slab)
-        table = table_of(labels, image, voxel_size)
+        patch.setattr(measurements, "SLAB_VOXELS", slab_voxels)
+        table = measure_array(labels, image, voxel_size)
     intensities = np.moveaxis(image, 0, -1) if channels > 1 else image[0]
     spacing = tuple(voxel_size or (1.0, 1.0, 1.0))
-    expected = regionprops_table(labels, intensities, properties=NAMES, spacing=spacing)
+    expected = regionprops_table(labels, intensities, properties=PROPERTIES, spacing=spacing)
     assert table.keys() - expected.keys() == {"touching_border", "unit"}
     assert set(table["unit"]) <= {"voxel" if voxel_size is None else "um"}
-    # A single plane has no border along z.
+    # A single plane has no faces along z.
     positions = ((np.argwhere(labels == number), shape) for number in table["label"])
-    at_border = [((at == 0) | (at == np.array(n) - 1))[:, np.array(n) > 1].any() for at, n in positions]
+    at_border = [
+        ((coordinates == 0) | (coordinates == np.array(n) - 1))[:, np.array(n) > 1].any()
+        for coordinates, n in positions
+    ]
     assert table["touching_border"].tolist() == at_border
     for name, column in expected.items():
         np.testing.assert_allclose(table[name], column, rtol=2e-6, atol=1e-5, err_msg=name)
@@ -83,18 +86,18 @@ def test_columns_equal_those_of_scikit_image(seed, shape, dtype, channels, voxel
 def test_sums_of_large_integers_stay_exact() -> None:
     labels = np.ones((2, 300, 300), np.uint16)
     image = np.full((1, 2, 300, 300), 65535, np.uint16)
-    table = table_of(labels, image)
+    table = measure_array(labels, image)
     assert (table["intensity_mean"].item(), table["intensity_max"].item()) == (65535.0, 65535)
     assert table["intensity_max"].dtype == np.uint16
 
 
 def test_the_csv_file_contains_the_table(tmp_path: Path) -> None:
-    empty = table_of(np.zeros((2, 3, 4), np.uint16), np.zeros((1, 2, 3, 4), np.float32))
-    write_csv(empty, tmp_path / "none.csv")
-    assert (tmp_path / "none.csv").read_text() == ",".join(empty) + "\n"
+    empty_table = measure_array(np.zeros((2, 3, 4), np.uint16), np.zeros((1, 2, 3, 4), np.float32))
+    write_csv(empty_table, tmp_path / "none.csv")
+    assert (tmp_path / "none.csv").read_text() == ",".join(empty_table) + "\n"
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 70_000, (4, 40, 40)).astype(np.uint32)
-    table = table_of(labels, rng.normal(0, 1e6, (2, *labels.shape)), VoxelSize(1 / 3, 0.1, 0.1))
+    table = measure_array(labels, rng.normal(0, 1e6, (2, *labels.shape)), VoxelSize(1 / 3, 0.1, 0.1))
     assert len(table["label"]) > 5_000
     write_csv(table, tmp_path / "objects.csv")
     rows = list(csv.DictReader(io.StringIO((tmp_path / "objects.csv").read_text())))
@@ -111,6 +114,6 @@ def test_the_csv_file_contains_the_table(tmp_path: Path) -> None:
         (Segmentation(np.zeros((2, 3, 5), np.uint16), "labels"), r"\(2, 3, 5\)"),
     ],
 )
-def test_segmentations_that_cannot_be_measured_are_refused(segmentation: Segmentation, message: str) -> None:
+def test_segmentations_that_cannot_be_measured_are_rejected(segmentation: Segmentation, message: str) -> None:
     with pytest.raises(BadParameter, match=message):
         measure(segmentation, Volume.from_array(np.zeros((1, 2, 3, 4), np.uint8)))

@@ -82,21 +82,21 @@ def test_a_warm_engine_does_not_compile_for_new_shapes(compiled, volume):
     pixels, rng = volume.array(), np.random.default_rng(0)
     shapes = {tuple(rng.integers(1, edge + 1) for edge in pixels.shape[1:]) for _ in range(25)}
     assert len(shapes) >= 20
-    before = count_graphs()
+    num_graphs = count_graphs()
     for z, y, x in shapes:
         segment(compiled, Volume.from_array(pixels[:, :z, :y, :x]), Options(overlap=0.5))
-    assert count_graphs() == before
+    assert count_graphs() == num_graphs
 
 
 def test_compiled_graphs_are_counted(bands, volume):
     runner = ModelRunner(bands, settings_of())
     runner.scores.module = torch.compile(runner.scores.module, backend="eager")
-    before = count_graphs()
+    num_graphs = count_graphs()
     segment(runner, volume, Options())
-    assert count_graphs() > before
+    assert count_graphs() > num_graphs
 
 
-def test_another_batch_size_keeps_the_engine_and_adds_a_note(eager, compiled, volume):
+def test_a_different_batch_size_keeps_the_engine_and_adds_a_note(eager, compiled, volume):
     sizes = []
     network = compiled._ready.window.network
     compiled.instrument(lambda call: lambda x: sizes.append(len(x)) or call(x))
@@ -112,27 +112,27 @@ def test_another_batch_size_keeps_the_engine_and_adds_a_note(eager, compiled, vo
 
 
 @pytest.mark.parametrize("kind", ["eager", "winograd"])
-def test_another_window_gives_the_result_of_a_model_with_that_window(bands, volume, kind):
-    def model(**input_keys):
+def test_a_different_window_size_gives_the_result_of_a_model_with_that_window_size(bands, volume, kind):
+    def with_input(**input_keys):
         return bands.model_copy(update={"input": bands.input.model_copy(update=input_keys)})
 
     roi, options = (8, 16, 24), Options(roi_size=(8, 16, 24), overlap=0.5)
-    expected = segment(started(model(roi_size=roi), settings_of(kind, streams=1)), volume, Options(overlap=0.5))
-    runner = started(model(roi_multiple=(2, 2, 2)), settings_of(kind, streams=1))
+    expected = segment(started(with_input(roi_size=roi), settings_of(kind, streams=1)), volume, Options(overlap=0.5))
+    runner = started(with_input(roi_multiple=(2, 2, 2)), settings_of(kind, streams=1))
     for result in (segment(runner, volume, options) for _ in range(2)):
         assert np.array_equal(result.segmentation.pixels, expected.segmentation.pixels)
         assert (result.engine, result.notes) == (expected.engine, ())
-    (other,) = runner._other_windows.values()
-    assert tuple(other._ready.window.batch.shape[2:]) == roi
-    single = segment(runner, volume, replace(options, sw_batch_size=1))
-    assert np.array_equal(single.segmentation.pixels, expected.segmentation.pixels)
-    assert len(runner._other_windows) == 1, "the latest is kept"
+    (other_runner,) = runner._other_windows.values()
+    assert tuple(other_runner._ready.window.batch.shape[2:]) == roi
+    single_batch = segment(runner, volume, replace(options, sw_batch_size=1))
+    assert np.array_equal(single_batch.segmentation.pixels, expected.segmentation.pixels)
+    assert len(runner._other_windows) == 1, "only the most recent runner is kept"
     assert segment(runner, volume, Options(roi_size=bands.input.roi_size)).notes == ()
     assert runner.estimator.estimate(volume, options).windows > runner.estimator.estimate(volume, Options()).windows
 
 
 @pytest.mark.parametrize(
-    ("multiple", "roi", "message"),
+    ("roi_multiple", "roi", "message"),
     [
         (None, (16, 32, 64), "bands supports only windows of 16,32,32"),
         ((2, 4, 4), (16, 32, 34), "bands supports multiples of 2,4,4, not 16,32,34"),
@@ -140,8 +140,8 @@ def test_another_window_gives_the_result_of_a_model_with_that_window(bands, volu
     ],
     ids=["fixed", "multiple", "untrue"],
 )
-def test_a_window_that_the_model_does_not_support_is_refused(bands, volume, multiple, roi, message):
-    spec = bands.model_copy(update={"input": bands.input.model_copy(update={"roi_multiple": multiple})})
+def test_a_window_size_that_the_model_does_not_support_is_rejected(bands, volume, roi_multiple, roi, message):
+    spec = bands.model_copy(update={"input": bands.input.model_copy(update={"roi_multiple": roi_multiple})})
     with pytest.raises(BadParameter, match=message):
         segment(started(spec, settings_of()), volume, Options(roi_size=roi))
 
@@ -179,9 +179,9 @@ def test_the_overlap_determines_the_number_of_windows(eager, volume):
 
 def test_best_quality_scores_every_window_three_times_with_every_engine(eager, compiled, volume):
     best, probabilities = Options(quality="best", overlap=0.0), Options("probabilities", quality="best")
-    seen, steps = [], []
+    strides, steps = [], []
     network = compiled._ready.window.network
-    compiled.instrument(lambda call: lambda x: seen.append(x.stride()) or call(x))
+    compiled.instrument(lambda call: lambda x: strides.append(x.stride()) or call(x))
     try:
         windows = compiled.estimator.estimate(volume, Options(overlap=0.0)).windows
         result = segment(
@@ -189,11 +189,11 @@ def test_best_quality_scores_every_window_three_times_with_every_engine(eager, c
         )
     finally:
         compiled.instrument(lambda _: network)
-    assert len(seen) == 3 * -(-windows // 2)
-    # The seconds per window stay the same for all requests, so the queue can predict the duration of this one.
+    assert len(strides) == 3 * -(-windows // 2)
+    # The seconds per window are the same for all requests, so the queue can predict the duration of this request.
     total = compiled.estimator.estimate(volume, best).windows
     assert (steps[0], steps[-1]) == ((0, total), (total, total))
-    assert len(set(seen)) == 1
+    assert len(set(strides)) == 1
     assert result.notes == ()
     first, second = (segment(s, volume, probabilities).segmentation.pixels for s in (eager, compiled))
     np.testing.assert_allclose(first, second, atol=1e-5)
@@ -225,7 +225,7 @@ def test_the_result_of_a_resampled_volume_has_its_original_grid(bands, phantom, 
     assert np.mean(result.segmentation.pixels != expected) < 0.001
 
 
-def test_more_windows_than_the_operator_allows_are_refused(bands):
+def test_requests_with_more_windows_than_the_operator_allows_are_refused(bands):
     settings = settings_of().model_copy(update={"limits": Limits(windows=4)})
     runner = started(bands, settings)
     edge = bands.input.roi_size[0]
@@ -267,14 +267,14 @@ def test_a_request_can_be_canceled(eager, volume):
     assert segment(eager, volume, Options()).segmentation.pixels.any()
 
 
-def score_bright(windows):
-    """Return bright voxels as foreground, and brightness as distance."""
+def score_brightness(windows):
+    """Return scores: bright voxels are foreground, and brightness is the distance."""
     return torch.cat([100 * (windows - 0.1), torch.logit(windows.clamp(1e-3, 1 - 1e-3))], 1)
 
 
 @pytest.fixture
 def balls() -> Volume:
-    """5 x 5 x 5 balls with a visible diameter of 5 voxels, bright at the center."""
+    """Return a stack of 5 x 5 x 5 balls with a visible diameter of 5 voxels, bright at the center."""
     positions = [(axis % 7 - 3.0) / 3 for axis in np.indices((35, 35, 35))]
     brightness = np.clip(1 - np.sqrt(sum(np.square(position) for position in positions)), 0, 1)
     return Volume.from_array(brightness.astype(np.float32)[None])
@@ -282,8 +282,8 @@ def balls() -> Volume:
 
 @pytest.fixture
 def make_estimating_runner(random_nuclei):
-    """A function that returns a runner with a model for balls of 8 voxels, which finds balls at any scale."""
-    given = {
+    """Return a function that creates a runner of a model for balls of 8 voxels, which finds balls at any scale."""
+    changes = {
         "diameter": 8.0,
         "estimate_diameter": True,
         "roi_size": (32, 32, 32),
@@ -291,46 +291,48 @@ def make_estimating_runner(random_nuclei):
     }
     spec = random_nuclei.model_copy(
         update={
-            "input": random_nuclei.input.model_copy(update=given),
+            "input": random_nuclei.input.model_copy(update=changes),
             "activation": "sigmoid",
             "decoding": Instances(kind="instances", persistence=0.2, minimum_size=4),
         }
     )
-    return lambda settings=None: with_network(spec, score_bright, settings)
+    return lambda settings=None: with_network(spec, score_brightness, settings)
 
 
 def test_the_diameter_is_estimated_if_the_request_does_not_specify_it(make_estimating_runner, balls):
-    runner, revised, counted = make_estimating_runner(), [], []
-    auto = segment(
+    runner, new_estimates, progress_calls = make_estimating_runner(), [], []
+    estimated = segment(
         runner,
         balls,
         Options(),
-        callbacks=Callbacks(on_new_estimate=revised.append, progress=lambda *done: counted.append(done)),
+        callbacks=Callbacks(on_new_estimate=new_estimates.append, progress=lambda *done: progress_calls.append(done)),
     )
-    assert auto.segmentation.count == 125
-    assert auto.segmentation.pixels.shape == (35, 35, 35)
-    assert auto.is_diameter_estimated
-    assert auto.diameter.lengths[-1] == pytest.approx(5, rel=0.2)
-    assert auto.diameter_text == f"{auto.diameter}; estimated"
-    assert list(auto.seconds) == ["prepare", "size", "windows", "decode"]
-    assert [str(auto.diameter) in note for note in auto.notes] == [True, False]
-    assert auto.notes[1].startswith("Resampled from 35 x 35 x 35")
-    specified = segment(runner, balls, Options(diameter=auto.diameter))
+    assert estimated.segmentation.count == 125
+    assert estimated.segmentation.pixels.shape == (35, 35, 35)
+    assert estimated.is_diameter_estimated
+    assert estimated.diameter.lengths[-1] == pytest.approx(5, rel=0.2)
+    assert estimated.diameter_text == f"{estimated.diameter}; estimated"
+    assert list(estimated.seconds) == ["prepare", "size", "windows", "decode"]
+    assert [estimated.diameter.describe() in note for note in estimated.notes] == [True, False]
+    assert estimated.notes[1].startswith("Resampled from 35 x 35 x 35")
+    specified = segment(runner, balls, Options(diameter=estimated.diameter))
     assert (specified.diameter_text, specified.seconds.keys()) == (
-        f"{auto.diameter}; stated",
+        f"{estimated.diameter}; stated",
         {"prepare", "windows", "decode"},
     )
-    assert np.array_equal(specified.segmentation.pixels, auto.segmentation.pixels)
-    assert [needed.windows for needed in revised] == [
-        runner.estimator.estimate(balls, Options(diameter=auto.diameter)).windows
+    assert np.array_equal(specified.segmentation.pixels, estimated.segmentation.pixels)
+    assert [estimate.windows for estimate in new_estimates] == [
+        runner.estimator.estimate(balls, Options(diameter=estimated.diameter)).windows
     ]
-    total = revised[0].windows
-    assert (counted[0], counted[-1]) == ((0, total), (total, total))
-    sampled = segment(runner, balls, Options(diameter="none"))
-    assert (sampled.diameter_text, sampled.notes) == (None, ())
+    total = new_estimates[0].windows
+    assert (progress_calls[0], progress_calls[-1]) == ((0, total), (total, total))
+    without_diameter = segment(runner, balls, Options(diameter="none"))
+    assert (without_diameter.diameter_text, without_diameter.notes) == (None, ())
     estimator = Estimator(runner.spec, settings_of())
-    sizes = [estimator.diameter_setting(Options(diameter=setting)) for setting in (None, "none", "auto", auto.diameter)]
-    assert sizes == ["auto", "none", "auto", auto.diameter]
+    settings_used = [
+        estimator.diameter_setting(Options(diameter=setting)) for setting in (None, "none", "auto", estimated.diameter)
+    ]
+    assert settings_used == ["auto", "none", "auto", estimated.diameter]
 
 
 def test_the_estimator_knows_the_bytes_of_the_scores_after_warm_up(write_model, random_nuclei_content):
@@ -345,33 +347,35 @@ def test_the_estimator_knows_the_bytes_of_the_scores_after_warm_up(write_model, 
 def test_the_diameter_of_a_stack_is_estimated_once(make_estimating_runner, balls):
     runner, calls = make_estimating_runner(), []
 
-    def counted(windows):
+    def count_windows(windows):
         calls.append(len(windows))
-        return score_bright(windows)
+        return score_brightness(windows)
 
-    runner.scores.module.network.forward = counted
+    runner.scores.module.network.forward = count_windows
     first = segment(runner, balls, Options())
-    before = len(calls)
-    again = segment(runner, Volume.from_array(balls.array().copy()), Options(output="classes"))
-    assert (again.diameter_text, again.notes) == (first.diameter_text, first.notes)
-    # The windows of the stack itself are computed in batches of two, and no others are computed.
+    num_calls = len(calls)
+    repeated = segment(runner, Volume.from_array(balls.array().copy()), Options(output="classes"))
+    assert (repeated.diameter_text, repeated.notes) == (first.diameter_text, first.notes)
+    # Only the windows of the stack itself are computed, in batches of two.
     assert (
-        len(calls) - before
+        len(calls) - num_calls
         == -(-runner.estimator.estimate(balls, Options(diameter=first.diameter)).windows // 2)
-        < before
+        < num_calls
     )
     for stack in (Volume.from_array(balls.array()[..., 1:]), Volume.from_array(balls.array(), VoxelSize(3, 1, 1))):
-        before = len(calls)
-        needed = runner.estimator.estimate(stack, Options(diameter=segment(runner, stack, Options()).diameter)).windows
-        assert len(calls) - before > -(-needed // 2)
+        num_calls = len(calls)
+        num_windows = runner.estimator.estimate(
+            stack, Options(diameter=segment(runner, stack, Options()).diameter)
+        ).windows
+        assert len(calls) - num_calls > -(-num_windows // 2)
 
 
 def test_a_diameter_estimate_does_not_depend_on_shared_batches(make_estimating_runner, balls):
-    """The windows of several concurrent estimates fill batches together."""
+    """The windows of several concurrent estimates share batches."""
     pixels = balls.array()
     stacks = [Volume.from_array(part) for part in (pixels, pixels[:, :30], pixels[:, 5:, ::-1], pixels[..., 2:])]
     settings = settings_of().model_copy(update={"windows": Windows(sw_batch_size=5)})
-    alone = [segment(make_estimating_runner(settings), stack, Options()) for stack in stacks]
+    alone_results = [segment(make_estimating_runner(settings), stack, Options()) for stack in stacks]
     runner, device, images, shares = make_estimating_runner(settings), device_module.WindowBatcher("device"), [], []
 
     def run(window, image, overlap, **options):
@@ -379,16 +383,16 @@ def test_a_diameter_estimate_does_not_depend_on_shared_batches(make_estimating_r
         return device.run(window, image, overlap, share=shares.append, **options)
 
     with ThreadPoolExecutor(len(stacks)) as pool:
-        together = [pool.submit(segment, runner, stack, Options(), callbacks=Callbacks(run)) for stack in stacks]
+        shared_results = [pool.submit(segment, runner, stack, Options(), callbacks=Callbacks(run)) for stack in stacks]
         # Computation starts when all requests are waiting.
         until(lambda: len(device._requests) == len(stacks))
         device.start()
-        together = [segmentation.result() for segmentation in together]
+        shared_results = [segmentation.result() for segmentation in shared_results]
     device.close()
     assert device.join(10)
-    # If a request did not share its batches, it would get all five slots.
+    # A request that did not share its batches would get all five slots.
     assert any(share.slots < 5 for share in shares)
-    for first, second in zip(alone, together, strict=True):
+    for first, second in zip(alone_results, shared_results, strict=True):
         assert (first.diameter_text, first.notes) == (second.diameter_text, second.notes)
         assert np.array_equal(first.segmentation.pixels, second.segmentation.pixels)
 
@@ -401,15 +405,15 @@ def test_a_stack_without_a_diameter_estimate_keeps_its_resolution(make_estimatin
 
 
 def test_a_stack_that_would_become_too_large_keeps_its_resolution(make_estimating_runner, balls):
-    few = settings_of().model_copy(update={"limits": Limits(windows=4)})
+    limited_settings = settings_of().model_copy(update={"limits": Limits(windows=4)})
     balls = Volume.from_array(balls.array()[:, :32, :32, :32])
-    result = segment(make_estimating_runner(few), balls, Options())
+    result = segment(make_estimating_runner(limited_settings), balls, Options())
     assert result.diameter_text is not None
     (note,) = result.notes
     assert "segmented at its original resolution" in note
     assert (
         result.segmentation.count
-        == segment(make_estimating_runner(few), balls, Options(diameter="none")).segmentation.count
+        == segment(make_estimating_runner(limited_settings), balls, Options(diameter="none")).segmentation.count
     )
 
 
@@ -420,7 +424,7 @@ def test_diameter_estimation_can_be_canceled_and_uses_fallbacks(make_estimating_
     def forward_single(windows):
         if len(windows) > 1:
             raise MemoryError
-        return score_bright(windows)
+        return score_brightness(windows)
 
     expected = segment(make_estimating_runner(), balls, Options()).segmentation.pixels
     runner = make_estimating_runner()
@@ -466,10 +470,12 @@ def test_warnings_are_reported_and_logged(bands, caplog):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
 @pytest.mark.parametrize("total", [2**40, 1])
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_device_with_separate_memory_gives_the_same_result(bands, random_nuclei, phantom, whole, total, monkeypatch):
-    """The cases include a device that can hold neither the stack nor the data for decoding."""
-    if not whole:
+@pytest.mark.parametrize("fits_image", [True, False])
+def test_a_device_with_separate_memory_gives_the_same_result(
+    bands, random_nuclei, phantom, fits_image, total, monkeypatch
+):
+    """The cases include a device whose memory holds neither the stack nor the data for decoding."""
+    if not fits_image:
         monkeypatch.setattr(device_image, "MAX_WHOLE_IMAGE_BYTES", 0)
     image = np.concatenate([phantom.image] * 2)
     for spec in (bands, with_voxel_size(bands, 0.25, 0.25, 0.25), random_nuclei):
@@ -494,8 +500,8 @@ def test_a_missing_device_is_a_configuration_error(bands):
         ModelRunner(bands, Settings(device=Device(name="cuda")))
 
 
-def test_no_diameter_is_suggested_that_the_voxel_size_already_implies(random_nuclei):
-    scan = {
+def test_a_diameter_that_the_voxel_size_already_implies_is_not_suggested(random_nuclei):
+    input_changes = {
         "roi_size": (32, 32, 32),
         "diameter": 16.0,
         "voxel_size": (0.25, 0.25, 0.25),
@@ -503,24 +509,24 @@ def test_no_diameter_is_suggested_that_the_voxel_size_already_implies(random_nuc
     }
     calibration = Calibration(intercept=-9, certainty=0, peak=0, size=0, giants=0)
     spec = random_nuclei.model_copy(
-        update={"confidence": calibration, "input": random_nuclei.input.model_copy(update=scan)}
+        update={"confidence": calibration, "input": random_nuclei.input.model_copy(update=input_changes)}
     )
     runner = with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
     # Balls that are brightest at the center.
     positions = np.indices((24, 48, 48)) % 12 - 5.5
     pixels = (1 - np.sqrt(np.square(positions).sum(0)) / 8).clip(0, 1).astype(np.float32)[None]
-    attempts = [
+    suggestions = [
         segment(runner, Volume.from_array(pixels, size), Options()).quality_warning.suggestion
         for size in (None, VoxelSize(0.5, 0.5, 0.5))
     ]
-    assert attempts == ["diameter=6px", ""]
+    assert suggestions == ["diameter=6px", ""]
 
 
 def test_only_installed_models_are_suggested(random_nuclei, tmp_path):
     folder = shutil.copytree(random_nuclei.folder, tmp_path / "nuclei")
     calibration = Calibration(intercept=-9, certainty=0, peak=0, size=0, giants=0, sheets="membranes")
-    scan = random_nuclei.input.model_copy(update={"roi_size": (32, 32, 32), "diameter": 16.0})
-    spec = random_nuclei.model_copy(update={"confidence": calibration, "input": scan, "folder": folder})
+    input_spec = random_nuclei.input.model_copy(update={"roi_size": (32, 32, 32), "diameter": 16.0})
+    spec = random_nuclei.model_copy(update={"confidence": calibration, "input": input_spec, "folder": folder})
     runner = with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
     radius = np.sqrt(np.square(np.indices((48, 48, 48)) % 24 - 11.5).sum(0))
     shells = Volume.from_array(np.exp(-np.square((radius - 8) / 1.5)).astype(np.float32)[None])
@@ -532,13 +538,16 @@ def test_only_installed_models_are_suggested(random_nuclei, tmp_path):
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: no memory"), OSError()])
 def test_an_error_while_collecting_evidence_does_not_lose_the_labels(random_nuclei, phantom, error):
     calibration = Calibration(intercept=-9, certainty=0, peak=0, size=0, giants=0)
-    scan = random_nuclei.input.model_copy(update={"diameter": 16.0})
-    spec, over = random_nuclei.model_copy(update={"confidence": calibration, "input": scan}), list[bool]()
-    failed = list[torch.Tensor]()
+    input_spec = random_nuclei.input.model_copy(update={"diameter": 16.0})
+    spec, progress_done = (
+        random_nuclei.model_copy(update={"confidence": calibration, "input": input_spec}),
+        list[bool](),
+    )
+    failed_windows = list[torch.Tensor]()
 
     def network(x):
-        if over:
-            failed.append(x)
+        if progress_done:
+            failed_windows.append(x)
             raise error
         return torch.cat([x - 0.5, x], 1)
 
@@ -547,21 +556,21 @@ def test_an_error_while_collecting_evidence_does_not_lose_the_labels(random_nucl
         with_network(spec, network),
         volume,
         Options(),
-        callbacks=Callbacks(progress=lambda done, total: over.append(True) if done == total else None),
+        callbacks=Callbacks(progress=lambda done, total: progress_done.append(True) if done == total else None),
     )
     expected = segment(with_network(spec, lambda x: torch.cat([x - 0.5, x], 1)), volume, Options())
-    assert failed
+    assert failed_windows
     np.testing.assert_array_equal(result.segmentation.pixels, expected.segmentation.pixels)
     assert result.confidence == expected.confidence
     assert (result.quality_warning.suggestion, "may be wrong" in result.quality_warning.detail) == ("", True)
 
 
-def test_the_memory_of_another_window_counts_until_it_is_replaced(bands, volume):
-    scan = bands.input.model_copy(update={"roi_multiple": (2, 2, 2)})
-    runner = started(bands.model_copy(update={"input": scan}), settings_of())
-    before = runner.nbytes
+def test_the_memory_of_a_different_window_size_counts_until_it_is_replaced(bands, volume):
+    input_spec = bands.input.model_copy(update={"roi_multiple": (2, 2, 2)})
+    runner = started(bands.model_copy(update={"input": input_spec}), settings_of())
+    initial_bytes = runner.nbytes
     segment(runner, volume, Options(roi_size=(8, 32, 32)))
-    with_window = runner.nbytes
-    assert with_window - before >= 4 * runner._config.sw_batch_size * 8 * 32 * 32
+    bytes_with_window = runner.nbytes
+    assert bytes_with_window - initial_bytes >= 4 * runner._config.sw_batch_size * 8 * 32 * 32
     segment(runner, volume, Options(roi_size=(8, 16, 16)))
-    assert before < runner.nbytes < with_window
+    assert initial_bytes < runner.nbytes < bytes_with_window

@@ -1,6 +1,6 @@
 """Merging of watershed basins across shallow passes, so that an object with two similar maxima stays one object.
 
-A pass is the highest point on the border of two basins, that is, the saddle between their peaks.
+A pass is the highest point on the border between two basins, that is, the saddle between their peaks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MIN_DEPTH = float(np.finfo(np.float32).tiny)
 
 
 class Persistence(NamedTuple):
-    """Depth of a pass below the lower of two peaks from which the peaks are separate objects.
+    """Depth of a pass below the lower of two peaks at which the peaks become separate objects.
 
-    persistence  in units of the distance
+    persistence  the depth, in units of the distance
     logits       whether heights are logits of the distance; they have the same order and save a sigmoid per voxel
     """
 
@@ -32,10 +32,10 @@ class Persistence(NamedTuple):
 
     @property
     def depth(self) -> float:
-        """Minimum depth. It is above 0, so that neighboring maxima of one plateau count as one maximum."""
+        """Minimum depth. It is positive, so that neighboring maxima of one plateau count as one maximum."""
         return max(self.persistence, MIN_DEPTH)
 
-    def distance(self, heights: Tensor) -> Tensor:
+    def to_distances(self, heights: Tensor) -> Tensor:
         """Convert heights to distances, float64. Equal heights give equal distances at every position.
 
         `torch.sigmoid` may round differently at the end of a tensor, where vector registers are not full. This would
@@ -43,12 +43,12 @@ class Persistence(NamedTuple):
         """
         return 1 / (1 + torch.exp(-heights.double())) if self.logits else heights.double()
 
-    def floor(self, peaks: Tensor) -> Tensor:
-        """Return the height from which a pass is shallow for each peak, rounded down; float32 [R] in and out."""
-        lowest = self.distance(peaks) - self.depth
+    def compute_floors(self, peaks: Tensor) -> Tensor:
+        """Return for each peak the height from which a pass is shallow, rounded down; float32 [R] in and out."""
+        floors = self.to_distances(peaks) - self.depth
         if self.logits:
-            lowest = torch.logit(lowest.clamp(0, 1))
-        return (lowest - 1e-5 * lowest.abs()).float()
+            floors = torch.logit(floors.clamp(0, 1))
+        return (floors - 1e-5 * floors.abs()).float()
 
 
 def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
@@ -56,9 +56,9 @@ def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np
 
     Returns the object of every basin, int64 [R], numbered from 0. Passes are processed from the highest to the lowest,
     as in the merge tree of a height function (Edelsbrunner, Letscher and Zomorodian 2002). Passes that are too deep are
-    removed first: merging only raises peaks, so they remain too deep.
+    removed first: merging only raises peaks, so these passes remain too deep.
     """
-    peaks = persistence.distance(basins.peaks).cpu().numpy()
+    peaks = persistence.to_distances(basins.peaks).cpu().numpy()
     first, second, height = (column.cpu().numpy() for column in find_shallow_passes(basins, persistence))
     return np.unique(join_basins(peaks, first, second, height, persistence.depth), return_inverse=True)[1]
 
@@ -66,14 +66,14 @@ def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np
 def join_basins(
     peaks: NDArray[Any], first: NDArray[Any], second: NDArray[Any], height: NDArray[Any], depth: float
 ) -> NDArray[np.int64]:
-    """Join pairs of basins [E] in order if the lower peak is less than `depth` above their pass of this `height` [E].
+    """Join pairs of basins [E], in this order, if the lower peak is less than `depth` above their pass of `height` [E].
 
     Returns for each basin the number of the highest basin in its group, int64 [R]. If several basins are equally high,
     it is the first basin of the pair that joined them.
     """
     forest = MergeForest(peaks, depth)
     forest.join(first, second, height)
-    return forest.highest()
+    return forest.find_highest_basins()
 
 
 class MergeForest:
@@ -106,19 +106,19 @@ class MergeForest:
             if high != low and peaks[low] - saddle < depth:
                 parent[low] = high
 
-    def highest(self) -> NDArray[np.int64]:
+    def find_highest_basins(self) -> NDArray[np.int64]:
         """Return for each basin the number of the highest basin in its group, int64 [R]."""
-        root_of = np.array(self._parent, np.int64)
-        while not np.array_equal(next_root := root_of[root_of], root_of):
-            root_of = next_root
-        return root_of
+        roots = np.array(self._parent, np.int64)
+        while not np.array_equal(next_roots := roots[roots], roots):
+            roots = next_roots
+        return roots
 
 
 class ShallowPasses(NamedTuple):
     """Passes that are shallow for the lower of two peaks, from the highest to the lowest, on the device of the basins.
 
-    first, second  pair of basins, int64 [E] each, the lower number first; pairs are unique
-    height         distance at their highest pass, float64 [E]
+    first, second  pair of basins, int64 [E] each, with the lower number first; pairs are unique
+    height         distance at the highest pass of the pair, float64 [E]
     """
 
     first: Tensor
@@ -129,11 +129,11 @@ class ShallowPasses(NamedTuple):
 def find_shallow_passes(basins: Basins, persistence: Persistence) -> ShallowPasses:
     """Return the shallow passes between basins."""
     one, other, heights = basins.passes
-    height, peaks = persistence.distance(heights), persistence.distance(basins.peaks)
+    height, peaks = persistence.to_distances(heights), persistence.to_distances(basins.peaks)
     first, second = torch.minimum(one, other), torch.maximum(one, other)
-    shallow = (first != second) & (torch.minimum(peaks[first], peaks[second]) - height < persistence.depth)
+    is_shallow = (first != second) & (torch.minimum(peaks[first], peaks[second]) - height < persistence.depth)
     # Indexing with a mask would convert the mask to indices each time, and the host would wait for each conversion.
-    rows = shallow.nonzero().squeeze(1)
+    rows = is_shallow.nonzero().squeeze(1)
     pairs, inverse = torch.unique((first * len(peaks) + second)[rows], return_inverse=True)
     highest = height.new_full((len(pairs),), -torch.inf).scatter_reduce_(0, inverse, height[rows], "amax")
     highest, order = torch.sort(highest, descending=True, stable=True)

@@ -1,8 +1,8 @@
-// Watershed of one block of a height map whose other blocks are computed elsewhere or at another time.
+// Watershed of one block of a height map whose other blocks are computed elsewhere or at a different time.
 //
 // Paths are the same as in `streaming_watershed.hpp`: they depend only on heights and on positions in the whole volume. A
-// path that leaves the block ends at the first voxel outside it. This voxel gets a piece number in this block, and another
-// one in the block that it belongs to.
+// path that leaves the block ends at the first voxel outside it. This voxel gets one piece number in this
+// block, and another in the block that it belongs to.
 
 #pragma once
 
@@ -19,19 +19,19 @@ namespace {
 
 class BlockWatershed {
 public:
-  // size     of the block, [Z, Y, X]
+  // size     size of the block, [Z, Y, X]
   // origin   position of its first voxel in the volume, whose size is `volume`
   // margins  whether there is a voxel before and after the block along each axis, [Z, Y, X] x 2
-  // heights, inside  of the block with these margins
+  // heights, foreground  values of the block with these margins
   // pieces   output [Z, Y, X]: 0 for background, else the number of a piece, from 1
   BlockWatershed(const int64_t *size, const int64_t *origin, const int64_t *volume, const int32_t *margins, float threshold,
-                 Persistence persistence, const Planes &heights, const Planes &inside, int32_t *pieces)
+                 Persistence persistence, const Planes &heights, const Planes &foreground, int32_t *pieces)
       : origin_{origin[0], origin[1], origin[2]}, volume_{volume[0], volume[1], volume[2]}, rows_(size[1] + 2),
         width_(size[2] + 2), plane_(rows_ * width_), planes_(size[0] + 2), keys_(planes_ * plane_), pieces_(planes_ * plane_),
-        foreground_(size[0] * size[1] * size[2] + 16), scores_(planes_ * plane_), persistence_(persistence) {
+        positions_(size[0] * size[1] * size[2] + 16), scores_(planes_ * plane_), persistence_(persistence) {
     std::fill_n(keys_.get(), planes_ * plane_, BACKGROUND);
     std::fill_n(pieces_.get(), planes_ * plane_, RIM);
-    fill(size, margins, threshold, heights, inside);
+    fill(size, margins, threshold, heights, foreground);
     count_foreground();
     trace_paths();
     follow_paths();
@@ -51,10 +51,10 @@ private:
   // Marks a voxel outside the block that no path has reached yet.
   static constexpr int32_t RIM = INT32_MIN;
 
-  void fill(const int64_t *size, const int32_t *margins, float threshold, const Planes &heights, const Planes &inside) {
+  void fill(const int64_t *size, const int32_t *margins, float threshold, const Planes &heights, const Planes &foreground) {
     const auto fill_typed = [&](auto height, auto mask) {
       const auto *const height_data = static_cast<const decltype(height) *>(heights.data);
-      const auto *const inside_data = static_cast<const decltype(mask) *>(inside.data);
+      const auto *const foreground_data = static_cast<const decltype(mask) *>(foreground.data);
       const int64_t lengths[] = {size[0] + margins[0] + margins[1], size[1] + margins[2] + margins[3],
                                  size[2] + margins[4] + margins[5]};
       for (int64_t z = 0; z < lengths[0]; ++z)
@@ -65,7 +65,8 @@ private:
                         first = origin_[2] - margins[4] + 1;
           const int32_t level = static_cast<int32_t>(9 * (plane % 3) + 3 * (row % 3));
           for (int64_t x = 0; x < lengths[2]; ++x) {
-            const auto *const score = inside_data + z * inside.strides[0] + y * inside.strides[1] + x * inside.strides[2];
+            const auto *const score =
+                foreground_data + z * foreground.strides[0] + y * foreground.strides[1] + x * foreground.strides[2];
             if (is_above(score, threshold))
               keys_.get()[position + x] =
                   key_of(load_one(height_data + z * heights.strides[0] + y * heights.strides[1] + x * heights.strides[2])) +
@@ -74,9 +75,9 @@ private:
           }
         }
     };
-    if (inside.kind == 2)
+    if (foreground.kind == 2)
       heights.kind ? fill_typed(Bfloat16{}, uint8_t{}) : fill_typed(float{}, uint8_t{});
-    else if (inside.kind == 1)
+    else if (foreground.kind == 1)
       heights.kind ? fill_typed(Bfloat16{}, Bfloat16{}) : fill_typed(float{}, Bfloat16{});
     else
       heights.kind ? fill_typed(Bfloat16{}, float{}) : fill_typed(float{}, float{});
@@ -87,7 +88,7 @@ private:
       for (int64_t y = 1; y < rows_ - 1; ++y) {
         const int64_t row = z * plane_ + y * width_;
         std::fill_n(pieces_.get() + row + 1, width_ - 2, 0);
-        count_ = list_foreground(keys_.get(), row + 1, row + width_ - 1, foreground_.get(), count_);
+        count_ = list_foreground(keys_.get(), row + 1, row + width_ - 1, positions_.get(), count_);
       }
   }
 
@@ -117,15 +118,15 @@ private:
     int64_t n = 0;
     for (int64_t z = 1; z < planes_ - 1; ++z) {
       prepare(z + 1);
-      for (; n < count_ && foreground_.get()[n] < (z + 1) * plane_; ++n) {
-        const int32_t position = foreground_.get()[n];
-        const int32_t *const here = scratch.get() + (position - z * plane_);
-        const int32_t top = highest_of(here[0], here[plane_], here[2 * plane_]);
-        const int32_t target = position + steps[(keys[position] & POSITION_BITS) << 5 | (top & POSITION_BITS)];
+      for (; n < count_ && positions_.get()[n] < (z + 1) * plane_; ++n) {
+        const int32_t position = positions_.get()[n];
+        const int32_t *const maxima = scratch.get() + (position - z * plane_);
+        const int32_t highest = highest_of(maxima[0], maxima[plane_], maxima[2 * plane_]);
+        const int32_t target = position + steps[(keys[position] & POSITION_BITS) << 5 | (highest & POSITION_BITS)];
         if (target == position || pieces[target] == RIM)
           pieces[position] = add_piece(target);
         else
-          // A target that was already visited may have its piece; one that was not is still zero.
+          // A target that has been visited may already have its piece; the piece of any other target is still zero.
           pieces[position] = pieces[target] > 0 ? pieces[target] : ~target;
       }
     }
@@ -136,31 +137,31 @@ private:
     int32_t *const pieces = pieces_.get();
     const std::array<int32_t, 256> &probability = probabilities();
     for (int64_t n = count_ - 1; n >= 0; --n) {
-      const int32_t here = foreground_.get()[n];
-      int32_t end = here;
+      const int32_t start = positions_.get()[n];
+      int32_t end = start;
       while (pieces[end] < 0)
         end = ~pieces[end];
       const int32_t piece = pieces[end];
-      for (int32_t voxel = here; pieces[voxel] < 0;) {
+      for (int32_t voxel = start; pieces[voxel] < 0;) {
         const int32_t next = ~pieces[voxel];
         pieces[voxel] = piece;
         voxel = next;
       }
-      Piece &end_of_piece = piece_ends_[piece - 1];
-      ++end_of_piece.voxels;
-      end_of_piece.foreground += probability[scores_.get()[here]];
+      Piece &piece_end = piece_ends_[piece - 1];
+      ++piece_end.voxels;
+      piece_end.foreground += probability[scores_.get()[start]];
     }
   }
 
-  // Finds passes between voxels near the tops of pieces and neighbors that belong to other pieces.
+  // Finds passes between voxels near the peaks of pieces and neighbors that belong to other pieces.
   void find_passes() {
     std::vector<int32_t> limits;
     for (const Piece &piece : piece_ends_)
-      limits.push_back(persistence_.limit(piece.top));
+      limits.push_back(persistence_.limit(piece.key));
     Passes passes;
     const int32_t *const keys = keys_.get();
     for (int64_t n = 0; n < count_; ++n) {
-      const int64_t voxel = foreground_.get()[n];
+      const int64_t voxel = positions_.get()[n];
       const int32_t piece = pieces_.get()[voxel], key = keys[voxel], limit = limits[piece - 1];
       if (key < limit)
         continue;
@@ -182,7 +183,7 @@ private:
 
   const std::array<int64_t, 3> origin_, volume_;
   const int64_t rows_, width_, plane_, planes_;
-  Pages<int32_t> keys_, pieces_, foreground_;
+  Pages<int32_t> keys_, pieces_, positions_;
   Pages<uint8_t> scores_;
   const Persistence persistence_;
   int64_t count_ = 0;

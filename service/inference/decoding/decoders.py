@@ -1,7 +1,7 @@
-"""Decoders, which convert scores to labels: the class with the highest score, or instances by a watershed of distances.
+"""Decoders that convert scores to labels: the class with the highest score, or instances by a watershed of distances.
 
-A decoder receives finished slabs and keeps only the data that it needs, so the scores of a volume are never held in
-memory at the same time.
+A decoder receives finished slabs and keeps only the data that it needs, so the scores of a volume are never all held in
+memory.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from service.core.buffers import LARGE_BYTES, Allocator, release_pages
 from service.core.quantities import Size, VoxelSize
 from service.core.types import OutputKind, Segmentation
-from service.inference.decoding.instances import InstanceDecoder, StartWatershed
+from service.inference.decoding.instances import InstanceDecoder, WatershedFactory
 from service.inference.decoding.streaming import logit, threshold_mask
 from service.inference.decoding.watershed_kernel import CPU, choose_block_voxels, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 
-# Number of voxels whose scores fit into the cache of a core.
+# Number of voxels whose scores fit in the cache of a core.
 CACHE_VOXELS = 2**16
 
 
@@ -39,7 +39,7 @@ class Decoder(Protocol):
         """
 
     def finish(self) -> Segmentation:
-        """Return the segmentation [Z, Y, X] or [K, Z, Y, X] after all planes were added."""
+        """Return the segmentation [Z, Y, X] or [K, Z, Y, X] after all planes have been added."""
 
 
 def make_decoder(  # noqa: PLR0913
@@ -49,17 +49,17 @@ def make_decoder(  # noqa: PLR0913
     voxel_size: VoxelSize | None,
     allocate: Allocator = np.zeros,
     *,
-    start: StartWatershed | None = None,
+    start_watershed: WatershedFactory | None = None,
 ) -> Decoder:
     """Return the decoder for an output of this model.
 
-    size      (Z, Y, X)
-    allocate  creates the result array
-    start     begins the watershed, as in `InstanceDecoder`
+    size             (Z, Y, X) of the volume
+    allocate         creates the result array
+    start_watershed  creates the watershed, as in `InstanceDecoder`
     """
     decoding, outputs = spec.decoding, len(spec.outputs)
     if output == "labels" and isinstance(decoding, Instances):
-        return InstanceDecoder(spec, decoding, size, voxel_size, start=start)
+        return InstanceDecoder(spec, decoding, size, voxel_size, start_watershed=start_watershed)
     kind: OutputKind = "probabilities" if output == "probabilities" else "classes"
     names: tuple[str, ...] = spec.outputs
     convert: Callable[[Tensor], Tensor]
@@ -74,7 +74,7 @@ def make_decoder(  # noqa: PLR0913
 
 
 class HostDecoder:
-    """Decoder that copies scores from another device to the host and passes them to the decoder that `make` creates."""
+    """Decoder that copies scores to the host and passes them to the decoder that `make` creates."""
 
     def __init__(self, make: Callable[[], Decoder]) -> None:
         self._decoder = make()
@@ -87,7 +87,7 @@ class HostDecoder:
 
 
 class DecodingMemory(NamedTuple):
-    """Peak bytes of decoding and its result, in host memory and on disk."""
+    """Peak memory in bytes of decoding and its result, on the host and on disk."""
 
     host: int
     disk: int = 0
@@ -108,7 +108,7 @@ def estimate_decoding(spec: ModelSpec, output: OutputKind, size: Size) -> Decodi
         # pieces of dense tissues and the passes between them use two to four bytes per voxel, or six if peaks are
         # unclear.
         return DecodingMemory((4 + 3 * 8 // 4) * block + (4 + 2 + 4) * voxels)
-    # Torch needs about nine 32-bit arrays for a block, then pieces and labels. By measurement, the passes between
+    # PyTorch needs about nine 32-bit arrays for a block, then pieces and labels. By measurement, the passes between
     # crowded objects need two more bytes per voxel.
     return DecodingMemory(36 * block + 8 * voxels)
 
@@ -117,7 +117,7 @@ def split_planes(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield the first plane and the scores [1, K, z, y, X] of a few planes of a slab at a time, on a CPU.
 
     Temporary arrays of a few planes stay in the cache. Larger ones would fragment memory, because malloc rarely reuses
-    freed memory for the aligned arrays of torch.
+    freed memory for the aligned arrays of PyTorch.
     """
     planes = scores.shape[2]
     step = max(CACHE_VOXELS // max(math.prod(scores.shape[3:]), 1), 1) if scores.is_cpu else planes
@@ -135,7 +135,7 @@ def write_slab(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> No
 class VoxelDecoder:
     """Decoder that converts each voxel independently and writes it into the pixels of a segmentation.
 
-    convert  function from raw scores [1, K, z, y, X] to pixels [..., z, y, X]
+    convert  converts raw scores [1, K, z, y, X] to pixels [..., z, y, X]
     """
 
     def __init__(self, segmentation: Segmentation, convert: Callable[[Tensor], Tensor]) -> None:
@@ -163,7 +163,7 @@ def _activate(spec: ModelSpec, scores: Tensor) -> Tensor:
 
 def _find_highest(scores: Tensor) -> Tensor:
     """Return the index of the highest score, int64 [z, y, X]."""
-    # Same as argmax, which takes nine times as long along the first axis.
+    # Equivalent to argmax, which takes nine times as long along the first axis.
     return scores[0].max(0).indices
 
 

@@ -1,7 +1,7 @@
-"""Filling of holes, that is, of background enclosed by one object.
+"""Filling of holes: background that is enclosed by one object.
 
-Background is stored as runs along x, which are far fewer than voxels. Touching runs are joined by union-find,
-vectorized over all runs (run-based connected components: He, Chao and Suzuki 2008).
+The background is stored as runs along x, because there are far fewer runs than voxels. Touching runs are joined by
+union-find, vectorized over all runs (run-based connected components: He, Chao and Suzuki 2008).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Runs(NamedTuple):
 def fill_holes(labels: Labels) -> None:
     """Fill every hole with the label of the object around it, in place.
 
-    labels  unsigned [Z, Y, X], 0 for the background
+    labels  unsigned integers [Z, Y, X], 0 for the background
 
     A hole is a face-connected component of the background that does not touch a face of the volume and touches only one
     object. Background between two objects is not filled. Axes of one voxel have no faces.
     """
     runs = _find_background(labels)
-    component = _label_components(runs, labels.shape)
-    outside = np.zeros(len(component), bool)
-    outside[component[_touches_face(runs, labels.shape)]] = True
-    is_closed = ~outside[component]
-    runs, component = Runs(*(column[is_closed] for column in runs)), component[is_closed]
-    lowest, highest = _neighbor_labels(labels, runs, component)
+    components = _label_components(runs, labels.shape)
+    is_outside = np.zeros(len(components), bool)
+    is_outside[components[_find_face_contacts(runs, labels.shape)]] = True
+    is_closed = ~is_outside[components]
+    runs, components = Runs(*(column[is_closed] for column in runs)), components[is_closed]
+    lowest, highest = _find_neighbor_labels(labels, runs, components)
     flat = labels.reshape(-1, labels.shape[2])
     for row, start, end, low, high in zip(*runs, lowest, highest, strict=True):
         if low == high:
@@ -85,26 +85,26 @@ def _find_adjacent(runs: Runs, mask: NDArray[np.bool_], row_offset: int) -> tupl
     """Return pairs of runs that share an x coordinate. The second run is `row_offset` rows after the first."""
     width = int(np.max(runs.end, initial=0)) + 1
     indices = np.flatnonzero(mask)
-    base = (runs.row[indices] + row_offset) * width
-    first = np.searchsorted(runs.row * width + runs.end, base + runs.start[indices], side="right")
-    last = np.searchsorted(runs.row * width + runs.start, base + runs.end[indices], side="left")
-    count = last - first
-    offset = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    return np.repeat(indices, count), np.repeat(first, count) + offset
+    first_keys = (runs.row[indices] + row_offset) * width
+    first = np.searchsorted(runs.row * width + runs.end, first_keys + runs.start[indices], side="right")
+    last = np.searchsorted(runs.row * width + runs.start, first_keys + runs.end[indices], side="left")
+    counts = last - first
+    offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(indices, counts), np.repeat(first, counts) + offsets
 
 
-def _touches_face(runs: Runs, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+def _find_face_contacts(runs: Runs, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     """Return for each run whether it has a voxel at a face of the volume."""
     depth, height, width = shape
     z, y = np.divmod(runs.row, height)
-    touching = np.zeros(len(runs.row), bool)
+    touches_face = np.zeros(len(runs.row), bool)
     for length, first, last in ((depth, z, z), (height, y, y), (width, runs.start, runs.end - 1)):
         if length > 1:
-            touching |= (first == 0) | (last == length - 1)
-    return touching
+            touches_face |= (first == 0) | (last == length - 1)
+    return touches_face
 
 
-def _neighbor_labels(labels: Labels, runs: Runs, component: Indices) -> tuple[Labels, Labels]:
+def _find_neighbor_labels(labels: Labels, runs: Runs, component: Indices) -> tuple[Labels, Labels]:
     """Return the lowest and the highest label around the component of each run. No run may touch a face."""
     depth, height, width = labels.shape
     lengths = runs.end - runs.start
@@ -117,7 +117,7 @@ def _neighbor_labels(labels: Labels, runs: Runs, component: Indices) -> tuple[La
     for length, step in ((depth, height * width), (height, width), (width, 1)):
         for neighbor in (position - step, position + step) if length > 1 else ():
             label = flat[neighbor]
-            owner, label = component[run_of[label > 0]], label[label > 0]
-            np.minimum.at(lowest, owner, label)
-            np.maximum.at(highest, owner, label)
+            labeled_components, label = component[run_of[label > 0]], label[label > 0]
+            np.minimum.at(lowest, labeled_components, label)
+            np.maximum.at(highest, labeled_components, label)
     return lowest[component], highest[component]

@@ -1,7 +1,7 @@
 // Integer keys that order voxels by height, and helpers to find the highest neighbor of each voxel.
 //
-// A key contains the bits of a float32 height in an order-preserving form. Its last five bits are replaced by the position
-// of the voxel modulo 3 along each axis. They identify a neighbor and break ties, so every path ends.
+// A key contains the bits of a float32 height in an order-preserving form. Its last five bits are replaced with the
+// position of the voxel modulo 3 along each axis. They identify a neighbor and break ties, so every path ends.
 
 #pragma once
 
@@ -27,7 +27,7 @@ constexpr int32_t POSITION_BITS = 31;
 constexpr int CODES = 32, NEIGHBORS = 26;
 
 template <typename Score> inline bool is_above(const Score *score, float threshold) { return load_one(score) > threshold; }
-inline bool is_above(const uint8_t *inside, float) { return *inside != 0; }
+inline bool is_above(const uint8_t *mask, float) { return *mask != 0; }
 
 // Codes a foreground logit in steps of 1/16 from -8 to 8 as one byte. Voxels of a mask have the highest code.
 template <typename Score> inline uint8_t code_of(const Score *score) {
@@ -35,7 +35,7 @@ template <typename Score> inline uint8_t code_of(const Score *score) {
 }
 inline uint8_t code_of(const uint8_t *) { return 255; }
 
-// Fixed-point value of a foreground probability of 1.
+// Fixed-point representation of a foreground probability of 1.
 constexpr double PROBABILITY_ONE = 65536;
 
 // Returns the fixed-point probability of every code.
@@ -49,7 +49,7 @@ inline const std::array<int32_t, 256> &probabilities() {
   return table;
 }
 
-// Maps a height to a key of the same order. The position bits are zero.
+// Maps a height to a key that sorts in the same order. The position bits are zero.
 inline int32_t key_of(float height) {
   int32_t bits;
   std::memcpy(&bits, &height, sizeof bits);
@@ -66,7 +66,7 @@ inline float height_of(int32_t key) {
 
 inline int32_t highest_of(int32_t a, int32_t b, int32_t c) { return std::max(std::max(a, b), c); }
 
-// Writes the highest key of each voxel of one plane and its 8 neighbors in the plane. Voxels of the rim are skipped.
+// Writes for each voxel of one plane the highest key of the voxel and its 8 neighbors in the plane. Skips the rim.
 void max_filter_plane(const int32_t *keys, int64_t size, int64_t width, int32_t *along_x, int32_t *highest) {
   for (int64_t i = 1; i < size - 1; ++i)
     along_x[i] = highest_of(keys[i - 1], keys[i], keys[i + 1]);
@@ -74,17 +74,17 @@ void max_filter_plane(const int32_t *keys, int64_t size, int64_t width, int32_t 
     highest[i] = highest_of(along_x[i - width], along_x[i], along_x[i + width]);
 }
 
-// Appends the positions of foreground voxels from `begin` to `end` to a list of `count` positions; returns the new count.
-// May write up to 15 values after the end of the list.
+// Appends the positions of the foreground voxels from `begin` to `end` to a list of `count` positions, and returns the new
+// count. May write up to 15 values beyond the end of the list.
 inline int64_t list_foreground(const int32_t *keys, int64_t begin, int64_t end, int32_t *positions, int64_t count) {
 #ifdef __AVX512F__
   const __m512i background = _mm512_set1_epi32(BACKGROUND);
   const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (; begin + 16 <= end; begin += 16) {
-    const __mmask16 inside = _mm512_cmpneq_epi32_mask(_mm512_loadu_si512(keys + begin), background);
-    const __m512i here = _mm512_add_epi32(first, _mm512_set1_epi32(static_cast<int32_t>(begin)));
-    _mm512_storeu_si512(positions + count, _mm512_maskz_compress_epi32(inside, here));
-    count += __builtin_popcount(inside);
+    const __mmask16 foreground = _mm512_cmpneq_epi32_mask(_mm512_loadu_si512(keys + begin), background);
+    const __m512i candidates = _mm512_add_epi32(first, _mm512_set1_epi32(static_cast<int32_t>(begin)));
+    _mm512_storeu_si512(positions + count, _mm512_maskz_compress_epi32(foreground, candidates));
+    count += __builtin_popcount(foreground);
   }
 #endif
   // Branchless, because a branch would be mispredicted at the edge of every object.
@@ -112,8 +112,8 @@ private:
   std::unique_ptr<T, Free> data_;
 };
 
-// Minimum depth of a pass below the lower of two peaks of separate objects, in units of the distance. If `logits` is set,
-// heights are logits of the distance.
+// `depth` is the minimum depth of a pass below the lower of two peaks of separate objects, in units of the distance.
+// `logits` indicates that heights are logits of the distance.
 struct Persistence {
   double depth;
   bool logits;
@@ -122,9 +122,9 @@ struct Persistence {
     return logits ? 1 / (1 + std::exp(-static_cast<double>(height))) : static_cast<double>(height);
   }
 
-  // Returns the lowest key of a relevant pass near a top, rounded down.
-  int32_t limit(int32_t top) const {
-    double lowest = distance(height_of(top)) - depth;
+  // Returns the lowest key of a relevant pass near a peak with this key, rounded down.
+  int32_t limit(int32_t peak) const {
+    double lowest = distance(height_of(peak)) - depth;
     if (logits) {
       lowest = std::min(std::max(lowest, 0.0), 1.0);
       lowest = std::log(lowest / (1 - lowest));

@@ -1,7 +1,7 @@
 """Decoding of instances: a watershed of smoothed distances, with shallow maxima merged into higher ones.
 
-If a stack is not higher than a window, scores arrive in rows that contain all planes. Each row is then decoded along y
-while later rows are computed. Ties are broken by the same positions as along z, so the basins are identical.
+If a stack has no more planes than a window, scores arrive in rows that contain all planes. Each row is then decoded
+along y while later rows are computed. Ties are broken by the same positions as along z, so the basins are identical.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedParameters, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 
-# Upper limit of the confidence that `min_relative_odds` can require of an object.
+# Maximum confidence that `min_relative_odds` can require of an object.
 MAX_REQUIRED_CONFIDENCE = 0.9
 
-StartWatershed = Callable[[Planes, float, Persistence], StreamingWatershed]
-"""Begins a watershed, given its planes, the foreground threshold and the persistence of objects."""
+WatershedFactory = Callable[[Planes, float, Persistence], StreamingWatershed]
+"""Function that creates a watershed, given its planes, the foreground threshold and the persistence of objects."""
 
 
 class InstanceDecoder:
-    """Decoder of objects, numbered from 1 in the order of the positions of their peaks.
+    """Decoder of objects, which are numbered from 1 in the order of the positions of their peaks.
 
     It stores one int32 per voxel, and the distances of incomplete planes.
 
-    start  begins the watershed; None: use the C++ kernel if it supports the volume, else torch
+    start_watershed  creates the watershed; None: use the C++ kernel if it supports the volume, else PyTorch
     """
 
     def __init__(  # noqa: PLR0913
@@ -47,12 +47,12 @@ class InstanceDecoder:
         voxel_size: VoxelSize | None,
         kernel: WatershedKernel = watershed_kernel,
         *,
-        start: StartWatershed | None = None,
+        start_watershed: WatershedFactory | None = None,
     ) -> None:
-        self._start = start
+        self._start_watershed = start_watershed
         self._decoding, self._voxel_size, self._size = decoding, voxel_size, size
-        self._foreground = spec.outputs.index(decoding.foreground)
-        self._distance = spec.outputs.index(decoding.distance)
+        self._foreground_channel = spec.outputs.index(decoding.foreground)
+        self._distance_channel = spec.outputs.index(decoding.distance)
         self._threshold = logit(decoding.threshold)
         self._persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
         self._diameter = spec.input.diameter or math.inf
@@ -61,41 +61,41 @@ class InstanceDecoder:
         self._watershed: StreamingWatershed | None = None
         # Planes with missing rows.
         self._distances: Tensor
-        self._inside: Tensor
+        self._foreground_scores: Tensor
 
     def add(self, _z0: int, y0: int, scores: Tensor, /) -> None:
         """Add raw scores [1, K, z, y, X] of the next planes and of the rows from `y0`, as in `Decoder.add`."""
         planes, rows = scores.shape[2:4]
-        distances, foreground = scores[0, self._distance], scores[0, self._foreground]
+        distances, foreground = scores[0, self._distance_channel], scores[0, self._foreground_channel]
         if not self._decoding.smoothing and rows == self._size[1]:
             self._get_watershed(distances.device, along_y=False).add(distances, foreground)
         elif not self._decoding.smoothing and planes == self._size[0]:
-            # Windows as high as the volume deliver all of z, so decoding does not have to wait for the last row.
+            # Windows as high as the volume deliver all planes, so decoding does not have to wait for the last row.
             self._get_watershed(distances.device, along_y=True).add(distances, foreground)
         else:
             self._gather(y0, distances.float(), foreground)
 
-    def _gather(self, y0: int, distances: Tensor, inside: Tensor) -> None:
-        """Collect rows of some planes, float32 and any [z, y, X], and process the planes once they are complete."""
+    def _gather(self, y0: int, distances: Tensor, foreground: Tensor) -> None:
+        """Collect rows [z, y, X] of some planes, distances as float32, and process planes once they are complete."""
         planes, rows, width = distances.shape
         if rows < self._size[1]:
             if y0 == 0:
                 shape = (planes, self._size[1], width)
-                self._distances, self._inside = distances.new_empty(shape), inside.new_empty(shape)
-            self._distances[:, y0 : y0 + rows], self._inside[:, y0 : y0 + rows] = distances, inside
-            distances, inside = self._distances, self._inside
+                self._distances, self._foreground_scores = distances.new_empty(shape), foreground.new_empty(shape)
+            self._distances[:, y0 : y0 + rows], self._foreground_scores[:, y0 : y0 + rows] = distances, foreground
+            distances, foreground = self._distances, self._foreground_scores
         if y0 + rows == self._size[1]:
-            self._add_planes(self._smoother.add(distances, inside))
+            self._add_planes(self._smoother.add(distances, foreground))
 
     def _add_planes(self, planes: Iterator[tuple[Tensor, Tensor]]) -> None:
-        for heights, inside in planes:
-            self._get_watershed(heights.device, along_y=False).add(heights, inside)
+        for heights, foreground in planes:
+            self._get_watershed(heights.device, along_y=False).add(heights, foreground)
 
     def _get_watershed(self, device: torch.device, *, along_y: bool) -> StreamingWatershed:
         if self._watershed is None:
             planes = Planes(self._size, device, along_y)
-            if self._start is not None:
-                self._watershed = self._start(planes, self._threshold, self._persistence)
+            if self._start_watershed is not None:
+                self._watershed = self._start_watershed(planes, self._threshold, self._persistence)
             elif self._kernel.supports(device, self._size):
                 parameters = WatershedParameters(self._threshold, self._persistence.depth, self._persistence.logits)
                 self._watershed = self._kernel.start(self._size, parameters, along_y=along_y)
@@ -109,8 +109,8 @@ class InstanceDecoder:
             no_objects = Objects.from_sums(*np.zeros((3, 0)))
             return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, 0, objects=no_objects)
         decoding = self._decoding
-        labels, objects = self._watershed.labels(
-            decoding.minimum_size, drop_border=decoding.border == "drop", keep=self._select_objects
+        labels, objects = self._watershed.label_objects(
+            decoding.minimum_size, drop_border=decoding.border == "drop", object_filter=self._select_objects
         )
         # Free the pieces before holes are filled.
         self._watershed = None
@@ -128,12 +128,12 @@ def min_object_voxels(diameter: float, decoding: Instances, objects: Objects, si
     """Return the minimum number of voxels of an object that is not a fragment.
 
     It is a fraction of a ball with the model's object diameter, or of the object that contains the median voxel,
-    whichever is smaller, so that small objects among other small ones are kept.
+    whichever is smaller, so that small objects among other small objects are kept.
     """
     if not decoding.minimum_fraction or not len(objects):
         return 0.0
-    ball = math.pi / 6 * math.prod(min(diameter, edge) for edge in size)
-    return decoding.minimum_fraction * min(ball, objects.median_size)
+    ball_voxels = math.pi / 6 * math.prod(min(diameter, edge) for edge in size)
+    return decoding.minimum_fraction * min(ball_voxels, objects.median_size)
 
 
 def min_object_confidence(decoding: Instances, objects: Objects) -> float:
@@ -145,6 +145,6 @@ def min_object_confidence(decoding: Instances, objects: Objects) -> float:
     """
     if not decoding.min_relative_odds or not len(objects):
         return decoding.min_confidence
-    typical = objects.median_confidence
-    odds = decoding.min_relative_odds * typical
-    return max(decoding.min_confidence, min(odds / (odds + 1 - typical), MAX_REQUIRED_CONFIDENCE))
+    typical_confidence = objects.median_confidence
+    odds = decoding.min_relative_odds * typical_confidence
+    return max(decoding.min_confidence, min(odds / (odds + 1 - typical_confidence), MAX_REQUIRED_CONFIDENCE))

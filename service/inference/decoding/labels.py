@@ -19,7 +19,8 @@ from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, ObjectF
 if TYPE_CHECKING:
     from service.inference.decoding.watershed import Basins
 
-# Number of voxels whose labels are looked up together. Small volumes need few calls, large ones little memory.
+# Number of voxels whose labels are looked up together: enough to need few calls for small volumes, and few enough to
+# need little memory for large ones.
 LOOKUP_VOXELS = 2**20
 
 # Up to this size, labels from a GPU are returned in the pinned memory that they were copied to.
@@ -32,28 +33,28 @@ def label_basins(  # noqa: PLR0913
     minimum_size: int,
     *,
     drop_border: bool = False,
-    keep: ObjectFilter = keep_all,
+    object_filter: ObjectFilter = keep_all,
     merge: Callable[[Basins, Persistence], NDArray[np.int64]] = merge_shallow_basins,
 ) -> tuple[NDArray[np.unsignedinteger], Objects]:
     """Merge basins into objects; return labels [Z, Y, X], uint16 or uint32, numbered from 1, and the objects.
 
-    minimum_size  minimum number of voxels of an object
-    drop_border   whether to remove objects that touch a face of the volume; axes of one voxel have no faces
-    keep          selects which of the remaining objects get a label
-    merge         returns the object of every basin
+    minimum_size   minimum number of voxels of an object
+    drop_border    whether to remove objects that touch a face of the volume; axes of one voxel have no faces
+    object_filter  selects which of the remaining objects get a label
+    merge          returns the object of every basin
     """
-    # NumPy is much faster than torch for so few numbers.
-    group, peaks = merge(basins, persistence), persistence.distance(basins.peaks).cpu().numpy()
+    # NumPy is much faster than PyTorch for so few numbers.
+    group, peaks = merge(basins, persistence), persistence.to_distances(basins.peaks).cpu().numpy()
     objects = gather_objects(group, basins.voxels.numpy(), basins.foreground.numpy(), peaks)
-    kept = objects.voxels >= max(minimum_size, 1)
+    is_kept = objects.voxels >= max(minimum_size, 1)
     if drop_border:
-        kept[group[_find_basins_at_faces(basins).numpy()]] = False
-    objects = objects.select(kept)
-    chosen = keep(objects)
-    kept[kept] = chosen
-    objects = objects.select(chosen)
+        is_kept[group[_find_basins_at_faces(basins).numpy()]] = False
+    objects = objects.select(is_kept)
+    is_selected = object_filter(objects)
+    is_kept[is_kept] = is_selected
+    objects = objects.select(is_selected)
     # The background has basin -1, which indexes the last entry.
-    label_of_basin = np.append(number_objects(kept)[1:][group], 0).astype(label_dtype(len(objects)))
+    label_of_basin = np.append(number_objects(is_kept)[1:][group], 0).astype(label_dtype(len(objects)))
     return look_up_labels(basins.pieces, label_of_basin[basins.basin_of.numpy()]), objects
 
 
@@ -63,27 +64,27 @@ def gather_objects(
     """Return the objects that basins are merged into.
 
     group               object of every basin, int64 [R], numbered from 0
-    voxels, foreground  of every basin, as in `Basins`
-    peaks               of every basin: distance at its maximum
+    voxels, foreground  values of every basin, as in `Basins`
+    peaks               distance at the maximum of every basin
     """
     object_count = int(group.max(initial=-1)) + 1
-    sums, highest = np.zeros((2, object_count), np.int64), np.full(object_count, -np.inf)
+    sums, max_peaks = np.zeros((2, object_count), np.int64), np.full(object_count, -np.inf)
     np.add.at(sums[0], group, voxels)
     np.add.at(sums[1], group, foreground)
-    np.fmax.at(highest, group, peaks)
-    return Objects.from_sums(sums[0], sums[1] / PROBABILITY_ONE, highest)
+    np.fmax.at(max_peaks, group, peaks)
+    return Objects.from_sums(sums[0], sums[1] / PROBABILITY_ONE, max_peaks)
 
 
 def look_up_labels(pieces: Tensor, label_of: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
     """Return the label of each voxel's piece, [Z, Y, X], from the labels of all pieces, `label_of` [P].
 
-    The result has the dtype of `label_of`. Torch supports few operations on unsigned integers, so the device looks up
+    The result has the dtype of `label_of`. PyTorch supports few operations on unsigned integers, so the device looks up
     signed integers with the same bits.
     """
     signed = torch.from_numpy(label_of.view(f"i{label_of.itemsize}")).to(pieces.device)
     if pieces.is_cuda and pieces.numel() * label_of.itemsize <= PINNED_BYTES:
-        # Torch reuses pinned memory for the next labels. In new memory, the operating system would first clear every
-        # page.
+        # PyTorch reuses pinned memory for the next labels. The operating system would first clear every page of new
+        # memory.
         return _download(signed, pieces).numpy().view(label_of.dtype)
     labels = np.empty(pieces.shape, label_of.dtype)
     step = max(LOOKUP_VOXELS // max(pieces[0].numel(), 1), 1)
@@ -111,13 +112,13 @@ def _find_basins_at_faces(basins: Basins) -> Tensor:
         for end in (0, -1)
         if edge > 1
     ]
-    touching = basins.basin_of[torch.unique(torch.cat(faces)).cpu().long()] if faces else basins.basin_of[:0]
-    return touching[touching >= 0]
+    basins_at_faces = basins.basin_of[torch.unique(torch.cat(faces)).cpu().long()] if faces else basins.basin_of[:0]
+    return basins_at_faces[basins_at_faces >= 0]
 
 
-def keep_objects(segmentation: Segmentation, kept: NDArray[np.bool_]) -> Segmentation:
-    """Return labels of only the objects whose entry in `kept` [N] is true, numbered without gaps."""
-    count = int(np.count_nonzero(kept))
-    numbers = number_objects(kept).astype(label_dtype(count))
-    objects = None if segmentation.objects is None else segmentation.objects.select(kept)
+def keep_objects(segmentation: Segmentation, is_kept: NDArray[np.bool_]) -> Segmentation:
+    """Return a segmentation with only those objects whose entry in `is_kept` [N] is true, numbered without gaps."""
+    count = int(np.count_nonzero(is_kept))
+    numbers = number_objects(is_kept).astype(label_dtype(count))
+    objects = None if segmentation.objects is None else segmentation.objects.select(is_kept)
     return replace(segmentation, pixels=numbers[segmentation.pixels], count=count, objects=objects)

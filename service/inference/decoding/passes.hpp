@@ -13,13 +13,13 @@ namespace {
 
 // The end of paths in one block, and the piece of all voxels whose paths end there.
 struct Piece {
-  int64_t position;       // of the highest neighbor of the end, in the volume with its rim; of the end itself at a maximum
+  int64_t position;       // position of the end's highest neighbor, or of the end itself if it is a maximum, with the rim
   int32_t voxels;         // number of voxels
-  int32_t top;            // key at this position
+  int32_t key;            // key at this position
   int64_t foreground = 0; // sum of the foreground probabilities of its voxels, times `PROBABILITY_ONE`
 };
 
-// A pass from a voxel near the top of a piece to a neighbor whose piece is not yet known.
+// A pass from a voxel near the peak of a piece to a neighbor whose piece is not yet known.
 struct PendingPass {
   int64_t position;
   int32_t piece, key;
@@ -91,11 +91,11 @@ public:
     }
   }
 
-  // Returns the number of pairs without those in the cache of recent pairs.
+  // Returns the number of pairs, not counting those in the cache of recent pairs.
   size_t size() const { return count_; }
 
 private:
-  // Most passes belong to a recent pair, so recent pairs have a small direct-mapped cache of 2^SLOT_BITS slots.
+  // Most passes belong to a recent pair, so recent pairs are kept in a small direct-mapped cache of 2^SLOT_BITS slots.
   static constexpr int SLOT_BITS = 9;
   struct Entry {
     uint64_t pair;

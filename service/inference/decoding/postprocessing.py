@@ -12,14 +12,14 @@ from service.models.spec import Instances, ModelSpec
 
 
 def require_instances(spec: ModelSpec) -> Instances:
-    """Return the instance decoding of a model. Raises TypeError if the model has another decoding."""
+    """Return the instance decoding of a model. Raises TypeError if the model has a different decoding."""
     if not isinstance(spec.decoding, Instances):
         raise TypeError(f"The model {spec.name} does not detect objects.")
     return spec.decoding
 
 
 def check_postprocessing(spec: ModelSpec, output: OutputKind, postprocessing: PostprocessingOptions) -> None:
-    """Check that the post-processing options apply to the output of a model. Raises BadParameter."""
+    """Check that the post-processing options apply to the output of a model. Raises BadParameter if one does not."""
     for name in postprocessing.overrides:
         if not isinstance(spec.decoding, Instances):
             raise BadParameter(
@@ -49,9 +49,9 @@ def minimum_voxels(postprocessing: PostprocessingOptions, volume: Extent) -> int
             " voxel_size=Z,Y,X, or set minimum_size to a number of voxels, such as 60.",
             parameter="minimum_size",
         )
-    # With rounding errors, 2.7 um3 are slightly more than 100 voxels of 0.3 um.
+    # Due to rounding errors, 2.7 um3 is slightly more than 100 voxels of 0.3 um.
     voxel_count = math.ceil(voxels * (1 - 1e-12))
-    # One more voxel than the volume has removes every object too, and fits into the integers of the kernel.
+    # A minimum of one more voxel than the volume has also removes every object, and it fits in the kernel's integers.
     return min(voxel_count, math.prod(volume.shape[1:]) + 1)
 
 
@@ -61,15 +61,15 @@ def apply_postprocessing(
     """Return the model with the decoding for one request, on a working grid of `size` (Z, Y, X).
 
     A minimum size or minimum confidence of the request replaces all of the model's criteria of that kind. Sizes in the
-    result are in voxels of the working grid. Objects that are too small at any position are removed by the decoder;
-    `resample_segmentation` removes the others. Raises the errors of `minimum_voxels`.
+    result are in voxels of the working grid. The decoder removes objects that would be too small at any position;
+    `resample_segmentation` removes the other small objects. Raises the errors of `minimum_voxels`.
     """
     decoding = spec.decoding
     if not isinstance(decoding, Instances):
         return spec
     changes: dict[str, Any] = {}
     if postprocessing.minimum_size is not None:
-        # Upper limit of the number of stack voxels per grid voxel. The exact size of an object is known only after
+        # Maximum number of stack voxels per grid voxel. The exact size of an object is known only after
         # resampling.
         max_stack_voxels = math.prod(-(-n // edge) for n, edge in zip(volume.shape[1:], size, strict=True))
         changes = {

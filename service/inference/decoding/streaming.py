@@ -1,4 +1,4 @@
-"""Watersheds of a height map that arrives in planes: the common protocol, and the implementation in torch."""
+"""Watersheds of a height map that arrives in planes: the common protocol, and the implementation in PyTorch."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all
 
 
 class StreamingWatershed(Protocol):
-    """Watershed of a height map that arrives in planes, computed by the C++ kernel or by torch."""
+    """Watershed of a height map that arrives in planes, computed by the C++ kernel or by PyTorch."""
 
-    def add(self, heights: Tensor, inside: Tensor) -> None:
+    def add(self, heights: Tensor, foreground: Tensor) -> None:
         """Add the next planes. See `KernelWatershed.add` for shapes and dtypes."""
 
-    def labels(
-        self, minimum_size: int, *, drop_border: bool, keep: ObjectFilter = keep_all
+    def label_objects(
+        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        """Return labels [Z, Y, X] and the objects. See `KernelWatershed.labels` for dtypes and parameters."""
+        """Return labels [Z, Y, X] and the objects. See `KernelWatershed.label_objects` for dtypes and parameters."""
 
 
 class TorchWatershed:
-    """A `StreamingWatershed` on any device, computed by torch."""
+    """A `StreamingWatershed` on any device, computed by PyTorch."""
 
     def __init__(self, planes: Planes, threshold: float, persistence: Persistence, block: int | None = None) -> None:
         self._threshold, self._persistence = threshold, persistence
-        self._watershed = Watershed(planes, persistence.floor, block)
+        self._watershed = Watershed(planes, persistence.compute_floors, block)
 
-    def add(self, heights: Tensor, inside: Tensor) -> None:
-        self._watershed.add(heights.float(), threshold_mask(inside, self._threshold), foreground_codes(inside))
+    def add(self, heights: Tensor, foreground: Tensor) -> None:
+        self._watershed.add(heights.float(), threshold_mask(foreground, self._threshold), foreground_codes(foreground))
 
-    def labels(
-        self, minimum_size: int, *, drop_border: bool, keep: ObjectFilter = keep_all
+    def label_objects(
+        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
         basins = self._watershed.finish()
-        return label_basins(basins, self._persistence, minimum_size, drop_border=drop_border, keep=keep)
+        return label_basins(
+            basins, self._persistence, minimum_size, drop_border=drop_border, object_filter=object_filter
+        )
 
 
 def threshold_mask(scores: Tensor, threshold: float) -> Tensor:
@@ -52,7 +54,7 @@ def threshold_mask(scores: Tensor, threshold: float) -> Tensor:
         return scores
     if scores.device.type != "cpu":
         return scores > threshold
-    # On one thread, NumPy is six times as fast as torch.
+    # On one thread, NumPy is six times as fast as PyTorch.
     return torch.from_numpy(scores.float().numpy() > np.float32(threshold))
 
 

@@ -1,7 +1,7 @@
-// Watershed of a height map that arrives in planes. `watershed.py` and `instances.py` compute the same with torch and NumPy.
+// Watershed of a height map that arrives in planes. `watershed.py` and `labels.py` are the equivalent in PyTorch.
 //
 // A block consists of consecutive planes in flat memory. Each plane has a rim of background, so the 26 neighbors of a voxel
-// are at fixed distances. The first and the last plane of a block only serve as neighbors. While a block is processed, a
+// are at fixed distances. The first and the last plane of a block serve only as neighbors. While a block is processed, a
 // negative number in `pieces` is the complement of the position of the voxel's highest neighbor in the block.
 
 #pragma once
@@ -19,7 +19,7 @@
 
 namespace {
 
-// Number of passes from which redundant ones are removed; each uses 16 bytes.
+// Number of passes above which redundant passes are removed. Each pass uses 16 bytes.
 constexpr size_t MIN_PASSES_TO_PRUNE = size_t(1) << 16;
 
 class StreamingWatershed {
@@ -29,7 +29,7 @@ public:
       : along_y_(along_y), threshold_(threshold), persistence_(persistence), depth_(size[along_y]), rows_(size[!along_y] + 2),
         width_(size[2] + 2), plane_(rows_ * width_), block_planes_(std::min(std::max(block / plane_, int64_t(1)), depth_)),
         weights_{along_y ? 3 : 9, along_y ? 9 : 3}, keys_((block_planes_ + 3) * plane_), scratch_(4 * plane_),
-        foreground_((block_planes_ + 3) * plane_), targets_((block_planes_ + 3) * plane_), pieces_((depth_ + 2) * plane_, true),
+        positions_((block_planes_ + 3) * plane_), targets_((block_planes_ + 3) * plane_), pieces_((depth_ + 2) * plane_, true),
         scores_((block_planes_ + 3) * plane_), codes_(width_ - 2), limits_{BACKGROUND}, piece_ends_{{-1, 0, BACKGROUND}} {
     // Fill the plane below the volume and the rims of the other planes. Their inner voxels are written by `add`.
     std::fill_n(keys_.get(), plane_, BACKGROUND);
@@ -55,10 +55,10 @@ public:
   }
 
   // Adds the next planes. The last plane is processed once the plane above it arrives.
-  void add(const Planes &heights, const Planes &inside, int64_t planes) {
+  void add(const Planes &heights, const Planes &foreground, int64_t planes) {
     for (int64_t low = 0; low < planes; low += block_planes_) {
       const int64_t count = std::min(block_planes_, planes - low);
-      fill(heights, inside, low, count);
+      fill(heights, foreground, low, count);
       int64_t length = pending_planes_ + count;
       // The last block includes the background plane at the end, so that a small volume needs only one block.
       if (z_ + length - 2 == depth_)
@@ -86,18 +86,18 @@ public:
       voxels[object[basin_of_[piece]]] += piece_ends_[piece].voxels;
       foreground[object[basin_of_[piece]]] += piece_ends_[piece].foreground;
     }
-    std::vector<char> kept(basins);
+    std::vector<char> is_kept(basins);
     for (int64_t basin = 0; basin < basins; ++basin)
-      kept[basin] = voxels[basin] >= std::max(min_voxels, int64_t(1));
+      is_kept[basin] = voxels[basin] >= std::max(min_voxels, int64_t(1));
     if (drop_border)
-      visit_faces([&](int64_t piece) { kept[object[basin_of_[piece]]] = false; });
+      visit_faces([&](int64_t piece) { is_kept[object[basin_of_[piece]]] = false; });
     std::vector<int32_t> numbers(basins, 0);
     int32_t count = 0;
-    facts_.clear();
+    object_properties_.clear();
     for (int64_t basin = 0; basin < basins; ++basin)
-      if (kept[basin]) {
+      if (is_kept[basin]) {
         numbers[basin] = ++count;
-        facts_.push_back({static_cast<double>(voxels[basin]), foreground[basin] / PROBABILITY_ONE, peaks_[basin]});
+        object_properties_.push_back({static_cast<double>(voxels[basin]), foreground[basin] / PROBABILITY_ONE, peaks_[basin]});
       }
     number_of_.assign(piece_ends_.size(), 0);
     for (size_t piece = 1; piece < piece_ends_.size(); ++piece)
@@ -105,8 +105,8 @@ public:
     return count;
   }
 
-  // After `join`, for every object: number of voxels, sum of their probabilities, distance at the peak.
-  const std::vector<std::array<double, 3>> &facts() const { return facts_; }
+  // Returns, after `join`, for every object: number of voxels, sum of their probabilities, distance at the peak.
+  const std::vector<std::array<double, 3>> &object_properties() const { return object_properties_; }
 
   // After `join`, replaces the number of each object by its entry in `numbers` [objects + 1]; 0 is the background.
   void renumber(const int32_t *numbers) {
@@ -130,80 +130,80 @@ private:
   // Returns the step along one axis from a voxel to its neighbor, given their position codes.
   static int64_t step(int from, int to, int64_t weight) { return (to / weight % 3 - from / weight % 3 + 4) % 3 - 1; }
 
-  void fill(const Planes &heights, const Planes &inside, int64_t low, int64_t count) {
+  void fill(const Planes &heights, const Planes &foreground, int64_t low, int64_t count) {
     if (heights.kind)
-      fill_from(static_cast<const Bfloat16 *>(heights.data), heights.strides, inside, low, count);
+      fill_from(static_cast<const Bfloat16 *>(heights.data), heights.strides, foreground, low, count);
     else
-      fill_from(static_cast<const float *>(heights.data), heights.strides, inside, low, count);
+      fill_from(static_cast<const float *>(heights.data), heights.strides, foreground, low, count);
   }
 
   template <typename Height>
-  void fill_from(const Height *heights, const int64_t *strides, const Planes &inside, int64_t low, int64_t count) {
-    if (inside.kind == 0)
-      fill_planes(heights, strides, static_cast<const float *>(inside.data), inside.strides, low, count);
-    else if (inside.kind == 1)
-      fill_planes(heights, strides, static_cast<const Bfloat16 *>(inside.data), inside.strides, low, count);
+  void fill_from(const Height *heights, const int64_t *strides, const Planes &foreground, int64_t low, int64_t count) {
+    if (foreground.kind == 0)
+      fill_planes(heights, strides, static_cast<const float *>(foreground.data), foreground.strides, low, count);
+    else if (foreground.kind == 1)
+      fill_planes(heights, strides, static_cast<const Bfloat16 *>(foreground.data), foreground.strides, low, count);
     else
-      fill_planes(heights, strides, static_cast<const uint8_t *>(inside.data), inside.strides, low, count);
+      fill_planes(heights, strides, static_cast<const uint8_t *>(foreground.data), foreground.strides, low, count);
   }
 
   // Writes the keys of the next planes inside their rims.
-  template <typename Height, typename Inside>
-  void fill_planes(const Height *heights, const int64_t *strides, const Inside *inside, const int64_t *inside_strides,
-                   int64_t low, int64_t count) {
-    const bool dense = strides[2] == 1 && inside_strides[2] == 1;
+  template <typename Height, typename Foreground>
+  void fill_planes(const Height *heights, const int64_t *strides, const Foreground *foreground,
+                   const int64_t *foreground_strides, int64_t low, int64_t count) {
+    const bool is_dense = strides[2] == 1 && foreground_strides[2] == 1;
     for (int64_t i = 0; i < count; ++i)
       for (int64_t y = 0; y < rows_ - 2; ++y) {
         const Height *const from = heights + (low + i) * strides[0] + y * strides[1];
-        const Inside *const mask = inside + (low + i) * inside_strides[0] + y * inside_strides[1];
+        const Foreground *const mask = foreground + (low + i) * foreground_strides[0] + y * foreground_strides[1];
         const int64_t z = z_ - 1 + pending_planes_ + i;
         const int32_t level = static_cast<int32_t>(weights_[0] * (z % 3) + weights_[1] * ((y + 1) % 3));
         const int64_t position = (pending_planes_ + i) * plane_ + (y + 1) * width_ + 1;
-        if (dense)
+        if (is_dense)
           fill_line(from, 1, mask, 1, level, keys_.get() + position, scores_.get() + position);
         else
-          fill_line(from, strides[2], mask, inside_strides[2], level, keys_.get() + position, scores_.get() + position);
+          fill_line(from, strides[2], mask, foreground_strides[2], level, keys_.get() + position, scores_.get() + position);
       }
   }
 
-  template <typename Height, typename Inside>
-  void fill_line(const Height *heights, int64_t step, const Inside *inside, int64_t inside_step, int32_t level, int32_t *out,
-                 uint8_t *__restrict scores) const {
+  template <typename Height, typename Foreground>
+  void fill_line(const Height *heights, int64_t step, const Foreground *foreground, int64_t foreground_step, int32_t level,
+                 int32_t *out, uint8_t *__restrict scores) const {
     const int32_t *const codes = codes_.data();
     for (int64_t x = 0; x < width_ - 2; ++x) {
       const int32_t key = key_of(load_one(heights + x * step)) + level + codes[x];
-      out[x] = is_above(inside + x * inside_step, threshold_) ? key : BACKGROUND;
+      out[x] = is_above(foreground + x * foreground_step, threshold_) ? key : BACKGROUND;
     }
     for (int64_t x = 0; x < width_ - 2; ++x)
-      scores[x] = code_of(inside + x * inside_step);
+      scores[x] = code_of(foreground + x * foreground_step);
   }
 
   // Determines the piece of every foreground voxel; returns the number of foreground voxels. There is a piece for each end
-  // of a path and for each position where a path leaves the block upwards, numbered from `first` in the order of positions.
+  // of a path and for each position where a path leaves the block upward, numbered from `first` in the order of positions.
   int64_t trace_paths(int64_t planes, int32_t first) {
     const int32_t *const keys = keys_.get();
     int32_t *const pieces = pieces_.get() + (z_ - 1) * plane_, *const scratch = scratch_.get();
-    int32_t *const along_x = scratch + 3 * plane_, *const foreground = foreground_.get(), *const targets = targets_.get();
+    int32_t *const along_x = scratch + 3 * plane_, *const positions = positions_.get(), *const targets = targets_.get();
     const int64_t last = (planes - 1) * plane_;
     max_filter_plane(keys, plane_, width_, along_x, scratch);
     max_filter_plane(keys + plane_, plane_, width_, along_x, scratch + plane_);
     int64_t ends = 0, count = 0;
     for (int64_t z = 1; z < planes - 1; ++z) {
       max_filter_plane(keys + (z + 1) * plane_, plane_, width_, along_x, scratch + (z + 1) % 3 * plane_);
-      const int64_t before = count;
-      count = list_foreground(keys, z * plane_, (z + 1) * plane_, foreground, count);
-      for (int64_t n = before; n < count; ++n) {
-        const int32_t position = foreground[n];
-        const int32_t *const here = scratch + (position - z * plane_);
-        const int32_t top = highest_of(here[0], here[plane_], here[2 * plane_]);
-        const int32_t target = position + steps_[(keys[position] & POSITION_BITS) << 5 | (top & POSITION_BITS)];
+      const int64_t first_in_plane = count;
+      count = list_foreground(keys, z * plane_, (z + 1) * plane_, positions, count);
+      for (int64_t n = first_in_plane; n < count; ++n) {
+        const int32_t position = positions[n];
+        const int32_t *const maxima = scratch + (position - z * plane_);
+        const int32_t highest = highest_of(maxima[0], maxima[plane_], maxima[2 * plane_]);
+        const int32_t target = position + steps_[(keys[position] & POSITION_BITS) << 5 | (highest & POSITION_BITS)];
         if (target < plane_) {
           pieces[position] = pieces[target];
         } else if (target == position || target >= last) {
           pieces[position] = static_cast<int32_t>(first + ends);
           targets[ends++] = target;
         } else {
-          // A target that was already visited may have its piece; one that was not is still zero.
+          // A target that has been visited may already have its piece; the piece of any other target is still zero.
           pieces[position] = pieces[target] > 0 ? pieces[target] : ~target;
         }
       }
@@ -216,54 +216,54 @@ private:
     return count;
   }
 
-  // Follows every path to its end. Voxels are visited backwards, so later voxels already have their piece.
+  // Follows every path to its end. Voxels are visited in reverse order, so later voxels already have their piece.
   void follow_paths(int32_t *pieces, int64_t count) {
-    const int32_t *const foreground = foreground_.get();
+    const int32_t *const positions = positions_.get();
     const std::array<int32_t, 256> &probability = probabilities();
     const uint8_t *const scores = scores_.get();
-    int32_t counted = 0;
+    int32_t counted_piece = 0;
     int64_t run = count, sum = 0;
     for (int64_t n = count - 1; n >= 0; --n) {
-      const int32_t here = foreground[n], known = pieces[here];
+      const int32_t voxel = positions[n], entry = pieces[voxel];
       // Most paths end after at most one step. A branch between the two cases would be mispredicted.
-      int32_t piece = pieces[known < 0 ? ~known : here];
+      int32_t piece = pieces[entry < 0 ? ~entry : voxel];
       if (piece < 0)
-        piece = follow(pieces, here);
-      pieces[here] = piece;
+        piece = follow(pieces, voxel);
+      pieces[voxel] = piece;
       // Count runs of voxels: incrementing one number for each voxel would stall the pipeline.
-      if (piece != counted) {
-        piece_ends_[counted].voxels += static_cast<int32_t>(run - n - 1);
-        piece_ends_[counted].foreground += sum;
-        counted = piece, run = n + 1, sum = 0;
+      if (piece != counted_piece) {
+        piece_ends_[counted_piece].voxels += static_cast<int32_t>(run - n - 1);
+        piece_ends_[counted_piece].foreground += sum;
+        counted_piece = piece, run = n + 1, sum = 0;
       }
-      sum += probability[scores[here]];
+      sum += probability[scores[voxel]];
     }
     if (count) {
-      piece_ends_[counted].voxels += static_cast<int32_t>(run);
-      piece_ends_[counted].foreground += sum;
+      piece_ends_[counted_piece].voxels += static_cast<int32_t>(run);
+      piece_ends_[counted_piece].foreground += sum;
     }
   }
 
   // Returns the piece at the end of a path, and stores it for every voxel of the path.
-  static int32_t follow(int32_t *pieces, int32_t here) {
-    int32_t end = here;
+  static int32_t follow(int32_t *pieces, int32_t voxel) {
+    int32_t end = voxel;
     while (pieces[end] < 0)
       end = ~pieces[end];
     const int32_t piece = pieces[end];
-    while (here != end) {
-      const int32_t next = ~pieces[here];
-      pieces[here] = piece;
-      here = next;
+    while (voxel != end) {
+      const int32_t next = ~pieces[voxel];
+      pieces[voxel] = piece;
+      voxel = next;
     }
     return piece;
   }
 
-  // Finds passes between voxels near the tops of the block's pieces and neighbors that belong to other pieces.
+  // Finds passes between voxels near the peaks of the block's pieces and neighbors that belong to other pieces.
   void find_passes(int64_t count) {
     const int64_t low = (z_ - 1) * plane_;
-    const int32_t *const keys = keys_.get(), *const pieces = pieces_.get() + low, *const foreground = foreground_.get();
+    const int32_t *const keys = keys_.get(), *const pieces = pieces_.get() + low, *const positions = positions_.get();
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t voxel = foreground[i];
+      const int64_t voxel = positions[i];
       const int32_t piece = pieces[voxel], key = keys[voxel], limit = limits_[piece];
       if (key < limit)
         continue;
@@ -280,7 +280,7 @@ private:
     }
   }
 
-  // Adds the passes to neighbors above the previous block, whose pieces are known now.
+  // Adds the passes to neighbors above the previous block, whose pieces are now known.
   void add_pending_passes() {
     for (const PendingPass &pending : pending_passes_)
       if (const int32_t other = pieces_.get()[pending.position]; other != pending.piece)
@@ -288,7 +288,7 @@ private:
     pending_passes_.clear();
   }
 
-  // Removes redundant passes. In crowded stacks without clear peaks they would use many times the memory of the stack.
+  // Removes redundant passes. In crowded stacks without clear peaks, they would need many times the memory of the stack.
   void prune_passes() {
     if (passes_.size() < prune_threshold_)
       return;
@@ -323,7 +323,7 @@ private:
     peaks_.clear();
     for (size_t basin = 0; basin < maxima.size(); ++basin) {
       basin_of_[maxima[basin]] = static_cast<int64_t>(basin);
-      peaks_.push_back(persistence_.distance(height_of(piece_ends_[maxima[basin]].top)));
+      peaks_.push_back(persistence_.distance(height_of(piece_ends_[maxima[basin]].key)));
     }
     for (int64_t piece = 1; piece < count; ++piece)
       basin_of_[piece] = basin_of_[root_of(link, piece)];
@@ -342,7 +342,7 @@ private:
   std::vector<int64_t> merge(int64_t basins) {
     std::vector<int64_t> parent(basins);
     std::iota(parent.begin(), parent.end(), 0);
-    for (const Pass &pass : shallow_passes()) {
+    for (const Pass &pass : find_shallow_passes()) {
       int64_t high = root_of(parent, pass.first), low = root_of(parent, pass.second);
       if (peaks_[high] < peaks_[low])
         std::swap(high, low);
@@ -355,14 +355,14 @@ private:
   }
 
   // Returns the shallow passes between basins by descending height, then by their numbers. A pair may occur several times.
-  std::vector<Pass> shallow_passes() {
+  std::vector<Pass> find_shallow_passes() {
     std::vector<Pass> shallow;
     passes_.visit_all([&](int64_t one_piece, int64_t other_piece, int32_t key) {
       const int64_t first = basin_of_[one_piece], second = basin_of_[other_piece];
       const double height = persistence_.distance(height_of(key)), one = peaks_[first], other = peaks_[second];
       // A peak of NaN has no shallow passes.
-      const bool comparable = !std::isnan(one) && !std::isnan(other);
-      if (first != second && comparable && std::min(one, other) - height < persistence_.depth)
+      const bool is_comparable = !std::isnan(one) && !std::isnan(other);
+      if (first != second && is_comparable && std::min(one, other) - height < persistence_.depth)
         shallow.push_back({height, std::min(first, second), std::max(first, second)});
     });
     std::sort(shallow.begin(), shallow.end(), [](const Pass &a, const Pass &b) {
@@ -390,7 +390,7 @@ private:
   const int64_t depth_, rows_, width_, plane_, block_planes_;
   // Weights of the position modulo 3 along planes and rows in a position code.
   const std::array<int64_t, 2> weights_;
-  Pages<int32_t> keys_, scratch_, foreground_, targets_, pieces_;
+  Pages<int32_t> keys_, scratch_, positions_, targets_, pieces_;
   // Codes of the foreground scores, see `code_of`.
   Pages<uint8_t> scores_;
   std::vector<int32_t> codes_;
@@ -400,7 +400,7 @@ private:
   // Index of the first plane of the next block, including the rim, and number of its planes that have arrived: the plane
   // below it, and then the plane that waits for the plane above it.
   int64_t z_ = 1, pending_planes_ = 1;
-  // Pieces by number; 0 is the background. `limits_` is the key below which the passes of a piece are irrelevant.
+  // Pieces by number; 0 is the background. Passes of a piece with keys below its entry in `limits_` are irrelevant.
   std::vector<int32_t> limits_;
   std::vector<Piece> piece_ends_;
   Passes passes_;
@@ -409,7 +409,7 @@ private:
   std::vector<int64_t> basin_of_;
   std::vector<double> peaks_;
   std::vector<int32_t> number_of_;
-  std::vector<std::array<double, 3>> facts_;
+  std::vector<std::array<double, 3>> object_properties_;
 };
 
 } // namespace

@@ -12,8 +12,8 @@ extern "C" {
 
 // Creates a watershed without planes; returns null if there is not enough memory.
 //
-// size       of the volume, [Z, Y, X]
-// along_y    whether planes arrive along y, each with all of z, instead of along z
+// size       size of the volume, [Z, Y, X]
+// along_y    whether planes arrive along y, each with its full extent along z, instead of along z
 // threshold  score above which a voxel is foreground
 // depth      minimum depth of a pass below the lower of two peaks of separate objects, in units of the distance
 // logits     whether heights are logits of the distance
@@ -31,19 +31,20 @@ void stackseg_free(void *watershed) { delete static_cast<StreamingWatershed *>(w
 
 // Adds the next planes; returns 0, or -1 if there is not enough memory.
 //
-// heights  float32 or bfloat16 according to `kind`, as in `Planes`, with strides along planes, rows and columns
-// inside   foreground scores or mask, which may also be bytes
-int32_t stackseg_planes(void *watershed, const void *heights, int32_t kind, const int64_t *strides, const void *inside,
-                        int32_t inside_kind, const int64_t *inside_strides, int64_t planes) {
+// heights     float32 or bfloat16 according to `kind`, as in `Planes`, with strides along planes, rows and columns
+// foreground  foreground scores, or a mask of bytes
+int32_t stackseg_planes(void *watershed, const void *heights, int32_t kind, const int64_t *strides, const void *foreground,
+                        int32_t foreground_kind, const int64_t *foreground_strides, int64_t planes) {
   try {
-    static_cast<StreamingWatershed *>(watershed)->add({heights, kind, strides}, {inside, inside_kind, inside_strides}, planes);
+    static_cast<StreamingWatershed *>(watershed)
+        ->add({heights, kind, strides}, {foreground, foreground_kind, foreground_strides}, planes);
     return 0;
   } catch (const std::bad_alloc &) {
     return -1;
   }
 }
 
-// Returns the number of objects after every plane was added, or -1 if there is not enough memory.
+// Returns the number of objects after all planes have been added, or -1 if there is not enough memory.
 //
 // min_voxels   minimum number of voxels of an object
 // drop_border  whether to remove objects that touch a face of the volume
@@ -56,15 +57,15 @@ int64_t stackseg_objects(void *watershed, int64_t min_voxels, int32_t drop_borde
 }
 
 // After `stackseg_objects`, writes [objects, 3]: number of voxels, sum of their probabilities, distance at the peak.
-void stackseg_facts(const void *watershed, double *facts) {
-  for (const auto &object : static_cast<const StreamingWatershed *>(watershed)->facts())
-    facts = std::copy(object.begin(), object.end(), facts);
+void stackseg_object_properties(const void *watershed, double *properties) {
+  for (const auto &object : static_cast<const StreamingWatershed *>(watershed)->object_properties())
+    properties = std::copy(object.begin(), object.end(), properties);
 }
 
-// Writes the labels [Z, Y, X]. Call it once after each call of `stackseg_objects`.
+// Writes the labels [Z, Y, X]. Call it once after each call to `stackseg_objects`.
 //
-// numbers  [objects + 1]: the label of the background, which is 0, and of each object
-// bytes    per label: 2 or 4
+// numbers  [objects + 1]: label of the background, which is 0, followed by the label of each object
+// bytes    bytes per label: 2 or 4
 void stackseg_write_labels(void *watershed, const int32_t *numbers, void *labels, int32_t bytes) {
   StreamingWatershed &joined = *static_cast<StreamingWatershed *>(watershed);
   joined.renumber(numbers);
@@ -77,11 +78,11 @@ void stackseg_write_labels(void *watershed, const int32_t *numbers, void *labels
 // Computes the watershed of one block of a height map; returns null if there is not enough memory. The arguments are
 // those of `BlockWatershed` and `stackseg_planes`.
 void *stackseg_block(const int64_t *geometry, const int32_t *margins, float threshold, double depth, int32_t logits,
-                     const void *heights, int32_t kind, const int64_t *strides, const void *inside, int32_t inside_kind,
-                     const int64_t *inside_strides, int32_t *pieces) {
+                     const void *heights, int32_t kind, const int64_t *strides, const void *foreground, int32_t foreground_kind,
+                     const int64_t *foreground_strides, int32_t *pieces) {
   try {
     return new BlockWatershed(geometry, geometry + 3, geometry + 6, margins, threshold, {depth, logits != 0},
-                              {heights, kind, strides}, {inside, inside_kind, inside_strides}, pieces);
+                              {heights, kind, strides}, {foreground, foreground_kind, foreground_strides}, pieces);
   } catch (const std::bad_alloc &) {
     return nullptr;
   }
@@ -91,12 +92,12 @@ void *stackseg_block(const int64_t *geometry, const int32_t *margins, float thre
 int64_t stackseg_block_pieces(const void *block) { return static_cast<const BlockWatershed *>(block)->pieces().size(); }
 int64_t stackseg_block_passes(const void *block) { return static_cast<const BlockWatershed *>(block)->passes().size(); }
 
-// Writes [pieces, 4]: position of its end in the volume, number of voxels, sum of their probabilities, key at the end; and
-// [passes, 3]: two pieces, and the key of their pass.
-void stackseg_block_facts(const void *block, int64_t *pieces, int32_t *passes) {
+// Writes the properties of pieces [pieces, 4]: position of the end in the volume, number of voxels, sum of their
+// probabilities, and key at the end. Writes passes [passes, 3]: two pieces, and the key of their pass.
+void stackseg_block_properties(const void *block, int64_t *pieces, int32_t *passes) {
   for (const Piece &piece : static_cast<const BlockWatershed *>(block)->pieces())
-    for (const int64_t fact : std::initializer_list<int64_t>{piece.position, piece.voxels, piece.foreground, piece.top})
-      *pieces++ = fact;
+    for (const int64_t property : std::initializer_list<int64_t>{piece.position, piece.voxels, piece.foreground, piece.key})
+      *pieces++ = property;
   for (const auto &pass : static_cast<const BlockWatershed *>(block)->passes())
     passes = std::copy(pass.begin(), pass.end(), passes);
 }

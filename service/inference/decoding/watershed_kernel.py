@@ -1,8 +1,8 @@
 """C++ watershed of planes in the memory of a CPU.
 
-Its labels equal those of `watershed.py` with `labels.label_basins`. For a small volume, the torch version needs
-hundreds of operations, each of which takes microseconds and releases the global interpreter lock. The kernel needs one
-call per slab.
+Its labels are the same as those of `watershed.py` with `labels.label_basins`. For a small volume, the PyTorch version
+needs hundreds of operations, each of which takes microseconds and releases the global interpreter lock. The kernel
+needs one call per slab.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from service.core.native.library import CppFunctions
 from service.core.quantities import Size
 from service.core.types import Objects, label_dtype
 
-# Argument and result types of each function, as letters of `CppFunctions`.
+# Argument and result types of each function, as letters of `CppFunctions.KINDS`.
 SIGNATURES = (
     ("stackseg_watershed", "pifdiq", "p"),
     ("stackseg_free", "p", "-"),
     ("stackseg_planes", "ppippipq", "i"),
     ("stackseg_objects", "pqi", "q"),
-    ("stackseg_facts", "pp", "-"),
+    ("stackseg_object_properties", "pp", "-"),
     ("stackseg_write_labels", "pppi", "-"),
 )
 
@@ -39,22 +39,22 @@ BLOCK_VOXELS = 2**22
 # instead of 9.
 BLOCK_PLANES = 8
 
-# Up to this number of voxels, memory is allocated and freed within about 30 us.
+# Maximum number of voxels of a volume whose memory is allocated and freed within about 30 us.
 SMALL_VOXELS = 2**20
 
 # Positions in a block are 32-bit integers.
 MAX_INDEX = 2**31 - 1
 
-# Fixed-point value of a foreground probability of 1. Sums of integers do not depend on the order of the terms.
+# Fixed-point representation of a foreground probability of 1. Integer sums do not depend on the order of the terms.
 PROBABILITY_ONE = 65536
 
 CPU = torch.device("cpu")
 
 _Int64x3 = ctypes.c_int64 * 3
 
-# Dtypes by their number in `watershed_kernel.cpp`.
+# Dtypes, in the order of their numbers in `watershed_kernel.cpp`.
 HEIGHT_DTYPES = (torch.float32, torch.bfloat16)
-INSIDE_DTYPES = (*HEIGHT_DTYPES, torch.bool)
+FOREGROUND_DTYPES = (*HEIGHT_DTYPES, torch.bool)
 
 
 # Function that returns a mask [N] of the objects to keep.
@@ -66,12 +66,12 @@ def keep_all(objects: Objects) -> NDArray[np.bool_]:
     return np.ones(len(objects), bool)
 
 
-def number_objects(kept: NDArray[np.bool_]) -> NDArray[np.int32]:
+def number_objects(is_kept: NDArray[np.bool_]) -> NDArray[np.int32]:
     """Return the new number of each label, int32 [N + 1]; 0 for the background and for removed objects.
 
-    Objects whose entry in `kept` [N] is true are numbered from 1 in order.
+    Objects whose entry in `is_kept` [N] is true are numbered from 1 in order.
     """
-    return np.append(0, np.where(kept, kept.cumsum(), 0)).astype(np.int32)
+    return np.append(0, np.where(is_kept, is_kept.cumsum(), 0)).astype(np.int32)
 
 
 class WatershedParameters(NamedTuple):
@@ -101,7 +101,7 @@ def _largest_plane(size: Size) -> int:
 
 
 class WatershedKernel(CppFunctions):
-    """Functions of the C++ library that accept tensors and arrays."""
+    """Functions of the C++ library that compute watersheds, for tensors and arrays."""
 
     def supports(self, device: torch.device, size: Size = (1, 1, 1), block: int = BLOCK_VOXELS) -> bool:
         """Return whether the kernel is available and supports volumes of this size on this device, along both axes."""
@@ -110,10 +110,12 @@ class WatershedKernel(CppFunctions):
     def start(
         self, size: Size, parameters: WatershedParameters, *, along_y: bool = False, block: int | None = None
     ) -> KernelWatershed:
-        """Return a watershed without planes. Raises MemoryError, and ValueError if the size is not supported.
+        """Return a watershed without planes.
+
+        Raises ValueError if the size is not supported, and MemoryError if there is not enough memory.
 
         size     (Z, Y, X) of the volume
-        along_y  whether planes arrive along y instead of z, each with all of z; the labels are equal
+        along_y  whether planes arrive along y instead of z, each with its full extent along z; the labels are the same
         block    number of voxels that are processed together; None: use `choose_block_voxels`
         """
         block = choose_block_voxels(size, along_y=along_y) if block is None else block
@@ -152,16 +154,18 @@ class KernelWatershed:
         if self._handle is not None:
             self._cheap_functions.stackseg_free(self._handle)
 
-    def add(self, heights: Tensor, inside: Tensor) -> None:
-        """Add the next planes, [planes, Y, X] or, along y, [Z, planes, X]. Raises ValueError and MemoryError.
+    def add(self, heights: Tensor, foreground: Tensor) -> None:
+        """Add the next planes, [planes, Y, X] or, along y, [Z, planes, X].
 
-        heights  float32 or bfloat16
-        inside   float32 or bfloat16 scores, which are foreground above the threshold; or a bool mask
+        Raises ValueError if the planes do not match the volume, and MemoryError if there is not enough memory.
+
+        heights     float32 or bfloat16
+        foreground  float32 or bfloat16 scores, which are foreground above the threshold; or a bool mask
         """
         planes = heights.shape[self._along_y]
         shape = list(self._size)
         shape[self._along_y] = planes
-        for tensor, dtypes in ((heights, HEIGHT_DTYPES), (inside, INSIDE_DTYPES)):
+        for tensor, dtypes in ((heights, HEIGHT_DTYPES), (foreground, FOREGROUND_DTYPES)):
             if tensor.dtype not in dtypes or list(tensor.shape) != shape or tensor.device.type != "cpu":
                 raise ValueError(f"expected planes {shape} on the CPU, got {tensor.dtype} {list(tensor.shape)}")
         if planes > self._missing_planes:
@@ -169,7 +173,7 @@ class KernelWatershed:
         self._missing_planes -= planes
         failed = self._functions.stackseg_planes(
             *(self._handle, heights.data_ptr(), HEIGHT_DTYPES.index(heights.dtype), self._strides(heights)),
-            *(inside.data_ptr(), INSIDE_DTYPES.index(inside.dtype), self._strides(inside), planes),
+            *(foreground.data_ptr(), FOREGROUND_DTYPES.index(foreground.dtype), self._strides(foreground), planes),
         )
         if failed:
             raise MemoryError("not enough memory for the pieces of a watershed")
@@ -178,25 +182,25 @@ class KernelWatershed:
         z, y, x = planes.stride()
         return _Int64x3(y, z, x) if self._along_y else _Int64x3(z, y, x)
 
-    def labels(
-        self, minimum_size: int, *, drop_border: bool, keep: ObjectFilter = keep_all
+    def label_objects(
+        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        """Return labels [Z, Y, X], uint16 or uint32, numbered from 1, and the objects, after every plane was added.
+        """Return labels [Z, Y, X], uint16 or uint32 from 1, and the objects, after all planes have been added.
 
-        minimum_size  minimum number of voxels of an object
-        drop_border   whether to remove objects that touch a face of the volume; axes of one voxel have no faces
-        keep          selects which of the remaining objects get a label
+        minimum_size   minimum number of voxels of an object
+        drop_border    whether to remove objects that touch a face of the volume; axes of one voxel have no faces
+        object_filter  selects which of the remaining objects get a label
         """
         if self._missing_planes:
             raise ValueError(f"{self._missing_planes} planes are missing")
         count = self._functions.stackseg_objects(self._handle, minimum_size, drop_border)
         if count < 0:
             raise MemoryError("not enough memory for the objects of a watershed")
-        facts = np.empty((count, 3))
-        self._cheap_functions.stackseg_facts(self._handle, facts.ctypes.data)
-        objects = Objects.from_sums(*facts.T)
-        kept = keep(objects)
-        objects, numbers = objects.select(kept), number_objects(kept)
+        properties = np.empty((count, 3))
+        self._cheap_functions.stackseg_object_properties(self._handle, properties.ctypes.data)
+        objects = Objects.from_sums(*properties.T)
+        is_kept = object_filter(objects)
+        objects, numbers = objects.select(is_kept), number_objects(is_kept)
         labels: NDArray[np.unsignedinteger] = np.empty(self._size, label_dtype(len(objects)))
         self._functions.stackseg_write_labels(self._handle, numbers.ctypes.data, labels.ctypes.data, labels.itemsize)
         return labels, objects

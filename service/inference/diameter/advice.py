@@ -14,33 +14,33 @@ from service.inference.diameter.sheets import contains_sheets
 from service.inference.types import QualityWarning
 from service.models.spec import Calibration
 
-# Suggest another diameter only if it differs from the one used by at least this factor.
+# Suggest a diameter only if it differs from the diameter that was used by at least this factor.
 MIN_DIAMETER_RATIO = 1.4
 
-# Mean foreground probability from which an object counts as clear if most of the other objects look like noise.
+# Minimum mean foreground probability of a clear object.
 CLEAR_CONFIDENCE = 0.8
 
 TRAINING_ADVICE = "annotate a piece of the stack and train a model (docs/models.md)"
 
 
 class Evidence(NamedTuple):
-    """Facts about a questionable result and its stack, from which the advice follows.
+    """Properties of a questionable result and its stack that the advice is based on.
 
     windows             high-contrast windows [C, z, y, x] of the image at its original resolution
-    guess               estimate of the object diameter; None if there is none
+    likely_diameter     estimate of the object diameter; None if there is no estimate
     used_diameter       object diameter along (z, y, x) that was used, in voxels; None if the model has no object
                         diameter
     is_diameter_given   whether the request specifies the diameter
     has_postprocessing  whether the request sets post-processing options, such as a minimum size
-    clear_objects       number of clear objects if most of the others look like noise, else 0
+    num_clear_objects   number of clear objects if most of the other objects look like noise, else 0
     """
 
     windows: Sequence[Tensor]
-    guess: Diameter | None
+    likely_diameter: Diameter | None
     used_diameter: Sequence[float] | None
     is_diameter_given: bool = False
     has_postprocessing: bool = False
-    clear_objects: int = 0
+    num_clear_objects: int = 0
 
     @property
     def is_blank(self) -> bool:
@@ -49,19 +49,19 @@ class Evidence(NamedTuple):
 
 
 def drop_missing_models(calibration: Calibration, models: Path) -> Calibration:
-    """Return the calibration without the suggested models that have no folder in `models`."""
+    """Return the calibration without those suggested models that have no folder in `models`."""
     names = {"sheets": calibration.sheets, "blobs": calibration.blobs}
-    missing = {key: None for key, name in names.items() if name is None or not (models / name).is_dir()}
-    return calibration.model_copy(update=missing)
+    missing_models = {key: None for key, name in names.items() if name is None or not (models / name).is_dir()}
+    return calibration.model_copy(update=missing_models)
 
 
 def low_confidence_warning(confidence: float, evidence: Evidence, calibration: Calibration) -> QualityWarning:
     """Return the warning for labels with low confidence: the likely reason and what to try next."""
     prefix = "The labels may be wrong"
     diameter, filtering = _suggest_diameter(evidence), _suggest_filtering(evidence)
-    ranked = (filtering, diameter) if evidence.is_diameter_given else (diameter, filtering)
-    likely = (_suggest_model(evidence, calibration), *ranked)
-    for advice in filter(None, likely):
+    parameter_advice = (filtering, diameter) if evidence.is_diameter_given else (diameter, filtering)
+    candidates = (_suggest_model(evidence, calibration), *parameter_advice)
+    for advice in filter(None, candidates):
         reason, suggestion, details = advice
         return QualityWarning(confidence, f"{prefix}: {reason}. Try {suggestion}{details}.", suggestion)
     problem = f"{prefix}: the objects do not look like the objects that the model was trained on."
@@ -92,7 +92,7 @@ def no_objects_warning(evidence: Evidence, calibration: Calibration | None) -> Q
     )
 
 
-# Reason, suggested parameter, and text that follows the suggestion.
+# Reason, suggested parameter, and the rest of the sentence after the suggestion.
 _Advice = tuple[str, str, str]
 
 
@@ -108,16 +108,16 @@ def _suggest_model(evidence: Evidence, calibration: Calibration) -> _Advice | No
 
 
 def _suggest_diameter(evidence: Evidence) -> _Advice | None:
-    guess = evidence.guess
-    if guess is None or evidence.used_diameter is None or (diameters := guess.in_voxels(None)) is None:
+    likely = evidence.likely_diameter
+    if likely is None or evidence.used_diameter is None or (diameters := likely.in_voxels(None)) is None:
         return None
     if abs(math.log(math.prod(diameters) / math.prod(evidence.used_diameter))) <= 3 * math.log(MIN_DIAMETER_RATIO):
         return None
-    return f"the objects seem to be {guess.describe()}", f"diameter={guess}", ""
+    return f"the objects seem to be {likely.describe()}", f"diameter={likely}", ""
 
 
 def _suggest_filtering(evidence: Evidence) -> _Advice | None:
-    if not evidence.clear_objects or evidence.has_postprocessing:
+    if not evidence.num_clear_objects or evidence.has_postprocessing:
         return None
-    reason = f"most objects look like noise, and only {evidence.clear_objects} are clear"
+    reason = f"most objects look like noise, and only {evidence.num_clear_objects} are clear"
     return reason, f"min_confidence={CLEAR_CONFIDENCE}", f" to keep only these. To find more objects, {TRAINING_ADVICE}"

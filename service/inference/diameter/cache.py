@@ -19,7 +19,7 @@ CACHED_STACKS = 1024
 class DiameterCache:
     """Thread-safe cache of the diameter estimates of one network.
 
-    Users often segment the same stack again, for another output or for measurements, and estimating the diameter of a
+    Users often segment a stack again, for a different output or for measurements, and estimating the diameter of a
     small stack takes longer than segmenting it. Stacks larger than `LARGE_BYTES` are not cached: hashing their pixels
     costs more than estimating again.
     """

@@ -1,7 +1,8 @@
 """Confidence in a result, computed from the statistics of its objects.
 
-On images like its training data, a network assigns high foreground probabilities to the voxels of an object, one high
-peak of the distance to each object, and a size close to the expected one. On other images all three deteriorate.
+On images that resemble its training data, a network gives high foreground probabilities to the voxels of objects and
+one high peak of the distance to each object, and objects are about as large as expected. On other images, all three
+properties deteriorate.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from service.inference.diameter.advice import (
 from service.inference.types import QualityWarning
 from service.models.spec import Calibration, ModelSpec
 
-# Upper limit of the mean foreground probability. Logits from -8 to 8 cannot express more.
+# Maximum mean foreground probability. Logits from -8 to 8 cannot express a higher one.
 MAX_FOREGROUND_PROBABILITY = 0.9996
 
-# Clear objects are reported only if their confidence is at least this many times the confidence of all objects.
+# Report clear objects only if the confidence in them exceeds the confidence in all objects by this factor.
 MIN_CONFIDENCE_RATIO = 2.0
 
 
 class Features(NamedTuple):
-    """Features of the confidence model. Means are weighted by voxels, so that specks have little influence.
+    """Features of the confidence model. Means are weighted by voxel counts, so that specks have little influence.
 
     certainty  logit of the mean foreground probability of the objects' voxels
     peak       mean distance at the peaks of objects
-    size       absolute logarithm of the ratio of the typical diameter to the one that the model expects
-    giants     fraction of voxels in objects of more than twice the expected diameter
+    size       absolute logarithm of the ratio between the typical diameter and the expected diameter
+    giants     fraction of voxels in objects that are larger than twice the expected diameter
     """
 
     certainty: float
@@ -46,7 +47,7 @@ class Features(NamedTuple):
 
     @classmethod
     def measure(cls, objects: Objects, expected_diameter: float) -> Features:
-        """Measure at least one object found by a network that expects objects of this diameter in voxels."""
+        """Compute the features of at least one object; the network expects objects of this diameter in voxels."""
         voxel_share = objects.voxels / objects.voxels.sum()
         confidence = min(float((voxel_share * objects.confidence).sum()), MAX_FOREGROUND_PROBABILITY)
         diameters = np.cbrt(6 / np.pi * objects.voxels)
@@ -74,26 +75,26 @@ def predict_confidence(objects: Objects, expected_diameter: float, calibration: 
 
 
 def count_clear_objects(objects: Objects, expected_diameter: float, calibration: Calibration) -> int:
-    """Return the number of clear objects if most of the others look like noise.
+    """Return the number of clear objects if most of the other objects look like noise.
 
-    Returns 0 if most objects are clear, or if the confidence in the clear objects is not much higher than in all
+    Returns 0 if most objects are clear, or if the confidence in the clear objects is not much higher than that in all
     objects.
     """
-    clear = objects.select(objects.confidence >= CLEAR_CONFIDENCE)
-    overall, clear_only = (
+    clear_objects = objects.select(objects.confidence >= CLEAR_CONFIDENCE)
+    overall_confidence, clear_confidence = (
         predict_confidence(objects, expected_diameter, calibration),
-        predict_confidence(clear, expected_diameter, calibration),
+        predict_confidence(clear_objects, expected_diameter, calibration),
     )
-    if overall is None or clear_only is None or 2 * len(clear) > len(objects):
+    if overall_confidence is None or clear_confidence is None or 2 * len(clear_objects) > len(objects):
         return 0
-    return len(clear) if clear_only > MIN_CONFIDENCE_RATIO * overall else 0
+    return len(clear_objects) if clear_confidence > MIN_CONFIDENCE_RATIO * overall_confidence else 0
 
 
 class ConfidenceAssessment(NamedTuple):
     """Confidence in a result and the warning for the user.
 
-    confidence       0 to 1; None if it is not known
-    quality_warning  None if the result needs no warning
+    confidence       confidence, 0 to 1; None if it is not known
+    quality_warning  the warning; None if the result needs none
     """
 
     confidence: float | None
@@ -106,7 +107,7 @@ def assess_objects(
     """Return the confidence in the objects of a result, and a warning if it is low.
 
     `objects` is None for outputs other than labels; they have no confidence. `find_evidence` is called only if the
-    confidence is low or no object was found, because it takes long.
+    confidence is low or no object was found, because it is slow.
     """
     calibration, expected_diameter = spec.confidence, spec.input.diameter
     if objects is None:
@@ -119,5 +120,5 @@ def assess_objects(
     calibration, evidence = drop_missing_models(calibration, spec.folder.parent), find_evidence()
     if confidence is None:
         return ConfidenceAssessment(None, no_objects_warning(evidence, calibration))
-    evidence = evidence._replace(clear_objects=count_clear_objects(objects, expected_diameter, calibration))
+    evidence = evidence._replace(num_clear_objects=count_clear_objects(objects, expected_diameter, calibration))
     return ConfidenceAssessment(confidence, low_confidence_warning(confidence, evidence, calibration))

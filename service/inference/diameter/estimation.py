@@ -1,10 +1,10 @@
 """Estimation of the object diameter of a stack from a few windows at several scales.
 
-A network finds objects best at the diameter that it was trained for. At other diameters it merges or splits objects, or
-gives lower peaks of the distance. The best scale is therefore the one at which the objects have the expected diameter
-and high peaks. The objects found at one scale suggest the next scale to probe. Cellpose (Stringer et al. 2021) has a
-separate model for a first estimate and refines it in the same way by a first segmentation. If the confidence at the
-estimated diameter is low, or if no scale fits well, a trial selects the scale with the highest confidence.
+A network finds objects best at the diameter that it was trained on. At other diameters, it merges or splits objects, or
+predicts lower peaks of the distance. The best scale is therefore the one at which the objects have the expected
+diameter and high peaks. The objects found at one scale suggest the next scale to probe. Cellpose (Stringer et al. 2021)
+has a separate model for a first estimate and also refines the estimate by a first segmentation. If the confidence at
+the estimated diameter is low, or if no scale fits well, a trial selects the scale with the highest confidence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from service.inference.diameter.scale_probe import (
     Factors,
     ScaleProbe,
     are_close,
-    choose_clearly_better,
+    choose_better_probe,
     is_probed,
 )
 from service.inference.diameter.window_selection import (
@@ -43,62 +43,59 @@ from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows
 from service.models.spec import ModelSpec
 
-# Scales of the initial probes, with the number of windows of each. At a small scale a window shows more of the stack.
+# Scales of the initial probes, with their numbers of windows. At a small scale, a window shows more of the stack.
 INITIAL_PROBES = ((1.0, 4), (2.0, 4), (0.4, 2))
 
-# Number of further probes, and the windows of each.
+# Maximum number of further probes, and the number of windows of each probe.
 MAX_FURTHER_PROBES = 3
 WINDOWS_PER_PROBE = 4
 
-# Number of objects from which a median diameter is computed. Fewer are accepted if the windows show at least
-# FULL_COVERAGE_FRACTION of the stack.
+# Minimum number of objects for a median diameter, unless the windows show at least FULL_COVERAGE_FRACTION of the stack.
 MIN_OBJECTS = 5
 FULL_COVERAGE_FRACTION = 0.9
 
-# Standard deviations of the logarithms of diameter, aspect ratio and scale in the computation of the fit.
+# Standard deviations of the logarithms of diameter, aspect ratio and scale that the fit is computed with.
 SIZE_SIGMA = 0.5
 ASPECT_SIGMA = 1.0
 SCALE_SIGMA = 2.5
 
 # Fit below which the diameter is not even suggested to the user.
-MIN_FIT_FOR_GUESS = 0.2
+MIN_FIT_FOR_SUGGESTION = 0.2
 
-# Fit below which the diameter is not used, because the objects do not look like those the model was trained on.
+# Fit below which the diameter is not used, because the objects do not look like the model's training data.
 MIN_FIT = 0.5
 
 # Fit from which further probes and a trial are unnecessary.
 GOOD_FIT = 0.65
 
-# Scales of a trial, with the number of windows of each. A trial runs if the confidence at the estimated diameter is low
-# or no scale fits well. It never selects a scale above the last of these.
+# Scales of a trial, with the number of windows of each scale. A trial runs if the confidence at the estimated diameter
+# is low or no scale fits well. It never selects a scale above the last of these.
 TRIAL_SCALES = ((0.2, 2), (1.0, 4), (2.8, 4))
 
-# Log-odds by which a scale of a trial must exceed the scale used so far. `python -m scripts.recipes.trials` checks this
-# value and the minimum confidence.
+# Minimum gain in log-odds of a trial over the reference scale, checked by `python -m scripts.recipes.trials`.
 MIN_LOG_ODDS_GAIN = 1.0
 
-# Up to this ratio of width and depth, objects are found as well as round ones.
+# Maximum ratio between the width and depth of objects that are found as well as round objects.
 MAX_ROUND_ASPECT = 1.5
 
-# Typical ratio of depth and width of the outlines of objects in micrometers. Light is blurred along z.
+# Typical ratio between the depth and width of object outlines, in micrometers. Light is blurred along z.
 BLURRED_DEPTH_RATIO = 1.25
 
 # Skip resampling if the object diameter is within this factor of the model's.
 MATCHING_DIAMETER_RATIO = 1.2
 
-# Limit of the scales, as a factor of the base grid. Beyond it, objects are too small for the resolution of the stack,
-# or there are none.
+# Maximum ratio between a scale and the base grid. Beyond this ratio, objects would be too small to be resolved.
 MAX_SCALE_RATIO = 5.0
 
 
 class DiameterEstimator:
     """Estimator of the diameter of the objects in one image, for an instance model with an object diameter.
 
-    image          normalized, at the original resolution of its volume
+    image          normalized image, at the original resolution of its volume
     base           voxels of the model's grid per voxel of the image along (z, y, x), if no diameter is given
     score_windows  computes the scores of a few windows; windows are zero beyond the ends of the image
-    voxel_size     of the image; None if it is not known
-    margin         log-odds by which a scale of a trial must exceed the scale used so far
+    voxel_size     voxel size of the image; None if it is not known
+    margin         minimum difference in log-odds between a scale of a trial and the reference scale
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -115,9 +112,9 @@ class DiameterEstimator:
         self._image, self._base, self._spec, self._score_windows = image, base, spec, score_windows
         self._voxel_size, self._margin = voxel_size, margin
         self._flatness = expect_flatness(voxel_size, base)
-        # Keep fragments: they indicate that a scale does not fit.
-        choices = ("minimum_fraction", "min_confidence", "min_relative_odds")
-        self._decoding = require_instances(spec).model_copy(update=dict.fromkeys(choices, 0.0))
+        # Keep fragments, because they indicate that a scale does not fit.
+        filters = ("minimum_fraction", "min_confidence", "min_relative_odds")
+        self._decoding = require_instances(spec).model_copy(update=dict.fromkeys(filters, 0.0))
         self._expected_diameter = spec.input.diameter
         self._size = as_size(image.shape[2:])
 
@@ -125,103 +122,109 @@ class DiameterEstimator:
         """Estimate the diameter. The result is deterministic. Raises the errors of `score_windows`."""
         centers = rank_by_contrast(self._image, self._spec.input.roi_size)
         probes = self._probe_scales(centers)
-        estimate, used = self._estimate_from_probes(probes)
+        estimate, reference = self._estimate_from_probes(probes)
         calibration = self._spec.confidence
-        if calibration is None or used.confidence is None:
+        if calibration is None or reference.confidence is None:
             return estimate
-        is_low = used.confidence < calibration.threshold
-        # Pieces of objects that are too large for the windows have a plausible size and peak, but seldom a good fit.
+        is_low = reference.confidence < calibration.threshold
+        # Pieces of objects that are too large for the windows have a plausible size and peak, but rarely a good fit.
         if is_low or max(probe.fit for probe in probes) < GOOD_FIT:
-            return self._run_trial(estimate, used, probes, centers)
+            return self._run_trial(estimate, reference, probes, centers)
         return estimate
 
     def _probe_scales(self, centers: Sequence[Size]) -> list[ScaleProbe]:
-        """Probe the initial scales, then the scales that earlier probes suggest, until the estimate is settled."""
+        """Probe the initial scales, then suggested scales, until another probe is unlikely to improve the estimate."""
         probes = list[ScaleProbe]()
-        for scale, windows in INITIAL_PROBES:
-            probes.append(self.probe(centers, self._scale_base(scale, self._flatness), windows))
+        for scale, num_windows in INITIAL_PROBES:
+            probes.append(self.probe(centers, self._scale_base(scale, self._flatness), num_windows))
             if self._is_settled(probes):
                 return probes
         for _ in range(MAX_FURTHER_PROBES):
-            further = self._next_factors(probes)
-            if further is None or self._is_settled(probes):
+            factors = self._suggest_factors(probes)
+            if factors is None or self._is_settled(probes):
                 break
-            probes.append(self.probe(centers, further, WINDOWS_PER_PROBE))
+            probes.append(self.probe(centers, factors, WINDOWS_PER_PROBE))
         return probes
 
     def _estimate_from_probes(self, probes: Sequence[ScaleProbe]) -> tuple[DiameterEstimate, ScaleProbe]:
         """Return the estimate and the probe at or near its scale."""
         best = max(probes, key=lambda probe: probe.fit)
-        windows = sum(probe.windows for probe in probes)
-        if best.fit < MIN_FIT_FOR_GUESS:
-            return DiameterEstimate(None, matches_model=False, objects=best.objects, windows=windows), probes[0]
+        windows = sum(probe.num_windows for probe in probes)
+        if best.fit < MIN_FIT_FOR_SUGGESTION:
+            return DiameterEstimate(
+                None, matches_model=False, num_objects=best.num_objects, num_windows=windows
+            ), probes[0]
         factors = self._refine_factors(best)
-        diameter = self._diameter(factors)
+        diameter = self._to_diameter(factors)
         if best.fit < MIN_FIT:
             return DiameterEstimate(
-                None, matches_model=False, objects=best.objects, windows=windows, guess=diameter
+                None, matches_model=False, num_objects=best.num_objects, num_windows=windows, likely_diameter=diameter
             ), probes[0]
         return DiameterEstimate(
-            diameter, are_close(factors, self._base, MATCHING_DIAMETER_RATIO), best.objects, windows, diameter
+            diameter, are_close(factors, self._base, MATCHING_DIAMETER_RATIO), best.num_objects, windows, diameter
         ), best
 
-    def _diameter(self, factors: Factors) -> Diameter:
+    def _to_diameter(self, factors: Factors) -> Diameter:
         z, y, x = (self._expected_diameter / factor for factor in factors)
         short = Diameter((x,), "px")
         # The short form must mean the same with and without the voxel size.
-        same = all(are_close((z, y, x), short.in_voxels(size) or (x, x, x), 1.001) for size in (None, self._voxel_size))
-        return short if same else Diameter((z, y, x), "px")
+        is_same = all(
+            are_close((z, y, x), short.in_voxels(size) or (x, x, x), 1.001) for size in (None, self._voxel_size)
+        )
+        return short if is_same else Diameter((z, y, x), "px")
 
     def _run_trial(
-        self, estimate: DiameterEstimate, used: ScaleProbe, probes: list[ScaleProbe], centers: Sequence[Size]
+        self, estimate: DiameterEstimate, reference: ScaleProbe, probes: list[ScaleProbe], centers: Sequence[Size]
     ) -> DiameterEstimate:
-        """Return the diameter with a clearly higher confidence than that of `used`; `estimate` if there is none."""
+        """Return a diameter with clearly higher confidence than `reference`, or `estimate` if there is none."""
         largest = self._probe_trials(probes, centers)
         if estimate.diameter is None:
-            used = next(probe for probe in probes if are_close(probe.factors, self._base, EQUAL_SCALE_RATIO))
+            reference = next(probe for probe in probes if are_close(probe.factors, self._base, EQUAL_SCALE_RATIO))
         limit = EQUAL_SCALE_RATIO * math.prod(largest)
         candidates = [
-            probe for probe in probes if math.prod(probe.factors) <= limit and self._has_enough_objects(probe, used)
+            probe
+            for probe in probes
+            if math.prod(probe.factors) <= limit and self._has_enough_objects(probe, reference)
         ]
-        chosen = choose_clearly_better(used, candidates, self._margin)
-        return estimate if chosen is None else self._summarize_trial(chosen, used, probes, largest)
+        selected = choose_better_probe(reference, candidates, self._margin)
+        return estimate if selected is None else self._summarize_trial(selected, reference, probes, largest)
 
     def _probe_trials(self, probes: list[ScaleProbe], centers: Sequence[Size]) -> Factors:
-        """Probe the scales of a trial that were not probed before. Return the factors of the largest one."""
-        scales = [(self._scale_base(scale), windows) for scale, windows in TRIAL_SCALES]
-        for factors, windows in scales:
+        """Probe the scales of a trial that have not been probed yet, and return the factors of the largest scale."""
+        scales = [(self._scale_base(scale), num_windows) for scale, num_windows in TRIAL_SCALES]
+        for factors, num_windows in scales:
             if not is_probed(factors, probes):
-                probes.append(self.probe(centers, factors, windows))
+                probes.append(self.probe(centers, factors, num_windows))
         largest, _ = scales[-1]
         return largest
 
     def _summarize_trial(
-        self, chosen: ScaleProbe, used: ScaleProbe, probes: Sequence[ScaleProbe], largest: Factors
+        self, selected: ScaleProbe, reference: ScaleProbe, probes: Sequence[ScaleProbe], largest: Factors
     ) -> DiameterEstimate:
-        """Return the estimate by a trial in which the confidence of `chosen` was higher than that of `used`."""
-        diameter, num_windows = self._diameter(chosen.factors), sum(probe.windows for probe in probes)
-        narrowest = are_close(chosen.factors, largest, EQUAL_SCALE_RATIO)
-        trial = DiameterTrial(chosen.confidence or 0.0, used.confidence or 0.0, len(probes), narrowest)
-        matches_model = are_close(chosen.factors, self._base, MATCHING_DIAMETER_RATIO)
-        return DiameterEstimate(diameter, matches_model, chosen.objects, num_windows, diameter, trial)
+        """Return the estimate of a trial in which `selected` had a higher confidence than `reference`."""
+        diameter, num_windows = self._to_diameter(selected.factors), sum(probe.num_windows for probe in probes)
+        is_smallest = are_close(selected.factors, largest, EQUAL_SCALE_RATIO)
+        trial = DiameterTrial(selected.confidence or 0.0, reference.confidence or 0.0, len(probes), is_smallest)
+        matches_model = are_close(selected.factors, self._base, MATCHING_DIAMETER_RATIO)
+        return DiameterEstimate(diameter, matches_model, selected.num_objects, num_windows, diameter, trial)
 
-    def _has_enough_objects(self, probe: ScaleProbe, used: ScaleProbe) -> bool:
-        """Return whether a probe has enough objects to be compared with `used`.
+    def _has_enough_objects(self, probe: ScaleProbe, reference: ScaleProbe) -> bool:
+        """Return whether a probe has enough objects to be compared with `reference`.
 
-        A probe that shows more of the stack than `used` needs only as many object voxels as one expected object has. At
-        a smaller scale, large objects are few and are cut by the faces of the windows.
+        A probe that shows more of the stack than `reference` needs only as many object voxels as one expected object
+        has. At a smaller scale, large objects are few, and the faces of the windows cut them off.
         """
-        object_voxels = math.pi / 6 * self._expected_diameter**3
-        shows_more = math.prod(probe.factors) * EQUAL_SCALE_RATIO < math.prod(used.factors)
-        return probe.objects >= MIN_OBJECTS or (shows_more and probe.voxels >= object_voxels)
+        expected_voxels = math.pi / 6 * self._expected_diameter**3
+        shows_more = math.prod(probe.factors) * EQUAL_SCALE_RATIO < math.prod(reference.factors)
+        return probe.num_objects >= MIN_OBJECTS or (shows_more and probe.num_object_voxels >= expected_voxels)
 
     def _is_settled(self, probes: Sequence[ScaleProbe]) -> bool:
         """Return whether another probe is unlikely to improve the estimate."""
         best = max(probes, key=lambda probe: probe.fit)
         return best.fit >= GOOD_FIT and are_close(self._refine_factors(best), best.factors, MATCHING_DIAMETER_RATIO)
 
-    def _next_factors(self, probes: Sequence[ScaleProbe]) -> Factors | None:
-        """Return new factors suggested by the best probe, or by the next best; None if no probe suggests new ones."""
+    def _suggest_factors(self, probes: Sequence[ScaleProbe]) -> Factors | None:
+        """Return the new factors that the best possible probe suggests; None if no probe suggests new factors."""
         for probe in sorted(probes, key=lambda probe: probe.fit, reverse=True):
             factors = self._refine_factors(probe)
             if probe.fit and not is_probed(factors, probes):
@@ -229,35 +232,35 @@ class DiameterEstimator:
         return None
 
     def probe(self, centers: Sequence[Size], factors: Factors, max_windows: int) -> ScaleProbe:
-        """Score up to `max_windows` separate windows at this scale, around the first of the `centers`."""
-        scaled = [max(round(length * factor), 1) for length, factor in zip(self._size, factors, strict=True)]
-        inner = [min(edge, length) for edge, length in zip(self._spec.input.roi_size, scaled, strict=True)]
+        """Score up to `max_windows` separate windows at this scale, around the first `centers`."""
+        scaled_size = [max(round(length * factor), 1) for length, factor in zip(self._size, factors, strict=True)]
+        inner_size = [min(edge, length) for edge, length in zip(self._spec.input.roi_size, scaled_size, strict=True)]
         boxes = select_separate_boxes(
-            (box_around(position, self._size, inner, scaled) for position in centers), max_windows
+            (box_around(position, self._size, inner_size, scaled_size) for position in centers), max_windows
         )
-        decoded = [self._decode_objects(window[None]) for window in self._score_boxes(boxes, inner)]
-        whole_stack = math.prod(inner) >= FULL_COVERAGE_FRACTION * math.prod(scaled)
+        decoded = [self._decode_objects(window[None]) for window in self._score_boxes(boxes, inner_size)]
+        covers_stack = math.prod(inner_size) >= FULL_COVERAGE_FRACTION * math.prod(scaled_size)
         probe = self._summarize(
-            factors, np.concatenate([rows for rows, _ in decoded]), len(boxes), whole_stack=whole_stack
+            factors, np.concatenate([rows for rows, _ in decoded]), len(boxes), covers_stack=covers_stack
         )
         if self._spec.confidence is None:
             return probe
         objects = Objects.concatenate([objects for _, objects in decoded])
         confidence = predict_confidence(objects, self._expected_diameter, self._spec.confidence)
-        return probe._replace(confidence=confidence, voxels=int(objects.voxels.sum()))
+        return probe._replace(confidence=confidence, num_object_voxels=int(objects.voxels.sum()))
 
-    def _score_boxes(self, boxes: Sequence[Box], inner: Sequence[int]) -> Tensor:
-        """Return the scores [N, K, *inner] of boxes of the image, each resampled to `inner` voxels."""
+    def _score_boxes(self, boxes: Sequence[Box], inner_size: Sequence[int]) -> Tensor:
+        """Return the scores [N, K, *inner_size] of boxes of the image, each resampled to `inner_size` voxels."""
         roi = self._spec.input.roi_size
         windows = torch.zeros((len(boxes), self._spec.input.channels, *roi))
-        before = [(edge - length) // 2 for edge, length in zip(roi, inner, strict=True)]
-        inside = tuple(slice(first, first + length) for first, length in zip(before, inner, strict=True))
+        offsets = [(edge - length) // 2 for edge, length in zip(roi, inner_size, strict=True)]
+        region = tuple(slice(first, first + length) for first, length in zip(offsets, inner_size, strict=True))
         for window, part in zip(windows, cut_boxes(self._image, boxes), strict=True):
-            window[(slice(None), *inside)] = functional.interpolate(part[None], size=[*inner], mode="trilinear")[0]
-        return self._score_windows(windows)[(slice(None), slice(None), *inside)]
+            window[(slice(None), *region)] = functional.interpolate(part[None], size=[*inner_size], mode="trilinear")[0]
+        return self._score_windows(windows)[(slice(None), slice(None), *region)]
 
     def _decode_objects(self, scores: Tensor) -> tuple[NDArray[np.float64], Objects]:
-        """Return the objects and their measurements, float64 [N, 4].
+        """Return the measurements of objects, float64 [N, 4], and the objects.
 
         The columns are the extents along (z, y, x), NaN if the object touches a face of the window, and the peak
         distance.
@@ -269,43 +272,45 @@ class DiameterEstimator:
         if objects is None:
             raise TypeError("The instance decoder returned no objects.")
         indices = np.nonzero(labels)
-        owner, count = labels[indices].astype(np.intp) - 1, len(objects)
-        rows = np.ones((count, 4))
+        object_indices, count = labels[indices].astype(np.intp) - 1, len(objects)
+        measurements = np.ones((count, 4))
         if self._spec.activation == "sigmoid":
-            rows[:, 3] = objects.peaks
+            measurements[:, 3] = objects.peaks
         for axis, (position, edge) in enumerate(zip(indices, labels.shape, strict=True)):
-            low, high = np.full(count, edge), np.full(count, -1)
-            np.minimum.at(low, owner, position)
-            np.maximum.at(high, owner, position)
-            rows[:, axis] = np.where((low == 0) | (high == edge - 1), np.nan, high - low + 1)
-        return rows, objects
+            first, last = np.full(count, edge), np.full(count, -1)
+            np.minimum.at(first, object_indices, position)
+            np.maximum.at(last, object_indices, position)
+            measurements[:, axis] = np.where((first == 0) | (last == edge - 1), np.nan, last - first + 1)
+        return measurements, objects
 
     def _summarize(
-        self, factors: Factors, objects: NDArray[np.float64], windows: int, *, whole_stack: bool
+        self, factors: Factors, objects: NDArray[np.float64], num_windows: int, *, covers_stack: bool
     ) -> ScaleProbe:
         """Summarize the measurements of `_decode_objects`.
 
-        Objects are assumed to be as deep as wide if too few of them have a known depth. If there are fewer than
-        `MIN_OBJECTS` objects but the windows show the whole stack, the largest object is used.
+        Objects are assumed to be as deep as they are wide if the depth of too few is known. If there are fewer than
+        `MIN_OBJECTS` objects but the windows show the whole stack, only the largest object is used.
         """
-        uncut = np.isfinite(objects[:, :3])
-        count = int(uncut[:, 1:].sum()) // 2
+        is_whole = np.isfinite(objects[:, :3])
+        count = int(is_whole[:, 1:].sum()) // 2
         if count < MIN_OBJECTS:
-            complete = objects[uncut.all(axis=1)]
-            if not whole_stack or not len(complete):
-                return ScaleProbe(factors, (1.0, 1.0, 1.0), count, 0.0, windows)
-            objects = complete[complete[:, :3].prod(axis=1).argmax()][None]
-            uncut = np.isfinite(objects[:, :3])
-        width = float(np.median(objects[:, 1:3][uncut[:, 1:]]))
-        depth = float(np.median(objects[uncut[:, 0], 0])) if uncut[:, 0].sum() >= min(MIN_OBJECTS, count) else width
-        peak = float(np.median(objects[uncut[:, 1:].any(axis=1), 3]))
+            complete_objects = objects[is_whole.all(axis=1)]
+            if not covers_stack or not len(complete_objects):
+                return ScaleProbe(factors, (1.0, 1.0, 1.0), count, 0.0, num_windows)
+            objects = complete_objects[complete_objects[:, :3].prod(axis=1).argmax()][None]
+            is_whole = np.isfinite(objects[:, :3])
+        width = float(np.median(objects[:, 1:3][is_whole[:, 1:]]))
+        depth = (
+            float(np.median(objects[is_whole[:, 0], 0])) if is_whole[:, 0].sum() >= min(MIN_OBJECTS, count) else width
+        )
+        peak = float(np.median(objects[is_whole[:, 1:].any(axis=1), 3]))
         size_error = math.log(depth * width**2 / self._expected_diameter**3) / 3
         aspect_error = max(abs(math.log(width / depth)) - math.log(MAX_ROUND_ASPECT), 0.0)
         log_scale = math.log(factors[1] / self._base[1])
         fit = peak * math.exp(
             -((size_error / SIZE_SIGMA) ** 2 + (aspect_error / ASPECT_SIGMA) ** 2 + (log_scale / SCALE_SIGMA) ** 2) / 2
         )
-        return ScaleProbe(factors, (depth, width, width), count, fit, windows)
+        return ScaleProbe(factors, (depth, width, width), count, fit, num_windows)
 
     def _refine_factors(self, probe: ScaleProbe) -> Factors:
         """Return the factors at which the objects of a probe would have the expected diameter, clamped to the limits.
@@ -328,8 +333,7 @@ class DiameterEstimator:
     def _clamp_factors(self, factors: Factors) -> Factors:
         """Clamp factors to within `MAX_SCALE_RATIO` of the base grid.
 
-        An axis does not become shorter than the window, unless it already is: padding reduces the quality of the
-        scores.
+        No axis becomes shorter than the window, unless it already is, because padding reduces the score quality.
         """
         clamped = []
         for factor, base, edge, length in zip(factors, self._base, self._spec.input.roi_size, self._size, strict=True):
@@ -339,7 +343,7 @@ class DiameterEstimator:
 
 
 def expect_flatness(voxel_size: VoxelSize | None, base: Factors) -> float:
-    """Return the expected ratio of object width and depth on the base grid; 1 if the voxel size is unknown."""
+    """Return the expected ratio of object width to depth on the base grid; 1 if the voxel size is unknown."""
     if voxel_size is None:
         return 1.0
     z, y, x = (edge / factor for edge, factor in zip(voxel_size, base, strict=True))

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Fraction of the voxels that are taken to belong to structures.
+# Fraction of the voxels that are assumed to belong to structures.
 STRUCTURE_FRACTION = 0.05
 
-# Largest curvature of a sheet along its other two axes, relative to the curvature across the sheet.
+# Maximum curvature of a sheet along its other two axes, relative to the curvature across the sheet.
 MAX_CURVATURE_RATIO = 0.3
 
-# Largest gradient of a sheet, relative to the curvature times the smoothing sigma. It is about 1 at the step of a
+# Maximum gradient of a sheet, relative to the curvature times the smoothing sigma. It is about 1 at the step of a
 # Gaussian edge and 0 on the ridge of a sheet.
 MAX_GRADIENT_RATIO = 0.7
 
-# Number of 3 x 3 x 3 mean filters, which together smooth like a Gaussian of this sigma.
+# Number of 3 x 3 x 3 mean filters. Together they smooth like a Gaussian with this sigma.
 SMOOTHING_PASSES = 6
 SMOOTHING_SIGMA_VOXELS = 2.0
 
@@ -27,11 +27,13 @@ SMOOTHING_SIGMA_VOXELS = 2.0
 def contains_sheets(windows: Sequence[Tensor]) -> bool | None:
     """Return whether the bright structures in windows [z, y, x] of one channel are sheets: membranes or shells.
 
-    A sheet is strongly curved in one direction only, and it is a ridge, not the edge of a bright region. The
+    A sheet is strongly curved in only one direction, and it is a ridge, not the edge of a bright region. The
     eigenvalues of the Hessian separate sheets from lines and blobs (Sato et al. 1998). Returns None if no window is
     large enough.
     """
-    ratios = np.array([_structure_ratios(window) for window in windows if min(window.shape) >= 5]).reshape(-1, 3)
+    ratios = np.array([_measure_structure_ratios(window) for window in windows if min(window.shape) >= 5]).reshape(
+        -1, 3
+    )
     if not len(ratios):
         return None
     # The ratios are NaN if a window is constant.
@@ -42,7 +44,7 @@ def contains_sheets(windows: Sequence[Tensor]) -> bool | None:
     )
 
 
-def _structure_ratios(window: Tensor) -> tuple[float, float, float]:
+def _measure_structure_ratios(window: Tensor) -> tuple[float, float, float]:
     """Return the curvature ratios and the gradient ratio of the voxels with the most negative first eigenvalues.
 
     The curvature ratios are the medians of the middle and of the last eigenvalue, divided by the first. The gradient

@@ -12,11 +12,11 @@ from service.core.quantities import Size
 from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import Image
 
-# Number of candidate window centers: along z, and along y and x.
+# Maximum number of candidate window centers: along z, and along each of y and x.
 MAX_CANDIDATE_PLANES = 8
 MAX_CENTERS_PER_AXIS = 16
 
-# Number of windows that `select_high_contrast_windows` returns.
+# Maximum number of windows that `select_high_contrast_windows` returns.
 MAX_WINDOWS = 4
 
 Box = tuple[slice, slice, slice]
@@ -24,33 +24,36 @@ Box = tuple[slice, slice, slice]
 
 
 def rank_by_contrast(image: Image, edges: Size) -> list[Size]:
-    """Return candidate window centers (z, y, x), by descending contrast within `edges` in their plane."""
+    """Return candidate window centers (z, y, x) by descending contrast of their plane within windows of `edges`."""
     depth, height, width = image.shape[2:]
-    rows, columns = _centers(height, edges[1], MAX_CENTERS_PER_AXIS), _centers(width, edges[2], MAX_CENTERS_PER_AXIS)
+    rows, columns = (
+        _place_centers(height, edges[1], MAX_CENTERS_PER_AXIS),
+        _place_centers(width, edges[2], MAX_CENTERS_PER_AXIS),
+    )
     candidates = list[tuple[float, Size]]()
-    up, left = edges[1] // 2, edges[2] // 2
-    for z in _centers(depth, edges[0] // 2, MAX_CANDIDATE_PLANES):
+    half_height, half_width = edges[1] // 2, edges[2] // 2
+    for z in _place_centers(depth, edges[0] // 2, MAX_CANDIDATE_PLANES):
         plane = image[0, slice(None), slice(z, z + 1), slice(0, height), slice(0, width)].clamp(0, 1)
         for y, x in itertools.product(rows, columns):
-            part = plane[:, :, max(y - up, 0) : y + up, max(x - left, 0) : x + left]
-            candidates.append((-float(part.std(correction=0)), (z, y, x)))
+            patch = plane[:, :, max(y - half_height, 0) : y + half_height, max(x - half_width, 0) : x + half_width]
+            candidates.append((-float(patch.std(correction=0)), (z, y, x)))
     return [center for _, center in sorted(candidates)]
 
 
 def select_high_contrast_windows(image: Image, roi: Size) -> list[Tensor]:
-    """Return the windows [C, z, y, x] with the highest contrast, at the original resolution and at most `roi` large."""
+    """Return the windows [C, z, y, x] of at most `roi` voxels with the highest contrast, at the original resolution."""
     size = as_size(image.shape[2:])
-    inner = [min(edge, length) for edge, length in zip(roi, size, strict=True)]
+    window_size = [min(edge, length) for edge, length in zip(roi, size, strict=True)]
     return cut_boxes(
         image,
         select_separate_boxes(
-            (box_around(center, size, inner, size) for center in rank_by_contrast(image, roi)), MAX_WINDOWS
+            (box_around(center, size, window_size, size) for center in rank_by_contrast(image, roi)), MAX_WINDOWS
         ),
     )
 
 
-def _centers(length: int, edge: int, max_count: int) -> list[int]:
-    """Return the centers of up to `max_count` equal parts of an axis, about half an edge apart."""
+def _place_centers(length: int, edge: int, max_count: int) -> list[int]:
+    """Return the centers of up to `max_count` equal parts of an axis, about half an `edge` apart."""
     count = min(max(round(2 * length / max(edge, 1)), 1), max_count)
     return [int((index + 0.5) * length / count) for index in range(count)]
 
@@ -65,18 +68,18 @@ def cut_boxes(image: Image, boxes: Sequence[Box]) -> list[Tensor]:
     return parts
 
 
-def box_around(center: Size, size: Size, inner: Sequence[int], scaled: Sequence[int]) -> Box:
-    """Return the box around `center` that has `inner` voxels once the image is resized from `size` to `scaled`."""
-    parts = []
-    for position, length, edge, scaled_length in zip(center, size, inner, scaled, strict=True):
+def box_around(center: Size, size: Size, inner_size: Sequence[int], scaled_size: Sequence[int]) -> Box:
+    """Return a box around `center` with `inner_size` voxels when the image is resized from `size` to `scaled_size`."""
+    spans = []
+    for position, length, edge, scaled_length in zip(center, size, inner_size, scaled_size, strict=True):
         extent = min(max(round(edge * length / scaled_length), 1), length)
         start = min(max(position - extent // 2, 0), length - extent)
-        parts.append(slice(start, start + extent))
-    return parts[0], parts[1], parts[2]
+        spans.append(slice(start, start + extent))
+    return spans[0], spans[1], spans[2]
 
 
 def select_separate_boxes(candidates: Iterable[Box], max_count: int) -> list[Box]:
-    """Return the first boxes, up to `max_count`, that are separate from all boxes selected before."""
+    """Return the first boxes, up to `max_count`, that are separate from all boxes selected before them."""
     boxes = list[Box]()
     for box in candidates:
         if len(boxes) < max_count and all(_is_separate(box, other) for other in boxes):
@@ -86,4 +89,7 @@ def select_separate_boxes(candidates: Iterable[Box], max_count: int) -> list[Box
 
 def _is_separate(one: Box, other: Box) -> bool:
     """Return whether the centers of two boxes are at least half an edge apart along some axis."""
-    return any(abs(a.start - b.start) * 2 >= a.stop - a.start for a, b in zip(one, other, strict=True))
+    return any(
+        abs(span.start - other_span.start) * 2 >= span.stop - span.start
+        for span, other_span in zip(one, other, strict=True)
+    )

@@ -1,7 +1,7 @@
-"""Intensity normalization as defined by the model file.
+"""Intensity normalization as defined in `model.yaml`.
 
-Statistics are computed over the whole volume, a block of planes at a time. Pixels are normalized to float32 when a
-window reads them, so the whole volume is never held in float32.
+Statistics are computed over the whole volume, a block of planes at a time. Pixels are normalized to float32 when they
+are read for a window, so the whole volume is never held in float32.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from service.models.spec import (
 # Number of voxels that are read together for statistics, which limits temporary memory.
 BLOCK_VOXELS = 2**22
 
-# Dtypes that torch converts to float32 without rounding.
+# Dtypes that PyTorch converts to float32 without rounding.
 _EXACT_IN_FLOAT32 = (np.uint8, np.int8, np.uint16, np.int16, np.float16, np.float32)
 
-# Limit of normalized values. If almost all pixels are equal, a single hot pixel would become infinite and affect the
-# whole window.
+# Maximum magnitude of normalized values. If almost all pixels are equal, a single hot pixel would otherwise become
+# infinite and affect the whole window.
 MAX_MAGNITUDE = 1e6
 
 
 @dataclass(frozen=True)
 class VolumeChannel:
-    """One channel of a volume in blocks of planes. NaN and infinity are replaced by `substitute` unless it is None."""
+    """One channel of a volume in blocks of planes. NaN and infinity become `substitute` unless it is None."""
 
     volume: Volume
     index: int
@@ -66,7 +66,7 @@ class VolumeChannel:
 
 
 class DevicePixels(Protocol):
-    """All stored pixels of a volume, of up to 16 bits, on another device."""
+    """All pixels of a volume in their stored dtype of up to 16 bits, on a device other than the host."""
 
     def count_keys(self, index: int) -> NDArray[np.int64]:
         """Return the histogram of one channel, like `percentiles.count_digits` for up to 16 bits."""
@@ -77,7 +77,7 @@ class DevicePixels(Protocol):
 
 @dataclass(frozen=True)
 class DeviceChannel(VolumeChannel):
-    """One channel of a volume whose pixels are also on another device, which counts them."""
+    """One channel of a volume whose pixels are also on a different device, which counts them."""
 
     device_pixels: DevicePixels = field(kw_only=True)
 
@@ -86,21 +86,21 @@ class DeviceChannel(VolumeChannel):
 
 
 def replace_nonfinite(pixels: Array, substitute: float | None) -> Array:
-    """Return the pixels with NaN and infinity replaced by `substitute`, or unchanged if it is None."""
+    """Return the pixels with NaN and infinity replaced with `substitute`, or unchanged if it is None."""
     return pixels if substitute is None else np.where(np.isfinite(pixels), pixels, pixels.dtype.type(substitute))
 
 
 @dataclass(frozen=True)
 class IntensityScaling:
-    """Map x to (x - offset) / scale, clipped to [lowest, highest]. A scale of 0 maps all pixels to 0.
+    """Map x to (x - offset) / scale, clipped to [minimum, maximum]. A scale of 0 maps all pixels to 0.
 
-    NaN and infinity are replaced by `substitute`; None means that there are none.
+    NaN and infinity are replaced with `substitute`; None means that all pixels are finite.
     """
 
     offset: float
     scale: float
-    lowest: float = -MAX_MAGNITUDE
-    highest: float = MAX_MAGNITUDE
+    minimum: float = -MAX_MAGNITUDE
+    maximum: float = MAX_MAGNITUDE
     substitute: float | None = None
 
     @cached_property
@@ -117,14 +117,14 @@ class IntensityScaling:
         with np.errstate(over="ignore"):
             scaled = np.subtract(pixels, self.offset, dtype=dtype)
             scaled /= self.scale
-            np.clip(scaled, self.lowest, self.highest, out=scaled)
+            np.clip(scaled, self.minimum, self.maximum, out=scaled)
         return scaled.astype(np.float32, copy=False)
 
     def apply_into(self, pixels: Array, out: Tensor) -> None:
         """Write the scaled pixels into `out`, which has their shape and any floating-point dtype."""
         is_plain = self._is_plain
         if is_plain and window_kernels.can_scale(pixels, out):
-            window_kernels.scale(pixels, out, self.offset, self.scale, (self.lowest, self.highest))
+            window_kernels.scale(pixels, out, self.offset, self.scale, (self.minimum, self.maximum))
             return
         if not is_plain or out.dtype != torch.float32 or not _can_share_memory(pixels):
             out.copy_(torch.from_numpy(self.apply(pixels)))
@@ -142,22 +142,22 @@ class IntensityScaling:
         else:
             out.copy_(upload(self.apply(pixels)))
 
-    def scale_into(self, stored: Tensor, dtype: np.dtype[Any], out: Tensor) -> None:
-        """Write scaled pixels into `out`, float32. `stored` has pixels of `dtype` on the same device."""
+    def scale_into(self, stored_pixels: Tensor, dtype: np.dtype[Any], out: Tensor) -> None:
+        """Write scaled pixels into `out`, float32. `stored_pixels` have this `dtype` and are on the same device."""
         if self.scale == 0:
             out.zero_()
             return
-        # In place and with all threads of torch, this takes a third of the time of NumPy.
-        out.copy_(stored).sub_(self.offset).div_(self.scale)
+        # In place and with all PyTorch threads, this takes a third of the time that NumPy needs.
+        out.copy_(stored_pixels).sub_(self.offset).div_(self.scale)
         if not self._stays_within_limits(dtype):
-            out.clamp_(self.lowest, self.highest)
+            out.clamp_(self.minimum, self.maximum)
 
     def _stays_within_limits(self, dtype: np.dtype[Any]) -> bool:
         """Return whether no pixel of this dtype can exceed the limits."""
         if dtype.kind == "f":
             return False
-        ends = [(end - self.offset) / self.scale for end in (np.iinfo(dtype).min, np.iinfo(dtype).max)]
-        return self.lowest <= min(ends) and max(ends) <= self.highest
+        limits = [(limit - self.offset) / self.scale for limit in (np.iinfo(dtype).min, np.iinfo(dtype).max)]
+        return self.minimum <= min(limits) and max(limits) <= self.maximum
 
 
 def _can_share_memory(pixels: Array) -> bool:
@@ -168,8 +168,8 @@ def _can_share_memory(pixels: Array) -> bool:
 class NormalizedImage:
     """A volume whose channels are normalized when they are read.
 
-    Index it with (0, channels, z, y, x), where all but the first are slices, like a float32 tensor [1, C, Z, Y, X]. The
-    planes of the last box are cached, because windows are read in layers of planes. The image is thread-safe.
+    Index it like a float32 tensor [1, C, Z, Y, X] with (0, channels, z, y, x); all but the first are slices. The planes
+    of the last box are cached, because windows are read in layers of planes. The image is thread-safe.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class NormalizedImage:
     ) -> None:
         self._volume, self.scalings, self._device_pixels = volume, tuple(scalings), device_pixels
         self.shape = (1, *volume.shape)
-        # First plane, end plane, and the planes of each channel between them.
+        # First plane, end plane (exclusive), and these planes of each channel.
         self._cached: tuple[int, int, tuple[Array, ...]] = (0, 0, ())
         self._lock = threading.Lock()
 
@@ -214,17 +214,17 @@ class NormalizedImage:
             return planes
         with self._lock:
             if self._cached[:2] != (first, end):
-                # Free the old planes first: for a large volume they are most of the memory in use.
+                # Free the old planes first: for a large volume, they occupy most of the memory in use.
                 planes, self._cached = (), (0, 0, ())
                 self._cached = (first, end, tuple(self._volume.read(first, end)))
             return self._cached[2]
 
     def tensor(self) -> Tensor:
-        """Return the whole image, float32 [1, C, Z, Y, X]. Planes are converted one by one to save memory."""
-        whole = torch.empty(self.shape)
+        """Return the whole image as float32 [1, C, Z, Y, X]. Planes are converted one at a time to save memory."""
+        pixels = torch.empty(self.shape)
         for z in range(self.shape[2]):
-            whole[0, :, z : z + 1] = self[0, slice(None), slice(z, z + 1), slice(None), slice(None)]
-        return whole
+            pixels[0, :, z : z + 1] = self[0, slice(None), slice(z, z + 1), slice(None), slice(None)]
+        return pixels
 
 
 def normalize_volume(
@@ -232,24 +232,24 @@ def normalize_volume(
 ) -> tuple[NormalizedImage, tuple[str, ...]]:
     """Return the volume with each channel normalized over the whole volume, and notes for the user.
 
-    If the volume's pixels are on another device, they are counted and scaled there. NaN and infinite pixels are
-    replaced by the lowest finite value. A constant channel becomes zeros. Raises BadFile if a channel has no finite
-    pixel.
+    If the volume's pixels are also on a different device, they are counted and scaled there. NaN and infinite pixels
+    are replaced with the lowest finite value. A constant channel becomes zeros. Raises BadFile if a channel has no
+    finite pixel.
     """
-    scalings, replaced = [], 0
+    scalings, num_replaced = [], 0
     for index in range(volume.shape[0]):
-        substitute, nonfinite = _find_substitute(VolumeChannel(volume, index))
+        substitute, num_nonfinite = _find_substitute(VolumeChannel(volume, index))
         channel: Channel = VolumeChannel(volume, index, substitute)
         if device_pixels is not None:
             channel = DeviceChannel(volume, index, device_pixels=device_pixels)
         scalings.append(replace(fit_scaling(channel, spec.input.normalisation), substitute=substitute))
-        replaced += nonfinite
-    return NormalizedImage(volume, scalings, device_pixels), describe_replaced_pixels(replaced)
+        num_replaced += num_nonfinite
+    return NormalizedImage(volume, scalings, device_pixels), describe_replaced_pixels(num_replaced)
 
 
-def describe_replaced_pixels(replaced: int) -> tuple[str, ...]:
-    """Return a note for the user about the number of replaced pixels; none if it is 0."""
-    return (f"{replaced} NaN or infinite pixels were replaced by the lowest finite intensity.",) if replaced else ()
+def describe_replaced_pixels(count: int) -> tuple[str, ...]:
+    """Return a note for the user about the number of replaced pixels; no note if it is 0."""
+    return (f"{count} NaN or infinite pixels were replaced with the lowest finite intensity.",) if count else ()
 
 
 def normalize_channel(pixels: Array, normalisation: Normalisation) -> NDArray[np.float32]:
@@ -261,20 +261,20 @@ def fit_scaling(channel: Channel, normalisation: Normalisation) -> IntensityScal
     """Return the scaling that normalizes one channel of finite numbers."""
     match normalisation:
         case PercentileNormalisation(low=low, high=high, clip=clip):
-            at_low, at_high = percentiles(channel, low, high)
-            if at_low == at_high:
-                # Almost all pixels are background, so scale by the few that differ.
-                at_low, at_high = percentiles(channel, 0, 100)
-            return IntensityScaling(at_low, at_high - at_low, *(clip or ()))
+            low_value, high_value = percentiles(channel, low, high)
+            if low_value == high_value:
+                # Almost all pixels are background, so scale by the range of the few pixels that differ.
+                low_value, high_value = percentiles(channel, 0, 100)
+            return IntensityScaling(low_value, high_value - low_value, *(clip or ()))
         case ZScoreNormalisation():
-            return IntensityScaling(*_mean_and_std(channel))
+            return IntensityScaling(*_compute_mean_and_std(channel))
         case RangeNormalisation(low=low, high=high, clip=clip):
             return IntensityScaling(low, high - low, *(clip or ()))
         case _:
             assert_never(normalisation)
 
 
-def _mean_and_std(channel: Channel) -> tuple[float, float]:
+def _compute_mean_and_std(channel: Channel) -> tuple[float, float]:
     """Return mean and standard deviation like `numpy.mean` and `numpy.std` in float64."""
     with np.errstate(over="ignore", invalid="ignore"):
         mean = float(sum(block.sum(dtype=np.float64) for block in channel) / channel.size)
@@ -283,34 +283,34 @@ def _mean_and_std(channel: Channel) -> tuple[float, float]:
 
 
 def _find_substitute(channel: Channel) -> tuple[float | None, int]:
-    """Return the lowest finite value and the number of NaN and infinite pixels; None and 0 if all are finite.
+    """Return the lowest finite value and the number of NaN and infinite pixels; None and 0 if all pixels are finite.
 
     Raises BadFile if no pixel is finite.
     """
     if channel.dtype.kind != "f" or _all_finite(channel):
         return None, 0
-    lowest, nonfinite = np.inf, 0
+    minimum, num_nonfinite = np.inf, 0
     for block in channel:
         is_finite = np.isfinite(block)
-        nonfinite += block.size - int(np.count_nonzero(is_finite))
-        lowest = min(lowest, float(block.min(where=is_finite, initial=np.inf)))
-    return choose_substitute(lowest, nonfinite, channel.size), nonfinite
+        num_nonfinite += block.size - int(np.count_nonzero(is_finite))
+        minimum = min(minimum, float(block.min(where=is_finite, initial=np.inf)))
+    return choose_substitute(minimum, num_nonfinite, channel.size), num_nonfinite
 
 
-def choose_substitute(lowest: float, nonfinite: int, size: int) -> float | None:
-    """Return the replacement for NaN and infinite pixels, which is the `lowest` finite value; None if all are finite.
+def choose_substitute(minimum: float, num_nonfinite: int, num_pixels: int) -> float | None:
+    """Return the replacement for NaN and infinite pixels, which is the finite `minimum`; None if all pixels are finite.
 
-    Raises BadFile if none of the `size` pixels of the channel is finite.
+    Raises BadFile if none of the `num_pixels` pixels of the channel is finite.
     """
-    if nonfinite == size:
+    if num_nonfinite == num_pixels:
         raise BadFile("All pixels are NaN or infinite. Export the file again, or select another channel.")
-    return lowest if nonfinite else None
+    return minimum if num_nonfinite else None
 
 
 def _all_finite(blocks: Iterable[Array]) -> bool:
     """Return whether the sum of every block is finite.
 
-    One NaN or infinity makes the sum not finite. A sum of finite values may also overflow.
+    A single NaN or infinity makes the sum nonfinite. A sum of finite values may also overflow.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return all(np.isfinite(block.sum(dtype=np.float64)) for block in blocks)

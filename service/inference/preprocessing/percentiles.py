@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from service.core.types import Array
 
-# Channels of more than 16 bits are partially sorted up to this number of voxels, and counted beyond it.
+# Channels of more than 16 bits are partially sorted if they have at most this number of voxels, and counted otherwise.
 MAX_SORTED_VOXELS = 2**22
 
-# Number of values per call of `numpy.bincount`, which converts them to 64 bits. Chunks of this size stay in the cache,
-# and do not fragment memory with gaps of 32 MiB.
+# Number of values per call of `numpy.bincount`, which converts them to 64 bits. Chunks of this size stay in the cache
+# and do not leave gaps of 32 MiB in memory.
 COUNT_CHUNK_VOXELS = 2**16
 
 
 class Channel(Protocol):
-    """All pixels of one channel in blocks, which can be iterated several times. A 3D array yields its planes."""
+    """All pixels of one channel in blocks that can be iterated over several times; a 3D array yields its planes."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -30,7 +30,7 @@ class Channel(Protocol):
         """Number of voxels."""
 
     def __iter__(self) -> Iterator[Array]:
-        """Yield blocks of any shape that together hold every voxel once."""
+        """Yield blocks of any shape that together contain every voxel once."""
 
 
 @runtime_checkable
@@ -47,22 +47,22 @@ def percentiles(channel: Channel, low: float, high: float) -> tuple[float, float
     Up to 16 bits, one pass creates a histogram. Wider dtypes are partially sorted if the channel is small. Otherwise,
     each pass counts 16 more bits of order-preserving integer keys (radix selection).
     """
-    ranks = [share / 100 * (channel.size - 1) for share in (low, high)]
+    ranks = [percent / 100 * (channel.size - 1) for percent in (low, high)]
     if channel.dtype.itemsize > 2 and channel.size <= MAX_SORTED_VOXELS:
         a, b = np.percentile(np.concatenate([block.ravel() for block in channel]), (low, high))
         return float(a), float(b)
-    whole_ranks = sorted({int(whole) for rank in ranks for whole in (np.floor(rank), np.ceil(rank))})
-    values = dict(zip(whole_ranks, _order_statistics(channel, whole_ranks), strict=True))
+    integer_ranks = sorted({int(integer_rank) for rank in ranks for integer_rank in (np.floor(rank), np.ceil(rank))})
+    values = dict(zip(integer_ranks, _find_order_statistics(channel, integer_ranks), strict=True))
     a, b = (_interpolate(values[int(np.floor(rank))], values[int(np.ceil(rank))], rank % 1) for rank in ranks)
     return a, b
 
 
-def _interpolate(below: float, above: float, share: float) -> float:
+def _interpolate(lower: float, upper: float, fraction: float) -> float:
     """Interpolate like `numpy.percentile`, but without a difference of the two values, which could overflow."""
-    return below if share == 0 else below * (1 - share) + above * share
+    return lower if fraction == 0 else lower * (1 - fraction) + upper * fraction
 
 
-def _order_statistics(channel: Channel, ranks: list[int]) -> list[float]:
+def _find_order_statistics(channel: Channel, ranks: list[int]) -> list[float]:
     """Return the pixels at these ranks of the sorted channel. Ranks are ascending and start at 0."""
     prefixes, remaining_ranks = [0] * len(ranks), list(ranks)
     bits = 8 * channel.dtype.itemsize
@@ -72,43 +72,45 @@ def _order_statistics(channel: Channel, ranks: list[int]) -> list[float]:
         else:
             histograms = count_digits(channel, shift, frozenset(prefixes))
         for index, prefix in enumerate(prefixes):
-            digit, less = _find_rank(histograms[prefix], remaining_ranks[index])
-            remaining_ranks[index] -= less
+            digit, num_smaller = _find_rank(histograms[prefix], remaining_ranks[index])
+            remaining_ranks[index] -= num_smaller
             prefixes[index] = prefix << 16 | digit
-    return [_pixel_of_key(key, channel.dtype) for key in prefixes]
+    return [_key_to_pixel(key, channel.dtype) for key in prefixes]
 
 
 def count_digits(blocks: Iterable[Array], shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
     """Return a histogram of the 16 bits at `shift` for each prefix, that is, for each value of the bits above them.
 
-    The bits are those of order-preserving keys; a key of up to 16 bits is its own only digit. A histogram ends at its
-    highest value: counting values that do not occur would take half of the time of a small volume.
+    The bits are those of order-preserving keys; a key of up to 16 bits has a single digit. A histogram ends at its
+    highest value: counting values that do not occur would take half of the time for a small volume.
     """
     histograms = {prefix: np.zeros(1, np.int64) for prefix in prefixes}
     for block in blocks:
         keys = sortable_keys(block.ravel())
         has_no_prefix = keys.dtype.itemsize * 8 <= shift + 16
         for prefix, counts in histograms.items():
-            chosen = keys if has_no_prefix else keys[keys >> (shift + 16) == prefix]
-            digits = chosen >> shift & 0xFFFF if shift or not has_no_prefix else chosen
+            selected_keys = keys if has_no_prefix else keys[keys >> (shift + 16) == prefix]
+            digits = selected_keys >> shift & 0xFFFF if shift or not has_no_prefix else selected_keys
             histograms[prefix] = _add_counts(digits, counts)
     return histograms
 
 
 def _find_rank(counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
     """Return the value at `rank` of a histogram's sorted values, and the number of smaller values."""
-    cumulated = np.cumsum(counts)
-    value = int(np.searchsorted(cumulated, rank, side="right"))
-    return value, int(cumulated[value - 1]) if value else 0
+    cumulative_counts = np.cumsum(counts)
+    value = int(np.searchsorted(cumulative_counts, rank, side="right"))
+    return value, int(cumulative_counts[value - 1]) if value else 0
 
 
 def _add_counts(values: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the histogram of `values` plus `counts`, up to the highest value. `counts` may be modified."""
     for start in range(0, values.size, COUNT_CHUNK_VOXELS):
-        part = values[start : start + COUNT_CHUNK_VOXELS]
+        chunk = values[start : start + COUNT_CHUNK_VOXELS]
         # Large volumes are mostly empty, so most chunks have one value.
-        more = np.append(np.zeros(part[0], np.int64), part.size) if has_one_value(part) else np.bincount(part)
-        counts, shorter = (more, counts) if len(more) > len(counts) else (counts, more)
+        chunk_counts = (
+            np.append(np.zeros(chunk[0], np.int64), chunk.size) if has_one_value(chunk) else np.bincount(chunk)
+        )
+        counts, shorter = (chunk_counts, counts) if len(chunk_counts) > len(counts) else (counts, chunk_counts)
         counts[: len(shorter)] += shorter
     return counts
 
@@ -125,12 +127,12 @@ def sortable_keys(pixels: Array) -> NDArray[np.unsignedinteger]:
     keys: NDArray[np.unsignedinteger] = pixels.view(f"u{pixels.dtype.itemsize}")
     sign = keys.dtype.type(1 << (bits - 1))
     if kind == "f":
-        # All bits of a negative number are inverted; of a positive number, only the sign bit.
+        # All bits of negative numbers are inverted, but only the sign bit of positive numbers.
         return keys ^ (pixels.view(f"i{pixels.dtype.itemsize}") >> (bits - 1)).view(keys.dtype) ^ (~keys & sign)
     return keys ^ sign if kind == "i" else keys
 
 
-def _pixel_of_key(key: int, dtype: np.dtype[Any]) -> float:
+def _key_to_pixel(key: int, dtype: np.dtype[Any]) -> float:
     """Invert `sortable_keys` for one key."""
     bits = 8 * dtype.itemsize
     sign = 1 << (bits - 1)

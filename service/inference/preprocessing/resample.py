@@ -22,11 +22,12 @@ from service.inference.windows.grid import Box, as_size
 from service.inference.windows.sliding_window import Image
 from service.models.spec import ModelSpec
 
-# Limit of the ratio of the voxel sizes of volume and model. Beyond it, one of them must be wrong.
-MAX_RESAMPLING = 64.0
-# Limit of the ratio of the object diameters of request and model. Objects beyond it are not visible in the stack.
+# Maximum ratio between the voxel sizes of the volume and the model. If it is exceeded, one of them must be wrong.
+MAX_VOXEL_SIZE_RATIO = 64.0
+# Maximum ratio between the object diameters of the request and the model. Objects beyond this ratio are not visible in
+# the stack.
 MAX_DIAMETER_RATIO = 16.0
-# Number of planes that a thread resamples at a time when it creates a whole image.
+# Number of planes that a thread resamples at a time when a whole image is created.
 PLANES_PER_TASK = 8
 
 Spans = tuple[range, range, range]
@@ -35,27 +36,33 @@ Spans = tuple[range, range, range]
 
 @dataclass(frozen=True)
 class Resampling:
-    """Linear interpolation from a grid of `before` voxels (Z, Y, X) to the centers of `after` voxels.
+    """Linear interpolation from a grid of `source_size` voxels (Z, Y, X) to the centers of `target_size` voxels.
 
-    The result is identical for every division of the grid into boxes: weights depend on the position in the whole grid,
-    and each arithmetic step is rounded separately.
+    The result does not depend on the division of the grid into boxes: weights depend on the position in the whole grid,
+    and the result of each operation is rounded separately.
     """
 
-    before: Size
-    after: Size
+    source_size: Size
+    target_size: Size
 
     @cached_property
-    def _axes(self) -> list[_Axis]:
-        return [_Axis.between(old, new) for old, new in zip(self.before, self.after, strict=True)]
+    def _axes(self) -> list[_AxisInterpolation]:
+        return [
+            _AxisInterpolation.between(source_length, target_length)
+            for source_length, target_length in zip(self.source_size, self.target_size, strict=True)
+        ]
 
     @cached_property
     def _order(self) -> list[int]:
-        """Axes in the fastest order: shrinking axes first, and x, which is contiguous, first among the growing axes."""
-        factors = [new / old for old, new in zip(self.before, self.after, strict=True)]
+        """Axes in the fastest order: axes that shrink first, then axes that grow, from x (which is contiguous) to z."""
+        factors = [
+            target_length / source_length
+            for source_length, target_length in zip(self.source_size, self.target_size, strict=True)
+        ]
         return sorted(range(3), key=lambda axis: (factors[axis], axis if factors[axis] < 1 else -axis))
 
-    def source(self, box: Spans) -> Spans:
-        """Return the box of the `before` grid that a box of the `after` grid is interpolated from."""
+    def find_source_box(self, box: Spans) -> Spans:
+        """Return the box of the source grid that a box of the target grid is interpolated from."""
         z, y, x = (
             range(int(axis.low[span[0]]), int(axis.high[span[-1]]) + 1)
             for axis, span in zip(self._axes, box, strict=True)
@@ -63,87 +70,90 @@ class Resampling:
         return z, y, x
 
     def interpolate(self, pixels: NDArray[np.float32], box: Spans) -> NDArray[np.float32]:
-        """Interpolate a box of the `after` grid, [C, z, y, x], from the pixels of `source(box)`."""
-        source = self.source(box)
+        """Interpolate a box of the target grid, [C, z, y, x], from the pixels of `find_source_box(box)`."""
+        source_box = self.find_source_box(box)
         for axis_index in self._order:
-            if self.before[axis_index] == self.after[axis_index]:
+            if self.source_size[axis_index] == self.target_size[axis_index]:
                 continue
-            axis, first, span = self._axes[axis_index], source[axis_index].start, box[axis_index]
-            inside = slice(span.start, span.stop)
-            below = pixels.take(axis.low[inside] - first, axis_index + 1)
-            pixels = pixels.take(axis.high[inside] - first, axis_index + 1)
+            axis, first, span = self._axes[axis_index], source_box[axis_index].start, box[axis_index]
+            target_indices = slice(span.start, span.stop)
+            below = pixels.take(axis.low[target_indices] - first, axis_index + 1)
+            pixels = pixels.take(axis.high[target_indices] - first, axis_index + 1)
             pixels -= below
-            pixels *= axis.weight[inside].reshape([-1 if each == axis_index else 1 for each in range(3)])
+            pixels *= axis.weight[target_indices].reshape([-1 if each == axis_index else 1 for each in range(3)])
             pixels += below
         return pixels
 
 
-class _Axis(NamedTuple):
-    """Interpolation along one axis: for each voxel, its two source voxels and the weight of the upper one, float32."""
+class _AxisInterpolation(NamedTuple):
+    """Interpolation along one axis: the two source voxels of each voxel and the weight of the upper one, float32."""
 
     low: NDArray[np.intp]
     high: NDArray[np.intp]
     weight: NDArray[np.float32]
 
     @classmethod
-    def between(cls, before: int, after: int) -> _Axis:
-        """Interpolate between voxel centers, like `torch.nn.functional.interpolate` with `align_corners=False`."""
-        if before == after:
-            same = np.arange(before)
-            return cls(same, same, np.zeros(before, np.float32))
-        positions = ((np.arange(after) + 0.5) * before / after - 0.5).clip(0, before - 1)
+    def between(cls, source_length: int, target_length: int) -> _AxisInterpolation:
+        """Return the weights for interpolation between voxel centers.
+
+        They are the same as in `torch.nn.functional.interpolate` with `align_corners=False`.
+        """
+        if source_length == target_length:
+            indices = np.arange(source_length)
+            return cls(indices, indices, np.zeros(source_length, np.float32))
+        positions = ((np.arange(target_length) + 0.5) * source_length / target_length - 0.5).clip(0, source_length - 1)
         low = positions.astype(np.intp)
-        return cls(low, np.minimum(low + 1, before - 1), (positions - low).astype(np.float32))
+        return cls(low, np.minimum(low + 1, source_length - 1), (positions - low).astype(np.float32))
 
 
 class ResampledImage:
     """An image on another grid, interpolated when it is read.
 
-    Index it with (0, channels, z, y, x), where all but the first are slices, like a float32 tensor [1, C, Z, Y, X]. It
-    is thread-safe if its source is.
+    Index it like a float32 tensor [1, C, Z, Y, X] with (0, channels, z, y, x); all but the first are slices. The image
+    is thread-safe if its source is thread-safe.
 
-    source      image of all voxels before resampling; if there is a box, of the voxels of `resampling.source(box)`
-    resampling  of the whole image
+    source      image before resampling: the whole image or, with a box, only its part `resampling.find_source_box(box)`
+    resampling  resampling of the whole image
     box         part of the resampled grid that the image covers; None: all of it
     """
 
     def __init__(self, source: Image, resampling: Resampling, box: Spans | None = None) -> None:
         self._source, self._resampling = source, resampling
-        self._box = box or _whole(resampling.after)
-        self._source_box = _whole(resampling.before) if box is None else resampling.source(box)
+        self._box = box or _full_spans(resampling.target_size)
+        self._source_box = _full_spans(resampling.source_size) if box is None else resampling.find_source_box(box)
         self.shape = (1, source.shape[1], *map(len, self._box))
 
     def __getitem__(self, box: Box) -> Tensor:
         _, channels, *spans = box
-        z, y, x = (whole[span] for whole, span in zip(self._box, spans, strict=True))
-        read = self._resampling.source((z, y, x))
+        z, y, x = (full_range[span] for full_range, span in zip(self._box, spans, strict=True))
+        source_spans = self._resampling.find_source_box((z, y, x))
         planes, rows, columns = (
             slice(span.start - source_span.start, span.stop - source_span.start)
-            for span, source_span in zip(read, self._source_box, strict=True)
+            for span, source_span in zip(source_spans, self._source_box, strict=True)
         )
         pixels = self._source[0, channels, planes, rows, columns].numpy()
         return torch.from_numpy(self._resampling.interpolate(pixels, (z, y, x)))
 
     def tensor(self) -> Tensor:
-        """Return the whole image, float32 [1, C, Z, Y, X]."""
-        # Worker threads are not in the inference mode of the caller and must not write to its tensors.
-        whole = np.empty(self.shape, np.float32)
+        """Return the whole image as a float32 tensor [1, C, Z, Y, X]."""
+        # Worker threads are not in the caller's inference mode and must not write to tensors created in it.
+        pixels = np.empty(self.shape, np.float32)
 
         def fill(first: int) -> None:
             planes = slice(first, min(first + PLANES_PER_TASK, self.shape[2]))
-            whole[0, :, planes] = self[0, slice(None), planes, slice(None), slice(None)].numpy()
+            pixels[0, :, planes] = self[0, slice(None), planes, slice(None), slice(None)].numpy()
 
-        run_in_threads(fill, range(0, self.shape[2], PLANES_PER_TASK), whole.nbytes)
-        return torch.from_numpy(whole)
+        run_in_threads(fill, range(0, self.shape[2], PLANES_PER_TASK), pixels.nbytes)
+        return torch.from_numpy(pixels)
 
 
-def _whole(size: Size) -> Spans:
+def _full_spans(size: Size) -> Spans:
     z, y, x = map(range, size)
     return z, y, x
 
 
 class PreparedImage(NamedTuple):
-    """Input of the network and notes for the user about the changes. `image` acts as float32 [1, C, Z, Y, X]."""
+    """Input of the network, and notes for the user. `image` behaves like a float32 tensor [1, C, Z, Y, X]."""
 
     image: NormalizedImage | ResampledImage
     notes: tuple[str, ...]
@@ -155,8 +165,8 @@ def prepare(volume: Volume, spec: ModelSpec, diameter: Diameter | None = None) -
     Raises the errors of `normalize_volume` and `working_size`.
     """
     image, notes = normalize_volume(volume, spec)
-    resampled, more = resample_image(image, volume, spec, diameter)
-    return PreparedImage(resampled, notes + more)
+    resampled, resampling_notes = resample_image(image, volume, spec, diameter)
+    return PreparedImage(resampled, notes + resampling_notes)
 
 
 def prepare_tensor(volume: Volume, spec: ModelSpec) -> Tensor:
@@ -166,25 +176,27 @@ def prepare_tensor(volume: Volume, spec: ModelSpec) -> Tensor:
 
 def resample_image(image: NormalizedImage, volume: Volume, spec: ModelSpec, diameter: Diameter | None) -> PreparedImage:
     """Resample a volume's image trilinearly to `working_size`. Raises the errors of `working_size`."""
-    before, after = as_size(volume.shape[1:]), working_size(volume, spec, diameter)
-    notes = describe_resampling(before, after, spec, diameter)
-    return PreparedImage(ResampledImage(image, Resampling(before, after)) if notes else image, notes)
+    source_size, target_size = as_size(volume.shape[1:]), working_size(volume, spec, diameter)
+    notes = describe_resampling(source_size, target_size, spec, diameter)
+    return PreparedImage(ResampledImage(image, Resampling(source_size, target_size)) if notes else image, notes)
 
 
-def describe_resampling(before: Size, after: Size, spec: ModelSpec, diameter: Diameter | None) -> tuple[str, ...]:
-    """Return a note for the user, or no note if the sizes are equal."""
-    if before == after:
+def describe_resampling(
+    source_size: Size, target_size: Size, spec: ModelSpec, diameter: Diameter | None
+) -> tuple[str, ...]:
+    """Return a note for the user, or none if the sizes are equal."""
+    if source_size == target_size:
         return ()
     reason = "the model's voxel size" if diameter is None else f"an object diameter of {spec.input.diameter:g} voxels"
-    have, want = (" x ".join(map(str, size)) for size in (before, after))
-    return (f"Resampled from {have} to {want} voxels for {reason}.",)
+    source, target = (" x ".join(map(str, size)) for size in (source_size, target_size))
+    return (f"Resampled from {source} to {target} voxels for {reason}.",)
 
 
 def resample_segmentation(segmentation: Segmentation, size: Size, minimum_size: int = 0) -> Segmentation:
     """Resample a segmentation to `size` (Z, Y, X): labels and classes to the nearest voxel, probabilities trilinearly.
 
-    Objects that are too small for the grid, or have less than `minimum_size` voxels afterwards, are removed. The
-    remaining objects are renumbered without gaps. A segmentation of that size is returned unchanged.
+    Objects that are too small for the grid, or have fewer than `minimum_size` voxels afterward, are removed. The
+    remaining objects are renumbered without gaps. A segmentation that already has this size is returned unchanged.
     """
     pixels = segmentation.pixels
     if pixels.shape[-3:] == size:
@@ -199,19 +211,23 @@ def resample_segmentation(segmentation: Segmentation, size: Size, minimum_size: 
     return keep_objects(replace(segmentation, pixels=nearest), voxels[1:] >= max(minimum_size, 1))
 
 
-def nearest_voxels(before: Size, after: Size) -> list[NDArray[np.intp]]:
-    """Return for each axis the `before` voxel that contains the center of each `after` voxel."""
-    return [((np.arange(new) + 0.5) * old / new).astype(np.intp) for old, new in zip(before, after, strict=True)]
+def nearest_voxels(source_size: Size, target_size: Size) -> list[NDArray[np.intp]]:
+    """Return for each axis the source voxel that contains the center of each target voxel."""
+    return [
+        ((np.arange(target_length) + 0.5) * source_length / target_length).astype(np.intp)
+        for source_length, target_length in zip(source_size, target_size, strict=True)
+    ]
 
 
 def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = None) -> Size:
     """Return the size (Z, Y, X) of the grid that the network works on.
 
     With a `diameter`, the volume is resampled so that objects have the model's diameter, but no axis becomes shorter
-    than the window, because padding affects the network more than large objects do. Without a diameter it is the grid
-    of the volume, unless the voxel sizes of both the model and the volume are known. Raises BadParameter for a diameter
-    or voxel size that does not fit, and BadFile for a column of single pixels, whose windows would be almost all
-    padding.
+    than the window, because padding affects the network more than large objects do. Without a diameter, the grid is
+    that of the volume, unless the voxel sizes of both the model and the volume are known.
+
+    Raises BadParameter if the diameter or voxel size is implausible, and BadFile if each plane is a single pixel,
+    because windows would contain almost only padding.
     """
     _, z, y, x = volume.shape
     if z > 1 and y == x == 1:
@@ -221,7 +237,7 @@ def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = No
             parameter="axes",
         )
     if diameter is not None:
-        scales = zip(_object_scale(volume, spec, diameter), spec.input.roi_size, (z, y, x), strict=True)
+        scales = zip(_find_object_scale(volume, spec, diameter), spec.input.roi_size, (z, y, x), strict=True)
         return _scale_size((z, y, x), [max(scale, min(edge / length, 1)) for scale, edge, length in scales])
     if spec.input.voxel_size is None or volume.voxel_size is None:
         return z, y, x
@@ -234,22 +250,22 @@ def base_factors(volume: Extent, spec: ModelSpec) -> tuple[float, float, float]:
     return z, y, x
 
 
-def used_diameter(volume: Extent, spec: ModelSpec, used: Diameter | None) -> tuple[float, ...] | None:
+def used_diameter(volume: Extent, spec: ModelSpec, diameter: Diameter | None) -> tuple[float, ...] | None:
     """Return the object diameter along (z, y, x) that was used, in voxels; None if the model has no object diameter."""
     if spec.input.diameter is None:
         return None
-    diameter_lengths = used and used.in_voxels(volume.voxel_size)
+    diameter_lengths = diameter and diameter.in_voxels(volume.voxel_size)
     return diameter_lengths or tuple(spec.input.diameter / factor for factor in base_factors(volume, spec))
 
 
-def resampled_size(size: Size, have: VoxelSize, want: VoxelSize) -> Size:
-    """Return the number of voxels of size `want` that cover `size` voxels of size `have`. `_scale_size` rounds it.
+def resampled_size(size: Size, source: VoxelSize, target: VoxelSize) -> Size:
+    """Return the grid of `target` voxels that covers a grid of `size` `source` voxels, rounded by `_scale_size`.
 
     Raises BadParameter if the voxel sizes differ so much that one of them must be wrong.
     """
-    factors = [h / w for h, w in zip(have, want, strict=True)]
-    if not all(1 / MAX_RESAMPLING <= factor <= MAX_RESAMPLING for factor in factors):
-        volume_size, model_size = (", ".join(f"{edge:g}" for edge in edges) for edges in (have, want))
+    factors = [source_edge / target_edge for source_edge, target_edge in zip(source, target, strict=True)]
+    if not all(1 / MAX_VOXEL_SIZE_RATIO <= factor <= MAX_VOXEL_SIZE_RATIO for factor in factors):
+        volume_size, model_size = (", ".join(f"{edge:g}" for edge in edges) for edges in (source, target))
         raise BadParameter(
             f"The voxel size is {volume_size} um, but the model needs about {model_size} um. "
             "If the voxel size is wrong, set voxel_size=Z,Y,X in micrometers.",
@@ -259,28 +275,29 @@ def resampled_size(size: Size, have: VoxelSize, want: VoxelSize) -> Size:
 
 
 def _scale_size(size: Size, factors: Sequence[float]) -> Size:
-    """Scale the number of voxels along each axis, to at least one. Factors within 1 % of 1 are ignored."""
+    """Scale the number of voxels along each axis; the result is at least 1. Factors within 1% of 1 are ignored."""
     pairs = zip(size, factors, strict=True)
     return as_size([n if abs(factor - 1) < 0.01 else max(1, round(n * factor)) for n, factor in pairs])
 
 
-def _object_scale(volume: Extent, spec: ModelSpec, diameter: Diameter) -> list[float]:
+def _find_object_scale(volume: Extent, spec: ModelSpec, diameter: Diameter) -> list[float]:
     """Return the factors along (z, y, x) that scale objects of this diameter to the model's diameter."""
     model_diameter = spec.input.diameter
     if model_diameter is None:
         raise BadParameter(
-            f"The model {spec.name} has no object diameter to resample to. Remove diameter.", parameter="diameter"
+            f"The model {spec.name} has no object diameter to resample to. Remove the parameter diameter.",
+            parameter="diameter",
         )
-    have = diameter.in_voxels(volume.voxel_size)
-    if have is None:
+    source_diameters = diameter.in_voxels(volume.voxel_size)
+    if source_diameters is None:
         raise BadParameter(
             "The file does not specify a voxel size, which is needed for a diameter in um. Add voxel_size=Z,Y,X, or "
             "set the diameter in voxels, such as 15px.",
             parameter="diameter",
         )
-    factors = [model_diameter / length for length in have]
+    factors = [model_diameter / length for length in source_diameters]
     if not all(1 / MAX_DIAMETER_RATIO <= factor <= MAX_DIAMETER_RATIO for factor in factors):
-        lengths = " x ".join(f"{length:.3g}" for length in have)
+        lengths = " x ".join(f"{length:.3g}" for length in source_diameters)
         raise BadParameter(
             f"The object diameter of {lengths} voxels differs too much from the {model_diameter:g} voxels of the model "
             f"{spec.name}. Correct the diameter, or the voxel size if the diameter is in um.",

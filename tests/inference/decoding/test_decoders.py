@@ -40,10 +40,10 @@ def line(*heights: float) -> Array:
 def balls(*spheres: tuple[int, int, int, int], size: tuple[int, int, int] = (24, 40, 40)) -> NDArray[np.bool_]:
     """Return the union of spheres (z, y, x, radius)."""
     z, y, x = np.ogrid[tuple(slice(edge) for edge in size)]
-    inside = np.zeros(size, bool)
+    mask = np.zeros(size, bool)
     for cz, cy, cx, radius in spheres:
-        inside |= (z - cz) ** 2 + (y - cy) ** 2 + (x - cx) ** 2 <= radius**2
-    return inside
+        mask |= (z - cz) ** 2 + (y - cy) ** 2 + (x - cx) ** 2 <= radius**2
+    return mask
 
 
 def with_decoding(spec: ModelSpec, **changes: Any) -> ModelSpec:
@@ -51,7 +51,9 @@ def with_decoding(spec: ModelSpec, **changes: Any) -> ModelSpec:
     return spec.model_copy(update={"decoding": spec.decoding.model_copy(update=changes)})
 
 
-def run(spec: ModelSpec, scores: Tensor, cuts: tuple[int, ...] = (), output: OutputKind = "labels") -> Segmentation:
+def decode_slabs(
+    spec: ModelSpec, scores: Tensor, cuts: tuple[int, ...] = (), output: OutputKind = "labels"
+) -> Segmentation:
     """Decode scores [1, K, Z, Y, X] in slabs of planes that begin at `cuts`, each in two halves of rows."""
     depth, height, width = scores.shape[2:]
     decoder = make_decoder(spec, (depth, height, width), output, VoxelSize(2, 1, 1))
@@ -71,9 +73,9 @@ def smooth_scores(seed: int, size: tuple[int, int, int] = (13, 16, 17)) -> Tenso
 @pytest.mark.parametrize("seed", range(3))
 def test_separate_objects_are_connected_components(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    inside = rng.random((9, 14, 15)) < 0.12
-    expected, count = label(inside, np.ones((3, 3, 3)))
-    labels, found = decode(np.where(inside, rng.random(inside.shape), -np.inf), persistence=10.0)
+    mask = rng.random((9, 14, 15)) < 0.12
+    expected, count = label(mask, np.ones((3, 3, 3)))
+    labels, found = decode(np.where(mask, rng.random(mask.shape), -np.inf), persistence=10.0)
     assert found == count
     assert score(expected, labels).iou == 1.0
 
@@ -83,7 +85,7 @@ def test_a_second_peak_is_an_object_if_it_exceeds_the_pass_by_the_persistence(pe
     assert decode(line(0.2, 1.0, 0.75, 0.8, 0.1), persistence)[1] == objects
 
 
-def test_a_shallow_peak_joins_the_object_with_the_higher_pass() -> None:
+def test_a_shallow_peak_joins_the_object_across_the_higher_pass() -> None:
     labels, count = decode(line(1.0, 0.5, 0.6, 0.2, 1.0), persistence=0.2)
     assert count == 2
     assert labels[0, 0, 2] == labels[0, 0, 0] != labels[0, 0, 4]
@@ -104,7 +106,7 @@ def test_a_plateau_is_one_object(persistence: float) -> None:
 
 def test_equal_heights_give_equal_distances_at_every_position() -> None:
     for height in np.linspace(-8, 8, 401):
-        distances = Persistence(0.0, logits=True).distance(torch.full((67,), height))
+        distances = Persistence(0.0, logits=True).to_distances(torch.full((67,), height))
         assert distances.unique().tolist() == pytest.approx([1 / (1 + np.exp(-np.float32(height)))], rel=1e-6)
 
 
@@ -118,7 +120,7 @@ def test_a_single_voxel_in_a_corner_is_an_object() -> None:
 
 
 def test_without_foreground_there_are_no_objects(random_nuclei: ModelSpec) -> None:
-    result = run(random_nuclei, torch.full((1, 2, 4, 5, 6), -3.0))
+    result = decode_slabs(random_nuclei, torch.full((1, 2, 4, 5, 6), -3.0))
     assert result.count == 0
     assert result.pixels.dtype == np.uint16
     assert not result.pixels.any()
@@ -142,28 +144,28 @@ def test_filtering_does_not_depend_on_the_division_into_slabs(
     confidence: float,
     random_nuclei: ModelSpec,
 ) -> None:
-    """Small, border and low-confidence objects are removed. The other objects keep their order and voxels."""
+    """Small objects, border objects and low-confidence objects are removed. The rest keep their order and voxels."""
     scores = smooth_scores(seed)
-    given = {"minimum_size": minimum_size, "border": border, "min_confidence": confidence}
-    unfiltered = run(with_decoding(random_nuclei, minimum_size=0), scores).pixels
+    criteria = {"minimum_size": minimum_size, "border": border, "min_confidence": confidence}
+    unfiltered = decode_slabs(with_decoding(random_nuclei, minimum_size=0), scores).pixels
     expected, probability = np.zeros_like(unfiltered), torch.sigmoid(scores[0, 0]).numpy()
     for number in range(1, unfiltered.max() + 1):
-        inside = unfiltered == number
-        faces = any(np.take(inside, end, axis).any() for axis in range(3) for end in (0, -1))
-        mean = probability[inside].mean()
+        mask = unfiltered == number
+        touches_face = any(np.take(mask, end, axis).any() for axis in range(3) for end in (0, -1))
+        mean = probability[mask].mean()
         assume(abs(mean - confidence) > 0.01)
-        if inside.sum() >= minimum_size and not (faces and border == "drop") and mean >= confidence:
-            expected[inside] = expected.max() + 1
-    found = run(with_decoding(random_nuclei, holes="keep", **given), scores, tuple(sorted(cuts)))
+        if mask.sum() >= minimum_size and not (touches_face and border == "drop") and mean >= confidence:
+            expected[mask] = expected.max() + 1
+    found = decode_slabs(with_decoding(random_nuclei, holes="keep", **criteria), scores, tuple(sorted(cuts)))
     assert np.array_equal(found.pixels, expected)
     assert found.count == expected.max()
     if holes == "fill":
         fill_holes(expected)
-        filled = run(with_decoding(random_nuclei, holes=holes, **given), scores, tuple(sorted(cuts)))
+        filled = decode_slabs(with_decoding(random_nuclei, holes=holes, **criteria), scores, tuple(sorted(cuts)))
         assert np.array_equal(filled.pixels, expected)
 
 
-def objects_with(*confidences: float, voxels: tuple[int, ...] = (100, 80, 60, 4)) -> Objects:
+def make_objects(*confidences: float, voxels: tuple[int, ...] = (100, 80, 60, 4)) -> Objects:
     count = len(confidences)
     sums = np.array(voxels[:count]) * np.array(confidences)
     return Objects.from_sums(np.array(voxels[:count]), sums, np.ones(count))
@@ -173,31 +175,31 @@ def test_the_minimum_confidence_depends_on_the_odds_of_the_typical_object(random
     spec = with_decoding(random_nuclei, min_confidence=0.6, min_relative_odds=0.25)
     assert isinstance(spec.decoding, Instances)
     # Odds of 9:1. A quarter of them is 9:4.
-    assert min_object_confidence(spec.decoding, objects_with(0.9, 0.95, 0.9, 0.2)) == pytest.approx(9 / 13)
-    assert min_object_confidence(spec.decoding, objects_with(0.8, 0.8)) == 0.6
+    assert min_object_confidence(spec.decoding, make_objects(0.9, 0.95, 0.9, 0.2)) == pytest.approx(9 / 13)
+    assert min_object_confidence(spec.decoding, make_objects(0.8, 0.8)) == 0.6
     assert (
-        min_object_confidence(spec.decoding, objects_with(1.0, 1.0))
-        == min_object_confidence(spec.decoding, objects_with(0.99))
+        min_object_confidence(spec.decoding, make_objects(1.0, 1.0))
+        == min_object_confidence(spec.decoding, make_objects(0.99))
         == 0.9
     )
-    assert min_object_confidence(spec.decoding, objects_with()) == 0.6
+    assert min_object_confidence(spec.decoding, make_objects()) == 0.6
     without_relative_odds = with_decoding(random_nuclei, min_confidence=0.6, min_relative_odds=0.0).decoding
     assert isinstance(without_relative_odds, Instances)
-    assert min_object_confidence(without_relative_odds, objects_with(1.0, 1.0)) == 0.6
+    assert min_object_confidence(without_relative_odds, make_objects(1.0, 1.0)) == 0.6
 
 
 def test_an_object_with_much_lower_confidence_than_the_others_is_removed(random_nuclei: ModelSpec) -> None:
-    inside = np.zeros((24, 40, 60), bool)
-    logits = np.full(inside.shape, -5.0)
+    mask = np.zeros((24, 40, 60), bool)
+    logits = np.full(mask.shape, -5.0)
     for x, logit in ((10, 3.0), (30, 1.0), (50, 3.0)):
-        part = balls((12, 20, x, 7), size=inside.shape)
-        inside |= part
+        part = balls((12, 20, x, 7), size=mask.shape)
+        mask |= part
         logits[part] = logit
-    scores = torch.from_numpy(np.stack([logits, distance_transform_edt(inside)]))[None].float()
-    assert run(with_decoding(random_nuclei, min_relative_odds=0.1), scores).count == 3
-    kept = run(with_decoding(random_nuclei, min_relative_odds=0.2), scores)
-    assert kept.count == 2
-    assert np.array_equal(kept.pixels > 0, logits > 2)
+    scores = torch.from_numpy(np.stack([logits, distance_transform_edt(mask)]))[None].float()
+    assert decode_slabs(with_decoding(random_nuclei, min_relative_odds=0.1), scores).count == 3
+    result = decode_slabs(with_decoding(random_nuclei, min_relative_odds=0.2), scores)
+    assert result.count == 2
+    assert np.array_equal(result.pixels > 0, logits > 2)
 
 
 @pytest.mark.parametrize(("threshold", "voxels"), [(0.5, 2), (0.8, 1), (0.05, 3)])
@@ -205,112 +207,116 @@ def test_the_threshold_is_a_probability(random_nuclei: ModelSpec, threshold: flo
     scores = torch.zeros(1, 2, 1, 1, 5)
     scores[0, 0, 0, 0] = torch.tensor([-9.0, -1.5, 0.5, 3.0, -9.0])
     spec = with_decoding(random_nuclei, threshold=threshold, minimum_size=0)
-    assert np.count_nonzero(run(spec, scores).pixels) == voxels
-    assert np.count_nonzero(run(spec, scores, output="classes").pixels) == voxels
+    assert np.count_nonzero(decode_slabs(spec, scores).pixels) == voxels
+    assert np.count_nonzero(decode_slabs(spec, scores, output="classes").pixels) == voxels
 
 
 def test_persistence_applies_to_distances_after_the_activation(random_nuclei: ModelSpec) -> None:
-    """At high values of the sigmoid, a deep valley of logits is a shallow valley of distances."""
+    """At high values of the sigmoid, a deep valley in the logits is a shallow valley in the distances."""
     scores = torch.full((1, 2, 1, 1, 3), 5.0)
     scores[0, 1, 0, 0] = torch.tensor([9.0, 5.0, 9.0])
-    plain = with_decoding(random_nuclei, persistence=0.1, minimum_size=0)
-    assert run(plain, scores).count == 2
-    assert run(plain.model_copy(update={"activation": "sigmoid"}), scores).count == 1
+    spec = with_decoding(random_nuclei, persistence=0.1, minimum_size=0)
+    assert decode_slabs(spec, scores).count == 2
+    assert decode_slabs(spec.model_copy(update={"activation": "sigmoid"}), scores).count == 1
 
 
 def test_probabilities_are_the_activated_outputs(random_nuclei: ModelSpec, bands: ModelSpec) -> None:
     scores = smooth_scores(1)
-    raw = run(random_nuclei, scores, (3, 7), "probabilities")
-    assert np.array_equal(raw.pixels, scores[0].numpy())
-    assert raw.names == ("foreground", "distance")
-    three = torch.cat([scores, scores[:, :1] - 1], dim=1)
-    soft = run(bands, three, (5,), "probabilities")
-    np.testing.assert_allclose(soft.pixels.sum(axis=0), 1, rtol=1e-5)
+    unactivated = decode_slabs(random_nuclei, scores, (3, 7), "probabilities")
+    assert np.array_equal(unactivated.pixels, scores[0].numpy())
+    assert unactivated.names == ("foreground", "distance")
+    three_channels = torch.cat([scores, scores[:, :1] - 1], dim=1)
+    probabilities = decode_slabs(bands, three_channels, (5,), "probabilities")
+    np.testing.assert_allclose(probabilities.pixels.sum(axis=0), 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_slabs_that_are_decoded_in_parts_give_the_whole_output(bands: ModelSpec, dtype, on_disk, tmp_path) -> None:
-    """Each part has three planes, with one left over, between two slabs of rows."""
+def test_slabs_decoded_in_parts_give_the_complete_output(bands: ModelSpec, dtype, on_disk, tmp_path) -> None:
+    """Each slab is split into a part of three planes and a part of one plane; the rows arrive in two slabs."""
     allocate = functools.partial(allocate_on_disk, folder=tmp_path) if on_disk else np.zeros
     depth, rows, width = 4, 20, CACHE_VOXELS // 60
     scores = torch.randn((1, 3, 2 * depth, 2 * rows, width), generator=torch.Generator().manual_seed(0)).to(dtype)
     assert [first for first, _ in split_planes(5, scores[:, :, :depth, :rows])] == [5, 8]
-    found = {}
+    results = {}
     for output in ("probabilities", "classes"):
         decoder = make_decoder(bands, (2 * depth, 2 * rows, width), output, None, allocate)
         for z0, y0 in itertools.product((0, depth), (0, rows)):
             decoder.add(z0, y0, scores[:, :, z0 : z0 + depth, y0 : y0 + rows])
         result = decoder.finish()
         assert result.names == ("background", "dim", "bright")
-        found[output] = result.pixels
-    np.testing.assert_array_equal(found["probabilities"], torch.softmax(scores.float(), 1)[0].numpy())
-    np.testing.assert_array_equal(found["classes"], scores[0].argmax(0).numpy())
-    assert found["classes"].dtype == np.uint8
+        results[output] = result.pixels
+    np.testing.assert_array_equal(results["probabilities"], torch.softmax(scores.float(), 1)[0].numpy())
+    np.testing.assert_array_equal(results["classes"], scores[0].argmax(0).numpy())
+    assert results["classes"].dtype == np.uint8
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (2, 3, 4), (5,), tuple(range(1, 9))])
-@pytest.mark.parametrize("times", [0, 1, 3])
-def test_smoothing_does_not_depend_on_the_division_of_planes(times: int, cuts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("num_passes", [0, 1, 3])
+def test_smoothing_does_not_depend_on_the_division_of_planes(num_passes: int, cuts: tuple[int, ...]) -> None:
     heights = torch.from_numpy(np.nan_to_num(hills(0, (9, 12, 11)), neginf=-1.0))
-    smoother, kernel = Smoother(times), np.array([0.25, 0.5, 0.25])
+    smoother, kernel = Smoother(num_passes), np.array([0.25, 0.5, 0.25])
     parts = []
     for low, high in itertools.pairwise([0, *cuts, 9]):
         parts += list(smoother.add(heights[low:high], heights[low:high] > 0))
-    parts += list(smoother.finish()) if times else []
-    expected = np.pad(heights.numpy(), times, mode="edge")[:, times : -times or None, times : -times or None]
-    for _ in range(times):
+    parts += list(smoother.finish()) if num_passes else []
+    expected = np.pad(heights.numpy(), num_passes, mode="edge")[
+        :, num_passes : -num_passes or None, num_passes : -num_passes or None
+    ]
+    for _ in range(num_passes):
         for axis in (1, 2):
             expected = correlate1d(expected, kernel, axis, mode="nearest")
         expected = correlate1d(expected, kernel, 0)
-    expected = expected[times : len(expected) - times]
+    expected = expected[num_passes : len(expected) - num_passes]
     np.testing.assert_allclose(torch.cat([part for part, _ in parts]), expected, atol=1e-6)
     assert torch.equal(torch.cat([mask for _, mask in parts]), heights > 0)
 
 
 def test_smoothing_joins_objects_that_noise_splits(random_nuclei: ModelSpec) -> None:
-    inside = balls((12, 12, 12, 8))
-    noise = np.random.default_rng(0).normal(0, 1.5, inside.shape)
-    scores = np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside) + noise])
+    mask = balls((12, 12, 12, 8))
+    noise = np.random.default_rng(0).normal(0, 1.5, mask.shape)
+    scores = np.stack([np.where(mask, 5.0, -5.0), distance_transform_edt(mask) + noise])
     tensor = torch.from_numpy(scores)[None].float()
     counts = [
-        run(with_decoding(random_nuclei, persistence=1.0, minimum_size=0, smoothing=times), tensor, (5,)).count
-        for times in (0, 3)
+        decode_slabs(
+            with_decoding(random_nuclei, persistence=1.0, minimum_size=0, smoothing=num_passes), tensor, (5,)
+        ).count
+        for num_passes in (0, 3)
     ]
     assert counts[0] > 3
     assert counts[1] == 1
 
 
 @pytest.mark.parametrize(
-    ("diameter", "radii", "found"),
+    ("diameter", "radii", "num_objects"),
     [
         # A 32nd of a ball of 16 voxels is 67 voxels, and a ball of radius 2 has 33 voxels.
         (16.0, (8, 8, 2), 2),
         (16.0, (8, 8, 3), 3),
-        # Small objects among small ones are not fragments, and neither are large objects next to a giant one.
+        # Small objects among small objects are not fragments, and neither are large objects next to a giant object.
         (16.0, (3, 3, 2), 3),
         (8.0, (9, 3, 2), 3),
         (None, (9, 3, 2), 2),
     ],
 )
 def test_fragments_are_removed(
-    random_nuclei: ModelSpec, diameter: float | None, radii: tuple[int, ...], found: int
+    random_nuclei: ModelSpec, diameter: float | None, radii: tuple[int, ...], num_objects: int
 ) -> None:
-    inside = balls(*((12, 10, 10 + 20 * number, radius) for number, radius in enumerate(radii)), size=(24, 24, 64))
-    scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
+    mask = balls(*((12, 10, 10 + 20 * number, radius) for number, radius in enumerate(radii)), size=(24, 24, 64))
+    scores = torch.from_numpy(np.stack([np.where(mask, 5.0, -5.0), distance_transform_edt(mask)]))[None].float()
     spec = with_decoding(random_nuclei, minimum_fraction=1 / 32)
     spec = spec.model_copy(update={"input": spec.input.model_copy(update={"diameter": diameter})})
-    result = run(spec, scores)
-    assert (result.count, len(result.objects or ())) == (found, found)
-    assert run(with_decoding(random_nuclei), scores).count == 3
+    result = decode_slabs(spec, scores)
+    assert (result.count, len(result.objects or ())) == (num_objects, num_objects)
+    assert decode_slabs(with_decoding(random_nuclei), scores).count == 3
 
 
 @pytest.mark.parametrize("z", [0, 23])
 def test_objects_at_the_border_can_be_removed(random_nuclei: ModelSpec, z: int) -> None:
-    inside = balls((z, 12, 12, 5), (12, 26, 26, 5), (12, 0, 30, 4))
-    scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
-    assert run(random_nuclei, scores).count == 3
-    result = run(with_decoding(random_nuclei, border="drop"), scores)
+    mask = balls((z, 12, 12, 5), (12, 26, 26, 5), (12, 0, 30, 4))
+    scores = torch.from_numpy(np.stack([np.where(mask, 5.0, -5.0), distance_transform_edt(mask)]))[None].float()
+    assert decode_slabs(random_nuclei, scores).count == 3
+    result = decode_slabs(with_decoding(random_nuclei, border="drop"), scores)
     assert result.count == 1
     assert np.array_equal(result.pixels == 1, balls((12, 26, 26, 5)))
 
@@ -319,25 +325,25 @@ def test_holes_of_objects_can_be_filled(random_nuclei: ModelSpec) -> None:
     ball, core = balls((12, 20, 20, 8)), balls((12, 20, 20, 2))
     distance = np.where(ball, distance_transform_edt(ball), 0)
     scores = torch.from_numpy(np.stack([np.where(ball & ~core, 5.0, -5.0), distance]))[None].float()
-    kept = run(with_decoding(random_nuclei, persistence=20), scores).pixels
-    filled = run(with_decoding(random_nuclei, persistence=20, holes="fill"), scores).pixels
-    assert np.array_equal(kept == 1, ball & ~core)
+    unfilled = decode_slabs(with_decoding(random_nuclei, persistence=20), scores).pixels
+    filled = decode_slabs(with_decoding(random_nuclei, persistence=20, holes="fill"), scores).pixels
+    assert np.array_equal(unfilled == 1, ball & ~core)
     assert np.array_equal(filled == 1, ball)
 
 
 def test_an_axis_of_one_voxel_has_no_border(random_nuclei: ModelSpec) -> None:
-    inside = balls((0, 12, 12, 5), size=(1, 40, 40))
-    scores = torch.from_numpy(np.stack([np.where(inside, 5.0, -5.0), distance_transform_edt(inside)]))[None].float()
-    assert run(with_decoding(random_nuclei, border="drop"), scores).count == 1
+    mask = balls((0, 12, 12, 5), size=(1, 40, 40))
+    scores = torch.from_numpy(np.stack([np.where(mask, 5.0, -5.0), distance_transform_edt(mask)]))[None].float()
+    assert decode_slabs(with_decoding(random_nuclei, border="drop"), scores).count == 1
 
 
 @pytest.mark.parametrize("output", ["labels", "classes", "probabilities"])
 @pytest.mark.parametrize("smoothing", [0, 1])
-def test_bfloat16_scores_are_decoded_like_the_same_numbers_in_float32(
+def test_bfloat16_scores_are_decoded_like_equal_float32_scores(
     random_nuclei: ModelSpec, output: OutputKind, smoothing: int
 ) -> None:
     spec, scores = with_decoding(random_nuclei, smoothing=smoothing), smooth_scores(5).bfloat16()
-    expected, actual = run(spec, scores.float(), output=output), run(spec, scores, output=output)
+    expected, actual = decode_slabs(spec, scores.float(), output=output), decode_slabs(spec, scores, output=output)
     assert expected.pixels.any()
     np.testing.assert_array_equal(actual.pixels, expected.pixels)
     assert actual.pixels.dtype == expected.pixels.dtype

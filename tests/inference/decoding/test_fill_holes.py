@@ -8,15 +8,15 @@ from service.inference.decoding.fill_holes import fill_holes
 
 
 def fill_holes_one_by_one(labels):
-    """Process the components of the background one after the other."""
+    """Fill holes as `fill_holes` does, one component of the background at a time."""
     filled = labels.copy()
     components, count = ndimage.label(labels == 0)
     for number in range(1, count + 1):
         hole = components == number
         faces = [hole.take(end, axis) for axis in range(3) if labels.shape[axis] > 1 for end in (0, -1)]
-        around = np.unique(labels[ndimage.binary_dilation(hole) & ~hole])
-        if not any(face.any() for face in faces) and len(around) == 1:
-            filled[hole] = around[0]
+        neighbor_labels = np.unique(labels[ndimage.binary_dilation(hole) & ~hole])
+        if not any(face.any() for face in faces) and len(neighbor_labels) == 1:
+            filled[hole] = neighbor_labels[0]
     return filled
 
 
@@ -28,7 +28,7 @@ def fill_holes_one_by_one(labels):
         elements=st.sampled_from([0, 0, 1, 1, 1, 1, 2]),
     )
 )
-def test_holes_are_filled_as_by_the_reference(labels):
+def test_holes_are_filled_as_in_the_reference_implementation(labels):
     filled = labels.copy()
     fill_holes(filled)
     np.testing.assert_array_equal(filled, fill_holes_one_by_one(labels))

@@ -24,21 +24,21 @@ from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import WatershedParameters, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 
-PATHS = ("kernel", "torch", "whole")
+IMPLEMENTATIONS = ("kernel", "torch", "whole")
 
 
-def start_watershed(path: str, heights: Array, *, along_y: bool = False) -> StreamingWatershed:
-    """Return a watershed of one of the `PATHS` with all planes of heights [Z, Y, X]; the background is -inf."""
+def make_watershed(implementation: str, heights: Array, *, along_y: bool = False) -> StreamingWatershed:
+    """Return a watershed of one of the implementations, with all planes of heights [Z, Y, X]; background is -inf."""
     size: Any = heights.shape
-    created: StreamingWatershed
-    if path == "kernel":
-        created = watershed_kernel.start(size, WatershedParameters(-np.inf, 0.1, logits=False), along_y=along_y)
+    watershed: StreamingWatershed
+    if implementation == "kernel":
+        watershed = watershed_kernel.start(size, WatershedParameters(-np.inf, 0.1, logits=False), along_y=along_y)
     else:
-        torch_watershed = WholeWatershed if path == "whole" else TorchWatershed
-        created = torch_watershed(Planes(size, CPU, along_y), -np.inf, Persistence(0.1, logits=False))
+        torch_watershed = WholeWatershed if implementation == "whole" else TorchWatershed
+        watershed = torch_watershed(Planes(size, CPU, along_y), -np.inf, Persistence(0.1, logits=False))
     tensor = torch.from_numpy(heights)
-    created.add(tensor, tensor)
-    return created
+    watershed.add(tensor, tensor)
+    return watershed
 
 
 def assert_equal(labels: Array, objects: Objects | None, expected: Segmentation) -> None:
@@ -53,7 +53,7 @@ def assert_equal(labels: Array, objects: Objects | None, expected: Segmentation)
 
 @settings(max_examples=60, deadline=None)
 @given(
-    path=st.sampled_from(PATHS),
+    implementation=st.sampled_from(IMPLEMENTATIONS),
     seed=st.integers(0, 2**16),
     size=st.tuples(st.integers(1, 9), st.integers(2, 23), st.integers(1, 21)),
     kept_fraction=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
@@ -61,31 +61,39 @@ def assert_equal(labels: Array, objects: Objects | None, expected: Segmentation)
     drop_border=st.booleans(),
     along_y=st.booleans(),
 )
-def test_removed_objects_get_no_label_and_the_others_keep_their_order(
-    path: str, seed: int, size: Size, kept_fraction: float, minimum_size: int, drop_border: bool, along_y: bool
+def test_removed_objects_get_no_label_and_the_remaining_objects_keep_their_order(
+    implementation: str,
+    seed: int,
+    size: Size,
+    kept_fraction: float,
+    minimum_size: int,
+    drop_border: bool,
+    along_y: bool,
 ) -> None:
     heights = hills(seed, size)
-    labels, objects = start_watershed(path, heights, along_y=along_y).labels(minimum_size, drop_border=drop_border)
-    kept = np.random.default_rng(seed).random(len(objects)) < kept_fraction
-    expected = keep_objects(Segmentation(labels, "labels", None, len(objects), objects=objects), kept)
+    labels, objects = make_watershed(implementation, heights, along_y=along_y).label_objects(
+        minimum_size, drop_border=drop_border
+    )
+    is_kept = np.random.default_rng(seed).random(len(objects)) < kept_fraction
+    expected = keep_objects(Segmentation(labels, "labels", None, len(objects), objects=objects), is_kept)
 
-    def keep(found: Objects) -> Array:
+    def select(found: Objects) -> Array:
         assert np.array_equal(found.voxels, objects.voxels)
-        return kept
+        return is_kept
 
-    watershed = start_watershed(path, heights, along_y=along_y)
-    assert_equal(*watershed.labels(minimum_size, drop_border=drop_border, keep=keep), expected)
+    watershed = make_watershed(implementation, heights, along_y=along_y)
+    assert_equal(*watershed.label_objects(minimum_size, drop_border=drop_border, object_filter=select), expected)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("removed", "dtype"), [(0, np.uint32), (3385, np.uint32), (3386, np.uint16)])
 def test_the_dtype_of_labels_depends_on_the_number_of_kept_objects(
-    path: str, removed: int, dtype: type[np.unsignedinteger[Any]]
+    implementation: str, removed: int, dtype: type[np.unsignedinteger[Any]]
 ) -> None:
     heights = np.full((82, 82, 82), -np.inf, np.float32)
     heights[::2, ::2, ::2] = 1.0
-    labels, objects = start_watershed(path, heights).labels(
-        0, drop_border=False, keep=lambda found: np.arange(len(found)) >= removed
+    labels, objects = make_watershed(implementation, heights).label_objects(
+        0, drop_border=False, object_filter=lambda found: np.arange(len(found)) >= removed
     )
     assert len(objects) == 41**3 - removed
     assert labels.dtype == dtype
@@ -100,7 +108,7 @@ def test_the_dtype_of_labels_depends_on_the_number_of_kept_objects(
     [(1, np.uint16), (2**15 - 1, np.uint16), (2**15, np.uint16), (2**16 - 1, np.uint16), (2**16, np.uint32)],
 )
 def test_labels_of_every_dtype_are_looked_up(highest: int, dtype: type[np.unsignedinteger[Any]]) -> None:
-    """A device looks up signed numbers, which are negative for the upper half of the labels."""
+    """The device looks up signed numbers, which are negative for the upper half of the labels."""
     label_of = np.arange(highest + 1).astype(dtype)[::-1].copy()
     pieces = np.random.default_rng(0).integers(0, highest + 1, (3, 500, 701))
     pieces[0, 0, :2] = 0, highest
@@ -111,7 +119,7 @@ def test_labels_of_every_dtype_are_looked_up(highest: int, dtype: type[np.unsign
 
 @settings(max_examples=60, deadline=None)
 @given(
-    path=st.sampled_from(PATHS),
+    implementation=st.sampled_from(IMPLEMENTATIONS),
     seed=st.integers(0, 2**16),
     size=st.tuples(st.integers(6, 13), st.integers(9, 25), st.integers(9, 25)),
     diameter=st.sampled_from([None, 6.0]),
@@ -126,9 +134,9 @@ def test_labels_of_every_dtype_are_looked_up(highest: int, dtype: type[np.unsign
         }
     ),
 )
-def test_the_decoder_filters_objects_as_from_finished_labels(
+def test_the_decoder_filters_objects_like_finished_labels(
     random_nuclei: ModelSpec,
-    path: str,
+    implementation: str,
     seed: int,
     size: Size,
     diameter: float | None,
@@ -141,21 +149,23 @@ def test_the_decoder_filters_objects_as_from_finished_labels(
     )
 
     def decode(changes: dict[str, Any]) -> Segmentation:
-        chosen = Instances.model_validate({"kind": "instances", "persistence": 0.05} | changes)
-        kernel = watershed_kernel if path == "kernel" else with_library(watershed_kernel)
-        decoder = InstanceDecoder(spec, chosen, size, None, kernel, start=WholeWatershed if path == "whole" else None)
+        instances = Instances.model_validate({"kind": "instances", "persistence": 0.05} | changes)
+        kernel = watershed_kernel if implementation == "kernel" else with_library(watershed_kernel)
+        decoder = InstanceDecoder(
+            spec, instances, size, None, kernel, start_watershed=WholeWatershed if implementation == "whole" else None
+        )
         decoder.add(0, 0, scores)
         return decoder.finish()
 
     without_filter = {"minimum_fraction": 0.0, "min_confidence": 0.0, "min_relative_odds": 0.0, "holes": "keep"}
     unfiltered = decode(decoding | without_filter)
     assert unfiltered.objects is not None
-    given = Instances.model_validate({"kind": "instances", "persistence": 0.05} | decoding)
-    kept = unfiltered.objects.confidence >= min_object_confidence(given, unfiltered.objects)
-    kept &= unfiltered.objects.voxels >= min_object_voxels(diameter or np.inf, given, unfiltered.objects, size)
-    expected = keep_objects(unfiltered, kept)
-    if given.holes == "fill":
+    criteria = Instances.model_validate({"kind": "instances", "persistence": 0.05} | decoding)
+    is_kept = unfiltered.objects.confidence >= min_object_confidence(criteria, unfiltered.objects)
+    is_kept &= unfiltered.objects.voxels >= min_object_voxels(diameter or np.inf, criteria, unfiltered.objects, size)
+    expected = keep_objects(unfiltered, is_kept)
+    if criteria.holes == "fill":
         fill_holes(expected.pixels)
-    found = decode(decoding)
-    assert found.count == expected.count
-    assert_equal(found.pixels, found.objects, expected)
+    result = decode(decoding)
+    assert result.count == expected.count
+    assert_equal(result.pixels, result.objects, expected)

@@ -16,7 +16,7 @@ from service.inference.preprocessing.resample import resample_segmentation
 from service.models.spec import Instances, ModelSpec
 
 VOLUME = Volume.from_array(np.zeros((1, 20, 40, 40), np.uint8), VoxelSize(2, 0.5, 0.5))
-WITHOUT_VOXEL_SIZE = Volume.from_array(np.zeros((1, 20, 40, 40), np.uint8))
+VOLUME_WITHOUT_VOXEL_SIZE = Volume.from_array(np.zeros((1, 20, 40, 40), np.uint8))
 
 
 def decoding_of(
@@ -50,8 +50,8 @@ def test_options_replace_only_their_part_of_the_decoding(random_nuclei: ModelSpe
 
 def test_a_minimum_confidence_replaces_the_criteria_of_the_model(random_nuclei: ModelSpec) -> None:
     assert isinstance(random_nuclei.decoding, Instances)
-    strict = random_nuclei.decoding.model_copy(update={"min_confidence": 0.8, "min_relative_odds": 0.5})
-    spec = random_nuclei.model_copy(update={"decoding": strict})
+    strict_decoding = random_nuclei.decoding.model_copy(update={"min_confidence": 0.8, "min_relative_odds": 0.5})
+    spec = random_nuclei.model_copy(update={"decoding": strict_decoding})
     assert decoding_of(spec, PostprocessingOptions(threshold=0.3)).min_relative_odds == 0.5
     decoding = decoding_of(spec, PostprocessingOptions(min_confidence=0.0))
     assert (decoding.min_confidence, decoding.min_relative_odds) == (0.0, 0.0)
@@ -68,7 +68,7 @@ def test_the_minimum_size_is_converted_to_the_resampled_grid(random_nuclei, size
 
 def test_a_minimum_size_may_be_zero_or_exceed_the_volume(random_nuclei: ModelSpec) -> None:
     with pytest.raises(BadParameter, match=r"minimum_size: .*voxel_size=Z,Y,X"):
-        minimum_voxels(PostprocessingOptions(minimum_size=ObjectVolume(12, "um3")), WITHOUT_VOXEL_SIZE)
+        minimum_voxels(PostprocessingOptions(minimum_size=ObjectVolume(12, "um3")), VOLUME_WITHOUT_VOXEL_SIZE)
     for minimum, voxels in ((ObjectVolume(0, "px"), 0), (ObjectVolume(1e18, "um3"), 20 * 40 * 40 + 1)):
         assert (
             decoding_of(random_nuclei, PostprocessingOptions(minimum_size=minimum), (80, 160, 160)).minimum_size
@@ -83,15 +83,15 @@ SIZES = st.tuples(*[st.integers(1, 9)] * 3)
 def test_objects_that_are_large_enough_in_the_stack_are_kept_on_the_grid(
     random_nuclei, grid, stack, minimum_size, seed
 ) -> None:
-    inside = (np.random.default_rng(seed).random(grid) < 0.5).astype(np.uint16)
+    mask = (np.random.default_rng(seed).random(grid) < 0.5).astype(np.uint16)
     volume = Volume.from_array(np.zeros((1, *stack), np.uint8))
     decoding = apply_postprocessing(
         random_nuclei, PostprocessingOptions(minimum_size=ObjectVolume(minimum_size, "px")), volume, grid
     ).decoding
     assert isinstance(decoding, Instances)
-    found = resample_segmentation(Segmentation(inside, "labels", None, 1), stack, minimum_size)
-    if grid != stack and found.count:
-        assert inside.sum() >= decoding.minimum_size
+    result = resample_segmentation(Segmentation(mask, "labels", None, 1), stack, minimum_size)
+    if grid != stack and result.count:
+        assert mask.sum() >= decoding.minimum_size
 
 
 @given(st.integers(1, 30_000), st.tuples(*[st.sampled_from(["0.1", "0.15", "0.2", "0.3", "0.4", "1.1"])] * 3))
@@ -116,7 +116,7 @@ def test_cubic_micrometers_are_converted_to_voxels_without_rounding_errors(
         ("classes", PostprocessingOptions(min_confidence=0.0), "min_confidence: this option has no effect"),
     ],
 )
-def test_options_without_effect_are_refused(random_nuclei, bands, output: OutputKind, postprocessing, message) -> None:
+def test_options_without_effect_are_rejected(random_nuclei, bands, output: OutputKind, postprocessing, message) -> None:
     with pytest.raises(BadParameter, match=message):
         check_postprocessing(random_nuclei, output, postprocessing)
     with pytest.raises(BadParameter, match=r"bands assigns a class to each voxel"):

@@ -21,19 +21,19 @@ from service.training.evaluate import score
     size=st.tuples(st.integers(1, 9), st.integers(1, 23), st.integers(1, 19)),
     levels=st.sampled_from([0, 1, 3]),
     cuts=st.sets(st.integers(1, 22)),
-    planes=st.integers(0, 6),
+    num_planes=st.integers(0, 6),
     along_y=st.booleans(),
 )
-def test_basins_do_not_depend_on_slabs_blocks_or_axis(seed, size, levels, cuts, planes, along_y) -> None:
+def test_basins_do_not_depend_on_slabs_blocks_or_axis(seed, size, levels, cuts, num_planes, along_y) -> None:
     """The cases include ties and plateaus, which are resolved by positions, and blocks of a single plane."""
     heights = hills(seed, size) if max(size) > 1 else np.ones(size, np.float32)
     if levels:
         heights = np.round(heights * levels) / levels
     persistence = Persistence(0.1, logits=False)
     expected = basins_of(heights, persistence)
-    inner = tuple(sorted(cut for cut in cuts if cut < size[along_y]))
-    block = planes * (size[not along_y] + 2) * (size[2] + 2)
-    found = basins_of(heights, persistence, inner, block, along_y=along_y)
+    inner_cuts = tuple(sorted(cut for cut in cuts if cut < size[along_y]))
+    block = num_planes * (size[not along_y] + 2) * (size[2] + 2)
+    found = basins_of(heights, persistence, inner_cuts, block, along_y=along_y)
     assert found.pieces.shape == size
     assert torch.equal(found.basin_of[found.pieces.long()], expected.basin_of[expected.pieces.long()])
     assert torch.equal(found.peaks, expected.peaks)
@@ -60,15 +60,15 @@ def test_a_path_through_many_blocks_is_followed_to_its_end(flips: tuple[int, ...
 @pytest.mark.parametrize("seed", range(3))
 def test_basins_equal_those_of_scikit_image(seed: int) -> None:
     heights = hills(seed, (24, 40, 40), sigma=3)
-    inside = heights > -np.inf
-    markers = label(local_maxima(np.where(inside, heights, -1), connectivity=3), connectivity=3)
-    expected = watershed(-np.where(inside, heights, 0), markers, mask=inside, connectivity=3)
+    mask = heights > -np.inf
+    markers = label(local_maxima(np.where(mask, heights, -1), connectivity=3), connectivity=3)
+    expected = watershed(-np.where(mask, heights, 0), markers, mask=mask, connectivity=3)
     labels, count = decode(heights)
     agreement = score(expected, labels)
     assert count == expected.max()
     assert (agreement.f1, agreement.splits, agreement.merges) == (1.0, 0, 0)
     assert agreement.iou > 0.9
-    assert np.array_equal(labels > 0, inside)
+    assert np.array_equal(labels > 0, mask)
 
 
 def test_passes_are_the_highest_points_between_neighboring_basins() -> None:
@@ -89,12 +89,12 @@ def test_passes_are_the_highest_points_between_neighboring_basins() -> None:
     first, second, height = (column.numpy() for column in find_shallow_passes(basins, persistence))
     assert len(expected) > 5
     assert set(zip(first.tolist(), second.tolist(), strict=True)) == set(expected)
-    for a, b, found in zip(first, second, height, strict=True):
-        assert found == pytest.approx(expected[a, b], rel=2**-18)
+    for a, b, pass_height in zip(first, second, height, strict=True):
+        assert pass_height == pytest.approx(expected[a, b], rel=2**-18)
     assert (np.diff(height) <= 0).all()
 
 
-def test_the_order_of_positive_and_negative_heights_is_kept() -> None:
+def test_positive_and_negative_heights_keep_their_order() -> None:
     heights = np.array([-3.0, -1e30, 1e-30, 0.0, -0.5, 2e30, 7.0]).reshape(1, 1, -1)
     labels, count = decode(heights)
     assert count == 3
@@ -113,10 +113,10 @@ def test_passes_do_not_depend_on_the_batch_of_neighbors() -> None:
 def test_watersheds_do_not_share_tensors() -> None:
     """Each watershed may run in its own stream, which does not wait for tensors of other streams."""
 
-    def tensors() -> dict[int, torch.Tensor]:
-        created = Watershed(Planes((3, 4, 5), torch.device("meta")), lambda peaks: peaks)
-        return {id(value): value for value in vars(created).values() if isinstance(value, torch.Tensor)}
+    def collect_tensors() -> dict[int, torch.Tensor]:
+        watershed = Watershed(Planes((3, 4, 5), torch.device("meta")), lambda peaks: peaks)
+        return {id(value): value for value in vars(watershed).values() if isinstance(value, torch.Tensor)}
 
-    first, second = tensors(), tensors()
+    first, second = collect_tensors(), collect_tensors()
     assert len(first) > 4
     assert not first.keys() & second.keys()

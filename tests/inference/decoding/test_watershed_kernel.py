@@ -1,4 +1,4 @@
-"""The C++ kernel finds the same objects as torch and NumPy, voxel by voxel."""
+"""The C++ kernel gives the same labels as the PyTorch implementations, voxel by voxel."""
 
 from typing import Any
 
@@ -35,13 +35,13 @@ def kernel() -> WatershedKernel:
     return watershed_kernel
 
 
-def compare(kernel: WatershedKernel, heights: Array, persistence: float, **options: Any) -> Array:
+def assert_implementations_agree(kernel: WatershedKernel, heights: Array, persistence: float, **options: Any) -> Array:
     """Assert that all implementations give the same labels, dtypes and objects; return the labels.
 
-    The implementations are torch plane by plane, torch with all planes together, and C++. `options` are those of
+    The implementations are PyTorch plane by plane, PyTorch with all planes together, and C++. `options` are those of
     `decode_objects`.
     """
-    (expected, torch_objects), (whole, whole_objects), (labels, objects) = (
+    (expected, torch_objects), (whole_labels, whole_objects), (labels, objects) = (
         decode_objects(heights, persistence, **options, **implementation)
         for implementation in ({}, {"whole": True}, {"kernel": kernel})
     )
@@ -49,9 +49,9 @@ def compare(kernel: WatershedKernel, heights: Array, persistence: float, **optio
     assert np.array_equal(objects.voxels, torch_objects.voxels)
     assert np.array_equal(objects.confidence, torch_objects.confidence)
     assert np.allclose(objects.peaks, torch_objects.peaks, rtol=1e-6)
-    assert labels.dtype == whole.dtype == expected.dtype
+    assert labels.dtype == whole_labels.dtype == expected.dtype
     assert np.array_equal(labels, expected)
-    assert np.array_equal(whole, expected)
+    assert np.array_equal(whole_labels, expected)
     for name in ("voxels", "confidence", "peaks"):
         assert np.allclose(getattr(whole_objects, name), getattr(objects, name), rtol=1e-6, atol=0)
     return labels
@@ -66,22 +66,24 @@ def compare(kernel: WatershedKernel, heights: Array, persistence: float, **optio
     persistence=st.sampled_from([0.0, 0.02, 0.1, 2.0, np.inf]),
     logits=st.booleans(),
     cuts=st.sets(st.integers(1, 22)),
-    planes=st.integers(1, 10),
+    num_planes=st.integers(1, 10),
     along_y=st.booleans(),
     minimum_size=st.sampled_from([0, 1, 2, 30]),
     drop_border=st.booleans(),
 )
-def test_labels_equal_those_of_torch(
-    kernel, seed, size, sigma, levels, persistence, logits, cuts, planes, along_y, minimum_size, drop_border
+def test_labels_equal_those_of_pytorch(
+    kernel, seed, size, sigma, levels, persistence, logits, cuts, num_planes, along_y, minimum_size, drop_border
 ) -> None:
     """The cases include ties and plateaus, slabs and blocks of any number of planes, and anisotropic heights."""
     heights = hills(seed, size, sigma) if max(size) > 1 else np.ones(size, np.float32)
     if levels:
         heights = np.round(heights * levels) / levels
-    inner = tuple(sorted(cut for cut in cuts if cut < size[along_y]))
-    block = planes * (size[not along_y] + 2) * (size[2] + 2)
+    inner_cuts = tuple(sorted(cut for cut in cuts if cut < size[along_y]))
+    block = num_planes * (size[not along_y] + 2) * (size[2] + 2)
     options = {"along_y": along_y, "logits": logits, "drop_border": drop_border}
-    compare(kernel, heights, persistence, minimum_size=minimum_size, cuts=inner, block=block, **options)
+    assert_implementations_agree(
+        kernel, heights, persistence, minimum_size=minimum_size, cuts=inner_cuts, block=block, **options
+    )
 
 
 @pytest.mark.parametrize("size", [(1, 1, 1), (1, 1, 9), (7, 1, 1), (2, 3, 1), (5, 8, 13)])
@@ -90,7 +92,7 @@ def test_labels_equal_those_of_torch(
 def test_a_plateau_of_any_height_and_shape_is_one_object(
     kernel: WatershedKernel, size: Size, height: float, logits: bool
 ) -> None:
-    labels = compare(kernel, np.full(size, height), 0.1, logits=logits)
+    labels = assert_implementations_agree(kernel, np.full(size, height), 0.1, logits=logits)
     assert np.count_nonzero(labels) == (height > -np.inf) * np.prod(size)
     if np.isfinite(height):
         assert labels.max() == 1
@@ -100,18 +102,18 @@ def test_a_single_voxel_is_found_at_any_position(kernel: WatershedKernel) -> Non
     for position in np.ndindex(3, 4, 5):
         heights = np.full((3, 4, 5), -np.inf)
         heights[position] = 0.5
-        assert np.argwhere(compare(kernel, heights, 0.1, logits=True)).tolist() == [list(position)]
+        assert np.argwhere(assert_implementations_agree(kernel, heights, 0.1, logits=True)).tolist() == [list(position)]
         at_a_face = position[0] != 1 or position[1] in {0, 3} or position[2] in {0, 4}
-        assert compare(kernel, heights, 0.1, drop_border=True).any() != at_a_face
+        assert assert_implementations_agree(kernel, heights, 0.1, drop_border=True).any() != at_a_face
 
 
-def test_flattened_objects_and_many_passes_are_decoded_as_by_torch(kernel: WatershedKernel) -> None:
+def test_flattened_objects_and_many_passes_are_decoded_as_in_pytorch(kernel: WatershedKernel) -> None:
     for stride in ((4, 1, 1), (1, 4, 1), (1, 1, 4), (3, 3, 1)):
         heights = hills(7, (40, 40, 40), sigma=4)[tuple(slice(None, None, step) for step in stride)]
-        compare(kernel, heights, 0.2, cuts=(3,))
+        assert_implementations_agree(kernel, heights, 0.2, cuts=(3,))
     crowd = np.random.default_rng(2).random((24, 25, 26))
     for persistence in (0.05, 0.3, np.inf):
-        assert compare(kernel, crowd, persistence, cuts=(7,), block=3 * 27 * 28).any()
+        assert assert_implementations_agree(kernel, crowd, persistence, cuts=(7,), block=3 * 27 * 28).any()
 
 
 @pytest.mark.parametrize("levels", [None, 200])
@@ -129,7 +131,7 @@ def test_removing_redundant_passes_does_not_change_labels(kernel, levels, *, alo
 
 
 def test_volumes_with_32_bit_positions_per_block_are_supported(kernel: WatershedKernel) -> None:
-    """Larger volumes, and tensors on other devices, are left to torch."""
+    """Larger volumes, and tensors on other devices, are processed by PyTorch."""
     assert not kernel.supports(torch.device("cuda"))
     assert not with_library(watershed_kernel).supports(CPU)
     assert kernel.supports(CPU, (2000, 2000, 2000))
@@ -190,7 +192,7 @@ MEMORY_LAYOUTS = (
     holes=st.sampled_from(["keep", "fill"]),
     activation=st.sampled_from(["none", "sigmoid"]),
 )
-def test_scores_of_any_dtype_and_layout_are_decoded_as_by_torch(
+def test_scores_of_any_dtype_and_layout_are_decoded_as_in_pytorch(
     kernel,
     random_nuclei,
     seed,
@@ -221,31 +223,31 @@ def test_scores_of_any_dtype_and_layout_are_decoded_as_by_torch(
     assert np.array_equal(found, expected)
 
 
-def test_invalid_planes_and_calls_are_refused(kernel: WatershedKernel) -> None:
-    heights, inside = torch.ones(3, 4, 5), torch.ones(3, 4, 5, dtype=torch.bool)
+def test_invalid_planes_and_calls_are_rejected(kernel: WatershedKernel) -> None:
+    heights, mask = torch.ones(3, 4, 5), torch.ones(3, 4, 5, dtype=torch.bool)
 
     def start() -> KernelWatershed:
         return kernel.start((3, 4, 5), PARAMETERS)
 
-    for invalid in (heights.double(), heights[:, :3], heights[:, :, :4], heights.to("meta"), inside):
+    for invalid in (heights.double(), heights[:, :3], heights[:, :, :4], heights.to("meta"), mask):
         with pytest.raises(ValueError, match="expected planes"):
-            start().add(invalid, inside)
-    for invalid in (inside[:2], inside.to(torch.uint8)):
+            start().add(invalid, mask)
+    for invalid in (mask[:2], mask.to(torch.uint8)):
         with pytest.raises(ValueError, match="expected planes"):
             start().add(heights, invalid)
-    full = start()
-    full.add(heights, inside)
+    complete = start()
+    complete.add(heights, mask)
     with pytest.raises(ValueError, match="left"):
-        full.add(heights, inside)
-    early = start()
-    early.add(heights[:2], inside[:2])
+        complete.add(heights, mask)
+    incomplete = start()
+    incomplete.add(heights[:2], mask[:2])
     with pytest.raises(ValueError, match="missing"):
-        early.labels(0, drop_border=False)
+        incomplete.label_objects(0, drop_border=False)
     for size in ((0, 4, 5), (2**16, 2**16, 2**16)):
         with pytest.raises(ValueError, match="does not support a volume"):
             kernel.start(size, PARAMETERS)
 
 
-def test_a_volume_that_does_not_fit_into_memory_raises_memory_error(kernel: WatershedKernel) -> None:
+def test_a_volume_that_does_not_fit_in_memory_raises_memory_error(kernel: WatershedKernel) -> None:
     with pytest.raises(MemoryError):
         kernel.start((17 * 10**7, 17 * 10**7, 1), PARAMETERS)

@@ -15,13 +15,13 @@ CALIBRATION = Calibration(intercept=-15, certainty=2, peak=14, size=-3, giants=-
 SHELLS = torch.from_numpy(np.exp(-(((distance_to(*CENTRES) - 11) / 1.5) ** 2))).float()[None]
 BLANK = torch.zeros(1, 32, 32, 32)
 BALLS = torch.from_numpy(np.clip((9 - distance_to(*CENTRES)) / 3, 0, 1)).float()[None]
-USED = (20.0, 20.0, 20.0)
-SMALL = Diameter((4.0,), "px")
+USED_DIAMETER = (20.0, 20.0, 20.0)
+SMALL_DIAMETER = Diameter((4.0,), "px")
 
 
-def suggested_parameter(*, calibration: Calibration = CALIBRATION, **evidence: Any) -> str:
-    given: dict[str, Any] = {"windows": [BALLS], "guess": None, "used_diameter": USED}
-    warning = low_confidence_warning(0.1, Evidence(**given | evidence), calibration)
+def get_suggestion(*, calibration: Calibration = CALIBRATION, **evidence: Any) -> str:
+    defaults: dict[str, Any] = {"windows": [BALLS], "likely_diameter": None, "used_diameter": USED_DIAMETER}
+    warning = low_confidence_warning(0.1, Evidence(**defaults | evidence), calibration)
     assert warning.suggestion in warning.detail
     return warning.suggestion
 
@@ -29,25 +29,35 @@ def suggested_parameter(*, calibration: Calibration = CALIBRATION, **evidence: A
 def test_warnings_suggest_the_most_likely_parameter() -> None:
     assert QualityWarning(0.1, "The labels may be wrong.", "diameter=4,8,8px").suggested == {"diameter": "4,8,8px"}
     assert QualityWarning(0.1, "The labels may be wrong.", "").suggested == {}
-    assert suggested_parameter(windows=[SHELLS], guess=SMALL) == "model=membranes"
-    assert suggested_parameter(guess=SMALL) == "diameter=4px"
-    assert suggested_parameter(guess=SMALL, clear_objects=9) == "diameter=4px"
+    assert get_suggestion(windows=[SHELLS], likely_diameter=SMALL_DIAMETER) == "model=membranes"
+    assert get_suggestion(likely_diameter=SMALL_DIAMETER) == "diameter=4px"
+    assert get_suggestion(likely_diameter=SMALL_DIAMETER, num_clear_objects=9) == "diameter=4px"
     assert (
-        suggested_parameter(guess=SMALL, clear_objects=9, is_diameter_given=True)
-        == suggested_parameter(clear_objects=9)
+        get_suggestion(likely_diameter=SMALL_DIAMETER, num_clear_objects=9, is_diameter_given=True)
+        == get_suggestion(num_clear_objects=9)
         == "min_confidence=0.8"
     )
     other_calibration = CALIBRATION.model_copy(update={"sheets": None, "blobs": "nuclei"})
-    assert suggested_parameter(calibration=other_calibration, guess=SMALL) == "model=nuclei"
-    assert suggested_parameter(calibration=other_calibration, windows=[SHELLS], guess=SMALL) == "diameter=4px"
+    assert get_suggestion(calibration=other_calibration, likely_diameter=SMALL_DIAMETER) == "model=nuclei"
+    assert (
+        get_suggestion(calibration=other_calibration, windows=[SHELLS], likely_diameter=SMALL_DIAMETER)
+        == "diameter=4px"
+    )
 
 
 @pytest.mark.parametrize("is_given", [False, True])
 def test_training_is_suggested_if_no_parameter_is_likely_to_help(is_given: bool) -> None:
-    for guess in (None, Diameter((18.0, 22.0, 22.0), "px")):
+    for likely_diameter in (None, Diameter((18.0, 22.0, 22.0), "px")):
         warning = low_confidence_warning(
             0.1,
-            Evidence([BALLS], guess, USED, is_diameter_given=is_given, has_postprocessing=True, clear_objects=9),
+            Evidence(
+                [BALLS],
+                likely_diameter,
+                USED_DIAMETER,
+                is_diameter_given=is_given,
+                has_postprocessing=True,
+                num_clear_objects=9,
+            ),
             CALIBRATION,
         )
         assert warning.suggestion == ""
@@ -57,12 +67,14 @@ def test_training_is_suggested_if_no_parameter_is_likely_to_help(is_given: bool)
 
 def test_warnings_give_a_reason_why_no_object_was_found() -> None:
     warnings = {
-        reason: no_objects_warning(Evidence([window], guess, USED, has_postprocessing=has_options), CALIBRATION)
-        for reason, window, guess, has_options in (
-            ("same gray value", BLANK, SMALL, True),
-            ("min_confidence=", BALLS, SMALL, True),
-            ("membranes", SHELLS, SMALL, False),
-            ("4 px wide", BALLS, SMALL, False),
+        reason: no_objects_warning(
+            Evidence([window], likely_diameter, USED_DIAMETER, has_postprocessing=has_options), CALIBRATION
+        )
+        for reason, window, likely_diameter, has_options in (
+            ("same gray value", BLANK, SMALL_DIAMETER, True),
+            ("min_confidence=", BALLS, SMALL_DIAMETER, True),
+            ("membranes", SHELLS, SMALL_DIAMETER, False),
+            ("4 px wide", BALLS, SMALL_DIAMETER, False),
             ("train a model", BALLS, None, False),
         )
     }

@@ -8,37 +8,39 @@ from service.models.spec import Calibration
 CALIBRATION = Calibration(intercept=-15, certainty=2, peak=14, size=-3, giants=-1, sheets="membranes")
 
 
-def objects(diameters: list[float], confidence: float, peak: float) -> Objects:
+def make_objects(diameters: list[float], confidence: float, peak: float) -> Objects:
     voxels = np.round(np.pi / 6 * np.array(diameters) ** 3).astype(np.int64)
-    same = np.ones(len(diameters), np.float32)
-    return Objects(voxels, confidence * same, peak * same)
+    ones = np.ones(len(diameters), np.float32)
+    return Objects(voxels, confidence * ones, peak * ones)
 
 
-def confidence_in(found: Objects) -> float:
+def compute_confidence(found: Objects) -> float:
     confidence = predict_confidence(found, 20.0, CALIBRATION)
     assert confidence is not None
     return confidence
 
 
 def test_confidence_is_high_only_for_objects_like_the_training_data() -> None:
-    good = confidence_in(objects([20, 21, 19], 0.94, 0.85))
+    good = compute_confidence(make_objects([20, 21, 19], 0.94, 0.85))
     assert good > 0.9
-    assert confidence_in(objects([20, 21, 19], 0.8, 0.85)) < good
-    assert confidence_in(objects([20, 21, 19], 0.94, 0.55)) < 0.3
-    assert confidence_in(objects([50, 60, 55], 0.94, 0.85)) < good
-    assert confidence_in(objects([20, 20, 20] + 3 * [3], 0.94, 0.85)) == pytest.approx(good, abs=0.01)
+    assert compute_confidence(make_objects([20, 21, 19], 0.8, 0.85)) < good
+    assert compute_confidence(make_objects([20, 21, 19], 0.94, 0.55)) < 0.3
+    assert compute_confidence(make_objects([50, 60, 55], 0.94, 0.85)) < good
+    assert compute_confidence(make_objects([20, 20, 20] + 3 * [3], 0.94, 0.85)) == pytest.approx(good, abs=0.01)
     # The typical object is the one that contains the median voxel.
-    assert typical_diameter(objects([20, 4, 4, 4, 4], 0.9, 0.9)) == pytest.approx(20, abs=0.1)
+    assert typical_diameter(make_objects([20, 4, 4, 4, 4], 0.9, 0.9)) == pytest.approx(20, abs=0.1)
 
 
 def test_confidence_is_a_number_unless_no_object_is_found() -> None:
-    unknown, lowest, highest = (confidence_in(objects([20], 1.0, peak)) for peak in (np.nan, 0.0, 1.0))
-    assert unknown == lowest < highest
-    assert predict_confidence(objects([], 0.9, 0.9), 20.0, CALIBRATION) is None
+    unknown_peak, lowest_peak, highest_peak = (
+        compute_confidence(make_objects([20], 1.0, peak)) for peak in (np.nan, 0.0, 1.0)
+    )
+    assert unknown_peak == lowest_peak < highest_peak
+    assert predict_confidence(make_objects([], 0.9, 0.9), 20.0, CALIBRATION) is None
 
 
 def test_clear_objects_are_counted_if_most_others_look_like_noise() -> None:
-    nuclei, noise = objects([20, 21], 0.94, 0.8), objects(100 * [12], 0.7, 0.55)
+    nuclei, noise = make_objects([20, 21], 0.94, 0.8), make_objects(100 * [12], 0.7, 0.55)
     both = Objects(*(np.concatenate(pair) for pair in zip(vars(nuclei).values(), vars(noise).values(), strict=True)))
     assert count_clear_objects(both, 20.0, CALIBRATION) == 2
     assert count_clear_objects(nuclei, 20.0, CALIBRATION) == count_clear_objects(noise, 20.0, CALIBRATION) == 0

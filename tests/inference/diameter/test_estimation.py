@@ -1,4 +1,4 @@
-"""The object diameter, estimated with a network that detects every object at any scale."""
+"""Diameter estimates of a network that detects every object at any scale."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def spec(random_nuclei: ModelSpec) -> ModelSpec:
 
 
 def balls(shape: tuple[int, int, int], diameter: float, aspect: float = 1.0, gap: float = 1.2) -> NDArray[np.float32]:
-    """Balls on a lattice, 1 at the center and 0 at the surface, flattened along z by a factor; [Z, Y, X]."""
+    """Return balls on a lattice [Z, Y, X], 1 at the center and 0 at the surface, flattened along z by `aspect`."""
     z, y, x = np.indices(shape).astype(np.float32)
     steps = [gap * diameter / aspect, gap * diameter, gap * diameter]
     squares = []
@@ -42,19 +42,19 @@ def balls(shape: tuple[int, int, int], diameter: float, aspect: float = 1.0, gap
     return np.clip(1 - np.sqrt(np.sum(squares, axis=0)), 0, 1).astype(np.float32)
 
 
-def score_bright(windows: Tensor) -> Tensor:
-    """Return bright voxels as foreground, and brightness as distance."""
+def score_brightness(windows: Tensor) -> Tensor:
+    """Return scores: bright voxels are foreground, and brightness is the distance."""
     return torch.cat([100 * (windows - 0.1), torch.logit(windows.clamp(1e-3, 1 - 1e-3))], 1)
 
 
-def image_of(pixels: NDArray[Any]) -> NormalizedImage:
+def make_image(pixels: NDArray[Any]) -> NormalizedImage:
     return NormalizedImage(Volume.from_array(pixels[None]), [IntensityScaling(0, 1)])
 
 
 def estimate(
-    pixels: NDArray[Any], spec: ModelSpec, score_windows: Any = score_bright, voxel_size: VoxelSize | None = None
+    pixels: NDArray[Any], spec: ModelSpec, score_windows: Any = score_brightness, voxel_size: VoxelSize | None = None
 ) -> DiameterEstimate:
-    return DiameterEstimator(image_of(pixels), (1, 1, 1), spec, score_windows, voxel_size).estimate()
+    return DiameterEstimator(make_image(pixels), (1, 1, 1), spec, score_windows, voxel_size).estimate()
 
 
 @pytest.mark.parametrize(("diameter", "aspect"), [(5, 1), (7, 1), (14, 1), (20, 1), (12, 2.5), (16, 4)])
@@ -62,12 +62,12 @@ def test_the_estimate_is_close_to_the_diameter_of_the_objects(spec: ModelSpec, d
     found = estimate(balls((80, 80, 88), diameter, aspect), spec)
     assert found.diameter is not None
     depth, width = found.diameter.lengths[0], found.diameter.lengths[-1]
-    # The foreground is brighter than a tenth of the center, in whole voxels.
+    # The foreground is brighter than a tenth of the center. Diameters are whole voxels.
     assert (depth * width * width) ** (1 / 3) == pytest.approx(diameter / aspect ** (1 / 3), rel=0.2)
     assert width / depth == pytest.approx(max(aspect / MAX_ROUND_ASPECT, 1), rel=0.25)
     assert not found.matches_model
-    assert found.objects >= 5
-    assert str(found.diameter) in found.note
+    assert found.num_objects >= 5
+    assert found.diameter.describe() in found.note
     assert "diameter=none" in found.note
 
 
@@ -83,7 +83,7 @@ def test_the_plane_spacing_corrects_the_depth_of_blurred_objects(spec, spacing, 
 
 
 def test_an_estimate_means_the_same_in_a_request(spec: ModelSpec) -> None:
-    """A single length would make objects flat if the planes are far apart."""
+    """A single length would describe flat objects if the planes are far apart."""
     round_objects = balls((80, 80, 88), 14)
     assert str(estimate(round_objects, spec).diameter).count(",") == 0
     for spacing in (0.5, 1.0, 2.0):
@@ -96,29 +96,29 @@ def test_an_estimate_means_the_same_in_a_request(spec: ModelSpec) -> None:
 def test_one_probe_is_enough_for_objects_of_the_expected_diameter(spec: ModelSpec) -> None:
     found = estimate(balls((48, 72, 80), 11), spec)
     assert found.matches_model
-    assert found.windows == 4
+    assert found.num_windows == 4
     assert "needs no resampling" in found.note
 
 
 def score_without_peaks(windows: Tensor) -> Tensor:
-    """Return the scores of `score_bright`, with distances that are too low for a certain center."""
-    return score_bright(windows) - torch.tensor([0.0, 2.5])[:, None, None, None]
+    """Return the scores of `score_brightness`, with distances that are too low for a certain center."""
+    return score_brightness(windows) - torch.tensor([0.0, 2.5])[:, None, None, None]
 
 
 @pytest.mark.parametrize(
     ("pixels", "score_windows"),
     [
         *(
-            (np.zeros((40, 40, 40)), score_bright),
-            (np.pad(balls((12, 12, 12), 10), 20), score_bright),
-            (np.ones((1, 9, 9)), score_bright),
+            (np.zeros((40, 40, 40)), score_brightness),
+            (np.pad(balls((12, 12, 12), 10), 20), score_brightness),
+            (np.ones((1, 9, 9)), score_brightness),
         ),
-        # Objects everywhere without a high peak are noise.
+        # Objects everywhere, but without high peaks, are noise.
         (balls((48, 72, 80), 7), score_without_peaks),
     ],
     ids=["nothing", "one object", "no object", "no peaks"],
 )
-def test_there_is_no_estimate_if_too_little_is_found(spec: ModelSpec, pixels: NDArray[Any], score_windows: Any) -> None:
+def test_there_is_no_estimate_from_too_few_objects(spec: ModelSpec, pixels: NDArray[Any], score_windows: Any) -> None:
     found = estimate(pixels.astype(np.float32), spec, score_windows)
     assert found.diameter is None
     assert not found.matches_model
@@ -130,34 +130,34 @@ def test_few_windows_of_one_shape_are_scored(spec: ModelSpec) -> None:
 
     def score_windows(windows: Tensor) -> Tensor:
         shapes.append(tuple(windows.shape))
-        return score_bright(windows)
+        return score_brightness(windows)
 
     found = estimate(balls((40, 90, 150), 6), spec, score_windows)
     assert all(shape[1:] == (1, *ROI) for shape in shapes)
-    assert sum(shape[0] for shape in shapes) == found.windows <= 22
+    assert sum(shape[0] for shape in shapes) == found.num_windows <= 22
 
 
 def test_planes_of_windows_are_read_one_at_a_time(spec: ModelSpec) -> None:
     pixels = balls((400, 40, 48), 20)
-    reads: list[tuple[int, int]] = []
+    planes_read: list[tuple[int, int]] = []
 
     def read(z0: int, z1: int) -> NDArray[Any]:
-        reads.append((z0, z1))
+        planes_read.append((z0, z1))
         return pixels[None, z0:z1]
 
     volume = Volume((1, *pixels.shape), pixels.dtype, read)
     found = DiameterEstimator(
-        NormalizedImage(volume, [IntensityScaling(0, 1)]), (1, 1, 1), spec, score_bright
+        NormalizedImage(volume, [IntensityScaling(0, 1)]), (1, 1, 1), spec, score_brightness
     ).estimate()
     assert found.diameter is not None
-    assert all(z1 - z0 == 1 for z0, z1 in reads)
-    assert len({z0 for z0, _ in reads}) < 400
+    assert all(z1 - z0 == 1 for z0, z1 in planes_read)
+    assert len({z0 for z0, _ in planes_read}) < 400
 
 
 def test_windows_with_high_contrast_come_first() -> None:
     pixels = np.zeros((32, 96, 128), np.float32)
     pixels[10:20, 60:70, 100:110] = 1
-    z, y, x = rank_by_contrast(image_of(pixels), ROI)[0]
+    z, y, x = rank_by_contrast(make_image(pixels), ROI)[0]
     assert 0 <= z - 10 < 10
     assert abs(y - 65) <= 16
     assert abs(x - 105) <= 16
@@ -200,25 +200,27 @@ def test_a_few_objects_larger_than_a_window_are_found_at_a_smaller_scale(spec: M
     found = estimate(np.pad(balls((70, 70, 70), 58), 45), with_calibration(spec), score_without_peaks)
     assert found.diameter is not None
     assert found.diameter.lengths[-1] == pytest.approx(50, rel=0.2)
-    assert found.objects < 5
+    assert found.num_objects < 5
     # At a larger scale, so few objects are not enough, because noise contains some that look like objects.
     assert estimate(np.pad(balls((12, 12, 6), 5), 30), with_calibration(spec), score_without_peaks).diameter is None
 
 
-def test_no_trial_runs_if_the_first_confidence_is_good(spec: ModelSpec) -> None:
+def test_no_trial_runs_if_the_initial_confidence_is_high(spec: ModelSpec) -> None:
     """The estimate is also deterministic."""
-    noisy = balls((40, 48, 48), 9) + np.random.default_rng(0).normal(0, 0.02, (40, 48, 48)).astype(np.float32)
-    fitting = balls((48, 72, 80), 11)
+    noisy_balls = balls((40, 48, 48), 9) + np.random.default_rng(0).normal(0, 0.02, (40, 48, 48)).astype(np.float32)
+    fitting_balls = balls((48, 72, 80), 11)
     for pixels, score_windows in (
-        (fitting, score_bright),
-        (fitting, score_without_peaks),
-        (balls((80,) * 3, 14), score_bright),
+        (fitting_balls, score_brightness),
+        (fitting_balls, score_without_peaks),
+        (balls((80,) * 3, 14), score_brightness),
     ):
         assert estimate(pixels, with_calibration(spec), score_windows) == estimate(pixels, spec, score_windows)
-    assert estimate(noisy, spec) == estimate(noisy, spec)
+    assert estimate(noisy_balls, spec) == estimate(noisy_balls, spec)
 
 
 def test_a_trial_without_a_clear_improvement_changes_nothing(spec: ModelSpec) -> None:
     pixels = balls((48, 72, 80), 5)
-    estimator = DiameterEstimator(image_of(pixels), (1, 1, 1), with_calibration(spec), score_without_peaks, margin=50.0)
+    estimator = DiameterEstimator(
+        make_image(pixels), (1, 1, 1), with_calibration(spec), score_without_peaks, margin=50.0
+    )
     assert estimator.estimate() == estimate(pixels, spec, score_without_peaks)

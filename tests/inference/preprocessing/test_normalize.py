@@ -22,7 +22,7 @@ from service.models.spec import PercentileNormalisation, RangeNormalisation, ZSc
 PERCENTILE, ZSCORE = PercentileNormalisation(kind="percentile"), ZScoreNormalisation(kind="zscore")
 
 
-def normalized(pixels, normalisation=PERCENTILE):
+def normalize_checked(pixels, normalisation=PERCENTILE):
     out = normalize_channel(pixels, normalisation)
     assert out.dtype == np.float32
     return out
@@ -33,35 +33,35 @@ def test_percentile_normalization_of_every_dtype(dtype):
     pixels = some_pixels(dtype)
     low, high = np.percentile(pixels.astype(np.float64), (1, 99.8))
     expected = (pixels.astype(np.float64) - low) / (high - low)
-    np.testing.assert_allclose(normalized(pixels), expected, atol=2e-6)
+    np.testing.assert_allclose(normalize_checked(pixels), expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("offset", [2**24 + 1, 2**31 - 200])
 def test_integers_beyond_float32_keep_their_differences(offset):
     pixels = (np.arange(100, dtype=np.uint32) + offset).reshape(1, 10, 10)
     normalisation = RangeNormalisation(kind="range", low=offset, high=offset + 1)
-    np.testing.assert_array_equal(normalized(pixels, normalisation).ravel(), np.arange(100))
+    np.testing.assert_array_equal(normalize_checked(pixels, normalisation).ravel(), np.arange(100))
 
 
 def test_zscore_range_and_percentile_normalization():
     pixels = some_pixels("uint16")
-    scaled = normalized(pixels, ZSCORE)
+    scaled = normalize_checked(pixels, ZSCORE)
     assert abs(scaled.mean()) < 1e-6
     assert scaled.std() == pytest.approx(1, abs=1e-5)
-    scaled = normalized(pixels, RangeNormalisation(kind="range", low=100, high=300))
+    scaled = normalize_checked(pixels, RangeNormalisation(kind="range", low=100, high=300))
     np.testing.assert_allclose(scaled, (pixels.astype(float) - 100) / 200, atol=1e-6)
-    clipped = normalized(pixels, PercentileNormalisation(kind="percentile", high=50, clip=(0, 1)))
+    clipped = normalize_checked(pixels, PercentileNormalisation(kind="percentile", high=50, clip=(0, 1)))
     assert (clipped.min(), clipped.max()) == (0, 1)
 
 
 @pytest.mark.parametrize("normalisation", [PERCENTILE, ZSCORE])
 def test_constant_channels_become_zero_and_extreme_pixels_stay_finite(normalisation):
     for dtype in ("uint8", "uint16", "int32", "float32", "float64"):
-        assert not normalized(np.full((2, 3, 4), 7, dtype), normalisation).any()
+        assert not normalize_checked(np.full((2, 3, 4), 7, dtype), normalisation).any()
     for extreme in (3e38, 1e300):
         pixels = np.random.default_rng(0).normal(0, 1e-3, (4, 30, 30))
         pixels[1, 2, 3], pixels[0, 0, 0] = extreme, -extreme
-        values = normalized(pixels, normalisation)
+        values = normalize_checked(pixels, normalisation)
         assert np.isfinite(values).all()
         assert np.abs(values).max() <= MAX_MAGNITUDE
 
@@ -69,11 +69,11 @@ def test_constant_channels_become_zero_and_extreme_pixels_stay_finite(normalisat
 def test_few_bright_pixels_on_a_flat_background_stay_visible():
     pixels = np.zeros((4, 50, 50), np.uint16)
     pixels[2, 3, 4] = 1000
-    values = normalized(pixels)
+    values = normalize_checked(pixels)
     assert (values[2, 3, 4], np.count_nonzero(values)) == (1, 1)
 
 
-def test_nan_and_infinity_are_replaced_by_the_lowest_finite_value(bands):
+def test_nan_and_infinity_are_replaced_with_the_lowest_finite_value(bands):
     pixels = some_pixels("float32")[None]
     clean = pixels.copy()
     pixels[0, 0, 0, :4] = np.nan, np.inf, -np.inf, np.nan
@@ -82,10 +82,10 @@ def test_nan_and_infinity_are_replaced_by_the_lowest_finite_value(bands):
     actual = prepare(Volume.from_array(pixels), bands)
     expected = prepare(Volume.from_array(clean), bands).image.tensor()
     np.testing.assert_array_equal(actual.image.tensor().numpy(), expected.numpy())
-    assert actual.notes == ("4 NaN or infinite pixels were replaced by the lowest finite intensity.",)
+    assert actual.notes == ("4 NaN or infinite pixels were replaced with the lowest finite intensity.",)
 
 
-def test_a_channel_of_only_nan_is_refused(bands):
+def test_a_channel_of_only_nan_is_rejected(bands):
     pixels = np.ones((2, 2, 3, 4), np.float32)
     pixels[1] = np.nan
     with pytest.raises(BadFile, match="All pixels are NaN"):
@@ -100,7 +100,7 @@ def test_pixels_are_normalized_when_they_are_read(bands, channels, dtype):
     pixels.flags.writeable = False
     spec = spec_of(bands, normalisation=PERCENTILE, channels=channels)
     image, notes = prepare(Volume.from_array(pixels), spec)
-    expected = np.stack([normalized(channel) for channel in pixels])
+    expected = np.stack([normalize_checked(channel) for channel in pixels])
     assert (image.shape, notes) == ((1, *pixels.shape), ())
     part = image[0, slice(None), slice(1, 4), slice(2, 99), slice(0, 5)]
     assert part.dtype == torch.float32

@@ -46,7 +46,7 @@ def test_percentiles_of_wide_dtypes_equal_those_of_numpy(dtype, low, high, max_s
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16"])
 def test_counting_needs_little_memory(dtype):
-    """If all 4 million voxels were widened together, they would leave a gap of 32 MiB in the memory of a server."""
+    """Converting all 4 million voxels to 64 bits together would leave a gap of 32 MiB in the memory of a server."""
     pixels = np.random.default_rng(0).integers(0, 100, (1, 64, 256, 256)).astype(dtype)
     volume = Volume.from_array(pixels)
     tracemalloc.start()

@@ -21,7 +21,7 @@ from service.inference.preprocessing.resample import (
 )
 
 
-def test_a_column_of_single_pixels_is_refused(bands):
+def test_a_column_of_single_pixels_is_rejected(bands):
     with pytest.raises(BadFile, match=r"40 planes of the stack are single pixels.*axes="):
         prepare(Volume.from_array(np.ones((1, 40, 1, 1), np.uint8)), bands)
     assert prepare(Volume.from_array(np.ones((1, 1, 1, 1), np.uint8)), bands).image.shape == (1, 1, 1, 1, 1)
@@ -76,39 +76,39 @@ def test_no_axis_becomes_shorter_than_the_window(bands):
         (Diameter((1e-5,), "px"), 10.0, "differs too much"),
     ],
 )
-def test_an_implausible_diameter_is_refused(bands, diameter, model_diameter, message):
+def test_an_implausible_diameter_is_rejected(bands, diameter, model_diameter, message):
     with pytest.raises(BadParameter, match=message):
         working_size(Volume.from_array(some_pixels("uint16")[None]), spec_of(bands, diameter=model_diameter), diameter)
 
 
-def test_resampled_sizes_are_rounded_and_implausible_ones_refused():
-    one = VoxelSize(1, 1, 1)
-    assert resampled_size((10, 10, 10), VoxelSize(1.005, 0.995, 1), one) == (10, 10, 10)
-    assert resampled_size((1, 3, 200), VoxelSize(0.1, 0.1, 0.1), one) == (1, 1, 20)
+def test_resampled_sizes_are_rounded_and_implausible_voxel_sizes_are_rejected():
+    unit_size = VoxelSize(1, 1, 1)
+    assert resampled_size((10, 10, 10), VoxelSize(1.005, 0.995, 1), unit_size) == (10, 10, 10)
+    assert resampled_size((1, 3, 200), VoxelSize(0.1, 0.1, 0.1), unit_size) == (1, 1, 20)
     for invalid in (VoxelSize(1000, 1, 1), VoxelSize(1, 1, 1e-5)):
         with pytest.raises(BadParameter, match="voxel_size="):
-            resampled_size((10, 10, 10), invalid, one)
+            resampled_size((10, 10, 10), invalid, unit_size)
 
 
-EDGES = st.tuples(*[st.integers(1, 12)] * 3)
+SIZES = st.tuples(*[st.integers(1, 12)] * 3)
 
 
-@given(before=EDGES, after=EDGES, data=st.data())
-def test_interpolation_does_not_depend_on_the_division_into_boxes(before, after, data):
-    image = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 2, *before)).astype(np.float32))
-    resampling = Resampling(before, after)
-    whole = ResampledImage(image, resampling).tensor()
-    expected = functional.interpolate(image, size=after, mode="trilinear", align_corners=False)
-    torch.testing.assert_close(whole, expected, rtol=0, atol=2e-5)
-    cuts = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in after]
+@given(source_size=SIZES, target_size=SIZES, data=st.data())
+def test_interpolation_does_not_depend_on_the_division_into_boxes(source_size, target_size, data):
+    image = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 2, *source_size)).astype(np.float32))
+    resampling = Resampling(source_size, target_size)
+    resampled = ResampledImage(image, resampling).tensor()
+    expected = functional.interpolate(image, size=target_size, mode="trilinear", align_corners=False)
+    torch.testing.assert_close(resampled, expected, rtol=0, atol=2e-5)
+    cuts = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in target_size]
     for z in pairwise(cuts[0]):
         for y in pairwise(cuts[1]):
             for x in pairwise(cuts[2]):
                 box = (range(*z), range(*y), range(*x))
-                source = tuple(slice(span.start, span.stop) for span in resampling.source(box))
+                source = tuple(slice(span.start, span.stop) for span in resampling.find_source_box(box))
                 part = ResampledImage(image[(slice(None), slice(None), *source)], resampling, box)
                 inside = tuple(slice(*span) for span in (z, y, x))
-                assert torch.equal(part.tensor(), whole[(slice(None), slice(None), *inside)])
+                assert torch.equal(part.tensor(), resampled[(slice(None), slice(None), *inside)])
                 assert part.shape == part.tensor().shape
 
 
@@ -149,10 +149,10 @@ def test_enlarging_and_shrinking_by_integer_factors_restores_labels():
 def test_classes_and_probabilities_are_resampled():
     classes = np.array([[[0, 0, 2, 2]]], np.uint8)
     assert resample_segmentation(Segmentation(classes, "classes"), (1, 1, 2)).pixels.tolist() == [[[0, 2]]]
-    whole = np.random.default_rng(0).random((2, 5, 9, 7), np.float32)
-    larger = resample_segmentation(Segmentation(whole, "probabilities"), (9, 6, 14)).pixels
+    source = np.random.default_rng(0).random((2, 5, 9, 7), np.float32)
+    larger = resample_segmentation(Segmentation(source, "probabilities"), (9, 6, 14)).pixels
     expected = functional.interpolate(
-        torch.from_numpy(whole)[None], size=(9, 6, 14), mode="trilinear", align_corners=False
+        torch.from_numpy(source)[None], size=(9, 6, 14), mode="trilinear", align_corners=False
     )
     np.testing.assert_allclose(larger, expected[0].numpy(), rtol=0, atol=2e-5)
     probabilities = np.array([0, 0, 1, 1], np.float32).reshape(1, 1, 1, 4)
@@ -161,7 +161,7 @@ def test_classes_and_probabilities_are_resampled():
     np.testing.assert_allclose(actual, np.broadcast_to([0, 1], (1, 2, 1, 2)))
 
 
-def test_image_is_resampled_by_several_threads_in_inference_mode():
+def test_an_image_is_resampled_by_several_threads_in_inference_mode():
     image = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 1, 40, 64, 64)).astype(np.float32))
     resampled = ResampledImage(image, Resampling((40, 64, 64), (80, 128, 128)))
     expected = resampled.tensor()
