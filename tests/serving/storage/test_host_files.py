@@ -18,7 +18,7 @@ from service.serving.storage.host_files import HostFiles
 
 @pytest.fixture
 def host(tmp_path: Path) -> Path:
-    """A folder with the configured folders `scans` and `results`, and the inaccessible folder `secret`."""
+    """A folder that contains the configured folders `scans` and `results`, and the inaccessible folder `secret`."""
     for name in ("scans/2026", "results/2026", "secret"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "scans" / "2026" / "stack.tif").write_bytes(b"a stack")
@@ -128,7 +128,7 @@ def test_inputs_are_rejected_if_no_folders_are_configured(host: Path) -> None:
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_existing_output_is_only_replaced_with_overwrite_and_links_are_not_followed(
+def test_existing_output_is_replaced_only_with_overwrite_and_links_are_not_followed(
     host: Path, *, is_link: bool
 ) -> None:
     host_files, result, location = make_host_files(host), host / "result", "results/labels.tif"
@@ -151,10 +151,10 @@ def test_existing_output_is_only_replaced_with_overwrite_and_links_are_not_follo
     assert secret.read_bytes() == b"confidential"
 
 
-def test_output_written_before_a_crash_is_recognized_until_it_is_settled(host: Path) -> None:
+def test_output_written_before_a_crash_is_recognized_until_it_is_confirmed(host: Path) -> None:
     host_files, result, location = make_host_files(host), host / "result", "results/labels.tif"
     result.write_bytes(b"labels")
-    # An incomplete file of an earlier crash is rewritten.
+    # An incomplete file from an earlier crash is rewritten.
     (host / "results" / ".stackseg-one.part").write_bytes(b"lab")
     for _ in range(2):
         host_files.put(result, location, None, "one")
@@ -241,7 +241,7 @@ def test_table_in_the_labels_group_is_written_as_a_plain_file(host: Path) -> Non
     with pytest.raises(OutputExists):
         check_host_files(host_files, query, None)
     check_host_files(host_files, Query(measurements="csv", output_to=location, overwrite=True), None)
-    with pytest.raises(BadParameter, match="not a Zarr folder"):
+    with pytest.raises(BadParameter, match="not a Zarr store"):
         check_host_files(host_files, Query(output_to=location, overwrite=True), None)
 
 
@@ -296,7 +296,9 @@ def test_remote_stores_are_restricted_to_configured_urls(host: Path) -> None:
             assert source.name == name
     for location in ("lab/a.zarr", "s3://bucket/a.zarr"):
         with (
-            pytest.raises(BadParameter, match=r"below one of the configured stores|must begin with one of scans"),
+            pytest.raises(
+                BadParameter, match=r"not begin with the URL of a configured store|must begin with one of scans"
+            ),
             make_host_files(host).open_input(location, None),
         ):
             pass
