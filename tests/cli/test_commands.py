@@ -74,7 +74,7 @@ def test_unsupported_crop_size_is_refused_with_supported_sizes(
     base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, stackseg: Any
 ) -> None:
     output = stackseg(*training_command(stack, base), "--edge", "17", "--out", tmp_path / "out", *config, status=1)
-    assert "--edge 17: the network does not support cubes of 17 voxels. Use one of 8, 16, " in output
+    assert "--edge 17: the network does not support cubes with edges of 17 voxels. Use one of 8, 16, " in output
 
 
 def test_evaluate_compares_model_and_classical_method(
@@ -90,7 +90,7 @@ def test_evaluate_compares_model_and_classical_method(
     nowhere = str(stack / "nowhere.tif")
     assert main(["evaluate", "--images", nowhere, "--labels", nowhere, *config]) == 1
     assert capsys.readouterr().out == ""
-    assert "1 images and 0 labels" in stackseg("evaluate", "--images", stack / "image.tif", *config, status=1)
+    assert "1 images and 0 label files" in stackseg("evaluate", "--images", stack / "image.tif", *config, status=1)
 
 
 def test_evaluate_uses_each_requested_diameter(

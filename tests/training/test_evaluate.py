@@ -10,17 +10,17 @@ from service.training.examples import mean_diameter
 
 
 def make_boxes(*spans: tuple[int, int]) -> NDArray[np.uint16]:
-    """Return labels [4, 5, 40] in which object 1, 2, ... fills the range x0 to x1."""
+    """Return labels [4, 5, 40] in which object n fills the n-th span along x."""
     labels = np.zeros((4, 5, 40), np.uint16)
-    for number, (low, high) in enumerate(spans, start=1):
-        labels[:, :, low:high] = number
+    for number, (start, stop) in enumerate(spans, start=1):
+        labels[:, :, start:stop] = number
     return labels
 
 
 @pytest.mark.parametrize(
     ("truth", "found", "expected"),
     [
-        # An object shifted by a fifth matches at an IoU of 0.5, but not at 0.75.
+        # An object that is shifted by a fifth matches at an IoU of 0.5, but not at 0.75.
         ([(0, 10), (20, 30)], [(2, 12), (20, 30)], (2, 2, 1.0, 0.5, (8 / 12 + 1) / 2, 0, 0)),
         ([(0, 10), (20, 30)], [(0, 6), (6, 10), (20, 30)], (2, 3, 4 / 5, 2 / 5, (0.6 + 1) / 2, 1, 0)),
         ([(0, 10), (10, 20)], [(0, 20)], (2, 1, 0.0, 0.0, 0.0, 0, 1)),
