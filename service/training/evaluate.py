@@ -100,24 +100,24 @@ def _compute_f1(match_count: int, object_count: int) -> float:
 
 
 def stack_name(image: Path) -> str:
-    """Return the name of a stack for tables: that of the folder if the file is `image.tif`, else that of the file."""
+    """Return the name of a stack for tables: the folder name if the file is called `image`, else the file name."""
     return image.parent.name if image.stem == "image" else image.stem
 
 
-def resolve_diameter(text: str, truth: Labels, voxel_size: VoxelSize | None = None) -> DiameterSetting:
+def resolve_diameter(setting: str, truth: Labels, voxel_size: VoxelSize | None = None) -> DiameterSetting:
     """Parse a diameter setting, which may also be `mean` or `extents` of the true objects. Raises BadParameter.
 
     `mean` is the mean diameter of spheres with the volumes of the objects, scaled by the anisotropy of the voxels.
     `extents` is the median extent along each axis.
     """
-    if text == "mean":
+    if setting == "mean":
         anisotropy = 1.0 if voxel_size is None else voxel_size.anisotropy
         return Diameter((mean_diameter(truth) * anisotropy ** (1 / 3),), "px")
-    if text == "extents":
+    if setting == "extents":
         extents = median_extents(truth)
         z, y, x = (1.0, 1.0, 1.0) if extents is None else extents.tolist()
         return Diameter((z, y, x), "px")
-    return parse_diameter(text)
+    return parse_diameter(setting)
 
 
 class ScoreRow(NamedTuple):

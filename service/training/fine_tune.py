@@ -27,7 +27,7 @@ from service.training.evaluate import Scores, score
 from service.training.examples import MAX_DECODED_BYTES, Pair, median_extents, zoom_pair
 from service.training.from_files import choose_dtype, prepare_training
 from service.training.model_folder import describe_stacks, draft_content, write_model
-from service.training.training_loop import CHECKPOINT, Trainer
+from service.training.training_loop import CHECKPOINT_FILE, Trainer
 
 Extents = tuple[float, float, float]
 ProgressCallback = Callable[[dict[str, Any]], None]
@@ -45,7 +45,7 @@ MAX_ZOOM = 3.0
 MAX_VOXELS = 2**27
 # Fraction of the training time that is reserved for steps. The rest is for validation.
 STEPS_TIME_FRACTION = 0.8
-# Minimum fraction of the requested time for the training itself, however long reading and scoring take.
+# Minimum fraction of the requested time for training, no matter how long reading and scoring take.
 MIN_TRAINING_TIME_FRACTION = 0.3
 MIN_STEPS = 4
 MAX_STEPS = 3000
@@ -119,27 +119,27 @@ def fine_tune(stacks: Sequence[StackFiles], task: FineTuningTask, *, minutes: fl
     parts, held_out, has_held_out_data = _hold_out_parts(all_stacks, settings.training.validation, base.input.diameter)
     eager_settings = override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"})
     report({"stage": "scoring"})
-    before = score_model(base, held_out, eager_settings)
-    report({"before": round(before.f1, 4)})
+    base_scores = score_model(base, held_out, eager_settings)
+    report({"before": round(base_scores.f1, 4)})
     scoring_seconds = time.monotonic() - start_time
     network, failure, content = _train_network(
         parts, task, max(60 * minutes - 2 * scoring_seconds, MIN_TRAINING_TIME_FRACTION * 60 * minutes)
     )
     spec = write_model(network, content, out, _read_sample(base), settings)
     report({"stage": "evaluating"})
-    after = score_model(spec, held_out, eager_settings)
-    is_better = (after.f1, after.f1_strict) > (before.f1, before.f1_strict)
+    new_scores = score_model(spec, held_out, eager_settings)
+    is_better = (new_scores.f1, new_scores.f1_strict) > (base_scores.f1, base_scores.f1_strict)
     remark = (
-        f"F1 at IoU 0.5 on {after.true} objects in the fifth of each annotated stack that was held out of training."
+        f"F1 at IoU 0.5 on {new_scores.true} objects in the held-out fifth of each annotated stack."
         if has_held_out_data
-        else f"F1 at IoU 0.5 on {after.true} objects that were also used to select the weights, because there are too"
-        " few annotated objects for a separate test set."
+        else f"F1 at IoU 0.5 on {new_scores.true} objects that were also used to select the weights, because there are"
+        " too few annotated objects for a separate test set."
     )
     lineage = Lineage(
         parent=base.identifier,
         annotations=len(stacks),
-        before=round(before.f1, 4),
-        after=round(after.f1, 4),
+        before=round(base_scores.f1, 4),
+        after=round(new_scores.f1, 4),
         better=is_better,
         remark=remark,
     )
@@ -268,7 +268,7 @@ def _train_network(
     trainer = make_trainer(out, dtype)
     trainer.on_progress = _ProgressReporter(report)
     network = trainer.run()
-    (out / CHECKPOINT).unlink(missing_ok=True)
+    (out / CHECKPOINT_FILE).unlink(missing_ok=True)
     return network, trainer.state.describe_failure(), content
 
 
@@ -346,5 +346,5 @@ def _describe_result(lineage: Lineage, failure: str | None, *, has_held_out_data
     return (
         message
         if has_held_out_data
-        else f"{message} The scores are on objects that were also used to select the weights: too few are annotated."
+        else f"{message} Too few objects are annotated, so the scores are on objects that also selected the weights."
     )

@@ -23,7 +23,7 @@ from service.models.spec import Architecture, ModelSpec, check_trainable
 from service.training.examples import Pair, read_pairs, split_pairs
 from service.training.model_folder import draft_content, write_model
 from service.training.training_loop import (
-    CHECKPOINT,
+    CHECKPOINT_FILE,
     Trainer,
     TrainerState,
     TrainingData,
@@ -117,5 +117,5 @@ def train_model(
         trainer.resume()
     network = trainer.run()
     spec = write_model(network, content, out, pairs[0][0], settings)
-    (out / CHECKPOINT).unlink(missing_ok=True)
+    (out / CHECKPOINT_FILE).unlink(missing_ok=True)
     return spec, trainer.state

@@ -75,8 +75,8 @@ def write_model(
     if image is not None:
         model_content |= {"sample": Sample().model_dump()}
         _write_sample(ModelSpec.model_validate({**model_content, "folder": folder}), image, settings)
-    text = yaml.safe_dump(model_content, sort_keys=False, allow_unicode=True)
-    (folder / FILE_NAME).write_text(text, encoding="utf-8")
+    document = yaml.safe_dump(model_content, sort_keys=False, allow_unicode=True)
+    (folder / FILE_NAME).write_text(document, encoding="utf-8")
     return read_spec(folder)
 
 

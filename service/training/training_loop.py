@@ -39,18 +39,18 @@ from service.training.techniques import checkpoint_blocks, make_convolutions_saf
 
 log = logging.getLogger("service.train")
 
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT_FILE = "checkpoint.pt"
 CURVE_FILE = "training.csv"
 CURVE_COLUMNS = ("step", "learning_rate", "loss", "validation", "skipped", "dice")
 
 
 class TrainingPlan(Training):
-    """Training options: those of the settings, and two additional ones.
+    """Training options: the settings and two additional options.
 
     Durations are in steps, so that the same seed gives the same result on machines of different speed. The learning
     rate has a linear warm-up during the first twentieth of the steps, and then a cosine decay.
 
-    averaging   decay per step of the moving average of the weights, which become those of the model
+    averaging   decay per step of the moving average of the weights, which the new model gets
     statistics  number of batches from which the batch normalization statistics of the averaged network are computed
     """
 
@@ -303,12 +303,12 @@ class Trainer:
             "optimiser": self._optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
         }
-        with write_atomically(self.folder / CHECKPOINT) as partial_path:
+        with write_atomically(self.folder / CHECKPOINT_FILE) as partial_path:
             torch.save(content, partial_path)
 
     def resume(self) -> None:
         """Continue from the checkpoint in the folder. Raises BadParameter if it is missing or the options differ."""
-        path = self.folder / CHECKPOINT
+        path = self.folder / CHECKPOINT_FILE
         try:
             content: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
             if {**_select_result_options(TrainingPlan()), **content["plan"]} != _select_result_options(self.plan):

@@ -52,12 +52,12 @@ def test_classical_method_separates_bright_spheres() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "diameter"),
+    ("setting", "diameter"),
     [("mean", "7.26px"), ("extents", "4,5,10px"), ("7px", "7px"), ("auto", "auto"), ("none", "none")],
 )
-def test_diameter_may_be_taken_from_the_ground_truth(text: str, diameter: str) -> None:
+def test_diameter_may_be_taken_from_the_ground_truth(setting: str, diameter: str) -> None:
     truth, size = make_boxes((10, 20), (25, 35)), VoxelSize(2, 0.25, 0.25)
-    assert str(resolve_diameter(text, truth)) == diameter
+    assert str(resolve_diameter(setting, truth)) == diameter
     assert str(resolve_diameter("extents", make_boxes())) == "1,1,1px"
     # The mean diameter is corrected for anisotropic voxels.
     mean = resolve_diameter("mean", truth, size)

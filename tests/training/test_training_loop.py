@@ -20,7 +20,7 @@ from service.training.examples import Pair, split_pairs
 from service.training.instance_targets import instance_loss
 from service.training.model_folder import save_weights
 from service.training.training_loop import (
-    CHECKPOINT,
+    CHECKPOINT_FILE,
     CURVE_COLUMNS,
     CURVE_FILE,
     Trainer,
@@ -223,13 +223,13 @@ def test_advice_is_given_if_the_loss_does_not_improve() -> None:
 def test_old_checkpoints_are_loaded_and_incompatible_checkpoints_are_rejected(pair: Pair, tmp_path: Path) -> None:
     trainer = make_trainer(pair, tmp_path)
     trainer.save()
-    content = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    content = torch.load(tmp_path / CHECKPOINT_FILE, weights_only=True)
     del content["scaler"], content["plan"]["clip"], content["plan"]["checkpointing"]
-    torch.save(content, tmp_path / CHECKPOINT)
+    torch.save(content, tmp_path / CHECKPOINT_FILE)
     make_trainer(pair, tmp_path).resume()
     with pytest.raises(BadParameter, match="different options"):
         make_trainer(pair, tmp_path, seed=7).resume()
-    (tmp_path / CHECKPOINT).write_bytes(b"nothing")
+    (tmp_path / CHECKPOINT_FILE).write_bytes(b"nothing")
     with pytest.raises(BadParameter, match="cannot resume from"):
         make_trainer(pair, tmp_path).resume()
 

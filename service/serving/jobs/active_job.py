@@ -75,7 +75,7 @@ class ActiveJob:
         self.first_error_time: float | None = None
         # Whether the log already contains a message about missing space for the decoded pixels of this job.
         self.has_logged_missing_space = False
-        self.ended = threading.Event()
+        self.end_event = threading.Event()
         self.space: SpaceReservation
         self.queue = reservation.queue
         self.folder_run: FolderRun | None = None
@@ -96,14 +96,14 @@ class ActiveJob:
         """The current stage, one of the keys of `JobView.seconds`; None while the job is waiting."""
         if self.folder_run is not None:
             return self.folder_run.stage
-        done, total = self.job.progress
+        done_count, total_count = self.job.progress
         match self.job.state:
             case "waiting":
                 return None
-            case "running" if done < total:
+            case "running" if done_count < total_count:
                 return "windows"
             case "running":
-                return "decode" if total else "prepare"
+                return "decode" if total_count else "prepare"
             case _:
                 return "write"
 
@@ -153,4 +153,4 @@ def wait_for_jobs(jobs: Iterable[ActiveJob], seconds: float) -> None:
     """Wait until all jobs have ended, for at most `seconds` in total."""
     deadline = time.monotonic() + seconds
     for active in jobs:
-        active.ended.wait(max(deadline - time.monotonic(), 0.0))
+        active.end_event.wait(max(deadline - time.monotonic(), 0.0))

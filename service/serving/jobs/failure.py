@@ -32,11 +32,11 @@ def encode_failure(error: BaseException) -> str:
     return json.dumps(members)
 
 
-def decode_failure(text: str | None) -> StackSegError | None:
+def decode_failure(encoded_failure: str | None) -> StackSegError | None:
     """Decode an error to its original class, so that the API reports it like the error of a synchronous request."""
-    if text is None:
+    if encoded_failure is None:
         return None
-    failure: Mapping[str, Any] = json.loads(text)
+    failure: Mapping[str, Any] = json.loads(encoded_failure)
     classes = (error_class for error_class in _iterate_subclasses(StackSegError) if error_class.slug == failure["slug"])
     error_class = next(classes, errors.InternalError)
     if issubclass(error_class, errors.OutOfMemory):

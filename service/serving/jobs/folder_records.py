@@ -129,8 +129,8 @@ def to_printable(name: str) -> str:
 
 def _format_cell(name: str) -> str:
     """Format a file name as a table cell on one line. Add the prefix `./` to names that look like formulas."""
-    text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in to_printable(name))
-    return f"./{text}" if text.startswith(_FORMULA_PREFIXES) else text
+    cell = "".join(character if character.isprintable() else repr(character)[1:-1] for character in to_printable(name))
+    return f"./{cell}" if cell.startswith(_FORMULA_PREFIXES) else cell
 
 
 def write_table(results: ResultFolder, stacks: Iterable[tuple[str, str]]) -> None:
@@ -169,8 +169,8 @@ def write_report(results: ResultFolder, model: str, stacks: Sequence[tuple[str, 
     _write_text(results, REPORT, page)
 
 
-def _write_text(results: ResultFolder, name: str, text: str) -> None:
-    (results.staging / name).write_text(text, encoding="utf-8")
+def _write_text(results: ResultFolder, name: str, content: str) -> None:
+    (results.staging / name).write_text(content, encoding="utf-8")
     results.put(name, name)
 
 

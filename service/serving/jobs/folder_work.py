@@ -114,7 +114,7 @@ class FolderOutcome(NamedTuple):
         return sum(counts) if counts else None
 
 
-class _SharedDiameter(NamedTuple):
+class _SharedParameters(NamedTuple):
     """The parameters for all stacks, including the shared diameter, and a note about how the diameter was chosen."""
 
     query: Query
@@ -139,9 +139,9 @@ def select_stacks(files: Iterable[str], glob: str | None) -> list[str]:
     return stacks
 
 
-def can_hold_results(out: ResultFolder) -> bool:
-    """Return whether the folder is empty or contains results of an earlier run."""
-    return out.is_empty or out.has_file(RECORDS_FILE)
+def can_hold_results(results: ResultFolder) -> bool:
+    """Return whether a folder is empty or contains the results of an earlier run."""
+    return results.is_empty or results.has_file(RECORDS_FILE)
 
 
 def _result_stem(name: str) -> str:
@@ -178,14 +178,14 @@ class FolderSegmentation:
 
     def _segment_all(self, stacks: Sequence[str], query: Query) -> None:
         parameters = json.dumps([query.canonical, self._spec.identifier, self._spec.weights.sha256, software_version()])
-        shared = self._share_diameter(stacks, query, parameters)
-        self._key = json.dumps([parameters, shared.query.diameter])
+        shared_parameters = self._find_shared_parameters(stacks, query, parameters)
+        self._key = json.dumps([parameters, shared_parameters.query.diameter])
         for number, name in enumerate(stacks, 1):
             if self._has_result(name):
                 self._skipped_count += 1
                 continue
             self._callbacks.begin(name, number, len(stacks))
-            record = self._segment_stack(name, shared)
+            record = self._segment_stack(name, shared_parameters)
             with _translate_full_disk():
                 self._records.add(name, record)
 
@@ -207,16 +207,18 @@ class FolderSegmentation:
                 self._results, self._spec.identifier, [(name, _result_stem(name), records.get(name)) for name in stacks]
             )
 
-    def _share_diameter(self, stacks: Sequence[str], query: Query, parameters: str) -> _SharedDiameter:
+    def _find_shared_parameters(self, stacks: Sequence[str], query: Query, parameters: str) -> _SharedParameters:
         """Add the recorded diameter or a new estimate to the parameters, unless the request specifies a diameter."""
         if self._callbacks.estimate_diameter is None:
-            return _SharedDiameter(query, "")
+            return _SharedParameters(query, "")
         if (diameter_and_note := self._records.find_diameter(parameters)) is None:
             if (diameter_and_note := self._estimate_diameter(stacks, query, self._callbacks.estimate_diameter)) is None:
-                return _SharedDiameter(query, "")
+                return _SharedParameters(query, "")
             self._records.record_diameter(parameters, diameter_and_note)
         diameter, note = diameter_and_note
-        return _SharedDiameter(Query.model_validate(query.model_dump(exclude_none=True) | {"diameter": diameter}), note)
+        return _SharedParameters(
+            Query.model_validate(query.model_dump(exclude_none=True) | {"diameter": diameter}), note
+        )
 
     def _estimate_diameter(
         self, stacks: Sequence[str], query: Query, estimate: Callable[[Volume, Options], DiameterEstimate | None]
@@ -239,7 +241,7 @@ class FolderSegmentation:
                 self._callbacks.check()
         return choose_diameter(estimates, f"{len(sampled_names)} stacks of the folder") if estimates else None
 
-    def _segment_stack(self, name: str, shared: _SharedDiameter) -> StackRecord:
+    def _segment_stack(self, name: str, shared_parameters: _SharedParameters) -> StackRecord:
         """Segment one stack and return the record of the stack. If the stack failed, the record contains the problem.
 
         Raises DeviceLost, and OutOfStorage or StorageUnavailable if the result cannot be written.
@@ -253,11 +255,11 @@ class FolderSegmentation:
                     raise BadParameter("The file name is not valid UTF-8. Rename the file.")
                 stages = Stages()
                 with stages.measure("read"):
-                    pixels = self._callbacks.read(stack, shared.query, Path(scratch))
-                result = self._callbacks.segment(pixels.segmented, shared.query.options)
+                    pixels = self._callbacks.read(stack, shared_parameters.query, Path(scratch))
+                result = self._callbacks.segment(pixels.segmented, shared_parameters.query.options)
                 stages.update(result.seconds)
-                result = result._replace(notes=tuple(filter(None, (shared.note, *result.notes))))
-                provenance = describe_origin(shared.query, result, Path(name).name, hash_file(stack))
+                result = result._replace(notes=tuple(filter(None, (shared_parameters.note, *result.notes))))
+                provenance = describe_origin(shared_parameters.query, result, Path(name).name, hash_file(stack))
                 is_writing = True
                 with stages.measure("write"), _translate_full_disk():
                     labels = self._write_results(name, pixels, result, provenance)

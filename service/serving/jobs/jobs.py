@@ -240,7 +240,7 @@ class AsyncJobs:
             quota_bytes=jobs.quota_bytes,
             keep_seconds=self.keep_seconds,
             max_attempts=jobs.attempts,
-            shared=len(access.keys) > 1,
+            is_shared=len(access.keys) > 1,
         )
 
     def _view(self, record: JobRecord) -> JobView:

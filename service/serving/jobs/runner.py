@@ -132,14 +132,14 @@ class JobRunner:
                 active.delete_pixels()
 
     def _read_small(self, active: ActiveJob) -> None:
-        pixels = self._read(active, PixelSource.read_small_pixels)
+        pixels = self._read_input(active, PixelSource.read_small_pixels)
         if isinstance(pixels, Pixels):
             self._request_model(active, pixels)
         else:
             self._decode_later(active, pixels.nbytes)
 
     def _read_large(self, active: ActiveJob) -> None:
-        self._request_model(active, self._read(active, PixelSource.read_pixels))
+        self._request_model(active, self._read_input(active, PixelSource.read_pixels))
 
     @staticmethod
     def _request_model(active: ActiveJob, pixels: Pixels) -> None:
@@ -162,7 +162,7 @@ class JobRunner:
             return
         self._runtime.decode_threads.submit(active.owner or "", partial(self._read_or_fail, active, self._read_large))
 
-    def _read(self, active: ActiveJob, read: Callable[[PixelSource], P]) -> P:
+    def _read_input(self, active: ActiveJob, read_pixels: Callable[[PixelSource], P]) -> P:
         """Read the file, using a new scratch folder."""
         if active.job.cancelled():
             raise Cancelled("The job was cancelled before its input was read.")
@@ -179,7 +179,7 @@ class JobRunner:
                 if location is not None:
                     source = stack.enter_context(self._runtime.host_files.open_input(location, active.owner)).path
                 request = self._make_request(active)._replace(folder=active.pixel_folder)
-                pixels = read(PixelSource.sandboxed(self._runtime.reader, request, source))
+                pixels = read_pixels(PixelSource.sandboxed(self._runtime.reader, request, source))
                 if isinstance(pixels, Pixels) and isinstance(pixels.segmented, Series):
                     active.open_files = stack.pop_all()
                 return pixels
@@ -315,7 +315,7 @@ class JobRunner:
             with self._lock:
                 del self._active[active.id]
             active.space.close()
-            active.ended.set()
+            active.end_event.set()
 
     def record_failures(self) -> None:
         """Write pending failures to the database. The next call retries the failures that cannot be written yet."""

@@ -55,7 +55,7 @@ class JobStore:
     Args:
         folder: created if it does not exist
         quota_bytes: maximum size of all files; new files evict the oldest results of the owner who uses the most space
-        shared: whether owners share the quota; the inputs of each owner then leave as much space free as they occupy
+        is_shared: whether owners share the quota; the inputs of each owner then leave as much space free as they occupy
         keep_seconds: time for which a finished job is kept
         max_attempts: maximum number of times that a job is started if the process dies while the job is running
 
@@ -63,9 +63,9 @@ class JobStore:
     """
 
     def __init__(
-        self, folder: Path, *, quota_bytes: int, keep_seconds: float, max_attempts: int, shared: bool = False
+        self, folder: Path, *, quota_bytes: int, keep_seconds: float, max_attempts: int, is_shared: bool = False
     ) -> None:
-        self._folder, self._quota_bytes, self._shared = folder, quota_bytes, shared
+        self._folder, self._quota_bytes, self._is_shared = folder, quota_bytes, is_shared
         self._keep_seconds, self._max_attempts = keep_seconds, max_attempts
         self._jobs, self._incoming = folder / "jobs", folder / "incoming"
         self._database = JobDatabase(folder, (self._jobs, self._incoming))
@@ -273,7 +273,7 @@ class JobStore:
     def _has_space_for_input(self, size: int, owner: str | None) -> bool:
         inputs = self._sum_inputs()
         free_bytes = self._quota_bytes - inputs.total() - size
-        return free_bytes >= (inputs[owner] + size if self._shared else 0)
+        return free_bytes >= (inputs[owner] + size if self._is_shared else 0)
 
     @property
     def nbytes(self) -> int:

@@ -65,13 +65,13 @@ class TrainedModels:
             )
 
     def find_trained_model(self, record: TrainingRecord) -> str | None:
-        """Return the name of the model that a training run created; None if there is no model or it was deleted."""
+        """Return the name of the model that a training run created; None if it no longer exists."""
         # A later training run may have reused the name of a deleted model.
         latest_record = self._queue.find_latest_done(record.name)
         return record.name if record is latest_record and record.name in self._models.specs else None
 
     def can_remove(self, model: ModelState, owner: str | None, *, everyone: bool = False) -> bool:
-        """Return whether a client can delete a model. `owner` and `everyone` are those of `remove`."""
+        """Return whether a client can delete a model. The parameters have the meaning that they have in `remove`."""
         folder = self.folder / model.name
         is_trained = folder.is_dir() if model.spec is None else folder == model.spec.folder
         return is_trained and (everyone or (owner is not None and _read_owner(folder) == owner))
@@ -132,7 +132,7 @@ class TrainedModels:
                 self._change_served_models(self._models.reload)
 
     def _check_unused(self, model: ModelState, default_name: str, has_jobs: Callable[[str], bool]) -> None:
-        """Raise ModelNotDeletable if the configuration, a training run or a job needs the model, or it is loading."""
+        """Raise ModelNotDeletable if the model is loading, or needed by the configuration, a training run or a job."""
         name, models = model.name, self._settings.models
         if name in {default_name, *models.serve, *(() if models.load == "all" else models.load)}:
             raise ModelNotDeletable(f"The model {name} is the default model, or the configuration refers to it.")

@@ -154,7 +154,7 @@ class TrainingQueue:
 
     def delete_oldest(self, owner: str | None) -> None:
         """Delete the oldest records of finished training runs beyond `MAX_RECORDS_PER_OWNER`."""
-        finished = [record for record in self.list_newest(owner) if record.has_ended]
-        for record in finished[MAX_RECORDS_PER_OWNER:]:
+        finished_records = [record for record in self.list_newest(owner) if record.has_ended]
+        for record in finished_records[MAX_RECORDS_PER_OWNER:]:
             with suppress(StackSegError):
                 self.delete(record)

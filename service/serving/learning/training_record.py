@@ -22,7 +22,7 @@ STAGES: tuple[TrainingStage, ...] = get_args(TrainingStage)
 MAX_CURVE_POINTS = 512
 # Message for training runs that were interrupted by a stop or crash of the service.
 INTERRUPTED_MESSAGE = (
-    "The service was stopped before the training run ended, so its progress is lost. Start the training again."
+    "The service was stopped before the training run ended, so the progress is lost. Start the training again."
 )
 
 
@@ -92,8 +92,12 @@ class TrainingRecord:
         if "loss" in progress:
             self._add_loss(int(progress["step"]), float(progress["loss"]))
         if "done" in progress:
-            done = progress["done"]
-            self.after, self.better, self.message = float(done["after"]), bool(done["better"]), str(done["message"])
+            result = progress["done"]
+            self.after, self.better, self.message = (
+                float(result["after"]),
+                bool(result["better"]),
+                str(result["message"]),
+            )
 
     def _add_loss(self, step: int, loss: float) -> None:
         """Add a point to the loss curve, and thin out the curve if it is too long."""

@@ -286,8 +286,8 @@ def _check_no_overlaps(stacks: Sequence[Annotation]) -> None:
     """Raise BadParameter if two stacks overlap, because training data would leak into the held-out data."""
     overlaps = find_overlaps(stacks)
     for stack in stacks:
-        for other in overlaps[stack.id]:
-            older, newer = sorted((stack, other), key=lambda annotation: annotation.created)
+        for overlapping_stack in overlaps[stack.id]:
+            older, newer = sorted((stack, overlapping_stack), key=lambda annotation: annotation.created)
             raise BadParameter.about(
                 "annotations",
                 f"{older.id} ({older.name}) and the newer {newer.id} ({newer.name}) have labels for the"

@@ -240,8 +240,8 @@ def fingerprint(caller: str | None, digest: str, spec: str, query: Query, execut
 
     Returns a SHA-256 hash in hexadecimal.
     """
-    parts = [caller, digest, spec, query.canonical, execution]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    components = [caller, digest, spec, query.canonical, execution]
+    return hashlib.sha256(json.dumps(components).encode()).hexdigest()
 
 
 def make_answer_name(name: str, suffix: str) -> str:

@@ -58,7 +58,7 @@ class ResultFolder:
 
     @contextmanager
     def open(self, path: str, flags: int = os.O_RDONLY) -> Iterator[IO[str]]:
-        """Open a UTF-8 text file. Raises OSError, for example for a link."""
+        """Open a UTF-8 text file. Raises OSError, for example if the path is a link."""
         with self._open_parent(path) as (parent_fd, file_name):
             file_fd = os.open(file_name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=parent_fd)
         mode = "a" if flags & os.O_APPEND else "r"

@@ -49,7 +49,7 @@ class StackStore:
         folder: on the same file system as the jobs; created when the first stack is added
         quota_bytes: maximum size of all stacks; a new stack evicts the least recently used stacks of the owner who uses
             the most space
-        keep_seconds: how long a stack is kept after its last use
+        keep_seconds: time for which a stack is kept after its last use
 
     Methods raise OutOfStorage if the disk is full, and StorageUnavailable for other disk errors.
     """
@@ -73,16 +73,16 @@ class StackStore:
         return stack
 
     def find(self, stack_id: str, owner: str | None) -> StoredStack:
-        """Return a stack of this owner and extend its retention. Raises UnknownStack, even for stacks of others."""
-        stored = self._read_stack(self._folder / stack_id)
-        if stored is None or stored.owner != owner:
+        """Return a stack of this owner and extend its retention. Raises UnknownStack if there is none."""
+        stack = self._read_stack(self._folder / stack_id)
+        if stack is None or stack.owner != owner:
             raise UnknownStack(
                 "There is no such stack: the ID is wrong, or the stack has expired. Upload the stack again.",
                 parameter="stack",
             )
         with translate_disk_errors(), suppress(FileNotFoundError):
-            (stored.path.parent / RECORD_FILE).touch()
-        return stored
+            (stack.path.parent / RECORD_FILE).touch()
+        return stack
 
     def delete(self, stack_id: str, owner: str | None) -> None:
         """Delete a stack. Raises UnknownStack. Jobs on the stack are not affected."""

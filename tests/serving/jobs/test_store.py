@@ -259,7 +259,7 @@ def test_quota_evicts_results_of_the_owner_who_uses_the_most_space(store: JobSto
 
 
 def test_inputs_of_one_owner_leave_space_for_other_owners(tmp_path: Path) -> None:
-    with closing(open_store(tmp_path / "jobs", shared=True)) as store:
+    with closing(open_store(tmp_path / "jobs", is_shared=True)) as store:
         accept(store, size=500, owner="ada")
         with pytest.raises(OutOfStorage):
             accept(store, size=1, owner="ada")

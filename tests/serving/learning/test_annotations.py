@@ -58,17 +58,17 @@ def test_records_are_cached_until_another_process_changes_them(tmp_path: Path) -
     )
     assert [annotation.name for annotation in store.list_newest("ann")] == ["two", "one"]
     record = first.folder / RECORD_FILE
-    status, text = record.stat(), record.read_text()
+    status, content = record.stat(), record.read_text()
     # A record with an unchanged inode and modification time is not read again.
     record.write_text("{")
     os.utime(record, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert store.list_newest("ann") == [second, first]
     # A record that could not be read is read again, even if its modification time is unchanged.
     assert other_store.list_newest("ann") == [second]
-    record.write_text(text)
+    record.write_text(content)
     os.utime(record, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert other_store.list_newest("ann") == [second, first]
-    record.write_text(text.replace('"one"', '"three"'))
+    record.write_text(content.replace('"one"', '"three"'))
     assert [annotation.name for annotation in store.list_newest("ann")] == ["two", "three"]
     record.unlink()
     assert store.list_newest("ann") == [second]

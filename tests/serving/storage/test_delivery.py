@@ -203,12 +203,12 @@ def test_labels_are_added_to_existing_labels(store: Path, results: Path, folder_
     assert [path.name for path in results.iterdir()] == ["zarr.json"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"attributes": 7}', '{"attributes": {"ome": {"labels": 7}}}'])
-def test_invalid_metadata_is_not_changed(store: Path, results: Path, folder_fd: int, text: str) -> None:
-    (results / "zarr.json").write_text(text)
+@pytest.mark.parametrize("content", ["", "[]", '{"attributes": 7}', '{"attributes": {"ome": {"labels": 7}}}'])
+def test_invalid_metadata_is_not_changed(store: Path, results: Path, folder_fd: int, content: str) -> None:
+    (results / "zarr.json").write_text(content)
     with pytest.raises(BadFile):
         delivery.register_labels(store.parent, folder_fd, lambda: False)
-    assert read_files(results) == {"zarr.json": text.encode()}
+    assert read_files(results) == {"zarr.json": content.encode()}
 
 
 def test_metadata_is_neither_read_nor_written_through_links(store: Path, results: Path, folder_fd: int) -> None:
