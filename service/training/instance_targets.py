@@ -52,7 +52,7 @@ def distance_target(labels: NDArray[Any]) -> Floats:
 
 
 def _median_flatness(coordinates: Floats, object_index: NDArray[np.intp]) -> float:
-    """Return the median ratio of in-plane extent to extent along z of the objects, clipped to the range 1 to 4.
+    """Return the median ratio of the objects' in-plane extent to their extent along z, clipped to the range 1 to 4.
 
     `coordinates` are the coordinates of object voxels [3, N], and `object_index` contains their object indices [N].
     """

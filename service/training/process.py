@@ -1,7 +1,8 @@
 """The child process that trains models for the service.
 
-`service.serving.learning.trainings` starts it with `python -m`. It reads a request from stdin and writes progress
-messages to stdout, each as a line of JSON. It exits when its stdin is closed, which happens when the service exits.
+`service.serving.learning.trainings` starts this process with `python -m`. The process reads a request from stdin and
+writes progress messages to stdout, each as a line of JSON. It exits when stdin is closed, which happens when the
+service exits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DISK_FULL_MESSAGE = (
     "The disk that contains the trained models (models.trained_folder) is full, so training could not finish. Ask the"
     " operator to free some space, then start the training again."
 )
-# Errors because a file cannot grow.
+# Error numbers for files that cannot grow.
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # Required disk space in multiples of the size of the base model, for the new model and a checkpoint. The checkpoint
 # also contains averaged weights and the optimizer state.

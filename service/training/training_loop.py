@@ -50,7 +50,7 @@ class TrainingPlan(Training):
     Durations are in steps, so that the same seed gives the same result on machines of different speed. The learning
     rate has a linear warm-up during the first twentieth of the steps, and then a cosine decay.
 
-    averaging   decay per step of the moving average of the weights, which the new model gets
+    averaging   decay per step of the moving average of the weights, which is used for the new model
     statistics  number of batches from which the batch normalization statistics of the averaged network are computed
     """
 
@@ -119,7 +119,7 @@ class TrainingData(NamedTuple):
 
 
 class TrainingPlacement(NamedTuple):
-    """The training device and the dtype for mixed precision, which float32 disables."""
+    """The training device, and the dtype for mixed precision (float32 for full precision)."""
 
     device: torch.device
     dtype: torch.dtype

@@ -41,7 +41,7 @@ CREATE_INDEX = "CREATE INDEX jobs_by_state ON jobs (state, ended)"
 LOCK_TIMEOUT_SECONDS = 1.0
 # Errors of a damaged database.
 DAMAGE_ERRORS = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
-# Errors that end without a repair: a full disk, and a database locked by another program.
+# Errors that require no repair: a full disk, and a database locked by another program.
 TEMPORARY_ERRORS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
 
@@ -51,7 +51,7 @@ class JobDatabase:
     lock  held during every call; hold this lock to prevent changes by other threads
 
     Methods raise OutOfStorage and StorageUnavailable. The constructor raises ConfigError if the folder or the database
-    cannot be used, or if another process holds the folder.
+    cannot be used, or if another process has locked the folder.
     """
 
     def __init__(self, folder: Path, subfolders: Sequence[Path]) -> None:
@@ -78,7 +78,7 @@ class JobDatabase:
             raise
 
     def close(self) -> None:
-        """Write the log of SQLite to the database and unlock the folder. Further calls have no effect."""
+        """Write the log to the database and unlock the folder. Further calls have no effect."""
         with self.lock:
             self._connection.close()
             self._unlock_folder()
@@ -185,7 +185,7 @@ class JobDatabase:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Translate a full disk to OutOfStorage, and other disk and database errors to StorageUnavailable."""
+        """Translate errors of a full disk to OutOfStorage, and other disk and database errors to StorageUnavailable."""
         try:
             with translate_disk_errors():
                 yield

@@ -140,9 +140,9 @@ class AsyncJobs:
     ) -> JobView:
         """Accept a request whose folder was created by `make_incoming`. The accepted job survives a restart.
 
-        The folder contains the uploaded file INPUT, which is empty if the query refers to a host file. `description`
-        describes the input, whose pixels are read later. Raises BadParameter if no volume can be read from the
-        input, the errors of `Runtime.estimate`, QueueFull and NotReady.
+        The folder contains the file INPUT, which is empty if the query refers to a host file. `description` describes
+        the input, whose pixels are read later. Raises BadParameter if no volume can be read from the input, the
+        errors of `Runtime.estimate`, QueueFull and NotReady.
         """
         if description.problem:
             raise BadParameter(description.problem, parameter="time", suggested={"time": "all"})
@@ -225,7 +225,7 @@ class AsyncJobs:
         return self._add_failure(self._store.find(job_id, owner))
 
     def _add_failure(self, record: JobRecord) -> JobRecord:
-        """Return the record, with the failure of the job if that has not been written to the database yet."""
+        """Add the failure of the job to the record if it has not been written to the database yet."""
         unrecorded_failure = self.runner.unrecorded_failures.get(record.id)
         if unrecorded_failure is None or record.has_ended:
             return record

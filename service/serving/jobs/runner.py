@@ -90,10 +90,10 @@ class JobRunner:
             try:
                 step()
             except Exception:
-                log.exception("the retry of a step of a job failed")
+                log.exception("retrying a step of a job failed")
 
     def activate(self, job_id: str, request: JobRequest, owner: str | None) -> ActiveJob:
-        """Create the active job of a request. Its `job` is not in a queue yet."""
+        """Create the active job of a request, without adding the job to a queue."""
         active = ActiveJob(job_id, request, owner, self._runtime.reserve(request.model, owner))
         work = partial(self._segment_folder if request.is_folder else self._segment, active)
         needs = ResourceNeeds if request.is_folder else partial(self._estimate_needs, active)
@@ -226,7 +226,7 @@ class JobRunner:
         try:
             return self._store.begin(active.id)
         except (OutOfStorage, StorageUnavailable) as error:
-            log.warning("job %s begins, but this cannot be recorded: %s", active.id, error)
+            log.warning("the start of job %s cannot be recorded: %s", active.id, error)
             return not active.job.cancelled()
 
     def _on_work_done(self, job_id: str, future: Future[Result | FolderOutcome]) -> None:

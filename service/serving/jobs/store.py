@@ -90,7 +90,7 @@ class JobStore:
         return folder
 
     def accept(self, upload: Path, owner: str | None, request: JobRequest) -> None:
-        """Store a job. `upload` is the file INPUT in a folder from `make_incoming`. The folder name becomes the job ID.
+        """Store a job. `upload` is a file in a folder from `make_incoming`. The folder name becomes the job ID.
 
         When this method returns, the job is on disk and survives a restart. Raises OutOfStorage if the quota is used
         up.

@@ -65,13 +65,13 @@ class TrainedModels:
             )
 
     def find_trained_model(self, record: TrainingRecord) -> str | None:
-        """Return the name of the model that a training run created; None if it no longer exists."""
+        """Return the name of the model that a training run created; None if there is no such model."""
         # A later training run may have reused the name of a deleted model.
         latest_record = self._queue.find_latest_done(record.name)
         return record.name if record is latest_record and record.name in self._models.specs else None
 
     def can_remove(self, model: ModelState, owner: str | None, *, everyone: bool = False) -> bool:
-        """Return whether a client can delete a model. The parameters have the meaning that they have in `remove`."""
+        """Return whether a client can delete a model. The parameters are described in `remove`."""
         folder = self.folder / model.name
         is_trained = folder.is_dir() if model.spec is None else folder == model.spec.folder
         return is_trained and (everyone or (owner is not None and _read_owner(folder) == owner))

@@ -69,9 +69,9 @@ class TrainingRecord:
 
     @property
     def seconds_left(self) -> float | None:
-        """Maximum remaining seconds of a running training; None if it is not running or takes longer than requested.
+        """Maximum number of seconds until the run ends; None if it is not running or takes longer than requested.
 
-        The training may end sooner.
+        The run may end sooner.
         """
         if self.state != "running" or self.started is None:
             return None

@@ -226,7 +226,7 @@ class Trainings:
                 os.close(lock_fd)
 
     def _has_ended(self, record: TrainingRecord) -> bool:
-        """Return whether a training run was cancelled, or is interrupted by a stop. Hold `queue.condition`."""
+        """Return whether a run was cancelled or interrupted by a stop. Call this with `queue.condition` held."""
         if self._is_stopping():
             self.queue.interrupt(record)
         return record.has_ended

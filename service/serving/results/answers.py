@@ -150,7 +150,7 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
 
 
 def _is_zarr_output(host_files: HostFiles, query: Query, output: str, caller: str | None) -> bool:
-    """Return whether labels are written as OME-Zarr. Raises BadParameter if the suffix is not one of the media type."""
+    """Return whether labels are written as OME-Zarr. Raises BadParameter if the suffix does not match."""
     if query.measurements is None and host_files.is_zarr(output, caller):
         check_zarr_extra("output_to")
         return True

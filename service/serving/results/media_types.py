@@ -83,7 +83,7 @@ def _parse_accept(accept_header: str) -> dict[str, tuple[float, int]]:
 
 
 def _get_rank(media_type: str, ranges: dict[str, tuple[float, int]]) -> tuple[float, int]:
-    """Return the rank of a media type, the rank of the most specific media range that matches."""
+    """Return the rank of the most specific media range that contains a media type."""
     main_type = media_type.partition("/")[0]
     rank = next((ranges[name] for name in (media_type, f"{main_type}/*", "*/*") if name in ranges), _LOWEST_RANK)
     return rank if rank[0] > 0 else _LOWEST_RANK

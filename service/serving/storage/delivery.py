@@ -101,7 +101,7 @@ def check_store(target: DeliveryTarget) -> None:
             if (status_after.st_ino, status_after.st_ctime_ns) == (status_before.st_ino, status_before.st_ctime_ns):
                 raise BadParameter.about(
                     "output_to",
-                    f"{target.location} is not a Zarr store and cannot be overwritten by one. Choose another name.",
+                    f"{target.location} is not a Zarr store, so it cannot be replaced with one. Choose another name.",
                 )
 
 
@@ -208,7 +208,7 @@ def _is_store(path: Path) -> bool:
 
 @contextmanager
 def _report_replaced_store(target: DeliveryTarget) -> Iterator[None]:
-    """If something else took the name of the store being replaced, add the place of the previous store to the error."""
+    """If something else took the name of the store being replaced, say in the error where the previous store is."""
     try:
         yield
     except (BadParameter, OutputExists) as error:

@@ -16,7 +16,7 @@ from service.core.errors import OutOfStorage, StorageUnavailable
 
 # A file that exceeds the size limit of the process (EFBIG) is treated like a full disk.
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# Errors of failing or missing disks, and errors because files of the service were deleted.
+# Error numbers for failing or missing disks, and for files of the service that were deleted.
 DISK_ERRORS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOENT, errno.ENOTDIR}
 
 

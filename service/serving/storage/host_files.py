@@ -29,7 +29,7 @@ from service.serving.storage.result_folder import ResultFolder, lock_results
 
 
 class Source(NamedTuple):
-    """An open file or folder and its name. `path` stays valid after a rename, in this process and its children."""
+    """An open file or folder and its name. `path` is valid even after a rename, including in child processes."""
 
     path: Path
     name: str
@@ -70,7 +70,7 @@ class HostFiles:
         overwrite: bool = False,
         as_zarr: bool = False,
     ) -> None:
-        """Check the input and output locations of a request. `as_zarr`: whether the output is a Zarr store, not a file.
+        """Check the input and output locations of a request. If `as_zarr` is set, the output is a Zarr store, not a file.
 
         Raises BadParameter, OutputExists if the output exists, and OutOfStorage if the disk is full.
         """

@@ -23,7 +23,7 @@ from service.core.types import CancellationCheck
 
 # Size of the buffer for copying files.
 COPY_BYTES = 2**26
-# Flags for creating a file that must not exist.
+# Flags that create a file, and fail if the file exists.
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Maximum number of files and folders that are searched below one folder.
 MAX_ENTRIES = 200_000
@@ -46,7 +46,7 @@ def is_same_file(folder_fd: int, first_name: str, second_name: str) -> bool:
 
 
 def lock_folder(folder_fd: int) -> None:
-    """Lock an open folder. Raises BlockingIOError if it is locked, and OSError if the file system lacks locks."""
+    """Lock an open folder. Raises BlockingIOError if it is locked, and OSError without support for locks."""
     fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

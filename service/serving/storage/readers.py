@@ -18,7 +18,7 @@ SMALL_FILE_READER_COUNT = LARGE_FILE_READER_COUNT + 2
 class FileReaders:
     """The processes and threads that read files. There is one thread per process, so no thread waits for a process.
 
-    reader          reader in child processes; available after `start`
+    reader          reads files in child processes; available after `start`
     read_threads    threads for small files
     decode_threads  threads for large files, which take long to decode
     """

@@ -136,7 +136,7 @@ def _is_marked(folder_fd: int) -> bool:
 
 
 class ScratchSpace:
-    """Disk space of `limit` bytes that clients share. Thread-safe.
+    """A limited amount of disk space that clients share. Thread-safe.
 
     A client cannot reserve more space than it leaves free for other clients (dynamic thresholds, Choudhury and Hahne
     1998). A single client gets at most half of the space, so there is always space for another client.

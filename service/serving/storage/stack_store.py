@@ -1,4 +1,4 @@
-"""Stored stacks: uploads that are kept for a limited time, to view and segment them without another upload."""
+"""Stored stacks: uploads that are kept for a limited time, so that they can be viewed and segmented again."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StackStore:
         self._lock = threading.Lock()
 
     def add(self, upload: Path, name: str, owner: str | None, digest: str) -> StoredStack:
-        """Store a complete file and use its folder as the folder of the stack. Raises OutOfStorage beyond the quota."""
+        """Store a complete file together with its folder. Raises OutOfStorage if the quota is exceeded."""
         with translate_disk_errors(), self._lock:
             size = upload.stat().st_size
             stack = StoredStack(self._folder / upload.parent.name / STACK_FILE, name, owner, digest, size, 0.0)
@@ -104,7 +104,7 @@ class StackStore:
         return sum(stack.nbytes for stack in self._list_stacks())
 
     def _free_space(self, new_stack: StoredStack) -> None:
-        """Delete older stacks to free space for a new one. If this is impossible, only raise OutOfStorage."""
+        """Delete older stacks to free space for a new one. If that cannot succeed, raise OutOfStorage."""
         stacks = sorted(self._list_stacks(), key=lambda stack: stack.last_used)
         used_bytes: Counter[str | None] = Counter()
         for stack in [*stacks, new_stack]:

@@ -94,7 +94,7 @@ class FairThreadPool:
             return sum(map(len, self._waiting_calls.values()))
 
     def submit(self, client: str, work: Callable[[], T]) -> Future[T]:
-        """Schedule a call of a client."""
+        """Schedule a call for a client."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting_calls.setdefault(client, deque()).append((future, work))

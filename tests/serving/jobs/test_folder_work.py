@@ -112,16 +112,16 @@ def test_other_stacks_are_sampled_if_the_sampled_stacks_are_broken(stacks: Path,
 def test_symbolic_link_at_a_result_path_is_replaced_and_a_folder_fails_the_stack(
     stacks: Path, random_nuclei: ModelSpec
 ) -> None:
-    secret, out = stacks.parent / "secret", stacks.parent / "out"
+    secret, results = stacks.parent / "secret", stacks.parent / "out"
     secret.write_text("confidential")
-    out.mkdir()
-    (out / "1_labels.ome.tif").symlink_to(secret)
-    (out / "2_labels.ome.tif").mkdir()
+    results.mkdir()
+    (results / "1_labels.ome.tif").symlink_to(secret)
+    (results / "2_labels.ome.tif").mkdir()
     outcome = segment_folder(stacks, random_nuclei)
     assert secret.read_text() == "confidential"
-    assert not (out / "1_labels.ome.tif").is_symlink()
+    assert not (results / "1_labels.ome.tif").is_symlink()
     assert [error.partition(" ")[0] for error in outcome.failures] == ["2.tif:"]
-    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+    assert not [path for path in results.iterdir() if path.name.startswith(".")]
 
 
 def test_two_stacks_with_the_same_result_file_are_rejected() -> None:

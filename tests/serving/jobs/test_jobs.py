@@ -103,9 +103,9 @@ def test_jobs_fail_with_the_reason_if_a_storage_error_persists(
     with storage_error(tmp_path):
         service.fake.gate.set()
         for job in jobs:
-            failed = service.wait(job, "failed")
-            assert failed["problem"]["type"].endswith(("storage-unavailable", "out-of-storage"))
-            assert failed["ended"] is not None
+            report = service.wait(job, "failed")
+            assert report["problem"]["type"].endswith(("storage-unavailable", "out-of-storage"))
+            assert report["ended"] is not None
             assert service.result(job).status_code in {503, 507}
             assert read_state(service, job) in {"waiting", "running"}
             assert f"job {job['id']} has failed: " in caplog.text
@@ -220,9 +220,9 @@ def test_concurrent_clients_get_correct_results_despite_disconnects(
     assert figures["health_live_milliseconds"]["p99"] < 1000
     # If a request, disconnect or cancelled job leaked a descriptor, there would be at least one per client. Thread
     # pools grow to their maximum size.
-    before, after = figures["idle"]["before"], figures["idle"]["after"]
-    assert after["descriptors"] < before["descriptors"] + clients
-    assert after["threads"] < before["threads"] + 64
+    initial_usage, final_usage = figures["idle"]["before"], figures["idle"]["after"]
+    assert final_usage["descriptors"] < initial_usage["descriptors"] + clients
+    assert final_usage["threads"] < initial_usage["threads"] + 64
 
 
 def test_host_stack_is_segmented_to_a_host_file(tmp_path: Path) -> None:

@@ -77,24 +77,24 @@ def list_files(store: JobStore) -> list[str]:
 
 
 def test_job_passes_through_its_states_until_it_is_deleted(store: JobStore) -> None:
-    job = accept(store, owner="ada")
-    record = store.find(job, "ada")
+    job_id = accept(store, owner="ada")
+    record = store.find(job_id, "ada")
     assert (record.state, record.request, record.owner, record.input_bytes) == ("waiting", REQUEST, "ada", 10)
-    assert store.begin(job)
-    assert not store.begin(job)
-    assert store.find(job, "ada").state == "running"
-    assert finish(store, job)
-    record = store.find(job, "ada")
+    assert store.begin(job_id)
+    assert not store.begin(job_id)
+    assert store.find(job_id, "ada").state == "running"
+    assert finish(store, job_id)
+    record = store.find(job_id, "ada")
     assert (record.state, record.has_ended, record.answer, record.result_bytes) == ("done", True, ANSWER, 20)
     assert record.created <= record.started <= record.ended
-    assert list_files(store) == [job, f"{job}/result"]
-    store.delete(job)
+    assert list_files(store) == [job_id, f"{job_id}/result"]
+    store.delete(job_id)
     with pytest.raises(UnknownJob):
-        store.find(job, "ada")
+        store.find(job_id, "ada")
     assert list_files(store) == []
     # Numbers and IDs are not reused.
     second = accept(store)
-    assert (store.find(second, None).number, second != job) == (record.number + 1, True)
+    assert (store.find(second, None).number, second != job_id) == (record.number + 1, True)
 
 
 def test_owners_see_only_their_own_jobs(store: JobStore) -> None:
@@ -122,9 +122,9 @@ def test_owners_see_only_their_own_jobs(store: JobStore) -> None:
     ],
 )
 def test_failure_keeps_its_class_message_and_suggestions(store: JobStore, error: Any, expected: Any) -> None:
-    job = accept(store)
-    assert store.fail(job, error)
-    record = store.find(job, None)
+    job_id = accept(store)
+    assert store.fail(job_id, error)
+    record = store.find(job_id, None)
     assert record.state == "failed"
     assert (type(record.failure), str(record.failure)) == (type(expected), str(expected))
     for name in ("needed_bytes", "parameter", "suggested"):
@@ -132,15 +132,15 @@ def test_failure_keeps_its_class_message_and_suggestions(store: JobStore, error:
 
 
 def test_cancelled_job_does_not_change_its_state(store: JobStore) -> None:
-    job = accept(store)
-    store.begin(job)
-    assert store.cancel(job)
-    assert not finish(store, job)
-    assert not store.fail(job, BadFile("late"))
-    assert not store.cancel(job)
-    assert not store.requeue(job)
-    store.delete_unneeded_files(job)
-    assert (store.find(job, None).state, list_files(store)) == ("cancelled", [])
+    job_id = accept(store)
+    store.begin(job_id)
+    assert store.cancel(job_id)
+    assert not finish(store, job_id)
+    assert not store.fail(job_id, BadFile("late"))
+    assert not store.cancel(job_id)
+    assert not store.requeue(job_id)
+    store.delete_unneeded_files(job_id)
+    assert (store.find(job_id, None).state, list_files(store)) == ("cancelled", [])
 
 
 def test_unfinished_jobs_of_a_killed_process_are_recovered(store: JobStore) -> None:
@@ -179,12 +179,12 @@ def test_recovery_deletes_orphaned_folders_and_fails_jobs_without_input(
 
 def test_recovery_expires_jobs_with_lost_or_truncated_results(store: JobStore) -> None:
     missing, truncated, intact = (accept(store) for _ in range(3))
-    for job in (missing, truncated, intact):
-        finish(store, job)
+    for job_id in (missing, truncated, intact):
+        finish(store, job_id)
     store.result_path(missing).unlink()
     store.result_path(truncated).write_bytes(b"")
     store.recover()
-    assert [store.find(job, None).state for job in (missing, truncated, intact)] == ["expired", "expired", "done"]
+    assert [store.find(job_id, None).state for job_id in (missing, truncated, intact)] == ["expired", "expired", "done"]
     assert list_files(store) == [intact, f"{intact}/result"]
 
 
@@ -203,17 +203,17 @@ def test_clean_up_deletes_leftover_files_but_keeps_files_of_running_jobs(store: 
 
 
 def test_job_that_kills_the_process_fails_after_the_last_attempt(store: JobStore) -> None:
-    job = accept(store)
+    job_id = accept(store)
     for _ in range(5):
-        store.begin(job)
-        store.requeue(job)
-    assert (store.find(job, None).state, store.find(job, None).attempts) == ("waiting", 0)
+        store.begin(job_id)
+        store.requeue(job_id)
+    assert (store.find(job_id, None).state, store.find(job_id, None).attempts) == ("waiting", 0)
     for _ in range(2):
-        assert store.begin(job)
+        assert store.begin(job_id)
         record = store.recover()
     assert record == []
-    assert isinstance(store.find(job, None).failure, JobInterrupted)
-    assert "2 times" in str(store.find(job, None).failure)
+    assert isinstance(store.find(job_id, None).failure, JobInterrupted)
+    assert "2 times" in str(store.find(job_id, None).failure)
 
 
 def test_no_job_is_lost_and_no_file_is_left_if_the_process_is_killed_at_any_line(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_quota_evicts_results_but_no_inputs_and_nothing_for_an_input_that_cannot
     store.begin(running)
     with pytest.raises(OutOfStorage):
         accept(store, size=501)
-    assert [store.find(job, None).state for job in (done, waiting, running)] == ["done", "waiting", "running"]
+    assert [store.find(job_id, None).state for job_id in (done, waiting, running)] == ["done", "waiting", "running"]
     assert all(path.exists() for path in (store.result_path(done), *map(store.input_path, (waiting, running))))
     accept(store, size=500)
     assert store.find(done, None).state == "expired"
@@ -240,22 +240,22 @@ def test_quota_evicts_results_of_the_owner_who_uses_the_most_space(store: JobSto
     adas_job = accept(store, owner="ada")
     finish(store, adas_job, size=100)
     bobs_jobs = [accept(store, owner="bob") for _ in range(3)]
-    for job in bobs_jobs:
-        finish(store, job, size=300)
-    assert [store.find(job, "bob").state for job in bobs_jobs] == ["done", "done", "done"]
+    for job_id in bobs_jobs:
+        finish(store, job_id, size=300)
+    assert [store.find(job_id, "bob").state for job_id in bobs_jobs] == ["done", "done", "done"]
     third = accept(store, size=250, owner="bob")
-    assert [store.find(job, "bob").state for job in bobs_jobs] == ["expired", "done", "done"]
+    assert [store.find(job_id, "bob").state for job_id in bobs_jobs] == ["expired", "done", "done"]
     newest = accept(store, size=60, owner="ada")
     assert store.find(bobs_jobs[1], "bob").state == "expired"
     assert store.find(adas_job, "ada").state == "done"
     with pytest.raises(OutOfStorage):
         accept(store, size=951, owner="bob")
-    assert [store.find(job, "bob").state for job in (bobs_jobs[2], third)] == ["done", "waiting"]
-    assert [store.find(job, "ada").state for job in (adas_job, newest)] == ["done", "waiting"]
+    assert [store.find(job_id, "bob").state for job_id in (bobs_jobs[2], third)] == ["done", "waiting"]
+    assert [store.find(job_id, "ada").state for job_id in (adas_job, newest)] == ["done", "waiting"]
     assert not store.result_path(bobs_jobs[0]).exists()
     # A new result also evicts older results.
     assert finish(store, third, size=800)
-    assert [store.find(job, "bob").state for job in (bobs_jobs[2], third)] == ["expired", "done"]
+    assert [store.find(job_id, "bob").state for job_id in (bobs_jobs[2], third)] == ["expired", "done"]
 
 
 def test_inputs_of_one_owner_leave_space_for_other_owners(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_finished_jobs_expire(store: JobStore) -> None:
 
 
 def test_deleted_folder_is_recreated_as_soon_as_possible(store: JobStore) -> None:
-    job, folder = accept(store), store._folder
+    job_id, folder = accept(store), store._folder
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "jobs.sqlite3").write_bytes(b"another database")
@@ -303,17 +303,17 @@ def test_deleted_folder_is_recreated_as_soon_as_possible(store: JobStore) -> Non
     for _ in range(2):
         assert "cannot be recreated" in (store.repair() or "")
         with pytest.raises(StorageUnavailable):
-            store.find(job, None)
+            store.find(job_id, None)
     blocking_folder.rmdir()
     assert "has been recreated" in (store.repair() or "")
     assert store.repair() is None
-    assert store.find(job, None).state == "waiting"
+    assert store.find(job_id, None).state == "waiting"
 
 
 def test_only_the_newest_jobs_without_a_result_are_kept(store: JobStore) -> None:
     jobs = {owner: [accept(store, owner=owner) for _ in range(4)] for owner in ("ada", "bob")}
-    for job in jobs["ada"]:
-        store.fail(job, BadFile("truncated"))
+    for job_id in jobs["ada"]:
+        store.fail(job_id, BadFile("truncated"))
     store.cancel(jobs["bob"][0])
     store.fail(jobs["bob"][1], BadFile("truncated"))
     finish(store, jobs["bob"][2])
@@ -377,17 +377,19 @@ def test_documented_recovery_of_a_damaged_database_keeps_readable_jobs(store: Jo
         recovered_ids = {record.id for record in recovered.recover()}
         assert recovered_ids <= set(jobs)
         assert len(recovered_ids) > 50
-        assert list_files(recovered) == sorted(part for job in recovered_ids for part in (job, f"{job}/{INPUT}"))
+        assert list_files(recovered) == sorted(
+            part for job_id in recovered_ids for part in (job_id, f"{job_id}/{INPUT}")
+        )
 
 
 def test_job_files_without_a_database_are_not_deleted(store: JobStore) -> None:
-    job = accept(store)
+    job_id = accept(store)
     store.close()
     for path in store._folder.glob("jobs.sqlite3*"):
         path.unlink()
     with pytest.raises(ConfigError, match="database of these jobs is missing"):
         open_store(store._folder)
-    assert list_files(store) == [job, f"{job}/{INPUT}"]
+    assert list_files(store) == [job_id, f"{job_id}/{INPUT}"]
 
 
 def test_database_of_a_different_version_is_not_changed(store: JobStore) -> None:

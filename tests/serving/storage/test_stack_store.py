@@ -35,8 +35,13 @@ class StoreFixture:
 def test_stack_is_found_only_by_its_owner_and_after_a_restart(tmp_path: Path) -> None:
     stack = StoreFixture(tmp_path).add_stack(10, "ann")
     store = StackStore(tmp_path / "stacks", quota_bytes=100, keep_seconds=60)
-    stored = store.find(stack.id, "ann")
-    assert (stored.path.read_bytes(), stored.name, stored.digest, stored.nbytes) == (b"x" * 10, "1.tif", "digest", 10)
+    found_stack = store.find(stack.id, "ann")
+    assert (found_stack.path.read_bytes(), found_stack.name, found_stack.digest, found_stack.nbytes) == (
+        b"x" * 10,
+        "1.tif",
+        "digest",
+        10,
+    )
     for owner in (None, "bob"):
         with pytest.raises(UnknownStack):
             store.find(stack.id, owner)
@@ -56,11 +61,14 @@ def test_use_extends_the_retention_of_a_stack(tmp_path: Path) -> None:
 
 def test_least_recently_used_stack_of_the_largest_owner_is_evicted(tmp_path: Path) -> None:
     fixture = StoreFixture(tmp_path)
-    small, older = fixture.add_stack(20, "bob", idle_seconds=9), fixture.add_stack(30, "ann", idle_seconds=5)
-    newer = fixture.add_stack(40, "ann", idle_seconds=3)
-    new = fixture.add_stack(20, "bob")
-    assert fixture.ids() == {small.id, newer.id, new.id}
-    assert not older.path.exists()
+    small_stack, older_stack = (
+        fixture.add_stack(20, "bob", idle_seconds=9),
+        fixture.add_stack(30, "ann", idle_seconds=5),
+    )
+    newer_stack = fixture.add_stack(40, "ann", idle_seconds=3)
+    new_stack = fixture.add_stack(20, "bob")
+    assert fixture.ids() == {small_stack.id, newer_stack.id, new_stack.id}
+    assert not older_stack.path.exists()
 
 
 @pytest.mark.parametrize("nbytes", [101, 60])
@@ -88,10 +96,10 @@ def test_clean_up_deletes_stacks_without_a_record_and_ignores_damaged_records(
     tmp_path: Path,
 ) -> None:
     fixture = StoreFixture(tmp_path)
-    half_deleted, damaged, intact = (fixture.add_stack(10) for _ in range(3))
-    (half_deleted.path.parent / RECORD_FILE).unlink()
-    (damaged.path.parent / RECORD_FILE).write_text("[1]")
+    incomplete_stack, damaged_stack, intact_stack = (fixture.add_stack(10) for _ in range(3))
+    (incomplete_stack.path.parent / RECORD_FILE).unlink()
+    (damaged_stack.path.parent / RECORD_FILE).write_text("[1]")
     with pytest.raises(UnknownStack):
-        fixture.store.find(damaged.id, None)
+        fixture.store.find(damaged_stack.id, None)
     fixture.store.clean_up()
-    assert fixture.ids() == {damaged.id, intact.id}
+    assert fixture.ids() == {damaged_stack.id, intact_stack.id}
