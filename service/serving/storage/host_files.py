@@ -70,7 +70,7 @@ class HostFiles:
         overwrite: bool = False,
         as_zarr: bool = False,
     ) -> None:
-        """Check the input and output locations of a request. If `as_zarr` is set, the output is a Zarr store, not a file.
+        """Check the locations of a request. If `as_zarr` is set, the output is a Zarr store, not a file.
 
         Raises BadParameter, OutputExists if the output exists, and OutOfStorage if the disk is full.
         """
