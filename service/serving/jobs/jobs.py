@@ -140,9 +140,9 @@ class AsyncJobs:
     ) -> JobView:
         """Accept a request whose folder was created by `make_incoming`. The accepted job survives a restart.
 
-        The folder contains the file INPUT, which is empty if the query refers to a host file. `description` describes
-        the input, whose pixels are read later. Raises BadParameter if no volume can be read from the input, the
-        errors of `Runtime.estimate`, QueueFull and NotReady.
+        The folder contains the file INPUT, which is empty if the query refers to a host file. The pixels of the input,
+        which `description` describes, are read later. Raises BadParameter if no volume can be read from the input,
+        the errors of `Runtime.estimate`, QueueFull and NotReady.
         """
         if description.problem:
             raise BadParameter(description.problem, parameter="time", suggested={"time": "all"})
