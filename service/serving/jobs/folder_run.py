@@ -161,7 +161,7 @@ class FolderRun:
         failures, low_confidence = outcome.failures, outcome.confidence_warnings
         if len(failures) == len(outcome.records):
             raise BadFile(f"None of the {len(failures)} stacks could be segmented. First error: {failures[0]}")
-        kind = self._runtime.estimator(self._spec).output_kind(self._query.options)
+        output_kind = self._runtime.estimator(self._spec).output_kind(self._query.options)
         warnings = [*failures, *low_confidence]
         omitted_count = len(warnings) - MAX_WARNINGS
         notes = [*warnings[:MAX_WARNINGS], *([f"{REPORT} lists {omitted_count} more."] if omitted_count > 0 else [])]
@@ -169,7 +169,7 @@ class FolderRun:
             model=self._spec.identifier,
             media_type="application/json",
             file_name=f"{name}_saved.json",
-            kind=kind,
+            kind=output_kind,
             seconds=seconds,
             notes=tuple(notes),
             objects=outcome.objects,
@@ -219,9 +219,9 @@ class FolderRun:
         self._reserve_space(pixels.nbytes)
         return self._run_in_pool(self._runtime.decode_threads, source.read_pixels)
 
-    def _run_in_pool(self, threads: FairThreadPool, call: Callable[[], T]) -> T:
+    def _run_in_pool(self, pool: FairThreadPool, function: Callable[[], T]) -> T:
         try:
-            return threads.submit(self._job.owner or "", call).result()
+            return pool.submit(self._job.owner or "", function).result()
         except CancelledError:
             raise Cancelled("The job was interrupted, because the service is stopping.") from None
 
@@ -250,10 +250,10 @@ class FolderRun:
 
         return self._run_on_device(volume, options, estimate)
 
-    def _run_on_device(self, pixels: Volume | Series, options: Options, call: Callable[[Reservation, Job[T]], T]) -> T:
+    def _run_on_device(self, pixels: Volume | Series, options: Options, work: Callable[[Reservation, Job[T]], T]) -> T:
         """Queue work for a device like a separate request. Wait for its result and return it, or raise its error."""
         request = DeviceRequest(self._spec, pixels, options, self._job.owner)
-        job = queue_work(self._runtime, request, call, wait=True)
+        job = queue_work(self._runtime, request, work, wait=True)
         self._device_job = job
         try:
             return self._wait_for_job(job)
