@@ -89,11 +89,11 @@ def _measure_peak_memory(trainer: Trainer, device: torch.device) -> int | None:
         for _ in range(WARM_UP_STEP_COUNT):
             trainer.measure_step()
         return torch.cuda.max_memory_allocated(device) - initial_bytes
-    initial_bytes = _reset_peak_memory()
+    resident_bytes = _reset_peak_memory()
     for _ in range(WARM_UP_STEP_COUNT):
         trainer.measure_step()
     peak_bytes = _read_status("VmHWM")
-    return None if initial_bytes is None or peak_bytes is None else peak_bytes - initial_bytes
+    return None if resident_bytes is None or peak_bytes is None else peak_bytes - resident_bytes
 
 
 def _reset_peak_memory() -> int | None:
