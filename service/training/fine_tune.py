@@ -109,9 +109,8 @@ def fine_tune(stacks: Sequence[StackFiles], task: FineTuningTask, *, minutes: fl
     """Train for `minutes`, including the time for scoring, and create the model folder `task.out`.
 
     The stacks must not overlap, because training data would leak into the held-out data. Stacks are resampled to the
-    object diameter of the model, as in requests. Device, threads and training options are taken from the settings,
-    except for the number of steps, which depends on the available time. Raises BadParameter, BadFile,
-    BrokenModel and ConfigError.
+    object diameter of the model, as in requests. Only the number of steps is not taken from the settings, but
+    depends on the available time. Raises BadParameter, BadFile, BrokenModel and ConfigError.
     """
     base, out, settings, report = task
     start_time = time.monotonic()

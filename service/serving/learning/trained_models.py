@@ -83,8 +83,7 @@ class TrainedModels:
             name: name of the model
             owner: name of the API key of the client; None owns no models
             everyone: whether the client is an admin, who can delete the models of all owners
-            has_jobs: function that returns whether unfinished jobs use a model; called immediately, and again once the
-                model accepts no new jobs
+            has_jobs: returns whether unfinished jobs use a model; called twice, finally when no new jobs are accepted
 
         Raises UnknownModel, ModelNotDeletable, Unauthorized and NotReady.
         """
