@@ -140,7 +140,7 @@ def test_job_fails_if_all_its_stacks_fail(service: Service, host: Path) -> None:
         path.write_bytes(STACK[:200])
     report = service.wait(submit(service), "done", "failed")
     assert (report["state"], report["result"]) == ("failed", None)
-    assert report["problem"]["detail"].startswith(f"None of the 6 stacks could be segmented. The first: {NAMES[0]}: ")
+    assert report["problem"]["detail"].startswith(f"None of the 6 stacks could be segmented. First error: {NAMES[0]}: ")
     assert (host / "results" / "day 1" / "report.html").is_file()
 
 
@@ -208,11 +208,11 @@ def test_results_in_the_input_folder_are_not_processed_as_stacks(bands_repositor
 
 
 REFUSED: list[tuple[dict[str, str], str]] = [
-    ({"output_to": ""}, "is a folder. Use POST /jobs for it"),
+    ({"output_to": ""}, "is a folder. Use POST /jobs for a folder"),
     ({"output_to": "results/no/such"}, "is in a folder that does not exist"),
     ({"output_to": "results/taken"}, "contains other files"),
-    ({"output_to": "results/file"}, "contains a link, or a file in place of a folder"),
-    ({"output_to": "results/link"}, "contains a link, or a file in place of a folder"),
+    ({"output_to": "results/file"}, "contains a link or a file where a folder is expected"),
+    ({"output_to": "results/link"}, "contains a link or a file where a folder is expected"),
     ({"output_to": "scans/day 2"}, "the path must begin with one of results"),
     ({"glob": "*.lsm"}, "contains no stack that matches *.lsm"),
     ({"glob": "../*"}, "a pattern consists of names separated by single slashes"),
@@ -220,9 +220,9 @@ REFUSED: list[tuple[dict[str, str], str]] = [
     ({"diameter": "auto"}, "has no object diameter"),
     ({"input": "scans/link"}, "is a folder, a link or a device"),
     ({"input": "scans/none"}, "does not exist"),
-    ({"input": f"scans/day 1/{NAMES[0]}", "output_to": "", "glob": "*"}, "glob: it is only valid for an input"),
-    ({"input": "", "output_to": "", "glob": "*"}, "glob: it is only valid for an input"),
-    ({"input": f"scans/day 1/{NAMES[0]}", "output_to": "", "format": "zarr"}, "format: it is only valid for an input"),
+    ({"input": f"scans/day 1/{NAMES[0]}", "output_to": "", "glob": "*"}, "glob: this parameter is valid only"),
+    ({"input": "", "output_to": "", "glob": "*"}, "glob: this parameter is valid only"),
+    ({"input": f"scans/day 1/{NAMES[0]}", "output_to": "", "format": "zarr"}, "format: this parameter is valid"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Training examples: stacks and the sizes of their objects, volumes with targets, and batches of augmented crops."""
+"""Training examples: stacks with labels, volumes with targets, and batches of augmented crops."""
 
 from __future__ import annotations
 
@@ -32,27 +32,32 @@ T = TypeVar("T")
 
 # Maximum size of a decoded stack.
 MAX_DECODED_BYTES = 4 * 2**30
-# Number of training steps after which one example of the pool is replaced.
-STEPS_PER_VOLUME = 2
+# Number of training steps after which one example in the pool is replaced.
+STEPS_PER_REFRESH = 2
 
 
 def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
-    """Read single-channel stacks and their labels. Raises BadFile, and BadParameter if numbers or shapes differ."""
+    """Read single-channel stacks and their labels. Raises BadFile, and BadParameter if counts or shapes differ."""
     if len(images) != len(labels):
-        raise BadParameter(f"Each image needs labels, but there are {len(images)} images and {len(labels)} labels.")
+        raise BadParameter(
+            f"Each image needs labels, but there are {len(images)} images and {len(labels)} label files."
+        )
     pairs = []
-    for image, truth in zip(images, labels, strict=True):
+    for image_path, labels_path in zip(images, labels, strict=True):
         pixels, label_pixels = (
-            stack_reader.read(path, Selection(), MAX_DECODED_BYTES, None).array()[0] for path in (image, truth)
+            stack_reader.read(path, Selection(), MAX_DECODED_BYTES, None).array()[0]
+            for path in (image_path, labels_path)
         )
         if pixels.shape != label_pixels.shape:
-            raise BadParameter(f"{image} and {truth} differ in shape: {pixels.shape} and {label_pixels.shape}.")
+            raise BadParameter(
+                f"{image_path} and {labels_path} differ in shape: {pixels.shape} and {label_pixels.shape}."
+            )
         pairs.append((pixels, label_pixels))
     return pairs
 
 
-def split_pairs(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[Pair]]:
-    """Split each stack along its longest axis: the last `share` is for validation, the rest for training.
+def split_pairs(pairs: Sequence[Pair], validation_fraction: float) -> tuple[list[Pair], list[Pair]]:
+    """Split each stack along its longest axis. The last `validation_fraction` is for validation, the rest for training.
 
     Raises BadParameter if a part contains no objects.
     """
@@ -60,31 +65,32 @@ def split_pairs(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[P
     validation: list[Pair] = []
     for number, (image, labels) in enumerate(pairs):
         axis = int(np.argmax(image.shape))
-        cut = round(image.shape[axis] * (1 - share))
-        parts = [np.split(volume, [cut], axis) for volume in (image, labels)]
-        for selected, index, name in ((training, 0, "training"), (validation, 1, "validation")):
+        split_index = round(image.shape[axis] * (1 - validation_fraction))
+        parts = [np.split(volume, [split_index], axis) for volume in (image, labels)]
+        for part_pairs, index, name in ((training, 0, "training"), (validation, 1, "validation")):
             if not parts[1][index].any():
                 raise BadParameter(f"Stack {number + 1}: the part for {name} contains no objects. Change --validation.")
-            selected.append((parts[0][index], parts[1][index]))
+            part_pairs.append((parts[0][index], parts[1][index]))
     return training, validation
 
 
 def median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
     """Return the median extents [3] of the objects in labels [Z, Y, X] along z, y and x in voxels, or None.
 
-    Objects that touch the border may be cut off. They are only included if there are fewer than three other objects.
+    Objects that touch a face of the stack may be cut off. They are included only if there are fewer than three other
+    objects.
     """
     if labels.max(initial=0) > labels.size:
-        # `find_objects` allocates memory for all numbers up to the largest label.
+        # Renumber the objects, because `find_objects` allocates memory for all numbers up to the largest one.
         labels = np.searchsorted(np.union1d([0], labels), labels)
     boxes = [box for box in find_objects(labels) if box is not None]
-    complete_boxes = [box for box in boxes if _is_inside(box, labels.shape)]
+    complete_boxes = [box for box in boxes if _is_complete(box, labels.shape)]
     extents = [[s.stop - s.start for s in box] for box in (complete_boxes if len(complete_boxes) > 2 else boxes)]
     return np.asarray(np.median(extents, axis=0), np.float64) if extents else None
 
 
-def _is_inside(box: Sequence[slice], shape: Sequence[int]) -> bool:
-    """Return whether a box does not touch the border."""
+def _is_complete(box: Sequence[slice], shape: Sequence[int]) -> bool:
+    """Return whether a box touches no face of the stack."""
     return all(side.start > 0 and side.stop < length for side, length in zip(box, shape, strict=True))
 
 
@@ -95,15 +101,15 @@ def mean_diameter(labels: NDArray[Any]) -> float:
 
 
 class Example(NamedTuple):
-    """A volume: normalized image [Z, Y, X] and targets [T, Z, Y, X]. The first target is positive inside objects."""
+    """A normalized image [Z, Y, X] and its targets [T, Z, Y, X]. The first target is positive inside objects."""
 
     image: Floats
     targets: Floats
 
 
 @dataclass(frozen=True)
-class RecordedStacks:
-    """A source of recorded stacks, each slightly zoomed at random."""
+class RandomlyZoomedStacks:
+    """A source of annotated stacks. Each stack is slightly zoomed by random factors."""
 
     pairs: Sequence[Pair]
 
@@ -118,7 +124,7 @@ def draw_zoom(rng: np.random.Generator) -> NDArray[np.float64]:
 
 
 def zoom_pair(image: NDArray[Any], labels: NDArray[Any], factors: NDArray[np.float64]) -> Pair:
-    """Resample an image (linear) and labels (nearest neighbor), both [Z, Y, X], by factors along each axis."""
+    """Resample an image (linear) and labels (nearest neighbor), both [Z, Y, X], by a factor along each axis."""
     return (
         zoom(image.astype(np.float32), factors, order=1, mode="nearest", grid_mode=True),
         zoom(labels, factors, order=0, mode="nearest", grid_mode=True),
@@ -127,7 +133,7 @@ def zoom_pair(image: NDArray[Any], labels: NDArray[Any], factors: NDArray[np.flo
 
 @dataclass(frozen=True)
 class ExampleDataset(Dataset[Example]):
-    """Examples by number. Each has its own random generator, so examples are reproducible in any process and order."""
+    """Numbered examples. Each has its own random generator, so examples are reproducible in any process and order."""
 
     source: Source
     normalize: Normalize
@@ -140,17 +146,17 @@ class ExampleDataset(Dataset[Example]):
 
 
 class ExamplePool:
-    """A pool of examples in memory. Each call of `refresh` replaces one of them.
+    """A pool of examples in memory. Each call to `refresh` replaces one of the examples.
 
-    first    number of the oldest example; the pool equals one that began at 0 and was refreshed `first` times
-    workers  number of processes that create examples; with 0, a thread creates the next example during training
+    first    number of the oldest example; the pool equals a pool that began at 0 and was refreshed `first` times
+    workers  number of processes that create examples; if 0, a thread creates the next example during training
     """
 
     def __init__(self, dataset: ExampleDataset, size: int, *, first: int = 0, workers: int = 0) -> None:
         self._source: Iterator[Example] = (
             _load_in_processes(dataset, first, workers) if workers else _prefetch(dataset.__getitem__, first)
         )
-        self._oldest = first
+        self._oldest_number = first
         examples = {number % size: next(self._source) for number in range(first, first + size)}
         self._examples = [examples[index] for index in range(size)]
 
@@ -161,29 +167,29 @@ class ExamplePool:
         return self._examples[index]
 
     def refresh(self) -> None:
-        """Replace the oldest example by the next one. Waits until it is available."""
-        self._examples[self._oldest % len(self)] = next(self._source)
-        self._oldest += 1
+        """Replace the oldest example with the next one. Wait until the next example is available."""
+        self._examples[self._oldest_number % len(self)] = next(self._source)
+        self._oldest_number += 1
 
     def close(self) -> None:
         """Stop the thread or the processes that create examples."""
-        # They stop when the iterator is garbage-collected.
+        # The thread or the processes stop when the iterator is garbage-collected.
         self._source = iter(())
 
 
-def _prefetch(make: Callable[[int], T], first: int) -> Generator[T, None, None]:
-    """Yield `make(first)`, `make(first + 1)`, ..., computed in a thread one call ahead."""
+def _prefetch(function: Callable[[int], T], first: int) -> Generator[T, None, None]:
+    """Yield `function(first)`, `function(first + 1)`, ..., and call the function one number ahead in a thread."""
     with ThreadPoolExecutor(1) as executor:
-        upcoming = executor.submit(make, first)
+        next_future = executor.submit(function, first)
         for number in itertools.count(first + 1):
-            examples, upcoming = upcoming, executor.submit(make, number)
-            yield examples.result()
+            current_future, next_future = next_future, executor.submit(function, number)
+            yield current_future.result()
 
 
 def _load_in_processes(dataset: ExampleDataset, first: int, workers: int) -> Iterator[Example]:
     """Return an iterator over examples in order. Its worker processes live as long as the iterator.
 
-    The loader has its own random generator, because it would otherwise change the state of torch's global generator.
+    The loader has its own random generator. Otherwise, it would change the state of the global PyTorch generator.
     """
     loader = DataLoader(
         dataset,
@@ -197,7 +203,7 @@ def _load_in_processes(dataset: ExampleDataset, first: int, workers: int) -> Ite
 
 
 def _keep_arrays(example: Any) -> Any:
-    """Return arrays unchanged. Tensors would use shared memory, of which containers have only 64 MiB."""
+    """Return arrays unchanged. Tensors would use shared memory, and containers have only 64 MiB of shared memory."""
     return example
 
 
@@ -209,10 +215,10 @@ def draw_batch(pool: ExamplePool, rng: np.random.Generator, size: int, edge: int
 
 
 def _crop(example: Example, rng: np.random.Generator, edge: int) -> Floats:
-    """Cut a random crop of image and targets, [1 + T, edge, edge, edge].
+    """Return a random crop [1 + T, edge, edge, edge] of image and targets.
 
     The crop is padded with zeros outside the volume, like sliding windows. Half of the crops are placed so that they
-    contain a randomly chosen object voxel, because crops of sparse volumes would otherwise often be empty.
+    contain a randomly chosen object voxel. Otherwise, many crops of sparse volumes would be empty.
     """
     crop = np.zeros((1 + len(example.targets), edge, edge, edge), np.float32)
     crop_slices, volume_slices = [], []
@@ -233,7 +239,7 @@ def _crop(example: Example, rng: np.random.Generator, edge: int) -> Floats:
 
 
 def _augment(crop: Floats, rng: np.random.Generator) -> Floats:
-    """Flip and transpose the crop at random, then vary the gamma, sharpness, noise and contrast of the image."""
+    """Flip and transpose a crop at random. Then vary the gamma, sharpness, noise and contrast of its image."""
     flips = tuple(axis for axis in (1, 2, 3) if rng.random() < 0.5)
     crop = np.flip(crop, flips)
     if rng.random() < 0.5:
@@ -257,21 +263,21 @@ def prefetch_batches(
     """Yield images and targets for steps `first`, `first + 1`, ..., in page-locked memory if `pinned`.
 
     The next batch is created while the device trains on the current batch. The pool is refreshed before a step, so that
-    a resumed training begins the step with an equal pool.
+    resumed training begins that step with an equal pool.
     """
 
-    def make(step: int) -> tuple[Tensor, Tensor]:
-        if step > first and step % STEPS_PER_VOLUME == 0:
+    def make_batch(step: int) -> tuple[Tensor, Tensor]:
+        if step > first and step % STEPS_PER_REFRESH == 0:
             pool.refresh()
         rng = np.random.default_rng([plan.seed, 2, step])
         images, targets = draw_batch(pool, rng, plan.batch_size, plan.edge)
         return (images.pin_memory(), targets.pin_memory()) if pinned else (images, targets)
 
-    return _prefetch(make, first)
+    return _prefetch(make_batch, first)
 
 
 def cut_tiles(pair: Pair, normalize: Normalize, edge: int) -> tuple[Tensor, Tensor]:
-    """Cut up to eight cubes, one at each corner of a stack: images [B, 1, e, e, e] and targets [B, 2, e, e, e]."""
+    """Return up to eight cubes, one at each corner of a stack: images [B, 1, e, e, e] and targets [B, 2, e, e, e]."""
     image, labels = pair
     stacked = np.concatenate([normalize(image)[None], instance_targets(labels)])
     stacked = np.pad(stacked, [(0, 0), *((0, max(0, edge - length)) for length in image.shape)])

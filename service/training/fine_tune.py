@@ -1,4 +1,4 @@
-"""Fine-tuning of a model on annotated stacks, with scores before and after on held-out data."""
+"""Fine-tuning of a model on annotated stacks, with scores on held-out data before and after."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from service.training.evaluate import Scores, score
 from service.training.examples import MAX_DECODED_BYTES, Pair, median_extents, zoom_pair
 from service.training.from_files import choose_dtype, prepare_training
 from service.training.model_folder import describe_stacks, draft_content, write_model
-from service.training.training_loop import CHECKPOINT, Trainer
+from service.training.training_loop import CHECKPOINT_FILE, Trainer
 
 Extents = tuple[float, float, float]
 ProgressCallback = Callable[[dict[str, Any]], None]
-"""A callback for progress messages, which contain: stage, steps, step and loss, validation, or before."""
+"""A callback for progress messages, with the members stage, steps, step, loss, validation or before."""
 
 # Fraction of each stack that is held out for scoring.
 HELD_OUT_FRACTION = 0.2
@@ -39,17 +39,17 @@ HELD_OUT_FRACTION = 0.2
 MIN_HELD_OUT_OBJECTS = 10
 # Stacks are not resampled if the object diameter is within this factor of the model's.
 RESAMPLING_TOLERANCE = 1.15
-# Maximum factor by which stacks are resampled.
+# Maximum factor by which stacks are enlarged or reduced.
 MAX_ZOOM = 3.0
-# Maximum size of a resampled stack.
+# Maximum number of voxels of a resampled stack.
 MAX_VOXELS = 2**27
-# Fraction of the training time that is planned for steps. The rest is for validation.
+# Fraction of the training time that is reserved for steps. The rest is for validation.
 STEPS_TIME_FRACTION = 0.8
-# Minimum fraction of the requested time for the training itself, however long reading and scoring take.
+# Minimum fraction of the requested time for training, no matter how long reading and scoring take.
 MIN_TRAINING_TIME_FRACTION = 0.3
 MIN_STEPS = 4
 MAX_STEPS = 3000
-# Number of validations during a training.
+# Number of validations during training.
 VALIDATION_COUNT = 12
 
 
@@ -83,7 +83,7 @@ class AnnotatedStack:
 
 
 class FineTuningTask(NamedTuple):
-    """The base model, the output and the settings of a fine-tuning.
+    """The base model, the output folder and the settings for fine-tuning.
 
     base      model that provides the initial weights
     out       folder of the new model
@@ -98,7 +98,7 @@ class FineTuningTask(NamedTuple):
 
 
 class FineTuningResult(NamedTuple):
-    """A new model, and a message that says whether it is better than its base model."""
+    """A new model, and a message about whether the model is better than its base model."""
 
     spec: ModelSpec
     lineage: Lineage
@@ -106,45 +106,44 @@ class FineTuningResult(NamedTuple):
 
 
 def fine_tune(stacks: Sequence[StackFiles], task: FineTuningTask, *, minutes: float) -> FineTuningResult:
-    """Train for a number of minutes, including scoring, and create the model folder `task.out`.
+    """Train for `minutes`, including the time for scoring, and create the model folder `task.out`.
 
     The stacks must not overlap, because training data would leak into the held-out data. Stacks are resampled to the
-    object diameter of the model, like those of requests. Device, threads and training options are taken from the
-    settings, except for the number of steps, which depends on the available time. Raises BadParameter, BadFile,
-    BrokenModel, ConfigError.
+    object diameter of the model, as in requests. Only the number of steps is not taken from the settings, but
+    depends on the available time. Raises BadParameter, BadFile, BrokenModel and ConfigError.
     """
     base, out, settings, report = task
     start_time = time.monotonic()
-    annotated = [read_stack(stack) for stack in stacks]
-    parts, held_out, has_held_out_data = _hold_out(annotated, settings.training.validation, base.input.diameter)
-    eager = override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"})
+    all_stacks = [read_stack(stack) for stack in stacks]
+    parts, held_out, has_held_out_data = _hold_out_parts(all_stacks, settings.training.validation, base.input.diameter)
+    eager_settings = override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"})
     report({"stage": "scoring"})
-    before = score_model(base, held_out, eager)
-    report({"before": round(before.f1, 4)})
-    scoring = time.monotonic() - start_time
-    network, failure, content = _train(
-        parts, task, max(60 * minutes - 2 * scoring, MIN_TRAINING_TIME_FRACTION * 60 * minutes)
+    base_scores = score_model(base, held_out, eager_settings)
+    report({"before": round(base_scores.f1, 4)})
+    scoring_seconds = time.monotonic() - start_time
+    network, failure, content = _train_network(
+        parts, task, max(60 * minutes - 2 * scoring_seconds, MIN_TRAINING_TIME_FRACTION * 60 * minutes)
     )
     spec = write_model(network, content, out, _read_sample(base), settings)
     report({"stage": "evaluating"})
-    after = score_model(spec, held_out, eager)
-    better = (after.f1, after.f1_strict) > (before.f1, before.f1_strict)
+    new_scores = score_model(spec, held_out, eager_settings)
+    is_better = (new_scores.f1, new_scores.f1_strict) > (base_scores.f1, base_scores.f1_strict)
     remark = (
-        f"F1 at IoU 0.5 on {after.true} objects in a fifth of each annotated stack that was held out of the training."
+        f"F1 at IoU 0.5 on {new_scores.true} objects in the held-out fifth of each annotated stack."
         if has_held_out_data
-        else f"F1 at IoU 0.5 on {after.true} objects that were also used to select the weights, because there are too"
-        " few annotated objects for a separate test set."
+        else f"F1 at IoU 0.5 on {new_scores.true} objects that were also used to select the weights, because there are"
+        " too few annotated objects for a separate test set."
     )
     lineage = Lineage(
         parent=base.identifier,
         annotations=len(stacks),
-        before=round(before.f1, 4),
-        after=round(after.f1, 4),
-        better=better,
+        before=round(base_scores.f1, 4),
+        after=round(new_scores.f1, 4),
+        better=is_better,
         remark=remark,
     )
     return FineTuningResult(
-        _record(spec, lineage), lineage, _explain(lineage, failure, has_held_out_data=has_held_out_data)
+        _add_lineage(spec, lineage), lineage, _describe_result(lineage, failure, has_held_out_data=has_held_out_data)
     )
 
 
@@ -153,13 +152,13 @@ def read_stack(stack: StackFiles) -> AnnotatedStack:
     image, labels = (stack_reader.read(path, Selection(), MAX_DECODED_BYTES) for path in (stack.image, stack.labels))
     if image.shape != labels.shape:
         raise BadParameter(f"{stack.name}: the image and the labels differ in shape: {image.shape} and {labels.shape}.")
-    part = stack.region or (slice(None),) * 3
-    pair = image.array()[0][part], np.ascontiguousarray(labels.array()[0][part])
+    region = stack.region or (slice(None),) * 3
+    pair = image.array()[0][region], np.ascontiguousarray(labels.array()[0][region])
     return AnnotatedStack(stack.name, pair, _find_extents(stack, pair, image.voxel_size))
 
 
 def _find_extents(stack: StackFiles, pair: Pair, voxel_size: VoxelSize | None) -> Extents | None:
-    """Return the diameter with which the corrected labels were segmented, or else that of the annotated objects."""
+    """Return the diameter that was used to segment the stack, or the median extents of the annotated objects."""
     diameter = None if stack.diameter is None else Diameter.parse(stack.diameter).in_voxels(voxel_size)
     extents = median_extents(pair[1])
     if diameter is not None or extents is None:
@@ -168,112 +167,114 @@ def _find_extents(stack: StackFiles, pair: Pair, voxel_size: VoxelSize | None) -
     return z, y, x
 
 
-def _hold_out(
-    stacks: Sequence[AnnotatedStack], share: float, diameter: float | None
+def _hold_out_parts(
+    stacks: Sequence[AnnotatedStack], validation_fraction: float, diameter: float | None
 ) -> tuple[list[AnnotatedStack], list[AnnotatedStack], bool]:
-    """Return the parts for training, the parts for scoring, and whether the latter are not used in the training.
+    """Return the parts for training, the parts for scoring, and whether the parts for scoring are held out of training.
 
-    If there are too few objects, the validation part is scored: the last `share` along the longest axis after
-    resampling to `diameter`. Raises BadParameter if that part contains no objects.
+    If there are too few objects, the validation part is scored: the last `validation_fraction` along the longest axis
+    after resampling to `diameter`. Raises BadParameter if that part contains no objects.
     """
-    usable = _select_usable(stacks, share, diameter)
+    usable_stacks = _select_stacks(stacks, validation_fraction, diameter)
     training_parts, held_out = map(
-        list, zip(*(_cut(stack, HELD_OUT_FRACTION, diameter) for stack in usable), strict=True)
+        list, zip(*(_split_stack(stack, HELD_OUT_FRACTION, diameter) for stack in usable_stacks), strict=True)
     )
-    enough = sum(part.objects for part in held_out) >= MIN_HELD_OUT_OBJECTS
-    if enough and all(_can_split(part, share, diameter) for part in training_parts):
+    has_enough_objects = sum(part.objects for part in held_out) >= MIN_HELD_OUT_OBJECTS
+    if has_enough_objects and all(_can_split(part, validation_fraction, diameter) for part in training_parts):
         return training_parts, held_out, True
-    return usable, [_cut(stack, share, diameter)[1] for stack in usable], False
+    return usable_stacks, [_split_stack(stack, validation_fraction, diameter)[1] for stack in usable_stacks], False
 
 
-def _select_usable(stacks: Sequence[AnnotatedStack], share: float, diameter: float | None) -> list[AnnotatedStack]:
+def _select_stacks(stacks: Sequence[AnnotatedStack], fraction: float, diameter: float | None) -> list[AnnotatedStack]:
     """Return the stacks that can be split. Raises BadParameter if there are none."""
-    usable = [stack for stack in stacks if _can_split(stack, share, diameter)]
-    if not usable:
+    usable_stacks = [stack for stack in stacks if _can_split(stack, fraction, diameter)]
+    if not usable_stacks:
         raise BadParameter(
             f"The annotated stacks have too few objects. At least one stack must have objects both in the first"
-            f" {1 - share:.0%} along its longest axis and in the rest. Annotate more objects."
+            f" {1 - fraction:.0%} along its longest axis and in the rest. Annotate more objects."
         )
-    return usable
+    return usable_stacks
 
 
-def _can_split(stack: AnnotatedStack, share: float, diameter: float | None) -> bool:
+def _can_split(stack: AnnotatedStack, fraction: float, diameter: float | None) -> bool:
     """Return whether both parts of a stack contain objects."""
-    return all(part.pair[1].any() for part in _cut(stack, share, diameter))
+    return all(part.pair[1].any() for part in _split_stack(stack, fraction, diameter))
 
 
-def _cut(stack: AnnotatedStack, share: float, diameter: float | None) -> tuple[AnnotatedStack, AnnotatedStack]:
-    """Split off the last `share` of a stack along the axis that is longest after resampling. Return both parts."""
+def _split_stack(
+    stack: AnnotatedStack, fraction: float, diameter: float | None
+) -> tuple[AnnotatedStack, AnnotatedStack]:
+    """Split off the last `fraction` of a stack along the axis that is longest after resampling. Return both parts."""
     image, labels = stack.pair
     axis = int(np.argmax(np.round(image.shape * find_factors(stack, diameter))))
-    position = [round(image.shape[axis] * (1 - share))]
-    images, label_parts = np.split(image, position, axis), np.split(labels, position, axis)
+    split_indices = [round(image.shape[axis] * (1 - fraction))]
+    images, label_parts = np.split(image, split_indices, axis), np.split(labels, split_indices, axis)
     first, last = (replace(stack, pair=(images[side], label_parts[side])) for side in (0, 1))
     return first, last
 
 
 def score_model(spec: ModelSpec, stacks: Sequence[AnnotatedStack], settings: Settings) -> Scores:
-    """Score a model on the objects of all stacks together. Pass the object diameter if the model supports it."""
+    """Score a model on the objects of all stacks together. Specify the object diameter if the model supports it."""
     runner = ModelRunner(spec, settings)
     runner.warm_up()
     scores = []
     for stack in stacks:
         image, labels = stack.pair
-        width = None if spec.input.diameter is None or stack.extents is None else Diameter(stack.extents, "px")
+        diameter = None if spec.input.diameter is None or stack.extents is None else Diameter(stack.extents, "px")
         volume = Volume.from_array(np.ascontiguousarray(image)[None])
-        segmentation = segment(runner, volume, Options(diameter=width)).segmentation
+        segmentation = segment(runner, volume, Options(diameter=diameter)).segmentation
         scores.append(score(labels, segmentation.pixels))
-    return _join(scores)
+    return _combine_scores(scores)
 
 
-def _join(scores: Sequence[Scores]) -> Scores:
+def _combine_scores(scores: Sequence[Scores]) -> Scores:
     """Combine the scores of several stacks."""
-    sizes = [stack_scores.true + stack_scores.found for stack_scores in scores]
+    counts = [stack_scores.true + stack_scores.found for stack_scores in scores]
 
-    def mean(values: Sequence[float]) -> float:
-        return sum(value * size for value, size in zip(values, sizes, strict=True)) / max(sum(sizes), 1)
+    def compute_mean(values: Sequence[float]) -> float:
+        return sum(value * count for value, count in zip(values, counts, strict=True)) / max(sum(counts), 1)
 
     return Scores(
         true=sum(stack_scores.true for stack_scores in scores),
         found=sum(stack_scores.found for stack_scores in scores),
-        f1=mean([stack_scores.f1 for stack_scores in scores]),
-        f1_strict=mean([stack_scores.f1_strict for stack_scores in scores]),
-        iou=mean([stack_scores.iou for stack_scores in scores]),
+        f1=compute_mean([stack_scores.f1 for stack_scores in scores]),
+        f1_strict=compute_mean([stack_scores.f1_strict for stack_scores in scores]),
+        iou=compute_mean([stack_scores.iou for stack_scores in scores]),
         splits=sum(stack_scores.splits for stack_scores in scores),
         merges=sum(stack_scores.merges for stack_scores in scores),
     )
 
 
-def _train(
+def _train_network(
     parts: Sequence[AnnotatedStack], task: FineTuningTask, seconds: float
 ) -> tuple[torch.nn.Module, str | None, dict[str, Any]]:
-    """Train the network. Return it, the reason if it did not improve, and the content of its model file."""
+    """Train the network. Return the network, the reason if it did not improve (else None), and its model file."""
     base, out, settings, report = task
     pairs = [resample(part, base.input.diameter) for part in parts]
     content = draft_content(base, out.name, [part.name for part in parts])
-    # All clients can see this text. Names of stacks are private, so replace them by their number.
+    # All clients can see this description. Stack names are private, so replace them with the number of stacks.
     content["training_data"] = f"{base.training_data} Then: {describe_stacks(len(parts))}."
     dtype = choose_dtype(settings)
     start_time = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    probe = prepare_training(pairs, settings, content, base)(out, dtype)
-    seconds_per_step = max(statistics.median(probe.measure_step() for _ in range(3)), 1e-3)
+    probe_trainer = prepare_training(pairs, settings, content, base)(out, dtype)
+    seconds_per_step = max(statistics.median(probe_trainer.measure_step() for _ in range(3)), 1e-3)
     seconds_left = max(seconds - (time.monotonic() - start_time), MIN_TRAINING_TIME_FRACTION * seconds)
-    steps = min(max(round(STEPS_TIME_FRACTION * seconds_left / seconds_per_step), MIN_STEPS), MAX_STEPS)
-    report({"stage": "learning", "steps": steps})
-    timed_options = {"steps": steps, "every": -(-steps // VALIDATION_COUNT), "minutes": seconds_left / 60}
+    step_count = min(max(round(STEPS_TIME_FRACTION * seconds_left / seconds_per_step), MIN_STEPS), MAX_STEPS)
+    report({"stage": "learning", "steps": step_count})
+    timed_options = {"steps": step_count, "every": -(-step_count // VALIDATION_COUNT), "minutes": seconds_left / 60}
     make_trainer = prepare_training(pairs, override_settings(settings, "training", timed_options), content, base)
     trainer = make_trainer(out, dtype)
     trainer.on_progress = _ProgressReporter(report)
     network = trainer.run()
-    (out / CHECKPOINT).unlink(missing_ok=True)
+    (out / CHECKPOINT_FILE).unlink(missing_ok=True)
     return network, trainer.state.describe_failure(), content
 
 
 def _read_sample(base: ModelSpec) -> NDArray[Any] | None:
-    """Return the image [Z, Y, X] of the base model's sample, or None.
+    """Return the image [Z, Y, X] of the sample of the base model, or None.
 
-    All users of a model can see its sample, so it must not be part of an annotated stack.
+    All users of a model can see its sample, so the new model must not contain a part of an annotated stack.
     """
     if base.sample is None:
         return None
@@ -284,7 +285,7 @@ def _read_sample(base: ModelSpec) -> NDArray[Any] | None:
 def find_factors(stack: AnnotatedStack, diameter: float | None) -> NDArray[np.float64]:
     """Return the factors along (z, y, x) that resample a stack to an object diameter of about `diameter` voxels.
 
-    The factors are 1 if `diameter` is None, or if the diameter of its objects is unknown or close to `diameter`.
+    The factors are 1 if `diameter` is None, or if the diameter of the objects is unknown or close to `diameter`.
     """
     if diameter is None or stack.extents is None:
         return np.ones(3)
@@ -310,21 +311,21 @@ class _ProgressReporter:
     """A callback that reports the progress of a trainer."""
 
     def __init__(self, report: ProgressCallback) -> None:
-        self._report, self._reported_validations, self._step = report, 0, 0
+        self._report, self._reported_validation_count, self._reported_step = report, 0, 0
 
     def __call__(self, trainer: Trainer) -> None:
         state = trainer.state
         if trainer.is_finishing:
             self._report({"stage": "finishing"})
-        for step, _, _, value, *_ in state.curve[self._reported_validations :]:
+        for step, _, _, value, *_ in state.curve[self._reported_validation_count :]:
             self._report({"validation": [step, value]})
-        self._reported_validations = len(state.curve)
-        if state.step > self._step and trainer.loss is not None:
+        self._reported_validation_count = len(state.curve)
+        if state.step > self._reported_step and trainer.loss is not None:
             self._report({"step": state.step, "loss": trainer.loss})
-        self._step = state.step
+        self._reported_step = state.step
 
 
-def _record(spec: ModelSpec, lineage: Lineage) -> ModelSpec:
+def _add_lineage(spec: ModelSpec, lineage: Lineage) -> ModelSpec:
     """Add the lineage to the model file and return the new spec."""
     path = spec.folder / FILE_NAME
     content = yaml.safe_load(path.read_text(encoding="utf-8")) | {"lineage": lineage.model_dump()}
@@ -332,17 +333,17 @@ def _record(spec: ModelSpec, lineage: Lineage) -> ModelSpec:
     return read_spec(spec.folder)
 
 
-def _explain(lineage: Lineage, failure: str | None, *, has_held_out_data: bool) -> str:
-    """Return a message about the result of the training."""
+def _describe_result(lineage: Lineage, failure: str | None, *, has_held_out_data: bool) -> str:
+    """Return a message about the result of fine-tuning."""
     scores = f"F1 {lineage.before:.2f} before, {lineage.after:.2f} after"
     if lineage.better:
         message = f"The new model is better on the annotated stacks: {scores}."
     else:
         message = f"The new model is not better: {scores}. Correct more objects, or train for longer."
     if failure is not None:
-        message += " Its weights are those of the base model, because validation did not improve."
+        message += " It has the weights of the base model, because the validation loss did not improve."
     return (
         message
         if has_held_out_data
-        else f"{message} Scored on objects that also selected its weights: too few are annotated."
+        else f"{message} Too few objects are annotated, so the scores are on objects that also selected the weights."
     )

@@ -1,4 +1,4 @@
-"""Training of an instance segmentation model on annotated stacks: from files to a model folder."""
+"""Training of an instance segmentation model on files of annotated stacks."""
 
 from __future__ import annotations
 
@@ -22,28 +22,35 @@ from service.models.repository import FILE_NAME
 from service.models.spec import Architecture, ModelSpec, check_trainable
 from service.training.examples import Pair, read_pairs, split_pairs
 from service.training.model_folder import draft_content, write_model
-from service.training.training_loop import CHECKPOINT, Placement, Plan, State, Trainer, TrainingData
+from service.training.training_loop import (
+    CHECKPOINT_FILE,
+    Trainer,
+    TrainerState,
+    TrainingData,
+    TrainingPlacement,
+    TrainingPlan,
+)
 
 StackPaths = tuple[Sequence[Path], Sequence[Path]]
-"""The files of stacks, and of their labels in the same order."""
+"""The files of stacks, and the files of their labels in the same order."""
 
 
 def prepare_training(
     pairs: Sequence[Pair], settings: Settings, content: dict[str, Any], base: ModelSpec | None
 ) -> Callable[[Path, torch.dtype], Trainer]:
-    """Return a function that creates a trainer for a folder and a dtype, on the given stacks and labels.
+    """Return a function that creates a trainer on stacks and labels, for a folder and a dtype.
 
-    The device and its threads are taken from the settings. Raises BadParameter, BrokenModel, ConfigError.
+    The device and the number of threads are taken from the settings. Raises BadParameter, BrokenModel and ConfigError.
     """
-    draft = ModelSpec.model_validate({**content, "weights": {"sha256": "0" * 64}, "folder": Path()})
-    check_trainable(draft)
+    draft_spec = ModelSpec.model_validate({**content, "weights": {"sha256": "0" * 64}, "folder": Path()})
+    check_trainable(draft_spec)
     device = devices.choose_device(settings.device.name)
-    plan = Plan(**settings.training.model_dump())
+    plan = TrainingPlan(**settings.training.model_dump())
     if device.type == "cpu":
         devices.set_torch_threads(settings.device.threads)
     else:
         torch.backends.cudnn.deterministic = True
-    normalize_image = partial(normalize_channel, normalisation=draft.input.normalisation)
+    normalize_image = partial(normalize_channel, normalisation=draft_spec.input.normalisation)
     data = TrainingData(*split_pairs(pairs, settings.training.validation), normalize_image)
 
     def make_trainer(folder: Path, dtype: torch.dtype) -> Trainer:
@@ -53,20 +60,20 @@ def prepare_training(
             if base is not None
             else build_network(Architecture.model_validate(content["architecture"]))
         )
-        _check_edge(network, plan.edge)
-        return Trainer(network, data, plan, folder, Placement(device, dtype))
+        _check_crop_size(network, plan.edge)
+        return Trainer(network, data, plan, folder, TrainingPlacement(device, dtype))
 
     return make_trainer
 
 
 def choose_dtype(settings: Settings) -> torch.dtype:
-    """Return the dtype for mixed precision according to the settings and their device."""
+    """Return the dtype for mixed precision on the device of the settings."""
     device = devices.choose_device(settings.device.name)
     return precision.choose(settings.engine.precision, devices.native_precisions(device)).dtype
 
 
-def _check_edge(network: nn.Module, edge: int) -> None:
-    """Raise BadParameter if a network does not support cubes of `edge` voxels."""
+def _check_crop_size(network: nn.Module, edge: int) -> None:
+    """Raise BadParameter if a network does not support cubes with edges of `edge` voxels."""
     meta_network = copy.deepcopy(network).to("meta")
 
     def is_supported(length: int) -> bool:
@@ -77,9 +84,10 @@ def _check_edge(network: nn.Module, edge: int) -> None:
         return True
 
     if not is_supported(edge):
-        supported = ", ".join(str(length) for length in range(8, 129, 8) if is_supported(length))
+        supported_lengths = ", ".join(str(length) for length in range(8, 129, 8) if is_supported(length))
         raise BadParameter(
-            f"--edge {edge}: the network does not support cubes of {edge} voxels. Use one of {supported}."
+            f"--edge {edge}: the network does not support cubes with edges of {edge} voxels. Use one of"
+            f" {supported_lengths}."
         )
 
 
@@ -90,14 +98,16 @@ def train_model(
     *,
     base: ModelSpec | None = None,
     resume: bool = False,
-) -> tuple[ModelSpec, State]:
+) -> tuple[ModelSpec, TrainerState]:
     """Train on stacks and their labels, and create the model folder `out`.
 
     Device, threads, precision and training options are taken from the settings. Raises BadParameter, BadFile,
-    BrokenModel, ConfigError.
+    BrokenModel and ConfigError.
     """
     if (out / FILE_NAME).exists() or (out.exists() and any(out.iterdir()) and not resume):
-        raise BadParameter(f"{out} is not empty. Choose another folder, or use --resume for an unfinished training.")
+        raise BadParameter(
+            f"{out} is not empty. Choose another folder, or use --resume to continue unfinished training."
+        )
     content = draft_content(base, out.name, [path.name for path in paths[0]])
     pairs = read_pairs(*paths)
     make_trainer = prepare_training(pairs, settings, content, base)
@@ -105,7 +115,7 @@ def train_model(
     trainer = make_trainer(out, choose_dtype(settings))
     if resume:
         trainer.resume()
-    trained = trainer.run()
-    spec = write_model(trained, content, out, pairs[0][0], settings)
-    (out / CHECKPOINT).unlink(missing_ok=True)
+    network = trainer.run()
+    spec = write_model(network, content, out, pairs[0][0], settings)
+    (out / CHECKPOINT_FILE).unlink(missing_ok=True)
     return spec, trainer.state

@@ -1,4 +1,4 @@
-"""Targets and loss of an instance segmentation network: foreground, and distance to the outline."""
+"""Targets and loss of an instance segmentation network: foreground and distance to the outline."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch.nn import functional
 
 Floats = NDArray[np.float32]
 
-# Computed over all crops of a batch together, because Dice is not meaningful for a crop without objects.
+# Computed over all crops of a batch together, because the Dice loss is not meaningful for a crop without objects.
 DICE_LOSS = DiceLoss(sigmoid=True, batch=True, smooth_nr=1.0, smooth_dr=1.0)
 
 
 def instance_targets(labels: NDArray[Any]) -> Floats:
-    """Return the foreground (0 or 1) and the distance of labels [Z, Y, X] as float32 [2, Z, Y, X]."""
+    """Return the foreground mask (0 or 1) and the distance map of labels [Z, Y, X] as float32 [2, Z, Y, X]."""
     return np.stack([(labels > 0).astype(np.float32), distance_target(labels)])
 
 
 def distance_target(labels: NDArray[Any]) -> Floats:
-    """Return the normalized distance to the outline of labels [Z, Y, X], float32: 0 outside, 1 at object centers.
+    """Return the normalized distance of voxels [Z, Y, X] to the outline of their object: 0 outside, 1 at centers.
 
     The value is e / (e + r), where e is the Euclidean distance to the nearest voxel of another object or the
     background, and r is the distance to the object's center. A plain distance transform has a ridge with several maxima
     in elongated nuclei. This value has exactly one maximum in star-shaped objects, and is close to zero at the contact
-    of two objects. If planes are further apart than pixels, e would only measure thickness, so z is scaled by the
-    median flatness of the objects.
+    of two objects. If the spacing of planes is larger than the pixel size, e would measure only the distance along
+    z. Therefore, z is scaled by the median flatness of the objects. The result is float32.
     """
     labels = np.ascontiguousarray(labels, dtype=np.uint32)
     result = np.zeros(labels.shape, np.float32)
@@ -41,26 +41,28 @@ def distance_target(labels: NDArray[Any]) -> Floats:
     coordinates = np.stack(np.unravel_index(foreground, labels.shape)).astype(np.float32)
     spacing = _median_flatness(coordinates, object_index)
     coordinates[0] *= spacing
-    outline = edt.edt(labels, anisotropy=(spacing, 1.0, 1.0), black_border=False).ravel()[foreground]
-    outline = np.minimum(outline, max(labels.shape) * spacing)
-    weight = outline.astype(np.float64) ** 2
-    total = np.bincount(object_index, weight)
-    centers = np.stack([np.bincount(object_index, weight * axis) / total for axis in coordinates])
-    radius = np.sqrt(np.sum((coordinates - centers[:, object_index]) ** 2, axis=0))
-    result.ravel()[foreground] = outline / (outline + radius)
+    outline_distance = edt.edt(labels, anisotropy=(spacing, 1.0, 1.0), black_border=False).ravel()[foreground]
+    outline_distance = np.minimum(outline_distance, max(labels.shape) * spacing)
+    weight = outline_distance.astype(np.float64) ** 2
+    weight_sums = np.bincount(object_index, weight)
+    centers = np.stack([np.bincount(object_index, weight * axis) / weight_sums for axis in coordinates])
+    center_distance = np.sqrt(np.sum((coordinates - centers[:, object_index]) ** 2, axis=0))
+    result.ravel()[foreground] = outline_distance / (outline_distance + center_distance)
     return result
 
 
 def _median_flatness(coordinates: Floats, object_index: NDArray[np.intp]) -> float:
-    """Return the median ratio of the objects' extent in the plane to their extent along z, clipped to 1 to 4.
+    """Return the median ratio of the objects' in-plane extent to their extent along z, clipped to the range 1 to 4.
 
-    `coordinates` are voxel coordinates [3, voxels], and `object_index` is the object index of each voxel [voxels].
+    `coordinates` are the coordinates of object voxels [3, N], and `object_index` contains their object indices [N].
     """
-    count = np.bincount(object_index)
+    voxel_counts = np.bincount(object_index)
     spread = [
         np.sqrt(
             np.maximum(
-                np.bincount(object_index, axis**2) / count - (np.bincount(object_index, axis) / count) ** 2, 0.05
+                np.bincount(object_index, axis**2) / voxel_counts
+                - (np.bincount(object_index, axis) / voxel_counts) ** 2,
+                0.05,
             )
         )
         for axis in coordinates.astype(np.float64)
@@ -71,13 +73,14 @@ def _median_flatness(coordinates: Floats, object_index: NDArray[np.intp]) -> flo
 def instance_loss(scores: Tensor, targets: Tensor) -> Tensor:
     """Return the scalar loss of scores and targets (foreground 0 or 1, distance 0 to 1), both [B, 2, z, y, x].
 
-    The loss is cross entropy and Dice for the foreground, plus the absolute error of the distance. Compared with the
-    squared error, it keeps the valleys between touching objects sharper. Outside the objects, its weight is a fifth.
+    The loss is the sum of cross entropy and Dice loss of the foreground, and the absolute error of the distance. The
+    absolute error keeps the valleys between touching objects sharper than the squared error would. Outside the objects,
+    it is weighted a fifth as much as inside.
     """
     foreground, distance = targets[:, 0], targets[:, 1]
     dice: Tensor = DICE_LOSS(scores[:, :1], targets[:, :1])
     entropy = functional.binary_cross_entropy_with_logits(scores[:, 0], foreground)
     error = (torch.sigmoid(scores[:, 1]) - distance).abs()
-    inside = (error * foreground).sum() / (foreground.sum() + 1)
-    outside = (error * (1 - foreground)).sum() / ((1 - foreground).sum() + 1)
-    return entropy + 0.5 * dice + 2 * inside + 0.4 * outside
+    inside_error = (error * foreground).sum() / (foreground.sum() + 1)
+    outside_error = (error * (1 - foreground)).sum() / ((1 - foreground).sum() + 1)
+    return entropy + 0.5 * dice + 2 * inside_error + 0.4 * outside_error

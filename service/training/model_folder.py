@@ -1,4 +1,4 @@
-"""The model folder of a trained network: weights, model file and sample."""
+"""The model folder of a trained network: the weights, the model file and a sample."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ NEW_MODEL: dict[str, Any] = {
     "activation": "sigmoid",
     "decoding": {"kind": "instances", "minimum_size": 32},
 }
-"""Keys of the model file for training from random weights. `Instances` has defaults for the other keys."""
+"""Keys of the model file for training from random weights. The other keys of `Instances` have defaults."""
 
 
 def describe_stacks(count: int) -> str:
-    """Return the number of annotated stacks as text."""
+    """Return the number of annotated stacks as a phrase."""
     return f"{count} annotated {'stack' if count == 1 else 'stacks'}"
 
 
 def draft_content(base: ModelSpec | None, name: str, trained_on: list[str]) -> dict[str, Any]:
-    """Return the keys of a new model file except `weights`, copied from `base` or else from `NEW_MODEL`."""
+    """Return the content of a new model file except `weights`, based on `base` or else on `NEW_MODEL`."""
     content = (
         NEW_MODEL
         if base is None
@@ -66,8 +66,8 @@ def write_model(
 ) -> ModelSpec:
     """Write the weights, the model file and a sample to `folder`, and read them back. Raises BrokenModel.
 
-    The sample is the center of `image` [Z, Y, X] in the size of a window, and serves to compare engines. It is omitted
-    if `image` is None.
+    The sample is a window from the center of `image` [Z, Y, X], and is used to compare engines. If `image` is None, no
+    sample is written.
     """
     save_weights(network, folder)
     digest = hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()
@@ -75,27 +75,25 @@ def write_model(
     if image is not None:
         model_content |= {"sample": Sample().model_dump()}
         _write_sample(ModelSpec.model_validate({**model_content, "folder": folder}), image, settings)
-    text = yaml.safe_dump(model_content, sort_keys=False, allow_unicode=True)
-    (folder / FILE_NAME).write_text(text, encoding="utf-8")
+    document = yaml.safe_dump(model_content, sort_keys=False, allow_unicode=True)
+    (folder / FILE_NAME).write_text(document, encoding="utf-8")
     return read_spec(folder)
 
 
 def save_weights(network: nn.Module, folder: Path) -> None:
     """Write `weights.safetensors` atomically."""
-    # Some networks list a layer under several names. Copy the tensors, because safetensors rejects shared memory.
+    # Some networks register a layer under several names. Copy the tensors, because safetensors rejects shared memory.
     state = {name: value.clone(memory_format=torch.contiguous_format) for name, value in network.state_dict().items()}
-    with write_atomically(folder / "weights.safetensors") as partial:
-        save_file(state, partial)
+    with write_atomically(folder / "weights.safetensors") as partial_path:
+        save_file(state, partial_path)
 
 
 def _write_sample(spec: ModelSpec, image: NDArray[Any], settings: Settings) -> None:
     sample = spec.sample or Sample()
     starts = [max(0, length - edge) // 2 for length, edge in zip(image.shape, spec.input.roi_size, strict=True)]
-    middle = image[
-        tuple(slice(base_data, base_data + edge) for base_data, edge in zip(starts, spec.input.roi_size, strict=True))
-    ]
+    window = image[tuple(slice(start, start + edge) for start, edge in zip(starts, spec.input.roi_size, strict=True))]
     runner = ModelRunner(spec, override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"}))
     runner.warm_up()
-    expected = segment(runner, Volume.from_array(np.ascontiguousarray(middle)[None]), Options()).segmentation
-    tiff_writer.write(Segmentation(middle, "labels"), spec.folder / sample.input)
+    expected = segment(runner, Volume.from_array(np.ascontiguousarray(window)[None]), Options()).segmentation
+    tiff_writer.write(Segmentation(window, "labels"), spec.folder / sample.input)
     tiff_writer.write(expected, spec.folder / sample.expected)

@@ -1,7 +1,8 @@
 """The child process that trains models for the service.
 
-`service.serving.learning.trainings` starts it with `python -m`. It reads a request from stdin and writes progress
-messages to stdout, each as a line of JSON. It exits when its stdin is closed, which happens when the service exits.
+`service.serving.learning.trainings` starts this process with `python -m`. The process reads a request from stdin and
+writes progress messages to stdout, each as a line of JSON. It exits when stdin is closed, which happens when the
+service exits.
 """
 
 from __future__ import annotations
@@ -27,23 +28,24 @@ from service.models.repository import read_spec
 from service.training.fine_tune import FineTuningTask, ProgressCallback, StackFiles, fine_tune
 
 DISK_FULL_MESSAGE = (
-    "The disk with the trained models (models.trained_folder) is full, and the training was lost. Ask the operator to"
-    " free some space, then start the training again."
+    "The disk that contains the trained models (models.trained_folder) is full, so training could not finish. Ask the"
+    " operator to free some space, then start the training again."
 )
-# Errors that mean that a file cannot grow.
+# Error numbers for files that cannot grow.
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# Required disk space in multiples of the base model: the new model, and a checkpoint with averages and optimizer state.
+# Required disk space in multiples of the size of the base model, for the new model and a checkpoint. The checkpoint
+# also contains averaged weights and the optimizer state.
 REQUIRED_MODEL_COPIES = 6
 OUT_OF_MEMORY_MESSAGE = (
-    "The training needs more memory than is allowed (trainings.memory_bytes). Use fewer or smaller annotated stacks."
+    "Training needs more memory than is allowed (trainings.memory_bytes). Use fewer or smaller annotated stacks."
 )
 
 
 def main() -> None:
     """Process one request."""
-    # Ignore SIGTERM: it may be sent to all processes of the service at once, and the service then stops this process.
+    # Ignore SIGTERM, which may be sent to all processes of the service. The service itself stops this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Output of libraries must not be mixed with the progress messages.
+    # Keep the output of libraries separate from the progress messages.
     output = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
@@ -63,11 +65,11 @@ def main() -> None:
 
 
 def train(request: dict[str, Any], report: ProgressCallback) -> None:
-    """Run the training of a request with low priority and a memory limit. Raises the errors of `fine_tune`."""
+    """Train as requested, with low priority and a memory limit. Raises the errors of `fine_tune`."""
     settings = Settings.model_validate(request["settings"])
     _lower_priority(int(request["niceness"]))
     _limit_memory(int(request["memory_bytes"]), settings)
-    if _is_full(request):
+    if _is_disk_full(request):
         raise OutOfStorage(DISK_FULL_MESSAGE)
     stacks = [_parse_stack(stack) for stack in request["stacks"]]
     task = FineTuningTask(read_spec(Path(request["base"])), Path(request["out"]), settings, report)
@@ -77,20 +79,20 @@ def train(request: dict[str, Any], report: ProgressCallback) -> None:
 
 
 def describe_error(error: Exception, request: dict[str, Any]) -> str | None:
-    """Return the message for a failed training, or None if the error is unexpected."""
+    """Return the message for users about an error, or None if the error is unexpected."""
     translated = translate_error(error)
     if isinstance(translated, StackSegError):
         return OUT_OF_MEMORY_MESSAGE if isinstance(translated, OutOfMemory) else str(translated)
-    # Libraries that write files raise errors of their own if the disk is full, so check the disk.
-    return DISK_FULL_MESSAGE if _is_full(request) else None
+    # Libraries that write files raise their own errors if the disk is full, so check the disk.
+    return DISK_FULL_MESSAGE if _is_disk_full(request) else None
 
 
-def _is_full(request: dict[str, Any]) -> bool:
-    """Return whether there is not enough space for a model of the size of the base model and its checkpoint."""
-    base = sum(path.stat().st_size for path in Path(request["base"]).iterdir())
+def _is_disk_full(request: dict[str, Any]) -> bool:
+    """Return whether there is not enough disk space for a checkpoint and a model of the size of the base model."""
+    base_bytes = sum(path.stat().st_size for path in Path(request["base"]).iterdir())
     try:
         with tempfile.TemporaryFile(dir=Path(request["out"]).parent) as file:
-            os.posix_fallocate(file.fileno(), 0, REQUIRED_MODEL_COPIES * base)
+            os.posix_fallocate(file.fileno(), 0, REQUIRED_MODEL_COPIES * base_bytes)
     except OSError as error:
         return error.errno in DISK_FULL_ERRNOS
     return False
@@ -98,8 +100,8 @@ def _is_full(request: dict[str, Any]) -> bool:
 
 def _parse_stack(stack: dict[str, Any]) -> StackFiles:
     region = stack["region"]
-    part = None if region is None else (slice(*region[0]), slice(*region[1]), slice(*region[2]))
-    return StackFiles(stack["name"], Path(stack["image"]), Path(stack["labels"]), part, stack["diameter"])
+    region_slices = None if region is None else (slice(*region[0]), slice(*region[1]), slice(*region[2]))
+    return StackFiles(stack["name"], Path(stack["image"]), Path(stack["labels"]), region_slices, stack["diameter"])
 
 
 def _exit_with_service() -> None:
@@ -109,19 +111,19 @@ def _exit_with_service() -> None:
 
 
 def _lower_priority(niceness: int) -> None:
-    """Lower the priority, and let the kernel kill this process before the service if memory is short."""
+    """Lower the priority of this process. If memory is short, let the kernel kill this process before the service."""
     os.nice(niceness)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def _limit_memory(nbytes: int, settings: Settings) -> None:
-    """Limit the host and GPU memory of this process, in addition to the memory of the loaded libraries."""
+    """Limit the host and GPU memory that this process can use in addition to its current memory."""
     device = devices.choose_device(settings.device.name)
     devices.limit_memory(device, nbytes)
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    used = next((1024 * int(line.split()[1]) for line in status if line.startswith("VmData:")), 0)
-    resource.setrlimit(resource.RLIMIT_DATA, (used + nbytes, used + nbytes))
+    used_bytes = next((1024 * int(line.split()[1]) for line in status if line.startswith("VmData:")), 0)
+    resource.setrlimit(resource.RLIMIT_DATA, (used_bytes + nbytes, used_bytes + nbytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -26,7 +26,7 @@ def checkpoint_blocks(network: nn.Module) -> int:
     """
     blocks = find_blocks(network)
     for block in blocks:
-        contexts = partial(_contexts, block)
+        contexts = partial(_make_contexts, block)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
     return len(blocks)
 
@@ -50,51 +50,54 @@ def find_blocks(network: nn.Module) -> list[nn.Module]:
     return list(blocks.values())
 
 
-def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts for the first forward pass and for the recomputation."""
-    return nullcontext(), _keep_statistics(block)
+def _make_contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the context managers for the first forward pass and for the recomputation."""
+    return nullcontext(), _suspend_statistics(block)
 
 
 @contextmanager
-def _keep_statistics(block: nn.Module) -> Iterator[None]:
-    """Do not update batch normalization statistics, because the first forward pass has already counted the batch."""
-    tracking = [norm for norm in block.modules() if isinstance(norm, _BatchNorm) and norm.track_running_stats]
-    previous = [(norm.momentum, norm.num_batches_tracked) for norm in tracking]
-    for norm in tracking:
+def _suspend_statistics(block: nn.Module) -> Iterator[None]:
+    """Context manager that suspends updates of batch normalization statistics.
+
+    The first forward pass has already counted the batch.
+    """
+    tracking_norms = [norm for norm in block.modules() if isinstance(norm, _BatchNorm) and norm.track_running_stats]
+    previous_settings = [(norm.momentum, norm.num_batches_tracked) for norm in tracking_norms]
+    for norm in tracking_norms:
         norm.momentum = 0.0
         norm.num_batches_tracked = None
     try:
         yield
     finally:
-        for norm, (momentum, batches) in zip(tracking, previous, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, batches
+        for norm, (momentum, batch_count) in zip(tracking_norms, previous_settings, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, batch_count
 
 
 @torch.no_grad()
 def update_average(average: nn.Module, network: nn.Module, decay: float) -> None:
-    """Update the moving average of the weights. Batch statistics are already averages, so they are copied."""
-    for averaged, current in zip(average.parameters(), network.parameters(), strict=True):
-        averaged.lerp_(current, 1 - decay)
-    for statistic, latest in zip(average.buffers(), network.buffers(), strict=True):
-        statistic.copy_(latest)
+    """Update the moving average of the weights. Copy the batch statistics, because they are already averages."""
+    for averaged_weights, weights in zip(average.parameters(), network.parameters(), strict=True):
+        averaged_weights.lerp_(weights, 1 - decay)
+    for averaged_statistic, statistic in zip(average.buffers(), network.buffers(), strict=True):
+        averaged_statistic.copy_(statistic)
 
 
 def measure_statistics(network: nn.Module, images: Iterable[Tensor]) -> None:
-    """Set batch normalization statistics to plain means over batches [B, 1, z, y, x] with the current weights.
+    """Recompute batch normalization statistics as plain means over batches [B, 1, z, y, x] with the current weights.
 
-    During training, the statistics are means over about the last ten batches, and of weights that were not averaged.
-    They are so noisy that the size of segmented objects fluctuates during training. Izmailov et al. (2018) recompute
-    the statistics for the same reason.
+    The statistics from training are means over about the last ten batches, and belong to weights that are not averaged.
+    They are so noisy that the size of segmented objects fluctuates. Izmailov et al. (2018) recompute the statistics for
+    the same reason.
     """
     device = next(network.parameters()).device
     update_bn((batch.to(device, memory_format=torch.channels_last_3d) for batch in images), network)
 
 
 class _SafeConv3d(nn.Conv3d):
-    """A 3D convolution that falls back to float32 for images with several planes, but fewer than its kernel.
+    """A 3D convolution that uses float32 for images with more than one plane but fewer planes than the kernel spans.
 
     For such images, oneDNN computes the BF16 gradient of the weights from uninitialized memory, which results in huge
-    or infinite values. Observed with torch 2.13 on Zen 4.
+    or infinite values. This was observed with PyTorch 2.13 on Zen 4.
     """
 
     def forward(self, x: Tensor, /) -> Tensor:

@@ -20,10 +20,10 @@ from service.training.model_folder import draft_content
 from service.training.training_loop import Trainer
 
 HEADER = "| precision | crops per second | milliseconds per step | peak memory of a step |\n|---|---|---|---|"
-WARM_UP_STEPS = 2
-MEASURED_STEPS = 10
-# Time after which no more steps are measured. A step can take half a minute in an emulated precision.
-MAX_SECONDS = 60.0
+WARM_UP_STEP_COUNT = 2
+MEASURED_STEP_COUNT = 10
+# Time after which no new step is measured. In an emulated precision, a step can take half a minute.
+MAX_MEASURING_SECONDS = 60.0
 CLEAR_REFS_FILE = Path("/proc/self/clear_refs")
 STATUS_FILE = Path("/proc/self/status")
 
@@ -33,7 +33,7 @@ class StepCost:
     """The cost of a training step in one precision.
 
     seconds     median duration
-    peak_bytes  peak memory of a step, minus the memory before it; None if unknown
+    peak_bytes  peak memory of a step minus the memory before the step; None if unknown
     """
 
     precision: str
@@ -49,55 +49,55 @@ class StepCost:
 
 
 def measure_steps(paths: StackPaths, settings: Settings, base: ModelSpec | None = None) -> list[StepCost]:
-    """Measure training steps in FP32 and in mixed precision, without output files. Raises like `train_model`."""
+    """Measure training steps in FP32 and in mixed precision. Raises the errors of `train_model`."""
     device = devices.choose_device(settings.device.name)
-    names = choose_precisions(settings.engine.precision, devices.native_precisions(device))
+    precisions = choose_precisions(settings.engine.precision, devices.native_precisions(device))
     make_trainer = prepare_training(read_pairs(*paths), settings, draft_content(base, "mine", []), base)
     trainers, peaks = list[Trainer](), list[int | None]()
     with tempfile.TemporaryDirectory(prefix="stackseg-benchmark-") as folder:
-        for name in names:
-            trainers.append(make_trainer(Path(folder), DTYPES[name]))
-            peaks.append(_measure_peak(trainers[-1], device))
-        step_times: list[list[float]] = [[] for _ in names]
-        deadline = time.monotonic() + MAX_SECONDS
-        for done in range(MEASURED_STEPS):
-            if done and time.monotonic() > deadline:
+        for precision in precisions:
+            trainers.append(make_trainer(Path(folder), DTYPES[precision]))
+            peaks.append(_measure_peak_memory(trainers[-1], device))
+        step_times: list[list[float]] = [[] for _ in precisions]
+        deadline = time.monotonic() + MAX_MEASURING_SECONDS
+        for measured_count in range(MEASURED_STEP_COUNT):
+            if measured_count and time.monotonic() > deadline:
                 break
-            # Alternate between precisions, so that other load on the machine affects all of them equally.
+            # Alternate between precisions, so that other load on the machine affects all precisions equally.
             for trainer, durations in zip(trainers, step_times, strict=True):
                 durations.append(trainer.measure_step())
-    size = trainers[0].plan.batch_size
+    batch_size = trainers[0].plan.batch_size
     return [
-        StepCost(name, size, statistics.median(durations), peak)
-        for name, durations, peak in zip(names, step_times, peaks, strict=True)
+        StepCost(precision, batch_size, statistics.median(durations), peak)
+        for precision, durations, peak in zip(precisions, step_times, peaks, strict=True)
     ]
 
 
-def choose_precisions(setting: str, native: frozenset[torch.dtype]) -> tuple[str, str]:
-    """Return FP32 and a mixed precision: the configured one, else the narrowest native one, else BF16."""
-    narrow = [name for name in DTYPES if name != "fp32"]
-    if setting in narrow:
+def choose_precisions(setting: str, native_dtypes: frozenset[torch.dtype]) -> tuple[str, str]:
+    """Return FP32 and a mixed precision: the configured one, else the first native one, else BF16."""
+    narrow_precisions = [name for name in DTYPES if name != "fp32"]
+    if setting in narrow_precisions:
         return "fp32", setting
-    return "fp32", next((name for name in narrow if DTYPES[name] in native), "bf16")
+    return "fp32", next((name for name in narrow_precisions if DTYPES[name] in native_dtypes), "bf16")
 
 
-def _measure_peak(trainer: Trainer, device: torch.device) -> int | None:
+def _measure_peak_memory(trainer: Trainer, device: torch.device) -> int | None:
     """Return the peak memory of the first steps in bytes, minus the memory before them, or None if unknown."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        for _ in range(WARM_UP_STEPS):
+        initial_bytes = torch.cuda.memory_allocated(device)
+        for _ in range(WARM_UP_STEP_COUNT):
             trainer.measure_step()
-        return torch.cuda.max_memory_allocated(device) - before
-    start = _reset_peak()
-    for _ in range(WARM_UP_STEPS):
+        return torch.cuda.max_memory_allocated(device) - initial_bytes
+    resident_bytes = _reset_peak_memory()
+    for _ in range(WARM_UP_STEP_COUNT):
         trainer.measure_step()
-    peak = _read_status("VmHWM")
-    return None if start is None or peak is None else peak - start
+    peak_bytes = _read_status("VmHWM")
+    return None if resident_bytes is None or peak_bytes is None else peak_bytes - resident_bytes
 
 
-def _reset_peak() -> int | None:
-    """Return free memory to the system and reset the peak counter. Return the resident bytes, or None if unknown."""
+def _reset_peak_memory() -> int | None:
+    """Release free memory to the system and reset the peak counter. Return the resident bytes, or None if unknown."""
     devices.trim_malloc()
     try:
         CLEAR_REFS_FILE.write_text("5", encoding="ascii")

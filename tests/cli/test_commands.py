@@ -74,7 +74,7 @@ def test_unsupported_crop_size_is_refused_with_supported_sizes(
     base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, stackseg: Any
 ) -> None:
     output = stackseg(*training_command(stack, base), "--edge", "17", "--out", tmp_path / "out", *config, status=1)
-    assert "--edge 17: the network does not support cubes of 17 voxels. Use one of 8, 16, " in output
+    assert "--edge 17: the network does not support cubes with edges of 17 voxels. Use one of 8, 16, " in output
 
 
 def test_evaluate_compares_model_and_classical_method(

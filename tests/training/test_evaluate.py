@@ -10,17 +10,17 @@ from service.training.examples import mean_diameter
 
 
 def make_boxes(*spans: tuple[int, int]) -> NDArray[np.uint16]:
-    """Return labels [4, 5, 40] in which object 1, 2, ... fills the range x0 to x1."""
+    """Return labels [4, 5, 40] in which object n fills the n-th span along x."""
     labels = np.zeros((4, 5, 40), np.uint16)
-    for number, (low, high) in enumerate(spans, start=1):
-        labels[:, :, low:high] = number
+    for number, (start, stop) in enumerate(spans, start=1):
+        labels[:, :, start:stop] = number
     return labels
 
 
 @pytest.mark.parametrize(
     ("truth", "found", "expected"),
     [
-        # An object shifted by a fifth matches at an IoU of 0.5, but not at 0.75.
+        # An object that is shifted by a fifth matches at an IoU of 0.5, but not at 0.75.
         ([(0, 10), (20, 30)], [(2, 12), (20, 30)], (2, 2, 1.0, 0.5, (8 / 12 + 1) / 2, 0, 0)),
         ([(0, 10), (20, 30)], [(0, 6), (6, 10), (20, 30)], (2, 3, 4 / 5, 2 / 5, (0.6 + 1) / 2, 1, 0)),
         ([(0, 10), (10, 20)], [(0, 20)], (2, 1, 0.0, 0.0, 0.0, 0, 1)),
@@ -52,12 +52,12 @@ def test_classical_method_separates_bright_spheres() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "diameter"),
+    ("setting", "diameter"),
     [("mean", "7.26px"), ("extents", "4,5,10px"), ("7px", "7px"), ("auto", "auto"), ("none", "none")],
 )
-def test_diameter_may_be_taken_from_the_ground_truth(text: str, diameter: str) -> None:
+def test_diameter_may_be_taken_from_the_ground_truth(setting: str, diameter: str) -> None:
     truth, size = make_boxes((10, 20), (25, 35)), VoxelSize(2, 0.25, 0.25)
-    assert str(resolve_diameter(text, truth)) == diameter
+    assert str(resolve_diameter(setting, truth)) == diameter
     assert str(resolve_diameter("extents", make_boxes())) == "1,1,1px"
     # The mean diameter is corrected for anisotropic voxels.
     mean = resolve_diameter("mean", truth, size)

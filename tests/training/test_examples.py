@@ -14,7 +14,7 @@ from service.training.examples import (
     ExampleDataset,
     ExamplePool,
     Pair,
-    RecordedStacks,
+    RandomlyZoomedStacks,
     draw_batch,
     mean_diameter,
     median_extents,
@@ -28,9 +28,9 @@ def make_small_pair(rng: np.random.Generator) -> Pair:
 
 @pytest.fixture
 def pool() -> Iterator[ExamplePool]:
-    created = ExamplePool(ExampleDataset(make_small_pair, PercentileNormalization(), 0), 2)
-    yield created
-    created.close()
+    example_pool = ExamplePool(ExampleDataset(make_small_pair, PercentileNormalization(), 0), 2)
+    yield example_pool
+    example_pool.close()
 
 
 def test_batch_contains_images_and_targets_of_the_same_shape(pool: ExamplePool) -> None:
@@ -44,7 +44,7 @@ def test_batch_contains_images_and_targets_of_the_same_shape(pool: ExamplePool) 
     assert not distance[foreground == 0].any()
 
 
-# Python 3.12 warns about forks in multithreaded processes. The workers of the loader do not use the locks of threads.
+# Python 3.12 warns about forks in multithreaded processes. The workers of the loader use no locks held by threads.
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_batches_are_reproducible_with_workers_and_do_not_use_the_global_generator() -> None:
     batches = []
@@ -66,13 +66,13 @@ def test_refresh_replaces_the_oldest_volume(pool: ExamplePool) -> None:
     assert pool[1] is newest
 
 
-def test_recorded_stacks_keep_their_objects() -> None:
+def test_zoomed_stacks_keep_their_objects() -> None:
     image = np.zeros((12, 24, 24), np.uint16)
     image[3:9, 6:18, 6:18] = 500
-    zoomed, labels = RecordedStacks([(image, (image > 0).astype(np.uint8))])(np.random.default_rng(0))
-    assert zoomed.shape == labels.shape != image.shape
+    zoomed_image, labels = RandomlyZoomedStacks([(image, (image > 0).astype(np.uint8))])(np.random.default_rng(0))
+    assert zoomed_image.shape == labels.shape != image.shape
     assert set(np.unique(labels)) == {0, 1}
-    assert np.median(zoomed[labels == 1]) == 500
+    assert np.median(zoomed_image[labels == 1]) == 500
 
 
 def test_images_and_labels_must_match(tmp_path: Path) -> None:
@@ -84,11 +84,11 @@ def test_images_and_labels_must_match(tmp_path: Path) -> None:
     assert image.shape == labels.shape == (4, 6, 7)
     with pytest.raises(BadParameter, match="differ in shape"):
         read_pairs(paths[:1], paths[1:])
-    with pytest.raises(BadParameter, match="2 images and 1 labels"):
+    with pytest.raises(BadParameter, match="2 images and 1 label files"):
         read_pairs(paths, paths[:1])
 
 
-def test_median_extents_exclude_objects_at_the_border() -> None:
+def test_median_extents_exclude_objects_at_the_faces() -> None:
     labels = np.zeros((60, 60, 60), np.uint16)
     for number in range(8):
         z, y, x = (2 + 30 * (number >> axis & 1) for axis in range(3))
@@ -100,7 +100,7 @@ def test_median_extents_exclude_objects_at_the_border() -> None:
     border_object = np.zeros((4, 5, 6), np.uint16)
     border_object[0, :2, :3] = 7
     assert median_extents(border_object) == pytest.approx((1, 2, 3))
-    # Label numbers may be as large as the dtype allows.
+    # Label numbers can be as large as the dtype allows.
     for background, sizes in ((0, [(1, 2, 3), (3, 2, 3)]), (2**32 - 9, [(1, 2, 3), (3, 2, 3), (4, 5, 6)])):
         labels = np.full((4, 5, 6), background, np.uint32)
         labels[0, :2, :3], labels[1:4, :2, :3] = 2**32 - 1, 2**32 - 2

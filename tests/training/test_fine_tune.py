@@ -21,7 +21,7 @@ from service.training.fine_tune import (
     AnnotatedStack,
     FineTuningTask,
     StackFiles,
-    _hold_out,
+    _hold_out_parts,
     fine_tune,
     read_stack,
     resample,
@@ -64,14 +64,14 @@ def test_fine_tuning_creates_a_model_with_its_lineage_and_scores(
     base = base.model_copy(update={"sample": Sample() if has_sample else None})
     stack = write_stack(tmp_path / "stack", *synthesize(np.random.default_rng(0), (16, 32, 64)))
     messages: list[dict[str, Any]] = []
-    outcome = fine_tune(
+    result = fine_tune(
         [stack], FineTuningTask(base, tmp_path / "mine", make_settings(base), messages.append), minutes=0.03
     )
     spec = read_spec(tmp_path / "mine")
-    assert (spec, spec.lineage) == (outcome.spec, outcome.lineage)
-    assert (outcome.lineage.parent, outcome.lineage.annotations) == ("random-nuclei/1", 1)
-    assert outcome.lineage.better == ("is better" in outcome.message)
-    assert outcome.lineage.better == (outcome.lineage.after > outcome.lineage.before)
+    assert (spec, spec.lineage) == (result.spec, result.lineage)
+    assert (result.lineage.parent, result.lineage.annotations) == ("random-nuclei/1", 1)
+    assert result.lineage.better == ("is better" in result.message)
+    assert result.lineage.better == (result.lineage.after > result.lineage.before)
     assert "secret" not in (tmp_path / "mine" / "model.yaml").read_text()
     stages = [message.get("stage") or "before" for message in messages if {"stage", "before"} & message.keys()]
     assert stages == ["scoring", "before", "learning", "finishing", "evaluating"]
@@ -82,7 +82,7 @@ def test_fine_tuning_creates_a_model_with_its_lineage_and_scores(
     assert validation_steps[0] == 0
     assert len(validation_steps) > 1
     assert "checkpoint.pt" not in {path.name for path in (tmp_path / "mine").iterdir()}
-    # All users of the model can see its sample, so it must be the sample of the base model.
+    # All users of the model can see the sample, so the new model must have the sample of the base model.
     assert (spec.sample is not None) == has_sample
     if spec.sample is not None:
         sample = stack_reader.read(spec.folder / spec.sample.input, Selection(), 2**20)
@@ -93,39 +93,39 @@ def test_only_the_annotated_region_is_read(tmp_path: Path) -> None:
     labels = make_grid((12, 24, 24))
     region = (slice(1, 11), slice(0, 20), slice(3, 24))
     stack = write_stack(tmp_path / "stack", labels + np.uint16(7), labels, region=region)
-    annotated = read_stack(stack)
-    assert np.array_equal(annotated.pair[0], labels[region] + 7)
-    assert np.array_equal(annotated.pair[1], labels[region])
-    assert annotated.extents == (4, 4, 4)
-    with_diameter = read_stack(stack._replace(diameter="2um"))
-    assert with_diameter.extents == (4, 8, 8)
+    annotated_stack = read_stack(stack)
+    assert np.array_equal(annotated_stack.pair[0], labels[region] + 7)
+    assert np.array_equal(annotated_stack.pair[1], labels[region])
+    assert annotated_stack.extents == (4, 4, 4)
+    stack_with_diameter = read_stack(stack._replace(diameter="2um"))
+    assert stack_with_diameter.extents == (4, 8, 8)
 
 
 def test_held_out_parts_are_not_used_for_training(tmp_path: Path) -> None:
     labels = make_grid((12, 24, 60))
-    large, small = (AnnotatedStack("a", (part, part), None) for part in (labels, labels[:6, :6]))
-    parts, held_out, has_held_out_data = _hold_out([large], 0.2, None)
+    large_stack, small_stack = (AnnotatedStack("a", (part, part), None) for part in (labels, labels[:6, :6]))
+    parts, held_out, has_held_out_data = _hold_out_parts([large_stack], 0.2, None)
     assert has_held_out_data
     assert (parts[0].pair[1].shape, held_out[0].pair[1].shape) == ((12, 24, 48), (12, 24, 12))
-    parts, held_out, has_held_out_data = _hold_out([small], 0.2, None)
+    parts, held_out, has_held_out_data = _hold_out_parts([small_stack], 0.2, None)
     assert not has_held_out_data
-    assert parts == [small]
+    assert parts == [small_stack]
     assert held_out[0].objects == 2
-    empty = AnnotatedStack("b", (labels * 0, labels * 0), None)
-    assert _hold_out([empty, large], 0.2, None)[0][0].pair[1].shape == (12, 24, 48)
+    empty_stack = AnnotatedStack("b", (labels * 0, labels * 0), None)
+    assert _hold_out_parts([empty_stack, large_stack], 0.2, None)[0][0].pair[1].shape == (12, 24, 48)
     with pytest.raises(BadParameter, match="too few objects"):
-        _hold_out([empty], 0.2, None)
+        _hold_out_parts([empty_stack], 0.2, None)
 
 
 def test_validation_part_is_scored_if_there_are_few_objects() -> None:
     labels = make_grid((12, 12, 16))
     # After resampling, z is the longest axis.
     stack = AnnotatedStack("a", (labels, labels), (2.0, 4.0, 4.0))
-    parts, scored, has_held_out_data = _hold_out([stack], 0.5, 4.0)
+    parts, scored_parts, has_held_out_data = _hold_out_parts([stack], 0.5, 4.0)
     assert not has_held_out_data
     training, validation = split_pairs([resample(parts[0], 4.0)], 0.5)
     trained_labels, validated_labels, scored_labels = (
-        set(np.unique(labels)) - {0} for labels in (training[0][1], validation[0][1], scored[0].pair[1])
+        set(np.unique(labels)) - {0} for labels in (training[0][1], validation[0][1], scored_parts[0].pair[1])
     )
     assert scored_labels == validated_labels
     assert not scored_labels & trained_labels

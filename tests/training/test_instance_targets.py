@@ -12,8 +12,8 @@ from service.training.instance_targets import DICE_LOSS, distance_target, instan
 
 def make_ellipsoid(radii: tuple[float, float, float], size: tuple[int, int, int] = (21, 41, 41)) -> NDArray[np.uint16]:
     grid = np.ogrid[tuple(slice(edge) for edge in size)]
-    inside = sum(((axis - edge // 2) / r) ** 2 for axis, edge, r in zip(grid, size, radii, strict=True)) <= 1
-    return np.asarray(inside, np.uint16)
+    mask = sum(((axis - edge // 2) / radius) ** 2 for axis, edge, radius in zip(grid, size, radii, strict=True)) <= 1
+    return np.asarray(mask, np.uint16)
 
 
 @pytest.mark.parametrize("radii", [(8, 8, 8), (4, 8, 8), (3, 6, 17)])
@@ -44,7 +44,7 @@ def test_distance_is_low_at_the_contact_of_two_objects() -> None:
 def test_decoding_the_target_restores_the_labels() -> None:
     labels = np.zeros((24, 64, 64), np.uint16)
     for number, corner in enumerate([(1, 2, 3), (1, 20, 8), (3, 40, 40), (2, 19, 26)], start=1):
-        box = tuple(slice(c, c + edge) for c, edge in zip(corner, (19, 19, 19), strict=True))
+        box = tuple(slice(start, start + edge) for start, edge in zip(corner, (19, 19, 19), strict=True))
         region = labels[box]
         region[(make_ellipsoid((9, 9, 9), (19, 19, 19)) > 0) & (region == 0)] = number
     heights = np.where(labels > 0, distance_target(labels), -np.inf).astype(np.float32)
@@ -73,9 +73,9 @@ def test_loss_is_zero_for_a_perfect_prediction_and_higher_if_either_output_is_wr
     assert instance_loss(scores, targets) > 0.1
 
 
-def test_dice_is_computed_over_the_whole_batch(targets: torch.Tensor) -> None:
+def test_dice_loss_is_computed_over_the_complete_batch(targets: torch.Tensor) -> None:
     scores = torch.zeros_like(targets)
-    empty = torch.cat([targets, torch.zeros_like(targets)])
-    foreground, predicted = empty[:, :1].sum(), 0.5 * empty[:, :1].numel()
+    batch_targets = torch.cat([targets, torch.zeros_like(targets)])
+    foreground, predicted = batch_targets[:, :1].sum(), 0.5 * batch_targets[:, :1].numel()
     dice = 1 - (2 * 0.5 * foreground + 1) / (predicted + foreground + 1)
-    assert DICE_LOSS(torch.cat([scores, scores])[:, :1], empty[:, :1]) == pytest.approx(dice)
+    assert DICE_LOSS(torch.cat([scores, scores])[:, :1], batch_targets[:, :1]) == pytest.approx(dice)

@@ -21,11 +21,11 @@ NETWORKS: dict[str, dict[str, Any]] = {
 
 
 def run_step(network: nn.Module) -> tuple[float, int]:
-    """Run one step and return its loss and the bytes saved for the backward pass. Gradients stay in the network."""
-    saved: dict[int, int] = {}
+    """Run one step. Return the loss and the bytes saved for the backward pass. The gradients stay in the network."""
+    saved_bytes: dict[int, int] = {}
 
     def record_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        saved_bytes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     torch.manual_seed(1)
@@ -33,23 +33,23 @@ def run_step(network: nn.Module) -> tuple[float, int]:
     with torch.autograd.graph.saved_tensors_hooks(record_tensor, lambda tensor: tensor):
         loss = network(image).square().mean()
     loss.backward()
-    return float(loss.detach()), sum(saved.values())
+    return float(loss.detach()), sum(saved_bytes.values())
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_checkpointed_step_is_equal_and_saves_fewer_bytes(name: str) -> None:
     torch.manual_seed(0)
-    plain = build_network(Architecture(name=name, arguments=NETWORKS[name])).train()
-    checkpointed = copy.deepcopy(plain)
-    assert checkpoint_blocks(checkpointed) == len(set(find_blocks(plain))) > 1, (
+    reference = build_network(Architecture(name=name, arguments=NETWORKS[name])).train()
+    checkpointed = copy.deepcopy(reference)
+    assert checkpoint_blocks(checkpointed) == len(set(find_blocks(reference))) > 1, (
         "shared blocks, such as those of DynUNet, count once"
     )
-    (loss, saved), (same_loss, fewer_saved) = run_step(plain), run_step(checkpointed)
-    assert same_loss == loss
-    assert fewer_saved < 0.7 * saved
-    for (parameter, expected), actual in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
+    (loss, saved_bytes), (checkpointed_loss, checkpointed_bytes) = run_step(reference), run_step(checkpointed)
+    assert checkpointed_loss == loss
+    assert checkpointed_bytes < 0.7 * saved_bytes
+    for (parameter, expected), actual in zip(reference.named_parameters(), checkpointed.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, msg=parameter)
-    statistics = zip(plain.named_buffers(), checkpointed.buffers(), strict=True)
+    statistics = zip(reference.named_buffers(), checkpointed.buffers(), strict=True)
     assert all(torch.equal(expected, actual) for (_, expected), actual in statistics)
 
 
@@ -63,19 +63,19 @@ def test_batch_statistics_are_plain_means_over_batches() -> None:
     assert norm.momentum == torch.nn.BatchNorm3d(1).momentum
 
 
-@pytest.mark.parametrize(("planes", "kernel"), [(1, 3), (2, 3), (3, 3), (4, 5), (8, 3)])
-def test_bfloat16_gradients_match_float32(planes: int, kernel: int) -> None:
+@pytest.mark.parametrize(("plane_count", "kernel_size"), [(1, 3), (2, 3), (3, 3), (4, 5), (8, 3)])
+def test_bfloat16_gradients_match_float32(plane_count: int, kernel_size: int) -> None:
     torch.manual_seed(0)
-    layer = nn.Conv3d(32, 32, kernel, padding=kernel // 2, bias=False)
-    reference = nn.Conv3d(32, 32, kernel, padding=kernel // 2, bias=False)
+    layer = nn.Conv3d(32, 32, kernel_size, padding=kernel_size // 2, bias=False)
+    reference = nn.Conv3d(32, 32, kernel_size, padding=kernel_size // 2, bias=False)
     reference.load_state_dict(layer.state_dict())
     make_convolutions_safe(layer)
     for _ in range(5):
-        image = torch.randn(2, 32, planes, 4, 4)
-        gradient = torch.randn(2, 32, planes, 4, 4)
-        for module, enabled in ((layer, True), (reference, False)):
+        image = torch.randn(2, 32, plane_count, 4, 4)
+        gradient = torch.randn(2, 32, plane_count, 4, 4)
+        for module, is_enabled in ((layer, True), (reference, False)):
             module.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
                 scores = module(image)
             scores.float().backward(gradient)
         assert layer.weight.grad is not None

@@ -5,7 +5,7 @@ from service.training.throughput import HEADER, StepCost, choose_precisions
 
 
 @pytest.mark.parametrize(
-    ("setting", "native", "expected"),
+    ("setting", "native_dtypes", "expected"),
     [
         ("auto", {torch.float32}, "bf16"),
         ("auto", {torch.float32, torch.float16}, "fp16"),
@@ -14,8 +14,8 @@ from service.training.throughput import HEADER, StepCost, choose_precisions
         ("fp16", {torch.float32, torch.bfloat16}, "fp16"),
     ],
 )
-def test_mixed_precision_is_the_configured_or_native_one(setting, native, expected) -> None:
-    assert choose_precisions(setting, frozenset(native)) == ("fp32", expected)
+def test_mixed_precision_is_the_configured_or_native_one(setting, native_dtypes, expected) -> None:
+    assert choose_precisions(setting, frozenset(native_dtypes)) == ("fp32", expected)
 
 
 def test_row_matches_the_header() -> None:

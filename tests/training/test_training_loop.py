@@ -19,10 +19,19 @@ from service.training import training_loop
 from service.training.examples import Pair, split_pairs
 from service.training.instance_targets import instance_loss
 from service.training.model_folder import save_weights
-from service.training.training_loop import CHECKPOINT, COLUMNS, CURVE, Placement, Plan, State, Trainer, TrainingData
+from service.training.training_loop import (
+    CHECKPOINT_FILE,
+    CURVE_COLUMNS,
+    CURVE_FILE,
+    Trainer,
+    TrainerState,
+    TrainingData,
+    TrainingPlacement,
+    TrainingPlan,
+)
 
 CPU = torch.device("cpu")
-PLAN = Plan(steps=6, batch_size=1, edge=16, every=2, pool=2, statistics=2, learning_rate=3e-3)
+PLAN = TrainingPlan(steps=6, batch_size=1, edge=16, every=2, pool=2, statistics=2, learning_rate=3e-3)
 
 
 @pytest.fixture(scope="module")
@@ -36,21 +45,21 @@ def make_trainer(pair: Pair, folder: Path, network=None, dtype=torch.float32, **
     folder.mkdir(exist_ok=True)
     data, plan = (
         TrainingData(*split_pairs([pair], 0.25), PercentileNormalization()),
-        Plan(**{**PLAN.model_dump(), **options}),
+        TrainingPlan(**{**PLAN.model_dump(), **options}),
     )
-    return Trainer(network or ShuffleUNet(1, 2, (4, 8)), data, plan, folder, Placement(CPU, dtype))
+    return Trainer(network or ShuffleUNet(1, 2, (4, 8)), data, plan, folder, TrainingPlacement(CPU, dtype))
 
 
-def is_equal(first: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(first.state_dict().values(), other.state_dict().values(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+def is_equal(first: nn.Module, second: nn.Module) -> bool:
+    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    return all(torch.equal(first_value, second_value) for first_value, second_value in pairs)
 
 
 def read_curve(folder: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO((folder / CURVE).read_text())))
+    return list(csv.DictReader(io.StringIO((folder / CURVE_FILE).read_text())))
 
 
-def test_resumed_training_gives_the_same_result_as_an_uninterrupted_one(pair, tmp_path, monkeypatch) -> None:
+def test_resumed_training_gives_the_same_result_as_uninterrupted_training(pair, tmp_path, monkeypatch) -> None:
     uninterrupted = make_trainer(pair, tmp_path / "uninterrupted")
     expected = uninterrupted.run()
     interrupted = make_trainer(pair, tmp_path / "interrupted")
@@ -72,26 +81,26 @@ def test_resumed_training_gives_the_same_result_as_an_uninterrupted_one(pair, tm
     assert is_equal(resumed.run(), expected)
     assert read_curve(tmp_path / "interrupted") == read_curve(tmp_path / "uninterrupted")
     assert [row["step"] for row in read_curve(tmp_path / "uninterrupted")] == ["0", "2", "4", "6"]
-    assert tuple(read_curve(tmp_path / "uninterrupted")[0]) == COLUMNS
+    assert tuple(read_curve(tmp_path / "uninterrupted")[0]) == CURVE_COLUMNS
 
 
 @pytest.mark.parametrize(
     "loss",
     [
         lambda scores, targets: instance_loss(scores, targets) * (math.nan if scores.requires_grad else 1),
-        # Finite value with a non-finite gradient.
+        # A finite loss with a non-finite gradient.
         lambda scores, _targets: (scores * 0).abs().sqrt().sum(),
     ],
     ids=["losses", "gradients"],
 )
 def test_non_finite_steps_are_skipped_and_counted(pair, tmp_path, monkeypatch, loss) -> None:
     trainer = make_trainer(pair, tmp_path, steps=2)
-    before = copy.deepcopy(trainer._network.state_dict())
+    initial_weights = copy.deepcopy(trainer._network.state_dict())
     monkeypatch.setattr(training_loop, "instance_loss", loss)
     trainer.run()
     assert trainer.state.skipped == trainer.state.step == 2
-    after = trainer._network.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items() if "weight" in name)
+    weights = trainer._network.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in initial_weights.items() if "weight" in name)
 
 
 def test_scaler_backs_off_and_its_state_is_resumed(pair, tmp_path, monkeypatch) -> None:
@@ -99,11 +108,11 @@ def test_scaler_backs_off_and_its_state_is_resumed(pair, tmp_path, monkeypatch) 
     monkeypatch.setattr(training_loop, "instance_loss", lambda scores, _targets: scores.sum() * math.nan)
     initial_scale = trainer._scaler.get_scale()
     for _ in range(2):
-        trainer.step(*trainer.example_batch())
+        trainer.step(*trainer.get_example_batch())
     assert trainer.state.skipped == 2
     assert trainer._scaler.get_scale() == initial_scale / 4
     monkeypatch.setattr(training_loop, "instance_loss", lambda scores, _targets: (scores * 0).abs().sqrt().sum())
-    trainer.step(*trainer.example_batch())
+    trainer.step(*trainer.get_example_batch())
     assert (trainer.state.skipped, trainer._scaler.get_scale()) == (3, initial_scale / 8)
     trainer.save()
     resumed = make_trainer(pair, tmp_path, dtype=torch.float16)
@@ -134,10 +143,10 @@ def test_compiled_network_has_the_same_losses(pair: Pair, tmp_path: Path, monkey
 
     monkeypatch.setattr(torch, "compile", compile_quickly)
     losses, network = [], nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.BatchNorm3d(2))
-    for compiled in (False, True):
-        trainer, step_losses = make_trainer(pair, tmp_path, copy.deepcopy(network), compile=compiled), []
+    for is_compiled in (False, True):
+        trainer, step_losses = make_trainer(pair, tmp_path, copy.deepcopy(network), compile=is_compiled), []
         for _ in range(3):
-            trainer.step(*trainer.example_batch())
+            trainer.step(*trainer.get_example_batch())
             step_losses.append(trainer._latest_loss)
         losses.append(step_losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
@@ -145,7 +154,7 @@ def test_compiled_network_has_the_same_losses(pair: Pair, tmp_path: Path, monkey
     assert len(compiled_networks) == 1
 
 
-def test_progress_bar_is_only_shown_on_a_terminal(pair, tmp_path, monkeypatch) -> None:
+def test_progress_bar_is_shown_only_on_a_terminal(pair, tmp_path, monkeypatch) -> None:
     for is_terminal in (True, False):
         stream = io.StringIO()
         stream.isatty = lambda is_terminal=is_terminal: is_terminal
@@ -156,7 +165,7 @@ def test_progress_bar_is_only_shown_on_a_terminal(pair, tmp_path, monkeypatch) -
 
 def test_training_stops_when_validation_no_longer_improves(pair: Pair, tmp_path: Path) -> None:
     trainer = make_trainer(pair, tmp_path, steps=40, every=1, patience=2, learning_rate=1e-30, weight_decay=0.0)
-    trainer._average.requires_grad_(requires_grad=False)
+    trainer._averaged_network.requires_grad_(requires_grad=False)
     for norm in (module for module in trainer._network.modules() if isinstance(module, torch.nn.BatchNorm3d)):
         norm.momentum = 0.0
     trainer.run()
@@ -165,16 +174,16 @@ def test_training_stops_when_validation_no_longer_improves(pair: Pair, tmp_path:
 
 def test_network_with_shared_layers_can_be_trained_and_saved(pair: Pair, tmp_path: Path) -> None:
     network = DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 6, 8])
-    before = copy.deepcopy(network)
-    trained = make_trainer(pair, tmp_path, network, steps=2, checkpointing=True).run()
-    save_weights(trained, tmp_path)
-    assert not is_equal(before, trained)
-    before.load_state_dict(load_file(tmp_path / "weights.safetensors"))
-    assert is_equal(before, trained)
+    initial_network = copy.deepcopy(network)
+    trained_network = make_trainer(pair, tmp_path, network, steps=2, checkpointing=True).run()
+    save_weights(trained_network, tmp_path)
+    assert not is_equal(initial_network, trained_network)
+    initial_network.load_state_dict(load_file(tmp_path / "weights.safetensors"))
+    assert is_equal(initial_network, trained_network)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_small_training_improves_the_validation_loss(pair: Pair, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_short_training_improves_the_validation_loss(pair: Pair, tmp_path: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     # The lowest level has two planes, for which oneDNN's BF16 gradients are wrong.
     network = ShuffleUNet(1, 2, (4, 16, 16))
@@ -185,39 +194,42 @@ def test_small_training_improves_the_validation_loss(pair: Pair, tmp_path: Path,
     summary = trainer.state.summarize()
     assert summary.startswith("40 steps, validation loss ")
     assert "skipped" not in summary
-    assert "nan" not in summary + (tmp_path / CURVE).read_text()
+    assert "nan" not in summary + (tmp_path / CURVE_FILE).read_text()
     rows = read_curve(tmp_path)
     assert float(rows[-1]["validation"]) < float(rows[0]["validation"])
     assert rows[0]["loss"] == ""
 
 
-def test_advice_is_given_if_the_training_does_not_improve() -> None:
+def test_advice_is_given_if_the_loss_does_not_improve() -> None:
     rows: list[list[float | None]] = [[0, 0.1, None, 0.5, 0, None], [25, 0.1, 0.4, 0.6, 0, 0.7]]
-    state = State(step=25, best=0.5, curve=rows)
+    state = TrainerState(step=25, best=0.5, curve=rows)
     failure = state.describe_failure() or ""
     assert "no improvement after 25 steps: validation loss 0.5000 at the start, 0.6000" in failure
     assert "--learning-rate" in failure
-    assert state.summarize() == "25 steps, validation loss 0.5000 before, 0.5000 at best, Dice score - before, - there"
-    skipping = State(step=25, skipped=20, curve=[[0, 0.1, None, math.nan, 0, None]])
-    failure = skipping.describe_failure() or ""
+    assert (
+        state.summarize()
+        == "25 steps, validation loss 0.5000 before, 0.5000 at best, Dice score - before, - at that point"
+    )
+    state_with_skipped_steps = TrainerState(step=25, skipped=20, curve=[[0, 0.1, None, math.nan, 0, None]])
+    failure = state_with_skipped_steps.describe_failure() or ""
     assert "engine.precision: fp32" in failure
-    assert "20 steps skipped" in skipping.summarize()
-    assert "nan" not in failure + skipping.summarize()
-    assert "inf" not in failure + skipping.summarize().replace("finite", "")
-    better = State(step=25, best=0.4, curve=[rows[0], [25, 0.1, 0.4, 0.4, 0, 0.7]])
-    assert better.describe_failure() is None
+    assert "20 steps skipped" in state_with_skipped_steps.summarize()
+    assert "nan" not in failure + state_with_skipped_steps.summarize()
+    assert "inf" not in failure + state_with_skipped_steps.summarize().replace("finite", "")
+    improved_state = TrainerState(step=25, best=0.4, curve=[rows[0], [25, 0.1, 0.4, 0.4, 0, 0.7]])
+    assert improved_state.describe_failure() is None
 
 
-def test_old_checkpoints_load_and_incompatible_ones_are_rejected(pair: Pair, tmp_path: Path) -> None:
+def test_old_checkpoints_are_loaded_and_incompatible_checkpoints_are_rejected(pair: Pair, tmp_path: Path) -> None:
     trainer = make_trainer(pair, tmp_path)
     trainer.save()
-    content = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    content = torch.load(tmp_path / CHECKPOINT_FILE, weights_only=True)
     del content["scaler"], content["plan"]["clip"], content["plan"]["checkpointing"]
-    torch.save(content, tmp_path / CHECKPOINT)
+    torch.save(content, tmp_path / CHECKPOINT_FILE)
     make_trainer(pair, tmp_path).resume()
     with pytest.raises(BadParameter, match="different options"):
         make_trainer(pair, tmp_path, seed=7).resume()
-    (tmp_path / CHECKPOINT).write_bytes(b"nothing")
+    (tmp_path / CHECKPOINT_FILE).write_bytes(b"nothing")
     with pytest.raises(BadParameter, match="cannot resume from"):
         make_trainer(pair, tmp_path).resume()
 

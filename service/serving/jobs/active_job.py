@@ -1,4 +1,4 @@
-"""An unfinished job of this process, and the view of a job that its owner gets."""
+"""An unfinished job of this process, and the view of a job for its owner."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 
 class JobView(NamedTuple):
-    """A job as its owner sees it: the record on disk and the progress in this process.
+    """A job as shown to its owner: the record on disk and the progress in this process.
 
-    position      place in the queue, 1 for the next job; None if the job is not waiting
+    position      position in the queue, 1 for the next job; None if the job is not waiting
     seconds_left  estimated time until the result is available; None if unknown
-    seconds       time per stage so far
+    seconds       seconds per stage so far
     loading       whether the job is waiting for its model to load
-    stage         current stage of a running job, as named in `seconds`
-    points        finished time points of a series, or finished stacks of a folder; 0 of 0 for a single volume
+    stage         current stage of a running job, one of the keys of `seconds`
+    points        finished and total time points of a series, or stacks of a folder; 0 of 0 for a single volume
     """
 
     record: JobRecord
@@ -53,12 +53,14 @@ class JobView(NamedTuple):
 class ActiveJob:
     """An unfinished job of this process.
 
-    folder  scratch folder with the decoded pixels
-    files   open files that a series is read from; closed when the job ends
-    pixels  None until the file has been read
-    queue   queue that the job waits in
-    run     the run of a job on a folder, once it has begun
-    job     the job in the queue; set after construction, like `space`
+    pixel_folder  scratch folder with the decoded pixels
+    open_files    files from which a series is read; closed when the job ends
+    pixels        decoded pixels; None until the file has been read
+    reservation   place on a device
+    space         reserved scratch space; set after construction
+    queue         queue in which the job waits
+    folder_run    the run of a job on a folder; None until the run begins
+    job           the job in the queue; set after construction
     """
 
     def __init__(self, job_id: str, request: JobRequest, owner: str | None, reservation: Reservation) -> None:
@@ -66,54 +68,60 @@ class ActiveJob:
         self.query = Query.model_validate(request.parameters)
         self.stages = Stages()
         self.stages.add("receive", request.receive_seconds)
-        self.folder: Path | None = None
-        self.files = ExitStack()
+        self.pixel_folder: Path | None = None
+        self.open_files = ExitStack()
         self.pixels: Pixels | None = None
         # Time (`time.monotonic`) of the first storage error in the current step.
         self.first_error_time: float | None = None
-        # Limits the log to one message per job about missing space for decoded pixels.
+        # Whether the log already contains a message about missing space for the decoded pixels of this job.
         self.has_logged_missing_space = False
-        self.ended = threading.Event()
+        self.end_event = threading.Event()
         self.space: SpaceReservation
         self.queue = reservation.queue
-        self.run: FolderRun | None = None
+        self.folder_run: FolderRun | None = None
         self.job: Job[Result | FolderOutcome]
 
     def delete_pixels(self) -> None:
-        self.files.close()
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self.open_files.close()
+        if self.pixel_folder is not None:
+            shutil.rmtree(self.pixel_folder, ignore_errors=True)
 
-    def log_unexpected(self, error: BaseException | None) -> None:
+    def log_unexpected_error(self, error: BaseException | None) -> None:
         """Log an error that is not a `StackSegError`."""
         if error is not None and not isinstance(translate_error(error), StackSegError):
             log.error("unexpected failure of job %s", self.id, exc_info=error)
 
     @property
     def stage(self) -> str | None:
-        """The current stage, as named in `seconds`; None while the job is waiting."""
-        if self.run is not None:
-            return self.run.stage
-        done, total = self.job.progress
+        """The current stage, one of the keys of `JobView.seconds`; None while the job is waiting."""
+        if self.folder_run is not None:
+            return self.folder_run.stage
+        done_count, total_count = self.job.progress
         match self.job.state:
             case "waiting":
                 return None
-            case "running" if done < total:
+            case "running" if done_count < total_count:
                 return "windows"
             case "running":
-                return "decode" if total else "prepare"
+                return "decode" if total_count else "prepare"
             case _:
                 return "write"
 
 
 def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
-    """Return the owner's view of a job. Pass `active=None` if the job is not an active job of this process."""
+    """Return the owner's view of a job. `active` is None if the job is not active in this process."""
     if record.has_ended or active is None:
         return _view_from_record(record)
     job, queue = active.job, active.queue
-    if (run := active.run) is not None:
+    if (run := active.folder_run) is not None:
         return JobView(
-            record, run.stacks, None, run.seconds_left, dict(active.stages.seconds), stage=run.stage, points=run.stacks
+            record,
+            run.progress,
+            None,
+            run.seconds_left,
+            dict(active.stages.seconds),
+            stage=run.stage,
+            points=run.progress,
         )
     return JobView(
         record,
@@ -128,7 +136,7 @@ def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
 
 
 def _view_from_record(record: JobRecord) -> JobView:
-    """Return the view of a job from its record alone."""
+    """Return the view of a job based only on its record."""
     answer, windows = record.answer, record.request.windows
     if answer is None:
         return JobView(record, Progress(0, windows))
@@ -136,13 +144,13 @@ def _view_from_record(record: JobRecord) -> JobView:
         stacks = Progress(*answer.stacks)
         return JobView(record, stacks, seconds=answer.seconds, points=stacks)
     points = Progress(*answer.time_points) if answer.time_points else Progress()
-    done = windows * points.done // points.total if points.total else windows
-    progress = Progress(done if record.state == "done" else 0, windows)
+    window_count = windows * points.done // points.total if points.total else windows
+    progress = Progress(window_count if record.state == "done" else 0, windows)
     return JobView(record, progress, seconds=answer.seconds, points=points)
 
 
-def wait_until_over(jobs: Iterable[ActiveJob], seconds: float) -> None:
-    """Wait until all jobs are over, for at most `seconds` in total."""
+def wait_for_jobs(jobs: Iterable[ActiveJob], seconds: float) -> None:
+    """Wait until all jobs have ended, for at most `seconds` in total."""
     deadline = time.monotonic() + seconds
     for active in jobs:
-        active.ended.wait(max(deadline - time.monotonic(), 0.0))
+        active.end_event.wait(max(deadline - time.monotonic(), 0.0))

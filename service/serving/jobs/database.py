@@ -13,7 +13,7 @@ from pathlib import Path
 from service.core.errors import ConfigError, OutOfStorage, StackSegError, StorageUnavailable
 from service.serving.storage.disk import translate_disk_errors
 
-DATABASE = "jobs.sqlite3"
+DATABASE_NAME = "jobs.sqlite3"
 SCHEMA_VERSION = 1
 CREATE_TABLE = """
 CREATE TABLE jobs (
@@ -37,46 +37,48 @@ CREATE TABLE jobs (
 ) STRICT
 """
 CREATE_INDEX = "CREATE INDEX jobs_by_state ON jobs (state, ended)"
-# How long a call waits for a lock held by another program. All other calls wait for that call.
+# Time for which a call waits for a lock held by another program. All other calls wait for that call.
 LOCK_TIMEOUT_SECONDS = 1.0
-DAMAGE_CODES = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
-# Errors that go away without a repair: a full disk, and a database locked by another program.
+# Errors of a damaged database.
+DAMAGE_ERRORS = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
+# Errors that require no repair: a full disk, and a database locked by another program.
 TEMPORARY_ERRORS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
 
 class JobDatabase:
     """The jobs folder, its subfolders and its database. Thread-safe within one process.
 
-    lock   held during every call; hold it to prevent changes by other threads
+    lock  held during every call; hold this lock to prevent changes by other threads
 
     Methods raise OutOfStorage and StorageUnavailable. The constructor raises ConfigError if the folder or the database
-    cannot be used, or if another process holds the folder.
+    cannot be used, or if another process has locked the folder.
     """
 
     def __init__(self, folder: Path, subfolders: Sequence[Path]) -> None:
         self._folder, self._subfolders = folder, subfolders
-        self._path, self.lock = folder / DATABASE, threading.RLock()
+        self._path, self.lock = folder / DATABASE_NAME, threading.RLock()
         self._problem: str | None = None
-        # Whether all rows were copied to a new file that could not be opened yet. The connection is then closed.
+        # Whether the rows were copied to a new file that has not been opened yet. In this case, the connection is
+        # closed.
         self._has_copied_rows = False
         try:
-            self._folder_lock: int | None = self._make_folders()
+            self._folder_lock_fd: int | None = self._make_folders()
         except BlockingIOError as error:
-            raise ConfigError(f"jobs.folder: {folder}: is in use by another service. Set another folder.") from error
+            raise ConfigError(f"jobs.folder: {folder} is in use by another service. Set a different folder.") from error
         except OSError as error:
             raise ConfigError(f"jobs.folder: {folder} cannot be used: {error.strerror}.") from error
         try:
-            self._connection = _open(self._path)
+            self._connection = _open_database(self._path)
             self._inodes = self._find_inodes()
         except (OSError, sqlite3.Error) as error:
             self._unlock_folder()
-            raise ConfigError(_explain(self._path, error)) from error
+            raise ConfigError(_describe_open_error(self._path, error)) from error
         except BaseException:
             self._unlock_folder()
             raise
 
     def close(self) -> None:
-        """Write the log into the database and unlock the folder. Further calls have no effect."""
+        """Write the log to the database and unlock the folder. Further calls have no effect."""
         with self.lock:
             self._connection.close()
             self._unlock_folder()
@@ -86,26 +88,26 @@ class JobDatabase:
         with self.lock, self._translate_errors():
             return self._connection.execute(statement, values).fetchall()
 
-    def change(self, statement: str, *values: object) -> int:
+    def execute(self, statement: str, *values: object) -> int:
         """Execute a statement, commit it to disk, and return the number of changed rows."""
         with self.lock:
             with self._translate_errors(), self._connection:
-                changed = self._connection.execute(statement, values).rowcount
+                row_count = self._connection.execute(statement, values).rowcount
             self._problem = None
-        return changed
+        return row_count
 
     def repair(self) -> str | None:
         """Recreate deleted folders and files. Return the current problem as one sentence, or None.
 
-        The rows survive, because the deleted database is still open. The contents of subfolders are lost.
+        The rows are preserved, because the deleted database is still open. The contents of subfolders are lost.
         """
         with self.lock:
             try:
                 if all(subfolder.is_dir() for subfolder in self._subfolders) and self._is_in_place:
-                    return self._check()
-                # The descriptor of a deleted folder no longer locks anything.
+                    return self._check_database()
+                # The file descriptor of a deleted folder does not lock the new folder.
                 self._unlock_folder()
-                self._folder_lock = self._make_folders()
+                self._folder_lock_fd = self._make_folders()
                 self._recreate_database()
             except PermissionError as error:
                 return f"The jobs folder cannot be used: {error.strerror}."
@@ -114,24 +116,24 @@ class JobDatabase:
             return "The jobs folder was deleted and has been recreated. Its inputs and results are lost."
 
     def _make_folders(self) -> int:
-        """Create missing folders and return an open descriptor that locks the jobs folder. Raises OSError."""
+        """Create missing folders, lock the jobs folder and return its file descriptor. Raises OSError."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        lock_fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             # The operator may have created the folders with permissions for other users.
             for subfolder in self._subfolders:
                 subfolder.mkdir(mode=0o700, exist_ok=True)
                 subfolder.chmod(0o700)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
-            os.close(lock)
+            os.close(lock_fd)
             raise
-        return lock
+        return lock_fd
 
     def _unlock_folder(self) -> None:
-        if self._folder_lock is not None:
-            os.close(self._folder_lock)
-            self._folder_lock = None
+        if self._folder_lock_fd is not None:
+            os.close(self._folder_lock_fd)
+            self._folder_lock_fd = None
 
     @property
     def _is_in_place(self) -> bool:
@@ -141,47 +143,49 @@ class JobDatabase:
         except StorageUnavailable:
             return False
 
-    def _check(self) -> str | None:
-        """Return why the database cannot be used, as one sentence, or None."""
+    def _check_database(self) -> str | None:
+        """Return the reason why the database cannot be used as one sentence, or None."""
         if self._problem is not None:
             with suppress(OutOfStorage, StorageUnavailable):
                 with self.lock, self._translate_errors():
                     _check_pages(self._connection)
-                self.change(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                self.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         return self._problem
 
     def _recreate_database(self) -> None:
-        """Write all rows to a new file. The connection still reads the deleted one.
+        """Write all rows to a new file. The connection still reads the deleted file.
 
         Raises StorageUnavailable if a different database exists at the path.
         """
-        copy = self._path.with_name(f".{DATABASE}.part")
+        copy_path = self._path.with_name(f".{DATABASE_NAME}.part")
         with self.lock, self._translate_errors():
             if not self._has_copied_rows:
-                self._copy_rows(copy)
-                # Closing deletes the log by its name, so close before the new log is created.
+                self._copy_rows(copy_path)
+                # Closing the connection deletes the log by name, so close before the new log is created.
                 self._has_copied_rows = True
                 self._connection.close()
-            if copy.exists():
-                copy.replace(self._path)
-            self._connection = _open(self._path)
+            if copy_path.exists():
+                copy_path.replace(self._path)
+            self._connection = _open_database(self._path)
             self._inodes, self._has_copied_rows = self._find_inodes(), False
 
-    def _copy_rows(self, copy: Path) -> None:
+    def _copy_rows(self, copy_path: Path) -> None:
         if self._path.exists() and self._path.stat().st_ino != self._inodes[0]:
-            raise StorageUnavailable("another database exists at its path. Restart the service to use that database.")
-        copy.unlink(missing_ok=True)
-        copy.touch(0o600)
-        with closing(sqlite3.connect(copy)) as target:
+            raise StorageUnavailable(
+                "Another database exists at the path of the job database. Restart the service to use that database."
+            )
+        copy_path.unlink(missing_ok=True)
+        copy_path.touch(0o600)
+        with closing(sqlite3.connect(copy_path)) as target:
             self._connection.backup(target)
 
     def _find_inodes(self) -> list[int]:
         with translate_disk_errors():
-            return [self._path.with_name(f"{DATABASE}{suffix}").stat().st_ino for suffix in ("", "-wal")]
+            return [self._path.with_name(f"{DATABASE_NAME}{suffix}").stat().st_ino for suffix in ("", "-wal")]
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Translate a full disk to OutOfStorage, and other disk and database errors to StorageUnavailable."""
+        """Translate errors of a full disk to OutOfStorage, and other disk and database errors to StorageUnavailable."""
         try:
             with translate_disk_errors():
                 yield
@@ -190,11 +194,13 @@ class JobDatabase:
             if code not in TEMPORARY_ERRORS:
                 self._problem = f"The job database cannot be used: {error}."
             if code == sqlite3.SQLITE_FULL:
-                raise OutOfStorage("The disk with the jobs is full. Try again later.") from error
-            raise StorageUnavailable(f"The job database cannot be used now: {error}. Try again later.") from error
+                raise OutOfStorage("The disk that contains the jobs is full. Try again later.") from error
+            raise StorageUnavailable(
+                f"The job database cannot be used at the moment: {error}. Try again later."
+            ) from error
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def _open_database(path: Path) -> sqlite3.Connection:
     path.touch(0o600)
     path.chmod(0o600)
     connection = sqlite3.connect(path, check_same_thread=False, timeout=LOCK_TIMEOUT_SECONDS)
@@ -217,30 +223,32 @@ def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
         if version == 0:
             if any((path.parent / "jobs").iterdir()):
                 raise ConfigError(
-                    f"jobs.folder: {path.parent} contains job files, but their database is gone. Restore it, or move "
-                    "the folder away to start without jobs."
+                    f"jobs.folder: {path.parent} contains the files of jobs, but the database of these jobs is missing."
+                    " Restore the database, or move the folder away to start without jobs."
                 )
             connection.execute(CREATE_TABLE)
             connection.execute(CREATE_INDEX)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     if version not in {0, SCHEMA_VERSION}:
-        raise ConfigError(f"jobs.folder: {path} was written by another version of StackSeg. Set a different folder.")
+        raise ConfigError(
+            f"jobs.folder: {path} was written by a different version of StackSeg. Set a different folder."
+        )
 
 
 def _check_pages(connection: sqlite3.Connection) -> None:
     """Raise sqlite3.Error if the database is damaged or has no jobs table."""
-    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-    if found != "ok":
-        raise sqlite3.DatabaseError(found.splitlines()[-1])
+    (check_result,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if check_result != "ok":
+        raise sqlite3.DatabaseError(check_result.splitlines()[-1])
     connection.execute("SELECT number FROM jobs LIMIT 1")
 
 
-def _explain(path: Path, error: Exception) -> str:
+def _describe_open_error(path: Path, error: Exception) -> str:
     """Return the error message for a database that cannot be opened."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-    damaged = isinstance(error, sqlite3.Error) and code in DAMAGE_CODES
+    is_damaged = isinstance(error, sqlite3.Error) and code in DAMAGE_ERRORS
     advice = (
         "Move the folder away to start without jobs, or recover the jobs as described in docs/operating.md, section "
         '"Damaged database".'
     )
-    return f"jobs.folder: {path} cannot be used: {error}. {advice if damaged else ''}".rstrip()
+    return f"jobs.folder: {path} cannot be used: {error}. {advice if is_damaged else ''}".rstrip()

@@ -1,4 +1,4 @@
-"""The error that ended a job, as shown to its owner and as stored in the job database."""
+"""The error of a failed job, as shown to the owner of the job and as stored in the job database."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNEXPECTED_FAILURE = "An internal error occurred while the job was running. See 
 
 
 def to_public_error(error: BaseException) -> StackSegError:
-    """Return the error as shown to the job's owner. The text of unexpected errors may contain secrets, so omit it."""
+    """Return the error as shown to the owner of the job. Hide unexpected errors, whose messages may contain secrets."""
     translated = translate_error(error)
     return translated if isinstance(translated, StackSegError) else errors.InternalError(UNEXPECTED_FAILURE)
 
@@ -32,22 +32,22 @@ def encode_failure(error: BaseException) -> str:
     return json.dumps(members)
 
 
-def decode_failure(text: str | None) -> StackSegError | None:
-    """Decode an error with its class, so that the API reports it like the error of a synchronous request."""
-    if text is None:
+def decode_failure(encoded_failure: str | None) -> StackSegError | None:
+    """Restore an error with its original class, so that the API reports it like that of a synchronous request."""
+    if encoded_failure is None:
         return None
-    failure: Mapping[str, Any] = json.loads(text)
-    classes = (kind for kind in _subclasses(StackSegError) if kind.slug == failure["slug"])
-    kind = next(classes, errors.InternalError)
-    if issubclass(kind, errors.OutOfMemory):
-        return kind(failure["message"], failure["needed_bytes"])
-    if issubclass(kind, errors.QueueFull | errors.NotReady | errors.RateLimited):
-        return kind(failure["message"], 5)
-    # Rows of earlier versions lack these members.
-    return kind(failure["message"], parameter=failure.get("parameter"), suggested=failure.get("suggested"))
+    failure: Mapping[str, Any] = json.loads(encoded_failure)
+    classes = (error_class for error_class in _iterate_subclasses(StackSegError) if error_class.slug == failure["slug"])
+    error_class = next(classes, errors.InternalError)
+    if issubclass(error_class, errors.OutOfMemory):
+        return error_class(failure["message"], failure["needed_bytes"])
+    if issubclass(error_class, errors.QueueFull | errors.NotReady | errors.RateLimited):
+        return error_class(failure["message"], 5)
+    # Failures stored by earlier versions lack these members.
+    return error_class(failure["message"], parameter=failure.get("parameter"), suggested=failure.get("suggested"))
 
 
-def _subclasses(kind: type[StackSegError]) -> Iterator[type[StackSegError]]:
-    yield kind
-    for child in kind.__subclasses__():
-        yield from _subclasses(child)
+def _iterate_subclasses(error_class: type[StackSegError]) -> Iterator[type[StackSegError]]:
+    yield error_class
+    for subclass in error_class.__subclasses__():
+        yield from _iterate_subclasses(subclass)

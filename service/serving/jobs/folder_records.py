@@ -1,4 +1,4 @@
-"""Summary files in the results folder of a folder of stacks: records for resumption, a table and a report."""
+"""Summary files of a run on a folder of stacks: records for resuming the run, a table and a report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from pydantic import ConfigDict, TypeAdapter
 from service.core.errors import BadParameter
 from service.serving.storage.result_folder import ResultFolder
 
-RECORDS, TABLE, REPORT = "stacks.jsonl", "objects.csv", "report.html"
+RECORDS_FILE = "stacks.jsonl"
+TABLE_FILE = "objects.csv"
+REPORT = "report.html"
 
 _STYLE = """
 body { font: 15px sans-serif; margin: 2em }
@@ -24,8 +26,6 @@ img { max-width: 256px; max-height: 256px }
 small { color: #666; display: block; max-width: 50em }
 .failed { color: #b00 }
 """
-
-
 # Spreadsheets interpret a cell with one of these prefixes as a formula.
 _FORMULA_PREFIXES = ("=", "+", "-", "@")
 
@@ -34,10 +34,10 @@ class StackRecord(NamedTuple):
     """The outcome of one stack.
 
     key          identifies the parameters, the model and the software version
-    size, mtime  of the input file, in bytes and nanoseconds
+    size, mtime  size of the input file in bytes, and modification time in nanoseconds
     result       path of the label file relative to the results folder; "" if there is none
-    problem      why there is no result, or why a series ends early; "" if nothing failed
-    doubtful     whether confidence in the result is low; the first note then gives the reason
+    problem      why there is no result, or why a series is incomplete; "" if nothing failed
+    doubtful     whether confidence in the result is low; if so, the first note gives the reason
     """
 
     key: str
@@ -51,25 +51,25 @@ class StackRecord(NamedTuple):
     doubtful: bool = False
 
 
-# pydantic's errors are ValueErrors.
-_STRICT = ConfigDict(strict=True)
-_NAME = TypeAdapter(str, config=_STRICT)
-_RECORD = TypeAdapter(StackRecord, config=_STRICT)
-_DIAMETER = TypeAdapter(tuple[str, str, str])
+# Validation errors of pydantic are ValueErrors.
+_STRICT_CONFIG = ConfigDict(strict=True)
+_NAME_ADAPTER = TypeAdapter(str, config=_STRICT_CONFIG)
+_RECORD_ADAPTER = TypeAdapter(StackRecord, config=_STRICT_CONFIG)
+_DIAMETER_ADAPTER = TypeAdapter(tuple[str, str, str])
 
 
-class Records(dict[str, StackRecord]):
-    """The latest record of each stack, by stack name. Each record is appended to a JSON Lines file immediately.
+class RecordFile(dict[str, StackRecord]):
+    """The latest record of each stack, by stack name. Each new record is immediately appended to a JSON Lines file.
 
-    An incomplete last line, left by a killed process, is ignored. Raises BadParameter if the file is damaged otherwise.
+    An incomplete last line, left by a killed process, is ignored. Raises BadParameter if any other line is damaged.
     """
 
-    def __init__(self, out: ResultFolder) -> None:
+    def __init__(self, results: ResultFolder) -> None:
         super().__init__()
-        self._out = out
+        self._results = results
         self._diameters: dict[str, tuple[str, str]] = {}
         try:
-            with out.open(RECORDS) as file:
+            with results.open(RECORDS_FILE) as file:
                 lines = file.read().split("\n")
         except FileNotFoundError:
             return
@@ -77,19 +77,21 @@ class Records(dict[str, StackRecord]):
             raise _damaged_error() from error
         try:
             for line in lines[:-1]:
-                self._read(json.loads(line))
+                self._add_line(json.loads(line))
         except (ValueError, TypeError, LookupError) as error:
             raise _damaged_error() from error
         if lines[-1]:
-            _write(out, RECORDS, "".join(f"{line}\n" for line in lines[:-1]))
+            _write_text(results, RECORDS_FILE, "".join(f"{line}\n" for line in lines[:-1]))
 
-    def _read(self, content: dict[str, Any]) -> None:
+    def _add_line(self, content: dict[str, Any]) -> None:
         if "series" in content:
-            parameters, *diameter = _DIAMETER.validate_python([content[key] for key in ("series", "diameter", "note")])
+            parameters, *diameter = _DIAMETER_ADAPTER.validate_python(
+                [content[key] for key in ("series", "diameter", "note")]
+            )
             self._diameters[parameters] = (diameter[0], diameter[1])
         else:
-            name = _NAME.validate_python(content.pop("stack"))
-            self[name] = _RECORD.validate_python(content)
+            name = _NAME_ADAPTER.validate_python(content.pop("stack"))
+            self[name] = _RECORD_ADAPTER.validate_python(content)
 
     def add(self, name: str, record: StackRecord) -> None:
         """Record the outcome of a stack."""
@@ -97,7 +99,7 @@ class Records(dict[str, StackRecord]):
         self._append({"stack": name, **record._asdict()})
 
     def has_result_for(self, name: str, key: str, status: os.stat_result) -> bool:
-        """Return whether the file with this status has a result for this key."""
+        """Return whether the input file with this status has a result for this key."""
         record = self.get(name)
         if record is None or record.problem or not self._has_result(record.result):
             return False
@@ -105,80 +107,81 @@ class Records(dict[str, StackRecord]):
 
     def _has_result(self, result: str) -> bool:
         """Return whether the result exists as a file or a Zarr folder."""
-        return self._out.has_file(result) or (bool(result) and self._out.has_file(f"{result}/zarr.json"))
+        return self._results.has_file(result) or (bool(result) and self._results.has_file(f"{result}/zarr.json"))
 
     def find_diameter(self, parameters: str) -> tuple[str, str] | None:
-        """Return the recorded diameter for all stacks with these parameters and the note about it, or None."""
+        """Return the shared diameter recorded for these parameters, and the note about the diameter, or None."""
         return self._diameters.get(parameters)
 
     def record_diameter(self, parameters: str, diameter: tuple[str, str]) -> None:
-        """Record the diameter for all stacks with these parameters, and the note about it."""
+        """Record the shared diameter for these parameters, and the note about the diameter."""
         self._diameters[parameters] = diameter
         self._append({"series": parameters, "diameter": diameter[0], "note": diameter[1]})
 
     def _append(self, content: dict[str, Any]) -> None:
-        self._out.append(RECORDS, json.dumps(content))
+        self._results.append(RECORDS_FILE, json.dumps(content))
 
 
 def to_printable(name: str) -> str:
-    """Return a file name as valid Unicode text. Undecodable bytes become escape sequences."""
+    """Return a file name as a valid Unicode string. Undecodable bytes become escape sequences."""
     return name.encode(errors="backslashreplace").decode()
 
 
-def _as_cell(name: str) -> str:
-    """Return a file name as a table cell: on one line, and with a `./` prefix if it looks like a formula."""
-    text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in to_printable(name))
-    return f"./{text}" if text.startswith(_FORMULA_PREFIXES) else text
+def _format_cell(name: str) -> str:
+    """Format a file name as a table cell on one line. Add the prefix `./` to names that look like formulas."""
+    cell = "".join(character if character.isprintable() else repr(character)[1:-1] for character in to_printable(name))
+    return f"./{cell}" if cell.startswith(_FORMULA_PREFIXES) else cell
 
 
-def write_table(out: ResultFolder, stacks: Iterable[tuple[str, str]]) -> None:
+def write_table(results: ResultFolder, stacks: Iterable[tuple[str, str]]) -> None:
     """Write one table with the objects of all stacks. The first column contains the name of the stack.
 
-    `stacks` yields the name and the result stem of each stack. The columns depend on the channels of a stack; cells of
-    missing columns are empty.
+    `stacks` yields the name and the result stem of each stack. The columns depend on the channels of a stack. If a
+    stack lacks a column, its cells in that column are empty.
     """
-    tables = [(name, path) for name, stem in stacks if out.has_file(path := f"{stem}_objects.csv")]
+    tables = [(name, path) for name, stem in stacks if results.has_file(path := f"{stem}_objects.csv")]
     columns = {"stack": None}
     for _, path in tables:
-        with out.open(path) as table:
+        with results.open(path) as table:
             columns |= dict.fromkeys(next(csv.reader(table), []))
-    with (out.staging / TABLE).open("w", encoding="utf-8", newline="") as file:
+    with (results.staging / TABLE_FILE).open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         for name, path in tables:
-            with out.open(path) as table:
-                writer.writerows({"stack": _as_cell(name), **row} for row in csv.DictReader(table))
-    out.put(TABLE, TABLE)
+            with results.open(path) as table:
+                writer.writerows({"stack": _format_cell(name), **row} for row in csv.DictReader(table))
+    results.put(TABLE_FILE, TABLE_FILE)
 
 
-def write_report(out: ResultFolder, model: str, stacks: Sequence[tuple[str, str, StackRecord | None]]) -> None:
+def write_report(results: ResultFolder, model: str, stacks: Sequence[tuple[str, str, StackRecord | None]]) -> None:
     """Write an HTML report with a row for each stack: preview, number of objects, seconds and notes.
 
     `stacks` contains the name, the result stem and the record of each stack.
     """
-    rows = "\n".join(_row(to_printable(name), stem, record) for name, stem, record in stacks)
+    rows = "\n".join(_format_row(to_printable(name), stem, record) for name, stem, record in stacks)
     headers = "".join(f"<th>{header}</th>" for header in ("", "stack", "objects", "seconds", "notes"))
-    done = sum(record is not None and not record.problem for _, _, record in stacks)
+    done_count = sum(record is not None and not record.problem for _, _, record in stacks)
     page = (
         f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>StackSeg</title><style>{_STYLE}</style>\n'
-        f"<h1>{done} of {len(stacks)} stacks, {escape(model)}</h1>\n"
+        f"<h1>{done_count} of {len(stacks)} stacks, {escape(model)}</h1>\n"
         f"<table><tr>{headers}</tr>\n{rows}\n</table></html>\n"
     )
-    _write(out, REPORT, page)
+    _write_text(results, REPORT, page)
 
 
-def _write(out: ResultFolder, name: str, text: str) -> None:
-    (out.staging / name).write_text(text, encoding="utf-8")
-    out.put(name, name)
+def _write_text(results: ResultFolder, name: str, content: str) -> None:
+    (results.staging / name).write_text(content, encoding="utf-8")
+    results.put(name, name)
 
 
 def _damaged_error() -> BadParameter:
     return BadParameter(
-        f"{RECORDS} in the results folder is damaged or from another version. Delete it to segment all stacks again."
+        f"{RECORDS_FILE} in the results folder is damaged or was written by a different version. Delete this"
+        " file to segment all stacks again."
     )
 
 
-def _row(name: str, stem: str, record: StackRecord | None) -> str:
+def _format_row(name: str, stem: str, record: StackRecord | None) -> str:
     if record is None:
         return f"<tr><td></td><td>{escape(name)}</td><td></td><td></td><td>not processed</td></tr>"
     notes = f'<span class="failed">{escape(record.problem)}</span>' if record.problem else ""

@@ -1,4 +1,4 @@
-"""Jobs on a folder: the stacks are segmented one after the other, each through the queue of a device."""
+"""Jobs on a folder of stacks, which segment one stack at a time through the queue of a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from service.core.errors import BadFile, BadParameter, Cancelled, OutOfStorage, RateLimited
 from service.core.types import Options, Volume
 from service.serving.devices.queue.job import Job, Progress
-from service.serving.jobs.folder_records import REPORT, TABLE
+from service.serving.jobs.folder_records import REPORT, TABLE_FILE
 from service.serving.jobs.folder_work import (
     FolderOutcome,
     FolderSegmentation,
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
     from service.serving.storage.scratch import SpaceReservation
     from service.serving.storage.threads import FairThreadPool
 
-# How often the wait for a stack checks whether the job was cancelled.
-POLL_SECONDS = 0.2
-# How long to wait before the next attempt to reserve space for decoded pixels.
+# Interval between checks for cancellation of the job while it waits for a stack.
+CANCELLATION_POLL_SECONDS = 0.2
+# Interval between attempts to reserve space for decoded pixels.
 SPACE_POLL_SECONDS = 1.0
-# Maximum number of stacks with warnings in the job's metadata. The report contains all.
+# Maximum number of warnings about stacks in the metadata of a job. The report contains all warnings.
 MAX_WARNINGS = 20
 
 T = TypeVar("T")
 
 
 class FolderPaths(NamedTuple):
-    """The input and results folders of a job as written in its request, the pattern for stacks, and the caller."""
+    """The input folder and the results folder as written in a request, the pattern for stacks, and the caller."""
 
-    stacks: str
-    results: str
+    input_folder: str
+    results_folder: str
     glob: str | None
     caller: str | None
 
@@ -64,33 +64,34 @@ class FolderPaths(NamedTuple):
 
     def find_stacks(self, host_files: HostFiles) -> list[str]:
         """Return the names of the stacks. Raises BadParameter if there are none."""
-        files = host_files.list_stacks(self.stacks, self.results, self.caller, self.glob)
+        files = host_files.list_stacks(self.input_folder, self.results_folder, self.caller, self.glob)
         if stacks := select_stacks(files, self.glob):
             return stacks
         pattern = self.glob or "*.tif"
         raise BadParameter.about(
-            "input", f"{self.stacks} contains no stack that matches {pattern}. Select files with glob=."
+            "input", f"{self.input_folder} contains no stack that matches {pattern}. Select other files with glob=."
         )
 
     def check(self, host_files: HostFiles, *, overwrite: bool) -> None:
-        """Raise BadParameter if a folder cannot be used, or if the results folder contains other files."""
+        """Raise BadParameter if a folder cannot be used, or if the results folder contains files other than results."""
         self.find_stacks(host_files)
-        with host_files.open_results(self.results, self.caller) as results:
+        with host_files.open_results(self.results_folder, self.caller) as results:
             if not can_hold_results(results) and not overwrite:
                 raise BadParameter.about(
                     "output_to",
-                    f"{self.results} contains other files. Choose another folder, or set overwrite=true.",
+                    f"{self.results_folder} contains other files. Choose another folder, or set overwrite=true.",
                     suggested={"overwrite": "true"},
                 )
 
 
 class FolderRun:
-    """The run of a job on a folder, in a thread of its own. Each stack waits in the queue of a device.
+    """The run of a job on a folder of stacks, in a thread of its own. Each stack waits in the queue of a device.
 
     model           name of the model
-    job             the job on the whole folder
-    space           scratch space for decoded pixels
+    job             the job on the folder
+    space           reserved scratch space for decoded pixels
     reset_attempts  called when a stack is finished
+    progress        finished and total number of stacks
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -106,12 +107,12 @@ class FolderRun:
         self._spec = runtime.models.servable_spec(model)
         self._paths = FolderPaths.from_query(query, job.owner)
         parameters = query.model_dump(exclude_unset=True)
-        # The parameters of a single stack, as on the command line: records of both are interchangeable.
+        # The parameters of a single stack. They are the same as on the command line, so records are interchangeable.
         self._query = Query.model_validate({name: parameters[name] for name in parameters.keys() - _FOLDER_PARAMETERS})
-        self.stacks = Progress()
+        self.progress = Progress()
         # The device job of the current stack.
         self._device_job: Job[Any] | None = None
-        self._start_time, self._stacks_begun = time.monotonic(), 0
+        self._start_time, self._started_count = time.monotonic(), 0
 
     @property
     def stage(self) -> str:
@@ -121,13 +122,13 @@ class FolderRun:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds until the last stack is finished, from the speed so far; None if unknown."""
+        """Seconds until the last stack is finished, estimated from the speed so far; None if unknown."""
         device_job = self._device_job
         windows = Progress() if device_job is None else device_job.progress
-        done = self._stacks_begun - 1 + (windows.done / windows.total if windows.total else 0)
-        if done <= 0:
+        count = self._started_count - 1 + (windows.done / windows.total if windows.total else 0)
+        if count <= 0:
             return None
-        return (time.monotonic() - self._start_time) * (self.stacks.total - self.stacks.done - done % 1) / done
+        return (time.monotonic() - self._start_time) * (self.progress.total - self.progress.done - count % 1) / count
 
     def run(self) -> FolderOutcome:
         """Segment the stacks that have no result yet.
@@ -137,99 +138,99 @@ class FolderRun:
         """
         host_files, paths = self._runtime.host_files, self._paths
         estimator = self._runtime.estimator(self._spec)
-        estimated = estimator.plan(self._query.options).needs_diameter_estimate
-        measured = estimator.output_kind(self._query.options) == "labels"
-        calls = StackCallbacks(
-            open=self._open,
-            read=partial(self._read, measured=measured),
+        needs_estimate = estimator.plan(self._query.options).needs_diameter_estimate
+        is_measured = estimator.output_kind(self._query.options) == "labels"
+        callbacks = StackCallbacks(
+            open=self._open_stack,
+            read=partial(self._read_stack, is_measured=is_measured),
             segment=self._segment,
-            estimate_diameter=self._estimate_diameter if estimated else None,
-            begin=self._begin,
-            check=self._check,
+            estimate_diameter=self._estimate_diameter if needs_estimate else None,
+            begin=self._begin_stack,
+            check=self._check_cancelled,
         )
         with (
-            host_files.open_results(paths.results, paths.caller) as results,
+            host_files.open_results(paths.results_folder, paths.caller) as results,
             tempfile.TemporaryDirectory(dir=self._runtime.scratch.requests) as scratch,
         ):
             stacks = paths.find_stacks(host_files)
-            self.stacks = Progress(0, len(stacks))
-            return FolderSegmentation(results, self._spec, calls, Path(scratch)).run(stacks, self._query)
+            self.progress = Progress(0, len(stacks))
+            return FolderSegmentation(results, self._spec, callbacks, Path(scratch)).run(stacks, self._query)
 
     def describe(self, outcome: FolderOutcome, name: str, seconds: dict[str, float]) -> tuple[AnswerMetadata, str]:
-        """Return the metadata of the answer and its content as JSON. Raises BadFile if every stack failed."""
-        failures, uncertain = outcome.failures, outcome.confidence_warnings
+        """Return the metadata of the answer, and its content as JSON. Raises BadFile if every stack failed."""
+        failures, low_confidence = outcome.failures, outcome.confidence_warnings
         if len(failures) == len(outcome.records):
-            raise BadFile(f"None of the {len(failures)} stacks could be segmented. The first: {failures[0]}")
-        kind = self._runtime.estimator(self._spec).output_kind(self._query.options)
-        warnings = [*failures, *uncertain]
-        omitted = len(warnings) - MAX_WARNINGS
-        notes = [*warnings[:MAX_WARNINGS], *([f"{REPORT} lists {omitted} more."] if omitted > 0 else [])]
+            raise BadFile(f"None of the {len(failures)} stacks could be segmented. First error: {failures[0]}")
+        output_kind = self._runtime.estimator(self._spec).output_kind(self._query.options)
+        warnings = [*failures, *low_confidence]
+        omitted_count = len(warnings) - MAX_WARNINGS
+        notes = [*warnings[:MAX_WARNINGS], *([f"{REPORT} lists {omitted_count} more."] if omitted_count > 0 else [])]
         metadata = AnswerMetadata(
             model=self._spec.identifier,
             media_type="application/json",
             file_name=f"{name}_saved.json",
-            kind=kind,
+            kind=output_kind,
             seconds=seconds,
             notes=tuple(notes),
             objects=outcome.objects,
             stacks=(len(outcome.records) - len(failures), len(outcome.records)),
         )
-        path = self._paths.results.removesuffix("/")
+        path = self._paths.results_folder.removesuffix("/")
         content = {
             "output": path,
             "report": f"{path}/{REPORT}",
-            "table": f"{path}/{TABLE}",
+            "table": f"{path}/{TABLE_FILE}",
             "model": metadata.model,
             "objects": outcome.objects,
             "stacks": outcome.describe(),
         }
         return metadata, json.dumps(content)
 
-    def _check(self) -> None:
+    def _check_cancelled(self) -> None:
         if self._job.cancelled() or self._runtime.draining:
-            raise Cancelled("cancelled between two stacks")
+            raise Cancelled("The job was cancelled between two stacks.")
 
-    def _begin(self, _name: str, number: int, count: int) -> None:
-        self._check()
+    def _begin_stack(self, _name: str, number: int, count: int) -> None:
+        self._check_cancelled()
         if number:
-            self.stacks = Progress(number - 1, count)
-            if not self._stacks_begun:
+            self.progress = Progress(number - 1, count)
+            if not self._started_count:
                 self._start_time = time.monotonic()
             else:
                 self._reset_attempts()
-            self._stacks_begun += 1
+            self._started_count += 1
 
     @contextmanager
-    def _open(self, name: str) -> Iterator[Path]:
-        path = f"{self._paths.stacks.removesuffix('/')}/{name}"
+    def _open_stack(self, name: str) -> Iterator[Path]:
+        path = f"{self._paths.input_folder.removesuffix('/')}/{name}"
         with self._runtime.host_files.open_input(path, self._paths.caller) as source:
             assert isinstance(source, Source)  # noqa: S101 - stacks of a folder are local files
             yield source.path
 
-    def _read(self, path: Path, query: Query, scratch: Path, *, measured: bool) -> Pixels:
-        """Read a stack through the shared read threads. A large stack waits until scratch space is available."""
-        query = Query.model_validate(query.model_dump(exclude_none=True) | {"input": self._paths.stacks})
+    def _read_stack(self, path: Path, query: Query, scratch: Path, *, is_measured: bool) -> Pixels:
+        """Read a stack in the shared read threads. Wait until there is enough scratch space for a large stack."""
+        query = Query.model_validate(query.model_dump(exclude_none=True) | {"input": self._paths.input_folder})
         request = SegmentationRequest(query, path, scratch, self._job.owner, self._job.cancelled)
-        source = replace(PixelSource.sandboxed(self._runtime.reader, request, path), measured=measured)
+        source = replace(PixelSource.sandboxed(self._runtime.reader, request, path), measured=is_measured)
         self._space.add(-self._space.nbytes)
         pixels = self._run_in_pool(self._runtime.read_threads, source.read_small_pixels)
         if isinstance(pixels, Pixels):
             return pixels
-        self._reserve(pixels.nbytes)
+        self._reserve_space(pixels.nbytes)
         return self._run_in_pool(self._runtime.decode_threads, source.read_pixels)
 
-    def _run_in_pool(self, threads: FairThreadPool, call: Callable[[], T]) -> T:
+    def _run_in_pool(self, pool: FairThreadPool, function: Callable[[], T]) -> T:
         try:
-            return threads.submit(self._job.owner or "", call).result()
+            return pool.submit(self._job.owner or "", function).result()
         except CancelledError:
-            raise Cancelled("the service is stopping") from None
+            raise Cancelled("The job was interrupted, because the service is stopping.") from None
 
-    def _reserve(self, nbytes: int) -> None:
+    def _reserve_space(self, nbytes: int) -> None:
         while True:
             try:
                 self._space.reserve(nbytes)
             except (OutOfStorage, RateLimited):
-                self._check()
+                self._check_cancelled()
                 time.sleep(SPACE_POLL_SECONDS)
             else:
                 return
@@ -238,7 +239,7 @@ class FolderRun:
         def segment(reservation: Reservation, job: Job[Result]) -> Result:
             return reservation.segment(job, pixels, options)
 
-        result = self._on_device(pixels, options, segment)
+        result = self._run_on_device(pixels, options, segment)
         count = result.segmentation.count
         self._runtime.metrics.count_segmentation(self._spec.name, pixels.voxels, count, result.seconds)
         return result
@@ -247,29 +248,29 @@ class FolderRun:
         def estimate(reservation: Reservation, job: Job[DiameterEstimate | None]) -> DiameterEstimate | None:
             return reservation.estimate_diameter(job, volume, options)
 
-        return self._on_device(volume, options, estimate)
+        return self._run_on_device(volume, options, estimate)
 
-    def _on_device(self, pixels: Volume | Series, options: Options, call: Callable[[Reservation, Job[T]], T]) -> T:
-        """Queue work for a device like a separate request, wait for it, and return its result or raise its error."""
+    def _run_on_device(self, pixels: Volume | Series, options: Options, work: Callable[[Reservation, Job[T]], T]) -> T:
+        """Queue work for a device like a separate request. Wait for its result and return it, or raise its error."""
         request = DeviceRequest(self._spec, pixels, options, self._job.owner)
-        job = queue_work(self._runtime, request, call, wait=True)
+        job = queue_work(self._runtime, request, work, wait=True)
         self._device_job = job
         try:
-            return self._wait(job)
+            return self._wait_for_job(job)
         finally:
             self._device_job = None
 
-    def _wait(self, job: Job[T]) -> T:
+    def _wait_for_job(self, job: Job[T]) -> T:
         while True:
             try:
-                return job.future.result(POLL_SECONDS)
+                return job.future.result(CANCELLATION_POLL_SECONDS)
             except TimeoutError:
                 if job.future.done():
                     raise
                 if self._job.cancelled():
                     job.cancel()
             except CancelledError:
-                raise Cancelled("cancelled while a stack was waiting") from None
+                raise Cancelled("The job was cancelled while a stack was waiting.") from None
 
 
 # Parameters that apply to the folder rather than to single stacks.

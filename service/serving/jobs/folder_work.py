@@ -1,4 +1,4 @@
-"""Segmentation of a folder of stacks, with one object diameter for all, a joint table and report, and resumption."""
+"""Segmentation of a folder of stacks with a shared object diameter, a joint table and report, and resumption."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ from service.formats import thumbnail, writers
 from service.inference import measurements
 from service.inference.series.diameter import choose_diameter, sample
 from service.inference.types import DiameterEstimate, Result, Series
-from service.serving.jobs.folder_records import RECORDS, Records, StackRecord, to_printable, write_report, write_table
+from service.serving.jobs.folder_records import (
+    RECORDS_FILE,
+    RecordFile,
+    StackRecord,
+    to_printable,
+    write_report,
+    write_table,
+)
 from service.serving.parameters import Query
 from service.serving.results.answers import TIFF_SUFFIX, make_answer_name, measure_objects
 from service.serving.results.provenance import describe_origin, hash_file
@@ -41,21 +48,21 @@ if TYPE_CHECKING:
     from service.serving.storage.result_folder import ResultFolder
 
 # Number of stacks whose diameter estimates determine the shared diameter.
-SAMPLED_STACKS = 5
-# Errors that affect a single stack only, except DeviceLost, a CapacityError.
+SAMPLED_STACK_COUNT = 5
+# Errors that affect only a single stack. DeviceLost is a CapacityError, but affects all stacks.
 _SINGLE_STACK_ERRORS = (RequestError, CapacityError, NonFiniteScores, OSError)
 
 
 class StackCallbacks(NamedTuple):
-    """Functions that process a single stack. They raise errors that affect only that stack, or DeviceLost.
+    """Functions that process a single stack. They raise DeviceLost and errors that affect only that stack.
 
     open               context manager that opens a stack by name; the path is valid inside the block
-    read               takes a path, the parameters and an empty folder for decoded pixels; returns the pixels to
-                       segment and the pixels to measure
+    read               reads a stack from a path with the parameters of the request; the third argument is an empty
+                       folder for decoded pixels
     segment            segments a volume or a series of time points
-    estimate_diameter  estimates the object diameter of a volume; None if no estimate is needed
+    estimate_diameter  estimates the object diameter in a volume; None if no estimate is needed
     begin              called with the name of the next stack, its number from 1, and the number of stacks. The number
-                       is 0 if the stack is only used to estimate the diameter.
+                       is 0 if the stack is used only to estimate the diameter.
     check              raises Cancelled if the remaining stacks are no longer needed
     reword             adapts messages to the user interface, for example to option names of the command line
     """
@@ -70,7 +77,7 @@ class StackCallbacks(NamedTuple):
 
 
 class FolderOutcome(NamedTuple):
-    """The outcome of a folder: the records of its stacks by name, and the number of stacks finished in earlier runs."""
+    """The outcome of a run: the records of the stacks by name, and the number of stacks finished in earlier runs."""
 
     records: dict[str, StackRecord]
     skipped: int
@@ -107,172 +114,177 @@ class FolderOutcome(NamedTuple):
         return sum(counts) if counts else None
 
 
-class _SharedDiameter(NamedTuple):
-    """The parameters for all stacks, including the shared diameter, and a note on how the diameter was chosen."""
+class _SharedParameters(NamedTuple):
+    """The parameters for all stacks, including the shared diameter, and a note about how the diameter was chosen."""
 
     query: Query
     note: str
 
 
 def select_stacks(files: Iterable[str], glob: str | None) -> list[str]:
-    """Return the files that are stacks, sorted. Skip hidden files and, without a pattern, files other than TIFF.
+    """Return the sorted names of stacks. Skip hidden files and, if there is no pattern, files other than TIFF files.
 
     Raises BadParameter if several stacks would have the same result file.
     """
-    visible = (name for name in files if not Path(name).name.startswith("."))
-    stacks = sorted(name for name in visible if glob or TIFF_SUFFIX.search(name))
+    visible_names = (name for name in files if not Path(name).name.startswith("."))
+    stacks = sorted(name for name in visible_names if glob or TIFF_SUFFIX.search(name))
     stems = set[str]()
     for stem in map(_result_stem, stacks):
         if stem in stems:
             raise BadParameter(
-                f"Several stacks would have the same result file, {stem}. Rename one, or select stacks with a pattern."
+                f"Several stacks would have the same result file, {stem}. Rename one of them, or select stacks"
+                " with a pattern."
             )
         stems.add(stem)
     return stacks
 
 
-def can_hold_results(out: ResultFolder) -> bool:
-    """Return whether the folder is empty or contains results of an earlier run."""
-    return out.is_empty or out.has_file(RECORDS)
+def can_hold_results(results: ResultFolder) -> bool:
+    """Return whether a folder is empty or contains the results of an earlier run."""
+    return results.is_empty or results.has_file(RECORDS_FILE)
 
 
 def _result_stem(name: str) -> str:
-    """Return the path of a stack without its suffix. The paths of its results begin with this stem."""
+    """Return the path of a stack without the suffix. The paths of all results of the stack begin with this stem."""
     return str(Path(name).with_name(make_answer_name(Path(name).name, "")))
 
 
 class FolderSegmentation:
-    """The segmentation of the stacks of a folder with one model.
+    """The segmentation of the stacks in a folder with one model.
 
     Raises BadParameter if the records of an earlier run are damaged.
     """
 
-    def __init__(self, out: ResultFolder, spec: ModelSpec, calls: StackCallbacks, scratch: Path) -> None:
-        self._out, self._spec, self._calls, self._scratch = out, spec, calls, scratch
-        self._records = Records(out)
-        self._skipped = 0
+    def __init__(self, results: ResultFolder, spec: ModelSpec, callbacks: StackCallbacks, scratch: Path) -> None:
+        self._results, self._spec, self._callbacks, self._scratch = results, spec, callbacks, scratch
+        self._records = RecordFile(results)
+        self._skipped_count = 0
         self._key = ""
-        self._as_zarr = False
+        self._is_zarr = False
 
     def run(self, stacks: Sequence[str], query: Query) -> FolderOutcome:
         """Segment the stacks that have no result with these parameters, and write the table and the report.
 
-        The table and the report are written even if an error ends the run. Raises DeviceLost, OutOfStorage and
-        StorageUnavailable if results cannot be written, and errors that do not affect a single stack only.
+        The table and the report are written even if an error ends the run. Raises OutOfStorage or
+        StorageUnavailable if results cannot be written, DeviceLost, and all other errors that affect more than one
+        stack.
         """
-        self._as_zarr = query.format == "zarr"
+        self._is_zarr = query.format == "zarr"
         try:
             self._segment_all(stacks, query)
         finally:
             self._write_summary(stacks)
-        return FolderOutcome({name: self._records[name] for name in stacks}, self._skipped)
+        return FolderOutcome({name: self._records[name] for name in stacks}, self._skipped_count)
 
     def _segment_all(self, stacks: Sequence[str], query: Query) -> None:
         parameters = json.dumps([query.canonical, self._spec.identifier, self._spec.weights.sha256, software_version()])
-        shared = self._share_diameter(stacks, query, parameters)
-        self._key = json.dumps([parameters, shared.query.diameter])
+        shared_parameters = self._find_shared_parameters(stacks, query, parameters)
+        self._key = json.dumps([parameters, shared_parameters.query.diameter])
         for number, name in enumerate(stacks, 1):
             if self._has_result(name):
-                self._skipped += 1
+                self._skipped_count += 1
                 continue
-            self._calls.begin(name, number, len(stacks))
-            record = self._segment_stack(name, shared)
+            self._callbacks.begin(name, number, len(stacks))
+            record = self._segment_stack(name, shared_parameters)
             with _translate_full_disk():
                 self._records.add(name, record)
 
     def _has_result(self, name: str) -> bool:
-        with suppress(*_SINGLE_STACK_ERRORS), self._calls.open(name) as stack:
+        with suppress(*_SINGLE_STACK_ERRORS), self._callbacks.open(name) as stack:
             return self._records.has_result_for(name, self._key, stack.stat())
         return False
 
     def _write_summary(self, stacks: Sequence[str]) -> None:
         """Write the table of all objects and the report for the stacks finished so far."""
-        # Records with another key are from an earlier run.
+        # Records with a different key are from an earlier run.
         records = {name: record for name, record in self._records.items() if record.key == self._key}
         with _translate_full_disk():
             write_table(
-                self._out, [(name, _result_stem(name)) for name in stacks if name in records and records[name].result]
+                self._results,
+                [(name, _result_stem(name)) for name in stacks if name in records and records[name].result],
             )
             write_report(
-                self._out, self._spec.identifier, [(name, _result_stem(name), records.get(name)) for name in stacks]
+                self._results, self._spec.identifier, [(name, _result_stem(name), records.get(name)) for name in stacks]
             )
 
-    def _share_diameter(self, stacks: Sequence[str], query: Query, parameters: str) -> _SharedDiameter:
-        """Use the recorded diameter for all stacks, or estimate one, unless the request specifies the diameter."""
-        if self._calls.estimate_diameter is None:
-            return _SharedDiameter(query, "")
-        if (recorded := self._records.find_diameter(parameters)) is None:
-            if (recorded := self._estimate_diameter(stacks, query, self._calls.estimate_diameter)) is None:
-                return _SharedDiameter(query, "")
-            self._records.record_diameter(parameters, recorded)
-        diameter, note = recorded
-        return _SharedDiameter(Query.model_validate(query.model_dump(exclude_none=True) | {"diameter": diameter}), note)
+    def _find_shared_parameters(self, stacks: Sequence[str], query: Query, parameters: str) -> _SharedParameters:
+        """Add the recorded diameter or a new estimate to the parameters, unless the request specifies a diameter."""
+        if self._callbacks.estimate_diameter is None:
+            return _SharedParameters(query, "")
+        if (diameter_and_note := self._records.find_diameter(parameters)) is None:
+            if (diameter_and_note := self._estimate_diameter(stacks, query, self._callbacks.estimate_diameter)) is None:
+                return _SharedParameters(query, "")
+            self._records.record_diameter(parameters, diameter_and_note)
+        diameter, note = diameter_and_note
+        return _SharedParameters(
+            Query.model_validate(query.model_dump(exclude_none=True) | {"diameter": diameter}), note
+        )
 
     def _estimate_diameter(
         self, stacks: Sequence[str], query: Query, estimate: Callable[[Volume, Options], DiameterEstimate | None]
     ) -> tuple[str, str] | None:
-        """Return the median diameter of sampled stacks as a parameter, and a note; None if no stack could be read."""
+        """Return the median diameter in sampled stacks as a parameter, and a note; None if no stack could be read."""
         estimates = list[tuple[DiameterEstimate, VoxelSize | None]]()
-        sampled = sample(stacks, SAMPLED_STACKS)
-        remaining = (name for name in stacks if name not in sampled)
-        for name in chain(sampled, takewhile(lambda _: not estimates, remaining)):
-            self._calls.begin(name, 0, len(stacks))
+        sampled_names = sample(stacks, SAMPLED_STACK_COUNT)
+        remaining_names = (name for name in stacks if name not in sampled_names)
+        for name in chain(sampled_names, takewhile(lambda _: not estimates, remaining_names)):
+            self._callbacks.begin(name, 0, len(stacks))
             try:
-                with self._calls.open(name) as stack, tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
-                    pixels = self._calls.read(stack, query, Path(scratch)).segmented
+                with self._callbacks.open(name) as stack, tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
+                    pixels = self._callbacks.read(stack, query, Path(scratch)).segmented
                     volume = pixels if isinstance(pixels, Volume) else pixels.read(pixels.times[0])[0]
-                    if (sizing := estimate(volume, query.options)) is not None:
-                        estimates.append((sizing, volume.voxel_size))
+                    if (diameter_estimate := estimate(volume, query.options)) is not None:
+                        estimates.append((diameter_estimate, volume.voxel_size))
             except DeviceLost:
                 raise
             except _SINGLE_STACK_ERRORS:
-                self._calls.check()
-        return choose_diameter(estimates, f"{len(sampled)} stacks of the folder") if estimates else None
+                self._callbacks.check()
+        return choose_diameter(estimates, f"{len(sampled_names)} stacks of the folder") if estimates else None
 
-    def _segment_stack(self, name: str, shared: _SharedDiameter) -> StackRecord:
-        """Segment one stack and return its record, which contains the problem if the stack failed.
+    def _segment_stack(self, name: str, shared_parameters: _SharedParameters) -> StackRecord:
+        """Segment one stack and return the record of the stack. If the stack failed, the record contains the problem.
 
         Raises DeviceLost, and OutOfStorage or StorageUnavailable if the result cannot be written.
         """
-        record, writing = StackRecord(self._key, 0, 0), False
+        record, is_writing = StackRecord(self._key, 0, 0), False
         try:
-            with self._calls.open(name) as stack, tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
+            with self._callbacks.open(name) as stack, tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
                 status = stack.stat()
                 record = record._replace(size=status.st_size, mtime=status.st_mtime_ns)
                 if to_printable(name) != name:
                     raise BadParameter("The file name is not valid UTF-8. Rename the file.")
                 stages = Stages()
                 with stages.measure("read"):
-                    pixels = self._calls.read(stack, shared.query, Path(scratch))
-                result = self._calls.segment(pixels.segmented, shared.query.options)
+                    pixels = self._callbacks.read(stack, shared_parameters.query, Path(scratch))
+                result = self._callbacks.segment(pixels.segmented, shared_parameters.query.options)
                 stages.update(result.seconds)
-                result = result._replace(notes=tuple(filter(None, (shared.note, *result.notes))))
-                origin = describe_origin(shared.query, result, Path(name).name, hash_file(stack))
-                writing = True
+                result = result._replace(notes=tuple(filter(None, (shared_parameters.note, *result.notes))))
+                provenance = describe_origin(shared_parameters.query, result, Path(name).name, hash_file(stack))
+                is_writing = True
                 with stages.measure("write"), _translate_full_disk():
-                    labels = self._write(name, pixels, result, origin)
+                    labels = self._write_results(name, pixels, result, provenance)
         except _SINGLE_STACK_ERRORS as error:
-            if isinstance(error, DeviceLost) or (writing and isinstance(error, OutOfStorage | StorageUnavailable)):
+            if isinstance(error, DeviceLost) or (is_writing and isinstance(error, OutOfStorage | StorageUnavailable)):
                 raise
-            self._calls.check()
+            self._callbacks.check()
             message = error if isinstance(error, StackSegError) else error.strerror or str(error)
-            return record._replace(problem=self._calls.reword(message))
+            return record._replace(problem=self._callbacks.reword(message))
         series_problem = result.series.error if result.series else None
         return record._replace(
             result=labels,
             objects=result.segmentation.count,
             seconds=round(stages.total, 3),
-            notes=tuple(map(self._calls.reword, result.warnings)),
-            problem="" if series_problem is None else self._calls.reword(series_problem),
+            notes=tuple(map(self._callbacks.reword, result.warnings)),
+            problem="" if series_problem is None else self._callbacks.reword(series_problem),
             doubtful=result.quality_warning is not None,
         )
 
-    def _write(self, name: str, pixels: Pixels, result: Result, origin: dict[str, str]) -> str:
-        """Write the labels, the preview and the table of a stack. Return the path of the labels."""
-        segmentation, staging, stem = result.segmentation, self._out.staging, _result_stem(name)
-        labels = f"{stem}_{segmentation.kind}.ome.{'zarr' if self._as_zarr else 'tif'}"
-        staged = Path(labels).name
-        writers.write(segmentation, staging / staged, origin)
+    def _write_results(self, name: str, pixels: Pixels, result: Result, provenance: dict[str, str]) -> str:
+        """Write the labels, the preview image and the table of a stack. Return the path of the labels."""
+        segmentation, staging, stem = result.segmentation, self._results.staging, _result_stem(name)
+        labels = f"{stem}_{segmentation.kind}.ome.{'zarr' if self._is_zarr else 'tif'}"
+        staged_name = Path(labels).name
+        writers.write(segmentation, staging / staged_name, provenance)
         volume = pixels.segmented
         if isinstance(volume, Series):
             volume = volume.read(volume.times[0])[0]
@@ -280,9 +292,9 @@ class FolderSegmentation:
         (staging / "picture").write_bytes(thumbnail.draw(volume, segmentation))
         if (table := measure_objects(result, pixels.measured)) is not None:
             measurements.write_csv(table, staging / "table")
-            self._out.put("table", f"{stem}_objects.csv")
-        self._out.put("picture", f"{stem}.png")
-        self._out.put(staged, labels)
+            self._results.put("table", f"{stem}_objects.csv")
+        self._results.put("picture", f"{stem}.png")
+        self._results.put(staged_name, labels)
         return labels
 
 
@@ -294,5 +306,6 @@ def _translate_full_disk() -> Iterator[None]:
             yield
     except OutOfStorage as error:
         raise OutOfStorage(
-            "The disk with the results is full. Free some space and start again; finished stacks are kept."
+            "The disk that contains the results is full. Free some space and start the run again."
+            " Finished stacks are kept."
         ) from error

@@ -1,4 +1,4 @@
-"""Asynchronous jobs: accept, show, cancel, resume after a crash, and delete them."""
+"""Asynchronous jobs: accept, report, cancel and delete jobs, and resume them after a crash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.core.errors import BadParameter, JobNotFinished, NotReady, ResultUn
 from service.core.types import Description
 from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.devices.queue.threads import JobThreads
-from service.serving.jobs.active_job import JobView, view_job, wait_until_over
+from service.serving.jobs.active_job import JobView, view_job, wait_for_jobs
 from service.serving.jobs.folder_run import FolderPaths
 from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.jobs.runner import JobRunner
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from service.serving.results.metadata import AnswerMetadata
 
 WRITE_THREAD_COUNT = 2
-# Maximum number of concurrent jobs on folders. Each of them submits one stack at a time to a device.
+# Maximum number of concurrent jobs on folders. Each of these jobs submits one stack at a time to a device.
 MAX_RUNNING_FOLDER_JOBS = 4
 CLEAN_UP_SECONDS = 60.0
-# Interval between checks of the folders and retries of steps that a storage error has stopped.
+# Interval between checks of the folders. Steps that failed with a storage error are retried at the same interval.
 MAINTENANCE_INTERVAL_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
 
 class AsyncJobs:
-    """The jobs folder and its jobs. All methods except `start` and `stop` block for disk access at most.
+    """The asynchronous jobs of the service. All methods except `start` and `stop` block only for disk access.
 
-    `keep_seconds` is the time for which a finished job is kept. Methods raise OutOfStorage and StorageUnavailable as
-    `JobStore` does. The constructor raises ConfigError if the jobs folder cannot be used.
+    `keep_seconds` is the time for which a finished job is kept. Methods raise OutOfStorage and StorageUnavailable like
+    the methods of `JobStore`. The constructor raises ConfigError if the jobs folder cannot be used.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -58,7 +58,7 @@ class AsyncJobs:
         self._last_cleanup = time.monotonic()
         self._stopped = threading.Event()
         self._runtime: Runtime
-        # Jobs on folders have a queue of their own. They put their stacks one by one into the queues of the devices.
+        # Jobs on folders have a queue of their own. They add their stacks one by one to the queues of the devices.
         self._folder_queue = JobQueue(
             settings.limits.waiting, MAX_RUNNING_FOLDER_JOBS, shared=len(settings.access.keys) > 1
         )
@@ -66,7 +66,7 @@ class AsyncJobs:
         self._maintenance_thread = threading.Thread(target=self._maintain_storage, name="storage", daemon=True)
 
     def start(self, runtime: Runtime) -> None:
-        """Resume the jobs that an earlier process left behind. Call this after the runtime has started."""
+        """Resume the unfinished jobs of an earlier process. Call this after the runtime has started."""
         self._runtime = runtime
         self._folder = self._settings.jobs.folder or runtime.scratch.path
         if self._settings.jobs.folder is None:
@@ -77,7 +77,7 @@ class AsyncJobs:
             try:
                 active = self.runner.activate(record.id, record.request, record.owner)
             except Exception as error:
-                # For example, parameters of another version. Other jobs can still run.
+                # For example, the parameters are from a different version. Other jobs can still run.
                 log.exception("job %s of an earlier process cannot be resumed", record.id)
                 self._store.fail(record.id, error)
                 continue
@@ -86,7 +86,7 @@ class AsyncJobs:
             self.runner.prepare(active)
         self._folder_threads.start()
         runtime.readiness_checks.append(lambda: self._problem)
-        runtime.activity_checks.append(self._is_busy)
+        runtime.activity_checks.append(self._has_running_jobs)
         self._maintenance_thread.start()
 
     def stop(self) -> None:
@@ -94,15 +94,15 @@ class AsyncJobs:
 
         Call this before the runtime is stopped.
         """
-        jobs = self.runner.jobs
-        for active in jobs:
+        active_jobs = self.runner.active_jobs
+        for active in active_jobs:
             if active.job.state == "waiting":
                 active.job.cancel()
         if self._runtime.draining:
-            wait_until_over(jobs, self._settings.server.drain_seconds)
-        for active in jobs:
+            wait_for_jobs(active_jobs, self._settings.server.drain_seconds)
+        for active in active_jobs:
             active.job.cancel()
-        wait_until_over(jobs, JOIN_SECONDS)
+        wait_for_jobs(active_jobs, JOIN_SECONDS)
         self._folder_queue.close()
         self._folder_threads.join(JOIN_SECONDS)
         self._stopped.set()
@@ -127,12 +127,12 @@ class AsyncJobs:
             raise NotReady("The service is starting. Try again in a moment.")
         return self._folder
 
-    def _is_busy(self) -> bool:
-        """Whether a job is running or its result is being written."""
-        return any(active.job.state != "waiting" for active in self.runner.jobs)
+    def _has_running_jobs(self) -> bool:
+        """Return whether a job is running or its result is being written."""
+        return any(active.job.state != "waiting" for active in self.runner.active_jobs)
 
     def make_incoming(self) -> Path:
-        """Create a folder for an uploaded file, to be passed to `submit`. Raises OutOfStorage if the disk is full."""
+        """Create a folder for an uploaded file to be passed to `submit`. Raises OutOfStorage if the disk is full."""
         return self._store.make_incoming()
 
     def submit(
@@ -140,9 +140,9 @@ class AsyncJobs:
     ) -> JobView:
         """Accept a request whose folder was created by `make_incoming`. The accepted job survives a restart.
 
-        The folder contains the uploaded file as INPUT; the file is empty if the query refers to a host file. The input
-        matches `description`, and its pixels are read later. Raises BadParameter if no volume can be read from the
-        input, the errors of `Runtime.estimate`, QueueFull and NotReady.
+        The folder contains the file INPUT, which is empty if the query refers to a host file. The pixels of the input,
+        which `description` describes, are read later. Raises BadParameter if no volume can be read from the input,
+        the errors of `Runtime.estimate`, QueueFull and NotReady.
         """
         if description.problem:
             raise BadParameter(description.problem, parameter="time", suggested={"time": "all"})
@@ -153,7 +153,7 @@ class AsyncJobs:
         return self._accept(received, JobRequest(spec.name, parameters, name, windows, receive_seconds))
 
     def submit_folder(self, received: SegmentationRequest, name: str, receive_seconds: float) -> JobView:
-        """Accept a request for a folder of stacks, like `submit`. The results remain when the job is deleted.
+        """Accept a request for a folder of stacks, like `submit`. Deleting the job does not delete the results.
 
         Raises BadParameter if the folders cannot be used, the errors of `Estimator.plan`, QueueFull and NotReady.
         """
@@ -162,14 +162,14 @@ class AsyncJobs:
         runtime.estimator(spec).plan(query.options)
         paths = FolderPaths.from_query(query, received.caller)
         paths.check(runtime.host_files, overwrite=bool(query.overwrite))
-        folder_path = f"{paths.stacks.removesuffix('/')}/"
+        folder_path = f"{paths.input_folder.removesuffix('/')}/"
         parameters = query.model_dump(mode="json", exclude_unset=True) | {"input": folder_path}
         return self._accept(received, JobRequest(spec.name, parameters, name, 0, receive_seconds))
 
     def _accept(self, received: SegmentationRequest, request: JobRequest) -> JobView:
         active = self.runner.activate(received.folder.name, request, received.caller)
         try:
-            # Check after activation: from then on, the model cannot be deleted.
+            # Check the model after activation, because an active job prevents deletion of the model.
             self._runtime.models.servable_spec(request.model)
             active.queue.offer(active.job)
             self._store.accept(received.folder / INPUT, received.caller, request)
@@ -179,57 +179,57 @@ class AsyncJobs:
         self.runner.prepare(active)
         return self.view(active.id, received.caller)
 
-    def view(self, job: str, owner: str | None) -> JobView:
+    def view(self, job_id: str, owner: str | None) -> JobView:
         """Return the view of a job of this owner. Raises UnknownJob."""
-        return self._view(self._find(job, owner))
+        return self._view(self._find(job_id, owner))
 
     def list_newest(self, owner: str | None, limit: int) -> list[JobView]:
         """Return up to `limit` jobs of this owner, newest first."""
-        return [self._view(self._with_failure(record)) for record in self._store.list_newest(owner, limit)]
+        return [self._view(self._add_failure(record)) for record in self._store.list_newest(owner, limit)]
 
     def uses_model(self, model: str) -> bool:
         """Return whether an unfinished job uses this model."""
-        return any(active.request.model == model for active in self.runner.jobs)
+        return any(active.request.model == model for active in self.runner.active_jobs)
 
-    def cancel(self, job: str, owner: str | None) -> None:
+    def cancel(self, job_id: str, owner: str | None) -> None:
         """Cancel an unfinished job, or delete a finished job with its result. Raises UnknownJob."""
-        self._store.find(job, owner)
-        if not self._store.cancel(job):
-            self._store.delete(job)
+        self._store.find(job_id, owner)
+        if not self._store.cancel(job_id):
+            self._store.delete(job_id)
             return
-        if (active := self.runner.find(job)) is not None:
+        if (active := self.runner.find(job_id)) is not None:
             active.job.cancel()
 
-    def result(self, job: str, owner: str | None) -> tuple[BinaryIO, AnswerMetadata]:
-        """Open the result and return it with its metadata. The open file stays readable if the job is deleted.
+    def result(self, job_id: str, owner: str | None) -> tuple[BinaryIO, AnswerMetadata]:
+        """Return the open result file and its metadata. The file stays readable if the job is deleted.
 
-        Raises UnknownJob, JobNotFinished, ResultUnavailable, and the error of a failed job without a result.
+        Raises UnknownJob, JobNotFinished and ResultUnavailable. If the job failed without a result, raises its error.
         """
-        record = self._find(job, owner)
+        record = self._find(job_id, owner)
         if record.failure is not None and record.answer is None:
             raise record.failure
         if record.state == "cancelled":
             raise ResultUnavailable("The job was cancelled. Submit the stack again.")
         if record.answer is None:
             raise JobNotFinished(
-                f"The job is {record.state}. Get its result when GET /jobs/{job} reports the state done."
+                f"The job is {record.state}. Get the result when GET /jobs/{job_id} reports the state done."
             )
         try:
-            return self._store.result_path(job).open("rb"), record.answer
+            return self._store.result_path(job_id).open("rb"), record.answer
         except FileNotFoundError:
             raise ResultUnavailable(
-                "The result was deleted by the operator or to free space. Submit the stack again."
+                "The result was deleted by the operator, or to free space. Submit the stack again."
             ) from None
 
-    def _find(self, job: str, owner: str | None) -> JobRecord:
-        return self._with_failure(self._store.find(job, owner))
+    def _find(self, job_id: str, owner: str | None) -> JobRecord:
+        return self._add_failure(self._store.find(job_id, owner))
 
-    def _with_failure(self, record: JobRecord) -> JobRecord:
-        """Return the record with a failure of the job that could not be written to the database yet."""
-        failed = self.runner.unrecorded_failures.get(record.id)
-        if failed is None or record.has_ended:
+    def _add_failure(self, record: JobRecord) -> JobRecord:
+        """Add the failure of the job to the record if it has not been written to the database yet."""
+        unrecorded_failure = self.runner.unrecorded_failures.get(record.id)
+        if unrecorded_failure is None or record.has_ended:
             return record
-        failure, ended = failed
+        failure, ended = unrecorded_failure
         return replace(record, state="failed", failure=failure, ended=ended)
 
     def _open_store(self, folder: Path) -> JobStore:
@@ -239,25 +239,25 @@ class AsyncJobs:
             folder,
             quota_bytes=jobs.quota_bytes,
             keep_seconds=self.keep_seconds,
-            attempts=jobs.attempts,
-            shared=len(access.keys) > 1,
+            max_attempts=jobs.attempts,
+            is_shared=len(access.keys) > 1,
         )
 
     def _view(self, record: JobRecord) -> JobView:
         return view_job(record, self.runner.find(record.id))
 
     def _maintain_storage(self) -> None:
-        """Repair the folders, retry steps after storage errors and delete expired jobs, until the service stops."""
+        """Until the service stops, repair the folders, retry steps after storage errors and delete expired jobs."""
         while not self._stopped.wait(MAINTENANCE_INTERVAL_SECONDS):
             for step in (self._repair_folders, self.runner.retry, self.runner.record_failures, self._clean_up):
                 try:
                     step()
                 except Exception:
                     # Continue with the other steps, so that one error does not block all cleanup and retries.
-                    log.exception("maintenance of the folders and jobs failed and will be retried")
+                    log.exception("maintenance of the folders and jobs failed and will be repeated")
 
     def _repair_folders(self) -> None:
-        """Recreate deleted folders. The service is not ready until a later check finds them intact."""
+        """Recreate deleted folders. The service is not ready until a later check finds no deleted folders."""
         problems = [problem for problem in (self._runtime.scratch.repair(), self._store.repair()) if problem]
         problem = " ".join(problems) or None
         if problem != self._problem:

@@ -15,10 +15,11 @@ JobState = Literal["waiting", "running", "done", "failed", "cancelled", "expired
 class JobRequest:
     """The request of a job.
 
-    model       name of the model, even if the service chose it
-    parameters  the parameters that were set, by their names in the HTTP interface
-    name        name of the uploaded file
-    windows     estimated number of windows
+    model            name of the model, even if the service chose the model
+    parameters       values of the specified parameters, by their names in the HTTP interface
+    name             name of the uploaded file
+    windows          estimated number of windows
+    receive_seconds  duration of the upload
     """
 
     model: str
@@ -29,7 +30,7 @@ class JobRequest:
 
     @property
     def is_folder(self) -> bool:
-        """Whether the job is on a folder of stacks. The path of a folder is stored with a trailing slash."""
+        """Whether the input is a folder of stacks. The path of a folder is stored with a trailing slash."""
         return str(self.parameters.get("input", "")).endswith("/")
 
 
@@ -37,8 +38,9 @@ class JobRequest:
 class JobRecord:
     """A row of the jobs table. Times are in seconds since the Unix epoch.
 
-    answer   metadata of the result; it remains after the result was deleted
-    failure  why the job failed, or why the result of a finished job is incomplete
+    attempts  number of times that the job has been started
+    answer    metadata of the result, which is kept when the result is deleted
+    failure   why the job failed, or why the result of a finished job is incomplete
     """
 
     id: str
@@ -57,5 +59,5 @@ class JobRecord:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the job has ended."""
+        """Whether the job is neither waiting nor running."""
         return self.state not in {"waiting", "running"}

@@ -1,4 +1,4 @@
-"""The steps of an accepted job: read, run on a device, write, end. Steps are retried after storage errors."""
+"""The steps of an accepted job: read, segment, write, end. Steps are retried after storage errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from service.serving.jobs.store import JobStore
     from service.serving.runtime import Runtime
 
-# How long a step is retried after storage errors.
+# Time for which a step is retried after storage errors.
 STORAGE_RETRY_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
@@ -50,16 +50,19 @@ P = TypeVar("P", Pixels, Pixels | LargePixels)
 
 
 class JobRunner:
-    """Runs the steps of jobs. `folders` is the queue of jobs on folders.
+    """Runs the steps of jobs.
 
-    A step that fails with a storage error is retried for `retry_seconds`; then the job fails. The failure is kept in
-    memory until it can be written to the database.
+    A step that fails with a storage error is retried for `retry_seconds`. After that, the job fails. The failure is
+    kept in memory until it can be written to the database.
+
+    folder_queue  queue for jobs on folders
+    writers       threads that write results
     """
 
-    def __init__(self, runtime: Runtime, store: JobStore, folders: JobQueue, writers: ThreadPoolExecutor) -> None:
-        self._runtime, self._store, self._folder_queue, self._writers = runtime, store, folders, writers
+    def __init__(self, runtime: Runtime, store: JobStore, folder_queue: JobQueue, writers: ThreadPoolExecutor) -> None:
+        self._runtime, self._store, self._folder_queue, self._writers = runtime, store, folder_queue, writers
         self.retry_seconds = STORAGE_RETRY_SECONDS
-        # By job ID: failures that could not be written to the database yet, and when they occurred.
+        # Failures that could not be written to the database yet, and the times at which they occurred, by job ID.
         self.unrecorded_failures: dict[str, tuple[StackSegError, float]] = {}
         self._retries: deque[Callable[[], None]] = deque()
         self._active: dict[str, ActiveJob] = {}
@@ -67,7 +70,7 @@ class JobRunner:
         self._stopped = False
 
     @property
-    def jobs(self) -> list[ActiveJob]:
+    def active_jobs(self) -> list[ActiveJob]:
         """The unfinished jobs of this process."""
         with self._lock:
             return list(self._active.values())
@@ -78,7 +81,7 @@ class JobRunner:
             return self._active.get(job_id)
 
     def stop(self) -> None:
-        """Stop writing, except for failures. Call this before the write threads are shut down."""
+        """Stop writing, except for the recording of failures. Call this before the write threads are shut down."""
         self._stopped = True
 
     def retry(self) -> None:
@@ -87,32 +90,32 @@ class JobRunner:
             try:
                 step()
             except Exception:
-                log.exception("the retry of a step of a job failed")
+                log.exception("retrying a step of a job failed")
 
     def activate(self, job_id: str, request: JobRequest, owner: str | None) -> ActiveJob:
-        """Create the active job of a request. Its `job` is not in a queue yet."""
+        """Create the active job of a request, without adding the job to a queue."""
         active = ActiveJob(job_id, request, owner, self._runtime.reserve(request.model, owner))
         work = partial(self._segment_folder if request.is_folder else self._segment, active)
-        needs = ResourceNeeds if request.is_folder else partial(self._needs, active)
+        needs = ResourceNeeds if request.is_folder else partial(self._estimate_needs, active)
         if request.is_folder:
             active.queue = self._folder_queue
         active.space = self._runtime.scratch_space.new_reservation(owner or "")
         active.job = Job(request.model, work, windows=request.windows, needs=needs, ready=False, owner=owner)
         with self._lock:
             self._active[active.id] = active
-        # The callback holds only the ID. A reference to the job would be a cycle that keeps its result in memory.
-        active.job.future.add_done_callback(partial(self._on_device_done, active.id))
+        # Pass only the ID. A reference to the active job would be a reference cycle that keeps the result in memory.
+        active.job.future.add_done_callback(partial(self._on_work_done, active.id))
         return active
 
     def prepare(self, active: ActiveJob) -> None:
-        """Start the preparation of a job. The stacks of a folder are not prepared but read one after the other."""
+        """Start to prepare a job. Jobs on folders need no preparation, because they read one stack after the other."""
         if active.request.is_folder:
             active.queue.release(active.job)
         else:
             self._read_ahead(active)
 
     def _read_ahead(self, active: ActiveJob) -> None:
-        """Read the file while other jobs are running. The job may begin after that."""
+        """Read the file while other jobs are running. The job can begin when its file has been read."""
         self._runtime.read_threads.submit(active.owner or "", partial(self._read_or_fail, active, self._read_small))
 
     def _read_or_fail(self, active: ActiveJob, read: Callable[[ActiveJob], None]) -> None:
@@ -121,32 +124,32 @@ class JobRunner:
             read(active)
         except Exception as error:  # noqa: BLE001 - reported as the failure of the job
             if not self._schedule_retry(active, error, partial(self._read_ahead, active)):
-                active.log_unexpected(error)
+                active.log_unexpected_error(error)
                 active.job.refuse(error)
         finally:
-            # A job that was cancelled in the meantime may have tried to delete the folder before it existed.
+            # If the job was cancelled in the meantime, its pixels may have been deleted before the folder existed.
             if active.job.future.done():
                 active.delete_pixels()
 
     def _read_small(self, active: ActiveJob) -> None:
-        pixels = self._read(active, PixelSource.read_small_pixels)
+        pixels = self._read_input(active, PixelSource.read_small_pixels)
         if isinstance(pixels, Pixels):
             self._request_model(active, pixels)
         else:
             self._decode_later(active, pixels.nbytes)
 
     def _read_large(self, active: ActiveJob) -> None:
-        self._request_model(active, self._read(active, PixelSource.read_pixels))
+        self._request_model(active, self._read_input(active, PixelSource.read_pixels))
 
     @staticmethod
     def _request_model(active: ActiveJob, pixels: Pixels) -> None:
-        """Allow the job to begin as soon as its model is loaded."""
+        """Allow the job to begin as soon as the model is loaded."""
         active.pixels = pixels
         active.first_error_time = None
         active.reservation.take(active.job)
 
     def _decode_later(self, active: ActiveJob, nbytes: int) -> None:
-        """Decode a large file as soon as `nbytes` of scratch space are available. Accepted jobs wait for space."""
+        """Decode a large file as soon as `nbytes` of scratch space are available."""
         active.space.add(-active.space.nbytes)
         try:
             if not active.job.cancelled():
@@ -159,30 +162,30 @@ class JobRunner:
             return
         self._runtime.decode_threads.submit(active.owner or "", partial(self._read_or_fail, active, self._read_large))
 
-    def _read(self, active: ActiveJob, read: Callable[[PixelSource], P]) -> P:
+    def _read_input(self, active: ActiveJob, read_pixels: Callable[[PixelSource], P]) -> P:
         """Read the file, using a new scratch folder."""
         if active.job.cancelled():
-            raise Cancelled("cancelled before it was read")
-        # The job may be from an earlier process with other models.
+            raise Cancelled("The job was cancelled before its input was read.")
+        # The job may be from an earlier process that served other models.
         self._runtime.models.servable_spec(active.request.model)
-        stored, path = self._store.input_path(active.id), active.query.input
-        source: Source = stored
-        if not stored.exists():
-            raise InternalError("The input of the job is lost. Submit it again.")
+        upload, location = self._store.input_path(active.id), active.query.input
+        source: Source = upload
+        if not upload.exists():
+            raise InternalError("The input of the job was lost. Submit the job again.")
         active.delete_pixels()
         with translate_disk_errors(), active.stages.measure("read"):
-            active.folder = self._runtime.scratch.make_request_folder()
+            active.pixel_folder = self._runtime.scratch.make_request_folder()
             with ExitStack() as stack:
-                if path is not None:
-                    source = stack.enter_context(self._runtime.host_files.open_input(path, active.owner)).path
-                request = self._request(active)._replace(folder=active.folder)
-                pixels = read(PixelSource.sandboxed(self._runtime.reader, request, source))
+                if location is not None:
+                    source = stack.enter_context(self._runtime.host_files.open_input(location, active.owner)).path
+                request = self._make_request(active)._replace(folder=active.pixel_folder)
+                pixels = read_pixels(PixelSource.sandboxed(self._runtime.reader, request, source))
                 if isinstance(pixels, Pixels) and isinstance(pixels.segmented, Series):
-                    active.files = stack.pop_all()
+                    active.open_files = stack.pop_all()
                 return pixels
 
     def _schedule_retry(self, active: ActiveJob, error: Exception, step: Callable[[], None]) -> bool:
-        """Schedule a retry after a storage error. Return False for other errors, and when the retry time is over."""
+        """Schedule a retry after a storage error. Return False for other errors, or if the time for retries is over."""
         if not isinstance(error, OutOfStorage | StorageUnavailable) or active.job.cancelled() or self._stopped:
             return False
         now = time.monotonic()
@@ -195,37 +198,39 @@ class JobRunner:
         self._retries.append(step)
         return True
 
-    def _needs(self, active: ActiveJob) -> ResourceNeeds:
-        assert active.pixels is not None  # noqa: S101 - the file was read before
+    def _estimate_needs(self, active: ActiveJob) -> ResourceNeeds:
+        assert active.pixels is not None  # noqa: S101 - the file has already been read
         return active.reservation.needs(active.pixels.segmented, active.query.options)
 
     def _segment_folder(self, active: ActiveJob, job: Job[Result | FolderOutcome]) -> FolderOutcome:
-        """Segment the stacks of a folder, in a thread of the folder queue."""
-        if self._runtime.draining or not self._begin(active):
-            raise Cancelled("cancelled before it began")
+        """Segment the stacks in a folder, in a thread of the folder queue."""
+        if self._runtime.draining or not self._begin_job(active):
+            raise Cancelled("The job was cancelled before it began.")
         active.stages.add("queue", job.seconds_waited)
         reset_attempts = partial(self._store.reset_attempts, active.id)
-        active.run = FolderRun(self._runtime, active.query, active.request.model, job, active.space, reset_attempts)
+        active.folder_run = FolderRun(
+            self._runtime, active.query, active.request.model, job, active.space, reset_attempts
+        )
         with active.stages.measure("stacks"):
-            return active.run.run()
+            return active.folder_run.run()
 
     def _segment(self, active: ActiveJob, job: Job[Result | FolderOutcome]) -> Result:
-        """Segment a volume or a series, in a thread of the device's queue."""
-        if self._runtime.draining or active.pixels is None or not self._begin(active):
-            raise Cancelled("cancelled before it began")
+        """Segment a volume or a series, in a thread of the device queue."""
+        if self._runtime.draining or active.pixels is None or not self._begin_job(active):
+            raise Cancelled("The job was cancelled before it began.")
         active.stages.add("queue", max(job.seconds_waited - active.stages.seconds["read"], 0.0))
         return active.reservation.segment(job, active.pixels.segmented, active.query.options)
 
-    def _begin(self, active: ActiveJob) -> bool:
-        """Record that the job is running. Return False if it must not run. Ignore storage errors."""
+    def _begin_job(self, active: ActiveJob) -> bool:
+        """Record that the job is running. Return False if the job must not run. Ignore storage errors."""
         try:
             return self._store.begin(active.id)
         except (OutOfStorage, StorageUnavailable) as error:
-            log.warning("job %s begins, but this cannot be recorded: %s", active.id, error)
+            log.warning("the start of job %s cannot be recorded: %s", active.id, error)
             return not active.job.cancelled()
 
-    def _on_device_done(self, job_id: str, future: Future[Result | FolderOutcome]) -> None:
-        """Pass the result to a write thread, so that the device thread can continue with the next job."""
+    def _on_work_done(self, job_id: str, future: Future[Result | FolderOutcome]) -> None:
+        """Pass the result to a write thread, so that the current thread can continue with the next job."""
         if self._stopped:
             return
         with self._lock:
@@ -237,59 +242,59 @@ class JobRunner:
 
     def _write_or_fail(self, active: ActiveJob, future: Future[Result | FolderOutcome]) -> None:
         """Write the result or the failure of a job, in a write thread."""
-        error = Cancelled("cancelled") if future.cancelled() else future.exception()
+        error = Cancelled("The job was cancelled.") if future.cancelled() else future.exception()
         if error is None:
             try:
-                self._write(active, future.result())
+                self._write_result(active, future.result())
             except Exception as failure:  # noqa: BLE001 - reported as the failure of the job
                 if self._schedule_retry(active, failure, partial(self._write_later, active, future)):
                     return
-                active.log_unexpected(failure)
-                # If the service stops during the retries, leave the job to the next process, which may find space.
-                stopped = active.job.cancelled() and isinstance(failure, OutOfStorage | StorageUnavailable)
-                error = Cancelled("cancelled before its result was written") if stopped else failure
+                active.log_unexpected_error(failure)
+                # If the service stops during the retries, leave the job to the next process, which may find more space.
+                is_interrupted = active.job.cancelled() and isinstance(failure, OutOfStorage | StorageUnavailable)
+                error = Cancelled("The job was cancelled before its result was written.") if is_interrupted else failure
                 with suppress(StackSegError, OSError):
-                    confirm_delivery(self._runtime.host_files, self._request(active))
-        self._end(active, error)
+                    confirm_delivery(self._runtime.host_files, self._make_request(active))
+        self._end_job(active, error)
 
-    def _write(self, active: ActiveJob, result: Result | FolderOutcome) -> None:
+    def _write_result(self, active: ActiveJob, result: Result | FolderOutcome) -> None:
         if isinstance(result, FolderOutcome):
             self._write_folder_result(active, result)
             return
-        assert active.pixels is not None  # noqa: S101 - the pixels were segmented before
+        assert active.pixels is not None  # noqa: S101 - the pixels have already been segmented
         store, host_files = self._store, self._runtime.host_files
         active.stages.update(result.seconds)
-        request = self._request(active)
+        request = self._make_request(active)
         with translate_disk_errors():
-            # For a host file, the uploaded file is empty.
+            # If the input is a host file, the uploaded file is empty.
             if active.query.input is None and request.source.is_file():
                 request = request._replace(digest=hash_file(request.source))
             answer = write_answer(host_files, request, active.pixels.measured, result)
             active.stages.update(answer.seconds)
             metadata = describe_answer(active.request.name, answer, result, active.stages.seconds)
             partial_failure = result.series.error if result.series else None
-            finished = store.finish(active.id, answer.path, metadata, partial_failure)
+            is_finished = store.finish(active.id, answer.path, metadata, partial_failure)
             confirm_delivery(host_files, request)
-            if not finished:
+            if not is_finished:
                 return
         count, seconds = result.segmentation.count, active.stages.seconds
         self._runtime.metrics.count_segmentation(active.request.model, active.pixels.segmented.voxels, count, seconds)
 
     def _write_folder_result(self, active: ActiveJob, outcome: FolderOutcome) -> None:
-        assert active.run is not None  # noqa: S101 - the run created the results
-        metadata, content = active.run.describe(outcome, active.request.name, dict(active.stages.seconds))
+        assert active.folder_run is not None  # noqa: S101 - the run created the results
+        metadata, content = active.folder_run.describe(outcome, active.request.name, dict(active.stages.seconds))
         receipt = self._store.input_path(active.id).parent / RECEIPT_FILE
         with translate_disk_errors():
             receipt.write_text(content, encoding="utf-8")
             self._store.finish(active.id, receipt, metadata)
 
-    def _request(self, active: ActiveJob) -> SegmentationRequest:
+    def _make_request(self, active: ActiveJob) -> SegmentationRequest:
         source = self._store.input_path(active.id)
         name, cancelled = active.request.name, active.job.cancelled
         return SegmentationRequest(active.query, source, source.parent, active.owner, cancelled, name)
 
-    def _end(self, active: ActiveJob, error: BaseException | None) -> None:
-        """Record how the job ended. A job cancelled by the service rather than its owner waits for the next process."""
+    def _end_job(self, active: ActiveJob, error: BaseException | None) -> None:
+        """Record how the job ended. If the service cancelled the job, the job waits for the next process."""
         try:
             active.delete_pixels()
             if isinstance(error, Cancelled):
@@ -302,22 +307,22 @@ class JobRunner:
                 if active.id in self.unrecorded_failures:
                     log.error("the failure of job %s cannot be recorded yet: %s", active.id, error)
             self._store.delete_unneeded_files(active.id)
-        except (OutOfStorage, StorageUnavailable) as fault:
-            log.warning("job %s has ended, but its files cannot be deleted yet: %s", active.id, fault)
+        except (OutOfStorage, StorageUnavailable) as storage_error:
+            log.warning("job %s has ended, but its files cannot be deleted yet: %s", active.id, storage_error)
         except Exception:
             log.exception("unexpected failure at the end of job %s", active.id)
         finally:
             with self._lock:
                 del self._active[active.id]
             active.space.close()
-            active.ended.set()
+            active.end_event.set()
 
     def record_failures(self) -> None:
-        """Write pending failures to the database. The next call retries the rest."""
-        for job, (failure, _) in list(self.unrecorded_failures.items()):
+        """Write pending failures to the database. The next call retries the failures that cannot be written yet."""
+        for job_id, (failure, _) in list(self.unrecorded_failures.items()):
             with suppress(OutOfStorage, StorageUnavailable, OSError):
                 # Deleting a partial result may free the space for the record.
-                self._store.delete_unneeded_files(job)
-                self._store.fail(job, failure)
-                self.unrecorded_failures.pop(job, None)
-                self._store.delete_unneeded_files(job)
+                self._store.delete_unneeded_files(job_id)
+                self._store.fail(job_id, failure)
+                self.unrecorded_failures.pop(job_id, None)
+                self._store.delete_unneeded_files(job_id)

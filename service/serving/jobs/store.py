@@ -1,12 +1,12 @@
 """Jobs on disk: a database row and a folder with the input and the result for each job.
 
-The process may be killed at any moment. A folder gets its final name after its input has been written to disk. The row
-is inserted after that, and becomes `done` after the result has been written to disk. The next start deletes folders
-without a row, and files that a row does not need. Numbers and IDs are never reused.
+The process may be killed at any moment. The folder of a job gets its final name after the input has been written to
+disk. Then the row of the job is inserted. The state becomes `done` after the result has been written to disk. The next
+start deletes folders without a row, and files that the job of a row no longer needs. Numbers and IDs are never reused.
 
-All methods raise OutOfStorage if the disk is full, and StorageUnavailable if the folder or the database cannot be used
-for another reason: locked by another program, damaged or deleted. In that case nothing has changed except for files
-without a row, which `clean_up` deletes.
+All methods raise OutOfStorage if the disk is full. They raise StorageUnavailable if the folder or the database is
+damaged, deleted or locked by another program. In both cases, nothing has changed except for files without a row, which
+`clean_up` deletes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from service.serving.results.metadata import AnswerMetadata
 from service.serving.storage.disk import translate_disk_errors
 
 INPUT = "upload.tif"
-RESULT = "result"
+RESULT_NAME = "result"
 # SQL condition for jobs that are waiting or running.
 UNFINISHED_CONDITION = "state IN ('waiting', 'running')"
-# SQL template for the assignments and a condition.
+# SQL template with placeholders for the assignments and the condition.
 UPDATE_TEMPLATE = "UPDATE jobs SET {} WHERE id = ? AND {}"
-# Maximum number of failed, cancelled and expired jobs per owner. The quota does not limit them: they use no disk space.
+# Maximum number of failed, cancelled and expired jobs per owner. They have no files, so the quota does not limit them.
 MAX_JOBS_WITHOUT_RESULT = 1000
-_ANSWER = TypeAdapter(AnswerMetadata)
+_ANSWER_ADAPTER = TypeAdapter(AnswerMetadata)
 
 
 class JobStore:
@@ -54,19 +54,19 @@ class JobStore:
 
     Args:
         folder: created if it does not exist
-        quota_bytes: limit for inputs and results; new files evict the oldest results of the owner who uses most
-        shared: whether several owners share the quota; each owner's inputs must then leave as much free as they take
-        keep_seconds: how long a finished job is kept
-        attempts: how often a job may begin if the process dies while it is running
+        quota_bytes: maximum size of all files; new files evict the oldest results of the owner who uses the most space
+        is_shared: whether owners share the quota; the inputs of each owner then leave as much space free as they occupy
+        keep_seconds: time for which a finished job is kept
+        max_attempts: maximum number of times that a job is started if the process dies while the job is running
 
-    Raises ConfigError if the folder cannot be used, or if another process uses it.
+    Raises ConfigError if the folder cannot be used, or if another process is using the folder.
     """
 
     def __init__(
-        self, folder: Path, *, quota_bytes: int, keep_seconds: float, attempts: int, shared: bool = False
+        self, folder: Path, *, quota_bytes: int, keep_seconds: float, max_attempts: int, is_shared: bool = False
     ) -> None:
-        self._folder, self._quota_bytes, self._shared = folder, quota_bytes, shared
-        self._keep_seconds, self._attempts = keep_seconds, attempts
+        self._folder, self._quota_bytes, self._is_shared = folder, quota_bytes, is_shared
+        self._keep_seconds, self._max_attempts = keep_seconds, max_attempts
         self._jobs, self._incoming = folder / "jobs", folder / "incoming"
         self._database = JobDatabase(folder, (self._jobs, self._incoming))
         self._lock = self._database.lock
@@ -74,7 +74,7 @@ class JobStore:
     def repair(self) -> str | None:
         """Recreate deleted folders and files. Return the current problem of the store as one sentence, or None.
 
-        The rows survive, because the deleted database is still open. Inputs and results are lost; their jobs report it.
+        The rows are preserved, because the deleted database is still open. Inputs and results are lost.
         """
         return self._database.repair()
 
@@ -83,32 +83,33 @@ class JobStore:
         self._database.close()
 
     def make_incoming(self) -> Path:
-        """Create a folder for an uploaded file. Its size does not count towards the quota until `accept`."""
+        """Create a folder for an uploaded file. Its size does not count toward the quota until `accept`."""
         folder = self._incoming / uuid.uuid4().hex
         with translate_disk_errors():
             folder.mkdir()
         return folder
 
     def accept(self, upload: Path, owner: str | None, request: JobRequest) -> None:
-        """Store a job whose input is the file INPUT in a folder of `make_incoming`. The folder name becomes the job ID.
+        """Store a job. `upload` is a file in a folder from `make_incoming`. The folder name becomes the job ID.
 
-        When this returns, the job is on disk and survives a restart. Raises OutOfStorage if the quota is used up.
+        When this method returns, the job is on disk and survives a restart. Raises OutOfStorage if the quota is used
+        up.
         """
-        job = upload.parent.name
-        folder = self._jobs / job
+        job_id = upload.parent.name
+        folder = self._jobs / job_id
         with translate_disk_errors():
             size = upload.stat().st_size
             self._free_space(size, owner)
             sync_to_disk(upload, upload.parent)
-        values = (job, owner, request.model, json.dumps(request.parameters), request.name, request.windows)
-        # Check again: other jobs may have taken the space while the file was written to disk.
+        values = (job_id, owner, request.model, json.dumps(request.parameters), request.name, request.windows)
+        # Check again, because other jobs may have taken the space while the file was being written to disk.
         with self._lock:
             self._free_space(size, owner)
             try:
                 with translate_disk_errors():
                     upload.parent.rename(folder)
                     sync_to_disk(self._jobs)
-                self._database.change(
+                self._database.execute(
                     "INSERT INTO jobs (state, id, owner, model, parameters, name, windows, receive_seconds,"
                     " created, input_bytes) VALUES ('waiting', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     *values,
@@ -120,11 +121,11 @@ class JobStore:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
 
-    def find(self, job: str, owner: str | None) -> JobRecord:
-        """Return a job of this owner. Raises UnknownJob for an unknown ID and for jobs of other owners."""
-        records = self._select("SELECT * FROM jobs WHERE id = ? AND owner IS ?", job, owner)
+    def find(self, job_id: str, owner: str | None) -> JobRecord:
+        """Return a job of this owner. Raises UnknownJob if the ID is unknown or the job belongs to another owner."""
+        records = self._select("SELECT * FROM jobs WHERE id = ? AND owner IS ?", job_id, owner)
         if not records:
-            raise UnknownJob("There is no such job: its ID is wrong, or the job was deleted or has expired.")
+            raise UnknownJob("There is no such job: the ID is wrong, or the job was deleted or has expired.")
         return records[0]
 
     def list_newest(self, owner: str | None, limit: int) -> list[JobRecord]:
@@ -136,74 +137,74 @@ class JobStore:
         """Return the jobs that are waiting or running, oldest first."""
         return self._select("SELECT * FROM jobs WHERE state IN ('waiting', 'running') ORDER BY number")
 
-    def input_path(self, job: str) -> Path:
+    def input_path(self, job_id: str) -> Path:
         """Return the path of the uploaded file. Write results to the same folder before `finish`."""
-        return self._jobs / job / INPUT
+        return self._jobs / job_id / INPUT
 
-    def result_path(self, job: str) -> Path:
+    def result_path(self, job_id: str) -> Path:
         """Return the path of the result. The file is complete if the job is done."""
-        return self._jobs / job / RESULT
+        return self._jobs / job_id / RESULT_NAME
 
-    def begin(self, job: str) -> bool:
+    def begin(self, job_id: str) -> bool:
         """Change the state from waiting to running. Return False if the job is not waiting."""
         changes = "state = 'running', started = ?, attempts = attempts + 1"
-        return self._update(job, "state = 'waiting'", changes, time.time())
+        return self._update(job_id, "state = 'waiting'", changes, time.time())
 
-    def reset_attempts(self, job: str) -> bool:
-        """Reset the number of attempts of a running job to 1, because it has made progress."""
-        return self._update(job, "state = 'running'", "attempts = 1")
+    def reset_attempts(self, job_id: str) -> bool:
+        """Reset the number of attempts of a running job to 1, because the job has made progress."""
+        return self._update(job_id, "state = 'running'", "attempts = 1")
 
-    def requeue(self, job: str) -> bool:
-        """Change the state from running to waiting, and do not count the attempt: the service is stopping."""
+    def requeue(self, job_id: str) -> bool:
+        """Change the state from running to waiting without counting the attempt, because the service is stopping."""
         changes = "state = 'waiting', started = NULL, attempts = attempts - 1"
-        return self._update(job, "state = 'running'", changes)
+        return self._update(job_id, "state = 'running'", changes)
 
-    def finish(self, job: str, file: Path, answer: AnswerMetadata, reason: StackSegError | None = None) -> bool:
-        """Change the state to done and store a result from the job's folder. Return False if the job has ended before.
+    def finish(self, job_id: str, file: Path, answer: AnswerMetadata, reason: StackSegError | None = None) -> bool:
+        """Change the state to done and store a result from the job's folder. Return False if the job had already ended.
 
-        `reason` is the reason for an incomplete result.
+        `reason` explains why the result is incomplete; None for a complete result.
         """
-        result = self.result_path(job)
+        result = self.result_path(job_id)
         with translate_disk_errors():
             sync_to_disk(file)
             file.rename(result)
             sync_to_disk(result.parent)
             size = result.stat().st_size
         changes = "state = 'done', ended = ?, result_bytes = ?, outcome = ?, failure = ?"
-        outcome, failure = json.dumps(asdict(answer)), None if reason is None else encode_failure(reason)
-        done = self._update(job, UNFINISHED_CONDITION, changes, time.time(), size, outcome, failure)
-        # The job is done even if the rest fails: the next job frees space, and `clean_up` deletes files.
+        encoded_answer, failure = json.dumps(asdict(answer)), None if reason is None else encode_failure(reason)
+        is_done = self._update(job_id, UNFINISHED_CONDITION, changes, time.time(), size, encoded_answer, failure)
+        # Ignore errors below. The next job frees space, and `clean_up` deletes the unneeded files.
         with suppress(OutOfStorage, StorageUnavailable):
             # The owner may have deleted the job in the meantime.
-            for record in self._select("SELECT * FROM jobs WHERE id = ? AND state = 'done'", job) if done else ():
-                self.delete_unneeded_files(job)
-                self._evict(0, record.owner, spared=job)
-        return done
+            for record in self._select("SELECT * FROM jobs WHERE id = ? AND state = 'done'", job_id) if is_done else ():
+                self.delete_unneeded_files(job_id)
+                self._evict(0, record.owner, spared_id=job_id)
+        return is_done
 
-    def fail(self, job: str, error: BaseException) -> bool:
-        """Change the state to failed. Return False if the job has ended before."""
+    def fail(self, job_id: str, error: BaseException) -> bool:
+        """Change the state to failed. Return False if the job had already ended."""
         return self._update(
-            job, UNFINISHED_CONDITION, "state = 'failed', ended = ?, failure = ?", time.time(), encode_failure(error)
+            job_id, UNFINISHED_CONDITION, "state = 'failed', ended = ?, failure = ?", time.time(), encode_failure(error)
         )
 
-    def cancel(self, job: str) -> bool:
-        """Change the state to cancelled. Return False if the job has ended before."""
-        return self._update(job, UNFINISHED_CONDITION, "state = 'cancelled', ended = ?", time.time())
+    def cancel(self, job_id: str) -> bool:
+        """Change the state to cancelled. Return False if the job had already ended."""
+        return self._update(job_id, UNFINISHED_CONDITION, "state = 'cancelled', ended = ?", time.time())
 
-    def delete(self, job: str) -> None:
+    def delete(self, job_id: str) -> None:
         """Delete a job that has ended."""
-        self._database.change("DELETE FROM jobs WHERE id = ? AND state NOT IN ('waiting', 'running')", job)
-        self.delete_unneeded_files(job)
+        self._database.execute("DELETE FROM jobs WHERE id = ? AND state NOT IN ('waiting', 'running')", job_id)
+        self.delete_unneeded_files(job_id)
 
-    def delete_unneeded_files(self, job: str) -> None:
+    def delete_unneeded_files(self, job_id: str) -> None:
         """Delete the files that a job does not need in its current state."""
-        folder = self._jobs / job
-        records = self._select("SELECT * FROM jobs WHERE id = ?", job)
+        folder = self._jobs / job_id
+        records = self._select("SELECT * FROM jobs WHERE id = ?", job_id)
         with translate_disk_errors(), suppress(FileNotFoundError):
             if not records or records[0].state in {"failed", "cancelled", "expired"}:
                 shutil.rmtree(folder)
                 return
-            needed_name = RESULT if records[0].state == "done" else INPUT
+            needed_name = RESULT_NAME if records[0].state == "done" else INPUT
             for path in folder.iterdir():
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -216,26 +217,27 @@ class JobStore:
             shutil.rmtree(self._incoming)
             self._incoming.mkdir(mode=0o700)
         for record in self._select("SELECT * FROM jobs WHERE state = 'done'"):
-            if _size(self.result_path(record.id)) != record.result_bytes:
+            if _get_size(self.result_path(record.id)) != record.result_bytes:
                 self._expire(record.id)
         for record in self.list_unfinished():
-            if _size(self.input_path(record.id)) != record.input_bytes:
-                self.fail(record.id, InternalError("The input of the job is lost. Submit it again."))
-            elif record.state == "running" and record.attempts >= self._attempts:
+            if _get_size(self.input_path(record.id)) != record.input_bytes:
+                self.fail(record.id, InternalError("The input of the job was lost. Submit the job again."))
+            elif record.state == "running" and record.attempts >= self._max_attempts:
                 times = "once" if record.attempts == 1 else f"{record.attempts} times"
                 self.fail(
-                    record.id, JobInterrupted(f"The service died {times} while the job ran. Submit a smaller stack.")
+                    record.id,
+                    JobInterrupted(f"The service died {times} while the job was running. Submit a smaller stack."),
                 )
             else:
                 self._update(record.id, "state = 'running'", "state = 'waiting', started = NULL")
-        for job in self._list_folders():
-            self.delete_unneeded_files(job)
+        for job_id in self._list_folders():
+            self.delete_unneeded_files(job_id)
         return self.list_unfinished()
 
-    def clean_up(self, max_without_result: int = MAX_JOBS_WITHOUT_RESULT) -> None:
-        """Delete expired jobs, and files that were left behind by errors.
+    def clean_up(self, max_jobs_without_result: int = MAX_JOBS_WITHOUT_RESULT) -> None:
+        """Delete expired jobs, and files that errors have left behind.
 
-        Keep only the newest `max_without_result` jobs without a result of each owner.
+        For each owner, keep only the newest `max_jobs_without_result` jobs without a result.
         """
         statement = (
             "SELECT id FROM ("
@@ -243,35 +245,35 @@ class JobStore:
             " WHERE state IN ('failed', 'cancelled', 'expired')"
             ") WHERE place > ?"
         )
-        for (job,) in self._database.query(statement, max_without_result):
-            self.delete(job)
+        for (job_id,) in self._database.query(statement, max_jobs_without_result):
+            self.delete(job_id)
         for record in self._select("SELECT * FROM jobs WHERE ended < ?", time.time() - self._keep_seconds):
             if record.has_ended:
                 self.delete(record.id)
-        for job in self._list_folders():
+        for job_id in self._list_folders():
             # `accept` holds the lock while a new job has a folder but no row yet.
             with self._lock:
                 statement = "SELECT * FROM jobs WHERE id = ? AND state IN ('waiting', 'running')"
-                if not self._select(statement, job):
-                    self.delete_unneeded_files(job)
+                if not self._select(statement, job_id):
+                    self.delete_unneeded_files(job_id)
 
     def _list_folders(self) -> list[str]:
         with translate_disk_errors():
             return [folder.name for folder in self._jobs.iterdir() if folder.is_dir()]
 
     def _free_space(self, size: int, owner: str | None) -> None:
-        """Free space for an input of `size` bytes. If that is impossible, delete nothing and raise OutOfStorage."""
+        """Free space for an input of `size` bytes. If this is impossible, raise OutOfStorage and delete nothing."""
         with self._lock:
             if not self._has_space_for_input(size, owner) or not self._evict(size, owner):
                 raise OutOfStorage(
-                    "Waiting and running jobs use all the space configured for jobs. Try again when some of them "
-                    "are done, or submit a smaller file."
+                    "Waiting and running jobs use all the space configured for jobs. Try again when some of these "
+                    "jobs are done, or submit a smaller file."
                 )
 
     def _has_space_for_input(self, size: int, owner: str | None) -> bool:
         inputs = self._sum_inputs()
         free_bytes = self._quota_bytes - inputs.total() - size
-        return free_bytes >= (inputs[owner] + size if self._shared else 0)
+        return free_bytes >= (inputs[owner] + size if self._is_shared else 0)
 
     @property
     def nbytes(self) -> int:
@@ -289,45 +291,46 @@ class JobStore:
         return self._sum("SELECT owner, SUM(result_bytes) FROM jobs WHERE state = 'done' GROUP BY owner")
 
     def _sum(self, statement: str) -> Counter[str | None]:
-        return Counter({owner: int(used) for owner, used in self._database.query(statement)})
+        return Counter({owner: int(nbytes) for owner, nbytes in self._database.query(statement)})
 
-    def _evict(self, size: int, owner: str | None, spared: str = "") -> bool:
-        """Delete results other than that of the job `spared` until `size` bytes of this owner fit into the quota.
+    def _evict(self, size: int, owner: str | None, spared_id: str = "") -> bool:
+        """Delete results until `size` bytes of this owner fit within the quota. Keep the result of the job `spared_id`.
 
-        The oldest results of the owner who uses most space are deleted first, and none of an owner who uses less than
-        `owner` would. Each owner thus keeps an equal share. Return False, and delete nothing, if the bytes cannot fit.
+        The oldest results of the owner who uses the most space are deleted first. Owners who use less than `owner`
+        would use lose no results, so each owner keeps an equal share. If the bytes cannot fit, delete nothing and
+        return False.
         """
-        used = self._sum_inputs() + self._sum_results()
-        used[owner] += size
+        used_bytes = self._sum_inputs() + self._sum_results()
+        used_bytes[owner] += size
         results: dict[str | None, deque[JobRecord]] = {}
-        if used.total() > self._quota_bytes:
-            for record in self._select("SELECT * FROM jobs WHERE state = 'done' AND id != ? ORDER BY ended", spared):
+        if used_bytes.total() > self._quota_bytes:
+            for record in self._select("SELECT * FROM jobs WHERE state = 'done' AND id != ? ORDER BY ended", spared_id):
                 results.setdefault(record.owner, deque()).append(record)
-        evicted: list[JobRecord] = []
-        while used.total() > self._quota_bytes:
-            largest = max((owner, *(other for other, records in results.items() if records)), key=used.__getitem__)
+        evicted_records: list[JobRecord] = []
+        while used_bytes.total() > self._quota_bytes:
+            largest = max((owner, *(name for name, records in results.items() if records)), key=used_bytes.__getitem__)
             if not results.get(largest):
                 return False
-            evicted.append(results[largest].popleft())
-            used[largest] -= evicted[-1].result_bytes
-        for record in evicted:
+            evicted_records.append(results[largest].popleft())
+            used_bytes[largest] -= evicted_records[-1].result_bytes
+        for record in evicted_records:
             self._expire(record.id)
             self.delete_unneeded_files(record.id)
         return True
 
-    def _expire(self, job: str) -> None:
-        """Change the state from done to expired: the result is lost or must be deleted."""
-        self._update(job, "state = 'done'", "state = 'expired'")
+    def _expire(self, job_id: str) -> None:
+        """Change the state from done to expired, because the result is lost or will be deleted."""
+        self._update(job_id, "state = 'done'", "state = 'expired'")
 
-    def _update(self, job: str, condition: str, changes: str, *values: object) -> bool:
-        """Change the row of a job. Return False if it does not meet the condition."""
-        return self._database.change(UPDATE_TEMPLATE.format(changes, condition), *values, job) == 1
+    def _update(self, job_id: str, condition: str, changes: str, *values: object) -> bool:
+        """Change the row of a job. Return False if the row does not meet the condition."""
+        return self._database.execute(UPDATE_TEMPLATE.format(changes, condition), *values, job_id) == 1
 
     def _select(self, statement: str, *values: object) -> list[JobRecord]:
         return [_decode_row(row) for row in self._database.query(statement, *values)]
 
 
-def _size(path: Path) -> int:
+def _get_size(path: Path) -> int:
     """Return the size of a file in bytes, or -1 if it does not exist."""
     with translate_disk_errors():
         try:
@@ -342,6 +345,6 @@ def _decode_row(row: sqlite3.Row) -> JobRecord:
         row["model"], json.loads(row["parameters"]), row["name"], row["windows"], row["receive_seconds"]
     )
     columns = {field.name for field in fields(JobRecord)} - {"request", "answer", "failure"}
-    plain = {name: row[name] for name in columns}
-    answer = None if row["outcome"] is None else _ANSWER.validate_json(row["outcome"])
-    return JobRecord(**plain, request=request, answer=answer, failure=decode_failure(row["failure"]))
+    values = {name: row[name] for name in columns}
+    answer = None if row["outcome"] is None else _ANSWER_ADAPTER.validate_json(row["outcome"])
+    return JobRecord(**values, request=request, answer=answer, failure=decode_failure(row["failure"]))

@@ -1,1 +1,1 @@
-"""Annotated stacks, and trainings of models on them."""
+"""Annotated stacks, and training of models on them."""

@@ -1,4 +1,4 @@
-"""Annotated stacks: an image with corrected labels and their origin. Also finds overlaps between annotated stacks."""
+"""Annotated stacks: an image, corrected labels and their provenance. Also finds overlaps between annotated stacks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from service.core.quantities import Size, VoxelSize
 
 IMAGE_FILE = "image.ome.tif"
 LABELS_FILE = "labels.ome.tif"
-# Maximum number of overlapping stacks that are reported for a stack.
+# Maximum number of overlapping stacks that are reported for one stack.
 MAX_OVERLAPS = 32
 _REGION = re.compile(",".join(3 * [r"([0-9]{1,7}):([0-9]{1,7})"]))
-# Maximum number of pairs of boxes that are compared at a time, which limits memory.
+# Maximum number of pairs of boxes that are compared at a time. This limits the memory.
 _MAX_COMPARED_PAIRS = 2**20
 
 
@@ -33,15 +33,15 @@ class Region:
     x: tuple[int, int]
 
     @classmethod
-    def parse(cls, text: str, shape: Size) -> Self:
-        """Parse z0:z1,y0:y1,x0:x1. Raises BadParameter if the text is malformed or the region exceeds the stack."""
-        if match := _REGION.fullmatch(text):
+    def parse(cls, value: str, shape: Size) -> Self:
+        """Parse z0:z1,y0:y1,x0:x1. Raises BadParameter if the string is malformed or the region exceeds the stack."""
+        if match := _REGION.fullmatch(value):
             z0, z1, y0, y1, x0, x1 = map(int, match.groups())
             region = cls((z0, z1), (y0, y1), (x0, x1))
-            if all(a < b <= edge for (a, b), edge in zip(region.ranges, shape, strict=True)):
+            if all(start < stop <= length for (start, stop), length in zip(region.ranges, shape, strict=True)):
                 return region
-        size = ",".join(f"0:{edge}" for edge in shape)
-        raise BadParameter.about("region", f"expected z0:z1,y0:y1,x0:x1 within {size}, not {text[:80]!r}.")
+        size = ",".join(f"0:{length}" for length in shape)
+        raise BadParameter.about("region", f"expected z0:z1,y0:y1,x0:x1 within {size}, not {value[:80]!r}.")
 
     @property
     def ranges(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
@@ -55,17 +55,17 @@ class Region:
 
     def __str__(self) -> str:
         """Return the region in the format of `parse`."""
-        return ",".join(f"{a}:{b}" for a, b in self.ranges)
+        return ",".join(f"{start}:{stop}" for start, stop in self.ranges)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of corrected labels.
+    """The provenance of corrected labels.
 
     model     name and version of the model
-    diameter  object diameter in the format of the parameter
+    diameter  object diameter in the format of the parameter `diameter`
     changes   number of corrections
-    time      time point of a series, from 0
+    time      zero-based time point of a series
     stack     ID of the stored stack, which may have been deleted
     job       ID of the job whose labels were corrected, which may have been deleted
     """
@@ -80,9 +80,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class NewAnnotation:
-    """The properties of an annotated stack to be stored.
+    """The properties of a new annotated stack.
 
-    owner   API key that stores it
+    owner   name of the API key that stores the stack
     region  the corrected region; None for the whole stack
     """
 
@@ -96,12 +96,12 @@ class NewAnnotation:
 class Annotation:
     """An annotated stack on disk.
 
-    folder   folder of the files; its name is the annotation's ID
-    owner    API key that stored it
+    folder   folder that contains the files; the name of the folder is the ID of the annotated stack
+    owner    name of the API key that stored the stack
     shape    (Z, Y, X)
     region   the corrected region; None for the whole stack
-    objects  number of objects in that region of the labels
-    digest   digest of the image's pixels; annotated stacks of the same image have equal digests
+    objects  number of objects in the corrected region
+    digest   digest of the pixels of the image; annotated stacks of the same image have equal digests
     nbytes   size of the files
     created  seconds since the Unix epoch
     """
@@ -135,11 +135,11 @@ class Annotation:
     @cached_property
     def box(self) -> tuple[tuple[int, int], ...]:
         """The corrected region as ranges along z, y and x."""
-        return tuple((0, edge) for edge in self.shape) if self.region is None else self.region.ranges
+        return tuple((0, length) for length in self.shape) if self.region is None else self.region.ranges
 
 
 def find_overlaps(annotations: Sequence[Annotation]) -> dict[str, Sequence[Annotation]]:
-    """Return, by annotation ID, the other annotated stacks that overlap with each annotated stack.
+    """Return the annotated stacks that overlap with each annotated stack, by the ID of that stack.
 
     Two annotated stacks overlap if they have labels for the same voxels of the same image. At most `MAX_OVERLAPS`
     overlaps are returned for each stack, in the order of `annotations`.
@@ -151,18 +151,18 @@ def find_overlaps(annotations: Sequence[Annotation]) -> dict[str, Sequence[Annot
     for group in by_image.values():
         if len(group) == 1:
             continue
-        # For each of z, y and x: the lower and upper edges of all boxes.
+        # The lower and upper edges of all boxes along z, y and x.
         edges = np.array([annotation.box for annotation in group]).transpose(1, 2, 0).copy()
-        # Compare in blocks of rows: an image may have thousands of annotations.
+        # Compare in blocks of rows, because there may be thousands of annotated stacks of the same image.
         block_rows = max(_MAX_COMPARED_PAIRS // len(group), 1)
         for first in range(0, len(group), block_rows):
             block = slice(first, first + block_rows)
-            shared = np.ones((len(edges[0, 0, block]), len(group)), np.bool_)
+            is_overlapping = np.ones((len(edges[0, 0, block]), len(group)), np.bool_)
             for low, high in edges:
-                shared &= low < high[block, np.newaxis]
-                shared &= low[block, np.newaxis] < high
-            np.fill_diagonal(shared[:, first:], val=False)
-            for row in np.flatnonzero(shared.any(axis=1)).tolist():
-                other_rows = np.flatnonzero(shared[row])[:MAX_OVERLAPS].tolist()
+                is_overlapping &= low < high[block, np.newaxis]
+                is_overlapping &= low[block, np.newaxis] < high
+            np.fill_diagonal(is_overlapping[:, first:], val=False)
+            for row in np.flatnonzero(is_overlapping.any(axis=1)).tolist():
+                other_rows = np.flatnonzero(is_overlapping[row])[:MAX_OVERLAPS].tolist()
                 overlaps[group[first + row].id] = [group[other] for other in other_rows]
     return overlaps

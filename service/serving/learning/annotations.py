@@ -1,4 +1,4 @@
-"""The store of annotated stacks, which never expire."""
+"""The store of annotated stacks. Annotated stacks never expire."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from service.core.types import Segmentation, Volume, label_dtype
 from service.formats.tiff import writer as tiff_writer
 from service.serving.learning.annotation import IMAGE_FILE, LABELS_FILE, Annotation, NewAnnotation, Origin, Region
 from service.serving.storage.disk import translate_disk_errors
-from service.serving.storage.scratch import MARKER, make_locked_folder, sweep
+from service.serving.storage.scratch import MARKER_FILE, delete_abandoned_folders, make_locked_folder
 
-RECORD = "annotation.json"
+RECORD_FILE = "annotation.json"
 # Prefix of folders that are being written.
 PARTIAL_PREFIX = ".part-"
 _ID = re.compile(r"[0-9a-f]{32}")
-# Label numbers up to this one are counted in a lookup table, larger ones by sorting.
+# Label numbers up to this value are counted in a lookup table, and larger numbers by sorting.
 _MAX_TABLE_LABEL = 2**24
 # Maximum number of distinct label numbers that are counted by sorting.
 _MAX_SORTED_LABELS = 2**20
-# Maximum number of annotated stacks per owner. Each call reads all records of an owner.
+# Maximum number of annotated stacks per owner. Listing them reads all records of the owner.
 MAX_STACKS_PER_OWNER = 10_000
 
 
 class AnnotationUsage(NamedTuple):
-    """Number of annotated stacks, and the bytes of their files."""
+    """Number of annotated stacks, and the size of their files in bytes."""
 
     stacks: int
     nbytes: int
@@ -57,17 +57,17 @@ class AnnotationStore:
 
     def __init__(self, folder: Path, *, quota_bytes: int, max_stacks: int = MAX_STACKS_PER_OWNER) -> None:
         self.folder, self.quota_bytes, self.max_stacks = folder, quota_bytes, max_stacks
-        # Held from checking the quota of an owner until the new annotation is stored.
+        # Held from the check of the owner's quota until the new stack is stored.
         self._lock = threading.Lock()
-        # By folder name: the inode and modification time of the record, and the annotation read from it.
+        # Inode and modification time of each record, and the annotated stack read from it, by folder name.
         self._cached: dict[str, tuple[tuple[int, int], Annotation]] = {}
 
     def clean_up(self) -> None:
-        """Delete incomplete folders of killed processes."""
-        sweep(self.folder, PARTIAL_PREFIX)
+        """Delete the incomplete folders of killed processes."""
+        delete_abandoned_folders(self.folder, PARTIAL_PREFIX)
 
     def measure(self) -> AnnotationUsage:
-        """Return the usage by all owners together."""
+        """Return the total usage of all owners."""
         sizes = [annotation.nbytes for annotation in self._list_all()]
         return AnnotationUsage(len(sizes), sum(sizes))
 
@@ -75,64 +75,66 @@ class AnnotationStore:
         """Raise FeatureDisabled if the store is disabled, and OutOfStorage if the owner's quota is used up."""
         if not self.quota_bytes:
             raise FeatureDisabled(
-                "This service does not store annotated stacks: annotations.quota_bytes is 0 in its configuration."
+                "This service does not store annotated stacks, because annotations.quota_bytes is 0 in its settings."
             )
         self._check_quota(owner, 1)
 
     def add(self, image: Volume, labels: Volume, new_annotation: NewAnnotation) -> Annotation:
         """Store an image and its labels atomically. Both have one channel and the same shape.
 
-        Raises BadParameter if the shapes differ or the label numbers are invalid, FeatureDisabled, and OutOfStorage if
-        the quota is exceeded.
+        Raises BadParameter if the shapes differ or the label numbers are invalid, FeatureDisabled if the store is
+        disabled, and OutOfStorage if the quota is exceeded.
         """
         if labels.shape != image.shape or image.shape[0] != 1:
             raise BadParameter(f"The image and the labels differ in shape: {image.shape[1:]} and {labels.shape[1:]}.")
         self.check_space(new_annotation.owner)
         self.clean_up()
         annotation_id = uuid.uuid4().hex
-        partial = self.folder / f"{PARTIAL_PREFIX}{annotation_id}"
+        partial_folder = self.folder / f"{PARTIAL_PREFIX}{annotation_id}"
         with translate_disk_errors():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = make_locked_folder(partial)
+            lock_fd = make_locked_folder(partial_folder)
             try:
-                nbytes = _write(partial, image, labels, new_annotation)
+                nbytes = _write_stack(partial_folder, image, labels, new_annotation)
                 with self._lock:
                     self._check_quota(new_annotation.owner, nbytes)
-                    partial.rename(self.folder / annotation_id)
-                (self.folder / annotation_id / MARKER).unlink()
+                    partial_folder.rename(self.folder / annotation_id)
+                (self.folder / annotation_id / MARKER_FILE).unlink()
                 sync_to_disk(self.folder)
             finally:
-                shutil.rmtree(partial, ignore_errors=True)
-                os.close(lock)
+                shutil.rmtree(partial_folder, ignore_errors=True)
+                os.close(lock_fd)
         return self.find(annotation_id, new_annotation.owner)
 
-    def find(self, annotation: str, owner: str | None, *, everyone: bool = False) -> Annotation:
-        """Return an annotated stack of this owner, or with `everyone` of any owner. Raises UnknownAnnotation."""
-        stored = _read(self.folder / annotation) if _ID.fullmatch(annotation) else None
-        if stored is None or not (everyone or stored.owner == owner):
-            raise UnknownAnnotation("There is no such annotated stack: its ID is wrong, or it was deleted.")
-        return stored
+    def find(self, annotation_id: str, owner: str | None, *, everyone: bool = False) -> Annotation:
+        """Return an annotated stack of this owner, or of any owner if `everyone` is set. Raises UnknownAnnotation."""
+        annotation = _read_stack(self.folder / annotation_id) if _ID.fullmatch(annotation_id) else None
+        if annotation is None or not (everyone or annotation.owner == owner):
+            raise UnknownAnnotation("There is no such annotated stack: the ID is wrong, or the stack was deleted.")
+        return annotation
 
     def list_newest(self, owner: str | None, *, everyone: bool = False) -> list[Annotation]:
-        """Return the annotated stacks of this owner, or with `everyone` of all owners, newest first."""
+        """Return the annotated stacks of this owner, or of all owners if `everyone` is set, newest first."""
         annotations = (annotation for annotation in self._list_all() if everyone or annotation.owner == owner)
         return sorted(annotations, key=attrgetter("created"), reverse=True)
 
-    def delete(self, annotation: str, owner: str | None, *, everyone: bool = False) -> None:
+    def delete(self, annotation_id: str, owner: str | None, *, everyone: bool = False) -> None:
         """Delete an annotated stack. Raises UnknownAnnotation."""
-        stored = self.find(annotation, owner, everyone=everyone)
+        annotation = self.find(annotation_id, owner, everyone=everyone)
         with translate_disk_errors(), suppress(FileNotFoundError):
             # Delete the record first. A folder without a record is not an annotated stack.
-            (stored.folder / RECORD).unlink()
-            shutil.rmtree(stored.folder)
+            (annotation.folder / RECORD_FILE).unlink()
+            shutil.rmtree(annotation.folder)
 
     def _check_quota(self, owner: str | None, nbytes: int) -> None:
-        owned = self.list_newest(owner)
-        if len(owned) >= self.max_stacks:
-            raise OutOfStorage(f"You have {len(owned):,} annotated stacks, which is the maximum. Delete some of them.")
-        if (used := sum(annotation.nbytes for annotation in owned)) + nbytes > self.quota_bytes:
+        annotations = self.list_newest(owner)
+        if len(annotations) >= self.max_stacks:
             raise OutOfStorage(
-                f"Your annotated stacks use {used:,} of {self.quota_bytes:,} bytes (annotations.quota_bytes), so"
+                f"You have {len(annotations):,} annotated stacks, which is the maximum. Delete some of them."
+            )
+        if (used_bytes := sum(annotation.nbytes for annotation in annotations)) + nbytes > self.quota_bytes:
+            raise OutOfStorage(
+                f"Your annotated stacks use {used_bytes:,} of {self.quota_bytes:,} bytes (annotations.quota_bytes), so"
                 f" there is no space for {nbytes:,} more. Delete some of them, or save a smaller stack."
             )
 
@@ -143,23 +145,23 @@ class AnnotationStore:
             names = [entry.name for entry in os.scandir(self.folder)] if self.folder.is_dir() else []
         for name in filter(_ID.fullmatch, names):
             try:
-                status = os.stat(f"{self.folder}/{name}/{RECORD}")  # noqa: PTH116 - a Path doubles the time
+                status = os.stat(f"{self.folder}/{name}/{RECORD_FILE}")  # noqa: PTH116 - a Path doubles the time
             except OSError:
                 continue
-            record = status.st_ino, status.st_mtime_ns
+            version = status.st_ino, status.st_mtime_ns
             cached_entry = cached.get(name)
-            if cached_entry is not None and cached_entry[0] == record:
+            if cached_entry is not None and cached_entry[0] == version:
                 annotations[name] = cached_entry
-            elif (annotation := _read(self.folder / name)) is not None:
-                annotations[name] = record, annotation
+            elif (annotation := _read_stack(self.folder / name)) is not None:
+                annotations[name] = version, annotation
         self._cached = annotations
         return [annotation for _, annotation in annotations.values()]
 
 
-def _read(folder: Path) -> Annotation | None:
-    """Return the annotated stack in a folder, or None if there is none or its record is damaged."""
+def _read_stack(folder: Path) -> Annotation | None:
+    """Return the annotated stack in a folder, or None if the folder contains no stack or a damaged record."""
     try:
-        content: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
         z, y, x = content.pop("shape")
         size, region = content.pop("voxel_size"), content.pop("region")
         return Annotation(
@@ -174,8 +176,8 @@ def _read(folder: Path) -> Annotation | None:
         return None
 
 
-def _write(folder: Path, image: Volume, labels: Volume, new_annotation: NewAnnotation) -> int:
-    """Write the image, the labels and the record to a folder. Return the size of image and labels in bytes."""
+def _write_stack(folder: Path, image: Volume, labels: Volume, new_annotation: NewAnnotation) -> int:
+    """Write an image, its labels and the record to a folder. Return the size of image and labels in bytes."""
     tiff_writer.write_image(image, folder / IMAGE_FILE)
     objects = _write_labels(labels, folder / LABELS_FILE, image.voxel_size, new_annotation.region)
     nbytes = sum(path.stat().st_size for path in folder.iterdir())
@@ -186,22 +188,22 @@ def _write(folder: Path, image: Volume, labels: Volume, new_annotation: NewAnnot
         "voxel_size": None if image.voxel_size is None else tuple(image.voxel_size),
         "region": None if new_annotation.region is None else str(new_annotation.region),
         "objects": objects,
-        "digest": _digest(image),
+        "digest": _compute_digest(image),
         "origin": asdict(new_annotation.origin),
         "nbytes": nbytes,
         "created": time.time(),
     }
-    (folder / RECORD).write_text(json.dumps(content), encoding="utf-8")
+    (folder / RECORD_FILE).write_text(json.dumps(content), encoding="utf-8")
     sync_to_disk(*folder.iterdir(), folder)
     return nbytes
 
 
 def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, region: Region | None) -> int:
-    """Write labels as uint16, or uint32 if necessary, and return the number of objects in the region."""
-    planes, highest = range(labels.shape[1]), _highest_number(labels)
-    is_present = np.zeros(min(highest, _MAX_TABLE_LABEL) + 1, np.bool_)
+    """Write labels as uint16, or as uint32 if necessary. Return the number of objects in the region."""
+    planes, highest_number = range(labels.shape[1]), _find_highest_number(labels)
+    is_present = np.zeros(min(highest_number, _MAX_TABLE_LABEL) + 1, np.bool_)
     large_labels = np.empty(0, np.uint32)
-    pixels = make_allocator(path.parent)(labels.shape[1:], label_dtype(highest))
+    pixels = make_allocator(path.parent)(labels.shape[1:], label_dtype(highest_number))
     z0, z1 = (0, len(planes)) if region is None else region.z
     region_slices = (slice(None), slice(None)) if region is None else region.slices[1:]
     for z in planes:
@@ -212,24 +214,26 @@ def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, regi
             large_labels = np.union1d(large_labels, part[part >= len(is_present)])
             if len(large_labels) > _MAX_SORTED_LABELS:
                 raise BadParameter(
-                    f"The labels have more than {_MAX_SORTED_LABELS:,} numbers above {_MAX_TABLE_LABEL:,}. Renumber the"
-                    " objects, starting from 1."
+                    f"The labels contain more than {_MAX_SORTED_LABELS:,} numbers above {_MAX_TABLE_LABEL:,}. Renumber"
+                    " the objects, starting from 1."
                 )
     objects = int(np.count_nonzero(is_present[1:])) + len(large_labels)
     tiff_writer.write(Segmentation(pixels, "labels", voxel_size, objects), path)
     return objects
 
 
-def _highest_number(labels: Volume) -> int:
+def _find_highest_number(labels: Volume) -> int:
     """Return the highest label number. Raises BadParameter for negative numbers."""
     planes = (labels.read(z, z + 1) for z in range(labels.shape[1]))
     extremes = [(int(plane.min()), int(plane.max())) for plane in planes]
     if min(low for low, _ in extremes) < 0:
-        raise BadParameter("The labels have negative numbers. Number objects from 1, and use 0 for the background.")
+        raise BadParameter(
+            "The labels contain negative numbers. Number the objects from 1, and use 0 for the background."
+        )
     return max(high for _, high in extremes)
 
 
-def _digest(image: Volume) -> str:
+def _compute_digest(image: Volume) -> str:
     """Return the BLAKE3 hash of an image [1, Z, Y, X]: its dtype, shape and pixels."""
     digest = blake3(f"{image.dtype.name} {image.shape}".encode())
     for z in range(image.shape[1]):

@@ -1,4 +1,4 @@
-"""Corrected labels from a client: read them and their stack, check that they match, and store both."""
+"""Corrected labels from a client: read the labels and the image, check that they match, and store both."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Correction(NamedTuple):
 
     stack      file of the image
     labels     file of the labels
-    selection  part of the image that was segmented; its voxel size overrides those of the files
-    region     the corrected region as text; None for the whole stack
+    selection  part of the image that was segmented; its voxel size overrides that of the files
+    region     the corrected region in the format of `Region.parse`; None for the whole stack
     name       name of the stack
     folder     scratch folder for decoded pixels
     """
@@ -56,27 +56,27 @@ def store_correction(
     channels, z, y, x = description.shape
     if channels != 1:
         raise BadParameter.about(
-            "channel", f"the stack has {channels} channels. Select the channel that the labels belong to."
+            "channel", f"the stack has {channels} channels. Select the channel to which the labels belong."
         )
     shape = (z, y, x)
-    corrected = None if region is None else Region.parse(region, shape)
-    # The image and the uint32 labels, each once as decoded pixels and once as written files.
+    corrected_region = None if region is None else Region.parse(region, shape)
+    # Space for the image and the uint32 labels, each as decoded pixels and as a written file.
     space.reserve(2 * (description.nbytes + 4 * description.nbytes // np.dtype(description.dtype).itemsize))
     image = reader.read(stack, selection, folder, cancelled=cancelled)
     label_volume = reader.read_labels(labels, shape, folder, cancelled=cancelled)
     if selection.voxel_size is None:
         _check_voxel_size(label_volume.voxel_size, image.voxel_size)
-    return annotations.add(image, label_volume, NewAnnotation(name, owner, corrected, origin))
+    return annotations.add(image, label_volume, NewAnnotation(name, owner, corrected_region, origin))
 
 
 def _check_voxel_size(labels: VoxelSize | None, stack: VoxelSize | None) -> None:
-    """Raise BadParameter if both files specify different voxel sizes, because the labels may be of another stack."""
+    """Raise BadParameter if the voxel sizes differ, because the labels may belong to a different stack."""
     if labels is None or stack is None or np.allclose(tuple(labels), tuple(stack), rtol=0.01, atol=0):
         return
-    sizes = [",".join(f"{edge:g}" for edge in size) for size in (labels, stack)]
+    sizes = [",".join(f"{edge_length:g}" for edge_length in size) for size in (labels, stack)]
     raise BadParameter.about(
         "voxel_size",
         f"the labels specify {sizes[0]} micrometers (Z,Y,X), but the stack specifies {sizes[1]}. Save the labels"
-        f" without a voxel size, or set the correct one, for example voxel_size={sizes[1]}.",
+        f" without a voxel size, or set the correct voxel size, for example voxel_size={sizes[1]}.",
         suggested={"voxel_size": sizes[1]},
     )

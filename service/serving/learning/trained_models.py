@@ -1,4 +1,4 @@
-"""Trained models: names, owners and deletion."""
+"""Trained models: their names, owners and deletion."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from service.serving.learning.training_record import TrainingRecord
 
 WORK_PREFIX = ".training-"
-# File in the model folder with the API key that trained the model. Other clients must not see it.
+# File in a model folder with the name of the API key that trained the model. Other clients must not see this name.
 OWNER_FILE = "owner.json"
 RELOAD_TIMEOUT_SECONDS = 120.0
 
@@ -36,10 +36,11 @@ log = logging.getLogger(__name__)
 
 
 class TrainedModels:
-    """The folder of trained models, which the model registry serves. Thread-safe.
+    """The trained models, which are served by the model registry. Thread-safe.
 
+    folder      folder with a subfolder for each trained model
     max_models  maximum number of trained models
-    stopped     set when the service stops
+    stopped     event that is set when the service stops
     """
 
     def __init__(
@@ -53,104 +54,104 @@ class TrainedModels:
         return len(list(self.folder.glob("[!.]*")))
 
     def check_name(self, name: str) -> None:
-        """Raise BadParameter if a model or an unfinished training has the name, or if it is a default name."""
+        """Raise BadParameter if a model or an unfinished training run has this name, or if the name is reserved."""
         models = self._settings.models
         used_names = {DEFAULT_NAME, models.default, *models.serve}
         used_names |= {state.name for state in self._models.states()}
-        used_names |= {record.name for record in self._queue.unfinished}
+        used_names |= {record.name for record in self._queue.unfinished_records}
         if name in used_names or (self.folder / name).exists():
             raise BadParameter.about(
                 "name", f"{name!r} is the name of a model, or reserved for one. Choose another name."
             )
 
     def find_trained_model(self, record: TrainingRecord) -> str | None:
-        """Return the name of the model that a training created; None if there is none or it was deleted."""
-        # The name of a deleted model may be used again by a later training.
-        newest = self._queue.find_latest_done(record.name)
-        return record.name if record is newest and record.name in self._models.specs else None
+        """Return the name of the model that a training run created; None if there is no such model."""
+        # A later training run may have reused the name of a deleted model.
+        latest_record = self._queue.find_latest_done(record.name)
+        return record.name if record is latest_record and record.name in self._models.specs else None
 
     def can_remove(self, model: ModelState, owner: str | None, *, everyone: bool = False) -> bool:
-        """Return whether this owner, or with `everyone` an admin, may delete a model. The owner None owns no models."""
+        """Return whether a client can delete a model. The parameters are described in `remove`."""
         folder = self.folder / model.name
-        trained = folder.is_dir() if model.spec is None else folder == model.spec.folder
-        return trained and (everyone or (owner is not None and _read_owner(folder) == owner))
+        is_trained = folder.is_dir() if model.spec is None else folder == model.spec.folder
+        return is_trained and (everyone or (owner is not None and _read_owner(folder) == owner))
 
     def remove(self, name: str, owner: str | None, *, everyone: bool = False, has_jobs: Callable[[str], bool]) -> None:
-        """Delete a trained model and its files. Running requests for the model finish.
+        """Delete a trained model and its files. Running requests for the model are still completed.
 
         Args:
             name: name of the model
-            owner: the client; None owns no models
-            everyone: whether the client is an admin
-            has_jobs: returns whether unfinished jobs use a model; called now, and again when no new jobs are accepted
+            owner: name of the API key of the client; None owns no models
+            everyone: whether the client is an admin, who can delete the models of all owners
+            has_jobs: returns whether unfinished jobs use a model; called twice, finally when no new jobs are accepted
 
         Raises UnknownModel, ModelNotDeletable, Unauthorized and NotReady.
         """
         model = self._models.state(name)
         if not self.can_remove(model, None, everyone=True):
             raise ModelNotDeletable(
-                f"The model {name} was not trained by this service. Only the operator can remove it."
+                f"The model {name} was not trained by this service. Only the operator can delete it."
             )
         if not self.can_remove(model, owner, everyone=everyone):
             raise Unauthorized("Only the API key that trained a model, and the keys in access.admins, can delete it.")
-        work, default = self.folder / f"{WORK_PREFIX}{uuid.uuid4().hex}", self._models.default
+        work_folder, default_name = self.folder / f"{WORK_PREFIX}{uuid.uuid4().hex}", self._models.default
 
-        def delete() -> None:
-            with self._queue.changed, translate_disk_errors():
-                self._check_unused(model, default, has_jobs)
-                lock = make_locked_folder(work)
+        def delete_files() -> None:
+            with self._queue.condition, translate_disk_errors():
+                self._check_unused(model, default_name, has_jobs)
+                lock_fd = make_locked_folder(work_folder)
                 try:
-                    (self.folder / name).rename(work / name)
+                    (self.folder / name).rename(work_folder / name)
                 except FileNotFoundError:
                     raise UnknownModel(f"The model {name} is already being deleted.") from None
                 finally:
-                    os.close(lock)
+                    os.close(lock_fd)
 
-        with self._queue.changed:
-            # Check before removing the model from the registry. Removing a model that must stay, even for a moment,
-            # would make requests and waiting jobs fail.
-            self._check_unused(model, default, has_jobs)
+        with self._queue.condition:
+            # Check before removing the model from the registry. Even briefly removing a model that must stay would make
+            # requests and waiting jobs fail.
+            self._check_unused(model, default_name, has_jobs)
         try:
-            self._change(partial(self._models.remove, name, delete))
+            self._change_served_models(partial(self._models.remove, name, delete_files))
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(work_folder, ignore_errors=True)
         log.info("deleted the model %s", name)
 
     def serve(self, name: str) -> None:
         """Start serving a new model. Raises StackSegError."""
-        self._change(self._models.reload)
+        self._change_served_models(self._models.reload)
         self._models.servable_spec(name)
 
     def withdraw(self, name: str) -> None:
-        """Delete the model of an unfinished training, if it exists, and stop serving it."""
+        """Delete the model of an unfinished training run, if the model exists, and stop serving it."""
         folder = self.folder / name
         if folder.exists():
             shutil.rmtree(folder, ignore_errors=True)
             with suppress(StackSegError):
-                self._change(self._models.reload)
+                self._change_served_models(self._models.reload)
 
-    def _check_unused(self, model: ModelState, default: str, has_jobs: Callable[[str], bool]) -> None:
-        """Raise ModelNotDeletable if the configuration, a training or a job needs the model, or while it is loading."""
+    def _check_unused(self, model: ModelState, default_name: str, has_jobs: Callable[[str], bool]) -> None:
+        """Raise ModelNotDeletable if the model is loading, or needed by the configuration, a training run or a job."""
         name, models = model.name, self._settings.models
-        if name in {default, *models.serve, *(() if models.load == "all" else models.load)}:
+        if name in {default_name, *models.serve, *(() if models.load == "all" else models.load)}:
             raise ModelNotDeletable(f"The model {name} is the default model, or the configuration refers to it.")
-        if any(record.base_model.partition("/")[0] == name for record in self._queue.unfinished):
+        if any(record.base_model.partition("/")[0] == name for record in self._queue.unfinished_records):
             raise ModelNotDeletable(
-                f"An unfinished training starts from the model {name}. Cancel the training, or wait until it ends."
+                f"An unfinished training run starts from the model {name}. Cancel the run, or wait until it ends."
             )
         if has_jobs(name):
             raise ModelNotDeletable(f"Unfinished jobs use the model {name}. Cancel them, or wait until they end.")
         if model.state == "loading":
             raise ModelNotDeletable(f"The model {name} is being loaded for a request. Try again in a moment.")
 
-    def _change(self, change: Callable[[], object]) -> None:
+    def _change_served_models(self, change: Callable[[], object]) -> None:
         """Change the set of served models, after any other change has finished. Raises StackSegError."""
         deadline = time.monotonic() + RELOAD_TIMEOUT_SECONDS
         while True:
             try:
                 change()
             except NotReady:
-                # Another reload is running. It may have begun before the model existed.
+                # Another reload is running. That reload may have begun before the model existed.
                 if time.monotonic() > deadline or self._stopped.is_set():
                     raise
                 time.sleep(0.1)
@@ -164,7 +165,7 @@ def write_owner(folder: Path, owner: str | None) -> None:
 
 
 def _read_owner(folder: Path) -> str | None:
-    """Return the owner of the model in a folder, or None if it is unknown."""
+    """Return the owner of the model in a folder, or None if the owner is unknown."""
     try:
         owner = json.loads((folder / OWNER_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

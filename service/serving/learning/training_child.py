@@ -1,4 +1,4 @@
-"""The child process that trains a model."""
+"""A child process that trains a model, and its messages for users."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from service.formats.sandbox.child_process import child_environment
 TRAINING_MODULE = "service.training.process"
 # Environment variables that select devices and cache folders.
 INHERITED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOME", "XDG_CACHE_HOME")
-# Maximum number of bytes of the child's error output that are logged.
+# Maximum number of bytes to log from the error output of the child.
 MAX_LOGGED_OUTPUT_BYTES = 4000
-UNEXPECTED_MESSAGE = "An internal error occurred during the training. See the log of the service."
+UNEXPECTED_MESSAGE = "An internal error occurred during training. See the log of the service."
 KILLED_MESSAGE = "The training process was killed, most likely because the host ran out of memory. Use fewer stacks."
 TIMEOUT_MESSAGE = (
     "The training was stopped, because reading and scoring the stacks took too long. Use fewer or smaller stacks."
@@ -34,16 +34,16 @@ log = logging.getLogger(__name__)
 class TrainingChild:
     """A child process that waits for a training request.
 
-    name     ID of the training, for the log
-    module   module that the process runs, with the protocol of `service.training.process`
-    process  the process, which is started immediately
+    training_id  ID of the training run, for the log
+    module       module that the process runs, with the protocol of `service.training.process`
+    process      the process, which is started immediately
     """
 
-    def __init__(self, name: str, module: str = TRAINING_MODULE) -> None:
-        self._name, self._has_timed_out = name, False
+    def __init__(self, training_id: str, module: str = TRAINING_MODULE) -> None:
+        self._training_id, self._has_timed_out = training_id, False
         self._error_output = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         environment = child_environment()
-        # Idle OpenMP threads must not spin, to leave the CPU to requests.
+        # Idle OpenMP threads must not spin, so that the CPU is available to requests.
         environment |= {"OMP_WAIT_POLICY": "PASSIVE"}
         del environment["OMP_NUM_THREADS"]
         environment |= {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
@@ -53,15 +53,16 @@ class TrainingChild:
             stdout=subprocess.PIPE,
             stderr=self._error_output,
             env=environment,
-            # With a process group of its own, Ctrl+C at a terminal does not interrupt the child. The scheduler would
-            # give a session of its own as much CPU time as the whole service.
+            # In a process group of its own, the child is not interrupted by Ctrl+C at a terminal. Do not create a
+            # session, because the scheduler would give that session as much CPU time as the whole service.
             process_group=0,
         )
 
     def run(self, request: dict[str, Any], seconds: float, update: Callable[[dict[str, Any]], object]) -> str | None:
-        """Run a training in the child, and return its error message if it reports one. Kill it after `seconds`.
+        """Train a model in the child. Kill the child after `seconds`. Return the error message that it reports, if any.
 
-        Each progress message is passed to `update`, which raises ValueError, TypeError or LookupError for invalid ones.
+        Each progress message is passed to `update`, which raises ValueError, TypeError or LookupError if the message is
+        invalid.
         """
         timer = threading.Timer(seconds, self.process.kill)
         timer.daemon = True
@@ -74,11 +75,11 @@ class TrainingChild:
             self._has_timed_out = time.monotonic() - start_time >= seconds
 
     def explain(self, failure: str | None) -> str:
-        """Log the error output of the child, and return the message for users. `failure` is the child's own message."""
+        """Log the error output of the child. Return the message for users. `failure` is the message of the child."""
         status = self.process.returncode
         self._error_output.seek(0)
-        text = self._error_output.read()[-MAX_LOGGED_OUTPUT_BYTES:].decode(errors="replace")
-        log.error("training %s ended with status %d: %s %s", self._name, status, failure, text)
+        output = self._error_output.read()[-MAX_LOGGED_OUTPUT_BYTES:].decode(errors="replace")
+        log.error("training run %s ended with status %d: %s %s", self._training_id, status, failure, output)
         if failure is not None:
             return shorten(failure)
         if self._has_timed_out:
@@ -100,7 +101,7 @@ class TrainingChild:
         failure: str | None = None
         with process.stdin as stdin, process.stdout as stdout:
             with suppress(BrokenPipeError):
-                # Keep the pipe open, because the child exits when it is closed.
+                # Keep stdin open, because the child exits when stdin is closed.
                 stdin.write(json.dumps(request).encode() + b"\n")
                 stdin.flush()
             for line in stdout:
@@ -109,6 +110,6 @@ class TrainingChild:
                     update(progress)
                     failure = str(progress["failed"]) if "failed" in progress else failure
                 except (ValueError, TypeError, LookupError):
-                    log.warning("training %s: invalid progress message: %r", self._name, line[:200])
+                    log.warning("training run %s: invalid progress message: %r", self._training_id, line[:200])
             process.wait()
         return failure

@@ -1,4 +1,4 @@
-"""The trainings of the service in memory and on disk, and the order in which they run."""
+"""The training runs of the service in memory and on disk, and their order."""
 
 from __future__ import annotations
 
@@ -14,66 +14,66 @@ from service.serving.learning.training_record import (
     INTERRUPTED_MESSAGE,
     TrainingRecord,
     TrainingState,
-    delete_partial,
+    delete_partial_records,
     read_records,
 )
 from service.serving.storage.disk import translate_disk_errors
 
-# Maximum number of finished trainings per owner. Older records are deleted.
+# Maximum number of finished training runs per owner. The records of older runs are deleted.
 MAX_RECORDS_PER_OWNER = 100
 
 log = logging.getLogger(__name__)
 
 
 class TrainingQueue:
-    """All trainings, of which one runs at a time. Thread-safe.
+    """All training runs. One of them runs at a time. Thread-safe.
 
-    changed  condition that is held during changes and notified of new trainings
-    running  the running training, if any
+    condition       held during changes, and notified of new training runs
+    running_record  record of the current training run; None if there is none
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._records: dict[str, TrainingRecord] = {}
-        self.changed = threading.Condition()
-        self.running: TrainingRecord | None = None
+        self.condition = threading.Condition()
+        self.running_record: TrainingRecord | None = None
 
     def load(self) -> None:
-        """Read the trainings of earlier processes from disk."""
-        delete_partial(self._folder)
+        """Read the records of earlier processes from disk."""
+        delete_partial_records(self._folder)
         self._records = {record.id: record for record in read_records(self._folder)}
 
     def add(self, record: TrainingRecord) -> None:
-        """Add a waiting training. Raises OutOfStorage and StorageUnavailable."""
-        with self.changed:
+        """Add a waiting training run. Raises OutOfStorage and StorageUnavailable."""
+        with self.condition:
             with translate_disk_errors():
                 record.save(self._folder)
             self._records[record.id] = record
-            self.changed.notify_all()
+            self.condition.notify_all()
 
-    def find(self, training: str, owner: str | None, *, everyone: bool = False) -> TrainingRecord:
-        """Return a training of this owner, or with `everyone` of any owner. Raises UnknownTraining."""
-        record = self._records.get(training)
+    def find(self, training_id: str, owner: str | None, *, everyone: bool = False) -> TrainingRecord:
+        """Return a training run of this owner, or of any owner if `everyone` is set. Raises UnknownTraining."""
+        record = self._records.get(training_id)
         if record is None or not (everyone or record.owner == owner):
-            raise UnknownTraining("There is no such training: its ID is wrong, or it was deleted.")
+            raise UnknownTraining("There is no such training run: the ID is wrong, or the run was deleted.")
         return record
 
     def list_newest(self, owner: str | None, *, everyone: bool = False) -> list[TrainingRecord]:
-        """Return the trainings of this owner, or with `everyone` of all owners, newest first."""
-        with self.changed:
+        """Return the training runs of this owner, or of all owners if `everyone` is set, newest first."""
+        with self.condition:
             records = list(self._records.values())
         return [record for record in reversed(records) if everyone or record.owner == owner]
 
     @property
-    def unfinished(self) -> list[TrainingRecord]:
-        """The waiting and running trainings, oldest first."""
-        with self.changed:
+    def unfinished_records(self) -> list[TrainingRecord]:
+        """The waiting and running training runs, oldest first."""
+        with self.condition:
             return [record for record in self._records.values() if not record.has_ended]
 
     @property
-    def waiting(self) -> list[TrainingRecord]:
-        """The waiting trainings in the order in which they will run. Owners take turns, least recently served first."""
-        with self.changed:
+    def waiting_records(self) -> list[TrainingRecord]:
+        """The waiting training runs in queue order. Owners take turns; the least recently served owner is first."""
+        with self.condition:
             records = list(self._records.values())
         last_started = {record.owner: record.started for record in records if record.started is not None}
         counts: dict[str | None, int] = {}
@@ -85,76 +85,76 @@ class TrainingQueue:
         return [record for *_, record in sorted(sortable, key=lambda key: key[:3])]
 
     def running_and_waiting(self) -> tuple[TrainingRecord | None, list[TrainingRecord]]:
-        """Return the running training and the waiting trainings in their order."""
-        with self.changed:
-            return self.running, self.waiting
+        """Return the current training run, and the waiting training runs in queue order."""
+        with self.condition:
+            return self.running_record, self.waiting_records
 
     def count(self) -> dict[str, float]:
-        """Return the number of running and of waiting trainings, by state."""
-        running, waiting = self.running_and_waiting()
-        return {"running": float(running is not None), "waiting": float(len(waiting))}
+        """Return the numbers of running and waiting training runs, by state."""
+        running_record, waiting_records = self.running_and_waiting()
+        return {"running": float(running_record is not None), "waiting": float(len(waiting_records))}
 
     def position(self, record: TrainingRecord) -> int | None:
-        """Return the position of a waiting training in the queue, from 1; None for any other training."""
-        order = self.waiting
-        return order.index(record) + 1 if record in order else None
+        """Return the position of a waiting training run in the queue, from 1; None for any other run."""
+        waiting_records = self.waiting_records
+        return waiting_records.index(record) + 1 if record in waiting_records else None
 
     def find_latest_done(self, name: str) -> TrainingRecord | None:
-        """Return the latest training that created a model with this name, or None."""
-        with self.changed:
+        """Return the latest training run that created a model with this name, or None."""
+        with self.condition:
             candidates = [record for record in self._records.values() if record.state == "done" and record.name == name]
         return max(candidates, key=lambda record: record.ended or 0.0, default=None)
 
     def begin_next(self) -> TrainingRecord | None:
-        """Mark the next training as running and return it, or return None if no training is waiting."""
-        with self.changed:
-            record = next(iter(self.waiting), None)
+        """Mark the next training run as running and return it. Return None if no run is waiting."""
+        with self.condition:
+            record = next(iter(self.waiting_records), None)
             if record is not None:
                 record.state, record.started = "running", time.time()
-                self.running = record
+                self.running_record = record
             return record
 
     def end_running(self) -> None:
-        """Clear the running training, so that the next one can begin."""
-        with self.changed:
-            self.running = None
+        """Clear `running_record`, so that the next training run can begin."""
+        with self.condition:
+            self.running_record = None
 
     def cancel(self, record: TrainingRecord) -> None:
-        """Cancel an unfinished training in memory. Its record is saved after its files were deleted."""
-        with self.changed:
+        """Cancel an unfinished training run in memory. Save the record after the files of the run have been deleted."""
+        with self.condition:
             record.state, record.ended = "cancelled", time.time()
 
     def interrupt(self, record: TrainingRecord) -> None:
-        """Mark an unfinished training as interrupted, in memory."""
-        with self.changed:
+        """Mark an unfinished training run as interrupted in memory."""
+        with self.condition:
             if not record.has_ended:
                 record.state, record.message, record.ended = "interrupted", INTERRUPTED_MESSAGE, time.time()
 
     def end(self, record: TrainingRecord, state: TrainingState, message: str) -> None:
-        """Record the outcome of a training, first on disk and then in memory."""
+        """Record the outcome of a training run, first on disk and then in memory."""
         now = time.time()
         self.save(record if record.has_ended else replace(record, state=state, message=message, ended=now))
-        with self.changed:
+        with self.condition:
             if not record.has_ended:
                 record.state, record.message, record.ended = state, message, now
 
     def save(self, record: TrainingRecord) -> None:
-        """Write a record to disk. If that fails, log it; the training is then known until the service stops."""
+        """Write a record to disk. If writing fails, log the error; the record is then lost when the service stops."""
         try:
             record.save(self._folder)
         except OSError as error:
-            log.warning("training %s cannot be recorded: %s", record.id, error)
+            log.warning("training run %s cannot be recorded: %s", record.id, error)
 
     def delete(self, record: TrainingRecord) -> None:
-        """Delete the record of a finished training. Raises StorageUnavailable."""
-        with self.changed:
+        """Delete the record of a finished training run. Raises StorageUnavailable."""
+        with self.condition:
             self._records.pop(record.id, None)
             with translate_disk_errors():
                 (self._folder / f"{record.id}.json").unlink(missing_ok=True)
 
     def delete_oldest(self, owner: str | None) -> None:
-        """Delete the oldest records of finished trainings beyond `MAX_RECORDS_PER_OWNER`."""
-        finished = [record for record in self.list_newest(owner) if record.has_ended]
-        for record in finished[MAX_RECORDS_PER_OWNER:]:
+        """Delete the oldest records of finished training runs beyond `MAX_RECORDS_PER_OWNER`."""
+        finished_records = [record for record in self.list_newest(owner) if record.has_ended]
+        for record in finished_records[MAX_RECORDS_PER_OWNER:]:
             with suppress(StackSegError):
                 self.delete(record)

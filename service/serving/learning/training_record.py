@@ -1,4 +1,4 @@
-"""The record of a training, in memory and on disk."""
+"""The record of a training run, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ from typing import Any, Literal, get_args
 from service.core.files.atomic_files import write_atomically
 
 TrainingState = Literal["waiting", "running", "done", "failed", "cancelled", "interrupted"]
-# Stages of a running training. The optimizer steps are in "learning"; the new model is scored in "evaluating".
+# Stages of a training run. The optimizer steps are in "learning". The new model is scored in "evaluating".
 TrainingStage = Literal["reading", "scoring", "learning", "finishing", "evaluating", "serving"]
 STAGES: tuple[TrainingStage, ...] = get_args(TrainingStage)
 
-# Maximum number of points of a loss curve. Beyond that, every second point is dropped.
+# Maximum number of points of a loss curve. When a curve exceeds it, every second point is dropped.
 MAX_CURVE_POINTS = 512
-# Message of trainings that a stop or a crash of the service has interrupted.
-INTERRUPTED_MESSAGE = "The service was stopped before the training ended, and its progress is lost. Start it again."
+# Message for training runs that were interrupted by a stop or crash of the service.
+INTERRUPTED_MESSAGE = (
+    "The service was stopped before the training run ended, so the progress is lost. Start the training again."
+)
 
 
 @dataclass
 class TrainingRecord:
-    """A training. Times are in seconds since the Unix epoch.
+    """A training run. Times are in seconds since the Unix epoch.
 
     name        name of the new model
-    base_model  name and version of the model that the training starts from
-    stage       current stage; the first stage before the training runs
-    loss        [step, training loss], thinned out if there are many steps
-    validation  [step, validation loss]; the first entry is before any step
+    base_model  name and version of the model from which the training starts
+    stage       current stage; the first stage while the training run is waiting
+    loss        pairs of step and training loss, thinned out if there are many steps
+    validation  pairs of step and validation loss; the first pair is from before the first step
     before      score of the base model on held-out data: F1 at an intersection over union of 0.5
     after       score of the new model on the same data
+    better      whether the new model is better than the base model
+    stride      number of steps between two pairs in `loss`
     """
 
     id: str
@@ -55,20 +59,19 @@ class TrainingRecord:
     after: float | None = None
     better: bool | None = None
     message: str = ""
-    # Number of steps between two points in `loss`.
     stride: int = 1
     stage: TrainingStage = "reading"
 
     @property
     def has_ended(self) -> bool:
-        """Whether the training has ended."""
+        """Whether the training run is neither waiting nor running."""
         return self.state not in {"waiting", "running"}
 
     @property
     def seconds_left(self) -> float | None:
-        """Maximum remaining seconds of a running training; None if it is not running, or exceeds the requested time.
+        """Maximum number of seconds until the run ends; None if it is not running or takes longer than requested.
 
-        The training may end sooner.
+        The run may end sooner.
         """
         if self.state != "running" or self.started is None:
             return None
@@ -85,18 +88,22 @@ class TrainingRecord:
             self.before = float(progress["before"])
         if "validation" in progress:
             step, value = progress["validation"]
-            _append(self.validation, int(step), float(value))
+            _append_point(self.validation, int(step), float(value))
         if "loss" in progress:
             self._add_loss(int(progress["step"]), float(progress["loss"]))
         if "done" in progress:
-            done = progress["done"]
-            self.after, self.better, self.message = float(done["after"]), bool(done["better"]), str(done["message"])
+            result = progress["done"]
+            self.after, self.better, self.message = (
+                float(result["after"]),
+                bool(result["better"]),
+                str(result["message"]),
+            )
 
     def _add_loss(self, step: int, loss: float) -> None:
         """Add a point to the loss curve, and thin out the curve if it is too long."""
         self.step = step
         if step % self.stride == 0:
-            _append(self.loss, step, loss)
+            _append_point(self.loss, step, loss)
         if len(self.loss) > MAX_CURVE_POINTS:
             self.stride *= 2
             self.loss = [point for point in self.loss if point[0] % self.stride == 0]
@@ -104,23 +111,23 @@ class TrainingRecord:
     def save(self, folder: Path) -> None:
         """Write the record atomically. Raises OSError.
 
-        An unfinished training is written as interrupted, because the file is only read again after a restart.
+        An unfinished run is written as interrupted, because the file is read only after a restart.
         """
         content = asdict(self)
         if not self.has_ended:
             content |= {"state": "interrupted", "message": INTERRUPTED_MESSAGE}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with write_atomically(folder / f"{self.id}.json") as partial:
-            partial.write_text(json.dumps(content), encoding="utf-8")
+        with write_atomically(folder / f"{self.id}.json") as partial_path:
+            partial_path.write_text(json.dumps(content), encoding="utf-8")
 
 
-def _append(curve: list[tuple[int, float]], step: int, value: float) -> None:
+def _append_point(curve: list[tuple[int, float]], step: int, value: float) -> None:
     """Add a point to a curve. Skip NaN and infinity, which JSON does not support."""
     if math.isfinite(value):
         curve.append((step, value))
 
 
-def delete_partial(folder: Path) -> None:
+def delete_partial_records(folder: Path) -> None:
     """Delete incomplete records of killed processes. Ignore errors."""
     for path in folder.glob(".*.part"):
         with suppress(OSError):
@@ -128,7 +135,7 @@ def delete_partial(folder: Path) -> None:
 
 
 def read_records(folder: Path) -> list[TrainingRecord]:
-    """Read the records in a folder, oldest first. Damaged records are skipped, and the folder need not exist."""
+    """Read the records in a folder, oldest first. Skip damaged records. The folder need not exist."""
     records = []
     for path in folder.glob("*.json"):
         try:

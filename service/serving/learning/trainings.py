@@ -1,4 +1,4 @@
-"""Trainings on annotated stacks: queue them, run them one at a time in a child process, and serve the new models."""
+"""Training runs on annotated stacks: queue them, run one at a time in a child process, and serve the new models."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from service.serving.learning.training_child import TRAINING_MODULE, UNEXPECTED_
 from service.serving.learning.training_queue import TrainingQueue
 from service.serving.learning.training_record import INTERRUPTED_MESSAGE, TrainingRecord
 from service.serving.storage.disk import translate_disk_errors
-from service.serving.storage.scratch import make_locked_folder, sweep
+from service.serving.storage.scratch import delete_abandoned_folders, make_locked_folder
 
 if TYPE_CHECKING:
     from service.serving.devices.model_registry import ModelRegistry
     from service.serving.learning.annotations import AnnotationStore
 
-# Modules of the extra `train`.
+# Modules of the `train` extra.
 REQUIRED_MODULES = ("edt", "scipy", "skimage")
 RETRY_AFTER_SECONDS = 60
 JOIN_SECONDS = 10.0
@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 class NewTraining(NamedTuple):
     """A training request of a client.
 
-    model        model that the training starts from; None for the default model
+    model        model from which the training starts; None for the default model
     annotations  IDs of annotated stacks
-    minutes      maximum duration of the training
+    minutes      maximum duration of the training run
     name         name of the new model
     """
 
@@ -58,12 +58,12 @@ class NewTraining(NamedTuple):
 
 
 class Trainings:
-    """The trainings of the service, which a thread runs one at a time. Thread-safe.
+    """The training runs of the service. A thread processes one run at a time. Thread-safe.
 
-    is_stopping  returns whether the service is stopping
+    is_stopping  function that returns whether the service is stopping
     module       module that the child process runs, with the protocol of `service.training.process`
 
-    A training that is unfinished when the service stops is interrupted. It is not resumed.
+    A training run that is unfinished when the service stops is interrupted, and it is not resumed.
     """
 
     def __init__(
@@ -83,36 +83,36 @@ class Trainings:
         self._thread = threading.Thread(target=self._run_all, name="training", daemon=True)
 
     def start(self) -> None:
-        """Read the trainings of earlier processes, delete their leftover files, and start to run new trainings."""
-        sweep(self._settings.trained_folder, WORK_PREFIX)
+        """Read the records of earlier processes, delete their leftover files, and start to process training runs."""
+        delete_abandoned_folders(self._settings.trained_folder, WORK_PREFIX)
         self.queue.load()
         self._thread.start()
 
     def stop(self) -> None:
-        """Interrupt the running training and all waiting trainings."""
-        with self.queue.changed:
+        """Interrupt all running and waiting training runs."""
+        with self.queue.condition:
             self._stopped.set()
-            waiting = self.queue.waiting
-            self._kill()
-            self.queue.changed.notify_all()
+            waiting_records = self.queue.waiting_records
+            self._kill_child()
+            self.queue.condition.notify_all()
         self._thread.join(JOIN_SECONDS)
-        for record in waiting:
+        for record in waiting_records:
             self.queue.end(record, "interrupted", INTERRUPTED_MESSAGE)
 
     def check_enabled(self) -> None:
-        """Raise FeatureDisabled with the reason if trainings are disabled or impossible."""
+        """Raise FeatureDisabled with the reason if training is disabled or impossible."""
         if not self._settings.trainings.enabled or not self._settings.annotations.quota_bytes:
             raise FeatureDisabled(
                 "Training is disabled on this service (trainings.enabled or annotations.quota_bytes)."
             )
-        if missing := [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]:
+        if missing_modules := [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]:
             raise FeatureDisabled(
-                f"Training is not available, because these packages are missing: {', '.join(missing)}. The operator can"
-                " install them with: pip install 'stackseg[train]'."
+                f"Training is not available, because these packages are missing: {', '.join(missing_modules)}. The"
+                " operator can install them with: pip install 'stackseg[train]'."
             )
 
     def submit(self, request: NewTraining, owner: str | None, *, admin: bool) -> TrainingRecord:
-        """Queue a training that creates a new model from an existing model.
+        """Queue a training run that creates a new model from an existing model.
 
         Raises FeatureDisabled, UnknownModel, UnknownAnnotation, BadParameter, QueueFull and NotReady.
         """
@@ -123,15 +123,17 @@ class Trainings:
         if request.minutes > limits.minutes:
             raise BadParameter.about(
                 "minutes",
-                f"at most {limits.minutes:g} are allowed (trainings.minutes).",
+                f"the maximum is {limits.minutes:g} (trainings.minutes).",
                 suggested={"minutes": f"{limits.minutes:g}"},
             )
-        unique = list(dict.fromkeys(request.annotations))
-        _check_no_overlaps([self._annotations.find(annotation, owner, everyone=admin) for annotation in unique])
-        record = TrainingRecord(
-            uuid.uuid4().hex, owner, request.name, spec.identifier, unique, request.minutes, time.time()
+        annotation_ids = list(dict.fromkeys(request.annotations))
+        _check_no_overlaps(
+            [self._annotations.find(annotation_id, owner, everyone=admin) for annotation_id in annotation_ids]
         )
-        with self.queue.changed:
+        record = TrainingRecord(
+            uuid.uuid4().hex, owner, request.name, spec.identifier, annotation_ids, request.minutes, time.time()
+        )
+        with self.queue.condition:
             # The model may have been deleted in the meantime.
             self._models.servable_spec(spec.name)
             self.trained_models.check_name(request.name)
@@ -140,32 +142,36 @@ class Trainings:
         self.queue.delete_oldest(owner)
         return record
 
-    def cancel(self, training: str, owner: str | None, *, everyone: bool = False) -> None:
-        """Cancel an unfinished training, or delete the record of a finished one. Raises UnknownTraining."""
-        record = self.queue.find(training, owner, everyone=everyone)
-        with self.queue.changed:
+    def cancel(self, training_id: str, owner: str | None, *, everyone: bool = False) -> None:
+        """Cancel an unfinished training run, or delete the record of a finished one. Raises UnknownTraining."""
+        record = self.queue.find(training_id, owner, everyone=everyone)
+        with self.queue.condition:
             if record.has_ended:
                 self.queue.delete(record)
                 return
             self.queue.cancel(record)
-            if record is self.queue.running:
-                self._kill()
+            if record is self.queue.running_record:
+                self._kill_child()
         self.queue.save(record)
 
     def _check_limits(self, owner: str | None) -> None:
         if self._is_stopping():
             raise NotReady("The service is stopping. Start the training after it has restarted.")
-        waiting, max_waiting, models = self.queue.waiting, self._settings.trainings.waiting, self.trained_models
-        if models.count() + len(self.queue.unfinished) >= models.max_models:
+        waiting_records, max_waiting, models = (
+            self.queue.waiting_records,
+            self._settings.trainings.waiting,
+            self.trained_models,
+        )
+        if models.count() + len(self.queue.unfinished_records) >= models.max_models:
             raise OutOfStorage(
                 f"There are already {models.max_models} trained models (trainings.models). Delete some of them with"
                 " DELETE /models/NAME, which requires the API key that trained the model, or an admin key."
             )
-        if len(waiting) >= max_waiting:
-            raise QueueFull("Too many trainings are waiting. Try again when one has ended.", RETRY_AFTER_SECONDS)
-        if sum(record.owner == owner for record in waiting) >= max(1, max_waiting // 2):
+        if len(waiting_records) >= max_waiting:
+            raise QueueFull("Too many training runs are waiting. Try again when one has ended.", RETRY_AFTER_SECONDS)
+        if sum(record.owner == owner for record in waiting_records) >= max(1, max_waiting // 2):
             raise QueueFull(
-                "Too many of your trainings are waiting. Try again when one has ended.", RETRY_AFTER_SECONDS
+                "Too many of your training runs are waiting. Try again when one has ended.", RETRY_AFTER_SECONDS
             )
 
     def _is_stopping(self) -> bool:
@@ -173,8 +179,8 @@ class Trainings:
 
     def _run_all(self) -> None:
         while True:
-            with self.queue.changed:
-                self.queue.changed.wait_for(lambda: self._stopped.is_set() or self.queue.waiting)
+            with self.queue.condition:
+                self.queue.condition.wait_for(lambda: self._stopped.is_set() or self.queue.waiting_records)
                 record = None if self._stopped.is_set() else self.queue.begin_next()
             if record is None:
                 return
@@ -183,13 +189,13 @@ class Trainings:
             except StackSegError as error:
                 self.queue.end(record, "failed", shorten(str(error)))
             except Exception:
-                log.exception("training %s", record.id)
+                log.exception("training run %s", record.id)
                 self.queue.end(record, "failed", UNEXPECTED_MESSAGE)
             finally:
                 self.queue.end_running()
 
     def _run(self, record: TrainingRecord) -> None:
-        """Run a training and serve the new model. Raises StackSegError."""
+        """Train and serve the new model. Raises StackSegError."""
         failure = self._make_model(record)
         if record.has_ended:
             self.trained_models.withdraw(record.name)
@@ -200,58 +206,59 @@ class Trainings:
             self._serve(record)
 
     def _make_model(self, record: TrainingRecord) -> str | None:
-        """Create the model folder atomically. Return the reason if that fails. Raises StackSegError."""
-        trained = self._settings.trained_folder
-        # The registry does not find models in this folder, because it does not search this deep.
-        work = trained / f"{WORK_PREFIX}{record.id}"
+        """Create the model folder atomically. If that fails, return the reason. Raises StackSegError."""
+        models_folder = self._settings.trained_folder
+        # The registry does not find models in this folder, because it does not search nested folders.
+        work_folder = models_folder / f"{WORK_PREFIX}{record.id}"
         with translate_disk_errors():
-            trained.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = make_locked_folder(work)
+            models_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock_fd = make_locked_folder(work_folder)
             try:
-                failure = self._train(record, work / record.name)
+                failure = self._train(record, work_folder / record.name)
                 if failure is None:
-                    write_owner(work / record.name, record.owner)
-                with self.queue.changed:
+                    write_owner(work_folder / record.name, record.owner)
+                with self.queue.condition:
                     if failure is None and not self._has_ended(record):
-                        (work / record.name).rename(trained / record.name)
+                        (work_folder / record.name).rename(models_folder / record.name)
                 return failure
             finally:
-                shutil.rmtree(work, ignore_errors=True)
-                os.close(lock)
+                shutil.rmtree(work_folder, ignore_errors=True)
+                os.close(lock_fd)
 
     def _has_ended(self, record: TrainingRecord) -> bool:
-        """Return whether a training was cancelled or interrupted by a stop. Call this with the lock held."""
+        """Return whether a run was cancelled or interrupted by a stop. Call this with `queue.condition` held."""
         if self._is_stopping():
             self.queue.interrupt(record)
         return record.has_ended
 
-    def _train(self, record: TrainingRecord, out: Path) -> str | None:
-        """Train the model in a child process. Return the reason if that fails. Raises StackSegError."""
-        request = self._make_request(record, out)
-        with self.queue.changed:
+    def _train(self, record: TrainingRecord, model_folder: Path) -> str | None:
+        """Train the model in a child process. If that fails, return the reason. Raises StackSegError."""
+        request = self._make_request(record, model_folder)
+        with self.queue.condition:
             if self._has_ended(record):
                 return record.message
             child = self._child = TrainingChild(record.id, self._module)
         with closing(child):
-            # Scoring is not part of the requested minutes. Its duration depends on the size of the annotated stacks.
+            # Scoring does not count toward the requested minutes. Its duration depends on the size of the annotated
+            # stacks.
             failure = child.run(request, TIMEOUT_FACTOR * 60 * self._settings.trainings.minutes, record.update)
-            with self.queue.changed:
+            with self.queue.condition:
                 self._child = None
                 if self._has_ended(record):
                     return record.message
-            if failure is None and (out / FILE_NAME).is_file() and record.after is not None:
+            if failure is None and (model_folder / FILE_NAME).is_file() and record.after is not None:
                 return None
             return child.explain(failure)
 
-    def _make_request(self, record: TrainingRecord, out: Path) -> dict[str, Any]:
+    def _make_request(self, record: TrainingRecord, model_folder: Path) -> dict[str, Any]:
         """Return the request for `service.training.process`. Raises UnknownModel, BrokenModel and UnknownAnnotation."""
         spec = self._models.servable_spec(record.base_model.partition("/")[0])
-        stacks = [self._annotations.find(annotation, None, everyone=True) for annotation in record.annotations]
+        stacks = [self._annotations.find(annotation_id, None, everyone=True) for annotation_id in record.annotations]
         limits = self._settings.trainings
         return {
-            "stacks": [_describe(stack) for stack in stacks],
+            "stacks": [_describe_stack(stack) for stack in stacks],
             "base": str(spec.folder),
-            "out": str(out),
+            "out": str(model_folder),
             "minutes": record.minutes,
             "memory_bytes": limits.memory_bytes,
             "niceness": limits.niceness,
@@ -259,18 +266,18 @@ class Trainings:
         }
 
     def _serve(self, record: TrainingRecord) -> None:
-        """Serve the new model. Delete it if that fails or the training was cancelled. Raises StackSegError."""
+        """Serve the new model. If that fails or the run was cancelled, delete the model. Raises StackSegError."""
         record.stage = "serving"
         try:
             self.trained_models.serve(record.name)
             self.queue.end(record, "done", record.message)
         finally:
             if record.state == "done":
-                log.info("training %s created the model %s: %s", record.id, record.name, record.message)
+                log.info("training run %s created the model %s: %s", record.id, record.name, record.message)
             else:
                 self.trained_models.withdraw(record.name)
 
-    def _kill(self) -> None:
+    def _kill_child(self) -> None:
         if self._child is not None:
             self._child.kill()
 
@@ -279,16 +286,16 @@ def _check_no_overlaps(stacks: Sequence[Annotation]) -> None:
     """Raise BadParameter if two stacks overlap, because training data would leak into the held-out data."""
     overlaps = find_overlaps(stacks)
     for stack in stacks:
-        for other in overlaps[stack.id]:
-            older, newer = sorted((stack, other), key=lambda annotation: annotation.created)
+        for overlapping_stack in overlaps[stack.id]:
+            older, newer = sorted((stack, overlapping_stack), key=lambda annotation: annotation.created)
             raise BadParameter.about(
                 "annotations",
                 f"{older.id} ({older.name}) and the newer {newer.id} ({newer.name}) have labels for the"
-                " same region of one image. Remove one of them.",
+                " same region of one image. Omit one of them.",
             )
 
 
-def _describe(stack: Annotation) -> dict[str, Any]:
+def _describe_stack(stack: Annotation) -> dict[str, Any]:
     return {
         "name": stack.name,
         "image": str(stack.image.resolve()),

@@ -1,4 +1,4 @@
-"""The files of an answer: labels, a table of the objects, or both. They are sent, or saved on the host."""
+"""The files of an answer: labels, a table of the objects, or both. The files are sent, or saved on the host."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ MEASUREMENTS_FILE = "measurements.csv"
 WARNING_FILE = "warning.json"
 ARCHIVE_FILE = "labels.zip"
 RECEIPT_FILE = "saved.json"
-# Folder in which an OME-Zarr result is written.
+# Folder to which an OME-Zarr result is written.
 ZARR_FOLDER = "image.zarr"
 
 TIFF_SUFFIX = re.compile(r"(\.ome)?\.tiff?$", re.IGNORECASE)
-# The suffix that is removed from the name of an uploaded file.
+# Suffix of an uploaded file, which is replaced in the name of its result.
 _STACK_SUFFIX = re.compile(r"(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$", re.IGNORECASE)
 
-# By the parameter `measurements`.
+# Media types of answers, by value of the parameter `measurements`.
 MEDIA_TYPES = {None: "image/tiff", "csv": "text/csv", "zip": "application/zip"}
 # Allowed suffixes of a result that is saved on the host, by media type.
 OUTPUT_SUFFIXES = {"image/tiff": (".tif", ".tiff", ".zarr"), "text/csv": (".csv",), "application/zip": (".zip",)}
@@ -47,7 +47,7 @@ ZARR_MEDIA_TYPE = "application/vnd+zarr"
 
 
 class SavedResult(BaseModel):
-    """A result that was saved on the host of the service. `output` is the `output_to` of the request."""
+    """A result that was saved on the host of the service. `output` is the parameter `output_to` of the request."""
 
     output: str
     media_type: str
@@ -57,10 +57,11 @@ class SavedResult(BaseModel):
 
 
 class Answer(NamedTuple):
-    """The file of an answer, or its content.
+    """The file of an answer, or the content of that file.
 
-    suffix   appended to the stem of the input's name
-    seconds  time of the stages measure, write and save
+    suffix   appended to the stem of the input name
+    seconds  duration of the stages measure, write and save
+    content  content of the file if it was encoded in memory, else None
     """
 
     path: Path
@@ -71,15 +72,15 @@ class Answer(NamedTuple):
 
 
 def encode_small_answer(request: SegmentationRequest, result: Result) -> Answer | None:
-    """Encode the labels in memory. Return None if they are large, or if the request asks for another kind of output."""
+    """Encode the labels in memory. Return None if they are large, or if the request is for another kind of output."""
     if request.query.measurements is not None or request.query.output_to is not None:
         return None
     stages = Stages()
     with stages.measure("write"):
-        content = tiff_writer.encode(result.segmentation, _origin(request, result))
+        content = tiff_writer.encode(result.segmentation, _make_provenance(request, result))
     if content is None:
         return None
-    return _label_answer(request.folder / LABELS_FILE, result.segmentation, stages, content)
+    return _make_label_answer(request.folder / LABELS_FILE, result.segmentation, stages, content)
 
 
 def write_answer(
@@ -87,8 +88,8 @@ def write_answer(
 ) -> Answer:
     """Write the requested files to the folder of the request, or to `output_to` on the host.
 
-    Objects are measured in every channel of `measured`, not only in the segmented one. Raises Cancelled, the errors of
-    `HostFiles.put`, and OSError.
+    Objects are measured in every channel of `measured`, not only in the segmented channel. Raises Cancelled, OSError
+    and the errors of `HostFiles.put`.
     """
     destination = request.query.output_to
     if destination is None:
@@ -98,10 +99,10 @@ def write_answer(
         _write_zarr(host_files, request, result, destination) if is_zarr else _write_files(request, measured, result)
     )
     if request.cancelled():
-        raise Cancelled("cancelled before the result was moved to its destination")
+        raise Cancelled("The request was cancelled before its result was moved to the destination.")
     stages = Stages()
     with stages.measure("save"):
-        saved_bytes = _save(host_files, request, answer, destination)
+        saved_bytes = _save_answer(host_files, request, answer, destination)
     receipt = SavedResult(
         output=destination,
         media_type=answer.media_type,
@@ -114,8 +115,8 @@ def write_answer(
     return Answer(path, "application/json", f"_{RECEIPT_FILE}", answer.seconds | stages.seconds)
 
 
-def _save(host_files: HostFiles, request: SegmentationRequest, answer: Answer, destination: str) -> int:
-    """Move an answer to its destination and return its size in bytes."""
+def _save_answer(host_files: HostFiles, request: SegmentationRequest, answer: Answer, destination: str) -> int:
+    """Move an answer to its destination and return the size of the answer in bytes."""
     caller, ticket, overwrite = request.caller, request.folder.name, bool(request.query.overwrite)
     if answer.media_type != ZARR_MEDIA_TYPE:
         host_files.put(answer.path, destination, caller, ticket, overwrite=overwrite)
@@ -129,27 +130,27 @@ def _save(host_files: HostFiles, request: SegmentationRequest, answer: Answer, d
 
 
 def confirm_delivery(host_files: HostFiles, request: SegmentationRequest) -> None:
-    """Mark the delivery of `write_answer` as final: its answer is being sent, or was recorded."""
+    """Confirm the delivery of `write_answer`, because the answer is being sent or has been recorded."""
     if request.query.output_to is not None:
         host_files.confirm_delivery(request.query.output_to, request.caller, request.folder.name)
 
 
 def check_host_files(host_files: HostFiles, query: Query, caller: str | None) -> None:
-    """Raise BadParameter or OutputExists if the caller cannot use the host files of the query."""
+    """Raise BadParameter or OutputExists if the caller cannot use the host files that the query specifies."""
     if query.input is not None and host_files.is_folder(query.input, caller):
-        _check_folder(query)
+        _check_folder_query(query)
         return
     for name in ("glob", "format"):
         if getattr(query, name) is not None:
-            raise BadParameter.about(name, "it is only valid for an input that is a folder.")
+            raise BadParameter.about(name, "this parameter is valid only for an input that is a folder.")
     if query.output_to is None and query.overwrite is not None:
-        raise BadParameter.about("overwrite", "it is only valid together with output_to.")
+        raise BadParameter.about("overwrite", "this parameter is valid only together with output_to.")
     is_zarr = query.output_to is not None and _is_zarr_output(host_files, query, query.output_to, caller)
     host_files.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite), as_zarr=is_zarr)
 
 
 def _is_zarr_output(host_files: HostFiles, query: Query, output: str, caller: str | None) -> bool:
-    """Return whether labels are written as OME-Zarr. Raises BadParameter if the suffix does not match the result."""
+    """Return whether labels are written as OME-Zarr. Raises BadParameter if the suffix does not match."""
     if query.measurements is None and host_files.is_zarr(output, caller):
         check_zarr_extra("output_to")
         return True
@@ -163,30 +164,32 @@ def _is_zarr_output(host_files: HostFiles, query: Query, output: str, caller: st
     return False
 
 
-def _check_folder(query: Query) -> None:
+def _check_folder_query(query: Query) -> None:
     if query.output_to is None:
         raise BadParameter.about(
-            "input", f"{query.input} is a folder. Use POST /jobs for it, with the folder for the results as output_to."
+            "input",
+            f"{query.input} is a folder. Use POST /jobs for a folder, and set output_to to the folder for the results.",
         )
     if query.measurements is not None:
         raise BadParameter.about(
             "measurements",
-            "omit it for a folder. The measurements are always written to objects.csv in the results folder.",
+            "omit this parameter if the input is a folder. The measurements are always written to objects.csv in the"
+            " results folder.",
         )
     if query.format == "zarr":
         check_zarr_extra("format")
 
 
 def check_zarr_extra(parameter: str) -> None:
-    """Raise BadParameter if OME-Zarr cannot be written."""
+    """Raise BadParameter if the `zarr` extra, which writes OME-Zarr, is not installed."""
     if find_spec("zarr") is None:
-        raise BadParameter.about(parameter, "OME-Zarr output requires the extra zarr: pip install 'stackseg[zarr]'.")
+        raise BadParameter.about(parameter, "OME-Zarr output requires the zarr extra: pip install 'stackseg[zarr]'.")
 
 
 def measure_objects(result: Result, measured: Volume | None) -> Table | None:
-    """Measure the objects of a result in every channel of `measured`. Return the existing table of a series.
+    """Measure the objects of a result in every channel of `measured`, and return the table of measurements.
 
-    Return None if there are no labels or no pixels to measure.
+    For a series, return the existing table. Return None if there are no labels or no pixels to measure.
     """
     if result.series is not None:
         return result.series.table
@@ -215,7 +218,7 @@ def describe_answer(name: str, answer: Answer, result: Result, seconds: Mapping[
 
 
 def describe_low_confidence(result: Result) -> dict[str, Any] | None:
-    """Return a warning with the members of a problem document if confidence in a result is low, else None."""
+    """If confidence in a result is low, return a warning with the members of a problem document; else None."""
     if result.quality_warning is None:
         return None
     confidence, detail, attempt = result.quality_warning
@@ -229,15 +232,16 @@ def describe_low_confidence(result: Result) -> dict[str, Any] | None:
 
 
 def fingerprint(caller: str | None, digest: str, spec: str, query: Query, execution: Mapping[str, Any]) -> str:
-    """Return a hash of everything that determines an answer: requests with equal fingerprints have equal answers.
+    """Return a hash of everything that determines an answer. Requests with equal fingerprints have equal answers.
 
     digest     digest of the file content
     spec       `ModelRegistry.spec_json` of the model
     execution  `Runtime.execution_settings` of the model
-    Returns SHA-256 in hexadecimal.
+
+    Returns a SHA-256 hash in hexadecimal.
     """
-    parts = [caller, digest, spec, query.canonical, execution]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    components = [caller, digest, spec, query.canonical, execution]
+    return hashlib.sha256(json.dumps(components).encode()).hexdigest()
 
 
 def make_answer_name(name: str, suffix: str) -> str:
@@ -245,24 +249,24 @@ def make_answer_name(name: str, suffix: str) -> str:
     return (_STACK_SUFFIX.sub("", name) or "stack") + suffix
 
 
-def _origin(request: SegmentationRequest, result: Result) -> dict[str, str]:
+def _make_provenance(request: SegmentationRequest, result: Result) -> dict[str, str]:
     return describe_origin(request.query, result, request.name, request.digest)
 
 
 def _write_zarr(host_files: HostFiles, request: SegmentationRequest, result: Result, destination: str) -> Answer:
-    """Write an OME-Zarr store to the folder of the request, with the layout of its destination."""
-    from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - requires the extra `zarr`
+    """Write an OME-Zarr store to the folder of the request, with the layout of the destination."""
+    from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - requires the `zarr` extra
 
     stages, image, name = Stages(), request.folder / ZARR_FOLDER, destination.rpartition("/")[2]
     shutil.rmtree(image, ignore_errors=True)
     image.mkdir(mode=0o700, parents=True)
     path, version = image / name, host_files.find_image(destination, request.caller)
     if version is not None:
-        # The labels are added to an existing image. Write an empty group as a stand-in for that image.
+        # The labels will be added to an existing image. Write an empty group in place of that image.
         image.joinpath("zarr.json" if version == 3 else ".zgroup").write_text("{}", encoding="utf-8")
         path = image / "labels" / name
     with stages.measure("write"):
-        zarr_writer.write(result.segmentation, path, _origin(request, result))
+        zarr_writer.write(result.segmentation, path, _make_provenance(request, result))
     return Answer(path, ZARR_MEDIA_TYPE, "", stages.seconds)
 
 
@@ -279,7 +283,7 @@ def _write_files(request: SegmentationRequest, measured: Volume | None, result: 
     if measurements_format == "csv":
         return Answer(table, MEDIA_TYPES[measurements_format], f"_{MEASUREMENTS_FILE}", stages.seconds)
     with stages.measure("write"):
-        tiff_writer.write(segmentation, labels, _origin(request, result))
+        tiff_writer.write(segmentation, labels, _make_provenance(request, result))
         if measurements_format == "zip":
             warning = folder / WARNING_FILE
             if result.quality_warning is not None:
@@ -289,15 +293,15 @@ def _write_files(request: SegmentationRequest, measured: Volume | None, result: 
             )
     if measurements_format == "zip":
         return Answer(folder / ARCHIVE_FILE, MEDIA_TYPES[measurements_format], "_labels.zip", stages.seconds)
-    return _label_answer(labels, segmentation, stages)
+    return _make_label_answer(labels, segmentation, stages)
 
 
-def _label_answer(path: Path, segmentation: Segmentation, stages: Stages, content: bytes | None = None) -> Answer:
+def _make_label_answer(path: Path, segmentation: Segmentation, stages: Stages, content: bytes | None = None) -> Answer:
     return Answer(path, MEDIA_TYPES[None], f"_{segmentation.kind}.ome.tif", stages.seconds, content)
 
 
 def _pack_files(path: Path, files: tuple[Path, ...]) -> None:
-    """Move files to a ZIP archive without compression. The large files are already compressed."""
+    """Move files to a ZIP archive without compression, because the large files are already compressed."""
     with ZipFile(path, "w", ZIP_STORED) as archive:
         for file in files:
             archive.write(file, file.name)

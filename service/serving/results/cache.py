@@ -1,4 +1,4 @@
-"""A cache of the results of earlier requests: files in a folder, deleted in least-recently-used order."""
+"""A cache of the results of earlier requests. The least recently used files are deleted first."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ T = TypeVar("T")
 
 
 class CachedResult(NamedTuple, Generic[T]):
-    """The metadata and the open file of a result. The file stays readable if the result is deleted."""
+    """The metadata and the open file of a result. The file stays readable even if the result is deleted."""
 
     file: BinaryIO
     metadata: T
 
 
 class ResultCache(Generic[T]):
-    """A cache of at most `limit_bytes` in a folder of its own. A limit of 0 disables it. Thread-safe.
+    """A cache of at most `limit_bytes` in a folder of its own. A limit of 0 disables the cache. Thread-safe.
 
-    If the cache is full, results of the owner who uses most space are deleted first. This guarantees each owner an
+    If the cache is full, results of the owner who uses the most space are deleted first. This guarantees each owner an
     equal share of the cache. `nbytes` is the total size of all cached results.
     """
 
@@ -30,7 +30,7 @@ class ResultCache(Generic[T]):
         self._folder, self._limit_bytes = folder, limit_bytes
         # Entries by owner, least recently used first.
         self._entries: defaultdict[str | None, OrderedDict[str, tuple[int, T]]] = defaultdict(OrderedDict)
-        self._used: Counter[str | None] = Counter()
+        self._used_bytes: Counter[str | None] = Counter()
         self._lock = threading.Lock()
 
     @property
@@ -39,7 +39,7 @@ class ResultCache(Generic[T]):
 
     @property
     def nbytes(self) -> int:
-        return self._used.total()
+        return self._used_bytes.total()
 
     def get(self, key: str, owner: str | None) -> CachedResult[T] | None:
         """Return the owner's result with this key, or None."""
@@ -50,30 +50,31 @@ class ResultCache(Generic[T]):
             try:
                 file = (self._folder / key).open("rb")
             except FileNotFoundError:
-                # The file was deleted from outside.
-                self._used[owner] -= entries.pop(key)[0]
+                # Another program has deleted the file.
+                self._used_bytes[owner] -= entries.pop(key)[0]
                 return None
             entries.move_to_end(key)
             return CachedResult(file, entries[key][1])
 
     def put(self, key: str, owner: str | None, result: Path | bytes, metadata: T) -> None:
-        """Add a result: a file on the same file system, which must not change afterwards, or the content of a file.
+        """Add a result: a file on the same file system, or the content of a file.
 
-        A key belongs to one owner. The file may be deleted afterwards. Raises OSError; in that case nothing is added.
+        The file must not be changed afterward, but may be deleted. A key belongs to one owner. If this raises OSError,
+        nothing has been added.
         """
         size = result.stat().st_size if isinstance(result, Path) else len(result)
         if size > self._limit_bytes or key in self._entries[owner]:
             return
-        # Write without holding the lock, which every lookup needs.
-        partial = self._folder / f".{uuid.uuid4().hex}"
+        # Write without holding the lock, because every lookup needs the lock.
+        partial_path = self._folder / f".{uuid.uuid4().hex}"
         try:
             if isinstance(result, Path):
-                os.link(result, partial)
+                os.link(result, partial_path)
             else:
-                partial.write_bytes(result)
-            self._add(key, owner, partial, (size, metadata))
+                partial_path.write_bytes(result)
+            self._add(key, owner, partial_path, (size, metadata))
         finally:
-            partial.unlink(missing_ok=True)
+            partial_path.unlink(missing_ok=True)
 
     def _add(self, key: str, owner: str | None, file: Path, entry: tuple[int, T]) -> None:
         with self._lock:
@@ -81,9 +82,9 @@ class ResultCache(Generic[T]):
                 return
             file.replace(self._folder / key)
             self._entries[owner][key] = entry
-            self._used[owner] += entry[0]
+            self._used_bytes[owner] += entry[0]
             while self.nbytes > self._limit_bytes:
-                ((largest_owner, _),) = self._used.most_common(1)
+                ((largest_owner, _),) = self._used_bytes.most_common(1)
                 oldest_key, (freed_bytes, _) = self._entries[largest_owner].popitem(last=False)
-                self._used[largest_owner] -= freed_bytes
+                self._used_bytes[largest_owner] -= freed_bytes
                 (self._folder / oldest_key).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Conversion of a job's result: labels as TIFF, .npy, NIfTI or .ozx, the table, or the labels as a volume."""
+"""Conversion of the result of a job to other media types: labels as TIFF, .npy, NIfTI or .ozx, or the table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from service.formats.sandbox.reader import Reader
 from service.serving.results.answers import LABELS_FILE, MEASUREMENTS_FILE, MEDIA_TYPES, check_zarr_extra
 from service.serving.results.metadata import AnswerMetadata
 
-ARCHIVE_TYPE, TABLE_TYPE, TIFF_TYPE = MEDIA_TYPES["zip"], MEDIA_TYPES["csv"], MEDIA_TYPES[None]
+ARCHIVE_TYPE = MEDIA_TYPES["zip"]
+TABLE_TYPE = MEDIA_TYPES["csv"]
+TIFF_TYPE = MEDIA_TYPES[None]
 
 
 class _LabelFormat(NamedTuple):
@@ -27,14 +29,14 @@ class _LabelFormat(NamedTuple):
 
 
 def _write_ozx(volume: Volume, path: Path) -> None:
-    """Write labels as a zipped OME-Zarr. Raises BadParameter if the extra `zarr` is not installed."""
+    """Write labels as a zipped OME-Zarr. Raises BadParameter if the `zarr` extra is not installed."""
     check_zarr_extra("Accept")
-    from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - requires the extra `zarr`
+    from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - requires the `zarr` extra
 
     zarr_writer.write_archive(Segmentation(volume.array()[0], "labels", volume.voxel_size), path)
 
 
-# Formats that the stored labels can be converted to, by media type.
+# Formats to which stored labels can be converted, by media type.
 LABEL_FORMATS = {
     "application/x-npy": _LabelFormat(".npy", npy_nifti.write_npy),
     "application/x-nifti": _LabelFormat(".nii.gz", npy_nifti.write_nifti),
@@ -43,33 +45,33 @@ LABEL_FORMATS = {
 }
 
 
-def choose_media_type(accepted: str, metadata: AnswerMetadata) -> str:
-    """Return the available media type of a result that an Accept header prefers, or else the stored media type.
+def choose_media_type(accept_header: str, metadata: AnswerMetadata) -> str:
+    """Return the available media type that an Accept header prefers for a result, or the stored media type.
 
-    Preferences follow RFC 9110, section 12.5.1. Among equal preferences, the first in the header wins.
+    Preferences follow RFC 9110, section 12.5.1. Among equal preferences, the first one in the header wins.
     """
-    offers = [metadata.media_type]
+    available_types = [metadata.media_type]
     if metadata.media_type == ARCHIVE_TYPE:
-        offers += [TIFF_TYPE, TABLE_TYPE]
+        available_types += [TIFF_TYPE, TABLE_TYPE]
     # The other formats are written without time and channel axes.
     if (
         metadata.media_type in {ARCHIVE_TYPE, TIFF_TYPE}
         and metadata.time_points is None
         and metadata.kind != "probabilities"
     ):
-        offers += LABEL_FORMATS
-    ranges = _parse_accept(accepted)
-    best = max(offers, key=lambda offer: _rank(offer, ranges))
-    return best if _rank(best, ranges) > _LOWEST_RANK else metadata.media_type
+        available_types += LABEL_FORMATS
+    ranges = _parse_accept(accept_header)
+    best_type = max(available_types, key=lambda media_type: _get_rank(media_type, ranges))
+    return best_type if _get_rank(best_type, ranges) > _LOWEST_RANK else metadata.media_type
 
 
 _LOWEST_RANK = (0.0, 0)
 
 
-def _parse_accept(accepted: str) -> dict[str, tuple[float, int]]:
-    """Return the rank of each media range: its quality from 0 to 1, and a number that is higher for earlier ranges."""
+def _parse_accept(accept_header: str) -> dict[str, tuple[float, int]]:
+    """Return the rank of each media range: the quality from 0 to 1, and a number that is higher for earlier ranges."""
     ranges: dict[str, tuple[float, int]] = {}
-    for position, part in enumerate(accepted.split(",")):
+    for position, part in enumerate(accept_header.split(",")):
         media_range, *parameters = (token.strip().lower() for token in part.split(";"))
         qualities = (token[2:] for token in parameters if token.startswith("q="))
         try:
@@ -80,20 +82,20 @@ def _parse_accept(accepted: str) -> dict[str, tuple[float, int]]:
     return ranges
 
 
-def _rank(offer: str, ranges: dict[str, tuple[float, int]]) -> tuple[float, int]:
-    """Return the rank of a media type, taken from the most specific range that contains it."""
-    kind = offer.partition("/")[0]
-    rank = next((ranges[name] for name in (offer, f"{kind}/*", "*/*") if name in ranges), _LOWEST_RANK)
+def _get_rank(media_type: str, ranges: dict[str, tuple[float, int]]) -> tuple[float, int]:
+    """Return the rank of the most specific media range that contains a media type."""
+    main_type = media_type.partition("/")[0]
+    rank = next((ranges[name] for name in (media_type, f"{main_type}/*", "*/*") if name in ranges), _LOWEST_RANK)
     return rank if rank[0] > 0 else _LOWEST_RANK
 
 
 def convert_result(
     reader: Reader, file: BinaryIO, metadata: AnswerMetadata, media_type: str, folder: Path
 ) -> tuple[Path, AnswerMetadata]:
-    """Write the result, or a part of it, in another format to an empty folder. Return the file and its metadata.
+    """Write all or part of a result in another format to an empty folder. Return the new file and its metadata.
 
-    `media_type` is a result of `choose_media_type` that differs from the stored media type. Raises the errors of
-    `Reader.read`.
+    `media_type` is a media type that `choose_media_type` returned and that differs from the stored one. Raises the
+    errors of `Reader.read`.
     """
     stem = metadata.file_name.removesuffix("_labels.zip").removesuffix(".ome.tif")
     path = folder / "part"
@@ -120,14 +122,16 @@ def read_labels(  # noqa: PLR0913
 
     Raises BadParameter if the result has no labels, and the errors of `Reader.read`.
     """
-    read = partial(reader.read, selection=Selection(time=time), scratch=folder, cancelled=cancelled)
+    read_file = partial(reader.read, selection=Selection(time=time), scratch=folder, cancelled=cancelled)
     if metadata.media_type == TIFF_TYPE:
-        return read(descriptor_path(file.fileno()))
+        return read_file(descriptor_path(file.fileno()))
     if metadata.media_type != ARCHIVE_TYPE:
-        raise BadParameter("The result of this job has no labels: it is only a table, or it was saved to a host file.")
+        raise BadParameter(
+            "The result of this job contains no labels: it is only a table, or it was saved to a host file."
+        )
     labels = folder / LABELS_FILE
     _copy_member(file, LABELS_FILE, labels)
-    return read(labels)
+    return read_file(labels)
 
 
 def _copy_member(file: BinaryIO, name: str, path: Path) -> None:

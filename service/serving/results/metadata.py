@@ -1,4 +1,4 @@
-"""The metadata of an answer, which is sent as headers and stored in the job database and the result cache."""
+"""The metadata of an answer. It is sent in headers, and stored in the job database and the result cache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class AnswerMetadata:
     """The metadata of the file of an answer.
 
     model        name and version of the model
-    seconds      time by stage
-    diameter     object diameter, and whether it was set or estimated; None if neither
-    skipped      number of empty windows that were skipped; None if windows were not checked
-    time_points  of a series: number of time points in the answer, and total number
-    stacks       of a folder: number of stacks with results, and total number
+    seconds      duration of each stage
+    diameter     object diameter, and whether the diameter was specified or estimated; None if neither
+    skipped      number of empty windows that were skipped; None if the windows were not checked
+    time_points  for a series: number of time points in the answer, and total number
+    stacks       for a folder: number of stacks with results, and total number
     confidence   confidence in the result, 0 to 1; None if unknown
     doubt        the low-confidence warning of `describe_low_confidence`; None if confidence is not low
     """

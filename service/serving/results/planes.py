@@ -1,4 +1,4 @@
-"""Planes of a volume, optionally subsampled, in a bounded number of bytes."""
+"""Selection of planes of a volume, which can be subsampled and must not exceed a maximum size."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from service.core.types import Array, Volume
 from service.serving.storage.memory_budget import MemoryBudget
 
 MAX_PLANE_BYTES = 2**25
-# Memory limit for all planes that are being read and sent.
+# Maximum memory for all planes that are being read and sent.
 PLANE_MEMORY = MemoryBudget(4 * MAX_PLANE_BYTES)
-# Types that JavaScript typed arrays support. Other types are converted to float32.
+# Dtypes that JavaScript typed arrays support. Other dtypes are converted to float32.
 PLANE_DTYPES = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "float32"}
 
 
 class PlaneRange(NamedTuple):
-    """Planes `start` to `stop` (exclusive; None for the end) along an axis (0 is z), with steps along (z, y, x)."""
+    """Planes `start` to `stop` (exclusive; None for all) along an axis (0 for z), with steps along (z, y, x)."""
 
     start: int
     stop: int | None
@@ -30,7 +30,7 @@ class PlaneRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Planes:
-    """A selection [z, y, x] from the first channel of a volume, and the little-endian dtype to convert it to."""
+    """A selection [z, y, x] from the first channel of a volume, and the little-endian dtype of the converted voxels."""
 
     volume: Volume
     ranges: tuple[range, range, range]
@@ -38,7 +38,7 @@ class Planes:
 
     @classmethod
     def select(cls, volume: Volume, plane_range: PlaneRange) -> Planes:
-        """Select planes. Raises BadParameter for planes outside the volume, and for more than `MAX_PLANE_BYTES`."""
+        """Select planes. Raises BadParameter if they are outside the volume or exceed `MAX_PLANE_BYTES`."""
         dtype = volume.dtype if volume.dtype.name in PLANE_DTYPES else np.dtype(np.float32)
         planes = cls(volume, _find_ranges(volume, plane_range), dtype.newbyteorder("<"))
         if planes.nbytes > MAX_PLANE_BYTES:
@@ -64,12 +64,12 @@ class Planes:
 
 
 def _find_ranges(volume: Volume, plane_range: PlaneRange) -> tuple[range, range, range]:
-    """Return the indices along z, y and x. Raises BadParameter for planes outside the volume."""
+    """Return the selected indices along z, y and x. Raises BadParameter for planes outside the volume."""
     count = volume.shape[1 + plane_range.axis]
     stop = count if plane_range.stop is None else plane_range.stop
     if not plane_range.start < stop <= count:
         raise BadParameter(
-            f"from, to: planes {plane_range.start} to {stop} are outside the volume, which has {count}.",
+            f"from, to: planes {plane_range.start} to {stop} are outside the volume, which has {count} planes.",
             parameter="from",
         )
     ranges = [range(0, size, step) for size, step in zip(volume.shape[1:], plane_range.step, strict=True)]

@@ -22,13 +22,13 @@ def describe_origin(query: Query, result: Result, source: str, digest: str | Non
 
     Args:
         query: the parameters of the request
-        result: the segmentation, including its model and engine
+        result: the result of the segmentation, including the model and the engine
         source: name of the segmented file
-        digest: BLAKE3 of that file in hexadecimal; None if the file was not read completely
+        digest: BLAKE3 hash of that file in hexadecimal; None if the file was not read completely
     """
     parameters = query.model_dump(exclude={"model"}, exclude_none=True)
     fields = {
-        "software": _software(),
+        "software": _get_software_name(),
         "model": result.model,
         "engine": result.engine,
         "parameters": json.dumps(parameters) if parameters else "",
@@ -47,11 +47,11 @@ def hash_file(path: Path) -> str | None:
     """Return the BLAKE3 hash of a file in hexadecimal, as `b3sum` prints it, or None for a folder."""
     if path.is_dir():
         return None
-    # Do not map the file: truncating a mapped file would kill this process.
+    # Do not memory-map the file, because truncation of a mapped file would kill this process.
     with path.open("rb") as file:
         return hashlib.file_digest(file, blake3).hexdigest()  # type: ignore[arg-type]
 
 
 @cache
-def _software() -> str:
+def _get_software_name() -> str:
     return f"StackSeg {software_version()}"

@@ -1,6 +1,7 @@
-"""Atomic delivery of a finished file or Zarr store to a folder. It appears there after it has been written to disk.
+"""Atomic delivery of a finished file or Zarr store to a folder.
 
-The process may be killed at any moment. A ticket allows a second call to recognize what the first call has delivered.
+A result appears in the folder only after it has been completely written to disk. The process may be killed at any
+moment. A ticket allows a second call to recognize the result that the first call has delivered.
 """
 
 from __future__ import annotations
@@ -30,29 +31,29 @@ from service.formats.zarr.store import (
 from service.serving.storage.host_folder import (
     copy_file,
     copy_folder,
+    delete_file,
+    delete_folder,
     is_same_file,
-    lock,
-    remove_file,
-    remove_folder,
-    unlock,
+    lock_folder,
+    unlock_folder,
     write_file,
 )
 
-# Errors of file systems without hard links.
+# Errors of `os.link` on file systems without hard links.
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
-_POLL_SECONDS = 0.1
+_LOCK_POLL_SECONDS = 0.1
 
 
 class DeliveryTarget(NamedTuple):
     """The destination of a result: a name in an open folder.
 
-    folder     file descriptor of the folder
+    folder_fd  file descriptor of the folder
     location   the destination as written in the request, for messages
-    ticket     identifies the delivery until `confirm_delivery`; "" if the target is only checked
+    ticket     identifies the delivery until `confirm_delivery`; "" if nothing is delivered to the target
     overwrite  whether the result may replace an existing result of the same kind
     """
 
-    folder: int
+    folder_fd: int
     name: str
     location: str
     ticket: str = ""
@@ -60,27 +61,27 @@ class DeliveryTarget(NamedTuple):
 
     @property
     def path(self) -> Path:
-        return descriptor_path(self.folder) / self.name
+        return descriptor_path(self.folder_fd) / self.name
 
     @property
-    def partial(self) -> str:
-        """Name of an incomplete result, and of the empty file that marks a delivered store."""
+    def partial_name(self) -> str:
+        """Name of an incomplete result, and of the empty marker file in a delivered store."""
         return f".stackseg-{self.ticket}.part"
 
     @property
-    def replaced(self) -> str:
+    def replaced_name(self) -> str:
         """Temporary name of an existing store while it is being replaced."""
-        return f"{self.partial}.old"
+        return f"{self.partial_name}.old"
 
     def rename(self, name: str, new_name: str) -> None:
         """Rename a file or a folder. Raises OSError."""
-        os.rename(name, new_name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+        os.rename(name, new_name, src_dir_fd=self.folder_fd, dst_dir_fd=self.folder_fd)
 
 
 def check_file(target: DeliveryTarget) -> None:
-    """Raise BadParameter if the target is a folder, and OutputExists if it exists and must not be overwritten."""
+    """Raise BadParameter if the target is a folder, and OutputExists if it is a file that must not be overwritten."""
     with suppress(FileNotFoundError):
-        if stat.S_ISDIR(os.stat(target.name, dir_fd=target.folder, follow_symlinks=False).st_mode):
+        if stat.S_ISDIR(os.stat(target.name, dir_fd=target.folder_fd, follow_symlinks=False).st_mode):
             raise BadParameter.about("output_to", f"{target.location} is a folder. Add a file name.")
         if not target.overwrite:
             raise _output_exists_error(target)
@@ -95,12 +96,12 @@ def check_store(target: DeliveryTarget) -> None:
                 raise _output_exists_error(target)
             if _is_store(target.path):
                 return
-            # Check again if another call has replaced it in the meantime.
+            # Check again if another call has replaced the target in the meantime.
             status_after = target.path.lstat()
             if (status_after.st_ino, status_after.st_ctime_ns) == (status_before.st_ino, status_before.st_ctime_ns):
                 raise BadParameter.about(
                     "output_to",
-                    f"{target.location} exists and is not a Zarr folder, so it is not replaced. Choose another name.",
+                    f"{target.location} is not a Zarr store, so it cannot be replaced with one. Choose another name.",
                 )
 
 
@@ -115,87 +116,88 @@ def _output_exists_error(target: DeliveryTarget) -> OutputExists:
 def put_file(source: Path, target: DeliveryTarget) -> None:
     """Copy a file to its target.
 
-    Until `confirm_delivery`, a second call, for example after a crash, recognizes its own file. Raises OSError, and
-    OutputExists if another file exists and must not be overwritten.
+    Until `confirm_delivery`, a second call, for example after a crash, recognizes the file that the first call has
+    delivered. Raises OutputExists if a different file exists and must not be overwritten, and OSError.
     """
-    folder, name = target.folder, target.name
-    if is_same_file(folder, target.partial, name):
+    folder_fd, name = target.folder_fd, target.name
+    if is_same_file(folder_fd, target.partial_name, name):
         return
-    remove_file(folder, target.partial)
+    delete_file(folder_fd, target.partial_name)
     try:
-        copy_file(source, folder, target.partial)
+        copy_file(source, folder_fd, target.partial_name)
         if target.overwrite:
-            os.replace(target.partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.replace(target.partial_name, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
         else:
-            _link_new(target)
-        os.fsync(folder)
+            _link_final_name(target)
+        os.fsync(folder_fd)
     except BaseException:
-        remove_file(folder, target.partial)
+        delete_file(folder_fd, target.partial_name)
         raise
 
 
-def _link_new(target: DeliveryTarget) -> None:
+def _link_final_name(target: DeliveryTarget) -> None:
     """Link a finished file to its final name. Raises OutputExists if the name is taken."""
-    folder = target.folder
+    folder_fd = target.folder_fd
     try:
-        os.link(target.partial, target.name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+        os.link(target.partial_name, target.name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
     except FileExistsError:
         check_file(target)
         raise
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
-        # A file that is created between these two lines is overwritten. Without hard links, this cannot be prevented.
+        # A file that is created between the next two lines is overwritten. Without hard links, this cannot be
+        # prevented.
         check_file(target)
-        target.rename(target.partial, target.name)
+        target.rename(target.partial_name, target.name)
 
 
 def put_store(source: Path, target: DeliveryTarget, cancelled: CancellationCheck = never_cancelled) -> None:
     """Copy a Zarr store to its target. Only another Zarr store can be overwritten.
 
     Until `confirm_delivery`, the delivered store contains an empty marker file. A second call, for example after a
-    crash, recognizes its own store by the marker. Links are not followed. Raises OSError, Cancelled, BadParameter
-    and OutputExists.
+    crash, recognizes the store of the first call by the marker. Links are not followed. Raises OSError, Cancelled,
+    BadParameter and OutputExists.
     """
-    if _is_own(target):
+    if _is_unconfirmed_delivery(target):
         return
-    folder, marker = target.folder, target.partial
-    if (descriptor_path(folder) / target.replaced).exists() and not os.path.lexists(target.path):
+    folder_fd, marker = target.folder_fd, target.partial_name
+    if (descriptor_path(folder_fd) / target.replaced_name).exists() and not os.path.lexists(target.path):
         # The process was killed between the two renames.
-        target.rename(target.replaced, target.name)
-    remove_folder(folder, marker)
+        target.rename(target.replaced_name, target.name)
+    delete_folder(folder_fd, marker)
     check_store(target)
-    remove_folder(folder, target.replaced)
+    delete_folder(folder_fd, target.replaced_name)
     try:
-        os.mkdir(marker, dir_fd=folder)
-        copy_folder(source, folder, marker, cancelled)
-        write_file(folder, f"{marker}/{marker}")
+        os.mkdir(marker, dir_fd=folder_fd)
+        copy_folder(source, folder_fd, marker, cancelled)
+        write_file(folder_fd, f"{marker}/{marker}")
         while not _rename_to_target(target):
-            # The name was taken in the meantime. Another store can be replaced, anything else raises an error.
-            with _reporting_replaced_store(target):
+            # Another process took the name in the meantime. Another store can be replaced; anything else is an error.
+            with _report_replaced_store(target):
                 check_store(target)
-            remove_folder(folder, target.replaced)
-        os.fsync(folder)
-        remove_folder(folder, target.replaced)
+            delete_folder(folder_fd, target.replaced_name)
+        os.fsync(folder_fd)
+        delete_folder(folder_fd, target.replaced_name)
     finally:
-        remove_folder(folder, marker)
+        delete_folder(folder_fd, marker)
 
 
 def _rename_to_target(target: DeliveryTarget) -> bool:
-    """Rename the finished store to its final name, replacing a store if allowed. Return False if the name is taken."""
+    """Rename the finished store to its final name. Replace a store if allowed. Return False if the name is taken."""
     if target.overwrite:
         with suppress(FileNotFoundError):
-            target.rename(target.name, target.replaced)
-            if not _is_store(descriptor_path(target.folder) / target.replaced):
-                target.rename(target.replaced, target.name)
+            target.rename(target.name, target.replaced_name)
+            if not _is_store(descriptor_path(target.folder_fd) / target.replaced_name):
+                target.rename(target.replaced_name, target.name)
                 return False
     try:
-        target.rename(target.partial, target.name)
+        target.rename(target.partial_name, target.name)
     except OSError as error:
         if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
             return False
         with suppress(FileNotFoundError):
-            target.rename(target.replaced, target.name)
+            target.rename(target.replaced_name, target.name)
         raise
     return True
 
@@ -205,82 +207,82 @@ def _is_store(path: Path) -> bool:
 
 
 @contextmanager
-def _reporting_replaced_store(target: DeliveryTarget) -> Iterator[None]:
-    """Add the name of the store that was being replaced to errors, if something else took its name."""
+def _report_replaced_store(target: DeliveryTarget) -> Iterator[None]:
+    """If something else took the name of the store being replaced, say in the error where the previous store is."""
     try:
         yield
     except (BadParameter, OutputExists) as error:
-        if not (descriptor_path(target.folder) / target.replaced).exists():
+        if not (descriptor_path(target.folder_fd) / target.replaced_name).exists():
             raise
-        message = f"{error} The previous store is in the same folder, as {target.replaced}."
+        message = f"{error} The previous store is in the same folder, under the name {target.replaced_name}."
         raise type(error)(message, parameter=error.parameter, suggested=error.suggested) from None
 
 
-def _is_own(target: DeliveryTarget) -> bool:
-    """Return whether the store at the target was delivered with this ticket and is not settled."""
-    return not target.path.is_symlink() and (target.path / target.partial).is_file()
+def _is_unconfirmed_delivery(target: DeliveryTarget) -> bool:
+    """Return whether the target is a store that was delivered with this ticket and has not been confirmed."""
+    return not target.path.is_symlink() and (target.path / target.partial_name).is_file()
 
 
 def confirm_delivery(target: DeliveryTarget) -> None:
     """Forget the ticket of a delivered result, after the result has been recorded."""
-    if _is_own(target):
-        remove_folder(target.folder, target.replaced)
-        # Another store may have replaced it in the meantime.
-        remove_file(target.folder, f"{target.name}/{target.partial}")
-    remove_file(target.folder, target.partial)
+    if _is_unconfirmed_delivery(target):
+        delete_folder(target.folder_fd, target.replaced_name)
+        # If another store has replaced this one in the meantime, the marker does not exist.
+        delete_file(target.folder_fd, f"{target.name}/{target.partial_name}")
+    delete_file(target.folder_fd, target.partial_name)
 
 
 def undo_delivery(target: DeliveryTarget) -> None:
-    """Delete a store that `put_store` has delivered, unless it is settled."""
-    if _is_own(target):
-        remove_folder(target.folder, target.name)
+    """Delete a store that `put_store` has delivered, unless its delivery has been confirmed."""
+    if _is_unconfirmed_delivery(target):
+        delete_folder(target.folder_fd, target.name)
 
 
-def register_labels(labels: Path, folder: int, cancelled: CancellationCheck) -> None:
-    """Add the labels listed in the group `labels` to the group in an open folder, which is created if necessary.
+def register_labels(labels: Path, folder_fd: int, cancelled: CancellationCheck) -> None:
+    """Add the labels listed in the group `labels` to the group in an open folder. Create that group if necessary.
 
     Metadata files are replaced atomically. Links are not followed. Raises OSError, BadFile and Cancelled.
     """
-    with _locked(folder, cancelled):
+    with _hold_lock(folder_fd, cancelled):
         for path in sorted(labels.iterdir()):
             if path.name in METADATA_NAMES:
-                existing = read_json(FolderStore(partial(open_file, folder)), path.name)
+                existing = read_json(FolderStore(partial(open_file, folder_fd)), path.name)
                 with translate_errors(f"labels/{path.name}"):
-                    merged = _merge(existing or {}, json.loads(path.read_bytes()))
-                part = f".{path.name}.part"
-                remove_file(folder, part)
-                write_file(folder, part, json.dumps(merged, indent=2).encode())
-                os.replace(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+                    merged = _merge_metadata(existing or {}, json.loads(path.read_bytes()))
+                part_name = f".{path.name}.part"
+                delete_file(folder_fd, part_name)
+                write_file(folder_fd, part_name, json.dumps(merged, indent=2).encode())
+                os.replace(part_name, path.name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
 
 
 @contextmanager
-def _locked(folder: int, cancelled: CancellationCheck) -> Iterator[None]:
-    """Wait for an exclusive lock on a folder, which any program on the host may hold. Raises Cancelled."""
-    while not _try_lock(folder):
+def _hold_lock(folder_fd: int, cancelled: CancellationCheck) -> Iterator[None]:
+    """Hold an exclusive lock on a folder. Wait while another program on the host holds the lock. Raises Cancelled."""
+    while not _try_lock(folder_fd):
         if cancelled():
-            raise Cancelled("cancelled while waiting for the lock on the output folder")
-        time.sleep(_POLL_SECONDS)
+            raise Cancelled("The request was cancelled while it was waiting for the lock on the output folder.")
+        time.sleep(_LOCK_POLL_SECONDS)
     try:
         yield
     finally:
-        unlock(folder)
+        unlock_folder(folder_fd)
 
 
-def _try_lock(folder: int) -> bool:
+def _try_lock(folder_fd: int) -> bool:
     """Try to lock a folder. Return False if another process holds the lock."""
-    # Some file systems do not support locks. Continue without one.
+    # Some file systems do not support locks. In that case, continue without a lock.
     with suppress(OSError):
         try:
-            lock(folder)
+            lock_folder(folder_fd)
         except BlockingIOError:
             return False
     return True
 
 
-def _merge(existing: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata `existing` of a group, extended with the labels listed in `added`."""
+def _merge_metadata(existing: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a group, `existing`, extended with the labels listed in `added`."""
     merged = added | existing
     if "labels" in added:
         return merged | {"labels": sorted({*map(str, existing.get("labels", ())), *added["labels"]})}
     nested = {key: value for key, value in added.items() if isinstance(value, dict)}
-    return merged | {key: _merge(existing.get(key, {}), value) for key, value in nested.items()}
+    return merged | {key: _merge_metadata(existing.get(key, {}), value) for key, value in nested.items()}

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from service.core.errors import OutOfStorage, StorageUnavailable
 
-# A file beyond the size limit of the process (EFBIG) is treated like a full disk.
+# A file that exceeds the size limit of the process (EFBIG) is treated like a full disk.
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# Errors of failing or missing disks, and of deleted files of the service.
+# Error numbers for failing or missing disks, and for files of the service that were deleted.
 DISK_ERRORS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOENT, errno.ENOTDIR}
 
 
 class DiskUsage(NamedTuple):
-    """Bytes used by one kind of files and their limit (None if unlimited), and free and total bytes of the disk."""
+    """Bytes used by one kind of file, their limit (None if unlimited), and free and total bytes of the disk."""
 
     used: int
     limit: int | None
@@ -30,7 +30,7 @@ class DiskUsage(NamedTuple):
 
 
 def measure_disk(folder: Path, used: int, limit: int | None) -> DiskUsage:
-    """Return the usage of the disk with a folder. If the folder does not exist, its closest existing parent counts."""
+    """Return the usage of the disk that contains a folder. The folder need not exist yet."""
     existing = next((parent for parent in (folder, *folder.absolute().parents) if parent.is_dir()), Path("/"))
     disk = shutil.disk_usage(existing)
     return DiskUsage(used, limit, disk.free, disk.total)
@@ -56,13 +56,13 @@ def _libc_access() -> Callable[[bytes, int], int]:
 
 
 def path_exists(path: Path) -> bool:
-    """Return whether a file exists. Keep the GIL: in a busy service, reacquiring it takes longer than the check."""
+    """Return whether a file exists, without releasing the GIL. In a busy service, reacquiring it would take longer."""
     return _libc_access()(os.fsencode(path), os.F_OK) == 0
 
 
 @contextmanager
 def translate_disk_errors() -> Iterator[None]:
-    """Translate an OSError of a full disk to OutOfStorage, and other disk errors to StorageUnavailable.
+    """Translate an OSError for a full disk to OutOfStorage, and other disk errors to StorageUnavailable.
 
     Any other OSError, such as a connection error, is not translated.
     """
@@ -73,6 +73,6 @@ def translate_disk_errors() -> Iterator[None]:
             raise OutOfStorage("The disk of the service is full. Try again later, or send a smaller file.") from error
         if error.errno in DISK_ERRORS:
             raise StorageUnavailable(
-                f"A file of the service cannot be used ({error.strerror}). Try again later."
+                f"The service cannot access one of its files ({error.strerror}). Try again later."
             ) from error
         raise

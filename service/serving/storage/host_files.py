@@ -1,7 +1,8 @@
 """Host files: input and output files on the host of the service, which requests refer to as `NAME/path/to/file.tif`.
 
-NAME stands for a folder from the configuration. The path below it is opened folder by folder, without following links.
-Concurrent renames and links therefore cannot redirect a request to another file than the one that was checked.
+NAME is the name of a folder in the configuration. The path below that folder is opened folder by folder, without
+following links. Concurrent renames and links therefore cannot redirect a request to a file other than the one that was
+checked.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from service.serving.storage.result_folder import ResultFolder, lock_results
 
 
 class Source(NamedTuple):
-    """An open file or folder and its name. `path` stays valid after a rename, in this process and its children."""
+    """An open file or folder and its name. `path` is valid even after a rename, including in child processes."""
 
     path: Path
     name: str
@@ -42,9 +43,9 @@ class RemoteSource(NamedTuple):
 
 
 class HostFiles:
-    """The configured folders and stores, and the callers that may use them.
+    """The folders and remote stores in the configuration, and the callers that may use them.
 
-    Methods take a location as written in the request, and the caller's name. They raise BadParameter if the location
+    Methods accept a location as written in the request, and the caller's name. They raise BadParameter if the location
     does not exist or the caller may not use it. Messages contain no path except the one in the request. The constructor
     raises ConfigError if a folder or store cannot be used.
     """
@@ -69,7 +70,7 @@ class HostFiles:
         overwrite: bool = False,
         as_zarr: bool = False,
     ) -> None:
-        """Check the input and output locations of a request. With `as_zarr`, the output is a Zarr store, else a file.
+        """Check the locations of a request. If `as_zarr` is set, the output is a Zarr store, not a file.
 
         Raises BadParameter, OutputExists if the output exists, and OutOfStorage if the disk is full.
         """
@@ -82,11 +83,11 @@ class HostFiles:
                     "output_to", f"{output} is not a valid name for a Zarr store. Choose another name."
                 )
             with self._open_target(output, caller, overwrite=overwrite) as target:
-                if not os.access(".", os.W_OK | os.X_OK, dir_fd=target.folder):
+                if not os.access(".", os.W_OK | os.X_OK, dir_fd=target.folder_fd):
                     raise BadParameter.about("output_to", f"the service has no permission to write {output}.")
                 check = delivery.check_store if as_zarr else delivery.check_file
                 check(target)
-                if os.fstatvfs(target.folder).f_bavail == 0:
+                if os.fstatvfs(target.folder_fd).f_bavail == 0:
                     raise _disk_full(output)
 
     @contextmanager
@@ -101,19 +102,19 @@ class HostFiles:
 
     def _find_url(self, location: str, caller: str | None) -> str | None:
         """Return the URL if a location refers to a remote store, else None. Raises BadParameter."""
-        allowed = self._list_urls(caller)
+        allowed_urls = self._list_urls(caller)
         if is_url(location):
-            url = next((url for url in allowed.values() if location.startswith(f"{url}/")), None)
+            url = next((url for url in allowed_urls.values() if location.startswith(f"{url}/")), None)
             if url is None:
-                names = f" Allowed URLs: {', '.join(allowed.values())}." if allowed else ""
-                raise BadParameter.about("input", f"the URL is not below one of the configured stores.{names}")
+                advice = f" Allowed URLs: {', '.join(allowed_urls.values())}." if allowed_urls else ""
+                raise BadParameter.about("input", f"the URL does not begin with the URL of a configured store.{advice}")
             check_url(location)
             subpath = unquote(location[len(url) :])
         else:
             name, slash, subpath = location.partition("/")
-            if name not in allowed:
+            if name not in allowed_urls:
                 return None
-            url, subpath = allowed[name], slash + subpath
+            url, subpath = allowed_urls[name], slash + subpath
         subpath = subpath.rstrip("/")
         if not subpath or not all(map(_is_file_name, subpath.split("/")[1:])):
             raise BadParameter.about(
@@ -128,59 +129,59 @@ class HostFiles:
     @contextmanager
     def _open_file(self, location: str, caller: str | None) -> Iterator[Source]:
         root, parts = _parse_location("input", location, self._inputs, caller)
-        with _open_below("input", root, parts[:-1], location) as folder:
+        with _open_below_root("input", root, parts[:-1], location) as folder_fd:
             # Open with O_PATH first, because opening a pipe or a device for reading has side effects.
             with _translate_os_errors("input", location):
-                handle = os.open(parts[-1], os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+                path_fd = os.open(parts[-1], os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
             try:
-                mode = os.fstat(handle).st_mode
-                if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and is_zarr_folder(descriptor_path(handle))):
+                mode = os.fstat(path_fd).st_mode
+                if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and is_zarr_folder(descriptor_path(path_fd))):
                     raise BadParameter.about(
                         "input",
-                        f"{location} is a folder, a link or a device, not a file. Folders must be OME-Zarr images;"
-                        " use POST /jobs for a folder of stacks.",
+                        f"{location} is a folder, a link or a device, not a file. A folder must be an OME-Zarr image."
+                        " Use POST /jobs for a folder of stacks.",
                     )
                 with _translate_os_errors("input", location):
-                    file = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
+                    file_fd = os.open(f"/proc/self/fd/{path_fd}", os.O_RDONLY | os.O_CLOEXEC)
             finally:
-                os.close(handle)
+                os.close(path_fd)
         try:
-            yield Source(descriptor_path(file), parts[-1])
+            yield Source(descriptor_path(file_fd), parts[-1])
         finally:
-            os.close(file)
+            os.close(file_fd)
 
     def is_folder(self, location: str, caller: str | None) -> bool:
-        """Return whether the location is a folder but not an OME-Zarr image."""
+        """Return whether the location is a folder other than an OME-Zarr image."""
         with suppress(BadParameter), self.open_folder(location, caller) as folder:
             return not is_zarr_folder(folder.path)
         return False
 
     @contextmanager
     def open_folder(self, location: str, caller: str | None) -> Iterator[Source]:
-        """Context manager that opens the folder at a location, which may be a configured folder itself."""
-        root, parts = _parse_location("input", location.removesuffix("/"), self._inputs, caller, folder=True)
-        with _open_below("input", root, parts, location) as folder:
-            yield Source(descriptor_path(folder), (parts or [location.removesuffix("/")])[-1])
+        """Context manager that opens the folder at a location. The location may be a configured folder itself."""
+        root, parts = _parse_location("input", location.removesuffix("/"), self._inputs, caller, allow_root=True)
+        with _open_below_root("input", root, parts, location) as folder_fd:
+            yield Source(descriptor_path(folder_fd), (parts or [location.removesuffix("/")])[-1])
 
     @contextmanager
     def open_results(self, location: str, caller: str | None) -> Iterator[ResultFolder]:
-        """Context manager that locks a results folder. The folder is created if only its parent exists."""
-        root, parts = _parse_location("output_to", location.removesuffix("/"), self._outputs, caller, folder=True)
-        with _open_below("output_to", root, parts[:-1], location) as parent, ExitStack() as stack:
+        """Context manager that opens and locks a results folder. Create the folder if only its parent exists."""
+        root, parts = _parse_location("output_to", location.removesuffix("/"), self._outputs, caller, allow_root=True)
+        with _open_below_root("output_to", root, parts[:-1], location) as parent_fd, ExitStack() as stack:
             with _translate_os_errors("output_to", location):
-                folder = stack.enter_context(open_subfolder(parent, parts[-1:], make=True))
-                results = stack.enter_context(lock_results(folder))
+                folder_fd = stack.enter_context(open_subfolder(parent_fd, parts[-1:], make=True))
+                results = stack.enter_context(lock_results(folder_fd))
             yield results
 
     def list_stacks(self, location: str, output: str, caller: str | None, glob: str | None) -> list[str]:
-        """Return the files of a folder that match a pattern, except for those in the results folder `output`.
+        """Return the files in a folder that match a pattern, except for those in the results folder `output`.
 
-        Raises BadParameter also if both are the same folder.
+        Also raises BadParameter if both are the same folder.
         """
-        root, parts = _parse_location("output_to", output.removesuffix("/"), self._outputs, caller, folder=True)
+        root, parts = _parse_location("output_to", output.removesuffix("/"), self._outputs, caller, allow_root=True)
         results_status: os.stat_result | None = None
-        with suppress(BadParameter), _open_below("output_to", root, parts, output) as results:
-            results_status = os.fstat(results)
+        with suppress(BadParameter), _open_below_root("output_to", root, parts, output) as results_fd:
+            results_status = os.fstat(results_fd)
         with self.open_folder(location, caller) as folder:
             if results_status is not None and os.path.samestat(folder.path.stat(), results_status):
                 raise BadParameter.about(
@@ -190,17 +191,18 @@ class HostFiles:
                 return list_files(folder.path, glob or "*", results_status)
 
     def put(self, file: Path, location: str, caller: str | None, ticket: str, *, overwrite: bool = False) -> None:
-        """Copy a finished file to a location, where it appears after it has been written to disk.
+        """Copy a finished file to a location. The file appears there after it has been written to disk.
 
-        Until `confirm_delivery`, a second call with the same `ticket`, as after a crash, recognizes its own file.
-        Raises OSError, OutOfStorage, and OutputExists if another file exists and `overwrite` is False.
+        Until `confirm_delivery`, a second call with the same `ticket`, for example after a crash, recognizes the
+        delivered file. Raises OutputExists if a different file exists and `overwrite` is False, OutOfStorage and
+        OSError.
         """
-        opening = self._open_target(location, caller, ticket, overwrite=overwrite)
-        with opening as target, _translate_os_errors("output_to", location):
+        target_context = self._open_target(location, caller, ticket, overwrite=overwrite)
+        with target_context as target, _translate_os_errors("output_to", location):
             delivery.put_file(file, target)
 
     def is_zarr(self, location: str, caller: str | None) -> bool:
-        """Return whether a result at a location is written as OME-Zarr, because of its suffix or its parent image."""
+        """Return whether a result at a location is written as OME-Zarr because of its suffix or parent image."""
         return location.lower().endswith(".zarr") or self.find_image(location, caller) is not None
 
     def find_image(self, location: str, caller: str | None) -> Literal[2, 3] | None:
@@ -208,8 +210,8 @@ class HostFiles:
         root, parts = _parse_location("output_to", location, self._outputs, caller)
         if parts[-2:-1] != ["labels"]:
             return None
-        with suppress(BadParameter), _open_below("output_to", root, parts[:-2], location) as image:
-            path = descriptor_path(image)
+        with suppress(BadParameter), _open_below_root("output_to", root, parts[:-2], location) as image_fd:
+            path = descriptor_path(image_fd)
             if is_zarr_folder(path):
                 return 3 if (path / "zarr.json").is_file() else 2
         return None
@@ -226,17 +228,17 @@ class HostFiles:
     ) -> None:
         """Copy a finished Zarr store to a location, like `put`. Only another Zarr store can be overwritten.
 
-        In the labels group of an image, the store is also added to the metadata of the group. The parent
-        folder of `store` is then a group that lists it. Also raises Cancelled, and BadFile if the metadata of the image
-        is invalid.
+        In the labels group of an image, the store is also added to the metadata of the group. In this case, the parent
+        folder of `store` must be a group that lists the store. Also raises Cancelled, and BadFile if the metadata of
+        the image is invalid.
         """
-        in_image = self.find_image(location, caller) is not None
-        opening = self._open_target(location, caller, ticket, overwrite=overwrite)
-        with opening as target, _translate_os_errors("output_to", location):
+        is_in_image = self.find_image(location, caller) is not None
+        target_context = self._open_target(location, caller, ticket, overwrite=overwrite)
+        with target_context as target, _translate_os_errors("output_to", location):
             delivery.put_store(store, target, cancelled)
             try:
-                if in_image:
-                    delivery.register_labels(store.parent, target.folder, cancelled)
+                if is_in_image:
+                    delivery.register_labels(store.parent, target.folder_fd, cancelled)
             except BaseException:
                 # Keep a store that has replaced another one, because the previous store no longer exists.
                 if not overwrite:
@@ -254,10 +256,10 @@ class HostFiles:
     ) -> Iterator[DeliveryTarget]:
         root, parts = _parse_location("output_to", location, self._outputs, caller)
         if self.find_image(location, caller) is not None:
-            with _open_below("output_to", root, parts[:-2], location) as image, suppress(FileExistsError):
-                os.mkdir("labels", dir_fd=image)
-        with _open_below("output_to", root, parts[:-1], location) as folder:
-            yield DeliveryTarget(folder, parts[-1], location, ticket, overwrite)
+            with _open_below_root("output_to", root, parts[:-2], location) as image_fd, suppress(FileExistsError):
+                os.mkdir("labels", dir_fd=image_fd)
+        with _open_below_root("output_to", root, parts[:-1], location) as folder_fd:
+            yield DeliveryTarget(folder_fd, parts[-1], location, ticket, overwrite)
 
 
 def _check_roots(kind: str, roots: Mapping[str, ReferenceFolder], mode: int) -> None:
@@ -270,33 +272,34 @@ def _check_roots(kind: str, roots: Mapping[str, ReferenceFolder], mode: int) -> 
 
 
 def _parse_location(
-    parameter: str, location: str, roots: Mapping[str, ReferenceFolder], caller: str | None, *, folder: bool = False
+    parameter: str, location: str, roots: Mapping[str, ReferenceFolder], caller: str | None, *, allow_root: bool = False
 ) -> tuple[ReferenceFolder, list[str]]:
     """Return the root folder of a location, and the path components below it. Raises BadParameter.
 
-    With `folder`, the location may be the root folder itself.
+    With `allow_root`, the location may be the root folder itself.
     """
-    allowed = {name: root for name, root in roots.items() if _is_allowed(caller, root.keys)}
-    if not allowed:
-        instead = (
+    usable_roots = {name: root for name, root in roots.items() if _is_allowed(caller, root.keys)}
+    if not usable_roots:
+        advice = (
             "Upload the stack" if parameter == "input" else "Omit the parameter to receive the result in the response"
         )
-        raise BadParameter.about(parameter, f"the service has no host folders that you may use. {instead}.")
+        raise BadParameter.about(parameter, f"the service has no host folders that you may use. {advice}.")
     name, *parts = location.split("/")
-    if name not in allowed or not (parts or folder):
+    if name not in usable_roots or not (parts or allow_root):
         raise BadParameter.about(
             parameter,
-            f"the path must begin with one of {', '.join(allowed)}, such as {next(iter(allowed))}/2026/stack.tif.",
+            f"the path must begin with one of {', '.join(usable_roots)}, such as"
+            f" {next(iter(usable_roots))}/2026/stack.tif.",
         )
     if not all(map(_is_file_name, parts)):
         raise BadParameter.about(
             parameter, f"the path from {name} to the file must consist of names separated by single slashes."
         )
-    return allowed[name], parts
+    return usable_roots[name], parts
 
 
 def _is_allowed(caller: str | None, keys: tuple[str, ...]) -> bool:
-    """Return whether a caller is in the list of keys. An empty list allows all callers."""
+    """Return whether a caller is in a list of keys. An empty list allows all callers."""
     return not keys or caller in keys
 
 
@@ -307,30 +310,30 @@ def _is_file_name(part: str) -> bool:
 
 
 @contextmanager
-def _open_below(parameter: str, root: ReferenceFolder, parts: Sequence[str], location: str) -> Iterator[int]:
-    """Context manager that opens a folder below a root folder. `parts` are the path components."""
+def _open_below_root(parameter: str, root: ReferenceFolder, parts: Sequence[str], location: str) -> Iterator[int]:
+    """Context manager that opens the folder with the path components `parts` below a root folder."""
     with ExitStack() as stack:
         # The root folder itself may be a link.
-        with _translate_os_errors(parameter, location), open_folder_by_path(root.folder) as top:
-            folder = stack.enter_context(open_subfolder(top, parts))
-        yield folder
+        with _translate_os_errors(parameter, location), open_folder_by_path(root.folder) as root_fd:
+            folder_fd = stack.enter_context(open_subfolder(root_fd, parts))
+        yield folder_fd
 
 
 @contextmanager
 def _translate_os_errors(parameter: str, location: str) -> Iterator[None]:
-    """Translate OSError to BadParameter or OutOfStorage. Omit the system's message, which may contain paths."""
+    """Translate an OSError to BadParameter or OutOfStorage. Omit the system's message, which may contain paths."""
     try:
         yield
     except OSError as error:
         match error.errno:
             case errno.ELOOP | errno.ENOTDIR:
-                problem = "contains a link, or a file in place of a folder. Links are not followed"
+                problem = "contains a link or a file where a folder is expected. Links are not followed"
             case errno.ENOENT:
                 problem = (
                     "does not exist" if parameter == "input" else "is in a folder that does not exist. Create it first"
                 )
             case errno.EACCES | errno.EPERM:
-                problem = "cannot be opened: the service has no permission"
+                problem = "cannot be opened, because the service has no permission"
             case errno.EISDIR | errno.ENOTEMPTY | errno.EROFS | errno.ENAMETOOLONG | errno.EBUSY | errno.ETXTBSY:
                 problem = f"cannot be used: {os.strerror(error.errno)}"
             case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
@@ -342,6 +345,6 @@ def _translate_os_errors(parameter: str, location: str) -> Iterator[None]:
 
 def _disk_full(location: str) -> OutOfStorage:
     return OutOfStorage(
-        f"output_to: the disk with {location} is full. Try again later, or choose another folder.",
+        f"output_to: the disk that contains {location} is full. Try again later, or choose another folder.",
         parameter="output_to",
     )

@@ -1,4 +1,4 @@
-"""A shared memory limit for concurrent requests."""
+"""A memory limit that concurrent requests share."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import threading
 
 
 class MemoryBudget:
-    """A number of bytes that requests share. Thread-safe."""
+    """A number of bytes that concurrent requests share. Thread-safe."""
 
     def __init__(self, nbytes: int) -> None:
-        self._free = nbytes
+        self._free_bytes = nbytes
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int) -> bool:
-        """Reserve bytes until `release`. Return False, and reserve nothing, if not enough bytes are left."""
+        """Reserve bytes until `release`. If too few bytes are left, reserve nothing and return False."""
         with self._lock:
-            if nbytes > self._free:
+            if nbytes > self._free_bytes:
                 return False
-            self._free -= nbytes
+            self._free_bytes -= nbytes
             return True
 
     def release(self, nbytes: int) -> None:
         """Return reserved bytes to the budget."""
         with self._lock:
-            self._free += nbytes
+            self._free_bytes += nbytes

@@ -9,8 +9,8 @@ from service.serving.storage.threads import FairThreadPool
 
 # Memory of a reader process in addition to its share of the decoded volume: codec tables and one decoded page.
 READER_BYTES = 2 * 2**30
-# Number of files that are read concurrently. Large files are decoded in several threads for part of the time. For small
-# files there is one reader more than a single client can occupy.
+# Maximum number of large and of small files that are read concurrently. A large file is decoded with several threads
+# for part of the time. There are enough readers for small files that a single client cannot occupy them all.
 LARGE_FILE_READER_COUNT = min(max(host.usable_cores() // 4, 1), 4)
 SMALL_FILE_READER_COUNT = LARGE_FILE_READER_COUNT + 2
 
@@ -18,9 +18,9 @@ SMALL_FILE_READER_COUNT = LARGE_FILE_READER_COUNT + 2
 class FileReaders:
     """The processes and threads that read files. There is one thread per process, so no thread waits for a process.
 
-    reader          available after `start`
+    reader          reads files in child processes; available after `start`
     read_threads    threads for small files
-    decode_threads  threads for files that take long to decode
+    decode_threads  threads for large files, which take long to decode
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -39,7 +39,7 @@ class FileReaders:
             shared_bytes=self._settings.references.decoded_bytes,
             processes=SMALL_FILE_READER_COUNT + LARGE_FILE_READER_COUNT,
         )
-        # Wait in the background, so that `reader.missing_layers` is set soon.
+        # Wait for the start in the background, so that `reader.missing_layers` is set soon.
         self.read_threads.submit("", self.reader.await_start)
 
     def stop(self) -> None:

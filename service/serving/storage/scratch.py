@@ -1,7 +1,7 @@
 """The scratch folder of this process for the files of requests, and the limits on their size.
 
-It contains uploads, decoded pixels, and results until they are sent. If the service is killed, the next one deletes the
-folder.
+The folder contains uploads, decoded pixels, and results until they are sent. If the service is killed, the next service
+process deletes the folder.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from service.core.errors import ConfigError, OutOfStorage, RateLimited, TooLarge
 
 FOLDER_PREFIX = "stackseg-"
 # Folders without this file are not deleted, because other programs may use the same prefix.
-MARKER = ".stackseg-scratch"
-RETRY_SECONDS = 5
+MARKER_FILE = ".stackseg-scratch"
+RETRY_AFTER_SECONDS = 5
 
 
 class ScratchFolder:
     """The scratch folder of this process. It is deleted when the service stops.
 
-    path      the folder itself; its name is unique
-    requests  folder with a subfolder for each request
-    results   folder with the cached results
+    path      path of the folder, whose name is unique
+    requests  path of the folder with a subfolder for each request
+    results   path of the folder with the cached results
 
     Raises ConfigError if the process cannot write to the parent folder.
     """
@@ -43,27 +43,27 @@ class ScratchFolder:
             raise ConfigError(f"server.scratch_folder: {parent} is not a folder that this process can write to.")
         self.path = parent / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
         self.requests, self.results = self.path / "requests", self.path / "cache"
-        self._numbers = itertools.count()
-        self._lock: int
+        self._request_numbers = itertools.count()
+        self._lock_fd: int
 
     def create(self) -> None:
         """Create and lock the folder. Delete the folders of killed services."""
-        sweep(self.path.parent)
-        self._lock = make_locked_folder(self.path)
+        delete_abandoned_folders(self.path.parent)
+        self._lock_fd = make_locked_folder(self.path)
         self.requests.mkdir()
         self.results.mkdir()
 
     def repair(self) -> str | None:
-        """Recreate the folder or parts of it after deletion. Return the current problem as one sentence, or None."""
+        """Recreate the folder or its subfolders if they were deleted. Return the problem as one sentence, or None."""
         subfolders = self.requests, self.results
         try:
-            if (self.path / MARKER).exists() and all(folder.is_dir() for folder in subfolders):
+            if (self.path / MARKER_FILE).exists() and all(folder.is_dir() for folder in subfolders):
                 return None
             if not self.path.is_dir():
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                old_lock, self._lock = self._lock, make_locked_folder(self.path)
-                os.close(old_lock)
-            (self.path / MARKER).touch(mode=0o600)
+                old_lock_fd, self._lock_fd = self._lock_fd, make_locked_folder(self.path)
+                os.close(old_lock_fd)
+            (self.path / MARKER_FILE).touch(mode=0o600)
             for folder in subfolders:
                 folder.mkdir(exist_ok=True)
         except OSError as error:
@@ -72,8 +72,8 @@ class ScratchFolder:
 
     def delete(self) -> None:
         """Delete the folder."""
-        _delete(self.path)
-        os.close(self._lock)
+        _delete_folder(self.path)
+        os.close(self._lock_fd)
 
     def make_request_folder(self) -> Path:
         """Create a folder for one request."""
@@ -81,76 +81,76 @@ class ScratchFolder:
 
     def next_request_folder(self) -> Path:
         """Return a path at which a request can create its folder. The name is unique among all processes."""
-        return self.requests / f"{self.path.name}-{next(self._numbers)}"
+        return self.requests / f"{self.path.name}-{next(self._request_numbers)}"
 
 
-def sweep(parent: Path, prefix: str = FOLDER_PREFIX) -> None:
-    """Delete the folders of killed services, which have the marker file but no lock."""
+def delete_abandoned_folders(parent: Path, prefix: str = FOLDER_PREFIX) -> None:
+    """Delete the folders of killed processes, which contain the marker file but are not locked."""
     for folder in parent.glob(f"{prefix}*"):
         try:
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            lock_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_marked(lock):
-                _delete(folder)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_marked(lock_fd):
+                _delete_folder(folder)
         except BlockingIOError:
             continue
         finally:
-            os.close(lock)
+            os.close(lock_fd)
 
 
 def make_locked_folder(folder: Path) -> int:
-    """Create a folder that `sweep` does not delete while the returned file descriptor is open."""
+    """Create a folder, and lock it against `delete_abandoned_folders` until the returned file descriptor is closed."""
     folder.mkdir(mode=0o700)
     with ExitStack() as cleanup:
         cleanup.callback(folder.rmdir)
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        cleanup.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # Create the marker after locking. A marked folder without a lock then has no owner process.
-        (folder / MARKER).touch(mode=0o600)
+        lock_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        cleanup.callback(os.close, lock_fd)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX)
+        # Create the marker after locking. The process of a marked folder without a lock has therefore ended.
+        (folder / MARKER_FILE).touch(mode=0o600)
         cleanup.pop_all()
-    return lock
+    return lock_fd
 
 
-def _delete(folder: Path) -> None:
-    """Delete a locked folder. Delete the marker last, so that the next service can finish an interrupted deletion."""
+def _delete_folder(folder: Path) -> None:
+    """Delete a locked folder. Delete the marker last, so that the next process can finish an interrupted deletion."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.name != MARKER:
+            elif path.name != MARKER_FILE:
                 path.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_marked(folder: int) -> bool:
-    """Return whether an open folder contains the marker file, and both belong to the current user."""
+def _is_marked(folder_fd: int) -> bool:
+    """Return whether an open folder contains the marker file and both belong to the current user."""
     try:
-        marker = os.stat(MARKER, dir_fd=folder, follow_symlinks=False)
+        marker = os.stat(MARKER_FILE, dir_fd=folder_fd, follow_symlinks=False)
     except OSError:
         return False
-    return stat.S_ISREG(marker.st_mode) and marker.st_uid == os.fstat(folder).st_uid == os.getuid()
+    return stat.S_ISREG(marker.st_mode) and marker.st_uid == os.fstat(folder_fd).st_uid == os.getuid()
 
 
 class ScratchSpace:
-    """Disk space of `limit` bytes that clients share. Thread-safe.
+    """A limited amount of disk space that clients share. Thread-safe.
 
-    A client cannot reserve more than it leaves free for others (dynamic thresholds, Choudhury and Hahne 1998). A single
-    client gets half of the space at most, and there is always space for another client.
+    A client cannot reserve more space than it leaves free for other clients (dynamic thresholds, Choudhury and Hahne
+    1998). A single client gets at most half of the space, so there is always space for another client.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit = limit_bytes
-        self._used: Counter[str] = Counter()
+        self._used_bytes: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     @property
     def used(self) -> int:
         """Bytes reserved by all clients."""
-        return self._used.total()
+        return self._used_bytes.total()
 
     @property
     def max_client_bytes(self) -> int:
@@ -161,12 +161,12 @@ class ScratchSpace:
         """Return an empty reservation for a client. Close it after its files have been deleted."""
         return SpaceReservation(self, client)
 
-    def change(self, reservation: SpaceReservation, nbytes: int, *, checked: bool = False) -> None:
-        """Change the size of an open reservation. With `checked`, raises the errors of `SpaceReservation.reserve`."""
+    def change(self, reservation: SpaceReservation, nbytes: int, *, is_limited: bool = False) -> None:
+        """Change the size of an open reservation. With `is_limited`, raise the errors of `SpaceReservation.reserve`."""
         with self._lock:
-            if checked and not reservation.closed:
-                self._check(reservation.client, nbytes)
-            if not reservation.closed:
+            if is_limited and not reservation.is_closed:
+                self._check_limits(reservation.client, nbytes)
+            if not reservation.is_closed:
                 reservation.nbytes += nbytes
                 self._add_used_bytes(reservation.client, nbytes)
 
@@ -174,39 +174,40 @@ class ScratchSpace:
         """Close a reservation."""
         with self._lock:
             self._add_used_bytes(reservation.client, -reservation.nbytes)
-            reservation.nbytes, reservation.closed = 0, True
+            reservation.nbytes, reservation.is_closed = 0, True
 
     def _add_used_bytes(self, client: str, nbytes: int) -> None:
-        self._used[client] += nbytes
-        if not self._used[client]:
-            del self._used[client]
+        self._used_bytes[client] += nbytes
+        if not self._used_bytes[client]:
+            del self._used_bytes[client]
 
-    def _check(self, client: str, nbytes: int) -> None:
-        free, used_by_client = self.limit - self._used.total() - nbytes, self._used[client]
-        if used_by_client + nbytes <= free:
+    def _check_limits(self, client: str, nbytes: int) -> None:
+        free_bytes, client_bytes = self.limit - self._used_bytes.total() - nbytes, self._used_bytes[client]
+        if client_bytes + nbytes <= free_bytes:
             return
         if 2 * nbytes > self.limit:
             raise TooLarge(
-                f"The request needs {nbytes:,} bytes of disk space on the service. The limit per client is"
+                f"The request needs {nbytes:,} bytes of disk space on the service, but a client can use at most"
                 f" {self.max_client_bytes:,} bytes. Select a channel or a time point, crop the stack, or downsample it."
             )
-        if used_by_client:
+        if client_bytes:
             raise RateLimited(
-                f"Your other requests use {used_by_client:,} bytes of disk space on the service, and {nbytes:,} more"
-                " would leave too little for other users. Fetch their results, or wait until one of them ends.",
-                RETRY_SECONDS,
+                f"Your other requests use {client_bytes:,} bytes of disk space on the service, and {nbytes:,} more"
+                " would leave too little for other users. Fetch the results of those requests, or wait until one of"
+                " them ends.",
+                RETRY_AFTER_SECONDS,
             )
         raise OutOfStorage(
-            "Requests of other users fill the disk space of the service. Try again later, or send a smaller file."
+            "Requests from other users use up the disk space of the service. Try again later, or send a smaller file."
         )
 
 
 class SpaceReservation:
-    """The disk space reserved by one request of a client. A closed reservation ignores further changes."""
+    """The disk space that one request of a client has reserved. Changes to a closed reservation are ignored."""
 
     def __init__(self, space: ScratchSpace, client: str) -> None:
         self._space, self.client = space, client
-        self.nbytes, self.closed = 0, False
+        self.nbytes, self.is_closed = 0, False
 
     def reserve(self, nbytes: int) -> None:
         """Reserve space for a file before it is written.
@@ -214,7 +215,7 @@ class SpaceReservation:
         Raises TooLarge if the size exceeds the limit per client, RateLimited if the client already uses too much, and
         OutOfStorage if all clients together use too much.
         """
-        self._space.change(self, nbytes, checked=True)
+        self._space.change(self, nbytes, is_limited=True)
 
     def add(self, nbytes: int) -> None:
         """Count an existing file. Pass a negative number for a deleted file."""

@@ -1,4 +1,4 @@
-"""Stored stacks: uploads that are kept for a limited time, to view and segment them without another upload."""
+"""Stored stacks: uploads that are kept for a limited time, so that they can be viewed and segmented again."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pathlib import Path
 from service.core.errors import OutOfStorage, UnknownStack
 from service.serving.storage.disk import translate_disk_errors
 
-STACK = "upload.tif"
-RECORD = "stack.json"
+STACK_FILE = "upload.tif"
+RECORD_FILE = "stack.json"
 
 
 @dataclass(frozen=True)
 class StoredStack:
     """A stack on disk.
 
-    path    path of the file; the name of its folder is the stack's ID
-    name    name of the uploaded file
-    digest  digest of the file content
-    nbytes  size of the file
-    used    time of the last access, in seconds since the Unix epoch
+    path       path of the file; the name of its folder is the stack's ID
+    name       name of the uploaded file
+    digest     digest of the file content
+    nbytes     size of the file
+    last_used  time of the last access, in seconds since the Unix epoch
     """
 
     path: Path
@@ -34,7 +34,7 @@ class StoredStack:
     owner: str | None
     digest: str
     nbytes: int
-    used: float
+    last_used: float
 
     @property
     def id(self) -> str:
@@ -46,9 +46,10 @@ class StackStore:
     """A folder with a subfolder for each stack. Thread-safe within one process.
 
     Args:
-        folder: created when it is needed, on the same file system as the jobs
-        quota_bytes: limit for all stacks; a new stack evicts the least recently used stacks of the owner who uses most
-        keep_seconds: how long a stack is kept after its last use
+        folder: on the same file system as the jobs; created when the first stack is added
+        quota_bytes: maximum size of all stacks; a new stack evicts the least recently used stacks of the owner who uses
+            the most space
+        keep_seconds: time for which a stack is kept after its last use
 
     Methods raise OutOfStorage if the disk is full, and StorageUnavailable for other disk errors.
     """
@@ -59,83 +60,83 @@ class StackStore:
         self._lock = threading.Lock()
 
     def add(self, upload: Path, name: str, owner: str | None, digest: str) -> StoredStack:
-        """Store a complete file. Its folder becomes the folder of the stack. Raises OutOfStorage beyond the quota."""
+        """Store a complete file together with its folder. Raises OutOfStorage if the quota is exceeded."""
         with translate_disk_errors(), self._lock:
             size = upload.stat().st_size
-            stack = StoredStack(self._folder / upload.parent.name / STACK, name, owner, digest, size, 0.0)
+            stack = StoredStack(self._folder / upload.parent.name / STACK_FILE, name, owner, digest, size, 0.0)
             self._free_space(stack)
-            content = {key: value for key, value in asdict(stack).items() if key not in {"path", "used"}}
-            (upload.parent / RECORD).write_text(json.dumps(content), encoding="utf-8")
-            upload.rename(upload.parent / STACK)
+            content = {key: value for key, value in asdict(stack).items() if key not in {"path", "last_used"}}
+            (upload.parent / RECORD_FILE).write_text(json.dumps(content), encoding="utf-8")
+            upload.rename(upload.parent / STACK_FILE)
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             upload.parent.rename(stack.path.parent)
         return stack
 
-    def find(self, stack: str, owner: str | None) -> StoredStack:
-        """Return a stack of this owner and extend its retention. Raises UnknownStack, also for stacks of others."""
-        stored = self._read(self._folder / stack)
-        if stored is None or stored.owner != owner:
+    def find(self, stack_id: str, owner: str | None) -> StoredStack:
+        """Return a stack of this owner and extend its retention. Raises UnknownStack if there is none."""
+        stack = self._read_stack(self._folder / stack_id)
+        if stack is None or stack.owner != owner:
             raise UnknownStack(
-                "There is no such stack: its ID is wrong, or the stack has expired. Upload it again.",
+                "There is no such stack: the ID is wrong, or the stack has expired. Upload the stack again.",
                 parameter="stack",
             )
         with translate_disk_errors(), suppress(FileNotFoundError):
-            (stored.path.parent / RECORD).touch()
-        return stored
+            (stack.path.parent / RECORD_FILE).touch()
+        return stack
 
-    def delete(self, stack: str, owner: str | None) -> None:
+    def delete(self, stack_id: str, owner: str | None) -> None:
         """Delete a stack. Raises UnknownStack. Jobs on the stack are not affected."""
-        self._delete_files(self.find(stack, owner))
+        self._delete_files(self.find(stack_id, owner))
 
     def clean_up(self) -> None:
-        """Delete expired stacks, and the remains of stacks that were only partly deleted."""
-        for stack in self._list():
-            if stack.used < time.time() - self._keep_seconds:
+        """Delete expired stacks, and the remaining files of partly deleted stacks."""
+        for stack in self._list_stacks():
+            if stack.last_used < time.time() - self._keep_seconds:
                 self._delete_files(stack)
         for folder in self._list_folders():
             # The folder of a complete stack always has a record.
-            if not (folder / RECORD).exists():
+            if not (folder / RECORD_FILE).exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
     @property
     def nbytes(self) -> int:
         """Total size of all stacks in bytes."""
-        return sum(stack.nbytes for stack in self._list())
+        return sum(stack.nbytes for stack in self._list_stacks())
 
-    def _free_space(self, new: StoredStack) -> None:
-        """Delete older stacks to free space for a new one. Raises OutOfStorage, and deletes nothing, if that fails."""
-        stacks = sorted(self._list(), key=lambda stack: stack.used)
-        used: Counter[str | None] = Counter()
-        for stack in [*stacks, new]:
-            used[stack.owner] += stack.nbytes
-        evicted: list[StoredStack] = []
-        while used.total() > self._quota_bytes:
-            owner, _ = used.most_common(1)[0]
+    def _free_space(self, new_stack: StoredStack) -> None:
+        """Delete older stacks to free space for a new one. If that cannot succeed, raise OutOfStorage."""
+        stacks = sorted(self._list_stacks(), key=lambda stack: stack.last_used)
+        used_bytes: Counter[str | None] = Counter()
+        for stack in [*stacks, new_stack]:
+            used_bytes[stack.owner] += stack.nbytes
+        evicted_stacks: list[StoredStack] = []
+        while used_bytes.total() > self._quota_bytes:
+            owner, _ = used_bytes.most_common(1)[0]
             oldest = next((stack for stack in stacks if stack.owner == owner), None)
             if oldest is None:
                 raise OutOfStorage(
-                    "The stack exceeds the space configured for stacks. Submit it directly with POST /jobs."
+                    "The stack exceeds the space configured for stacks. Submit the stack directly with POST /jobs."
                 )
             stacks.remove(oldest)
-            used[owner] -= oldest.nbytes
-            evicted.append(oldest)
-        for stack in evicted:
+            used_bytes[owner] -= oldest.nbytes
+            evicted_stacks.append(oldest)
+        for stack in evicted_stacks:
             self._delete_files(stack)
 
-    def _list(self) -> list[StoredStack]:
-        return [stack for folder in self._list_folders() if (stack := self._read(folder)) is not None]
+    def _list_stacks(self) -> list[StoredStack]:
+        return [stack for folder in self._list_folders() if (stack := self._read_stack(folder)) is not None]
 
     def _list_folders(self) -> list[Path]:
         with translate_disk_errors():
             return list(self._folder.iterdir()) if self._folder.is_dir() else []
 
     @staticmethod
-    def _read(folder: Path) -> StoredStack | None:
-        """Return the stack in a folder, or None if there is none or its record is damaged."""
-        record = folder / RECORD
+    def _read_stack(folder: Path) -> StoredStack | None:
+        """Return the stack in a folder, or None if the folder contains no stack or a damaged record."""
+        record = folder / RECORD_FILE
         try:
             content = json.loads(record.read_text(encoding="utf-8"))
-            return StoredStack(folder / STACK, **content, used=record.stat().st_mtime)
+            return StoredStack(folder / STACK_FILE, **content, last_used=record.stat().st_mtime)
         except (OSError, ValueError, TypeError):
             return None
 

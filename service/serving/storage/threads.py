@@ -1,6 +1,6 @@
-"""Thread pools for file access, including a pool with fair scheduling, and helpers to await blocking work.
+"""Thread pools for file access, including a pool with fair scheduling, and helpers for awaiting blocking work.
 
-The helpers await running work to its end even if they are cancelled, because the work may still use files.
+Even if a helper is cancelled, it awaits the end of running work, because the work may still use files.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from service.core.errors import Cancelled
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# For the service's own disk: write uploads and results, delete folders.
+# Threads that write uploads and results to the service's own disk, and delete folders.
 FILE_THREAD_COUNT = 8
 FILE_THREADS = ThreadPoolExecutor(FILE_THREAD_COUNT, "files")
 
-# For host files. They may be on a file server that does not respond, which must not block the other threads.
+# Threads for host files. A file server that does not respond can block these threads, but not the other threads.
 HOST_FILE_THREAD_COUNT = 4
 HOST_FILE_THREADS = ThreadPoolExecutor(HOST_FILE_THREAD_COUNT, "named")
 
@@ -31,7 +31,7 @@ _start_lock = threading.Lock()
 
 
 def start_file_threads() -> None:
-    """Start the threads of this module before there is work for them. Raises the errors of `start_all_threads`."""
+    """Start the threads of this module before work is submitted. Raises the errors of `start_all_threads`."""
     with _start_lock:
         _start_file_threads_once()
 
@@ -42,44 +42,44 @@ def _start_file_threads_once() -> None:
     start_all_threads(HOST_FILE_THREADS, HOST_FILE_THREAD_COUNT)
 
 
-def start_threads(threads: int, name: str) -> ThreadPoolExecutor:
+def start_threads(thread_count: int, name: str) -> ThreadPoolExecutor:
     """Return a pool whose threads have all been started. Raises the errors of `start_all_threads`."""
-    pool = ThreadPoolExecutor(threads, name)
-    start_all_threads(pool, threads)
+    pool = ThreadPoolExecutor(thread_count, name)
+    start_all_threads(pool, thread_count)
     return pool
 
 
-def start_all_threads(pool: ThreadPoolExecutor, threads: int) -> None:
-    """Start all threads of an idle pool. A thread that fails to start later, for lack of memory, would drop its work.
+def start_all_threads(pool: ThreadPoolExecutor, thread_count: int) -> None:
+    """Start all threads of an idle pool. If a thread failed to start later for lack of memory, its work would be lost.
 
     Raises RuntimeError if there is not enough memory for the threads.
     """
-    started = threading.Barrier(threads)
+    start_barrier = threading.Barrier(thread_count)
     try:
-        for _ in range(threads):
-            pool.submit(started.wait)
+        for _ in range(thread_count):
+            pool.submit(start_barrier.wait)
     except BaseException:
-        started.abort()
+        start_barrier.abort()
         raise
 
 
 class FairThreadPool:
-    """A thread pool that serves clients in turn instead of first come, first served.
+    """A thread pool that serves clients in turn, not in order of arrival.
 
-    The last idle thread is only used for a client that does not occupy another thread. A single client can therefore
-    never occupy all threads of a pool with several threads.
+    The last idle thread is used only for a client that does not occupy another thread. A single client can therefore
+    never occupy all threads of a pool with more than one thread.
     """
 
-    def __init__(self, threads: int, name: str) -> None:
-        self._limit = threads
-        self._threads = start_threads(threads, name)
+    def __init__(self, thread_count: int, name: str) -> None:
+        self._thread_count = thread_count
+        self._pool = start_threads(thread_count, name)
         self._lock = threading.Lock()
-        # Clients in the order of their turns. A client moves to the end when a call of it begins.
-        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
-        self._running: Counter[str] = Counter()
+        # Waiting calls of clients in the order of their turns. A client moves to the end when one of its calls begins.
+        self._waiting_calls: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
+        self._running_counts: Counter[str] = Counter()
 
     def for_client(self, client: str) -> Executor:
-        """Return an executor that submits calls of one client."""
+        """Return an executor that submits the calls of one client."""
         return _ClientExecutor(self, client)
 
     def is_busy(self, client: str) -> bool:
@@ -89,41 +89,41 @@ class FairThreadPool:
 
     @property
     def waiting_count(self) -> int:
-        """The number of calls that have not begun, including cancelled calls."""
+        """Number of calls that have not begun, including cancelled calls."""
         with self._lock:
-            return sum(map(len, self._waiting.values()))
+            return sum(map(len, self._waiting_calls.values()))
 
     def submit(self, client: str, work: Callable[[], T]) -> Future[T]:
-        """Schedule a call of a client."""
+        """Schedule a call for a client."""
         future: Future[T] = Future()
         with self._lock:
-            self._waiting.setdefault(client, deque()).append((future, work))
+            self._waiting_calls.setdefault(client, deque()).append((future, work))
             self._begin_waiting_calls()
         return future
 
     def shutdown(self) -> None:
-        """Cancel the calls that have not begun, and wait for the others."""
+        """Cancel the calls that have not begun, and wait for the other calls."""
         with self._lock:
-            cancelled_futures = [future for calls in self._waiting.values() for future, _ in calls]
-            self._waiting.clear()
+            cancelled_futures = [future for calls in self._waiting_calls.values() for future, _ in calls]
+            self._waiting_calls.clear()
         for future in cancelled_futures:
             future.cancel()
-        self._threads.shutdown()
+        self._pool.shutdown()
 
     def _begin_waiting_calls(self) -> None:
         """Begin all calls that can begin. Call this with the lock held."""
-        while (client := next(filter(self._can_begin, self._waiting), None)) is not None:
-            calls = self._waiting.pop(client)
+        while (client := next(filter(self._can_begin, self._waiting_calls), None)) is not None:
+            calls = self._waiting_calls.pop(client)
             future, work = calls.popleft()
             if calls:
-                self._waiting[client] = calls
+                self._waiting_calls[client] = calls
             if future.set_running_or_notify_cancel():
-                self._running[client] += 1
-                self._threads.submit(self._run, client, future, work)
+                self._running_counts[client] += 1
+                self._pool.submit(self._run, client, future, work)
 
     def _can_begin(self, client: str) -> bool:
-        idle = self._limit - self._running.total()
-        return idle > 1 or (idle == 1 and not self._running[client])
+        idle_count = self._thread_count - self._running_counts.total()
+        return idle_count > 1 or (idle_count == 1 and not self._running_counts[client])
 
     def _run(self, client: str, future: Future[Any], work: Callable[[], Any]) -> None:
         try:
@@ -139,9 +139,9 @@ class FairThreadPool:
 
     def _end_call(self, client: str) -> None:
         with self._lock:
-            self._running[client] -= 1
-            if not self._running[client]:
-                del self._running[client]
+            self._running_counts[client] -= 1
+            if not self._running_counts[client]:
+                del self._running_counts[client]
             self._begin_waiting_calls()
 
 
@@ -162,7 +162,8 @@ async def run_in_thread(
     """Run `work` in a thread, and return its result or raise its error.
 
     If the caller is cancelled, work that has not begun is dropped. Work that has begun is awaited, even if the caller
-    is cancelled repeatedly, because it may still use the request's folder. `cancelled` is set then; work can poll it.
+    is cancelled repeatedly, because the work may still use the request's folder. In this case, `cancelled` is set, so
+    that the work can poll it.
     """
     future = executor.submit(work)
     try:
@@ -176,12 +177,12 @@ async def run_in_thread(
 
 
 async def wait_for(future: Future[T]) -> T:
-    """Return the result of a future that a thread completes. Raises Cancelled if the future was cancelled.
+    """Return the result of a future that is completed by a thread. Raises Cancelled if the future was cancelled.
 
     If the caller is cancelled, the future is neither cancelled nor awaited.
     """
     result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(lambda done: _copy_from_thread(result, done))
+    future.add_done_callback(lambda finished_future: _copy_from_thread(result, finished_future))
     try:
         return await result
     except asyncio.CancelledError:
@@ -189,33 +190,33 @@ async def wait_for(future: Future[T]) -> T:
         raise
 
 
-def _copy_from_thread(result: asyncio.Future[Any], done: Future[Any]) -> None:
-    """Let the event loop copy the outcome of `done`, unless the result is no longer awaited."""
+def _copy_from_thread(result: asyncio.Future[Any], finished_future: Future[Any]) -> None:
+    """Let the event loop copy the outcome of a finished future, unless the result is no longer awaited."""
     if not result.done():
-        result.get_loop().call_soon_threadsafe(_copy_outcome, result, done)
+        result.get_loop().call_soon_threadsafe(_copy_outcome, result, finished_future)
 
 
-def _copy_outcome(result: asyncio.Future[Any], done: Future[Any]) -> None:
+def _copy_outcome(result: asyncio.Future[Any], finished_future: Future[Any]) -> None:
     if result.done():
         return
-    if done.cancelled():
-        result.set_exception(Cancelled("cancelled before it began"))
-    elif (error := done.exception()) is not None:
+    if finished_future.cancelled():
+        result.set_exception(Cancelled("The request was cancelled before it began."))
+    elif (error := finished_future.exception()) is not None:
         result.set_exception(error)
     else:
-        result.set_result(done.result())
+        result.set_result(finished_future.result())
 
 
 async def _wait_until_done(work: Future[Any]) -> None:
-    """Wait for work even if the caller is cancelled repeatedly, for example by a disconnect and by a time limit."""
-    done = asyncio.wrap_future(work)
-    while not done.done():
+    """Wait for work even if the caller is cancelled repeatedly, for example by a disconnect and a time limit."""
+    future = asyncio.wrap_future(work)
+    while not future.done():
         with suppress(asyncio.CancelledError):
-            await asyncio.wait([done])
-    _retrieve_error(done)
+            await asyncio.wait([future])
+    _retrieve_error(future)
 
 
 def _retrieve_error(future: asyncio.Future[Any]) -> None:
-    """Mark the error of a future as retrieved, because asyncio logs errors that are never retrieved."""
+    """Retrieve the error of a future, because asyncio logs errors that are never retrieved."""
     if future.done() and not future.cancelled():
         future.exception()

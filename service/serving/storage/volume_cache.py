@@ -10,7 +10,7 @@ from typing import NamedTuple
 from service.core.types import Volume
 from service.serving.storage.scratch import ScratchSpace, SpaceReservation
 
-# Limit for all volumes together. A single volume can be larger.
+# Maximum size of all volumes together. A single volume can be larger.
 CACHE_BYTES = 4 * 2**30
 # The client name under which the cache reserves scratch space.
 CACHE_CLIENT = "volume cache"
@@ -24,8 +24,9 @@ class _CachedVolume(NamedTuple):
 class VolumeCache:
     """A cache of volumes by key, with least-recently-used eviction. Thread-safe.
 
-    The files of a volume are deleted with the last reference to it, so an evicted volume stays valid while in use. The
-    scratch space of volumes does not count towards the limits of clients: viewing a stack does not prevent uploads.
+    The files of a volume are deleted with the last reference to the volume, so an evicted volume stays valid while it
+    is in use. The scratch space of volumes does not count toward the limits of clients, so viewing a stack does not
+    prevent uploads.
     """
 
     def __init__(self, limit_bytes: int = CACHE_BYTES) -> None:
@@ -42,15 +43,15 @@ class VolumeCache:
             return self._volumes[key].volume
 
     def open(self, key: Hashable, space: ScratchSpace, read: Callable[[], Volume]) -> Volume:
-        """Return the cached volume with this key, or else call `read` and add its volume to the cache.
+        """Return the cached volume with this key. If there is none, call `read` and cache the volume that it returns.
 
-        Blocks during `read`. Raises its errors, and the errors of `SpaceReservation.reserve`.
+        Blocks during `read`. Raises the errors of `read` and `SpaceReservation.reserve`.
         """
         if (cached := self.find(key)) is not None:
             return cached
         volume = read()
         with self._lock:
-            # Another thread may have added it in the meantime.
+            # Another thread may have added the volume in the meantime.
             if key in self._volumes:
                 return self._volumes[key].volume
             while self._volumes and self._nbytes() + volume.nbytes > min(

@@ -16,7 +16,7 @@ from service.core.types import Options, Segmentation, Volume
 from service.formats import stack_reader
 from service.inference.types import DiameterEstimate, Result, Series
 from service.models.spec import ModelSpec
-from service.serving.jobs.folder_records import RECORDS
+from service.serving.jobs.folder_records import RECORDS_FILE
 from service.serving.jobs.folder_work import FolderOutcome, FolderSegmentation, StackCallbacks, select_stacks
 from service.serving.parameters import Query
 from service.serving.reading import Pixels
@@ -38,13 +38,13 @@ def segment_folder(
     stacks: Path,
     spec: ModelSpec,
     error: Exception | None = None,
-    broken: tuple[str, ...] = (),
-    used: list[str] | None = None,
+    broken_names: tuple[str, ...] = (),
+    used_diameters: list[str] | None = None,
 ) -> FolderOutcome:
     """Segment the folder with a fake model that finds one object per stack.
 
-    Diameter estimates raise `error`. Reading one of the `broken` stacks raises BadFile. The diameters in use are
-    appended to `used`.
+    Diameter estimates raise `error`. Reading one of the stacks in `broken_names` raises BadFile. The diameters used for
+    segmentation are appended to `used_diameters`.
     """
 
     @contextmanager
@@ -52,14 +52,14 @@ def segment_folder(
         yield stacks / name
 
     def read(path: Path, query: Query, scratch: Path) -> Pixels:
-        if path.name in broken:
+        if path.name in broken_names:
             raise BadFile("The file is truncated.")
         volume = stack_reader.read(path, query.selection, 2**20, scratch)
         return Pixels(volume, volume)
 
     def segment(volume: Volume | Series, options: Options) -> Result:
-        if used is not None:
-            used.append(str(options.diameter))
+        if used_diameters is not None:
+            used_diameters.append(str(options.diameter))
         assert isinstance(volume, Volume)
         labels = np.ones(volume.shape[1:], np.uint16)
         return Result(Segmentation(labels, "labels", volume.voxel_size, count=1), {}, ())
@@ -72,19 +72,19 @@ def segment_folder(
     diameters = iter([Diameter((size, size, size), "px") for size in (7.0, 9.0, 20.0)])
 
     with open_results(stacks.parent / "out") as results:
-        calls = StackCallbacks(open_stack, read, segment, estimate)
-        return FolderSegmentation(results, spec, calls, stacks.parent).run(NAMES, Query())
+        callbacks = StackCallbacks(open_stack, read, segment, estimate)
+        return FolderSegmentation(results, spec, callbacks, stacks.parent).run(NAMES, Query())
 
 
 def read_records(stacks: Path) -> str:
-    path = stacks.parent / "out" / RECORDS
+    path = stacks.parent / "out" / RECORDS_FILE
     return path.read_text() if path.exists() else ""
 
 
 def test_all_stacks_share_one_estimated_diameter(stacks: Path, random_nuclei: ModelSpec) -> None:
-    used = list[str]()
-    outcome = segment_folder(stacks, random_nuclei, used=used)
-    assert used == [str(Diameter((9.0, 9.0, 9.0), "px"))] * len(NAMES)
+    used_diameters = list[str]()
+    outcome = segment_folder(stacks, random_nuclei, used_diameters=used_diameters)
+    assert used_diameters == [str(Diameter((9.0, 9.0, 9.0), "px"))] * len(NAMES)
     (note,) = {note for record in outcome.records.values() for note in record.notes}
     assert note.startswith("Objects seem to be 9 px wide (measured in 3 of 5 stacks of the folder)")
 
@@ -104,7 +104,7 @@ def test_no_diameter_is_recorded_if_no_estimate_succeeds(stacks: Path, random_nu
 
 
 def test_other_stacks_are_sampled_if_the_sampled_stacks_are_broken(stacks: Path, random_nuclei: ModelSpec) -> None:
-    outcome = segment_folder(stacks, random_nuclei, broken=tuple(name for name in NAMES if name != "2.tif"))
+    outcome = segment_folder(stacks, random_nuclei, broken_names=tuple(name for name in NAMES if name != "2.tif"))
     assert '"series"' in read_records(stacks)
     assert [error.partition(":")[0] for error in outcome.failures] == [name for name in NAMES if name != "2.tif"]
 
@@ -112,16 +112,16 @@ def test_other_stacks_are_sampled_if_the_sampled_stacks_are_broken(stacks: Path,
 def test_symbolic_link_at_a_result_path_is_replaced_and_a_folder_fails_the_stack(
     stacks: Path, random_nuclei: ModelSpec
 ) -> None:
-    secret, out = stacks.parent / "secret", stacks.parent / "out"
+    secret, results = stacks.parent / "secret", stacks.parent / "out"
     secret.write_text("confidential")
-    out.mkdir()
-    (out / "1_labels.ome.tif").symlink_to(secret)
-    (out / "2_labels.ome.tif").mkdir()
+    results.mkdir()
+    (results / "1_labels.ome.tif").symlink_to(secret)
+    (results / "2_labels.ome.tif").mkdir()
     outcome = segment_folder(stacks, random_nuclei)
     assert secret.read_text() == "confidential"
-    assert not (out / "1_labels.ome.tif").is_symlink()
+    assert not (results / "1_labels.ome.tif").is_symlink()
     assert [error.partition(" ")[0] for error in outcome.failures] == ["2.tif:"]
-    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+    assert not [path for path in results.iterdir() if path.name.startswith(".")]
 
 
 def test_two_stacks_with_the_same_result_file_are_rejected() -> None:

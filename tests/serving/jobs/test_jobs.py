@@ -27,9 +27,9 @@ from service.api.messages.headers import ANONYMOUS
 @pytest.fixture
 def service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
     """A service that retries for one second after storage errors."""
-    with start(bands_repository, tmp_path) as running:
-        shorten_timeouts(running)
-        yield running
+    with start(bands_repository, tmp_path) as running_service:
+        shorten_timeouts(running_service)
+        yield running_service
 
 
 def shorten_timeouts(service: Service) -> None:
@@ -39,24 +39,24 @@ def shorten_timeouts(service: Service) -> None:
 
 
 @contextmanager
-def locked_database(folder: Path) -> Iterator[None]:
-    """Lock the database like another program that writes to it."""
-    with closing(sqlite3.connect(folder / "jobs" / "jobs.sqlite3", isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
+def lock_database(folder: Path) -> Iterator[None]:
+    """Lock the database, as another program does while it writes to the database."""
+    with closing(sqlite3.connect(folder / "jobs" / "jobs.sqlite3", isolation_level=None)) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
         yield
 
 
 STORAGE_ERRORS = {
-    "locked": locked_database,
+    "locked": lock_database,
     "full": lambda _folder: full_disk(),
-    # Enough space for the database only.
+    # There is only enough space for the database.
     "full for results": lambda _folder: full_disk(2**18),
 }
 StorageError = Callable[[Path], Any]
 
 
 def submit_two(service: Service, stack: bytes = STACK) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a job that runs until the gate is opened, and a job that waits for it."""
+    """Submit a job that runs until the gate is opened, and a job that waits in the queue. Return both."""
     service.fake.gate.clear()
     running = service.submit(stack)
     service.wait(running, "running")
@@ -65,11 +65,11 @@ def submit_two(service: Service, stack: bytes = STACK) -> tuple[dict[str, Any], 
     return running, waiting
 
 
-def state_on_disk(service: Service, job: dict[str, Any]) -> str:
+def read_state(service: Service, job: dict[str, Any]) -> str:
     return str(service.async_jobs._store.find(job["id"], ANONYMOUS).state)
 
 
-def files_on_disk(folder: Path) -> list[str]:
+def list_job_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder / "jobs")) for path in (folder / "jobs" / "jobs").rglob("*"))
 
 
@@ -83,15 +83,15 @@ def test_jobs_finish_after_a_temporary_storage_error(
         service.fake.gate.set()
         until(lambda: caplog.text.count("Retrying for 60 s") == 2)
         assert {service.show(job)["state"] for job in jobs} <= {"waiting", "running"}
-        refused = service.client.post("/jobs", content=STACK, headers=TIFF)
-        assert refused.status_code in {503, 507}
-        assert refused.json()["type"].endswith(("storage-unavailable", "out-of-storage"))
+        response = service.client.post("/jobs", content=STACK, headers=TIFF)
+        assert response.status_code in {503, 507}
+        assert response.json()["type"].endswith(("storage-unavailable", "out-of-storage"))
         assert service.client.delete(f"/jobs/{jobs[0]['id']}").status_code in {503, 507}
     for job in jobs:
         service.wait(job, "done")
         assert service.result(job).status_code == 200
     ids = sorted(job["id"] for job in jobs)
-    assert files_on_disk(tmp_path) == [f"jobs/{part}" for job in ids for part in (job, f"{job}/result")]
+    assert list_job_files(tmp_path) == [f"jobs/{part}" for job in ids for part in (job, f"{job}/result")]
     assert list((tmp_path / "jobs" / "incoming").iterdir()) == []
 
 
@@ -103,17 +103,17 @@ def test_jobs_fail_with_the_reason_if_a_storage_error_persists(
     with storage_error(tmp_path):
         service.fake.gate.set()
         for job in jobs:
-            failed = service.wait(job, "failed")
-            assert failed["problem"]["type"].endswith(("storage-unavailable", "out-of-storage"))
-            assert failed["ended"] is not None
+            report = service.wait(job, "failed")
+            assert report["problem"]["type"].endswith(("storage-unavailable", "out-of-storage"))
+            assert report["ended"] is not None
             assert service.result(job).status_code in {503, 507}
-            assert state_on_disk(service, job) in {"waiting", "running"}
+            assert read_state(service, job) in {"waiting", "running"}
             assert f"job {job['id']} has failed: " in caplog.text
-        until(lambda: not service.async_jobs.runner.jobs)
+        until(lambda: not service.async_jobs.runner.active_jobs)
     until(lambda: service.client.get("/health/ready").status_code == 200)
     for job in jobs:
-        until(lambda job=job: state_on_disk(service, job) == "failed")
-    until(lambda: files_on_disk(tmp_path) == [])
+        until(lambda job=job: read_state(service, job) == "failed")
+    until(lambda: list_job_files(tmp_path) == [])
     for job in jobs:
         assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
 
@@ -123,11 +123,11 @@ def test_jobs_are_resumed_after_a_service_stops_during_a_storage_error(
     bands_repository: Path, tmp_path: Path, storage_error: StorageError
 ) -> None:
     noise = as_tiff(np.random.default_rng(1).integers(0, 200, (4, 1200, 1200), np.uint8))
-    with ExitStack() as fault_stack, start(bands_repository, tmp_path) as service:
+    with ExitStack() as storage_errors, start(bands_repository, tmp_path) as service:
         shorten_timeouts(service)
         service.async_jobs.runner.retry_seconds = 60
         jobs = submit_two(service, noise)
-        fault_stack.enter_context(storage_error(tmp_path))
+        storage_errors.enter_context(storage_error(tmp_path))
         service.fake.gate.set()
         until(lambda: not service.runtime.devices.running)
     with start(bands_repository, tmp_path) as service:
@@ -136,7 +136,7 @@ def test_jobs_are_resumed_after_a_service_stops_during_a_storage_error(
             assert service.result(job).status_code == 200
 
 
-def test_job_stored_by_another_version_fails_without_blocking_other_jobs(
+def test_job_stored_by_a_different_version_fails_without_blocking_other_jobs(
     bands_repository: Path, tmp_path: Path
 ) -> None:
     with start(bands_repository, tmp_path) as service:
@@ -161,11 +161,11 @@ def delete_folder(service: Service, folder: Path, reason: str) -> None:
 def test_deleted_jobs_folder_is_recreated_and_lost_results_are_reported(
     service: Service, bands_repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    done = service.wait(service.submit(), "done")
+    finished_job = service.wait(service.submit(), "done")
     jobs = submit_two(service)
     delete_folder(service, tmp_path / "jobs", "jobs folder was deleted and cannot be recreated")
     assert "The jobs folder was deleted and has been recreated" in caplog.text
-    response = service.result(done)
+    response = service.result(finished_job)
     assert (response.status_code, response.json()["type"]) == (410, "urn:stackseg:problem:result-gone")
     service.fake.gate.set()
     jobs = (*jobs, service.submit())
@@ -188,8 +188,8 @@ def test_service_with_a_damaged_database_is_not_ready(service: Service, tmp_path
     for _ in range(30):
         service.submit()
     database = tmp_path / "jobs" / "jobs.sqlite3"
-    with closing(sqlite3.connect(database)) as other:
-        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     with database.open("r+b") as file:
         file.seek(4096)
         file.write(b"\xff" * (database.stat().st_size - 4096))
@@ -218,10 +218,11 @@ def test_concurrent_clients_get_correct_results_despite_disconnects(
     assert min(event_counts["labels waited for"], event_counts["labels fetched later"], event_counts["hung up"]) > 0
     # An event loop that is blocked by a running volume would take seconds. The limit allows for a busy machine.
     assert figures["health_live_milliseconds"]["p99"] < 1000
-    # A leak per request, disconnect or cancelled job would show up once per client. Thread pools grow to their limit.
-    before, after = figures["idle"]["before"], figures["idle"]["after"]
-    assert after["descriptors"] < before["descriptors"] + clients
-    assert after["threads"] < before["threads"] + 64
+    # If a request, disconnect or cancelled job leaked a descriptor, there would be at least one per client. Thread
+    # pools grow to their maximum size.
+    initial_usage, final_usage = figures["idle"]["before"], figures["idle"]["after"]
+    assert final_usage["descriptors"] < initial_usage["descriptors"] + clients
+    assert final_usage["threads"] < initial_usage["threads"] + 64
 
 
 def test_host_stack_is_segmented_to_a_host_file(tmp_path: Path) -> None:

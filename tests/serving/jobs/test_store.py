@@ -48,14 +48,14 @@ ANSWER = AnswerMetadata(
 
 
 def open_store(folder: Path, **limits: Any) -> JobStore:
-    return JobStore(folder, **{"quota_bytes": 1000, "keep_seconds": 3600.0, "attempts": 2} | limits)
+    return JobStore(folder, **{"quota_bytes": 1000, "keep_seconds": 3600.0, "max_attempts": 2} | limits)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[JobStore]:
-    opened = open_store(tmp_path / "jobs")
-    yield opened
-    opened.close()
+    job_store = open_store(tmp_path / "jobs")
+    yield job_store
+    job_store.close()
 
 
 def accept(store: JobStore, size: int = 10, owner: str | None = None) -> str:
@@ -65,36 +65,36 @@ def accept(store: JobStore, size: int = 10, owner: str | None = None) -> str:
     return upload.parent.name
 
 
-def finish(store: JobStore, job: str, size: int = 20) -> bool:
-    store.begin(job)
-    result_file = store.input_path(job).with_name("labels.ome.tif")
+def finish(store: JobStore, job_id: str, size: int = 20) -> bool:
+    store.begin(job_id)
+    result_file = store.input_path(job_id).with_name("labels.ome.tif")
     result_file.write_bytes(bytes(size))
-    return store.finish(job, result_file, ANSWER)
+    return store.finish(job_id, result_file, ANSWER)
 
 
-def files(store: JobStore) -> list[str]:
+def list_files(store: JobStore) -> list[str]:
     return sorted(str(path.relative_to(store._jobs)) for path in store._jobs.rglob("*"))
 
 
 def test_job_passes_through_its_states_until_it_is_deleted(store: JobStore) -> None:
-    job = accept(store, owner="ada")
-    record = store.find(job, "ada")
+    job_id = accept(store, owner="ada")
+    record = store.find(job_id, "ada")
     assert (record.state, record.request, record.owner, record.input_bytes) == ("waiting", REQUEST, "ada", 10)
-    assert store.begin(job)
-    assert not store.begin(job)
-    assert store.find(job, "ada").state == "running"
-    assert finish(store, job)
-    record = store.find(job, "ada")
+    assert store.begin(job_id)
+    assert not store.begin(job_id)
+    assert store.find(job_id, "ada").state == "running"
+    assert finish(store, job_id)
+    record = store.find(job_id, "ada")
     assert (record.state, record.has_ended, record.answer, record.result_bytes) == ("done", True, ANSWER, 20)
     assert record.created <= record.started <= record.ended
-    assert files(store) == [job, f"{job}/result"]
-    store.delete(job)
+    assert list_files(store) == [job_id, f"{job_id}/result"]
+    store.delete(job_id)
     with pytest.raises(UnknownJob):
-        store.find(job, "ada")
-    assert files(store) == []
+        store.find(job_id, "ada")
+    assert list_files(store) == []
     # Numbers and IDs are not reused.
     second = accept(store)
-    assert (store.find(second, None).number, second != job) == (record.number + 1, True)
+    assert (store.find(second, None).number, second != job_id) == (record.number + 1, True)
 
 
 def test_owners_see_only_their_own_jobs(store: JobStore) -> None:
@@ -117,14 +117,14 @@ def test_owners_see_only_their_own_jobs(store: JobStore) -> None:
         (error := NotReady("loading"), error),
         (error := DeviceLost("gone"), error),
         (OSError(errno.ENOMEM, "no"), OutOfMemory(str(translate_error(OSError(errno.ENOMEM, "no"))))),
-        # The text may contain secrets.
+        # The message may contain secrets.
         (KeyError("the password"), InternalError(UNEXPECTED_FAILURE)),
     ],
 )
 def test_failure_keeps_its_class_message_and_suggestions(store: JobStore, error: Any, expected: Any) -> None:
-    job = accept(store)
-    assert store.fail(job, error)
-    record = store.find(job, None)
+    job_id = accept(store)
+    assert store.fail(job_id, error)
+    record = store.find(job_id, None)
     assert record.state == "failed"
     assert (type(record.failure), str(record.failure)) == (type(expected), str(expected))
     for name in ("needed_bytes", "parameter", "suggested"):
@@ -132,15 +132,15 @@ def test_failure_keeps_its_class_message_and_suggestions(store: JobStore, error:
 
 
 def test_cancelled_job_does_not_change_its_state(store: JobStore) -> None:
-    job = accept(store)
-    store.begin(job)
-    assert store.cancel(job)
-    assert not finish(store, job)
-    assert not store.fail(job, BadFile("late"))
-    assert not store.cancel(job)
-    assert not store.requeue(job)
-    store.delete_unneeded_files(job)
-    assert (store.find(job, None).state, files(store)) == ("cancelled", [])
+    job_id = accept(store)
+    store.begin(job_id)
+    assert store.cancel(job_id)
+    assert not finish(store, job_id)
+    assert not store.fail(job_id, BadFile("late"))
+    assert not store.cancel(job_id)
+    assert not store.requeue(job_id)
+    store.delete_unneeded_files(job_id)
+    assert (store.find(job_id, None).state, list_files(store)) == ("cancelled", [])
 
 
 def test_unfinished_jobs_of_a_killed_process_are_recovered(store: JobStore) -> None:
@@ -150,7 +150,7 @@ def test_unfinished_jobs_of_a_killed_process_are_recovered(store: JobStore) -> N
     (store.input_path(running).parent / ".labels.ome.tif.part").write_bytes(b"half")
     store.result_path(running).write_bytes(b"written, but not recorded before the process died")
     store.make_incoming().joinpath(INPUT).write_bytes(b"half")
-    # Same as a kill: closing writes nothing that is not on disk already.
+    # Closing is equivalent to a kill, because it writes nothing that is not yet on disk.
     store.close()
     with closing(open_store(store._folder)) as reopened:
         assert [record.id for record in reopened.recover()] == [running, waiting]
@@ -171,24 +171,24 @@ def test_recovery_deletes_orphaned_folders_and_fails_jobs_without_input(
     store.input_path(truncated).write_bytes(b"")
     assert store.recover() == []
     for record in (store.find(missing, None), store.find(truncated, None)):
-        assert (record.state, "input of the job is lost" in str(record.failure)) == ("failed", True)
-    assert files(store) == [".DS_Store"]
+        assert (record.state, "input of the job was lost" in str(record.failure)) == ("failed", True)
+    assert list_files(store) == [".DS_Store"]
     store.clean_up()
-    assert files(store) == [".DS_Store"]
+    assert list_files(store) == [".DS_Store"]
 
 
 def test_recovery_expires_jobs_with_lost_or_truncated_results(store: JobStore) -> None:
     missing, truncated, intact = (accept(store) for _ in range(3))
-    for job in (missing, truncated, intact):
-        finish(store, job)
+    for job_id in (missing, truncated, intact):
+        finish(store, job_id)
     store.result_path(missing).unlink()
     store.result_path(truncated).write_bytes(b"")
     store.recover()
-    assert [store.find(job, None).state for job in (missing, truncated, intact)] == ["expired", "expired", "done"]
-    assert files(store) == [intact, f"{intact}/result"]
+    assert [store.find(job_id, None).state for job_id in (missing, truncated, intact)] == ["expired", "expired", "done"]
+    assert list_files(store) == [intact, f"{intact}/result"]
 
 
-def test_clean_up_deletes_leftover_files_but_none_of_running_jobs(store: JobStore) -> None:
+def test_clean_up_deletes_leftover_files_but_keeps_files_of_running_jobs(store: JobStore) -> None:
     running, done = accept(store), accept(store)
     store.begin(running)
     finish(store, done)
@@ -197,25 +197,27 @@ def test_clean_up_deletes_leftover_files_but_none_of_running_jobs(store: JobStor
     (store._jobs / "orphan").mkdir()
     (store._jobs / "orphan" / INPUT).write_bytes(b"leftover")
     store.clean_up()
-    assert files(store) == sorted([running, f"{running}/{INPUT}", f"{running}/labels.ome.tif", done, f"{done}/result"])
+    assert list_files(store) == sorted(
+        [running, f"{running}/{INPUT}", f"{running}/labels.ome.tif", done, f"{done}/result"]
+    )
 
 
 def test_job_that_kills_the_process_fails_after_the_last_attempt(store: JobStore) -> None:
-    job = accept(store)
+    job_id = accept(store)
     for _ in range(5):
-        store.begin(job)
-        store.requeue(job)
-    assert (store.find(job, None).state, store.find(job, None).attempts) == ("waiting", 0)
+        store.begin(job_id)
+        store.requeue(job_id)
+    assert (store.find(job_id, None).state, store.find(job_id, None).attempts) == ("waiting", 0)
     for _ in range(2):
-        assert store.begin(job)
+        assert store.begin(job_id)
         record = store.recover()
     assert record == []
-    assert isinstance(store.find(job, None).failure, JobInterrupted)
-    assert "2 times" in str(store.find(job, None).failure)
+    assert isinstance(store.find(job_id, None).failure, JobInterrupted)
+    assert "2 times" in str(store.find(job_id, None).failure)
 
 
-def test_no_job_is_lost_and_no_file_left_if_the_process_is_killed_at_any_line(tmp_path: Path) -> None:
-    """Kill the process at every 61st line. `python tests/serving/killed_store.py FOLDER` kills it at every line."""
+def test_no_job_is_lost_and_no_file_is_left_if_the_process_is_killed_at_any_line(tmp_path: Path) -> None:
+    """Kill the process at every 61st line. Run `python tests/serving/killed_store.py FOLDER` to use every line."""
     command = [sys.executable, str(ROOT / "tests" / "serving" / "killed_store.py"), str(tmp_path), "61"]
     subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
@@ -226,7 +228,7 @@ def test_quota_evicts_results_but_no_inputs_and_nothing_for_an_input_that_cannot
     store.begin(running)
     with pytest.raises(OutOfStorage):
         accept(store, size=501)
-    assert [store.find(job, None).state for job in (done, waiting, running)] == ["done", "waiting", "running"]
+    assert [store.find(job_id, None).state for job_id in (done, waiting, running)] == ["done", "waiting", "running"]
     assert all(path.exists() for path in (store.result_path(done), *map(store.input_path, (waiting, running))))
     accept(store, size=500)
     assert store.find(done, None).state == "expired"
@@ -234,30 +236,30 @@ def test_quota_evicts_results_but_no_inputs_and_nothing_for_an_input_that_cannot
     accept(store, size=200)
 
 
-def test_quota_evicts_results_of_the_owner_who_uses_most(store: JobStore) -> None:
+def test_quota_evicts_results_of_the_owner_who_uses_the_most_space(store: JobStore) -> None:
     adas_job = accept(store, owner="ada")
     finish(store, adas_job, size=100)
     bobs_jobs = [accept(store, owner="bob") for _ in range(3)]
-    for job in bobs_jobs:
-        finish(store, job, size=300)
-    assert [store.find(job, "bob").state for job in bobs_jobs] == ["done", "done", "done"]
+    for job_id in bobs_jobs:
+        finish(store, job_id, size=300)
+    assert [store.find(job_id, "bob").state for job_id in bobs_jobs] == ["done", "done", "done"]
     third = accept(store, size=250, owner="bob")
-    assert [store.find(job, "bob").state for job in bobs_jobs] == ["expired", "done", "done"]
+    assert [store.find(job_id, "bob").state for job_id in bobs_jobs] == ["expired", "done", "done"]
     newest = accept(store, size=60, owner="ada")
     assert store.find(bobs_jobs[1], "bob").state == "expired"
     assert store.find(adas_job, "ada").state == "done"
     with pytest.raises(OutOfStorage):
         accept(store, size=951, owner="bob")
-    assert [store.find(job, "bob").state for job in (bobs_jobs[2], third)] == ["done", "waiting"]
-    assert [store.find(job, "ada").state for job in (adas_job, newest)] == ["done", "waiting"]
+    assert [store.find(job_id, "bob").state for job_id in (bobs_jobs[2], third)] == ["done", "waiting"]
+    assert [store.find(job_id, "ada").state for job_id in (adas_job, newest)] == ["done", "waiting"]
     assert not store.result_path(bobs_jobs[0]).exists()
-    # A new result evicts them as well.
+    # A new result also evicts older results.
     assert finish(store, third, size=800)
-    assert [store.find(job, "bob").state for job in (bobs_jobs[2], third)] == ["expired", "done"]
+    assert [store.find(job_id, "bob").state for job_id in (bobs_jobs[2], third)] == ["expired", "done"]
 
 
-def test_inputs_of_one_owner_leave_space_for_others(tmp_path: Path) -> None:
-    with closing(open_store(tmp_path / "jobs", shared=True)) as store:
+def test_inputs_of_one_owner_leave_space_for_other_owners(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path / "jobs", is_shared=True)) as store:
         accept(store, size=500, owner="ada")
         with pytest.raises(OutOfStorage):
             accept(store, size=1, owner="ada")
@@ -285,42 +287,42 @@ def test_finished_jobs_expire(store: JobStore) -> None:
     with pytest.raises(UnknownJob):
         store.find(done, None)
     assert store.find(waiting, None).state == "waiting"
-    assert files(store) == [waiting, f"{waiting}/{INPUT}"]
+    assert list_files(store) == [waiting, f"{waiting}/{INPUT}"]
 
 
 def test_deleted_folder_is_recreated_as_soon_as_possible(store: JobStore) -> None:
-    job, folder = accept(store), store._folder
+    job_id, folder = accept(store), store._folder
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "jobs.sqlite3").write_bytes(b"another database")
-    assert "another database" in (store.repair() or "")
+    assert "Another database" in (store.repair() or "")
     assert (folder / "jobs.sqlite3").read_bytes() == b"another database"
     shutil.rmtree(folder)
-    in_the_way = folder / "jobs.sqlite3-wal"
-    in_the_way.mkdir(parents=True)
+    blocking_folder = folder / "jobs.sqlite3-wal"
+    blocking_folder.mkdir(parents=True)
     for _ in range(2):
         assert "cannot be recreated" in (store.repair() or "")
         with pytest.raises(StorageUnavailable):
-            store.find(job, None)
-    in_the_way.rmdir()
+            store.find(job_id, None)
+    blocking_folder.rmdir()
     assert "has been recreated" in (store.repair() or "")
     assert store.repair() is None
-    assert store.find(job, None).state == "waiting"
+    assert store.find(job_id, None).state == "waiting"
 
 
 def test_only_the_newest_jobs_without_a_result_are_kept(store: JobStore) -> None:
     jobs = {owner: [accept(store, owner=owner) for _ in range(4)] for owner in ("ada", "bob")}
-    for job in jobs["ada"]:
-        store.fail(job, BadFile("truncated"))
+    for job_id in jobs["ada"]:
+        store.fail(job_id, BadFile("truncated"))
     store.cancel(jobs["bob"][0])
     store.fail(jobs["bob"][1], BadFile("truncated"))
     finish(store, jobs["bob"][2])
-    store.clean_up(max_without_result=2)
+    store.clean_up(max_jobs_without_result=2)
     assert [record.id for record in store.list_newest("ada", 9)] == [jobs["ada"][3], jobs["ada"][2]]
     assert [record.id for record in store.list_newest("bob", 9)] == jobs["bob"][::-1]
 
 
-# A store run without root privileges, whose parent folder is inaccessible for a while.
+# Runs a store without root privileges, and makes its parent folder inaccessible for a while.
 INACCESSIBLE_FOLDER_SCRIPT = """
 import os, sys
 from pathlib import Path
@@ -330,7 +332,7 @@ parent = Path(sys.argv[1])
 if os.getuid() == 0:
     os.chown(parent, 65534, 65534)
     os.setuid(65534)
-store = JobStore(parent / "jobs", quota_bytes=1, keep_seconds=1, attempts=1)
+store = JobStore(parent / "jobs", quota_bytes=1, keep_seconds=1, max_attempts=1)
 parent.chmod(0)
 print(store.repair())
 parent.chmod(0o700)
@@ -368,30 +370,32 @@ def test_documented_recovery_of_a_damaged_database_keeps_readable_jobs(store: Jo
     with pytest.raises(ConfigError, match=r'cannot be used: .+"Damaged database"'):
         open_store(store._folder)
     if shutil.which("sqlite3") is None:
-        pytest.skip("needs the command sqlite3")
+        pytest.skip("requires the command sqlite3")
     manual = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8").partition("## Damaged database")[2]
     subprocess.run(["bash", "-ec", manual.partition("```sh\n")[2].partition("```")[0]], check=True, cwd=store._folder)
     with closing(open_store(store._folder)) as recovered:
         recovered_ids = {record.id for record in recovered.recover()}
         assert recovered_ids <= set(jobs)
         assert len(recovered_ids) > 50
-        assert files(recovered) == sorted(part for job in recovered_ids for part in (job, f"{job}/{INPUT}"))
+        assert list_files(recovered) == sorted(
+            part for job_id in recovered_ids for part in (job_id, f"{job_id}/{INPUT}")
+        )
 
 
 def test_job_files_without_a_database_are_not_deleted(store: JobStore) -> None:
-    job = accept(store)
+    job_id = accept(store)
     store.close()
     for path in store._folder.glob("jobs.sqlite3*"):
         path.unlink()
-    with pytest.raises(ConfigError, match="their database is gone"):
+    with pytest.raises(ConfigError, match="database of these jobs is missing"):
         open_store(store._folder)
-    assert files(store) == [job, f"{job}/{INPUT}"]
+    assert list_files(store) == [job_id, f"{job_id}/{INPUT}"]
 
 
-def test_database_of_another_version_is_not_changed(store: JobStore) -> None:
-    store._database.change("PRAGMA user_version = 7")
+def test_database_of_a_different_version_is_not_changed(store: JobStore) -> None:
+    store._database.execute("PRAGMA user_version = 7")
     store.close()
-    with pytest.raises(ConfigError, match="another version"):
+    with pytest.raises(ConfigError, match="a different version"):
         open_store(store._folder)
 
 
@@ -399,4 +403,4 @@ def test_full_database_raises_out_of_storage(store: JobStore) -> None:
     store._database._connection.execute("PRAGMA max_page_count = 6")
     with pytest.raises(OutOfStorage):
         [accept(store, size=1) for _ in range(200)]
-    assert len(files(store)) == 2 * len(store.list_unfinished()), "rejected jobs must not leave files"
+    assert len(list_files(store)) == 2 * len(store.list_unfinished()), "rejected jobs must not leave files"

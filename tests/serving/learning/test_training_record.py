@@ -33,7 +33,7 @@ def test_invalid_progress_raises_an_error(progress: object) -> None:
         make_record().update(progress)  # type: ignore[arg-type]
 
 
-def test_unfinished_training_is_interrupted_after_a_restart(tmp_path: Path) -> None:
+def test_unfinished_training_run_is_interrupted_after_a_restart(tmp_path: Path) -> None:
     running, done = make_record(1), make_record(2)
     running.state, done.state, done.message = "running", "done", "Better."
     done.update({"step": 1, "loss": 0.5})

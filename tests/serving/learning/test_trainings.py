@@ -1,4 +1,4 @@
-"""Trainings with a fake child process, whose behavior is selected by the name of the new model."""
+"""Training runs with a fake child process. The name of the new model selects the behavior of that process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from service.serving.learning.trainings import NewTraining, Trainings
 from service.serving.runtime import Runtime
 from service.serving.storage.scratch import make_locked_folder
 
-TESTS = str(Path(fake_training.__file__).parent)
+TESTS_FOLDER = str(Path(fake_training.__file__).parent)
 
 
 @pytest.fixture
@@ -48,33 +48,35 @@ def base(random_nuclei_content: dict[str, Any], write_model: Callable[..., Model
 
 
 class Service:
-    """A runtime, a store with an annotated stack of `ann`, and trainings."""
+    """A runtime, a store with an annotated stack of `ann`, and the manager of training runs."""
 
     def __init__(self, runtime: Runtime, service_settings: Settings, module: str = fake_training.__name__) -> None:
         self.runtime, self.settings = runtime, service_settings
         self.store = AnnotationStore(service_settings.annotations_folder, quota_bytes=2**20)
-        self.trainings = self.make(service_settings, module)
+        self.trainings = self.make_trainings(service_settings, module)
         self.trainings.start()
         labels = np.zeros((1, 4, 8, 8), np.uint16)
         labels[:, 1:3, 1:3, 1:3] = 1
         volume = Volume.from_array(labels)
         self.annotation = self.store.add(volume, volume, NewAnnotation(name="a", owner="ann")).id
 
-    def make(self, service_settings: Settings, module: str = TRAINING_MODULE) -> Trainings:
+    def make_trainings(self, service_settings: Settings, module: str = TRAINING_MODULE) -> Trainings:
         return Trainings(service_settings, self.store, self.runtime.models, lambda: self.runtime.draining, module)
 
     def load_queue(self) -> TrainingQueue:
-        """Return the queue that the next process would load."""
-        trainings = self.make(self.settings)
+        """Return the training queue that the next process would load."""
+        trainings = self.make_trainings(self.settings)
         trainings.start()
         trainings.stop()
         return trainings.queue
 
-    def limit(self, **limits: Any) -> None:
-        """Restart the trainings with other limits."""
+    def set_limits(self, **limits: Any) -> None:
+        """Restart the manager of training runs with different limits."""
         trainings = self.settings.trainings.model_copy(update=limits)
         self.trainings.stop()
-        self.trainings = self.make(self.settings.model_copy(update={"trainings": trainings}), fake_training.__name__)
+        self.trainings = self.make_trainings(
+            self.settings.model_copy(update={"trainings": trainings}), fake_training.__name__
+        )
         self.trainings.start()
 
     def submit(self, name: str, owner: str = "ann", **changes: Any) -> TrainingRecord:
@@ -107,16 +109,16 @@ def service_settings(base: ModelSpec, tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def service(service_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    monkeypatch.setenv("PYTHONPATH", TESTS)
+    monkeypatch.setenv("PYTHONPATH", TESTS_FOLDER)
     with running(service_settings, FakeSegmenter) as runtime:
-        created = Service(runtime, service_settings)
+        new_service = Service(runtime, service_settings)
         try:
-            yield created
+            yield new_service
         finally:
-            created.trainings.stop()
+            new_service.trainings.stop()
 
 
-def leftovers(service: Service) -> list[str]:
+def list_leftovers(service: Service) -> list[str]:
     return [path.name for path in service.settings.trained_folder.glob(".*")]
 
 
@@ -127,7 +129,7 @@ def test_new_model_is_served_with_its_lineage(service: Service) -> None:
     spec = service.runtime.models.servable_spec("mine")
     assert spec.folder == service.settings.trained_folder / "mine"
     assert (spec.lineage and spec.lineage.parent) == "base/1"
-    assert leftovers(service) == []
+    assert list_leftovers(service) == []
     with pytest.raises(BadParameter, match="another name"):
         service.submit("mine")
     reloaded = service.load_queue().find(record.id, "ann")
@@ -138,7 +140,7 @@ def test_new_model_is_served_with_its_lineage(service: Service) -> None:
     ("name", "message"),
     [
         ("fails", "The annotated stacks in stacks have too few objects."),
-        ("crashes", "An internal error occurred during the training."),
+        ("crashes", "An internal error occurred during training."),
         ("broken", "cannot be used"),
     ],
 )
@@ -146,11 +148,11 @@ def test_failed_child_leaves_no_files_and_reports_the_reason(service: Service, n
     record = service.train(name)
     assert record.state == "failed"
     assert message in record.message
-    assert (leftovers(service), name in service.runtime.models.specs) == ([], False)
+    assert (list_leftovers(service), name in service.runtime.models.specs) == ([], False)
     assert service.train("mine").state == "done"
 
 
-def test_waiting_and_running_trainings_can_be_cancelled(service: Service) -> None:
+def test_waiting_and_running_training_runs_can_be_cancelled(service: Service) -> None:
     first = service.hang()
     second = service.submit("second")
     assert (service.trainings.queue.position(first), service.trainings.queue.position(second)) == (None, 1)
@@ -161,13 +163,13 @@ def test_waiting_and_running_trainings_can_be_cancelled(service: Service) -> Non
         service.trainings.cancel(record.id, "ann")
         assert record.state == "cancelled"
     assert service.train("third").state == "done"
-    assert (first.state, second.state, leftovers(service)) == ("cancelled", "cancelled", [])
+    assert (first.state, second.state, list_leftovers(service)) == ("cancelled", "cancelled", [])
     service.trainings.cancel(first.id, "ann")
     with pytest.raises(UnknownTraining):
         service.trainings.queue.find(first.id, "ann")
 
 
-def test_model_of_a_training_cancelled_before_serving_is_deleted(service: Service) -> None:
+def test_model_of_a_training_run_cancelled_before_serving_is_deleted(service: Service) -> None:
     model_folder = service.settings.trained_folder / "mine"
     # Block the reload of models.
     with service.runtime.models._reloading:
@@ -180,19 +182,19 @@ def test_model_of_a_training_cancelled_before_serving_is_deleted(service: Servic
     assert record.state == "cancelled"
 
 
-def child_process(service: Service) -> subprocess.Popen[bytes]:
+def get_child_process(service: Service) -> subprocess.Popen[bytes]:
     child = service.trainings._child
     assert child is not None
     return child.process
 
 
-def test_unfinished_trainings_are_interrupted_by_a_stop(service: Service) -> None:
+def test_unfinished_training_runs_are_interrupted_by_a_stop(service: Service) -> None:
     records = [service.hang(), service.submit("waits")]
-    process = child_process(service)
+    process = get_child_process(service)
     service.trainings.stop()
     assert process.poll() is not None
     assert [(record.state, record.message) for record in records] == 2 * [("interrupted", INTERRUPTED_MESSAGE)]
-    assert leftovers(service) == []
+    assert list_leftovers(service) == []
     reloaded = service.load_queue()
     assert [reloaded.find(record.id, "ann").state for record in records] == ["interrupted", "interrupted"]
     with pytest.raises(NotReady):
@@ -200,35 +202,35 @@ def test_unfinished_trainings_are_interrupted_by_a_stop(service: Service) -> Non
 
 
 def test_killed_child_is_reported_as_out_of_memory(service: Service) -> None:
-    # The training exceeds the requested time.
+    # The training run exceeds the requested time.
     record = service.hang(minutes=0.001)
     until(lambda: record.seconds_left is None, 10)
     assert (record.state, record.stage) == ("running", "evaluating")
-    process = child_process(service)
+    process = get_child_process(service)
     # Ctrl+C at the terminal of the service does not reach the child.
     assert (os.getpgid(process.pid), os.getsid(process.pid)) == (process.pid, os.getsid(0))
     process.kill()
     assert "memory" in service.wait(record, "failed").message
 
 
-def test_training_that_takes_too_long_is_killed_and_the_next_begins(service: Service) -> None:
-    service.limit(minutes=0.02)
+def test_training_run_that_takes_too_long_is_killed_and_the_next_one_begins(service: Service) -> None:
+    service.set_limits(minutes=0.02)
     record = service.wait(service.submit("hangs", minutes=0.01), "failed")
     assert "too long" in record.message
-    # On a busy machine, the next child may be too slow as well, but it must begin.
+    # On a busy machine, the next child may also be too slow, but its run must begin.
     service.wait(service.submit("mine", minutes=0.01), "done", "failed")
-    assert leftovers(service) == []
+    assert list_leftovers(service) == []
 
 
-def test_owners_take_turns_and_the_waiting_trainings_of_each_are_limited(service: Service) -> None:
+def test_owners_take_turns_and_waiting_training_runs_per_owner_are_limited(service: Service) -> None:
     service.hang()
     anns_records = [service.submit(f"mine{number}") for number in range(4)]
-    with pytest.raises(QueueFull, match="of your trainings"):
+    with pytest.raises(QueueFull, match="of your training runs"):
         service.submit("mine4")
     bobs_records = [service.submit(f"other{number}", "bob") for number in range(4)]
     with pytest.raises(QueueFull):
         service.submit("another", "eve")
-    order = [record.name for record in service.trainings.queue.waiting]
+    order = [record.name for record in service.trainings.queue.waiting_records]
     assert order[:4] == ["other0", "mine0", "other1", "mine1"]
     assert [service.trainings.queue.position(record) for record in (bobs_records[0], anns_records[0])] == [1, 2]
     assert [record.owner for record in service.trainings.queue.list_newest("bob")] == ["bob"] * 4
@@ -238,7 +240,7 @@ def test_owners_take_turns_and_the_waiting_trainings_of_each_are_limited(service
 
 
 def test_number_of_trained_models_is_limited(service: Service) -> None:
-    service.limit(models=2)
+    service.set_limits(models=2)
     service.train("mine")
     waiting = service.hang()
     with pytest.raises(OutOfStorage, match=r"2 trained models \(trainings\.models\)"):
@@ -252,10 +254,10 @@ def test_trained_model_is_deleted_by_its_owner_and_its_name_can_be_reused(servic
     spec = models.servable_spec("mine")
     volume = Volume.from_array(np.zeros((1, 2, 4, 4), np.uint8))
     submitted(service.runtime, spec, volume, Options()).future.result(60)
-    loaded: Any = loaded_segmenter(models, "mine")
-    loaded.gate.clear()
-    runs = submitted(service.runtime, spec, volume, Options())
-    until(lambda: runs.state == "running", 60)
+    segmenter: Any = loaded_segmenter(models, "mine")
+    segmenter.gate.clear()
+    running_job = submitted(service.runtime, spec, volume, Options())
+    until(lambda: running_job.state == "running", 60)
     for name, owner, error in (
         ("base", "ann", ModelNotDeletable),
         ("mine", "bob", Unauthorized),
@@ -264,11 +266,11 @@ def test_trained_model_is_deleted_by_its_owner_and_its_name_can_be_reused(servic
         with pytest.raises(error):
             service.remove(name, owner)
     service.remove("mine")
-    assert (not spec.folder.exists(), leftovers(service), list(models.specs)) == (True, [], ["base"])
+    assert (not spec.folder.exists(), list_leftovers(service), list(models.specs)) == (True, [], ["base"])
     with pytest.raises(UnknownModel):
         service.remove("mine")
-    loaded.gate.set()
-    assert runs.future.result(60).segmentation is not None
+    segmenter.gate.set()
+    assert running_job.future.result(60).segmentation is not None
     assert trainings.trained_models.find_trained_model(first) is None
     second = service.train("mine")
     assert (
@@ -278,7 +280,7 @@ def test_trained_model_is_deleted_by_its_owner_and_its_name_can_be_reused(servic
     service.remove("mine", "eve", everyone=True)
 
 
-def test_base_model_of_an_unfinished_training_cannot_be_deleted(service: Service) -> None:
+def test_base_model_of_an_unfinished_training_run_cannot_be_deleted(service: Service) -> None:
     service.train("mine")
     child = service.submit("hangs", model="mine")
     with pytest.raises(ModelNotDeletable, match="training"):
@@ -302,7 +304,7 @@ def test_default_model_by_name_cannot_be_deleted(service: Service, base: ModelSp
 
 def test_model_is_not_deleted_if_a_job_is_accepted_at_the_same_time(service: Service) -> None:
     service.train("mine")
-    models, accepted = service.runtime.models, list[str]()
+    models, accepted_jobs = service.runtime.models, list[str]()
 
     def has_jobs(model: str) -> bool:
         if model in models.specs:
@@ -310,29 +312,29 @@ def test_model_is_not_deleted_if_a_job_is_accepted_at_the_same_time(service: Ser
         for accept in (models.spec, lambda name: service.submit("child", model=name)):
             with pytest.raises(UnknownModel):
                 accept(model)
-        return bool(accepted)
+        return bool(accepted_jobs)
 
-    # For a job that was accepted before, the model must be served without interruption.
+    # The model must be served without interruption to jobs that have already been accepted.
     with pytest.raises(ModelNotDeletable, match="Unfinished jobs use"):
         service.remove("mine", has_jobs=lambda model: model in models.specs)
-    accepted.append("a job")
+    accepted_jobs.append("a job")
     with pytest.raises(ModelNotDeletable, match="Unfinished jobs use"):
         service.remove("mine", has_jobs=has_jobs)
     assert models.spec("mine").folder.is_dir()
-    accepted.clear()
+    accepted_jobs.clear()
     service.remove("mine", has_jobs=has_jobs)
     assert list(models.specs) == ["base"]
 
 
-def test_invalid_trainings_are_rejected_on_submission(service: Service, bands_repository: Path) -> None:
+def test_invalid_training_requests_are_rejected_on_submission(service: Service, bands_repository: Path) -> None:
     # A model called nuclei would become the default model.
     names = [({"name": name}, "another name") for name in ("base", "nuclei")]
-    for changes, text in (({"minutes": 121.0}, "at most 120"), *names):
-        with pytest.raises(BadParameter, match=text):
+    for changes, message in (({"minutes": 121.0}, "the maximum is 120"), *names):
+        with pytest.raises(BadParameter, match=message):
             service.submit(**{"name": "x"} | changes)
-    off = Settings.model_validate({**service.settings.model_dump(), "trainings": {"enabled": False}})
+    disabled_settings = Settings.model_validate({**service.settings.model_dump(), "trainings": {"enabled": False}})
     with pytest.raises(FeatureDisabled):
-        service.make(off).check_enabled()
+        service.make_trainings(disabled_settings).check_enabled()
 
 
 def test_overlapping_annotated_stacks_are_rejected_on_submission(service: Service) -> None:
@@ -344,22 +346,26 @@ def test_overlapping_annotated_stacks_are_rejected_on_submission(service: Servic
         return service.store.add(image, label_volume, NewAnnotation(name=str(region), owner=owner, region=part)).id
 
     first, adjacent, overlapping = (add_stack(labels, f"0:4,0:8,{columns}") for columns in ("0:5", "5:8", "4:6"))
-    other, of_bob, converted = (
+    different_image, bobs_stack, converted_stack = (
         add_stack(labels + 1, None),
         add_stack(labels, None, "bob"),
         add_stack(labels.astype(np.uint16), None),
     )
-    for stack_ids in ([first, adjacent, other, converted], [first, first], [overlapping, other]):
+    for stack_ids in (
+        [first, adjacent, different_image, converted_stack],
+        [first, first],
+        [overlapping, different_image],
+    ):
         service.trainings.cancel(service.submit("mine", annotations=stack_ids).id, "ann")
-    for stack_ids in ([overlapping, other, first], [adjacent, overlapping]):
+    for stack_ids in ([overlapping, different_image, first], [adjacent, overlapping]):
         older = next(stack_id for stack_id in (first, adjacent) if stack_id in stack_ids)
-        with pytest.raises(BadParameter, match=rf"{older} .* and the newer {overlapping} .* Remove one of them"):
+        with pytest.raises(BadParameter, match=rf"{older} .* and the newer {overlapping} .* Omit one of them"):
             service.submit("mine", annotations=stack_ids)
-    with pytest.raises(BadParameter, match="Remove one of them"):
-        service.submit("mine", "eve", annotations=[first, of_bob])
+    with pytest.raises(BadParameter, match="Omit one of them"):
+        service.submit("mine", "eve", annotations=[first, bobs_stack])
 
 
-def test_training_fails_if_the_model_folder_cannot_be_written(service: Service) -> None:
+def test_training_run_fails_if_the_model_folder_cannot_be_written(service: Service) -> None:
     folder = service.settings.trained_folder
     folder.write_text("not a folder")
     record = service.train("mine")
@@ -369,23 +375,23 @@ def test_training_fails_if_the_model_folder_cannot_be_written(service: Service) 
     assert service.train("mine").state == "done"
 
 
-def test_training_that_cannot_be_recorded_is_rejected(service: Service) -> None:
-    records = service.settings.annotations_folder / "trainings"
+def test_training_run_that_cannot_be_recorded_is_rejected(service: Service) -> None:
+    records_folder = service.settings.annotations_folder / "trainings"
     with full_disk(100), pytest.raises(OutOfStorage, match="disk"):
         service.submit("mine")
-    assert (list(records.iterdir()), service.trainings.queue.list_newest("ann")) == ([], [])
+    assert (list(records_folder.iterdir()), service.trainings.queue.list_newest("ann")) == ([], [])
 
 
 def test_start_deletes_only_leftover_files_of_killed_processes(service: Service) -> None:
-    record, records = service.train("mine"), service.settings.annotations_folder / "trainings"
-    (records / ".killed.part").write_text("{")
-    killed, other = (service.settings.trained_folder / f".training-{number}" for number in (1, 2))
-    os.close(make_locked_folder(killed))
-    lock = make_locked_folder(other)
+    record, records_folder = service.train("mine"), service.settings.annotations_folder / "trainings"
+    (records_folder / ".killed.part").write_text("{")
+    abandoned_folder, locked_folder = (service.settings.trained_folder / f".training-{number}" for number in (1, 2))
+    os.close(make_locked_folder(abandoned_folder))
+    lock_fd = make_locked_folder(locked_folder)
     service.load_queue()
-    os.close(lock)
-    assert leftovers(service) == [other.name]
-    assert [path.name for path in records.iterdir()] == [f"{record.id}.json"]
+    os.close(lock_fd)
+    assert list_leftovers(service) == [locked_folder.name]
+    assert [path.name for path in records_folder.iterdir()] == [f"{record.id}.json"]
 
 
 def test_training_on_a_deleted_annotated_stack_fails_with_the_reason(service: Service) -> None:

@@ -23,7 +23,7 @@ def put_content(cache: ResultCache[str], key: str, size: int) -> None:
     cache.put(key, None, key.encode() * size, f"metadata of {key}")
 
 
-def put(cache: ResultCache[str], key: str, size: int) -> None:
+def put_file(cache: ResultCache[str], key: str, size: int) -> None:
     file = cache._folder.parent / "result"
     file.write_bytes(key.encode() * size)
     cache.put(key, None, file, f"metadata of {key}")
@@ -31,15 +31,15 @@ def put(cache: ResultCache[str], key: str, size: int) -> None:
 
 
 def read(cache: ResultCache[str], key: str) -> bytes | None:
-    cached = cache.get(key, None)
-    if cached is None:
+    result = cache.get(key, None)
+    if result is None:
         return None
-    assert cached.metadata == f"metadata of {key}"
-    with cached.file:
-        return cached.file.read()
+    assert result.metadata == f"metadata of {key}"
+    with result.file:
+        return result.file.read()
 
 
-@pytest.mark.parametrize("put_result", [put, put_content])
+@pytest.mark.parametrize("put_result", [put_file, put_content])
 def test_cached_result_survives_deletion_of_its_source_file(folder: Path, put_result: Callable[..., None]) -> None:
     cache = ResultCache[str](folder, 100)
     assert read(cache, "a") is None
@@ -53,7 +53,7 @@ def test_cached_result_survives_deletion_of_its_source_file(folder: Path, put_re
 def test_least_recently_used_result_is_evicted(folder: Path) -> None:
     cache = ResultCache[str](folder, 100)
     for key in "abc":
-        put(cache, key, 40)
+        put_file(cache, key, 40)
         read(cache, "a")
     assert [read(cache, key) is not None for key in "abc"] == [True, False, True]
     assert sorted(path.name for path in folder.iterdir()) == ["a", "c"]
@@ -62,17 +62,17 @@ def test_least_recently_used_result_is_evicted(folder: Path) -> None:
 
 def test_open_result_stays_readable_after_eviction(folder: Path) -> None:
     cache = ResultCache[str](folder, 50)
-    put(cache, "a", 40)
-    cached = cache.get("a", None)
-    assert cached is not None
-    put(cache, "b", 40)
-    with cached.file:
-        assert cached.file.read() == b"a" * 40
+    put_file(cache, "a", 40)
+    result = cache.get("a", None)
+    assert result is not None
+    put_file(cache, "b", 40)
+    with result.file:
+        assert result.file.read() == b"a" * 40
 
 
 def test_limit_of_zero_disables_the_cache(folder: Path) -> None:
     cache = ResultCache[str](folder, 0)
-    put(cache, "a", 40)
+    put_file(cache, "a", 40)
     assert (read(cache, "a"), list(folder.iterdir()), cache.enabled) == (None, [], False)
 
 
@@ -88,26 +88,26 @@ def test_failed_write_leaves_no_entry_and_no_file(folder: Path) -> None:
 def test_result_with_a_deleted_file_is_removed_from_the_cache(folder: Path) -> None:
     cache = ResultCache[str](folder, 100)
     for key in "ab":
-        put(cache, key, 40)
+        put_file(cache, key, 40)
         (folder / key).unlink()
     assert (read(cache, "a"), cache.nbytes) == (None, 40)
-    put(cache, "c", 60)
-    put(cache, "d", 40)
+    put_file(cache, "c", 60)
+    put_file(cache, "d", 40)
     assert (read(cache, "c"), cache.nbytes) == (b"c" * 60, 100)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["ada", "bob", "cleo"]), st.integers(1, 90)), max_size=30))
-def test_owner_within_an_equal_share_loses_no_results(puts: list[tuple[str, int]]) -> None:
+def test_owner_within_an_equal_share_loses_no_results(results: list[tuple[str, int]]) -> None:
     with TemporaryDirectory() as name:
         (folder := Path(name) / "cache").mkdir()
         cache, used_bytes = ResultCache[str](folder, 90), Counter[str]()
-        for number, (owner, size) in enumerate(puts):
+        for number, (owner, size) in enumerate(results):
             cache.put(f"{number}", owner, bytes(size), "")
             used_bytes[owner] += size
-        for number, (owner, size) in enumerate(puts):
+        for number, (owner, size) in enumerate(results):
             if used_bytes[owner] <= 30:
-                cached = cache.get(f"{number}", owner)
-                assert cached is not None
-                with cached.file:
-                    assert len(cached.file.read()) == size
+                result = cache.get(f"{number}", owner)
+                assert result is not None
+                with result.file:
+                    assert len(result.file.read()) == size
         assert cache.nbytes == sum(path.stat().st_size for path in folder.iterdir()) <= 90

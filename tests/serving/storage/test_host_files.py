@@ -18,7 +18,7 @@ from service.serving.storage.host_files import HostFiles
 
 @pytest.fixture
 def host(tmp_path: Path) -> Path:
-    """A folder with the configured folders `scans` and `results`, and the inaccessible folder `secret`."""
+    """A folder that contains the configured folders `scans` and `results`, and the inaccessible folder `secret`."""
     for name in ("scans/2026", "results/2026", "secret"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "scans" / "2026" / "stack.tif").write_bytes(b"a stack")
@@ -99,10 +99,10 @@ def test_open_input_is_not_affected_by_replacing_the_file(host: Path) -> None:
 def test_replacing_a_parent_folder_with_a_link_does_not_redirect_the_open(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original_open, opened = os.open, list[Any]()
+    original_open, opened_paths = os.open, list[Any]()
 
     def open_and_swap(path: Any, *arguments: Any, **options: Any) -> int:
-        opened.append(path)
+        opened_paths.append(path)
         if path == "stack.tif":
             (host / "scans" / "2026").rename(host / "scans" / "moved")
             (host / "scans" / "2026").symlink_to(host / "secret")
@@ -111,7 +111,7 @@ def test_replacing_a_parent_folder_with_a_link_does_not_redirect_the_open(
 
     monkeypatch.setattr(os, "open", open_and_swap)
     assert read(make_host_files(host), "scans/2026/stack.tif") == b"a stack"
-    assert "2026" in opened
+    assert "2026" in opened_paths
 
 
 def test_folders_are_restricted_to_their_keys(host: Path) -> None:
@@ -128,7 +128,7 @@ def test_inputs_are_rejected_if_no_folders_are_configured(host: Path) -> None:
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_existing_output_is_only_replaced_with_overwrite_and_links_are_not_followed(
+def test_existing_output_is_replaced_only_with_overwrite_and_links_are_not_followed(
     host: Path, *, is_link: bool
 ) -> None:
     host_files, result, location = make_host_files(host), host / "result", "results/labels.tif"
@@ -151,10 +151,10 @@ def test_existing_output_is_only_replaced_with_overwrite_and_links_are_not_follo
     assert secret.read_bytes() == b"confidential"
 
 
-def test_output_written_before_a_crash_is_recognized_until_it_is_settled(host: Path) -> None:
+def test_output_written_before_a_crash_is_recognized_until_it_is_confirmed(host: Path) -> None:
     host_files, result, location = make_host_files(host), host / "result", "results/labels.tif"
     result.write_bytes(b"labels")
-    # An incomplete file of an earlier crash is rewritten.
+    # An incomplete file from an earlier crash is rewritten.
     (host / "results" / ".stackseg-one.part").write_bytes(b"lab")
     for _ in range(2):
         host_files.put(result, location, None, "one")
@@ -169,10 +169,10 @@ def test_output_written_before_a_crash_is_recognized_until_it_is_settled(host: P
 @pytest.mark.parametrize("location", ["scans/x.tif", "results/no/x.tif", "results/link/x.tif", "results/../x.tif"])
 def test_outputs_outside_the_configured_folders_are_rejected(host: Path, location: str) -> None:
     (host / "results" / "link").symlink_to(host / "secret")
-    before = sorted(host.rglob("*"))
+    initial_paths = sorted(host.rglob("*"))
     with pytest.raises(BadParameter, match="output_to"):
         make_host_files(host).put(host / "secret" / "key", location, None, "one")
-    assert sorted(host.rglob("*")) == before
+    assert sorted(host.rglob("*")) == initial_paths
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -196,21 +196,23 @@ def test_full_disk_during_output_raises_out_of_storage(host: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="requires permission to mount")
 def test_full_disk_is_reported_by_the_check_of_the_request(host: Path) -> None:
-    host_files, full = make_host_files(host), host / "results" / "2026"
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full], check=False, capture_output=True)
+    host_files, full_folder = make_host_files(host), host / "results" / "2026"
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full_folder], check=False, capture_output=True
+    )
     if mount.returncode:
         pytest.skip("the system does not permit mounting")
     try:
         host_files.check(None, "results/2026/labels.tif", None)
-        with pytest.raises(OSError, match="No space"), (full / "filler").open("wb") as file:
+        with pytest.raises(OSError, match="No space"), (full_folder / "filler").open("wb") as file:
             file.write(bytes(2**20))
         with pytest.raises(OutOfStorage, match="results/2026/labels"):
             host_files.check(None, "results/2026/labels.tif", None)
-        subprocess.run(["mount", "-o", "remount,ro", full], check=True)
+        subprocess.run(["mount", "-o", "remount,ro", full_folder], check=True)
         with pytest.raises(BadParameter, match="permission"):
             host_files.check(None, "results/2026/labels.tif", None)
     finally:
-        subprocess.run(["umount", full], check=True)
+        subprocess.run(["umount", full_folder], check=True)
 
 
 def test_invalid_store_names_are_rejected(host: Path) -> None:
@@ -241,7 +243,7 @@ def test_table_in_the_labels_group_is_written_as_a_plain_file(host: Path) -> Non
     with pytest.raises(OutputExists):
         check_host_files(host_files, query, None)
     check_host_files(host_files, Query(measurements="csv", output_to=location, overwrite=True), None)
-    with pytest.raises(BadParameter, match="not a Zarr folder"):
+    with pytest.raises(BadParameter, match="not a Zarr store"):
         check_host_files(host_files, Query(output_to=location, overwrite=True), None)
 
 
@@ -296,7 +298,9 @@ def test_remote_stores_are_restricted_to_configured_urls(host: Path) -> None:
             assert source.name == name
     for location in ("lab/a.zarr", "s3://bucket/a.zarr"):
         with (
-            pytest.raises(BadParameter, match=r"below one of the configured stores|must begin with one of scans"),
+            pytest.raises(
+                BadParameter, match=r"not begin with the URL of a configured store|must begin with one of scans"
+            ),
             make_host_files(host).open_input(location, None),
         ):
             pass

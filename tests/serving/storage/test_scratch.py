@@ -9,31 +9,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core.errors import OutOfStorage, RateLimited, TooLarge
-from service.serving.storage.scratch import MARKER, ScratchSpace, make_locked_folder, sweep
+from service.serving.storage.scratch import MARKER_FILE, ScratchSpace, delete_abandoned_folders, make_locked_folder
 
 
-def test_sweep_deletes_only_folders_of_killed_services(tmp_path: Path) -> None:
+def test_only_folders_of_killed_services_are_deleted(tmp_path: Path) -> None:
     killed, running = (tmp_path / f"stackseg-{name}" for name in ("killed", "running"))
     os.close(make_locked_folder(killed))
     (killed / "requests" / "one").mkdir(parents=True)
     (killed / "requests" / "one" / "upload.tif").touch()
-    lock = make_locked_folder(running)
-    sweep(tmp_path)
-    os.close(lock)
+    lock_fd = make_locked_folder(running)
+    delete_abandoned_folders(tmp_path)
+    os.close(lock_fd)
     assert list(tmp_path.iterdir()) == [running]
-    sweep(tmp_path)
+    delete_abandoned_folders(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sweep_does_not_delete_folders_of_other_programs(tmp_path: Path) -> None:
+def test_folders_of_other_programs_are_not_deleted(tmp_path: Path) -> None:
     unmarked, linked, other = (tmp_path / name for name in ("stackseg-results", "stackseg-linked", "other"))
     os.close(make_locked_folder(other))
     for folder in (unmarked, linked):
         folder.mkdir()
     (unmarked / "labels.tif").touch()
-    (linked / MARKER).symlink_to(other / MARKER)
+    (linked / MARKER_FILE).symlink_to(other / MARKER_FILE)
     (tmp_path / "stackseg-link").symlink_to(other)
-    sweep(tmp_path)
+    delete_abandoned_folders(tmp_path)
     assert set(tmp_path.iterdir()) == {unmarked, linked, other, tmp_path / "stackseg-link"}
     assert (unmarked / "labels.tif").exists()
 
@@ -57,7 +57,7 @@ def test_client_cannot_reserve_more_than_it_leaves_free() -> None:
     assert space.used == 45
 
 
-def test_added_result_counts_towards_the_limit() -> None:
+def test_added_result_counts_toward_the_limit() -> None:
     space = ScratchSpace(100)
     with space.new_reservation("client") as reservation:
         reservation.reserve(40)

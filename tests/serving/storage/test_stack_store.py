@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 
 from service.core.errors import OutOfStorage, UnknownStack
-from service.serving.storage.stack_store import RECORD, StackStore, StoredStack
+from service.serving.storage.stack_store import RECORD_FILE, StackStore, StoredStack
 
 
 class StoreFixture:
-    """A stack store and uploads for it. `used` is the time since the last use of a stack in seconds."""
+    """A stack store, and uploads that are added to it. `idle_seconds` is the time since the last use of a stack."""
 
-    def __init__(self, path: Path, quota: int = 100) -> None:
+    def __init__(self, path: Path, quota_bytes: int = 100) -> None:
         self._path, self._number = path, 0
-        self.store = StackStore(path / "stacks", quota_bytes=quota, keep_seconds=60)
+        self.store = StackStore(path / "stacks", quota_bytes=quota_bytes, keep_seconds=60)
 
-    def add_stack(self, nbytes: int, owner: str | None = None, used: float = 0) -> StoredStack:
+    def add_stack(self, nbytes: int, owner: str | None = None, idle_seconds: float = 0) -> StoredStack:
         self._number += 1
         folder = self._path / f"{self._number:032x}"
         folder.mkdir()
         (folder / "incoming").write_bytes(b"x" * nbytes)
         stack = self.store.add(folder / "incoming", f"{self._number}.tif", owner, "digest")
-        record = stack.path.parent / RECORD
-        os.utime(record, (time.time() - used,) * 2)
+        record = stack.path.parent / RECORD_FILE
+        os.utime(record, (time.time() - idle_seconds,) * 2)
         return stack
 
     def ids(self) -> set[str]:
@@ -35,8 +35,13 @@ class StoreFixture:
 def test_stack_is_found_only_by_its_owner_and_after_a_restart(tmp_path: Path) -> None:
     stack = StoreFixture(tmp_path).add_stack(10, "ann")
     store = StackStore(tmp_path / "stacks", quota_bytes=100, keep_seconds=60)
-    stored = store.find(stack.id, "ann")
-    assert (stored.path.read_bytes(), stored.name, stored.digest, stored.nbytes) == (b"x" * 10, "1.tif", "digest", 10)
+    found_stack = store.find(stack.id, "ann")
+    assert (found_stack.path.read_bytes(), found_stack.name, found_stack.digest, found_stack.nbytes) == (
+        b"x" * 10,
+        "1.tif",
+        "digest",
+        10,
+    )
     for owner in (None, "bob"):
         with pytest.raises(UnknownStack):
             store.find(stack.id, owner)
@@ -46,52 +51,55 @@ def test_stack_is_found_only_by_its_owner_and_after_a_restart(tmp_path: Path) ->
 
 
 def test_use_extends_the_retention_of_a_stack(tmp_path: Path) -> None:
-    folder = StoreFixture(tmp_path)
-    old, used = folder.add_stack(10, used=61), folder.add_stack(10, used=61)
-    folder.store.find(used.id, None)
-    folder.store.clean_up()
-    assert folder.ids() == {used.id}
-    assert not old.path.exists()
+    fixture = StoreFixture(tmp_path)
+    old_stack, used_stack = fixture.add_stack(10, idle_seconds=61), fixture.add_stack(10, idle_seconds=61)
+    fixture.store.find(used_stack.id, None)
+    fixture.store.clean_up()
+    assert fixture.ids() == {used_stack.id}
+    assert not old_stack.path.exists()
 
 
 def test_least_recently_used_stack_of_the_largest_owner_is_evicted(tmp_path: Path) -> None:
-    folder = StoreFixture(tmp_path)
-    small, older = folder.add_stack(20, "bob", used=9), folder.add_stack(30, "ann", used=5)
-    newer = folder.add_stack(40, "ann", used=3)
-    new = folder.add_stack(20, "bob")
-    assert folder.ids() == {small.id, newer.id, new.id}
-    assert not older.path.exists()
+    fixture = StoreFixture(tmp_path)
+    small_stack, older_stack = (
+        fixture.add_stack(20, "bob", idle_seconds=9),
+        fixture.add_stack(30, "ann", idle_seconds=5),
+    )
+    newer_stack = fixture.add_stack(40, "ann", idle_seconds=3)
+    new_stack = fixture.add_stack(20, "bob")
+    assert fixture.ids() == {small_stack.id, newer_stack.id, new_stack.id}
+    assert not older_stack.path.exists()
 
 
 @pytest.mark.parametrize("nbytes", [101, 60])
 def test_stack_that_does_not_fit_evicts_no_other_stacks(tmp_path: Path, nbytes: int) -> None:
-    folder = StoreFixture(tmp_path)
-    stored_ids = {folder.add_stack(50, "bob").id, folder.add_stack(10, "ann").id}
+    fixture = StoreFixture(tmp_path)
+    stored_ids = {fixture.add_stack(50, "bob").id, fixture.add_stack(10, "ann").id}
     with pytest.raises(OutOfStorage, match="space configured for stacks"):
-        folder.add_stack(nbytes, "ann")
-    assert folder.ids() == stored_ids
+        fixture.add_stack(nbytes, "ann")
+    assert fixture.ids() == stored_ids
 
 
 def test_concurrent_stacks_stay_within_the_quota(tmp_path: Path) -> None:
-    folder, uploads = StoreFixture(tmp_path), list[Path]()
+    fixture, uploads = StoreFixture(tmp_path), list[Path]()
     for number in range(16):
         upload = tmp_path / f"{number + 100:032x}" / "incoming"
         upload.parent.mkdir()
         upload.write_bytes(b"x" * 30)
         uploads.append(upload)
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda upload: folder.store.add(upload, "a.tif", None, "digest"), uploads))
-    assert len(folder.ids()) == 3
+        list(threads.map(lambda upload: fixture.store.add(upload, "a.tif", None, "digest"), uploads))
+    assert len(fixture.ids()) == 3
 
 
 def test_clean_up_deletes_stacks_without_a_record_and_ignores_damaged_records(
     tmp_path: Path,
 ) -> None:
-    folder = StoreFixture(tmp_path)
-    half_deleted, damaged, intact = (folder.add_stack(10) for _ in range(3))
-    (half_deleted.path.parent / RECORD).unlink()
-    (damaged.path.parent / RECORD).write_text("[1]")
+    fixture = StoreFixture(tmp_path)
+    incomplete_stack, damaged_stack, intact_stack = (fixture.add_stack(10) for _ in range(3))
+    (incomplete_stack.path.parent / RECORD_FILE).unlink()
+    (damaged_stack.path.parent / RECORD_FILE).write_text("[1]")
     with pytest.raises(UnknownStack):
-        folder.store.find(damaged.id, None)
-    folder.store.clean_up()
-    assert folder.ids() == {damaged.id, intact.id}
+        fixture.store.find(damaged_stack.id, None)
+    fixture.store.clean_up()
+    assert fixture.ids() == {damaged_stack.id, intact_stack.id}

@@ -14,7 +14,7 @@ from fakes import until
 from service.core.errors import BadParameter, Cancelled
 from service.serving.storage.threads import FairThreadPool, run_in_thread, wait_for
 
-# Uses a pool once while the process cannot start any more threads, and once after that.
+# Uses a pool once while the process cannot start more threads, and once after the limit is lifted.
 MEMORY_LIMIT_SCRIPT = """
 import resource, threading
 from pathlib import Path
@@ -62,17 +62,17 @@ class Calls:
 
 @pytest.fixture
 def pool(request: pytest.FixtureRequest) -> Iterator[FairThreadPool]:
-    """A pool with one thread, or with the number of threads given by the parameter."""
-    created = FairThreadPool(getattr(request, "param", 1), "fair")
-    yield created
-    created.shutdown()
+    """A pool with one thread, or with as many threads as the fixture's parameter."""
+    fair_pool = FairThreadPool(getattr(request, "param", 1), "fair")
+    yield fair_pool
+    fair_pool.shutdown()
 
 
 @pytest.fixture
 def calls(pool: FairThreadPool) -> Iterator[Calls]:
-    created = Calls(pool)
-    yield created
-    created.open()
+    gated_calls = Calls(pool)
+    yield gated_calls
+    gated_calls.open()
 
 
 def test_executor_returns_results_and_raises_errors(pool: FairThreadPool) -> None:
