@@ -86,7 +86,7 @@ class _Writer:
 def _raw_windows(window: SlidingWindow, image: Image, overlap: float) -> Iterator[Slab]:
     """Yield the scores of batches of windows [B, K, *roi] in order. Raises NonFiniteScores."""
     scan = window.scan(image, overlap)
-    while scan.left:
+    while scan.num_remaining:
         (scores,) = window.forward([scan.take(window.capacity)])
         require_finite(scores)
         yield Slab(0, 0, scores)

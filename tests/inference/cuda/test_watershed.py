@@ -15,7 +15,7 @@ from service.inference.decoding.watershed import Basins, Passes, Planes
 
 
 class CountMasks(TorchDispatchMode):
-    """Counts masks used as indices. A device converts each to positions, and the host waits for their number."""
+    """Counts masks that are used as indices. A device converts masks to positions, and the host waits for their number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_merging_without_ties_uses_no_masks_as_indices() -> None:
 
 
 def count_waits(*block: int) -> int:
-    """Return how often the host waits when it labels 64 x 8 x 8 voxels in blocks of this number of voxels."""
+    """Return how many times the host waits while it labels 64 x 8 x 8 voxels in blocks of this size."""
     heights = torch.from_numpy(hills(3, (64, 8, 8))).nan_to_num_(neginf=-9)
     watershed = WholeWatershed(Planes((64, 8, 8), heights.device), 0.0, Persistence(0.1, logits=False), *block)
     watershed.add(heights, heights)
