@@ -119,9 +119,7 @@ def _choose_output(spec: ModelSpec, requested_output: OutputKind | None) -> Outp
 def _needs_diameter_estimate(spec: ModelSpec, options: Options) -> bool:
     """Return whether the object diameter has to be estimated from the stack."""
     if options.diameter == "auto" and (spec.input.diameter is None or not isinstance(spec.decoding, Instances)):
-        raise BadParameter(
-            f"The model {spec.name} has no object diameter. Omit the parameter diameter.", parameter="diameter"
-        )
+        raise BadParameter(f"The model {spec.name} has no object diameter. Omit diameter=.", parameter="diameter")
     return options.diameter == "auto" or (options.diameter is None and spec.input.estimate_diameter)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from service.core.types import Array, Volume
 from service.inference.cuda import device_image
-from service.inference.cuda.device_image import DeviceImage, Upload, UploadedVolume
+from service.inference.cuda.device_image import DeviceImage, UploadedVolume, Uploader
 from service.inference.preprocessing.normalize import (
     DeviceChannel,
     IntensityScaling,
@@ -141,7 +141,7 @@ class SlowCopies:
 )
 def test_buffer_is_not_filled_while_it_is_being_copied(shapes: list[tuple[int, int, int]], nbytes: int) -> None:
     copies = SlowCopies()
-    upload = Upload(CPU, nbytes, copies)
+    upload = Uploader(CPU, nbytes, copies)
     blocks = [np.random.default_rng(0).random(shape, np.float32) for shape in shapes]
     uploaded = [upload(block) for block in blocks]
     assert len(copies.pending) <= 2
