@@ -59,9 +59,9 @@ class CountingPlan:
         self.parts = cut_parts(stack, run.plan.layout)
         self.dtype, self.channels = stack.dtype, stack.shape[0]
         self.skip_below = Estimator(run.spec, run.folder.settings).plan(run.plan.options).skip_below
-        by_percentiles = isinstance(run.spec.input.normalisation, PercentileNormalisation)
+        uses_percentiles = isinstance(run.spec.input.normalisation, PercentileNormalisation)
         can_sort = self.dtype.itemsize > 2 and math.prod(self.parts.size) <= MAX_SORTED_VOXELS
-        self._counts_digits = by_percentiles and not can_sort
+        self._counts_digits = uses_percentiles and not can_sort
 
     @property
     def is_needed(self) -> bool:
@@ -126,10 +126,10 @@ def _survey_part(run: OpenRun, counting: CountingPlan, pixels: Array, box: Box) 
 
 def _count_nonfinite(pixels: Array) -> dict[str, Array]:
     """Return the number of non-finite pixels of each channel, and the minimum of the finite ones."""
-    finite = np.isfinite(pixels)
+    is_finite = np.isfinite(pixels)
     return {
-        "nonfinite_counts": np.array([channel.size - np.count_nonzero(channel) for channel in finite]),
-        "minima": pixels.min((1, 2, 3), where=finite, initial=np.inf),
+        "nonfinite_counts": np.array([channel.size - np.count_nonzero(channel) for channel in is_finite]),
+        "minima": pixels.min((1, 2, 3), where=is_finite, initial=np.inf),
     }
 
 

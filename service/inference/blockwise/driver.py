@@ -103,16 +103,16 @@ class Driver:
             },
             lambda group: group in scored_groups and self._has_scores(group),
         )
-        running, done = dict[Future[dict[str, Any]], tuple[Step, int]](), len(finished_tiles)
+        running_blocks, done = dict[Future[dict[str, Any]], tuple[Step, int]](), len(finished_tiles)
         self._progress("tile", done, tile_count)
         while True:
             # Submit only blocks that will start soon, so that tiles that become ready run before the next groups.
-            while len(running) < 2 * self._workers.count and (block := order.take()) is not None:
-                running[self._submit(*block)] = block
-            if not running:
+            while len(running_blocks) < 2 * self._workers.count and (block := order.take()) is not None:
+                running_blocks[self._submit(*block)] = block
+            if not running_blocks:
                 return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                step, number = running.pop(future)
+            for future in wait(running_blocks, return_when=FIRST_COMPLETED).done:
+                step, number = running_blocks.pop(future)
                 future.result()
                 if step == "scores":
                     order.mark_scored(number)

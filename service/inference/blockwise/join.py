@@ -101,14 +101,14 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
     _number_basins(basin_of, maxima)
     heights = heights_of_keys(torch.from_numpy(maxima.peak_key))
     forest = MergeForest(persistence.distance(heights).numpy(), persistence.depth)
-    with tempfile.TemporaryFile(dir=run.folder.path) as shallow:
+    with tempfile.TemporaryFile(dir=run.folder.path) as passes_file:
 
         def write_passes(basins: NDArray[np.integer], keys: NDArray[np.int32]) -> None:
-            shallow.write(_select_shallow(basins, keys, heights, persistence))
+            passes_file.write(_select_shallow(basins, keys, heights, persistence))
 
         sums = _sum_pieces(run, tiles, basin_of, write_passes)
-        passes = shallow.tell() // _PASS.itemsize
-        for part in _sort_descending(np.memmap(shallow, _PASS) if passes else np.zeros(0, _PASS)):
+        passes = passes_file.tell() // _PASS.itemsize
+        for part in _sort_descending(np.memmap(passes_file, _PASS) if passes else np.zeros(0, _PASS)):
             forest.join(part["first"], part["second"], part["height"])
     object_of = np.unique(forest.highest(), return_inverse=True)[1]
     objects, is_kept = _choose_objects(run, decoding, object_of, sums, persistence.distance(heights).numpy())
@@ -117,8 +117,10 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
     # The last label is the label of the background.
     _write_labels(run, basin_of, np.append(numbers[object_of], 0).astype(label_dtype(count)))
     run.folder.write_array("offsets.npy", np.array([tiles.numbers, tiles.offsets[:-1]]))
-    final = objects.select(is_kept)
-    run.folder.write_array("objects.npy", np.stack([final.voxels, final.confidence, final.peaks]))
+    final_objects = objects.select(is_kept)
+    run.folder.write_array(
+        "objects.npy", np.stack([final_objects.voxels, final_objects.confidence, final_objects.peaks])
+    )
     return {"objects": count, "pieces": tiles.num_pieces, "basins": len(heights), "passes": passes}
 
 
@@ -296,21 +298,21 @@ def link_tile(run: OpenRun, number: int) -> dict[str, Any]:
     pieces = np.flatnonzero(owner_tiles != number)
     owner_tiles, positions = owner_tiles[pieces], positions[:, pieces]
     target_pieces = np.zeros(len(pieces), np.int32)
-    for other in np.unique(owner_tiles).tolist():
-        is_in_other = owner_tiles == other
-        target_pieces[is_in_other] = _read_pieces_at(run, number, other, positions[:, is_in_other])
+    for other_tile in np.unique(owner_tiles).tolist():
+        is_in_other = owner_tiles == other_tile
+        target_pieces[is_in_other] = _read_pieces_at(run, number, other_tile, positions[:, is_in_other])
     links = {"piece": pieces + 1, "owner": owner_tiles, "target": target_pieces}
     run.folder.write_arrays(f"links/{number}.npz", {name: column.astype(np.int32) for name, column in links.items()})
     return {"links": len(pieces)}
 
 
-def _read_pieces_at(run: OpenRun, number: int, other: int, positions: NDArray[np.int64]) -> Array:
+def _read_pieces_at(run: OpenRun, tile: int, other_tile: int, positions: NDArray[np.int64]) -> Array:
     """Return the pieces of an adjacent tile at positions [3, N] in the face that touches this tile."""
     layout = run.plan.layout
-    position, neighbor_position = layout.get_position(number), layout.get_position(other)
+    position, neighbor_position = layout.get_position(tile), layout.get_position(other_tile)
     axis = next(axis for axis in range(3) if position[axis] != neighbor_position[axis])
-    with run.folder.read_arrays(f"tiles/{other}.npz") as archive:
+    with run.folder.read_arrays(f"tiles/{other_tile}.npz") as archive:
         face: Array = archive[f"face-{axis}-{int(neighbor_position[axis] < position[axis])}"]
-    tile_positions = positions - np.array(get_first_voxel(layout.get_tile(other)))[:, None]
+    tile_positions = positions - np.array(get_first_voxel(layout.get_tile(other_tile)))[:, None]
     face_positions: Sequence[NDArray[np.int64]] = [tile_positions[index] for index in range(3) if index != axis]
     return face[face_positions[0], face_positions[1]]

@@ -41,9 +41,9 @@ def create_store(run: OpenRun, out: Path, provenance: Mapping[str, str]) -> None
         dtype = np.dtype(np.uint8 if len(class_names) <= 256 else np.uint16)
         if isinstance(spec.decoding, Instances):
             class_names = ("background", spec.decoding.foreground)
-    no_pixels = np.broadcast_to(np.zeros((), dtype), plan.size)
+    placeholder = np.broadcast_to(np.zeros((), dtype), plan.size)
     levels = zarr_writer.create(
-        Segmentation(no_pixels, plan.output, plan.voxel_size, count, tuple(class_names)), out, provenance
+        Segmentation(placeholder, plan.output, plan.voxel_size, count, tuple(class_names)), out, provenance
     )
     levels_record = {"out": str(out), "levels": [{"steps": level.steps, "block": level.block} for level in levels]}
     run.folder.write_levels(levels_record)
@@ -143,11 +143,11 @@ def _get_span(axes: Sequence[NDArray[np.intp]]) -> Box:
 
 def _coarsen_block(out: Path, level: int, levels: Sequence[Mapping[str, Any]], box: Box) -> Array:
     """Return a block of a coarser level, which has every other voxel of the previous level along some axes."""
-    finer = zarr_writer.open_level(out, level - 1)
+    finer_level = zarr_writer.open_level(out, level - 1)
     steps = [
         step // finer_step for step, finer_step in zip(levels[level]["steps"], levels[level - 1]["steps"], strict=True)
     ]
-    pixels: Array = np.empty(get_lengths(box), finer.dtype)
+    pixels: Array = np.empty(get_lengths(box), finer_level.dtype)
     # Read about one finer block at a time, because all chunks of one access are decoded together.
     axes = [
         itertools.pairwise([*range(first, end, -(-edge // step)), end])
@@ -155,7 +155,9 @@ def _coarsen_block(out: Path, level: int, levels: Sequence[Mapping[str, Any]], b
     ]
     for z, y, x in itertools.product(*axes):
         source = [slice(first * step, end * step) for (first, end), step in zip((z, y, x), steps, strict=True)]
-        pixels[to_slices((z, y, x), get_first_voxel(box))] = finer[tuple(source)][:: steps[0], :: steps[1], :: steps[2]]
+        pixels[to_slices((z, y, x), get_first_voxel(box))] = finer_level[tuple(source)][
+            :: steps[0], :: steps[1], :: steps[2]
+        ]
     return pixels
 
 

@@ -136,10 +136,10 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if (self.path / "plan.json").exists():
-            previous = self._read_plan()
-            if previous is not None and _has_same_result(plan, previous):
+            previous_plan = self._read_plan()
+            if previous_plan is not None and _has_same_result(plan, previous_plan):
                 self._write_text("settings.json", settings.model_dump_json())
-                return previous
+                return previous_plan
             raise BadParameter(
                 f"{self.path} contains a run with another stack, model, options or version. Use the original options to"
                 " resume that run, or choose another folder."
@@ -183,7 +183,7 @@ class RunFolder:
     def open_for_writing(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file for writing. It gets its name at the end of the context, when its content is on disk."""
         partial_path = self.path / f"{name}.part-{os.getpid()}"
-        with write_atomically(self.path / name, partial_path) as partial, partial.open("wb") as file:
+        with write_atomically(self.path / name, partial_path) as temporary_path, temporary_path.open("wb") as file:
             yield file
 
     def _write_text(self, name: str, text: str) -> None:
@@ -267,9 +267,11 @@ def _get_record_name(step: Step, number: int) -> str:
 
 def _has_same_result(plan_a: RunPlan, plan_b: RunPlan) -> bool:
     """Return whether two plans have the same result. `strict` and the division of the volume do not matter."""
-    excluded: dict[str, Any] = {"layout": {"group_shape"}, "options": {"strict"}, "workers": True}
-    comparable = [_PLAN_ADAPTER.dump_python(plan, mode="json", exclude=excluded) for plan in (plan_a, plan_b)]
-    return bool(comparable[0] == comparable[1])
+    excluded_fields: dict[str, Any] = {"layout": {"group_shape"}, "options": {"strict"}, "workers": True}
+    comparable_plans = [
+        _PLAN_ADAPTER.dump_python(plan, mode="json", exclude=excluded_fields) for plan in (plan_a, plan_b)
+    ]
+    return bool(comparable_plans[0] == comparable_plans[1])
 
 
 @lru_cache(maxsize=4)

@@ -62,15 +62,15 @@ def decode_tile(
     if not scores:
         return {"empty": True}
     with stages.measure("blend"):
-        blended = blend_tile(run, task.number, scores, blending, device)
+        scores_with_margin = blend_tile(run, task.number, scores, blending, device)
     spec, tile_pieces = make_decoding_spec(run), None
     with stages.measure("decode"):
         if run.plan.output == "classes":
             decoder = make_decoder(spec, get_lengths(layout.get_tile(task.number)), "classes", None)
-            decoder.add(0, 0, blended[None])
+            decoder.add(0, 0, scores_with_margin[None])
             pixels: Array = decoder.finish().pixels
         else:
-            tile_pieces = _find_pieces(run, task, spec, blended)
+            tile_pieces = _find_pieces(run, task, spec, scores_with_margin)
             pixels = tile_pieces.pixels
     with stages.measure("write"):
         record = _write_pixels(run, task.number, pixels)
@@ -121,14 +121,14 @@ def blend_tile(run: OpenRun, number: int, scores: GroupScores, blending: Blendin
         valid_slices = tuple(slice(start, start + n) for start, n in zip(grid.pad_before, grid.size, strict=True))
         return first[(slice(None), *valid_slices)]
     blender = make_blender(grid, len(first), BlendingSetup(blending, device))
-    blended = torch.empty((len(first), *get_lengths(margin_box)))
+    blended_scores = torch.empty((len(first), *get_lengths(margin_box)))
     for position, stored_position in zip(grid.positions(), list_window_positions(layout, windows), strict=True):
         for slab in blender.add([position], scores.read(stored_position).to(device)[None]):
             span = tuple(
                 (start, start + n) for start, n in zip((slab.z0, slab.y0, 0), slab.scores.shape[2:], strict=True)
             )
-            _paste(slab.scores[0].cpu(), _shift(span, origin), blended, margin_box)
-    return blended
+            _paste(slab.scores[0].cpu(), _shift(span, origin), blended_scores, margin_box)
+    return blended_scores
 
 
 def _shift(span: Any, origin: Any) -> Box:
@@ -163,13 +163,13 @@ def _find_pieces(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor)
         smoother = Smoother(decoding.smoothing)
         heights = torch.cat([part for part, _ in (*smoother.add(heights.float(), foreground), *smoother.finish())])
     z, y, x = ((max(first - 1, 0), min(end + 1, n)) for (first, end), n in zip(tile, layout.size, strict=True))
-    with_margin = to_slices((z, y, x), get_first_voxel(margin_box))
+    margin_slices = to_slices((z, y, x), get_first_voxel(margin_box))
     persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
     parameters = WatershedParameters(logit(decoding.threshold), persistence.depth, persistence.logits)
     block_pieces = block_kernel.trace(
         Block(get_lengths(tile), get_first_voxel(tile), layout.size),
-        heights[with_margin],
-        foreground[with_margin],
+        heights[margin_slices],
+        foreground[margin_slices],
         parameters,
     )
     pixels: Array = block_pieces.pieces.astype(np.uint16 if len(block_pieces.facts) < 2**16 else np.uint32)

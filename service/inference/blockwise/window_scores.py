@@ -33,8 +33,8 @@ def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stag
     """Compute and write the scores of the windows of a group, [N, K, *roi]. Return the results for its record."""
     plan, layout = run.plan, run.plan.layout
     windows = layout.get_group(task.number)
-    skipped = find_skipped_windows(run, windows)
-    count = math.prod(get_lengths(windows)) - len(skipped)
+    skipped_positions = find_skipped_windows(run, windows)
+    count = math.prod(get_lengths(windows)) - len(skipped_positions)
     if not count:
         return {"windows": 0}
     survey, box, resampling = (
@@ -47,17 +47,17 @@ def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stag
     image: Image = NormalizedImage(volume, survey.scalings)
     if layout.size != plan.size:
         image = ResampledImage(image, resampling, box)
-    if skipped:
+    if skipped_positions:
         origin = list_window_positions(layout, windows)[0]
         image = SparseImage(
-            image, frozenset(_subtract(position, origin) for position in skipped), torch.tensor(survey.scores)
+            image, frozenset(_subtract(position, origin) for position in skipped_positions), torch.tensor(survey.scores)
         )
     with run.folder.open_for_writing(f"scores/{task.number}.raw") as file:
         compute_stages = Stages()
         with torch.inference_mode():
             image = runner.placement.place_image(image, layout.roi[0])
             request_plan = runner.estimator.plan(plan.options)
-            scoring = runner.scores.compute(
+            scoring_result = runner.scores.compute(
                 image, request_plan, lambda: _ScoreWriter(file), compute_stages, _compute_raw_scores
             )
         with stages.measure("write"):
@@ -65,10 +65,10 @@ def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stag
     stages.update({"windows": compute_stages.seconds["windows"], "write": compute_stages.seconds["decode"]})
     return {
         "windows": count,
-        "dtype": scoring.consumer.dtype,
+        "dtype": scoring_result.consumer.dtype,
         "engine": runner.describe_engine(),
-        "notes": list(scoring.notes),
-        "bytes": scoring.consumer.nbytes,
+        "notes": list(scoring_result.notes),
+        "bytes": scoring_result.consumer.nbytes,
     }
 
 
@@ -133,12 +133,14 @@ class GroupScores:
             if not record["windows"]:
                 continue
             windows = layout.get_group(group)
-            skipped = find_skipped_windows(run, windows)
+            skipped_positions = find_skipped_windows(run, windows)
             bits = np.memmap(
                 run.folder.path / f"scores/{group}.raw", _FILE_DTYPES[getattr(torch, record["dtype"])], "c"
             )
             scores = bits.reshape(record["windows"], -1, *roi)
-            positions = [position for position in list_window_positions(layout, windows) if position not in skipped]
+            positions = [
+                position for position in list_window_positions(layout, windows) if position not in skipped_positions
+            ]
             self._windows |= {position: (scores, index, record["dtype"]) for index, position in enumerate(positions)}
         self._skipped_scores = torch.tensor(run.folder.survey.scores)[:, None, None, None].expand(-1, *roi)
 

@@ -72,7 +72,7 @@ def _run_step(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
 
 _STEP_FUNCTIONS: dict[Step, Callable[[OpenRun, int], dict[str, Any]]] = {
     "count": counting.count_part,
-    "survey": lambda run, turn: survey.merge_counts(run, load_runner(str(run.folder.path)), turn),
+    "survey": lambda run, round_number: survey.merge_counts(run, load_runner(str(run.folder.path)), round_number),
     "link": join.link_tile,
     "join": lambda run, _number: join.join_tiles(run),
     "labels": output.write_block,
@@ -106,7 +106,7 @@ class LocalWorkers:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="block-worker")
         self._thread_local = threading.local()
         self._processes = set[ProcessPoolExecutor]()
-        self._lock, self._closed = threading.Lock(), False
+        self._lock, self._is_closed = threading.Lock(), False
 
     def submit(self, task: BlockTask) -> Future[dict[str, Any]]:
         return self._threads.submit(self._run, task)
@@ -128,7 +128,7 @@ class LocalWorkers:
         process: ProcessPoolExecutor | None = getattr(self._thread_local, "process", None)
         if process is None:
             with self._lock:
-                if self._closed:
+                if self._is_closed:
                     raise Cancelled("The workers have stopped.")
                 process = self._thread_local.process = ProcessPoolExecutor(
                     1, get_context("spawn"), initializer=exit_with_parent, initargs=(os.getpid(),)
@@ -138,7 +138,7 @@ class LocalWorkers:
 
     def close(self) -> None:
         with self._lock:
-            self._closed, processes = True, list(self._processes)
+            self._is_closed, processes = True, list(self._processes)
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             for child in list((process._processes or {}).values()):

@@ -102,12 +102,14 @@ class EngineBuilder:
         with step(f"building {config}"):
             module = self.prepare_module(config)
             window = self.make_sliding_window(module, config, config.sw_batch_size)
-            built = backends.build(module, window.batch, config, self._settings.engine)
+            built_network = backends.build(module, window.batch, config, self._settings.engine)
         window = window.with_network(
-            built.network, accepts_any_batch_size=built.accepts_any_batch_size, owns_scores=built.owns_scores
+            built_network.network,
+            accepts_any_batch_size=built_network.accepts_any_batch_size,
+            owns_scores=built_network.owns_scores,
         )
-        engine = ReadyEngine(window, module, config, built.seconds, warnings)
-        return replace(engine, nbytes=built.nbytes, score_bytes=built.score_bytes)
+        engine = ReadyEngine(window, module, config, built_network.seconds, warnings)
+        return replace(engine, nbytes=built_network.nbytes, score_bytes=built_network.score_bytes)
 
     def prepare_module(self, config: EngineConfig) -> nn.Module:
         """Prepare the module from which the engine is built."""
@@ -155,9 +157,9 @@ class EngineBuilder:
 
     def with_window(self, spec: ModelSpec, window_bytes: int) -> Self:
         """Return a builder for the same network with the window size of `spec`."""
-        other = copy.copy(self)
-        other._spec, other._window_bytes = spec, window_bytes
-        return other
+        builder = copy.copy(self)
+        builder._spec, builder._window_bytes = spec, window_bytes
+        return builder
 
     def rebuild(self, config: EngineConfig, batch_size: int) -> ReadyEngine:
         """Build an engine for a different window or batch size. Nothing is compiled, so this takes only seconds.
@@ -175,10 +177,10 @@ class EngineBuilder:
             return engine
         problem = "not finite" if math.isnan(difference) else f"wrong at {difference:.2%} of the voxels of a window"
         size = "x".join(map(str, self._spec.input.roi_size))
-        finding = (
+        description = (
             f"{self._spec.identifier} with windows of {size} in {engine.config} returned scores that are {problem}"
         )
-        log.warning("%s. It runs eagerly in fp32 instead.", finding)
+        log.warning("%s. It runs eagerly in fp32 instead.", description)
         del engine
         return _require_same_size(self.build(replace(self.make_eager_config("fp32"), sw_batch_size=batch_size)))
 

@@ -233,15 +233,18 @@ class Estimator:
 
     def _add_monai_bytes(self, request_estimate: Estimate) -> Estimate:
         """Add the float32 arrays that MONAI holds in addition to the windows: image, scores and weights."""
-        voxels = 4 * math.prod(request_estimate.working_size)
-        image, scores = voxels * self.spec.input.channels, voxels * (len(self.spec.outputs) + 1)
-        host, device = (
-            request_estimate.host_bytes + image,
-            request_estimate.device_bytes + (0 if self.is_on_host else image),
+        voxel_bytes = 4 * math.prod(request_estimate.working_size)
+        image_bytes, score_volume_bytes = (
+            voxel_bytes * self.spec.input.channels,
+            voxel_bytes * (len(self.spec.outputs) + 1),
+        )
+        host_total, device_total = (
+            request_estimate.host_bytes + image_bytes,
+            request_estimate.device_bytes + (0 if self.is_on_host else image_bytes),
         )
         if self.is_on_host or self.settings.windows.device == "cpu":
-            return replace(request_estimate, host_bytes=host + scores, device_bytes=device)
-        return replace(request_estimate, host_bytes=host, device_bytes=device + scores)
+            return replace(request_estimate, host_bytes=host_total + score_volume_bytes, device_bytes=device_total)
+        return replace(request_estimate, host_bytes=host_total, device_bytes=device_total + score_volume_bytes)
 
     def _check_channels(self, volume: Extent) -> None:
         count, expected = volume.shape[0], self.spec.input.channels

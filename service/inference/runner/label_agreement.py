@@ -59,7 +59,7 @@ class LabelAgreement:
         # Labels are computed by the reference only once, but each comparison of a full batch needs the reference again.
         self._make_reference = cache(make_reference) if full_batch else make_reference
         self._image = load_sample_image(spec).to(device)
-        self._expected: Segmentation | None = None
+        self._expected_segmentation: Segmentation | None = None
 
     def repeat_image(self, num_windows: int) -> Tensor:
         """Return the image, repeated until it covers a row of windows along x, float32 [1, C, Z, Y, X]."""
@@ -79,9 +79,9 @@ class LabelAgreement:
 
         With `full_batch`, return infinity if the scores of a full batch are wrong.
         """
-        if self._expected is None:
+        if self._expected_segmentation is None:
             with step("computing the labels of the FP32 network"):
-                self._expected = self.segment(self._make_reference(), self._image)
+                self._expected_segmentation = self.segment(self._make_reference(), self._image)
         try:
             with step("checking labels"):
                 found = self.segment(window, self._image)
@@ -90,7 +90,11 @@ class LabelAgreement:
         max_wrong_fraction = self.compute_batch_difference(window) if self._full_batch else 0.0
         if math.isnan(max_wrong_fraction):
             return math.nan
-        return math.inf if max_wrong_fraction > MAX_WRONG_FRACTION else compute_label_difference(self._expected, found)
+        return (
+            math.inf
+            if max_wrong_fraction > MAX_WRONG_FRACTION
+            else compute_label_difference(self._expected_segmentation, found)
+        )
 
     @torch.inference_mode()
     def compute_batch_difference(self, window: SlidingWindow) -> float:
@@ -168,9 +172,9 @@ def load_sample_image(spec: ModelSpec) -> Tensor:
 def make_noise(shape: tuple[int, ...]) -> Tensor:
     """Return smooth noise: interpolated random values between 0 and 1, plus a random value up to 0.1 for each voxel."""
     generator = torch.Generator().manual_seed(0)
-    coarse = torch.rand((*shape[:2], *[edge // 8 + 2 for edge in shape[2:]]), generator=generator)
-    smooth = functional.interpolate(coarse, size=shape[2:], mode="trilinear", align_corners=False)
-    return smooth + 0.1 * torch.rand(shape, generator=generator)
+    coarse_noise = torch.rand((*shape[:2], *[edge // 8 + 2 for edge in shape[2:]]), generator=generator)
+    smooth_noise = functional.interpolate(coarse_noise, size=shape[2:], mode="trilinear", align_corners=False)
+    return smooth_noise + 0.1 * torch.rand(shape, generator=generator)
 
 
 def _read_sample(spec: ModelSpec) -> Tensor | None:
@@ -182,25 +186,25 @@ def _read_sample(spec: ModelSpec) -> Tensor | None:
     return prepare_tensor(volume, spec)
 
 
-def compute_label_difference(one: Segmentation, other: Segmentation) -> float:
+def compute_label_difference(segmentation_a: Segmentation, segmentation_b: Segmentation) -> float:
     """Return the fraction of voxels that differ. Objects are matched first, the largest overlaps first."""
-    if one.kind != "labels":
-        return float(np.mean(one.pixels != other.pixels))
-    return 1 - _count_agreeing(one.pixels, other.pixels) / max(one.pixels.size, 1)
+    if segmentation_a.kind != "labels":
+        return float(np.mean(segmentation_a.pixels != segmentation_b.pixels))
+    return 1 - _count_agreeing(segmentation_a.pixels, segmentation_b.pixels) / max(segmentation_a.pixels.size, 1)
 
 
-def _count_agreeing(one: Array, other: Array) -> int:
+def _count_agreeing(labels_a: Array, labels_b: Array) -> int:
     # Encode the two labels of each voxel as one number, because counting the pairs dominates the run time.
-    width = int(other.max(initial=0)) + 1
-    pairs, counts = np.unique(one.ravel().astype(np.int64) * width + other.ravel(), return_counts=True)
-    agreeing = 0
+    width = int(labels_b.max(initial=0)) + 1
+    pairs, counts = np.unique(labels_a.ravel().astype(np.int64) * width + labels_b.ravel(), return_counts=True)
+    num_agreeing = 0
     partners: tuple[set[int], set[int]] = (set(), set())
     for index in np.argsort(-counts, kind="stable").tolist():
         first, second = divmod(int(pairs[index]), width)
         if first == 0 and second == 0:
-            agreeing += int(counts[index])
+            num_agreeing += int(counts[index])
         elif first and second and first not in partners[0] and second not in partners[1]:
-            agreeing += int(counts[index])
+            num_agreeing += int(counts[index])
             partners[0].add(first)
             partners[1].add(second)
-    return agreeing
+    return num_agreeing

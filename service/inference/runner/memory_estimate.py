@@ -57,9 +57,9 @@ def estimate(
         # The host receives the piece numbers, and converts them to labels.
         decoding_memory, device_decoding_bytes = DecodingMemory(8 * math.prod(size)), estimate_watershed_bytes(size)
     # If the result is stored on disk, the planes from which a layer of windows is cut are still held in memory.
-    host, device = decoding_memory.host, 0
+    host_bytes, device_bytes = decoding_memory.host, 0
     if decoding_memory.disk:
-        host += 4 * volume.shape[0] * math.prod(volume.shape[2:]) * source_shape[0]
+        host_bytes += 4 * volume.shape[0] * math.prod(volume.shape[2:]) * source_shape[0]
     blender_floats = count_buffered_floats(
         grid, len(spec.outputs), uses_kernel=load.is_on_host and kernel.supports(CPU)
     )
@@ -68,26 +68,26 @@ def estimate(
             # Each stream normalizes the pixels of a window when it reads them. It interpolates one axis after another,
             # which takes two buffers.
             num_reading = min(load.streams, grid.count)
-            host += 4 * channels * num_reading * (2 * math.prod(source_shape) + 3 * math.prod(grid.roi))
-        host += (
+            host_bytes += 4 * channels * num_reading * (2 * math.prod(source_shape) + 3 * math.prod(grid.roi))
+        host_bytes += (
             4 * (blender_floats + _count_slab_floats(spec, grid, plan, num_concurrent))
             + num_concurrent * load.window_bytes
         )
     else:
-        host += 2 * count_buffer_bytes(size) + (4 * channels * math.prod(size) if size != stored_size else 0)
+        host_bytes += 2 * count_buffer_bytes(size) + (4 * channels * math.prod(size) if size != stored_size else 0)
         # Slabs of three batches may exist at the same time: two launched batches, and one that is being delivered.
         num_waiting = min(3 * num_concurrent, grid.count)
         running_bytes = (
             4 * (blender_floats + _count_slab_floats(spec, grid, plan, num_waiting))
             + num_concurrent * load.window_bytes
         )
-        device = (
+        device_bytes = (
             device_decoding_bytes
             + running_bytes
             + count_uploaded_bytes(volume.shape)
             + count_image_bytes(channels, size, grid.roi[0])
         )
-    return Estimate(grid.count * plan.num_views, plan.sw_batch_size, plan.overlap, size, host, device)
+    return Estimate(grid.count * plan.num_views, plan.sw_batch_size, plan.overlap, size, host_bytes, device_bytes)
 
 
 def _count_source_voxels(grid: Grid, stored_size: Size) -> list[int]:

@@ -139,12 +139,12 @@ class ModelRunner:
         """Replace the warm network with `wrap(network)` in all later calls, in order to measure it."""
         if self._engine is not None:
             window = self._engine.window
-            wrapped = window.with_network(
+            wrapped_window = window.with_network(
                 wrap(window.network),
                 accepts_any_batch_size=window.accepts_any_batch_size,
                 owns_scores=window.owns_scores,
             )
-            self._switch_engine(replace(self._engine, window=wrapped))
+            self._switch_engine(replace(self._engine, window=wrapped_window))
 
     @contextmanager
     def inference_context(self, estimate: Estimate) -> Iterator[None]:
@@ -198,12 +198,12 @@ class ModelRunner:
             return self._runners_by_window[key]
 
     def _build_with_window(self, spec: ModelSpec, batch_size: int) -> ModelRunner:
-        other = copy.copy(self)
-        other.spec, other.diameters = spec, DiameterCache()
-        other._window_bytes = int(self._window_bytes * compute_window_scale(self.spec, spec))
-        other._selector = self._selector.with_window(spec, other._window_bytes)
+        runner = copy.copy(self)
+        runner.spec, runner.diameters = spec, DiameterCache()
+        runner._window_bytes = int(self._window_bytes * compute_window_scale(self.spec, spec))
+        runner._selector = self._selector.with_window(spec, runner._window_bytes)
         try:
-            other._switch_engine(None if self._engine is None else other._selector.rebuild(self._config, batch_size))
+            runner._switch_engine(None if self._engine is None else runner._selector.rebuild(self._config, batch_size))
         except backends.ENGINE_ERRORS as error:
             if is_out_of_memory(error) or self.find_device_loss(error) is not None:
                 raise
@@ -211,7 +211,7 @@ class ModelRunner:
             raise BadParameter(
                 f"roi_size: {spec.name} does not run with the window size {size}: {reason}", parameter="roi_size"
             ) from error
-        return other
+        return runner
 
     def batch_notes(self, options: Options) -> tuple[str, ...]:
         """Return a note if the network was built for a batch size that differs from the requested one."""

@@ -78,27 +78,27 @@ class EngineSelector(EngineBuilder):
         changes = {"sw_batch_size": self._batch_sizes, "streams": self._stream_counts}
         tuner = self._make_tuner(seconds, announce)
         log.info("%s: comparing all engine configurations, for at most %g s", self._spec.identifier, seconds)
-        return self._choose(tuner, lambda: tuner.find_fastest(configs, **changes), tuned=True)
+        return self._choose(tuner, lambda: tuner.find_fastest(configs, **changes), is_tuned=True)
 
     def _build_first_known(self) -> ReadyEngine:
         """Build the first configuration in the known order that runs and returns the labels of the reference."""
         tuner = self._make_tuner()
         names = precision.list_precisions(self._settings.engine.precision, self._native_dtypes)
         configs = [*self._list_known_order(), *map(self.make_eager_config, names)]
-        return self._choose(tuner, lambda: tuner.choose_first(configs), tuned=False)
+        return self._choose(tuner, lambda: tuner.choose_first(configs), is_tuned=False)
 
     def _choose(
-        self, tuner: Tuner[ReadyEngine], choose: Callable[[], Winner[ReadyEngine]], *, tuned: bool
+        self, tuner: Tuner[ReadyEngine], choose: Callable[[], Winner[ReadyEngine]], *, is_tuned: bool
     ) -> ReadyEngine:
         """Return the chosen engine with its plan, or the eager engine. The plan is saved if it will remain valid."""
         try:
             engine, trials = choose()
             # Do not save a plan with failures: at the next start, the missing compiler or memory may be available.
-            should_save, warnings = tuned or not _list_failures(trials), self._list_warnings(trials)
+            should_save, warnings = is_tuned or not _list_failures(trials), self._list_warnings(trials)
         except NoWorkingConfiguration as error:
             engine, trials, should_save = self.build(self.make_eager_config("fp32")), error.trials, False
             warnings = (f"{error} The model runs eagerly in fp32.",)
-        plan = EnginePlan(self._spec.name, engine.config, trials, tuner.seconds, self.circumstances(), tuned)
+        plan = EnginePlan(self._spec.name, engine.config, trials, tuner.seconds, self.circumstances(), is_tuned)
         if should_save and self._settings.engine.kind == "auto":
             self._save_plan(plan)
         return replace(engine, plan=plan, seconds=tuner.seconds, warnings=(*self._precision_warnings, *warnings))
@@ -171,7 +171,7 @@ class EngineSelector(EngineBuilder):
             # This configuration is the reference itself, so there is nothing to compare.
             return self.build(configs[0], *warnings, *self._precision_warnings)
         tuner = self._make_tuner(explain_skip=lambda _config: None)
-        engine = self._choose(tuner, lambda: tuner.choose_first(configs), tuned=False)
+        engine = self._choose(tuner, lambda: tuner.choose_first(configs), is_tuned=False)
         return replace(engine, plan=None, warnings=(*warnings, *engine.warnings))
 
     def _list_first_choices(self, precisions: Sequence[str]) -> list[EngineConfig]:
@@ -288,8 +288,8 @@ def _run_in_all_streams(window: SlidingWindow, run: Callable[..., object]) -> Ca
 
 def _list_failures(trials: Sequence[Trial]) -> tuple[str, ...]:
     """Return warnings about failed trials, which the operator may be able to fix."""
-    failed = [trial for trial in trials if trial.verdict.outcome is Outcome.FAILED]
-    return tuple(f"The {trial.choice.engine} engine {trial.verdict}" for trial in failed)
+    failed_trials = [trial for trial in trials if trial.verdict.outcome is Outcome.FAILED]
+    return tuple(f"The {trial.choice.engine} engine {trial.verdict}" for trial in failed_trials)
 
 
 def _get_version(library: str) -> str:

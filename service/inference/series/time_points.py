@@ -279,9 +279,11 @@ class _TimePointResults:
 
 
 def _format_time_points(times: Sequence[int]) -> str:
-    listed = ", ".join(map(str, times[:MAX_LISTED_TIME_POINTS]))
+    listed_times = ", ".join(map(str, times[:MAX_LISTED_TIME_POINTS]))
     return (
-        listed if len(times) <= MAX_LISTED_TIME_POINTS else f"{listed} and {len(times) - MAX_LISTED_TIME_POINTS} more"
+        listed_times
+        if len(times) <= MAX_LISTED_TIME_POINTS
+        else f"{listed_times} and {len(times) - MAX_LISTED_TIME_POINTS} more"
     )
 
 

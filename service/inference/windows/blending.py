@@ -131,7 +131,7 @@ class _KernelBlender(Blender):
     def __init__(self, grid: Grid, num_outputs: int, blending: Blending, kernels: WindowKernels) -> None:
         super().__init__(grid)
         z, y, x = (_axis_importance(edge, blending, torch.device("cpu")) for edge in grid.roi)
-        self._kernels, self._columns = kernels, len(grid.starts[2])
+        self._kernels, self._num_columns = kernels, len(grid.starts[2])
         self._sums = OverlapSums(num_outputs, grid.padded_size, (z, y, x), MIN_WEIGHT, grid.starts)
         self._means: Tensor | None = None
 
@@ -145,7 +145,7 @@ class _KernelBlender(Blender):
                 self._sums, (z.window_index, y.window_index, x.window_index), window, self._means
             ):
                 raise NonFiniteScores(NON_FINITE_MESSAGE)
-            if x.window_index + 1 == self._columns:
+            if x.window_index + 1 == self._num_columns:
                 means, self._means = self._means, None
                 slabs.append(self._make_slab(position[0], position[1], means))
         return slabs
@@ -225,18 +225,18 @@ class FiniteFlag:
 
     def __init__(self, device: torch.device) -> None:
         self._flag = torch.ones((), dtype=torch.bool, device=device)
-        self._copy = torch.ones((), dtype=torch.bool, pin_memory=device.type == "cuda")
+        self._host_flag = torch.ones((), dtype=torch.bool, pin_memory=device.type == "cuda")
 
     def record(self, scores: Tensor, /) -> Tensor:
         """Return the scores, with float16 converted to float32, and record whether they are finite."""
         scores = scores.float() if scores.dtype == torch.float16 else scores
         self._flag.logical_and_(scores.sum().isfinite())
-        self._copy.copy_(self._flag, non_blocking=True)
+        self._host_flag.copy_(self._flag, non_blocking=True)
         return scores
 
     def check(self) -> None:
         """Raise NonFiniteScores if any recorded scores were not finite. The device must have finished its work."""
-        if not self._copy.item():
+        if not self._host_flag.item():
             raise NonFiniteScores(NON_FINITE_MESSAGE)
 
 

@@ -37,8 +37,8 @@ class ViewAveragingNetwork:
         if not axes:
             return self.network(windows)
         # Networks are built for one memory layout, which `flip` may not preserve.
-        mirrored = torch.empty_like(windows).copy_(windows.flip(axes))
-        return self.network(mirrored).flip(axes)
+        mirrored_windows = torch.empty_like(windows).copy_(windows.flip(axes))
+        return self.network(mirrored_windows).flip(axes)
 
 
 def count_view_bytes(channels: int, outputs: int, voxels: int) -> int:

@@ -210,13 +210,13 @@ class WindowBatcher:
 
     @torch.inference_mode()
     def _run_thread(self, thread_index: int) -> None:
-        last_count, finished_batch = 0, None
+        previous_count, finished_batch = 0, None
         while (work := self._next_work(thread_index, finished_batch)) is not None:
             stream_count, finished_batch = work.num_active_streams if isinstance(work, Batch) else 1, None
-            if stream_count != last_count:
+            if stream_count != previous_count:
                 # Call this only if the number changes, because torch then discards its prepared kernels.
                 self._share_cores(stream_count)
-                last_count = stream_count
+                previous_count = stream_count
             if isinstance(work, Batch):
                 finished_batch = self._compute(work)
             elif isinstance(work, LaunchedBatch):
@@ -298,10 +298,10 @@ class WindowBatcher:
             seconds = now - max(launch.start_time, self._last_finish_time)
         self._last_finish_time = now
         window_count = sum([batch_slice.num_windows for batch_slice, _ in outcomes])
-        slots = outcomes[0][0].request.window.get_batch_size(window_count)
+        num_slots = outcomes[0][0].request.window.get_batch_size(window_count)
         for batch_slice, outcome in outcomes:
             fraction = batch_slice.num_windows / window_count
-            batch_slice.share = BatchShare(batch_slice.num_windows, fraction * slots, fraction * seconds)
+            batch_slice.share = BatchShare(batch_slice.num_windows, fraction * num_slots, fraction * seconds)
             self._blending_order.deliver(batch_slice, report_progress(batch_slice, outcome))
         return launch.number
 

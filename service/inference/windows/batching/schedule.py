@@ -31,9 +31,9 @@ class RunningBatch(NamedTuple):
     stream: int
 
 
-def choose_requests(waiting: Sequence[WindowRequest], batch_number: int) -> list[WindowRequest]:
+def choose_requests(all_requests: Sequence[WindowRequest], batch_number: int) -> list[WindowRequest]:
     """Return the requests that may fill a batch, in order of priority. All of them use the same network."""
-    requests = [request for request in waiting if request.is_ready]
+    requests = [request for request in all_requests if request.is_ready]
     if len(requests) < 2:
         return requests
     if batch_number % 2:
