@@ -188,7 +188,7 @@ class Counts:
         self.digits[key] = sums
 
     def count_replaced(self, index: int, substitute: float, dtype: np.dtype[Any]) -> None:
-        """Count the non-finite pixels of a channel as `substitute`, which was not known in the first round yet."""
+        """Count the non-finite pixels of a channel as `substitute`, which was not yet known in the first round."""
         key = int(sortable_keys(np.array([substitute], dtype))[0])
         shift = max(8 * dtype.itemsize - 16, 0)
         if (index, shift, 0) in self.digits:

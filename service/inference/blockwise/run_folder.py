@@ -55,7 +55,7 @@ class RunPlan:
     weights             SHA-256 of the model's weights
     computing_settings  settings under `engine` and `windows`, as JSON
     layout              groups and tiles on the grid of the network
-    shape               shape of the stack; with `shape` and `voxel_size`, a plan is an `Extent`
+    shape               shape of the stack; together with `voxel_size`, it makes the plan an `Extent`
     diameter            object diameter for which the stack is resampled; None: no diameter is used
     workers             number of workers for which the volume is divided
     measures_objects    whether objects are measured when their labels are written

@@ -113,7 +113,7 @@ class UploadedVolume:
 
 
 class DeviceImage:
-    """Image of which one layer of windows is held on a device in float32, or the whole image if it is small.
+    """Image that holds one layer of windows on a device in float32, or all of its planes if it is small.
 
     Index it like a float32 tensor [1, C, Z, Y, X] with (0, channels, z, y, x), where channels, z, y and x are slices.
     The result is valid until the next access, for use on the device's current stream. Not thread-safe.

@@ -200,7 +200,7 @@ class EngineBuilder:
 
 
 def _require_same_size(engine: ReadyEngine) -> ReadyEngine:
-    """Return the engine if its scores have the size of its windows. Otherwise, raises RuntimeError."""
+    """Return the engine. Raises RuntimeError if the size of its scores differs from the size of its windows."""
     batch = engine.window.batch
     scores = engine.window.network(batch)
     if scores.shape[2:] != batch.shape[2:]:

@@ -42,7 +42,7 @@ def choose_diameter(
     diameter = _compute_median([(diameters, voxel_size) for diameters, voxel_size, _ in usable_estimates])
     note_start = f"Objects seem to be {diameter} wide (measured in {len(usable_estimates)} of {sample_description})"
     if 2 * sum(matches_model for *_, matches_model in usable_estimates) > len(usable_estimates):
-        return "none", (f"{note_start}, which suits the model without resampling. If this is wrong, set diameter=.")
+        return "none", f"{note_start}, which suits the model without resampling. If this is wrong, set diameter=."
     return str(diameter), f"{note_start}. If this is wrong, set diameter=."
 
 

@@ -59,7 +59,7 @@ class SupportsReadInto(Protocol):
 
 @dataclass(frozen=True)
 class SparseImage:
-    """Image of which some windows are skipped. All voxels of skipped windows get the same scores.
+    """Image with skipped windows. All voxels of skipped windows get the same scores.
 
     skipped  first voxels of the skipped windows, as in `Grid.positions`; at least one window must not be skipped
     scores   scores of the skipped windows, float32 [K], on the same device as the computed scores
@@ -290,7 +290,7 @@ class WindowScan:
         return WindowSlice(self, positions)
 
     def fill(self, slots: Sequence[WindowSlot], batch: Tensor, positions: Sequence[Size]) -> None:
-        """Copy the windows at `positions` into a batch [B, C, *roi], of which `slots` are views."""
+        """Copy the windows at `positions` into a batch [B, C, *roi]. `slots` are views of the batch."""
         if not self._can_copy_runs:
             for slot, position in zip(slots, positions, strict=True):
                 self.fill_slot(slot, position)
