@@ -141,11 +141,11 @@ def _paste(source: Tensor, source_box: Box, target: Tensor, target_box: Box) -> 
     intersection = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(source_box, target_box, strict=True)]
     if all(first < end for first, end in intersection):
         z, y, x = intersection
-        target, source = (
+        target_slices, source_slices = (
             to_slices((z, y, x), get_first_voxel(target_box)),
             to_slices((z, y, x), get_first_voxel(source_box)),
         )
-        target[(slice(None), *target)] = source[(slice(None), *source)]
+        target[(slice(None), *target_slices)] = source[(slice(None), *source_slices)]
 
 
 class _TilePieces(NamedTuple):
