@@ -258,7 +258,7 @@ class Estimator:
         )
         channels = f"{expected} channel" + ("s" if expected > 1 else "")
         raise BadParameter(
-            f"{self.spec.name} needs {channels}, but the volume has {count}: {listed_channels}. Use the parameter"
-            " channel, which accepts an index or a name.",
+            f"{self.spec.name} needs {channels}, but the volume has {count}: {listed_channels}. Use channel="
+            " with an index or a name.",
             parameter="channel",
         )

@@ -60,17 +60,15 @@ def estimate(
     host_bytes, device_bytes = decoding_memory.host, 0
     if decoding_memory.disk:
         host_bytes += 4 * volume.shape[0] * math.prod(volume.shape[2:]) * source_shape[0]
-    blender_floats = count_buffered_floats(
-        grid, len(spec.outputs), uses_kernel=load.is_on_host and kernel.supports(CPU)
-    )
+    blend_floats = count_buffered_floats(grid, len(spec.outputs), uses_kernel=load.is_on_host and kernel.supports(CPU))
     if load.is_on_host:
         if size != stored_size:
             # Each stream normalizes the pixels of a window when it reads them. It interpolates one axis after another,
             # which takes two buffers.
-            num_reading = min(load.streams, grid.count)
-            host_bytes += 4 * channels * num_reading * (2 * math.prod(source_shape) + 3 * math.prod(grid.roi))
+            num_readers = min(load.streams, grid.count)
+            host_bytes += 4 * channels * num_readers * (2 * math.prod(source_shape) + 3 * math.prod(grid.roi))
         host_bytes += (
-            4 * (blender_floats + _count_slab_floats(spec, grid, plan, num_concurrent))
+            4 * (blend_floats + _count_slab_floats(spec, grid, plan, num_concurrent))
             + num_concurrent * load.window_bytes
         )
     else:
@@ -78,8 +76,7 @@ def estimate(
         # Slabs of three batches may exist at the same time: two launched batches, and one that is being delivered.
         num_waiting = min(3 * num_concurrent, grid.count)
         running_bytes = (
-            4 * (blender_floats + _count_slab_floats(spec, grid, plan, num_waiting))
-            + num_concurrent * load.window_bytes
+            4 * (blend_floats + _count_slab_floats(spec, grid, plan, num_waiting)) + num_concurrent * load.window_bytes
         )
         device_bytes = (
             device_decoding_bytes
