@@ -255,23 +255,16 @@ class WindowScan:
 
     def __init__(self, image: Image, grid: Grid, setup: BlendingSetup, *, owns_scores: bool = False) -> None:
         self._setup = setup
-        skipped_positions, self._skipped_scores = frozenset[Size](), torch.empty(0)
+        skipped, self._skipped_scores = frozenset[Size](), torch.empty(0)
         if isinstance(image, SparseImage):
-            skipped_positions, self._skipped_scores = (
-                image.skipped,
-                image.scores.view(1, -1, 1, 1, 1).expand(-1, -1, *grid.roi),
-            )
+            skipped, self._skipped_scores = image.skipped, image.scores.view(1, -1, 1, 1, 1).expand(-1, -1, *grid.roi)
             image = image.image
         self._image, self._grid = image, grid
         # Check this only once, because an isinstance check for a protocol is slower than slicing.
         self._direct_image = image if isinstance(image, SupportsReadInto) else None
         self._owns_scores = owns_scores
         positions = grid.positions()
-        self._positions = (
-            (position for position in positions if position not in skipped_positions)
-            if skipped_positions
-            else positions
-        )
+        self._positions = (position for position in positions if position not in skipped) if skipped else positions
         self._positions_to_blend = grid.positions()
         self._blender: Blender | None = None
         self._is_padded, self._is_single_window = grid.padded_size != grid.size, grid.count == 1
@@ -279,8 +272,8 @@ class WindowScan:
         can_read_rows = self._direct_image is None and (isinstance(image, Tensor) or setup.device.type != "cpu")
         self._can_copy_runs = can_read_rows and not self._is_padded
         self._valid_region = (slice(None), *grid.valid_region)
-        self.num_windows = self.num_remaining = grid.count - len(skipped_positions)
-        self._has_skipped_windows = bool(skipped_positions)
+        self.num_windows = self.num_remaining = grid.count - len(skipped)
+        self._has_skipped_windows = bool(skipped)
         self.num_blended = 0
 
     def take(self, max_windows: int) -> WindowSlice:
