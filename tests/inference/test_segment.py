@@ -134,9 +134,9 @@ def test_a_different_window_size_gives_the_result_of_a_model_with_that_window_si
 @pytest.mark.parametrize(
     ("roi_multiple", "roi", "message"),
     [
-        (None, (16, 32, 64), "bands supports only windows of 16,32,32"),
-        ((2, 4, 4), (16, 32, 34), "bands supports multiples of 2,4,4, not 16,32,34"),
-        ((1, 1, 1), (15, 31, 31), "bands does not run with windows of 15x31x31"),
+        (None, (16, 32, 64), "bands supports only the window size 16,32,32"),
+        ((2, 4, 4), (16, 32, 34), "the window size of bands must be a multiple of 2,4,4, not 16,32,34"),
+        ((1, 1, 1), (15, 31, 31), "bands does not run with the window size 15x31x31"),
     ],
     ids=["fixed", "multiple", "untrue"],
 )
@@ -232,7 +232,7 @@ def test_requests_with_more_windows_than_the_operator_allows_are_refused(bands):
     runner.estimator.estimate(Volume.from_array(np.zeros((1, edge, edge, edge), np.uint8)), Options())
     large = Volume.from_array(np.zeros((1, edge, 4 * edge, 4 * edge), np.uint8))
     for call in (runner.estimator.estimate, partial(segment, runner)):
-        with pytest.raises(TooLarge, match="windows, and this service computes up to 4"):
+        with pytest.raises(TooLarge, match="windows, but this service computes at most 4"):
             call(large, Options())
 
 

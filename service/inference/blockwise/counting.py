@@ -1,4 +1,4 @@
-"""Counts of intensities in the parts of a volume, which are boxes of chunks, and the sums of the counts."""
+"""Counts of intensities in the parts of a volume, and their sums. A part is a box of chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.core.quantities import Size
 from service.core.types import Array
 from service.formats import stack_reader
 from service.formats.zarr.reader import ZarrStack
-from service.inference.blockwise.layout import Blocks, Box, Layout, lengths, ranges
+from service.inference.blockwise.layout import Blocks, Box, Layout, get_lengths, to_ranges
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.preprocessing.empty_windows import IntensitySurvey, sample_step, survey_box
 from service.inference.preprocessing.normalize import VolumeChannel, replace_nonfinite
@@ -25,51 +25,54 @@ from service.inference.runner.estimator import Estimator
 from service.inference.windows.grid import as_size
 from service.models.spec import PercentileNormalisation
 
-# Maximum size of a part, unless a single chunk is larger: in groups of windows, and in bytes of pixels.
-PART_GROUPS = 4
-PART_BYTES = 2**28
+# Maximum size of a part in groups of windows, and in bytes of pixels. A part has at least one chunk.
+MAX_PART_GROUPS = 4
+MAX_PART_BYTES = 2**28
 
 CountRequest = dict[str, Any]
-"""Counts that a channel needs: `shift` and `prefixes` of `count_digits`, and the `substitute` of non-finite pixels."""
+"""Request for counts of a channel: `shift` and `prefixes` for `count_digits`, `substitute` for non-finite pixels."""
 
 
 def cut_parts(stack: ZarrStack, layout: Layout) -> Blocks:
-    """Divide a volume into parts of whole chunks that are nearly cubic and suit the workers of the layout."""
+    """Divide a volume into nearly cubic parts of whole chunks, whose size is based on the groups of the layout."""
     size, chunk = as_size(stack.shape[1:]), as_size(stack.chunk_size)
-    edges, group = list(chunk), math.prod(lengths(layout.voxels(layout.group(0))))
-    max_voxels = min(PART_GROUPS * group, PART_BYTES // (stack.shape[0] * stack.dtype.itemsize))
+    part_size, group = list(chunk), math.prod(get_lengths(layout.get_voxels(layout.get_group(0))))
+    max_voxels = min(MAX_PART_GROUPS * group, MAX_PART_BYTES // (stack.shape[0] * stack.dtype.itemsize))
     while True:
-        # Extend the shortest axis first, and of equal axes x before y before z.
-        for axis in sorted(range(3), key=lambda axis: (edges[axis], -axis)):
-            larger = [n + chunk[index] * (index == axis) for index, n in enumerate(edges)]
-            if edges[axis] < size[axis] and math.prod(map(min, zip(larger, size, strict=True))) <= max_voxels:
-                edges = larger
+        # Extend the shortest axis first. If axes are equally short, extend x before y, and y before z.
+        for axis in sorted(range(3), key=lambda axis: (part_size[axis], -axis)):
+            extended_size = [n + chunk[index] * (index == axis) for index, n in enumerate(part_size)]
+            if (
+                part_size[axis] < size[axis]
+                and math.prod(map(min, zip(extended_size, size, strict=True))) <= max_voxels
+            ):
+                part_size = extended_size
                 break
         else:
-            return Blocks(size, as_size(edges))
+            return Blocks(size, as_size(part_size))
 
 
 class CountingPlan:
-    """Parts of a run's volume, and the counts that each of them needs."""
+    """Parts of a run's volume, and the counts that are needed for each part."""
 
     def __init__(self, run: OpenRun, stack: ZarrStack) -> None:
         self.parts = cut_parts(stack, run.plan.layout)
         self.dtype, self.channels = stack.dtype, stack.shape[0]
         self.skip_below = Estimator(run.spec, run.folder.settings).plan(run.plan.options).skip_below
-        by_percentiles = isinstance(run.spec.input.normalisation, PercentileNormalisation)
-        is_sorted = self.dtype.itemsize > 2 and math.prod(self.parts.size) <= MAX_SORTED_VOXELS
-        self._is_counted = by_percentiles and not is_sorted
+        uses_percentiles = isinstance(run.spec.input.normalisation, PercentileNormalisation)
+        can_sort = self.dtype.itemsize > 2 and math.prod(self.parts.size) <= MAX_SORTED_VOXELS
+        self._counts_digits = uses_percentiles and not can_sort
 
     @property
-    def needed(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether the run needs any counts."""
-        return self._is_counted or self.skip_below is not None or self.dtype.kind == "f"
+        return self._counts_digits or self.skip_below is not None or self.dtype.kind == "f"
 
     @cached_property
-    def first(self) -> list[CountRequest | None]:
-        """Request for each channel in the first round, before non-finite pixels are replaced."""
-        top: CountRequest = {"shift": max(8 * self.dtype.itemsize - 16, 0), "prefixes": [0], "substitute": None}
-        return [top if self._is_counted else None] * self.channels
+    def first_requests(self) -> list[CountRequest | None]:
+        """Requests for the channels in the first round, before non-finite pixels are replaced."""
+        request: CountRequest = {"shift": max(8 * self.dtype.itemsize - 16, 0), "prefixes": [0], "substitute": None}
+        return [request if self._counts_digits else None] * self.channels
 
 
 @contextmanager
@@ -78,39 +81,43 @@ def open_counting(run: OpenRun) -> Iterator[tuple[ZarrStack, CountingPlan]]:
         yield stack, CountingPlan(run, stack)
 
 
-def count_parts(run: OpenRun) -> int:
-    """Return the number of parts to count in each round; 0 if the run needs no counts."""
+def get_part_count(run: OpenRun) -> int:
+    """Return the number of parts to count in each round, or 0 if the run needs no counts."""
     with open_counting(run) as (_stack, counting):
-        return len(counting.parts) if counting.needed else 0
+        return len(counting.parts) if counting.is_needed else 0
 
 
 def count_part(run: OpenRun, number: int) -> dict[str, Any]:
-    """Count a part, and write the counts. Parts are numbered through all rounds."""
+    """Count the intensities of a part, and write the counts. Parts are numbered through all rounds."""
     with open_counting(run) as (stack, counting):
         parts = counting.parts
         round_number, index_in_round = divmod(number, len(parts))
-        box = parts.box(index_in_round)
-        pixels = stack.read_region(ranges(box))
-    wanted = run.folder.read_record("survey", round_number - 1)["wanted"] if round_number else counting.first
+        box = parts.get_box(index_in_round)
+        pixels = stack.read_region(to_ranges(box))
+    requests = (
+        run.folder.read_record("survey", round_number - 1)["requests"] if round_number else counting.first_requests
+    )
     results = {} if round_number else _survey_part(run, counting, pixels, box)
-    for index, (channel, request) in enumerate(zip(pixels, wanted, strict=True)):
+    for index, (channel, request) in enumerate(zip(pixels, requests, strict=True)):
         if request is None:
             continue
-        # In the first round, the substitute for non-finite pixels is not known.
-        is_whole = round_number or counting.dtype.kind != "f"
-        counted = replace_nonfinite(channel, request["substitute"]) if is_whole else channel[np.isfinite(channel)]
-        digits = count_digits([counted], request["shift"], frozenset(request["prefixes"]))
+        # In the first round, the substitute for non-finite pixels is not known yet.
+        is_substitute_known = round_number or counting.dtype.kind != "f"
+        finite_pixels = (
+            replace_nonfinite(channel, request["substitute"]) if is_substitute_known else channel[np.isfinite(channel)]
+        )
+        digits = count_digits([finite_pixels], request["shift"], frozenset(request["prefixes"]))
         results |= {f"counts-{index}-{request['shift']}-{prefix}": counts for prefix, counts in digits.items()}
     run.folder.write_arrays(f"survey/{number}.npz", results)
     return {}
 
 
 def _survey_part(run: OpenRun, counting: CountingPlan, pixels: Array, box: Box) -> dict[str, Array]:
-    """Return the results of the first round for a part, other than counts."""
+    """Return the results of the first round for a part, except for the counts."""
     results = _count_nonfinite(pixels) if counting.dtype.kind == "f" else {}
     if counting.skip_below is not None:
         size = counting.parts.size
-        first, results["brightest"] = survey_box(pixels, box, run.plan.layout.grid, size)
+        first, results["window_maxima"] = survey_box(pixels, box, run.plan.layout.grid, size)
         results["first"] = np.array(first)
         if counting.skip_below == "auto":
             results["sample"] = pixels[:, *_sample_slices(box, size)[0]]
@@ -119,93 +126,98 @@ def _survey_part(run: OpenRun, counting: CountingPlan, pixels: Array, box: Box) 
 
 def _count_nonfinite(pixels: Array) -> dict[str, Array]:
     """Return the number of non-finite pixels of each channel, and the minimum of the finite ones."""
-    finite = np.isfinite(pixels)
+    is_finite = np.isfinite(pixels)
     return {
-        "nonfinite": np.array([channel.size - np.count_nonzero(channel) for channel in finite]),
-        "lowest": pixels.min((1, 2, 3), where=finite, initial=np.inf),
+        "nonfinite_counts": np.array([channel.size - np.count_nonzero(channel) for channel in is_finite]),
+        "minima": pixels.min((1, 2, 3), where=is_finite, initial=np.inf),
     }
 
 
 def _sample_slices(box: Box, size: Size) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Return which voxels of a box belong to the sample of a volume, and their indices in the sample."""
+    """Return the indices of the sampled voxels of a box: first in the box, and then in the sample of the volume."""
     step = sample_step(math.prod(size))
-    inside = (slice(None), *(slice(-low % step, None, step) for low, _ in box[1:]))
+    in_box = (slice(None), *(slice(-low % step, None, step) for low, _ in box[1:]))
     in_sample = (slice(*box[0]), *(slice(-(-low // step), -(-high // step)) for low, high in box[1:]))
-    return inside, in_sample
+    return in_box, in_sample
 
 
 class Counts:
     """Sums of the counts of all parts.
 
-    digits     counts by channel, shift and prefix
-    nonfinite  number of non-finite pixels of each channel
-    lowest     minimum of the finite pixels of each channel
+    digits            counts, keyed by channel, shift and prefix
+    nonfinite_counts  number of non-finite pixels of each channel
+    minima            minimum of the finite pixels of each channel
+    window_maxima     maximum of each channel in each window, [C, z, y, x]
     """
 
-    def __init__(self, run: OpenRun, counting: CountingPlan, rounds: int) -> None:
+    def __init__(self, run: OpenRun, counting: CountingPlan, round_count: int) -> None:
         self.digits = dict[tuple[int, int, int], NDArray[np.int64]]()
-        self.nonfinite, self.lowest = np.zeros(counting.channels, np.int64), np.full(counting.channels, np.inf)
+        self.nonfinite_counts, self.minima = np.zeros(counting.channels, np.int64), np.full(counting.channels, np.inf)
         size, grid = counting.parts.size, run.plan.layout.grid
-        self.brightest = np.full((counting.channels, *map(len, grid.starts)), -np.inf)
+        self.window_maxima = np.full((counting.channels, *map(len, grid.starts)), -np.inf)
         step = sample_step(math.prod(size))
-        sample = (counting.channels, size[0], *(-(-n // step) for n in size[1:]))
-        self._samples = np.zeros(sample if counting.skip_below == "auto" else (0,), counting.dtype)
-        for number in range(rounds * len(counting.parts) if counting.needed else 0):
+        sample_shape = (counting.channels, size[0], *(-(-n // step) for n in size[1:]))
+        self._samples = np.zeros(sample_shape if counting.skip_below == "auto" else (0,), counting.dtype)
+        for number in range(round_count * len(counting.parts) if counting.is_needed else 0):
             with run.folder.read_arrays(f"survey/{number}.npz") as results:
-                self._add(counting.parts.box(number % len(counting.parts)), size, results)
+                self._add(counting.parts.get_box(number % len(counting.parts)), size, results)
 
     def _add(self, box: Box, size: Size, results: Any) -> None:
         for name in results:
             if name.startswith("counts-"):
                 index, shift, prefix = map(int, name.split("-")[1:])
                 self._add_digits((index, shift, prefix), results[name])
-        if "nonfinite" in results:
-            self.nonfinite += results["nonfinite"]
-            self.lowest = np.minimum(self.lowest, results["lowest"])
-        if "brightest" in results:
-            brightest = results["brightest"]
-            z, y, x = (slice(start, start + n) for start, n in zip(results["first"], brightest.shape[1:], strict=True))
-            region = self.brightest[:, z, y, x]
-            np.maximum(region, brightest, out=region)
+        if "nonfinite_counts" in results:
+            self.nonfinite_counts += results["nonfinite_counts"]
+            self.minima = np.minimum(self.minima, results["minima"])
+        if "window_maxima" in results:
+            window_maxima = results["window_maxima"]
+            z, y, x = (
+                slice(start, start + n) for start, n in zip(results["first"], window_maxima.shape[1:], strict=True)
+            )
+            region = self.window_maxima[:, z, y, x]
+            np.maximum(region, window_maxima, out=region)
         if "sample" in results:
             self._samples[:, *_sample_slices(box, size)[1]] = results["sample"]
 
     def _add_digits(self, key: tuple[int, int, int], digits: NDArray[np.int64]) -> None:
-        longer, shorter = digits, self.digits.get(key, digits[:0])
-        if len(shorter) > len(longer):
-            longer, shorter = shorter, longer
-        longer[: len(shorter)] += shorter
-        self.digits[key] = longer
+        sums, addends = digits, self.digits.get(key, digits[:0])
+        if len(addends) > len(sums):
+            sums, addends = addends, sums
+        sums[: len(addends)] += addends
+        self.digits[key] = sums
 
     def count_replaced(self, index: int, substitute: float, dtype: np.dtype[Any]) -> None:
-        """Count the non-finite pixels of a channel as `substitute`, which was not known in the first round."""
+        """Count the non-finite pixels of a channel as `substitute`, which was not yet known in the first round."""
         key = int(sortable_keys(np.array([substitute], dtype))[0])
         shift = max(8 * dtype.itemsize - 16, 0)
         if (index, shift, 0) in self.digits:
-            self.digits[index, shift, 0][key >> shift] += self.nonfinite[index]
+            self.digits[index, shift, 0][key >> shift] += self.nonfinite_counts[index]
 
     def intensities(self) -> IntensitySurvey:
         """Return the survey from which empty windows are found."""
-        return IntensitySurvey(self.brightest, tuple(sample[np.isfinite(sample)] for sample in self._samples))
+        return IntensitySurvey(
+            self.window_maxima, tuple(sample_shape[np.isfinite(sample_shape)] for sample_shape in self._samples)
+        )
 
 
-class CountsMissing(Exception):
-    """Raised if counts are missing; `wanted` is the request for them."""
+class MissingCounts(Exception):
+    """Raised if counts are missing. `request` is the request for these counts."""
 
-    def __init__(self, wanted: CountRequest) -> None:
+    def __init__(self, request: CountRequest) -> None:
         super().__init__()
-        self.wanted = wanted
+        self.request = request
 
 
 @dataclass(frozen=True)
 class CountedChannel(VolumeChannel):
-    """One channel of a volume whose parts have been counted. Raises CountsMissing for counts that do not exist yet."""
+    """Channel of a volume whose parts have been counted. `count_digits` raises MissingCounts if counts are missing."""
 
     counts: Counts = field(kw_only=True)
 
     def count_digits(self, shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
-        results = {prefix: self.counts.digits.get((self.index, shift, prefix)) for prefix in sorted(prefixes)}
-        missing = [prefix for prefix, digits in results.items() if digits is None]
-        if missing:
-            raise CountsMissing({"shift": shift, "prefixes": missing, "substitute": self.substitute})
-        return {prefix: digits for prefix, digits in results.items() if digits is not None}
+        digits_by_prefix = {prefix: self.counts.digits.get((self.index, shift, prefix)) for prefix in sorted(prefixes)}
+        missing_prefixes = [prefix for prefix, digits in digits_by_prefix.items() if digits is None]
+        if missing_prefixes:
+            raise MissingCounts({"shift": shift, "prefixes": missing_prefixes, "substitute": self.substitute})
+        return {prefix: digits for prefix, digits in digits_by_prefix.items() if digits is not None}

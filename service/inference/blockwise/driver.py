@@ -1,4 +1,4 @@
-"""Planning of a block-wise run, and its driver, which submits blocks in order and deletes scores that no tile needs."""
+"""Planning of a block-wise run, and the driver of the run, which submits blocks and deletes scores after their use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.core.types import Options, Selection
 from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer
 from service.inference.blockwise import counting, output
-from service.inference.blockwise.layout import Layout, choose_windows
+from service.inference.blockwise.layout import Layout, choose_group_shape
 from service.inference.blockwise.run_folder import BlockTask, RunFolder, RunPlan, Step, open_run, remove_window_limit
 from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.postprocessing import apply_postprocessing
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from service.inference.blockwise.workers import Workers
 
 Progress = Callable[[str, int, int], None]
-"""Callback with the step, the number of its finished blocks and their total."""
+"""Callback that receives the step, the number of its finished blocks, and the total number of its blocks."""
 
 
 class Driver:
@@ -42,11 +42,11 @@ class Driver:
     def run(self, out: Path, describe: Callable[[], Mapping[str, str]]) -> None:
         """Run all steps, and write the result to `out`, which appears only when it is complete.
 
-        `describe` is called when only the result is missing, and returns metadata for the store. Raises the exceptions
-        of `run_block`.
+        `describe` returns metadata for the result, and is called just before the result is written. Raises the
+        exceptions of `run_block`.
         """
         self._survey()
-        self._run = open_run(str(self._folder.path), surveyed=True)
+        self._run = open_run(str(self._folder.path), has_survey=True)
         self._layout = self._run.plan.layout
         self._score_and_decode()
         if self._run.plan.output == "labels":
@@ -60,109 +60,113 @@ class Driver:
         zarr_writer.finish(out)
 
     def _has_partial_result(self, out: Path) -> bool:
-        """Return whether blocks of the result have been written to `out`, not to another path."""
-        exists = bool(self._folder.finished_blocks("labels")) and zarr_writer.partial_path(out).exists()
-        return exists and self._folder.levels["out"] == str(out)
+        """Return whether blocks of the result have already been written to `out`, not to a different path."""
+        has_blocks = bool(self._folder.find_finished_blocks("labels")) and zarr_writer.partial_path(out).exists()
+        return has_blocks and self._folder.levels["out"] == str(out)
 
     def _survey(self) -> None:
-        """Count all parts, in as many rounds as needed."""
-        parts = counting.count_parts(open_run(str(self._folder.path)))
+        """Count the intensities of all parts, in as many rounds as needed."""
+        part_count = counting.get_part_count(open_run(str(self._folder.path)))
         for round_number in itertools.count():
-            self._run_step("count", range(round_number * parts, (round_number + 1) * parts))
+            self._run_step("count", range(round_number * part_count, (round_number + 1) * part_count))
             self._run_step("survey", [round_number])
-            if not self._folder.read_record("survey", round_number)["wanted"]:
+            if not self._folder.read_record("survey", round_number)["requests"]:
                 break
         for path in (self._folder.path / "survey").iterdir():
             path.unlink()
 
     def _run_step(self, step: Step, numbers: Iterable[int]) -> None:
-        requested, finished = list(numbers), self._folder.finished_blocks(step)
-        remaining = [number for number in requested if number not in finished]
-        done = len(requested) - len(remaining)
-        self._progress(step, done, len(requested))
-        for future in as_completed([self._submit(step, number) for number in remaining]):
+        requested_blocks, finished_blocks = list(numbers), self._folder.find_finished_blocks(step)
+        remaining_blocks = [number for number in requested_blocks if number not in finished_blocks]
+        done = len(requested_blocks) - len(remaining_blocks)
+        self._progress(step, done, len(requested_blocks))
+        for future in as_completed([self._submit(step, number) for number in remaining_blocks]):
             future.result()
             done += 1
-            self._progress(step, done, len(requested))
+            self._progress(step, done, len(requested_blocks))
 
     def _submit(self, step: Step, number: int) -> Future[dict[str, Any]]:
         return self._workers.submit(BlockTask(str(self._folder.path), step, number))
 
     def _score_and_decode(self) -> None:
-        """Score groups of windows in order, decode each tile when its groups are scored, and delete old scores."""
-        total, finished, scored = (
+        """Score groups of windows in order, decode each tile once its groups are scored, and delete old scores."""
+        tile_count, finished_tiles, scored_groups = (
             self._layout.count,
-            self._folder.finished_blocks("tile"),
-            self._folder.finished_blocks("scores"),
+            self._folder.find_finished_blocks("tile"),
+            self._folder.find_finished_blocks("scores"),
         )
         order = _BlockOrder(
-            {tile: set(self._layout.required_groups(tile)) for tile in range(total) if tile not in finished},
-            lambda group: group in scored and self._has_scores(group),
+            {
+                tile: set(self._layout.find_required_groups(tile))
+                for tile in range(tile_count)
+                if tile not in finished_tiles
+            },
+            lambda group: group in scored_groups and self._has_scores(group),
         )
-        running, done = dict[Future[dict[str, Any]], tuple[Step, int]](), len(finished)
-        self._progress("tile", done, total)
+        running_blocks, done = dict[Future[dict[str, Any]], tuple[Step, int]](), len(finished_tiles)
+        self._progress("tile", done, tile_count)
         while True:
-            # Submit only blocks that start soon, so that tiles that become ready run before further groups.
-            while len(running) < 2 * self._workers.count and (block := order.take()) is not None:
-                running[self._submit(*block)] = block
-            if not running:
+            # Submit only blocks that will start soon, so that tiles that become ready run before the next groups.
+            while len(running_blocks) < 2 * self._workers.count and (block := order.take()) is not None:
+                running_blocks[self._submit(*block)] = block
+            if not running_blocks:
                 return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                step, number = running.pop(future)
+            for future in wait(running_blocks, return_when=FIRST_COMPLETED).done:
+                step, number = running_blocks.pop(future)
                 future.result()
                 if step == "scores":
                     order.mark_scored(number)
                     continue
                 done += 1
-                self._progress("tile", done, total)
-                self._drop_scores(order.mark_decoded(number))
+                self._progress("tile", done, tile_count)
+                self._delete_scores(order.mark_decoded(number))
 
-    def _drop_scores(self, groups: Iterable[int]) -> None:
+    def _delete_scores(self, groups: Iterable[int]) -> None:
         for group in groups:
             (self._folder.path / f"scores/{group}.raw").unlink(missing_ok=True)
 
     def _has_scores(self, group: int) -> bool:
         """Return whether the scores of a finished group still exist."""
-        exists = (self._folder.path / f"scores/{group}.raw").exists()
-        return exists or not self._folder.read_record("scores", group)["windows"]
+        has_file = (self._folder.path / f"scores/{group}.raw").exists()
+        return has_file or not self._folder.read_record("scores", group)["windows"]
 
 
 class _BlockOrder:
-    """Order of the groups to score and the tiles to decode, such that scores can be deleted early.
+    """Order in which groups are scored and tiles are decoded, so that scores can be deleted early.
 
-    needs      required groups of each tile that has not been decoded
-    is_scored  whether the scores of a group exist
+    groups_by_tile  groups that each tile needs, for all tiles that have not been decoded
+    is_scored       returns whether the scores of a group exist
     """
 
-    def __init__(self, needs: Mapping[int, set[int]], is_scored: Callable[[int], bool]) -> None:
-        self._needs = needs
-        self._readers = defaultdict[int, set[int]](set)
-        for tile, groups in needs.items():
+    def __init__(self, groups_by_tile: Mapping[int, set[int]], is_scored: Callable[[int], bool]) -> None:
+        self._groups_by_tile = groups_by_tile
+        self._tiles_by_group = defaultdict[int, set[int]](set)
+        for tile, groups in groups_by_tile.items():
             for group in groups:
-                self._readers[group].add(tile)
-        self._to_score = deque(group for group in sorted(self._readers) if not is_scored(group))
-        missing = set(self._to_score)
-        self._missing = {tile: groups & missing for tile, groups in needs.items()}
-        self._ready = deque(tile for tile, groups in self._missing.items() if not groups)
+                self._tiles_by_group[group].add(tile)
+        self._to_score = deque(group for group in sorted(self._tiles_by_group) if not is_scored(group))
+        unscored_groups = set(self._to_score)
+        self._missing_groups = {tile: groups & unscored_groups for tile, groups in groups_by_tile.items()}
+        self._ready_tiles = deque(tile for tile, groups in self._missing_groups.items() if not groups)
 
     def take(self) -> tuple[Step, int] | None:
-        """Return the next block, tiles before groups, or None if none is ready."""
-        if self._ready:
-            return "tile", self._ready.popleft()
+        """Return the next block, or None if no block is ready. Tiles come before groups."""
+        if self._ready_tiles:
+            return "tile", self._ready_tiles.popleft()
         return ("scores", self._to_score.popleft()) if self._to_score else None
 
     def mark_scored(self, group: int) -> None:
-        """Mark a group as scored. Tiles that needed only this group become ready."""
-        for tile in self._readers[group]:
-            self._missing[tile].discard(group)
-            if not self._missing[tile]:
-                self._ready.append(tile)
+        """Mark a group as scored. Tiles that were waiting only for this group become ready."""
+        for tile in self._tiles_by_group[group]:
+            self._missing_groups[tile].discard(group)
+            if not self._missing_groups[tile]:
+                self._ready_tiles.append(tile)
 
     def mark_decoded(self, tile: int) -> Iterator[int]:
-        """Yield the groups that no tile needs after this one has been decoded."""
-        for group in self._needs[tile]:
-            self._readers[group].discard(tile)
-            if not self._readers[group]:
+        """Mark a tile as decoded, and yield the groups that no other tile needs."""
+        for group in self._groups_by_tile[tile]:
+            self._tiles_by_group[group].discard(tile)
+            if not self._tiles_by_group[group]:
                 yield group
 
 
@@ -174,11 +178,11 @@ def make_plan(  # noqa: PLR0913
     settings: Settings,
     *,
     workers: int,
-    measured: bool = False,
+    measure_objects: bool = False,
 ) -> RunPlan:
-    """Plan a run for this number of workers. `measured` also measures the objects.
+    """Plan a run for this number of workers. With `measure_objects`, the objects are also measured.
 
-    Raises BadParameter for options that block-wise segmentation does not support, and for unsuitable images.
+    Raises BadParameter for options and images that block-wise segmentation does not support.
     """
     source = source.resolve()
     _check_request(selection, options, settings)
@@ -192,10 +196,10 @@ def make_plan(  # noqa: PLR0913
     _check_decoding(decoding, plan.output)
     overlap, roi, (_, z, y, x) = plan.overlap, spec.input.roi_size, description.shape
     margin = 1 + decoding.smoothing if isinstance(decoding, Instances) and plan.output == "labels" else 0
-    layout = Layout(size, roi, overlap, choose_windows(size, roi, overlap, workers, (z, y, x)), margin)
+    layout = Layout(size, roi, overlap, choose_group_shape(size, roi, overlap, workers, (z, y, x)), margin)
     return RunPlan(
         source,
-        _stamp(source),
+        _make_stamp(source),
         selection,
         spec.folder.resolve(),
         spec.weights.sha256,
@@ -207,7 +211,7 @@ def make_plan(  # noqa: PLR0913
         description.voxel_size,
         plan.diameter,
         workers,
-        measured,
+        measure_objects,
     )
 
 
@@ -220,11 +224,12 @@ def _check_request(selection: Selection, options: Options, settings: Settings) -
         )
     if settings.windows.inferer != "own":
         raise BadParameter(
-            "windows.inferer: MONAI's inferer holds the scores of the whole volume in memory. Remove this setting."
+            "windows.inferer: block-wise segmentation does not support MONAI's inferer, because it holds the scores of"
+            " the whole volume in memory. Remove this setting."
         )
     if options.roi_size is not None:
         raise BadParameter(
-            "roi_size: block-wise segmentation uses the window of the model. Omit this parameter.",
+            "roi_size: block-wise segmentation always uses the model's default window size. Omit this parameter.",
             parameter="roi_size",
         )
 
@@ -232,7 +237,8 @@ def _check_request(selection: Selection, options: Options, settings: Settings) -
 def _check_decoding(decoding: object, output: str) -> None:
     if output == "probabilities":
         raise BadParameter(
-            "output: block-wise segmentation writes labels or classes, not probabilities.", parameter="output"
+            "output: block-wise segmentation cannot write probabilities. Use output=labels or output=classes.",
+            parameter="output",
         )
     if output != "labels" or not isinstance(decoding, Instances):
         return
@@ -246,7 +252,7 @@ def _check_decoding(decoding: object, output: str) -> None:
         raise BadParameter(f"Block-wise segmentation of labels is not available: {block_kernel.problem}.")
 
 
-def _stamp(source: Path) -> str:
-    """Return a stamp that changes when the image is written again: the modification times of its metadata files."""
+def _make_stamp(source: Path) -> str:
+    """Return a stamp that changes if the image is overwritten: the modification times of its metadata files."""
     files = sorted(path for path in source.glob("*") if path.is_file())
     return " ".join(f"{path.name}:{path.stat().st_mtime_ns}" for path in files)

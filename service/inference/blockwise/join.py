@@ -1,7 +1,7 @@
 """Linking of the watershed pieces of adjacent tiles, and merging of all pieces into numbered objects.
 
-Only one number per piece is kept in memory, or in a mapped file if there are many pieces. All other data is read tile
-by tile.
+Only one number per piece is kept in memory, or in a memory-mapped file if there are many pieces. All other data is read
+tile by tile.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from service.core.buffers import make_allocator
 from service.core.types import Array, Objects, label_dtype
-from service.inference.blockwise.layout import firsts
-from service.inference.blockwise.tiles import decoding_spec, read_pixels
+from service.inference.blockwise.layout import get_first_voxel
+from service.inference.blockwise.tiles import make_decoding_spec, read_pixels
 from service.inference.decoding.basin_merging import MergeForest, Persistence, find_shallow_passes
 from service.inference.decoding.instances import min_object_confidence, min_object_voxels
 from service.inference.decoding.labels import gather_objects
@@ -32,111 +32,120 @@ if TYPE_CHECKING:
     from service.models.spec import Instances
 
 # Number of pieces that are processed together.
-PIECES = 2**20
-# Number of passes that are processed together. As Python integers, they take about 100 bytes each.
-PASSES = 2**20
+PIECES_PER_STEP = 2**20
+# Number of passes that are processed together. Each takes about 100 bytes when it is converted to Python integers.
+PASSES_PER_STEP = 2**20
 
-# Shallow pass between two basins, the lower basin number first. The height is a distance, as in `ShallowPasses`.
+# Shallow pass between two basins. `first` is the lower basin number. The height is a distance, as in `ShallowPasses`.
 _PASS = np.dtype([("height", np.float64), ("first", np.int64), ("second", np.int64)])
 
 
 class _Tiles(NamedTuple):
-    """Tiles with pieces. The pieces are numbered consecutively through all tiles; number 0 is the background.
+    """Tiles that contain pieces. Pieces are numbered consecutively through all tiles, and 0 is the background.
 
     numbers  numbers of these tiles
-    offsets  number of pieces before each tile, and the total
+    offsets  number of pieces before each tile, followed by the total number of pieces
     """
 
     numbers: NDArray[np.int64]
     offsets: NDArray[np.int64]
 
     @property
-    def pieces(self) -> int:
+    def num_pieces(self) -> int:
         """Number of pieces."""
         return int(self.offsets[-1])
 
     def open(self, run: OpenRun) -> Iterator[tuple[int, slice, NpzFile]]:
-        """Yield the number of each tile, the slice of its pieces among all (with the background), and its archive."""
+        """Yield the number of each tile, the slice of its pieces in arrays of all pieces, and its archive.
+
+        The first entry of an array of all pieces belongs to the background.
+        """
         for number, (first, end) in zip(self.numbers.tolist(), itertools.pairwise(self.offsets.tolist()), strict=True):
             with run.folder.read_arrays(f"tiles/{number}.npz") as archive:
                 yield number, slice(first + 1, end + 1), archive
 
 
 class _Maxima(NamedTuple):
-    """Pieces that contain the maximum of a basin, in order of the pieces; arrays [R].
+    """Pieces that contain the maximum of a basin, in ascending order. All arrays have the shape [R].
 
-    piece  number of the piece
-    basin  number of the basin; basins are ordered by the position of their maximum
-    top    int32, key of the height at the maximum of each basin
+    piece     number of the piece
+    basin     number of the basin; basins are numbered in the order of their maxima in the volume
+    peak_key  key of the height at the maximum of each basin, int32, in order of the basins
     """
 
     piece: NDArray[np.integer]
     basin: NDArray[np.integer]
-    top: NDArray[np.int32]
+    peak_key: NDArray[np.int32]
 
 
 class _Sums(NamedTuple):
-    """Sums over the voxels of each basin, int64 [R], and whether it touches a face of the volume.
+    """Sums over the voxels of each basin, int64 [R], and whether the basin touches a face of the volume.
 
-    `stack_voxels` counts voxels of the original stack if it was resampled.
+    `stack_voxels` is the number of voxels of the original stack, if it was resampled.
     """
 
     voxels: NDArray[np.int64]
     stack_voxels: NDArray[np.int64]
     foreground: NDArray[np.int64]
-    at_face: NDArray[np.bool_]
+    touches_face: NDArray[np.bool_]
 
 
 def join_tiles(run: OpenRun) -> dict[str, Any]:
-    """Write the label of each piece of all tiles; return facts for the record."""
-    spec = decoding_spec(run)
+    """Write the label of each piece of all tiles. Return the results for the record."""
+    spec = make_decoding_spec(run)
     decoding = require_instances(spec)
     tiles = _list_tiles(run)
     persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
     basin_of = _follow_links(run, tiles)
     maxima = _find_maxima(run, tiles, basin_of)
     _number_basins(basin_of, maxima)
-    heights = heights_of_keys(torch.from_numpy(maxima.top))
+    heights = heights_of_keys(torch.from_numpy(maxima.peak_key))
     forest = MergeForest(persistence.distance(heights).numpy(), persistence.depth)
-    with tempfile.TemporaryFile(dir=run.folder.path) as shallow:
+    with tempfile.TemporaryFile(dir=run.folder.path) as passes_file:
 
-        def keep(basins: NDArray[np.integer], keys: NDArray[np.int32]) -> None:
-            shallow.write(_select_shallow(basins, keys, heights, persistence))
+        def write_passes(basins: NDArray[np.integer], keys: NDArray[np.int32]) -> None:
+            passes_file.write(_select_shallow(basins, keys, heights, persistence))
 
-        sums = _sum_pieces(run, tiles, basin_of, keep)
-        passes = shallow.tell() // _PASS.itemsize
-        for part in _sort_descending(np.memmap(shallow, _PASS) if passes else np.zeros(0, _PASS)):
+        sums = _sum_pieces(run, tiles, basin_of, write_passes)
+        passes = passes_file.tell() // _PASS.itemsize
+        for part in _sort_descending(np.memmap(passes_file, _PASS) if passes else np.zeros(0, _PASS)):
             forest.join(part["first"], part["second"], part["height"])
-    group = np.unique(forest.highest(), return_inverse=True)[1]
-    objects, is_kept = _choose_objects(run, decoding, group, sums, persistence.distance(heights).numpy())
+    object_of = np.unique(forest.highest(), return_inverse=True)[1]
+    objects, is_kept = _choose_objects(run, decoding, object_of, sums, persistence.distance(heights).numpy())
     count = int(np.count_nonzero(is_kept))
     numbers = np.where(is_kept, is_kept.cumsum(), 0)
-    # The last label is that of the background.
-    _write_labels(run, basin_of, np.append(numbers[group], 0).astype(label_dtype(count)))
+    # The last label is the label of the background.
+    _write_labels(run, basin_of, np.append(numbers[object_of], 0).astype(label_dtype(count)))
     run.folder.write_array("offsets.npy", np.array([tiles.numbers, tiles.offsets[:-1]]))
-    final = objects.select(is_kept)
-    run.folder.write_array("objects.npy", np.stack([final.voxels, final.confidence, final.peaks]))
-    return {"objects": count, "pieces": tiles.pieces, "basins": len(heights), "passes": passes}
+    final_objects = objects.select(is_kept)
+    run.folder.write_array(
+        "objects.npy", np.stack([final_objects.voxels, final_objects.confidence, final_objects.peaks])
+    )
+    return {"objects": count, "pieces": tiles.num_pieces, "basins": len(heights), "passes": passes}
 
 
 def _choose_objects(
-    run: OpenRun, decoding: Instances, group: NDArray[np.int64], sums: _Sums, heights: NDArray[np.float64]
+    run: OpenRun, decoding: Instances, object_of: NDArray[np.int64], sums: _Sums, heights: NDArray[np.float64]
 ) -> tuple[Objects, NDArray[np.bool_]]:
-    """Return the objects, and whether each of them gets a label.
+    """Return the objects, and whether each object gets a label.
 
-    group, heights  for each basin: the object that it belongs to, and the distance at its maximum
+    object_of, heights  for each basin, the number of its object and the distance at its maximum
     """
-    objects = gather_objects(group, sums.voxels, sums.foreground, heights)
+    objects = gather_objects(object_of, sums.voxels, sums.foreground, heights)
     is_kept = objects.voxels >= max(decoding.minimum_size, 1)
     if decoding.border == "drop":
-        is_kept[group[sums.at_face]] = False
-    chosen = objects.select(is_kept)
-    voxel_limit = min_object_voxels(run.spec.input.diameter or math.inf, decoding, chosen, run.plan.layout.size)
-    is_kept &= (objects.confidence >= min_object_confidence(decoding, chosen)) & (objects.voxels >= voxel_limit)
+        is_kept[object_of[sums.touches_face]] = False
+    selected_objects = objects.select(is_kept)
+    voxel_limit = min_object_voxels(
+        run.spec.input.diameter or math.inf, decoding, selected_objects, run.plan.layout.size
+    )
+    is_kept &= (objects.confidence >= min_object_confidence(decoding, selected_objects)) & (
+        objects.voxels >= voxel_limit
+    )
     if run.plan.layout.size != run.plan.size:
-        on_stack = np.zeros(len(objects), np.int64)
-        np.add.at(on_stack, group, sums.stack_voxels)
-        is_kept &= on_stack >= max(minimum_voxels(run.plan.options.postprocessing, run.plan), 1)
+        stack_voxels = np.zeros(len(objects), np.int64)
+        np.add.at(stack_voxels, object_of, sums.stack_voxels)
+        is_kept &= stack_voxels >= max(minimum_voxels(run.plan.options.postprocessing, run.plan), 1)
     return objects, is_kept
 
 
@@ -147,9 +156,9 @@ def _list_tiles(run: OpenRun) -> _Tiles:
 
 
 def _follow_links(run: OpenRun, tiles: _Tiles) -> Array:
-    """Return the piece with the maximum that each piece leads to. The first entry is the background."""
-    allocate, width = make_allocator(run.folder.path), np.int32 if tiles.pieces < 2**31 - 1 else np.int64
-    link = allocate((tiles.pieces + 1,), width)
+    """Return, for each piece, the piece with the maximum that its links lead to. The first entry is the background."""
+    allocate, width = make_allocator(run.folder.path), np.int32 if tiles.num_pieces < 2**31 - 1 else np.int64
+    link = allocate((tiles.num_pieces + 1,), width)
     for part in _split(link):
         link[part] = np.arange(part.start, part.stop)
     offset_of = np.zeros(run.plan.layout.count, np.int64)
@@ -168,58 +177,61 @@ def _follow_links(run: OpenRun, tiles: _Tiles) -> Array:
 
 
 def _split(pieces: Array) -> Iterator[slice]:
-    for first in range(0, len(pieces), PIECES):
-        yield slice(first, min(first + PIECES, len(pieces)))
+    for first in range(0, len(pieces), PIECES_PER_STEP):
+        yield slice(first, min(first + PIECES_PER_STEP, len(pieces)))
 
 
 def _find_maxima(run: OpenRun, tiles: _Tiles, link: Array) -> _Maxima:
-    pieces, positions, tops = [link[:0]], [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+    pieces, positions, peak_keys = [link[:0]], [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
     for _number, part, archive in tiles.open(run):
-        facts, numbers = archive["facts"], np.arange(part.start, part.stop)
+        properties, numbers = archive["properties"], np.arange(part.start, part.stop)
         own_maxima = np.flatnonzero(link[part] == numbers)
         pieces.append(numbers[own_maxima].astype(link.dtype))
-        positions.append(facts[own_maxima, 0])
-        tops.append(facts[own_maxima, 3].astype(np.int32))
+        positions.append(properties[own_maxima, 0])
+        peak_keys.append(properties[own_maxima, 3].astype(np.int32))
     piece, order = np.concatenate(pieces), np.concatenate(positions).argsort(kind="stable")
     basin = np.empty_like(piece)
     basin[order] = np.arange(len(order))
-    return _Maxima(piece, basin, np.concatenate(tops)[order])
+    return _Maxima(piece, basin, np.concatenate(peak_keys)[order])
 
 
 def _number_basins(link: Array, maxima: _Maxima) -> None:
-    """Replace each piece with a maximum by the number of its basin. The background becomes -1."""
+    """Replace each piece that contains a maximum with the number of its basin. The background becomes -1."""
     for part in _split(link) if len(maxima.piece) else ():
         link[part] = maxima.basin[np.searchsorted(maxima.piece, link[part]).clip(max=len(maxima.piece) - 1)]
     link[0] = -1
 
 
 def _sum_pieces(
-    run: OpenRun, tiles: _Tiles, basin_of: Array, keep: Callable[[NDArray[np.integer], NDArray[np.int32]], None]
+    run: OpenRun, tiles: _Tiles, basin_of: Array, write_passes: Callable[[NDArray[np.integer], NDArray[np.int32]], None]
 ) -> _Sums:
-    """Sum up the pieces of all tiles. `keep` is called per tile with the basins [E, 2] and keys [E] of its passes."""
+    """Sum up the pieces of all tiles.
+
+    write_passes  called once for each tile with the basins [E, 2] and the keys [E] of its passes
+    """
     count = int(basin_of.max(initial=-1)) + 1
     voxels, stack_voxels, foreground = np.zeros((3, count), np.int64)
     sums = _Sums(voxels, stack_voxels, foreground, np.zeros(count, np.bool_))
     for _number, part, archive in tiles.open(run):
-        basins, facts, passes = basin_of[part], archive["facts"], archive["passes"]
-        np.add.at(sums.voxels, basins, facts[:, 1])
+        basins, properties, passes = basin_of[part], archive["properties"], archive["passes"]
+        np.add.at(sums.voxels, basins, properties[:, 1])
         if "stack_voxels" in archive:
             np.add.at(sums.stack_voxels, basins, archive["stack_voxels"])
-        np.add.at(sums.foreground, basins, facts[:, 2])
-        sums.at_face[basins[archive["at_faces"].astype(np.int64) - 1]] = True
-        keep(basins[passes[:, :2] - 1], passes[:, 2])
+        np.add.at(sums.foreground, basins, properties[:, 2])
+        sums.touches_face[basins[archive["at_faces"].astype(np.int64) - 1]] = True
+        write_passes(basins[passes[:, :2] - 1], passes[:, 2])
     return sums
 
 
 def _select_shallow(
     basins: NDArray[np.integer], keys: NDArray[np.int32], heights: torch.Tensor, persistence: Persistence
 ) -> bytes:
-    """Return the shallow passes of a tile, each as a `_PASS`."""
+    """Return the shallow passes of a tile as the bytes of an array of `_PASS`."""
     numbers, pairs = np.unique(basins, return_inverse=True)
-    one, other = (torch.from_numpy(side.astype(np.int64)) for side in pairs.reshape(-1, 2).T)
-    nothing, numbers = torch.zeros(0, dtype=torch.int64), numbers.astype(np.int64)
-    passes = Passes(one, other, heights_of_keys(torch.from_numpy(np.ascontiguousarray(keys))))
-    tile_basins = Basins(nothing, nothing, heights[torch.from_numpy(numbers)], nothing, nothing, passes)
+    first_basins, second_basins = (torch.from_numpy(side.astype(np.int64)) for side in pairs.reshape(-1, 2).T)
+    empty, numbers = torch.zeros(0, dtype=torch.int64), numbers.astype(np.int64)
+    passes = Passes(first_basins, second_basins, heights_of_keys(torch.from_numpy(np.ascontiguousarray(keys))))
+    tile_basins = Basins(empty, empty, heights[torch.from_numpy(numbers)], empty, empty, passes)
     first, second, height = (column.numpy() for column in find_shallow_passes(tile_basins, persistence))
     selected = np.empty(len(height), _PASS)
     selected["height"], selected["first"], selected["second"] = height, numbers[first], numbers[second]
@@ -227,20 +239,24 @@ def _select_shallow(
 
 
 def _sort_descending(passes: Array) -> Iterator[Array]:
-    """Yield passes in descending order of height, then by their basins, about `PASSES` at a time.
+    """Yield passes in descending order of height, and then in order of basins, about `PASSES_PER_STEP` at a time.
 
     Several tiles may have passes between the same two basins. The lower passes have no effect: either the basins have
-    been merged before, or the lower peak rises even more above these passes.
+    already been merged, or the lower peak is even higher above these passes.
     """
     sample = np.sort(passes["height"][:: max(len(passes) // 2**16, 1)])
-    limits = sample[:: max(len(sample) * PASSES // max(len(passes), 1), 1)] if len(passes) > PASSES else sample[:0]
+    limits = (
+        sample[:: max(len(sample) * PASSES_PER_STEP // max(len(passes), 1), 1)]
+        if len(passes) > PASSES_PER_STEP
+        else sample[:0]
+    )
     limits = np.concatenate(([-np.inf], np.unique(limits), [np.inf]))
-    for above, below in itertools.pairwise(limits[::-1]):
-        parts = (passes[first : first + PASSES] for first in range(0, len(passes), PASSES))
-        chosen = np.concatenate(
-            [passes[:0], *(part[(part["height"] > below) & (part["height"] <= above)] for part in parts)]
+    for upper, lower in itertools.pairwise(limits[::-1]):
+        parts = (passes[first : first + PASSES_PER_STEP] for first in range(0, len(passes), PASSES_PER_STEP))
+        selected = np.concatenate(
+            [passes[:0], *(part[(part["height"] > lower) & (part["height"] <= upper)] for part in parts)]
         )
-        yield chosen[np.lexsort((chosen["second"], chosen["first"], -chosen["height"]))]
+        yield selected[np.lexsort((selected["second"], selected["first"], -selected["height"]))]
 
 
 def _write_labels(run: OpenRun, basin_of: Array, labels: Array) -> None:
@@ -253,7 +269,7 @@ def _write_labels(run: OpenRun, basin_of: Array, labels: Array) -> None:
 
 
 def label_tile(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Array:
-    """Return the labels in a part of a tile; `box` is relative to the tile."""
+    """Return the labels in a part of a tile. `box` is relative to the tile."""
     tiles, offsets = run.folder.read_array("offsets.npy")
     labels = run.folder.read_array("labels.npy")
     index = int(np.searchsorted(tiles, tile))
@@ -268,35 +284,35 @@ def label_tile(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Arra
 
 
 def link_tile(run: OpenRun, number: int) -> dict[str, Any]:
-    """Find the pieces of adjacent tiles in which paths of this tile continue; return facts for the record.
+    """Find the pieces of adjacent tiles in which paths from this tile continue. Return the results for the record.
 
-    Writes an archive of int32 [N]: `piece` of this tile, the tile that is its `owner`, and the `target` piece there.
+    Writes an archive of int32 arrays [N]: `piece` in this tile, the adjacent tile `owner`, and its piece `target`.
     """
     if not run.folder.read_record("tile", number).get("pieces"):
         return {"links": 0}
     with run.folder.read_arrays(f"tiles/{number}.npz") as archive:
-        positions = np.array(np.unravel_index(archive["facts"][:, 0], run.plan.layout.size))
-    edges = run.plan.layout.edges
+        positions = np.array(np.unravel_index(archive["properties"][:, 0], run.plan.layout.size))
+    edges = run.plan.layout.tile_bounds
     tile_index = [np.searchsorted(axis, voxel, side="right") - 1 for axis, voxel in zip(edges, positions, strict=True)]
-    owner = np.ravel_multi_index(tile_index, run.plan.layout.groups)
-    piece = np.flatnonzero(owner != number)
-    owner, positions = owner[piece], positions[:, piece]
-    target = np.zeros(len(piece), np.int32)
-    for other in np.unique(owner).tolist():
-        in_other = owner == other
-        target[in_other] = _pieces_at(run, number, other, positions[:, in_other])
-    links = {"piece": piece + 1, "owner": owner, "target": target}
-    run.folder.write_arrays(f"links/{number}.npz", {name: each.astype(np.int32) for name, each in links.items()})
-    return {"links": len(piece)}
+    owner_tiles = np.ravel_multi_index(tile_index, run.plan.layout.num_groups)
+    pieces = np.flatnonzero(owner_tiles != number)
+    owner_tiles, positions = owner_tiles[pieces], positions[:, pieces]
+    target_pieces = np.zeros(len(pieces), np.int32)
+    for other_tile in np.unique(owner_tiles).tolist():
+        is_in_other = owner_tiles == other_tile
+        target_pieces[is_in_other] = _read_pieces_at(run, number, other_tile, positions[:, is_in_other])
+    links = {"piece": pieces + 1, "owner": owner_tiles, "target": target_pieces}
+    run.folder.write_arrays(f"links/{number}.npz", {name: column.astype(np.int32) for name, column in links.items()})
+    return {"links": len(pieces)}
 
 
-def _pieces_at(run: OpenRun, number: int, other: int, positions: NDArray[np.int64]) -> Array:
-    """Return the pieces of an adjacent tile at positions [3, N], which lie in the face that touches this tile."""
+def _read_pieces_at(run: OpenRun, tile: int, other_tile: int, positions: NDArray[np.int64]) -> Array:
+    """Return the pieces of an adjacent tile at positions [3, N] in the face that touches this tile."""
     layout = run.plan.layout
-    own, neighbor = layout.position(number), layout.position(other)
-    axis = next(axis for axis in range(3) if own[axis] != neighbor[axis])
-    with run.folder.read_arrays(f"tiles/{other}.npz") as archive:
-        face: Array = archive[f"face-{axis}-{int(neighbor[axis] < own[axis])}"]
-    inside = positions - np.array(firsts(layout.tile(other)))[:, None]
-    in_face: Sequence[NDArray[np.int64]] = [inside[index] for index in range(3) if index != axis]
-    return face[in_face[0], in_face[1]]
+    position, neighbor_position = layout.get_position(tile), layout.get_position(other_tile)
+    axis = next(axis for axis in range(3) if position[axis] != neighbor_position[axis])
+    with run.folder.read_arrays(f"tiles/{other_tile}.npz") as archive:
+        face: Array = archive[f"face-{axis}-{int(neighbor_position[axis] < position[axis])}"]
+    tile_positions = positions - np.array(get_first_voxel(layout.get_tile(other_tile)))[:, None]
+    face_positions: Sequence[NDArray[np.int64]] = [tile_positions[index] for index in range(3) if index != axis]
+    return face[face_positions[0], face_positions[1]]

@@ -1,4 +1,4 @@
-"""Writing of the result in blocks, one resolution level after the other."""
+"""Output of a block-wise run: the result is written block by block, one resolution level after the other."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from service.core.types import Array, Objects, Segmentation, label_dtype
 from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer
 from service.inference.blockwise.join import label_tile
-from service.inference.blockwise.layout import Blocks, Box, firsts, lengths, ranges, slices
-from service.inference.blockwise.tiles import decoding_spec, read_pixels
+from service.inference.blockwise.layout import Blocks, Box, get_first_voxel, get_lengths, to_ranges, to_slices
+from service.inference.blockwise.tiles import make_decoding_spec, read_pixels
 from service.inference.measurements import ObjectSums, measure_box, tabulate
 from service.inference.preprocessing.resample import nearest_voxels
 from service.inference.windows.grid import as_size
@@ -30,54 +30,56 @@ if TYPE_CHECKING:
     from service.inference.types import Table
 
 
-def create_store(run: OpenRun, out: Path, origin: Mapping[str, str]) -> None:
-    """Create the store of the result without pixels, and write the list of its levels and blocks."""
-    plan, spec = run.plan, decoding_spec(run)
-    count, names = None, spec.outputs
+def create_store(run: OpenRun, out: Path, provenance: Mapping[str, str]) -> None:
+    """Create the store for the result without pixels, and write the list of its levels and blocks."""
+    plan, spec = run.plan, make_decoding_spec(run)
+    count, class_names = None, spec.outputs
     if plan.output == "labels":
-        count, names = run.folder.read_record("join")["objects"], ()
+        count, class_names = run.folder.read_record("join")["objects"], ()
         dtype = label_dtype(count)
     else:
-        dtype = np.dtype(np.uint8 if len(names) <= 256 else np.uint16)
+        dtype = np.dtype(np.uint8 if len(class_names) <= 256 else np.uint16)
         if isinstance(spec.decoding, Instances):
-            names = ("background", spec.decoding.foreground)
-    no_pixels = np.broadcast_to(np.zeros((), dtype), plan.size)
-    levels = zarr_writer.create(Segmentation(no_pixels, plan.output, plan.voxel_size, count, tuple(names)), out, origin)
-    facts = {"out": str(out), "levels": [{"steps": level.steps, "block": level.block} for level in levels]}
-    run.folder.write_levels(facts)
+            class_names = ("background", spec.decoding.foreground)
+    placeholder = np.broadcast_to(np.zeros((), dtype), plan.size)
+    levels = zarr_writer.create(
+        Segmentation(placeholder, plan.output, plan.voxel_size, count, tuple(class_names)), out, provenance
+    )
+    levels_record = {"out": str(out), "levels": [{"steps": level.steps, "block": level.block} for level in levels]}
+    run.folder.write_levels(levels_record)
 
 
 def write_block(run: OpenRun, number: int) -> dict[str, Any]:
-    """Write one block. Blocks are numbered through all levels, and each coarser level is made from the one before."""
-    facts = run.folder.levels
-    out, levels = Path(facts["out"]), facts["levels"]
+    """Write one block. Blocks are numbered through all levels. Each coarser level is made from the previous level."""
+    record = run.folder.levels
+    out, levels = Path(record["out"]), record["levels"]
     for level, blocks in enumerate(_cut_levels(run.plan.size, levels)):
         if number >= len(blocks):
             number -= len(blocks)
             continue
-        box = blocks.box(number)
-        pixels = _coarsen(out, level, levels, box) if level else _collect(run, box)
-        is_measured = run.plan.measured and not level and pixels.any()
+        box = blocks.get_box(number)
+        pixels = _coarsen_block(out, level, levels, box) if level else _collect_block(run, box)
+        is_measured = run.plan.measures_objects and not level and pixels.any()
         if is_measured:
-            _measure(run, number, box, pixels)
+            _measure_block(run, number, box, pixels)
         if pixels.any():
-            zarr_writer.open_level(out, level)[slices(box)] = pixels
+            zarr_writer.open_level(out, level)[to_slices(box)] = pixels
         return {"measured": True} if is_measured else {}
     raise IndexError(number)
 
 
-def _measure(run: OpenRun, number: int, box: Box, labels: Array) -> None:
-    """Write the measurements of the objects in a block of labels, for every channel of the stack."""
+def _measure_block(run: OpenRun, number: int, box: Box, labels: Array) -> None:
+    """Measure the objects in a block of labels in every channel of the stack, and write the measurements."""
     with open_all_channels(run) as stack:
-        numbers, sums = measure_box(labels, stack.read_region(ranges(box)), firsts(box))
+        numbers, sums = measure_box(labels, stack.read_region(to_ranges(box)), get_first_voxel(box))
     run.folder.write_arrays(f"measured/{number}.npz", {"numbers": numbers, **sums._asdict()})
 
 
 def collect_table(run: OpenRun, objects: Objects) -> Table:
-    """Return the measurements of all objects. All labels must have been written."""
+    """Return the measurements of all objects. All blocks of labels must have been written."""
     with open_all_channels(run) as stack:
         sums = ObjectSums.zeros(len(objects) + 1, stack.shape[0], stack.dtype)
-    for number in sorted(run.folder.finished_blocks("labels")):
+    for number in sorted(run.folder.find_finished_blocks("labels")):
         if run.folder.read_record("labels", number).get("measured"):
             with run.folder.read_arrays(f"measured/{number}.npz") as archive:
                 sums.add_objects(archive["numbers"], ObjectSums(*(archive[name] for name in ObjectSums._fields)))
@@ -85,7 +87,7 @@ def collect_table(run: OpenRun, objects: Objects) -> Table:
 
 
 def open_all_channels(run: OpenRun) -> AbstractContextManager[ZarrStack]:
-    """Open the stack with all channels, not only the segmented ones."""
+    """Open the stack with all of its channels, including those that were not segmented."""
     return stack_reader.open_blocks(run.plan.source, replace(run.plan.selection, channel=None))
 
 
@@ -100,49 +102,52 @@ def _cut_levels(size: Size, levels: Sequence[Mapping[str, Any]]) -> list[Blocks]
     ]
 
 
-def _collect(run: OpenRun, box: Box) -> Array:
-    """Return a block on the grid of the stack. Each voxel gets the value of the nearest voxel of the tiles."""
-    layout, read = run.plan.layout, label_tile if run.plan.output == "labels" else read_pixels
-    pixels: Array = np.zeros(lengths(box), np.uint32 if run.plan.output == "labels" else np.uint16)
-    nearest = _nearest_in(run, box)
-    for number in layout.tiles_of(_span(nearest)):
-        tile = layout.tile(number)
-        spans = [np.searchsorted(axis, span) for axis, span in zip(nearest, tile, strict=True)]
+def _collect_block(run: OpenRun, box: Box) -> Array:
+    """Return a block of the result. Each voxel gets the value of the nearest voxel in the tiles."""
+    layout, read_tile = run.plan.layout, label_tile if run.plan.output == "labels" else read_pixels
+    pixels: Array = np.zeros(get_lengths(box), np.uint32 if run.plan.output == "labels" else np.uint16)
+    nearest_axes = _find_nearest_voxels(run, box)
+    for number in layout.find_tiles(_get_span(nearest_axes)):
+        tile = layout.get_tile(number)
+        spans = [np.searchsorted(axis, span) for axis, span in zip(nearest_axes, tile, strict=True)]
         # If the stack was upsampled, a tile may contain no voxel of the stack.
         if run.folder.read_record("tile", number)["empty"] or any(first == end for first, end in spans):
             continue
-        positions = [axis[slice(*span)] - first for axis, span, first in zip(nearest, spans, firsts(tile), strict=True)]
-        tile_pixels = read(run, number, slices(_span(positions)))
+        positions = [
+            axis[slice(*span)] - first
+            for axis, span, first in zip(nearest_axes, spans, get_first_voxel(tile), strict=True)
+        ]
+        tile_pixels = read_tile(run, number, to_slices(_get_span(positions)))
         pixels[tuple(slice(*span) for span in spans)] = _take_positions(tile_pixels, positions)
     return pixels
 
 
-def _nearest_in(run: OpenRun, box: Box) -> list[NDArray[np.intp]]:
-    """Return, along each axis, the nearest voxel of the network's grid for each voxel of a box of the stack."""
+def _find_nearest_voxels(run: OpenRun, box: Box) -> list[NDArray[np.intp]]:
+    """Return, for each axis and each position in a box of the stack, the nearest position on the network's grid."""
     axes = nearest_voxels(run.plan.layout.size, run.plan.size)
     return [axis[slice(*span)] for axis, span in zip(axes, box, strict=True)]
 
 
 def _take_positions(tile_pixels: Array, positions: Sequence[NDArray[np.intp]]) -> Array:
-    """Return the voxels of a part at ascending positions along (z, y, x). The part starts at the first of them."""
+    """Return the voxels at ascending positions along (z, y, x). `tile_pixels` starts at the first position."""
     if tile_pixels.shape == tuple(map(len, positions)):
         return tile_pixels
     return tile_pixels[np.ix_(*(axis - axis[0] for axis in positions))]
 
 
-def _span(axes: Sequence[NDArray[np.intp]]) -> Box:
-    """Return the box that ascending positions along (z, y, x) span."""
+def _get_span(axes: Sequence[NDArray[np.intp]]) -> Box:
+    """Return the smallest box that contains ascending positions along (z, y, x)."""
     z, y, x = ((int(axis[0]), int(axis[-1]) + 1) for axis in axes)
     return z, y, x
 
 
-def _coarsen(out: Path, level: int, levels: Sequence[Mapping[str, Any]], box: Box) -> Array:
-    """Return a block of a coarser level, which has every second voxel of the previous level along some axes."""
-    finer = zarr_writer.open_level(out, level - 1)
+def _coarsen_block(out: Path, level: int, levels: Sequence[Mapping[str, Any]], box: Box) -> Array:
+    """Return a block of a coarser level, which has every other voxel of the previous level along some axes."""
+    finer_level = zarr_writer.open_level(out, level - 1)
     steps = [
         step // finer_step for step, finer_step in zip(levels[level]["steps"], levels[level - 1]["steps"], strict=True)
     ]
-    pixels: Array = np.empty(lengths(box), finer.dtype)
+    pixels: Array = np.empty(get_lengths(box), finer_level.dtype)
     # Read about one finer block at a time, because all chunks of one access are decoded together.
     axes = [
         itertools.pairwise([*range(first, end, -(-edge // step)), end])
@@ -150,7 +155,9 @@ def _coarsen(out: Path, level: int, levels: Sequence[Mapping[str, Any]], box: Bo
     ]
     for z, y, x in itertools.product(*axes):
         source = [slice(first * step, end * step) for (first, end), step in zip((z, y, x), steps, strict=True)]
-        pixels[slices((z, y, x), firsts(box))] = finer[tuple(source)][:: steps[0], :: steps[1], :: steps[2]]
+        pixels[to_slices((z, y, x), get_first_voxel(box))] = finer_level[tuple(source)][
+            :: steps[0], :: steps[1], :: steps[2]
+        ]
     return pixels
 
 

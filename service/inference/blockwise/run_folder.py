@@ -1,7 +1,7 @@
-"""Folder of one block-wise run, on storage that all workers share: its plan, intermediate results, and records.
+"""Folder of one block-wise run on storage that all workers share. It has the plan, intermediate results and records.
 
 A file gets its final name only when its content is on disk, and the record of a block is written after all its files.
-So only the blocks that were interrupted have to be repeated.
+Therefore, only blocks that were interrupted have to be repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from service.core.errors import BadParameter
 from service.core.files.atomic_files import write_atomically
 from service.core.quantities import Diameter, Size, VoxelSize, is_index
 from service.core.types import Array, Options, OutputKind, Selection, StackShape
-from service.inference.blockwise.layout import Layout, choose_windows
+from service.inference.blockwise.layout import Layout, choose_group_shape
 from service.inference.preprocessing.normalize import IntensityScaling
 from service.inference.preprocessing.resample import working_size
 from service.inference.types import DiameterEstimate, SkippedWindows
@@ -39,7 +39,7 @@ Step = Literal["count", "survey", "scores", "tile", "link", "join", "labels"]
 
 @dataclass(frozen=True)
 class BlockTask:
-    """One block for a worker: the folder of the run (an absolute path), the step, and the number of the block in it."""
+    """Block to process: the folder of the run (absolute path), the step, and the number of the block in the step."""
 
     folder: str
     step: Step
@@ -48,25 +48,25 @@ class BlockTask:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Plan of a run. It stays the same when the run is resumed.
+    """Plan of a run, which stays the same when the run is resumed.
 
-    source    path of the image
-    changed   stamp that reveals whether the image was replaced in the meantime
-    weights   SHA-256 of the model's weights
-    choices   settings of engine and windows, as JSON
-    layout    on the grid of the network
-    shape     shape of the stack; with `voxel_size` it makes a plan the `Extent` of the stack
-    diameter  object diameter, if the stack is resampled accordingly
-    workers   number of workers that the volume is divided for
-    measured  whether objects are measured when their labels are written
+    source              path of the image
+    source_stamp        stamp that shows whether the image was overwritten since the run started
+    weights             SHA-256 of the model's weights
+    computing_settings  settings under `engine` and `windows`, as JSON
+    layout              groups and tiles on the grid of the network
+    shape               shape of the stack; together with `voxel_size`, it makes the plan an `Extent`
+    diameter            object diameter for which the stack is resampled; None: no diameter is used
+    workers             number of workers for which the volume is divided
+    measures_objects    whether objects are measured when their labels are written
     """
 
     source: Path
-    changed: str
+    source_stamp: str
     selection: Selection
     model: Path
     weights: str
-    choices: str
+    computing_settings: str
     options: Options
     output: OutputKind
     layout: Layout
@@ -74,30 +74,30 @@ class RunPlan:
     voxel_size: VoxelSize | None
     diameter: Diameter | None
     workers: int
-    measured: bool
+    measures_objects: bool
 
     @property
     def size(self) -> Size:
-        """Voxels of the stack along (z, y, x)."""
+        """Number of voxels of the stack along (z, y, x)."""
         _, z, y, x = self.shape
         return z, y, x
 
     def with_diameter(self, diameter: Diameter, spec: ModelSpec) -> RunPlan:
-        """Return the plan for another object diameter."""
+        """Return the plan for a different object diameter."""
         size, layout = working_size(self, spec, diameter), self.layout
-        windows = choose_windows(size, layout.roi, layout.overlap, self.workers, self.size)
-        return replace(self, diameter=diameter, layout=replace(layout, size=size, windows=windows))
+        group_shape = choose_group_shape(size, layout.roi, layout.overlap, self.workers, self.size)
+        return replace(self, diameter=diameter, layout=replace(layout, size=size, group_shape=group_shape))
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Facts about a volume that require reading all of it.
+    """Properties of a volume that are known only after all of it has been read.
 
-    scalings  one per channel
-    skipped   windows that are skipped; None if none may be
-    scores    scores of the skipped windows, one per output
-    engine    engine that computes the windows
-    sizing    estimate of the object diameter; None if it was not needed
+    scalings           intensity scaling of each channel
+    skipped            skipped windows; None if no windows may be skipped
+    scores             scores of the skipped windows, one per output
+    engine             engine that computes the windows
+    diameter_estimate  estimate of the object diameter; None if it was not needed
     """
 
     scalings: tuple[IntensityScaling, ...]
@@ -105,7 +105,7 @@ class Survey:
     skipped: SkippedWindows | None
     scores: tuple[float, ...]
     engine: str
-    sizing: DiameterEstimate | None
+    diameter_estimate: DiameterEstimate | None
 
 
 _FOLDERS = ("records", "survey", "scores", "tiles", "links", "measured")
@@ -120,35 +120,35 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the run against other drivers within the context. Raises BadParameter if another process drives it."""
+        """Hold an exclusive lock on the run within the context. Raises BadParameter if another process holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _lock(folder, self.path)
+            _lock_folder(folder_fd, self.path)
             yield
         finally:
-            os.close(folder)
+            os.close(folder_fd)
 
     def create_or_resume(self, plan: RunPlan, settings: Settings) -> RunPlan:
-        """Write the plan, or return the plan of the run to resume, whose layout stays the same.
+        """Write the plan, or return the stored plan of the run to resume, which may have a different layout.
 
-        Raises BadParameter if the folder contains another run or other files.
+        Raises BadParameter if the folder contains a different run or other files.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if (self.path / "plan.json").exists():
-            previous = self._read_plan()
-            if previous is not None and _has_same_result(plan, previous):
+            previous_plan = self._read_plan()
+            if previous_plan is not None and _has_same_result(plan, previous_plan):
                 self._write_text("settings.json", settings.model_dump_json())
-                return previous
+                return previous_plan
             raise BadParameter(
-                f"{self.path} contains a run of another stack, model, options or version. Use the original options to"
-                " resume it, or choose another folder."
+                f"{self.path} contains a run with another stack, model, options or version. Use the original options to"
+                " resume that run, or choose another folder."
             )
-        if not all(map(_is_leftover, self.path.iterdir())):
-            raise BadParameter(f"{self.path} contains other files. Choose an empty or new folder.")
+        if not all(map(_is_left_over, self.path.iterdir())):
+            raise BadParameter(f"{self.path} contains other files. Choose a new or empty folder.")
         for name in _FOLDERS:
             (self.path / name).mkdir(exist_ok=True)
-        # Write the plan first, because it identifies the folder of a run.
+        # Write the plan first, because a folder with a plan is recognized as the folder of a run.
         self._write_text("plan.json", _PLAN_ADAPTER.dump_json(plan).decode())
         self._write_text("settings.json", settings.model_dump_json())
         return plan
@@ -166,7 +166,7 @@ class RunFolder:
 
     @property
     def settings(self) -> Settings:
-        """Settings of the workers, without a limit on windows."""
+        """Settings for the workers, without a limit on the number of windows."""
         return remove_window_limit(Settings.model_validate_json((self.path / "settings.json").read_bytes()))
 
     @property
@@ -175,15 +175,15 @@ class RunFolder:
         return _SURVEY_ADAPTER.validate_json((self.path / "survey.json").read_bytes())
 
     def write_survey(self, survey: Survey, skipped: Array) -> None:
-        """Write the survey, and the first voxels of the skipped windows, int64 [N, 3]."""
+        """Write the survey. `skipped` has the first voxels of the skipped windows, int64 [N, 3]."""
         self.write_array("skipped.npy", skipped)
         self._write_text("survey.json", _SURVEY_ADAPTER.dump_json(survey).decode())
 
     @contextmanager
     def open_for_writing(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file for writing. It gets its name after the context, when its content is on disk."""
+        """Open a file for writing. It gets its name at the end of the context, when its content is on disk."""
         partial_path = self.path / f"{name}.part-{os.getpid()}"
-        with write_atomically(self.path / name, partial_path) as partial, partial.open("wb") as file:
+        with write_atomically(self.path / name, partial_path) as temporary_path, temporary_path.open("wb") as file:
             yield file
 
     def _write_text(self, name: str, text: str) -> None:
@@ -191,12 +191,12 @@ class RunFolder:
             file.write(text.encode())
 
     def write_array(self, name: str, array: Array) -> None:
-        """Write a NumPy array."""
+        """Write a NumPy array to a file."""
         with self.open_for_writing(name) as file:
             np.save(file, array)
 
     def read_array(self, name: str) -> Array:
-        """Map a NumPy array."""
+        """Open a NumPy array as a memory map."""
         return np.load(self.path / name, mmap_mode="r")  # type: ignore[no-any-return]
 
     def write_arrays(self, name: str, arrays: Mapping[str, Array]) -> None:
@@ -207,21 +207,21 @@ class RunFolder:
                     np.lib.format.write_array(member, array, allow_pickle=False)
 
     def read_arrays(self, name: str) -> NpzFile:
-        """Open an archive of arrays. Each array is read on access."""
+        """Open an archive of arrays. Each array is read when it is accessed."""
         return np.load(self.path / name)  # type: ignore[no-any-return]
 
-    def write_record(self, task: BlockTask, facts: dict[str, Any]) -> None:
-        """Record that a block is finished."""
-        self._write_text(_record(task.step, task.number), json.dumps(facts))
+    def write_record(self, task: BlockTask, content: dict[str, Any]) -> None:
+        """Write the record of a block, which marks the block as finished."""
+        self._write_text(_get_record_name(task.step, task.number), json.dumps(content))
 
     def read_record(self, step: Step, number: int = 0) -> dict[str, Any]:
-        """Return the record of a block. Raises FileNotFoundError."""
-        content: dict[str, Any] = json.loads((self.path / _record(step, number)).read_bytes())
+        """Return the record of a block. Raises FileNotFoundError if the block is not finished."""
+        content: dict[str, Any] = json.loads((self.path / _get_record_name(step, number)).read_bytes())
         return content
 
-    def write_levels(self, facts: dict[str, Any]) -> None:
-        """Write the path of the result, and its levels and blocks."""
-        self._write_text("levels.json", json.dumps(facts))
+    def write_levels(self, content: dict[str, Any]) -> None:
+        """Write the path, levels and blocks of the result."""
+        self._write_text("levels.json", json.dumps(content))
 
     @property
     def levels(self) -> dict[str, Any]:
@@ -231,29 +231,29 @@ class RunFolder:
 
     def discard_records(self, step: Step) -> None:
         """Delete the records of a step, so that all its blocks are repeated."""
-        for number in self.finished_blocks(step):
-            (self.path / _record(step, number)).unlink()
+        for number in self.find_finished_blocks(step):
+            (self.path / _get_record_name(step, number)).unlink()
 
-    def finished_blocks(self, step: Step) -> set[int]:
+    def find_finished_blocks(self, step: Step) -> set[int]:
         """Return the numbers of the finished blocks of a step."""
         stems = (path.stem.partition("-") for path in (self.path / "records").glob(f"{step}-*.json"))
         return {int(number) for _, _, number in stems if is_index(number)}
 
 
 def remove_window_limit(settings: Settings) -> Settings:
-    """Return settings without a limit on the windows of a volume."""
+    """Return the settings without a limit on the number of windows of a volume."""
     return override_settings(settings, "limits", {"windows": sys.maxsize})
 
 
-def _is_leftover(path: Path) -> bool:
-    """Return whether a run created this file or folder, and was interrupted before it had a plan."""
+def _is_left_over(path: Path) -> bool:
+    """Return whether this file or folder is from a run that was interrupted before it had a plan."""
     is_folder = path.name in _FOLDERS and path.is_dir() and not any(path.iterdir())
     return is_folder or path.name.startswith("plan.json.part-")
 
 
-def _lock(folder: int, path: Path) -> None:
+def _lock_folder(folder_fd: int, path: Path) -> None:
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BadParameter(f"{path} is in use by another process. Wait for it, or choose another folder.") from None
     except OSError:
@@ -261,31 +261,33 @@ def _lock(folder: int, path: Path) -> None:
         pass
 
 
-def _record(step: Step, number: int) -> str:
+def _get_record_name(step: Step, number: int) -> str:
     return f"records/{step}-{number}.json"
 
 
 def _has_same_result(plan_a: RunPlan, plan_b: RunPlan) -> bool:
-    """Return whether two plans have the same result, regardless of `strict` and of how the volume is divided."""
-    excluded: dict[str, Any] = {"layout": {"windows"}, "options": {"strict"}, "workers": True}
-    comparable = [_PLAN_ADAPTER.dump_python(plan, mode="json", exclude=excluded) for plan in (plan_a, plan_b)]
-    return bool(comparable[0] == comparable[1])
+    """Return whether two plans have the same result. `strict` and the division of the volume do not matter."""
+    excluded_fields: dict[str, Any] = {"layout": {"group_shape"}, "options": {"strict"}, "workers": True}
+    comparable_plans = [
+        _PLAN_ADAPTER.dump_python(plan, mode="json", exclude=excluded_fields) for plan in (plan_a, plan_b)
+    ]
+    return bool(comparable_plans[0] == comparable_plans[1])
 
 
 @lru_cache(maxsize=4)
-def open_run(path: str, *, surveyed: bool = False) -> OpenRun:
-    """Open the folder of a run, once per process. `surveyed` applies the diameter that the survey estimated."""
+def open_run(path: str, *, has_survey: bool = False) -> OpenRun:
+    """Open the folder of a run, once per process. With `has_survey`, the diameter that the survey estimated is used."""
     folder = RunFolder(Path(path))
     plan, spec = folder.plan, read_spec(folder.plan.model)
-    sizing = folder.survey.sizing if surveyed else None
-    if sizing is not None and sizing.resampling_diameter is not None:
-        plan = plan.with_diameter(sizing.resampling_diameter, spec)
+    diameter_estimate = folder.survey.diameter_estimate if has_survey else None
+    if diameter_estimate is not None and diameter_estimate.resampling_diameter is not None:
+        plan = plan.with_diameter(diameter_estimate.resampling_diameter, spec)
     return OpenRun(folder, plan, spec)
 
 
 @dataclass(frozen=True)
 class OpenRun:
-    """Open run, as seen by a worker."""
+    """Folder, plan and model of a run, as a worker uses them."""
 
     folder: RunFolder
     plan: RunPlan

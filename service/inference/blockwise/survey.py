@@ -1,8 +1,8 @@
 """First pass over a volume: intensity statistics of the whole volume, and empty windows.
 
-Workers count the parts of the volume, which are boxes of chunks, and one task merges the counts. Percentiles of pixels
-with more than 16 bits need one more round for each further 16 bits. Statistics that cannot be derived from counts, such
-as the mean and standard deviation, are computed plane by plane in the merging task.
+Workers count the intensities in the parts of the volume, which are boxes of chunks, and one task merges the counts.
+Percentiles of pixels with more than 16 bits need one more round for every additional 16 bits. Statistics that cannot be
+derived from counts, such as the mean and standard deviation, are computed plane by plane in the merging task.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.core.hardware.host import run_in_threads
 from service.core.types import Array, Volume
 from service.formats import stack_reader
 from service.formats.zarr.reader import ZarrStack
-from service.inference.blockwise.counting import CountedChannel, CountRequest, Counts, CountsMissing, open_counting
+from service.inference.blockwise.counting import CountedChannel, CountRequest, Counts, MissingCounts, open_counting
 from service.inference.blockwise.run_folder import OpenRun, Survey
 from service.inference.decoding.postprocessing import apply_postprocessing
 from service.inference.diameter.window_selection import select_high_contrast_windows
@@ -45,22 +45,23 @@ from service.inference.windows.sliding_window import Image, SparseImage
 if TYPE_CHECKING:
     from service.inference.runner.model_runner import ModelRunner
 
-# Edge length in voxels of the boxes of planes that are read together, so that chunks are decoded only once.
-READ_EDGE = 512
-# Number of layers of chunks that are cached for small boxes, and the maximum number of voxels in one.
-LAYERS = 8
-LAYER_VOXELS = 2**23
+# Edge length in voxels of the boxes in which planes are read. It exceeds common chunk sizes, so that most chunks are
+# decoded only once.
+READ_EDGE_VOXELS = 512
+# Maximum number of layers of chunks that are cached for small boxes, and maximum number of voxels in a cached layer.
+MAX_CACHED_LAYERS = 8
+MAX_CACHED_LAYER_VOXELS = 2**23
 
 
 class _RegionImage(NormalizedImage):
-    """Normalized volume that reads only the requested box, extended to whole layers of chunks.
+    """Normalized volume that reads only the requested box, extended to complete layers of chunks.
 
-    The latest layers of small boxes are cached, because windows are cut plane by plane.
+    For small boxes, the latest layers are cached, because windows are read plane by plane.
     """
 
     def __init__(self, stack: ZarrStack, volume: Volume, scalings: tuple[IntensityScaling, ...]) -> None:
         super().__init__(volume, scalings)
-        self._stack, self._read_layer = stack, lru_cache(LAYERS)(self._read_region)
+        self._stack, self._read_layer = stack, lru_cache(MAX_CACHED_LAYERS)(self._read_region)
 
     def _read_region(self, z: range, y: range, x: range) -> Array:
         return self._stack.read_region((z, y, x))
@@ -69,43 +70,43 @@ class _RegionImage(NormalizedImage):
         z, y, x = (range(*axis.indices(length)) for axis, length in zip(box[2:], self.shape[2:], strict=True))
         depth = self._stack.chunk_size[0]
         layer = range(z.start // depth * depth, min(-(-z.stop // depth) * depth, self.shape[2]))
-        if len(layer) * len(y) * len(x) > LAYER_VOXELS:
+        if len(layer) * len(y) * len(x) > MAX_CACHED_LAYER_VOXELS:
             return list(self._read_region(z, y, x)[box[1]])
         return list(self._read_layer(layer, y, x)[box[1], z.start - layer.start : z.stop - layer.start])
 
 
 def merge_counts(run: OpenRun, runner: ModelRunner, round_number: int) -> dict[str, Any]:
-    """Merge the counts up to a round. Write the survey, or return the counts that are `wanted` from a further round.
+    """Merge the counts up to a round. Write the survey, or return the `requests` for counts in the next round.
 
-    Raises BadFile for a channel without finite pixels, and the exceptions of reading.
+    Raises BadFile for a channel without finite pixels, and the exceptions of reading the stack.
     """
     with open_counting(run) as (stack, counting):
         counts, volume = Counts(run, counting, round_number + 1), lazy_volume(stack, run)
-        fitted = [_fit(volume, index, counts, runner) for index in range(counting.channels)]
-        wanted = [None if isinstance(each, IntensityScaling) else each for each in fitted]
-        if any(wanted):
-            return {"wanted": wanted}
-        scalings = tuple(each for each in fitted if isinstance(each, IntensityScaling))
+        scalings_or_requests = [_fit_scaling(volume, index, counts, runner) for index in range(counting.channels)]
+        requests = [None if isinstance(item, IntensityScaling) else item for item in scalings_or_requests]
+        if any(requests):
+            return {"requests": requests}
+        scalings = tuple(item for item in scalings_or_requests if isinstance(item, IntensityScaling))
         image, plan = _RegionImage(stack, volume, scalings), run.plan
-        sizing = estimate_diameter(runner, volume, plan.options, image=image)
+        diameter_estimate = estimate_diameter(runner, volume, plan.options, image=image)
         intensities: IntensitySurvey | None = counts.intensities()
-        if sizing is not None and sizing.resampling_diameter is not None:
-            plan = plan.with_diameter(sizing.resampling_diameter, runner.spec)
-            # The brightest voxels belong to the windows of another grid.
+        if diameter_estimate is not None and diameter_estimate.resampling_diameter is not None:
+            plan = plan.with_diameter(diameter_estimate.resampling_diameter, runner.spec)
+            # The maxima were computed for the windows of a different grid.
             intensities = None
-        done = runner.estimator.plan(plan.options)._replace(diameter=plan.diameter)
-        skipping = skip_empty_windows(runner, image, volume, done, intensities)
+        plan_with_diameter = runner.estimator.plan(plan.options)._replace(diameter=plan.diameter)
+        skipping = skip_empty_windows(runner, image, volume, plan_with_diameter, intensities)
         notes = (
-            *describe_replaced_pixels(int(counts.nonfinite.sum())),
-            *(() if sizing is None else (sizing.note,)),
+            *describe_replaced_pixels(int(counts.nonfinite_counts.sum())),
+            *(() if diameter_estimate is None else (diameter_estimate.note,)),
             *describe_resampling(plan.size, plan.layout.size, runner.spec, plan.diameter),
             *skipping.notes,
             *volume.notes,
         )
     positions, scores = _list_skipped(skipping.image)
-    survey = Survey(scalings, notes, skipping.skipped, scores, runner.describe_engine(), sizing)
+    survey = Survey(scalings, notes, skipping.skipped, scores, runner.describe_engine(), diameter_estimate)
     run.folder.write_survey(survey, positions)
-    return {"wanted": None}
+    return {"requests": None}
 
 
 def _list_skipped(image: Image) -> tuple[NDArray[np.int64], tuple[float, ...]]:
@@ -120,7 +121,7 @@ def skip_empty_windows(
 ) -> SkipResult:
     """Find the windows of a volume that `segment` would skip.
 
-    `survey` must be for the windows of the plan's diameter; None: read the volume.
+    survey  intensities in the windows for the plan's diameter; None: read them from the volume
     """
     resampled, _notes = resample_image(image, volume, runner.spec, plan.diameter)
     if plan.skip_below is None:
@@ -132,22 +133,22 @@ def skip_empty_windows(
 
 
 def read_strongest_windows(run: OpenRun) -> list[Tensor]:
-    """Return the windows [C, z, y, x] of a surveyed volume with the strongest signal, at the original resolution."""
+    """Return the windows of a surveyed volume with the highest contrast, [C, z, y, x], at its original resolution."""
     with stack_reader.open_blocks(run.plan.source, run.plan.selection) as stack:
         image = _RegionImage(stack, lazy_volume(stack, run), run.folder.survey.scalings)
         return select_high_contrast_windows(image, run.spec.input.roi_size)
 
 
-def _fit(volume: Volume, index: int, counts: Counts, runner: ModelRunner) -> IntensityScaling | CountRequest:
-    """Return the scaling of a channel, or the request for the counts that it needs."""
-    substitute = choose_substitute(float(counts.lowest[index]), int(counts.nonfinite[index]), volume.voxels)
+def _fit_scaling(volume: Volume, index: int, counts: Counts, runner: ModelRunner) -> IntensityScaling | CountRequest:
+    """Return the intensity scaling of a channel, or the request for the counts that are needed to compute it."""
+    substitute = choose_substitute(float(counts.minima[index]), int(counts.nonfinite_counts[index]), volume.voxels)
     if substitute is not None:
         counts.count_replaced(index, substitute, volume.dtype)
     channel = CountedChannel(volume, index, substitute, counts=counts)
     try:
         scaling = fit_scaling(channel, runner.spec.input.normalisation)
-    except CountsMissing as missing:
-        return missing.wanted
+    except MissingCounts as error:
+        return error.request
     return replace(scaling, substitute=substitute)
 
 
@@ -161,7 +162,7 @@ def lazy_volume(stack: ZarrStack, run: OpenRun) -> Volume:
 
 
 class LayerReader:
-    """Reads planes of an image. The planes in the latest layer of chunks are kept decoded."""
+    """Reads planes of an image. The decoded planes of the latest layer of chunks are cached."""
 
     def __init__(self, stack: ZarrStack, scratch: Path) -> None:
         self._stack, self._allocate = stack, make_allocator(scratch)
@@ -174,29 +175,29 @@ class LayerReader:
         planes: Array = np.empty((channels, end - first, height, width), self._stack.dtype)
         for number in range(first // self._depth, -(-end // self._depth)):
             low, high = max(first, number * self._depth), min(end, (number + 1) * self._depth)
-            layer = self._layer(number)
+            layer = self._get_layer(number)
             planes[:, low - first : high - first] = layer[:, low - number * self._depth : high - number * self._depth]
             release_pages(layer)
         return planes
 
-    def _layer(self, number: int) -> Array:
+    def _get_layer(self, number: int) -> Array:
         if self._cached_layer is None or self._cached_layer[0] != number:
             self._cached_layer = None
-            self._cached_layer = number, self._decode(number)
+            self._cached_layer = number, self._decode_layer(number)
         return self._cached_layer[1]
 
-    def _decode(self, number: int) -> Array:
+    def _decode_layer(self, number: int) -> Array:
         channels, depth, height, width = self._stack.shape
         low, high = number * self._depth, min((number + 1) * self._depth, depth)
         layer = self._allocate((channels, high - low, height, width), self._stack.dtype)
 
         def decode(corner: tuple[int, int]) -> None:
             rows, columns = (
-                range(start, min(start + READ_EDGE, n)) for start, n in zip(corner, (height, width), strict=True)
+                range(start, min(start + READ_EDGE_VOXELS, n)) for start, n in zip(corner, (height, width), strict=True)
             )
             pixels = self._stack.read_region((range(low, high), rows, columns))
             layer[:, :, rows.start : rows.stop, columns.start : columns.stop] = pixels
 
-        positions = [(y, x) for y in range(0, height, READ_EDGE) for x in range(0, width, READ_EDGE)]
+        positions = [(y, x) for y in range(0, height, READ_EDGE_VOXELS) for x in range(0, width, READ_EDGE_VOXELS)]
         run_in_threads(decode, positions, math.prod(layer.shape) * layer.dtype.itemsize)
         return layer

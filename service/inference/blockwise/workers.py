@@ -1,4 +1,4 @@
-"""Work on the blocks of a run in any process with access to its folder, and worker processes on this machine."""
+"""Processing of the blocks of a run in any process with access to its folder, and worker processes on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.inference.blockwise.run_folder import BlockTask, OpenRun, Step, ope
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.blending import Blending
 
-# Number of workers that may die on one block before the run fails, because the block itself may be the cause.
+# Number of workers that may die on one block before the run fails. The block itself may be the cause.
 MAX_WORKER_DEATHS = 3
 # Interval at which a worker checks whether its parent is alive.
 PARENT_CHECK_SECONDS = 1.0
@@ -28,23 +28,28 @@ BlockFunction = Callable[[BlockTask], dict[str, Any]]
 
 
 def run_block(task: BlockTask) -> dict[str, Any]:
-    """Run one block, and write its record when all its output is on disk; return the record.
+    """Run one block, write its record once all its output is on disk, and return the record.
 
-    The model is loaded for the first block that needs it, and kept. Each process must call this from a single thread.
-    A block may be repeated at any time. Raises the exceptions of `ModelRunner` and `segment`.
+    The model is loaded for the first block that needs it, and stays loaded. Each process must call this from a single
+    thread. A block may be repeated at any time. Raises the exceptions of `ModelRunner` and `segment`.
     """
-    run = open_run(task.folder, surveyed=task.step not in {"count", "survey"})
-    stages, began, cpu = Stages(), time.time(), time.process_time()
-    facts = _run_step(run, task, stages)
-    timing = {"seconds": stages.seconds, "began": began, "ended": time.time(), "cpu": time.process_time() - cpu}
-    record = facts | timing
+    run = open_run(task.folder, has_survey=task.step not in {"count", "survey"})
+    stages, start_time, cpu_start = Stages(), time.time(), time.process_time()
+    results = _run_step(run, task, stages)
+    timing = {
+        "seconds": stages.seconds,
+        "began": start_time,
+        "ended": time.time(),
+        "cpu": time.process_time() - cpu_start,
+    }
+    record = results | timing
     run.folder.write_record(task, record)
     return record
 
 
 @lru_cache(maxsize=1)
 def load_runner(folder: str) -> ModelRunner:
-    """Return the model of a run, loaded and warm."""
+    """Load and warm up the model of a run."""
     run = open_run(folder)
     runner = ModelRunner(run.spec, run.folder.settings)
     runner.warm_up()
@@ -52,22 +57,22 @@ def load_runner(folder: str) -> ModelRunner:
 
 
 def _run_step(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
-    """Run a block, with its time measured in `stages`; return facts for its record."""
+    """Run a block, measure its time in `stages`, and return the results for its record."""
     if task.step == "scores":
         return window_scores.score_group(run, task, load_runner(task.folder), stages)
     if task.step == "tile":
         windows, device = run.folder.settings.windows, load_runner(task.folder).device
         return tiles.decode_tile(run, task, Blending(windows.blending, windows.sigma), device, stages)
     if task.step == "survey":
-        # Load the model before the time is measured.
+        # Load the model first, so that the measured time does not include loading.
         load_runner(task.folder)
     with stages.measure("write" if task.step == "labels" else task.step):
-        return _STEPS[task.step](run, task.number)
+        return _STEP_FUNCTIONS[task.step](run, task.number)
 
 
-_STEPS: dict[Step, Callable[[OpenRun, int], dict[str, Any]]] = {
+_STEP_FUNCTIONS: dict[Step, Callable[[OpenRun, int], dict[str, Any]]] = {
     "count": counting.count_part,
-    "survey": lambda run, turn: survey.merge_counts(run, load_runner(str(run.folder.path)), turn),
+    "survey": lambda run, round_number: survey.merge_counts(run, load_runner(str(run.folder.path)), round_number),
     "link": join.link_tile,
     "join": lambda run, _number: join.join_tiles(run),
     "labels": output.write_block,
@@ -75,14 +80,17 @@ _STEPS: dict[Step, Callable[[OpenRun, int], dict[str, Any]]] = {
 
 
 class Workers(Protocol):
-    """Processes that run blocks with `run_block`, one at a time each. They need access to the folder of the run."""
+    """Processes that each run one block at a time with `run_block`. They need access to the folder of the run."""
 
     @property
     def count(self) -> int:
         """Number of blocks that run concurrently."""
 
     def submit(self, task: BlockTask) -> Future[dict[str, Any]]:
-        """Run a block; the future has its record, or the exception of `run_block`. A worker that dies is replaced."""
+        """Run a block. The future returns its record, or raises the exception of `run_block`.
+
+        A worker that dies is replaced.
+        """
 
     def close(self) -> None:
         """End the workers, and discard their unfinished blocks."""
@@ -91,14 +99,14 @@ class Workers(Protocol):
 class LocalWorkers:
     """Processes on this machine, each with its own model."""
 
-    def __init__(self, count: int, work: BlockFunction = run_block) -> None:
+    def __init__(self, count: int, block_function: BlockFunction = run_block) -> None:
         self.count = count
-        self._work = work
+        self._block_function = block_function
         # Each thread owns one process, so a process that dies affects no other block.
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="block-worker")
         self._thread_local = threading.local()
         self._processes = set[ProcessPoolExecutor]()
-        self._lock, self._closed = threading.Lock(), False
+        self._lock, self._is_closed = threading.Lock(), False
 
     def submit(self, task: BlockTask) -> Future[dict[str, Any]]:
         return self._threads.submit(self._run, task)
@@ -106,22 +114,22 @@ class LocalWorkers:
     def _run(self, task: BlockTask) -> dict[str, Any]:
         for _ in range(MAX_WORKER_DEATHS):
             try:
-                return self._process().submit(self._work, task).result()
+                return self._get_process().submit(self._block_function, task).result()
             except BrokenProcessPool:
                 with self._lock:
                     self._processes.discard(self._thread_local.process)
                 self._thread_local.process = None
         raise InternalError(
-            f"{MAX_WORKER_DEATHS} workers in succession died on {task.step} {task.number}. Resume the run with fewer"
-            " workers or smaller windows, which need less memory."
+            f"{MAX_WORKER_DEATHS} workers died in succession on the block {task.step} {task.number}. Resume the run"
+            " with fewer workers or smaller windows, which need less memory."
         )
 
-    def _process(self) -> ProcessPoolExecutor:
+    def _get_process(self) -> ProcessPoolExecutor:
         process: ProcessPoolExecutor | None = getattr(self._thread_local, "process", None)
         if process is None:
             with self._lock:
-                if self._closed:
-                    raise Cancelled("The workers have ended.")
+                if self._is_closed:
+                    raise Cancelled("The workers have stopped.")
                 process = self._thread_local.process = ProcessPoolExecutor(
                     1, get_context("spawn"), initializer=exit_with_parent, initargs=(os.getpid(),)
                 )
@@ -130,7 +138,7 @@ class LocalWorkers:
 
     def close(self) -> None:
         with self._lock:
-            self._closed, processes = True, list(self._processes)
+            self._is_closed, processes = True, list(self._processes)
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             for child in list((process._processes or {}).values()):
@@ -139,7 +147,7 @@ class LocalWorkers:
 
 
 def exit_with_parent(parent: int) -> None:
-    """End this process soon after its parent, no matter how the parent ends."""
+    """End this process soon after its parent process ends, even if the parent is killed."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""Image on a device with its own memory, uploaded in the stored dtype, one layer of windows at a time."""
+"""Image on a device with its own memory. It is uploaded in its stored dtype, one layer of windows at a time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from service.engine.cuda.events import record_end
 from service.inference.preprocessing.normalize import NormalizedImage
 from service.inference.windows.grid import Box, as_size
 
-# Maximum size of a float32 image that is held on the device as a whole: 256 x 1024 x 1024 voxels of one channel.
+# Maximum size of a float32 image that is held on the device in full: 256 x 1024 x 1024 voxels of one channel.
 MAX_WHOLE_IMAGE_BYTES = 2**30
 # Maximum number of bytes that are copied in one transfer.
 MAX_TRANSFER_BYTES = 2**23
 # Number of histograms per channel. Neighboring voxels often have the same intensity, and a GPU serializes additions to
-# the same address, so they are counted in different histograms.
-HISTOGRAMS = 32
+# the same address, so neighboring voxels are counted in different histograms.
+NUM_HISTOGRAMS = 32
 
 StartCopy = Callable[[Tensor, Tensor], Callable[[], object]]
 
@@ -33,33 +33,33 @@ def start_copy(source: Tensor, target: Tensor) -> Callable[[], object]:
     return record_end(target.device)
 
 
-class Upload:
-    """Uploads pixels through two buffers of `nbytes` (at least one row): one is filled while the other is copied.
+class Uploader:
+    """Uploads pixels through two buffers of `nbytes` (at least one row). One is filled while the other is copied.
 
-    Buffers for a CUDA device are pinned. From other memory, the driver would first make a synchronous copy.
+    Buffers for a CUDA device are pinned, because the driver would first copy other memory synchronously.
     """
 
     def __init__(self, device: torch.device, nbytes: int, start: StartCopy = start_copy) -> None:
         self._device, self._nbytes, self._start = device, nbytes, start
-        pinned = device.type == "cuda"
-        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        is_pinned = device.type == "cuda"
+        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)]
         self._waits: list[Callable[[], object]] = [lambda: None, lambda: None]
 
     def __call__(self, pixels: Array) -> Tensor:
         """Return a copy of pixels [z, y, x] on the device, with the same dtype, for use on its current stream."""
         dtype = torch.from_numpy(np.empty(0, pixels.dtype)).dtype
         on_device = torch.empty(pixels.shape, dtype=dtype, device=self._device)
-        for piece in self._cut(pixels):
+        for piece in self._split(pixels):
             self._buffers.reverse()
             self._waits.reverse()
             self._waits[0]()
             part = pixels[piece]
-            staged = self._buffers[0][: part.nbytes].view(dtype).view(part.shape)
-            np.copyto(staged.numpy(), part)
-            self._waits[0] = self._start(staged, on_device[piece])
+            staging_buffer = self._buffers[0][: part.nbytes].view(dtype).view(part.shape)
+            np.copyto(staging_buffer.numpy(), part)
+            self._waits[0] = self._start(staging_buffer, on_device[piece])
         return on_device
 
-    def _cut(self, pixels: Array) -> Iterator[tuple[slice, slice]]:
+    def _split(self, pixels: Array) -> Iterator[tuple[slice, slice]]:
         """Yield the parts of pixels [z, y, x] that fit in a buffer: several planes, or rows of one plane."""
         depth, height, width = pixels.shape
         rows = min(self._nbytes // (width * pixels.itemsize), height * depth)
@@ -70,40 +70,41 @@ class Upload:
 
 
 class UploadedVolume:
-    """Pixels of a volume on a device in the stored dtype, with a histogram of each channel that is computed there.
+    """Pixels of a volume on a device, in their stored dtype, and a histogram of each channel.
 
-    The constructor copies the pixels, and counts them as they arrive. Only reading a histogram waits for the device.
+    The constructor copies the pixels, and the device counts them as they arrive. Only reading a histogram waits for the
+    device.
 
     volume  volume of 8-bit or 16-bit integers
     """
 
     def __init__(self, volume: Volume, device: torch.device) -> None:
         channels, depth, height, width = volume.shape
-        bits, step = 8 * volume.dtype.itemsize, planes_per_transfer((depth, height, width))
+        bits, step = 8 * volume.dtype.itemsize, count_planes_per_transfer((depth, height, width))
         minimum = -(1 << (bits - 1)) if volume.dtype.kind == "i" else 0
         dtype = torch.from_numpy(np.empty(0, volume.dtype)).dtype
         self._pixels = torch.empty(volume.shape, dtype=dtype, device=device)
-        self._counts = torch.zeros((channels, HISTOGRAMS << bits), dtype=torch.int32, device=device)
-        one = torch.ones((), dtype=torch.int32, device=device)
-        # Start of each voxel's histogram, such that adding the pixel value gives the index of its bin.
-        first_keys = (torch.arange(step * height * width, device=device) % HISTOGRAMS << bits) - minimum
-        upload = Upload(device, buffer_bytes((depth, height, width)))
+        self._counts = torch.zeros((channels, NUM_HISTOGRAMS << bits), dtype=torch.int32, device=device)
+        ones = torch.ones((), dtype=torch.int32, device=device)
+        # Offset of each voxel's histogram. Adding the pixel value gives the index of its bin.
+        first_keys = (torch.arange(step * height * width, device=device) % NUM_HISTOGRAMS << bits) - minimum
+        upload = Uploader(device, count_buffer_bytes((depth, height, width)))
         for z in range(0, depth, step):
             for index, planes in enumerate(volume.read(z, min(z + step, depth))):
                 on_device = upload(planes)
                 self._pixels[index, z : z + step] = on_device
                 keys = on_device.flatten().long() + first_keys[: on_device.numel()]
-                self._counts[index].scatter_add_(0, keys, one.expand(len(keys)))
+                self._counts[index].scatter_add_(0, keys, ones.expand(len(keys)))
 
     @staticmethod
     def supports(volume: Volume) -> bool:
-        """Return whether the pixels are integers of up to 16 bits, and the volume fits on the device as a whole."""
+        """Return whether the pixels are integers of up to 16 bits and the volume is small enough to upload in full."""
         has_supported_type = volume.dtype.kind in "iu" and volume.dtype.itemsize <= 2
         return has_supported_type and fits_on_device(volume.shape[0], as_size(volume.shape[1:]))
 
     def count_keys(self, index: int) -> NDArray[np.int64]:
-        """Return the histogram of one channel, like `percentiles.count_digits` for up to 16 bits."""
-        counts: NDArray[np.int64] = self._counts[index].view(HISTOGRAMS, -1).sum(0).cpu().numpy()
+        """Return the histogram of one channel, as `percentiles.count_digits` does for up to 16 bits."""
+        counts: NDArray[np.int64] = self._counts[index].view(NUM_HISTOGRAMS, -1).sum(0).cpu().numpy()
         return counts
 
     def planes(self, index: int, first: int, end: int) -> Tensor:
@@ -112,22 +113,21 @@ class UploadedVolume:
 
 
 class DeviceImage:
-    """Planes of an image from which windows are cut, float32 on a device; all planes if the image is small.
+    """Image that holds one layer of windows on a device in float32, or all of its planes if it is small.
 
-    Index it with (0, channels, z, y, x), where all but the first are slices, like a float32 tensor [1, C, Z, Y, X]. The
-    result is valid until the next access, for use on the device's current stream. Not thread-safe.
+    Index it like a float32 tensor [1, C, Z, Y, X] with (0, channels, z, y, x), where channels, z, y and x are slices.
+    The result is valid until the next access, for use on the device's current stream. Not thread-safe.
 
     source  image on the host; a tensor must be float32 [1, C, Z, Y, X]
     depth   number of planes of a window
-
-    The attribute `planes` holds the planes that are currently on the device, float32 [C, z, Y, X].
+    planes  planes that are currently on the device, float32 [C, z, Y, X]
     """
 
     def __init__(self, source: NormalizedImage | Tensor, depth: int, device: torch.device) -> None:
         self._source = source
         _, channels, *size = self.shape = tuple(source.shape)
-        depth, self._step = count_planes(channels, as_size(size), depth), planes_per_transfer(as_size(size))
-        self._upload = Upload(device, buffer_bytes(as_size(size)))
+        depth, self._step = count_planes(channels, as_size(size), depth), count_planes_per_transfer(as_size(size))
+        self._upload = Uploader(device, count_buffer_bytes(as_size(size)))
         self.planes = torch.empty((channels, depth, *size[1:]), device=device)
         self._first = self._end = 0
         self._load(0)
@@ -138,24 +138,24 @@ class DeviceImage:
         if not self._first <= first <= end <= self._end:
             self._load(first)
         if end > self._end:
-            raise IndexError(f"requested {end - first} planes, but windows have only {self.planes.shape[1]}")
+            raise IndexError(f"cannot read {end - first} planes, because windows have only {self.planes.shape[1]}")
         return self.planes[channels, first - self._first : end - self._first, y, x]
 
     def _load(self, first: int) -> None:
-        """Load the planes from `first` on, without copying planes again that are already on the device."""
+        """Load the planes from `first` on. Planes that are already on the device are not copied again."""
         depth = self.planes.shape[1]
-        moved, reused = first - self._first, max(self._end - first, 0) if first >= self._first else 0
+        num_shifted, num_reused = first - self._first, max(self._end - first, 0) if first >= self._first else 0
         self._first = self._end = first
-        # Source and target overlap if more planes are reused than dropped.
-        for z in range(0, reused, max(moved, 1)):
-            count = min(moved, reused - z)
-            self.planes[:, z : z + count] = self.planes[:, z + moved : z + moved + count]
-        for z in range(reused, min(depth, self.shape[2] - first), self._step):
+        # If more planes are reused than dropped, source and target overlap, so move them in several steps.
+        for z in range(0, num_reused, max(num_shifted, 1)):
+            count = min(num_shifted, num_reused - z)
+            self.planes[:, z : z + count] = self.planes[:, z + num_shifted : z + num_shifted + count]
+        for z in range(num_reused, min(depth, self.shape[2] - first), self._step):
             end = min(z + self._step, depth, self.shape[2] - first)
-            self._send(first + z, first + end, self.planes[:, z:end])
+            self._upload_planes(first + z, first + end, self.planes[:, z:end])
         self._end = min(first + depth, self.shape[2])
 
-    def _send(self, first: int, end: int, out: Tensor) -> None:
+    def _upload_planes(self, first: int, end: int, out: Tensor) -> None:
         if isinstance(self._source, NormalizedImage):
             self._source.upload_planes(first, end, out, self._upload)
             return
@@ -169,33 +169,39 @@ def fits_on_device(channels: int, size: Size) -> bool:
 
 
 def count_planes(channels: int, size: Size, depth: int) -> int:
-    """Return the number of planes of an image of `size` (Z, Y, X) on the device, for windows of `depth` planes."""
+    """Return how many planes of an image of `size` (Z, Y, X) are held on the device for windows of `depth` planes."""
     planes, height, width = size
     return planes if 4 * channels * planes * height * width <= MAX_WHOLE_IMAGE_BYTES else min(depth, planes)
 
 
-def buffer_bytes(size: Size) -> int:
-    """Return the size of each of the two buffers through which an image of `size` (Z, Y, X) is copied, in bytes."""
+def count_buffer_bytes(size: Size) -> int:
+    """Return the size in bytes of each of the two buffers through which an image of `size` (Z, Y, X) is copied."""
     planes, height, width = size
     return 4 * width * min(max(MAX_TRANSFER_BYTES // (4 * width), 1), planes * height)
 
 
-def planes_per_transfer(size: Size) -> int:
-    """Return the number of planes of one channel of an image of `size` (Z, Y, X) that are copied together."""
+def count_planes_per_transfer(size: Size) -> int:
+    """Return how many planes of one channel of an image of `size` (Z, Y, X) are copied together."""
     return min(max(MAX_TRANSFER_BYTES // (4 * size[1] * size[2]), 1), size[0])
 
 
-def image_bytes(channels: int, size: Size, depth: int) -> int:
-    """Return the device bytes for an image of `size` (Z, Y, X), including two channels that have just been copied."""
-    return 4 * size[1] * size[2] * (channels * count_planes(channels, size, depth) + 2 * planes_per_transfer(size))
+def count_image_bytes(channels: int, size: Size, depth: int) -> int:
+    """Return the device bytes for an image of `size` (Z, Y, X), including two blocks of copied, unconverted pixels."""
+    return (
+        4 * size[1] * size[2] * (channels * count_planes(channels, size, depth) + 2 * count_planes_per_transfer(size))
+    )
 
 
-def uploaded_bytes(shape: StackShape) -> int:
-    """Return the device bytes for the stored pixels of a volume [C, Z, Y, X] while they are counted.
+def count_uploaded_bytes(shape: StackShape) -> int:
+    """Return the device bytes for the stored pixels of a volume [C, Z, Y, X] while they are being counted.
 
-    They include one block of pixels and 16-bit histograms. 0 if the volume is too large to be held as a whole.
+    They include one block of pixels and the 16-bit histograms. Returns 0 if the volume is too large to upload in full.
     """
     channels, size = shape[0], as_size(shape[1:])
     if not fits_on_device(channels, size):
         return 0
-    return 2 * math.prod(shape) + 32 * size[1] * size[2] * planes_per_transfer(size) + 4 * (HISTOGRAMS << 16) * channels
+    return (
+        2 * math.prod(shape)
+        + 32 * size[1] * size[2] * count_planes_per_transfer(size)
+        + 4 * (NUM_HISTOGRAMS << 16) * channels
+    )

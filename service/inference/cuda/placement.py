@@ -1,4 +1,4 @@
-"""Placement of pixels and scores in a device's own memory."""
+"""Placement of windows and scores in a device's own memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from service.core.hardware.devices import Driver
 from service.core.types import Volume
 from service.inference.cuda.device_image import DeviceImage, UploadedVolume
-from service.inference.cuda.watershed import WholeWatershed
+from service.inference.cuda.watershed import DeviceWatershed
 from service.inference.decoding.decoders import Decoder, HostDecoder
 from service.inference.preprocessing.normalize import NormalizedImage
 from service.inference.preprocessing.resample import ResampledImage
@@ -19,9 +19,9 @@ from service.inference.windows.sliding_window import Image
 
 
 class DevicePlacement:
-    """Placement in the own memory of a device, which `driver` queries."""
+    """Placement in a device's own memory. `driver` reports how much memory is free."""
 
-    on_host = False
+    is_on_host = False
 
     def __init__(self, device: torch.device, driver: Driver) -> None:
         self._device, self._driver = device, driver
@@ -34,7 +34,7 @@ class DevicePlacement:
         return self._driver.free_bytes(self._device)
 
     def upload(self, volume: Volume, /) -> UploadedVolume | None:
-        """Copy a volume to the device, which counts its intensities. None for large volumes and other pixel types."""
+        """Copy a volume to the device, which counts its intensities. Returns None if the volume is not supported."""
         return UploadedVolume(volume, self._device) if UploadedVolume.supports(volume) else None
 
     def place_image(self, image: Image, depth: int, /) -> Image:
@@ -43,6 +43,6 @@ class DevicePlacement:
             return DeviceImage(image.tensor(), depth, self._device)
         return DeviceImage(image, depth, self._device) if isinstance(image, NormalizedImage) else image
 
-    def choose_decoder(self, make: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
-        """Return the decoder that works on the device with all scores, or on the host if they do not fit."""
-        return partial(HostDecoder, make) if plan.decode_on_host else partial(make, start=WholeWatershed)
+    def choose_decoder_factory(self, make: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
+        """Return a function that creates a decoder on the device, or on the host if the scores do not fit."""
+        return partial(HostDecoder, make) if plan.decode_on_host else partial(make, start=DeviceWatershed)

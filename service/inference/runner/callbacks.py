@@ -1,4 +1,4 @@
-"""Callbacks of a request: how its windows are computed, and how progress and cancellation are reported."""
+"""Callbacks of a request, which compute its windows, check whether it was cancelled, and report its progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ ComputeSlabs = Callable[[SlidingWindow, Image, float], Iterator[Slab]]
 
 
 class RunWindows(Protocol):
-    """Computes the windows of an image: `SlidingWindow.run`, or `WindowBatcher.run` together with other requests."""
+    """Function that computes the windows of an image.
+
+    `WindowBatcher.run` computes them together with those of other requests, and `SlidingWindow.run` alone.
+    """
 
     def __call__(
         self,
@@ -38,8 +41,9 @@ class Callbacks(NamedTuple):
 
     run              computes the windows
     cancelled        returns whether the request was cancelled; called between batches
-    progress         called with the number of finished windows, from 0 on, and the total; each view of a window counts
-    on_new_estimate  called with the new estimate after the object diameter has been estimated
+    progress         called with the number of finished windows, starting with 0, and the total; each view of a window
+                     counts separately
+    on_new_estimate  called with the new memory estimate after the object diameter has been estimated
     """
 
     run: RunWindows = SlidingWindow.run
@@ -49,5 +53,5 @@ class Callbacks(NamedTuple):
 
     @property
     def probe(self) -> ComputeSlabs:
-        """Function that computes windows to measure objects or background. They do not count as progress."""
+        """Function that computes windows in order to measure objects or background. They do not count as progress."""
         return partial(self.run, cancelled=self.cancelled, progress=lambda _done, _total: None)

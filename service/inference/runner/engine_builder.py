@@ -1,4 +1,4 @@
-"""Building of networks that are ready to run, for one model on one device in any engine configuration."""
+"""Building of engines for one model on one device, in any configuration."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ from service.models.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 
-# Default number of windows per call. On a CPU, one window is the slowest choice, because ATen has a slow path for small
-# batches. A GPU needs several to be fully used; 11 windows of 64 voxels are one row of a 512 x 512 plane, so that no
-# slot stays empty.
-CPU_BATCH = 2
-CUDA_BATCH = 11
-# Default number of concurrent batches on a CPU: two streams of half the cores wait less than one stream of all.
-CPU_STREAMS = 2
+# Default number of windows per call. On a CPU, one window per call is slowest, because ATen has a slow path for small
+# batches. A GPU needs several windows to be fully used. With 11 windows of 64 voxels, one row of a 512 x 512 plane
+# fills a batch.
+DEFAULT_CPU_BATCH_SIZE = 2
+DEFAULT_CUDA_BATCH_SIZE = 11
+# Default number of concurrent batches on a CPU. Two streams with half of the cores each wait less than one stream with
+# all cores.
+DEFAULT_CPU_STREAMS = 2
 
 
 @dataclass(frozen=True)
 class ReadyEngine:
-    """Network that is ready to run, and how it was built.
+    """Network that is ready to run, and information on how it was built.
 
     window       runs the network
-    module       prepared module that it was built from, which runs eagerly with other batch sizes
+    module       prepared module from which the engine was built; it runs eagerly with other batch sizes
     config       configuration of the engine
-    seconds      time until the engine was ready, including the trials of others
-    plan         how the engine was chosen; None if it is fixed by the settings
-    cached       whether the plan is from an earlier start
-    nbytes       bytes of weights that the engine holds in addition to the module's, and of the buffers of its streams
+    seconds      time until the engine was ready, including trials of other engines
+    plan         plan that describes how the engine was chosen; None if the settings fix the engine
+    is_cached    whether the plan is from an earlier start
+    nbytes       bytes of the weights that the engine holds in addition to the module, and of the buffers of its streams
     score_bytes  bytes for one window, as in `backends.BuiltNetwork`
     """
 
@@ -58,18 +59,18 @@ class ReadyEngine:
     seconds: float
     warnings: tuple[str, ...] = ()
     plan: EnginePlan | None = None
-    cached: bool = False
+    is_cached: bool = False
     nbytes: int = 0
     score_bytes: int | None = None
 
 
 class EngineBuilder:
-    """Builds any engine configuration for one model on one device.
+    """Builds engines in any configuration for one model on one device.
 
-    network       network as loaded, float32 on the CPU
-    window_bytes  bytes of its float32 activations for one window
-    native        dtypes to consider; None: those that the device supports in hardware
-    faulty        supported dtypes to avoid, with the reason; None: those of `devices.faulty_precisions`
+    network        network as loaded, float32 on the CPU
+    window_bytes   bytes of its float32 activations for one window
+    native_dtypes  dtypes to consider; None: the dtypes that the device supports in hardware
+    faulty_dtypes  supported dtypes to avoid, with the reason; None: use `devices.faulty_precisions`
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -79,48 +80,53 @@ class EngineBuilder:
         device: torch.device,
         network: nn.Module,
         window_bytes: int,
-        native: frozenset[torch.dtype] | None = None,
+        native_dtypes: frozenset[torch.dtype] | None = None,
         driver: Driver = devices,
-        faulty: Mapping[torch.dtype, str] | None = None,
+        faulty_dtypes: Mapping[torch.dtype, str] | None = None,
     ) -> None:
         self._spec, self._settings, self._device = spec, settings, device
         self._network, self._window_bytes, self._driver = network, window_bytes, driver
-        self._native = devices.native_precisions(device) if native is None else native
-        self._faulty = devices.faulty_precisions(device) if faulty is None else faulty
-        self._batch_size, self._streams = default_batch_size(settings, device), default_streams(settings, device)
+        self._native_dtypes = devices.native_precisions(device) if native_dtypes is None else native_dtypes
+        self._faulty_dtypes = devices.faulty_precisions(device) if faulty_dtypes is None else faulty_dtypes
+        self._batch_size, self._streams = (
+            choose_default_batch_size(settings, device),
+            choose_default_streams(settings, device),
+        )
         tf32.configure(settings.engine, device)
 
     def build(self, config: EngineConfig, *warnings: str) -> ReadyEngine:
-        """Build a configuration. `warnings` are added to the result.
+        """Build an engine in a configuration. `warnings` are added to the result.
 
-        Raises one of `backends.ENGINE_ERRORS` if the configuration does not run.
+        Raises one of `backends.ENGINE_ERRORS` if the network does not run in this configuration.
         """
         with step(f"building {config}"):
-            module = self.module(config)
-            window = self.sliding_window(module, config, config.sw_batch_size)
-            built = backends.build(module, window.batch, config, self._settings.engine)
+            module = self.prepare_module(config)
+            window = self.make_sliding_window(module, config, config.sw_batch_size)
+            built_network = backends.build(module, window.batch, config, self._settings.engine)
         window = window.with_network(
-            built.network, accepts_any_batch_size=built.accepts_any_batch_size, owns_scores=built.owns_scores
+            built_network.network,
+            accepts_any_batch_size=built_network.accepts_any_batch_size,
+            owns_scores=built_network.owns_scores,
         )
-        ready = ReadyEngine(window, module, config, built.seconds, warnings)
-        return replace(ready, nbytes=built.nbytes, score_bytes=built.score_bytes)
+        engine = ReadyEngine(window, module, config, built_network.seconds, warnings)
+        return replace(engine, nbytes=built_network.nbytes, score_bytes=built_network.score_bytes)
 
-    def module(self, config: EngineConfig) -> nn.Module:
-        """Prepare the module from which a configuration is built."""
+    def prepare_module(self, config: EngineConfig) -> nn.Module:
+        """Prepare the module from which the engine is built."""
         memory_format = backends.MEMORY_FORMATS[config.memory_format]
         return prepare(self._network, self._device, backends.get_batch_dtype(config), memory_format)
 
-    def reference(self, batch_size: int) -> SlidingWindow:
-        """Return windows for the network exactly as loaded: eager, float32 without TF32, and without folded layers."""
+    def make_reference(self, batch_size: int) -> SlidingWindow:
+        """Return windows that run the network as loaded: eagerly, in float32 without TF32, without folded layers."""
         network: Network = copy.deepcopy(self._network).to(self._device)
         if self._device.type == "cuda":
             network = tf32.without_tf32(network)
-        return self.sliding_window(network, EngineConfig("eager", "fp32", "contiguous", batch_size), batch_size)
+        return self.make_sliding_window(network, EngineConfig("eager", "fp32", "contiguous", batch_size), batch_size)
 
-    def sliding_window(self, network: Network, config: EngineConfig, batch_size: int) -> SlidingWindow:
-        """Return windows for `network` as configured. Batches smaller than the configured one have a single stream."""
+    def make_sliding_window(self, network: Network, config: EngineConfig, batch_size: int) -> SlidingWindow:
+        """Return windows for `network` as configured. Batches that are smaller than configured have a single stream."""
         windows = self._settings.windows
-        # MONAI blends the windows itself, and needs the unweighted scores of each.
+        # MONAI blends the windows itself, and needs the unweighted scores of each window.
         mode = "constant" if windows.inferer == "monai" else windows.blending
         return SlidingWindow(
             network,
@@ -134,46 +140,49 @@ class EngineBuilder:
             streams=config.streams if batch_size >= config.sw_batch_size else 1,
         )
 
-    def eager_config(self, name: str) -> EngineConfig:
-        """Return the configuration that runs eagerly in the precision `name`."""
+    def make_eager_config(self, name: str) -> EngineConfig:
+        """Return the configuration of the eager engine in the precision `name`."""
         memory_format = backends.BACKENDS["eager"].allowed_formats(self._settings.engine, self._device)[0]
         return EngineConfig("eager", name, memory_format, self._batch_size, streams=self._streams)
 
     def make_agreement(self) -> LabelAgreement:
-        """Return the comparison with FP32. On devices other than the CPU, it also compares a full batch.
+        """Return the comparison with the FP32 network, which includes a full batch on devices other than the CPU.
 
-        There, the reference computes one window at a time, because some library bugs affect only large batches.
+        On these devices, the reference computes one window at a time, because some library bugs affect only large
+        batches.
         """
-        on_host = self._driver.is_on_host(self._device)
-        windows = self._batch_size if on_host else 1
-        return LabelAgreement(self._spec, self._device, lambda: self.reference(windows), full_batch=not on_host)
+        is_on_host = self._driver.is_on_host(self._device)
+        windows = self._batch_size if is_on_host else 1
+        return LabelAgreement(self._spec, self._device, lambda: self.make_reference(windows), full_batch=not is_on_host)
 
     def with_window(self, spec: ModelSpec, window_bytes: int) -> Self:
-        """Return a builder for the same network with the window of `spec`."""
-        other = copy.copy(self)
-        other._spec, other._window_bytes = spec, window_bytes
-        return other
+        """Return a builder for the same network with the window size of `spec`."""
+        builder = copy.copy(self)
+        builder._spec, builder._window_bytes = spec, window_bytes
+        return builder
 
     def rebuild(self, config: EngineConfig, batch_size: int) -> ReadyEngine:
-        """Build a configuration for another window or batch size within seconds, without compiling anything.
+        """Build an engine for a different window or batch size. Nothing is compiled, so this takes only seconds.
 
-        On devices other than the CPU, a full batch is compared with FP32, because libraries may choose other algorithms
-        for a larger window. If the scores differ, the network runs eagerly in FP32.
+        On devices other than the CPU, a full batch is compared with FP32, because libraries may choose different
+        algorithms for larger windows. If the scores differ, the network runs eagerly in FP32.
 
         Raises one of `backends.ENGINE_ERRORS` if the network does not run eagerly either.
         """
-        ready = self._rebuild(config, batch_size)
-        if ready.config.precision == "fp32" or self._driver.is_on_host(self._device):
-            return ready
-        difference = self.make_agreement().batch_difference(ready.window)
+        engine = self._rebuild(config, batch_size)
+        if engine.config.precision == "fp32" or self._driver.is_on_host(self._device):
+            return engine
+        difference = self.make_agreement().compute_batch_difference(engine.window)
         if difference <= MAX_WRONG_FRACTION:
-            return ready
+            return engine
         problem = "not finite" if math.isnan(difference) else f"wrong at {difference:.2%} of the voxels of a window"
         size = "x".join(map(str, self._spec.input.roi_size))
-        finding = f"{self._spec.identifier} with windows of {size} in {ready.config} returned scores that are {problem}"
-        log.warning("%s. It runs eagerly in fp32 instead.", finding)
-        del ready
-        return _require_same_size(self.build(replace(self.eager_config("fp32"), sw_batch_size=batch_size)))
+        description = (
+            f"{self._spec.identifier} with windows of {size} in {engine.config} returned scores that are {problem}"
+        )
+        log.warning("%s. It runs eagerly in fp32 instead.", description)
+        del engine
+        return _require_same_size(self.build(replace(self.make_eager_config("fp32"), sw_batch_size=batch_size)))
 
     def _rebuild(self, config: EngineConfig, batch_size: int) -> ReadyEngine:
         config = replace(config, sw_batch_size=batch_size)
@@ -190,25 +199,29 @@ class EngineBuilder:
             return _require_same_size(self.build(replace(config, engine="eager")))
 
 
-def _require_same_size(ready: ReadyEngine) -> ReadyEngine:
-    """Return the network if its scores have the size of its windows. Raises RuntimeError otherwise."""
-    batch = ready.window.batch
-    scores = ready.window.network(batch)
+def _require_same_size(engine: ReadyEngine) -> ReadyEngine:
+    """Return the engine. Raises RuntimeError if the size of its scores differs from the size of its windows."""
+    batch = engine.window.batch
+    scores = engine.window.network(batch)
     if scores.shape[2:] != batch.shape[2:]:
-        raise RuntimeError(f"the scores have the size {'x'.join(map(str, scores.shape[2:]))}, unlike the input")
-    return ready
+        raise RuntimeError(f"the size of the scores, {'x'.join(map(str, scores.shape[2:]))}, differs from the input")
+    return engine
 
 
-def default_batch_size(settings: Settings, device: torch.device) -> int:
-    """Return the default number of windows per call: the configured one, or a suitable one for the device."""
+def choose_default_batch_size(settings: Settings, device: torch.device) -> int:
+    """Return the default number of windows per call: the configured number, or a number that suits the device."""
     if settings.windows.sw_batch_size != "auto":
         return settings.windows.sw_batch_size
-    return min(CPU_BATCH if device.type == "cpu" else CUDA_BATCH, settings.limits.sw_batch_size)
+    return min(
+        DEFAULT_CPU_BATCH_SIZE if device.type == "cpu" else DEFAULT_CUDA_BATCH_SIZE, settings.limits.sw_batch_size
+    )
 
 
-def default_streams(settings: Settings, device: torch.device) -> int:
-    """Return the default number of concurrent batches: the configured one, or a suitable one for the device."""
+def choose_default_streams(settings: Settings, device: torch.device) -> int:
+    """Return the default number of concurrent batches: the configured number, or a number that suits the device."""
     if device.type != "cpu":
         return 1
     configured = settings.engine.streams
-    return min(CPU_STREAMS, settings.device.threads or host.usable_cores()) if configured == "auto" else configured
+    return (
+        min(DEFAULT_CPU_STREAMS, settings.device.threads or host.usable_cores()) if configured == "auto" else configured
+    )

@@ -11,9 +11,9 @@ from service.core.quantities import DiameterSetting, Size
 from service.core.sections.serving import Limits
 from service.core.types import Description, Extent, Options, OutputKind, Volume
 from service.inference.decoding.postprocessing import check_postprocessing, minimum_voxels
-from service.inference.runner.memory_estimate import WindowLoad, estimate, typical_activation_bytes
+from service.inference.runner.memory_estimate import WindowLoad, estimate, estimate_activation_bytes
 from service.inference.types import Estimate, Plan, PlannedRequest
-from service.inference.windows.views import BEST_QUALITY_VIEWS, views_bytes
+from service.inference.windows.views import BEST_QUALITY_VIEWS, count_view_bytes
 from service.models.spec import Instances, ModelSpec
 
 # Fraction of a device's memory that one request may need before its scores are decoded on the host. The rest is for
@@ -24,25 +24,27 @@ MAX_DEVICE_MEMORY_FRACTION = 0.5
 BEST_OVERLAP = 0.5
 
 
-# Windows per call if the operator does not configure it and nothing was tuned.
-UNTUNED_BATCH = 2
+# Number of windows per call if the operator has not configured it and the model has not been tuned.
+UNTUNED_BATCH_SIZE = 2
 
 
-def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int = UNTUNED_BATCH) -> Plan:
-    """Apply the operator's defaults and limits. `tuned` is the batch size if the operator does not configure one.
+def make_plan(
+    spec: ModelSpec, settings: Settings, options: Options, tuned_batch_size: int = UNTUNED_BATCH_SIZE
+) -> Plan:
+    """Apply the operator's defaults and limits. `tuned_batch_size` is used if the operator has not configured one.
 
-    Raises BadParameter for options beyond the operator's limits, for outputs that the model does not have, for a
-    diameter that it cannot estimate, and for post-processing options that do not apply to the output.
+    Raises BadParameter for options that exceed the operator's limits, for outputs that the model does not have, for a
+    diameter that the model cannot estimate, and for post-processing options that do not apply to the output.
     """
     windows = settings.windows
-    configured = tuned if windows.sw_batch_size == "auto" else windows.sw_batch_size
-    batch_size = configured if options.sw_batch_size is None else options.sw_batch_size
+    default_size = tuned_batch_size if windows.sw_batch_size == "auto" else windows.sw_batch_size
+    batch_size = default_size if options.sw_batch_size is None else options.sw_batch_size
     overlap = _choose_overlap(settings, options)
     _check_limits(settings.limits, batch_size, overlap)
-    below = windows.skip_below if options.skip_below is None else options.skip_below
-    if windows.inferer == "monai" and below != "none":
+    skip_below = windows.skip_below if options.skip_below is None else options.skip_below
+    if windows.inferer == "monai" and skip_below != "none":
         raise BadParameter(
-            "skip_below: this service uses the inferer of MONAI, which cannot skip windows. Omit this parameter.",
+            "skip_below: this service uses MONAI's inferer, which cannot skip windows. Omit this parameter.",
             parameter="skip_below",
         )
     output = _choose_output(spec, options.output)
@@ -52,8 +54,8 @@ def make_plan(spec: ModelSpec, settings: Settings, options: Options, tuned: int 
         sw_batch_size=batch_size,
         overlap=overlap,
         diameter=None if isinstance(options.diameter, str) else options.diameter,
-        needs_diameter_estimate=_needs_diameter(spec, options),
-        skip_below=None if below == "none" else below,
+        needs_diameter_estimate=_needs_diameter_estimate(spec, options),
+        skip_below=None if skip_below == "none" else skip_below,
         postprocessing=options.postprocessing,
         views=BEST_QUALITY_VIEWS if options.quality == "best" else (),
     )
@@ -76,44 +78,45 @@ def _check_limits(limits: Limits, batch_size: int, overlap: float) -> None:
 
 
 def choose_window(spec: ModelSpec, roi_size: Size | None) -> ModelSpec:
-    """Return the model with the requested window size. Raises BadParameter if the model does not support it."""
-    fixed, steps = spec.input.roi_size, spec.input.roi_multiple
-    if roi_size is None or roi_size == fixed:
+    """Return the model with the requested window size. Raises BadParameter if the model does not support this size."""
+    default_size, multiples = spec.input.roi_size, spec.input.roi_multiple
+    if roi_size is None or roi_size == default_size:
         return spec
-    if steps is None:
+    if multiples is None:
         raise BadParameter(
-            f"roi_size: {spec.name} supports only windows of {_edges(fixed)}. Omit this parameter.",
+            f"roi_size: {spec.name} supports only the window size {_format_size(default_size)}. Omit this parameter.",
             parameter="roi_size",
         )
-    if any(edge % step for edge, step in zip(roi_size, steps, strict=True)):
+    if any(edge % step for edge, step in zip(roi_size, multiples, strict=True)):
         raise BadParameter(
-            f"roi_size: {spec.name} supports multiples of {_edges(steps)}, not {_edges(roi_size)}.",
+            f"roi_size: the window size of {spec.name} must be a multiple of {_format_size(multiples)}, not"
+            f" {_format_size(roi_size)}.",
             parameter="roi_size",
         )
     return spec.model_copy(update={"input": spec.input.model_copy(update={"roi_size": roi_size})})
 
 
-def window_scale(spec: ModelSpec, other: ModelSpec) -> float:
-    """Return the ratio of the number of voxels in the window of `other` to that in the window of `spec`."""
+def compute_window_scale(spec: ModelSpec, other: ModelSpec) -> float:
+    """Return the ratio of the number of voxels in the window of `other` to the number in the window of `spec`."""
     return math.prod(other.input.roi_size) / math.prod(spec.input.roi_size)
 
 
-def _edges(size: Size) -> str:
+def _format_size(size: Size) -> str:
     return ",".join(map(str, size))
 
 
-def _choose_output(spec: ModelSpec, wanted: OutputKind | None) -> OutputKind:
-    instances = spec.decoding.kind == "instances"
-    if wanted == "labels" and not instances:
+def _choose_output(spec: ModelSpec, requested_output: OutputKind | None) -> OutputKind:
+    has_instances = spec.decoding.kind == "instances"
+    if requested_output == "labels" and not has_instances:
         raise BadParameter(
             f"{spec.name} predicts classes, not objects. Use output=classes or output=probabilities.",
             parameter="output",
             suggested={"output": "classes"},
         )
-    return wanted or ("labels" if instances else "classes")
+    return requested_output or ("labels" if has_instances else "classes")
 
 
-def _needs_diameter(spec: ModelSpec, options: Options) -> bool:
+def _needs_diameter_estimate(spec: ModelSpec, options: Options) -> bool:
     """Return whether the object diameter has to be estimated from the stack."""
     if options.diameter == "auto" and (spec.input.diameter is None or not isinstance(spec.decoding, Instances)):
         raise BadParameter(f"The model {spec.name} has no object diameter. Omit diameter=.", parameter="diameter")
@@ -122,40 +125,41 @@ def _needs_diameter(spec: ModelSpec, options: Options) -> bool:
 
 @dataclass(frozen=True)
 class Estimator:
-    """Plans requests to one model, both before and after it is loaded.
+    """Plans requests for one model, both before and after the model is loaded.
 
-    sw_batch_size           windows per call if the operator does not configure it
-    window_bytes            bytes of activations for one window; None: those of a typical network
-    score_bytes             bytes per window in full batches of `sw_batch_size`; None: `window_bytes`
-    accepts_any_batch_size  whether the network, built for `sw_batch_size` windows, also accepts fewer; None: it runs
-                            eagerly with any number, in a single stream if there are fewer
-    on_host                 whether the device uses the host's memory
+    sw_batch_size           number of windows per call if the operator has not configured it
+    window_bytes            bytes of activations for one window; None: use the estimate for a typical network
+    score_bytes             bytes per window in full batches of `sw_batch_size`; None: same as `window_bytes`
+    accepts_any_batch_size  whether the network, which was built for `sw_batch_size` windows, also accepts fewer; None:
+                            the network runs eagerly with any number of windows, and batches of fewer windows than
+                            `sw_batch_size` have a single stream
+    is_on_host              whether the device uses the host's memory
     streams                 number of concurrent batches of `sw_batch_size` windows
-    device_memory           bytes of the device's own memory; None: unknown, or the host's memory
+    device_memory           bytes of the device's own memory; None: unknown, or the device uses the host's memory
     """
 
     spec: ModelSpec
     settings: Settings
-    sw_batch_size: int = UNTUNED_BATCH
+    sw_batch_size: int = UNTUNED_BATCH_SIZE
     window_bytes: int | None = None
-    on_host: bool = True
+    is_on_host: bool = True
     streams: int = 1
     score_bytes: int | None = None
     accepts_any_batch_size: bool | None = None
     device_memory: int | None = None
 
     def fit_batch(self, batch_size: int) -> int:
-        """Return the windows per call for a request of `batch_size`, given how the network was built."""
+        """Return the number of windows per call for a requested batch size. It depends on how the network was built."""
         if self.accepts_any_batch_size is None:
             return batch_size
         return min(batch_size, self.sw_batch_size) if self.accepts_any_batch_size else self.sw_batch_size
 
-    def for_window(self, options: Options) -> Estimator:
+    def with_window_size(self, options: Options) -> Estimator:
         """Return the estimator for the requested window size. Raises BadParameter like `choose_window`."""
         spec = choose_window(self.spec, options.roi_size)
         if spec is self.spec:
             return self
-        scale = window_scale(self.spec, spec)
+        scale = compute_window_scale(self.spec, spec)
         return replace(
             self,
             spec=spec,
@@ -165,9 +169,9 @@ class Estimator:
         )
 
     def plan(self, options: Options) -> Plan:
-        """Plan without a volume. Raises the errors of `make_plan` and `choose_window`."""
+        """Plan a request without a volume. Raises the errors of `make_plan` and `choose_window`."""
         if options.roi_size is not None:
-            return self.for_window(options).plan(replace(options, roi_size=None))
+            return self.with_window_size(options).plan(replace(options, roi_size=None))
         plan = make_plan(self.spec, self.settings, options, self.sw_batch_size)
         return plan._replace(sw_batch_size=self.fit_batch(plan.sw_batch_size))
 
@@ -187,61 +191,74 @@ class Estimator:
     def plan_request(self, volume: Extent, options: Options) -> PlannedRequest:
         """Plan the segmentation of a volume of this shape and voxel size.
 
-        Raises BadParameter for invalid options or channels, and TooLarge for more windows than the limit.
+        Raises BadParameter for invalid options or channels, and TooLarge for more windows than the limit allows.
         """
         if options.roi_size is not None:
-            return self.for_window(options).plan_request(volume, replace(options, roi_size=None))
+            return self.with_window_size(options).plan_request(volume, replace(options, roi_size=None))
         plan = self.plan(options)
         self._check_channels(volume)
         minimum_voxels(plan.postprocessing, volume)
-        window_load = self._load(plan)
-        needed = estimate(self.spec, volume, plan, window_load)
-        if self.device_memory is not None and needed.device_bytes > MAX_DEVICE_MEMORY_FRACTION * self.device_memory:
+        window_load = self._get_window_load(plan)
+        request_estimate = estimate(self.spec, volume, plan, window_load)
+        if (
+            self.device_memory is not None
+            and request_estimate.device_bytes > MAX_DEVICE_MEMORY_FRACTION * self.device_memory
+        ):
             plan = plan._replace(decode_on_host=True)
-            needed = estimate(self.spec, volume, plan, window_load)
+            request_estimate = estimate(self.spec, volume, plan, window_load)
         if self.settings.windows.inferer == "monai":
-            needed = self._add_whole_scores(needed)
-        if needed.windows > (most := self.settings.limits.windows):
+            request_estimate = self._add_monai_bytes(request_estimate)
+        if request_estimate.windows > (max_windows := self.settings.limits.windows):
             raise TooLarge(
-                f"The volume needs {needed.windows} windows, and this service computes up to {most} for one volume."
-                f" Crop it, or use less overlap{', quality=fast' * bool(plan.views)} or a larger diameter.",
+                f"The volume needs {request_estimate.windows} windows, but this service computes at most {max_windows}"
+                f" for one volume. Crop the volume, or use less overlap{', quality=fast' * bool(plan.views)} or a"
+                " larger diameter.",
                 suggested={"quality": "fast"} if plan.views else None,
             )
-        return PlannedRequest(plan, needed)
+        return PlannedRequest(plan, request_estimate)
 
-    def _load(self, plan: Plan) -> WindowLoad:
-        """Return the load of computing the windows of a plan."""
+    def _get_window_load(self, plan: Plan) -> WindowLoad:
+        """Return the memory load of computing the windows of a plan."""
         window_bytes, streams = self.window_bytes, self.streams
         if window_bytes is None:
-            window_bytes = typical_activation_bytes((1, self.spec.input.channels, *self.spec.input.roi_size))
+            window_bytes = estimate_activation_bytes((1, self.spec.input.channels, *self.spec.input.roi_size))
         if plan.sw_batch_size < self.sw_batch_size and self.accepts_any_batch_size is None:
             streams = 1
         elif plan.sw_batch_size == self.sw_batch_size and self.score_bytes is not None:
             window_bytes = self.score_bytes
         if plan.views:
             voxels = math.prod(self.spec.input.roi_size)
-            window_bytes += views_bytes(self.spec.input.channels, len(self.spec.outputs), voxels)
-        return WindowLoad(window_bytes, streams, self.on_host)
+            window_bytes += count_view_bytes(self.spec.input.channels, len(self.spec.outputs), voxels)
+        return WindowLoad(window_bytes, streams, self.is_on_host)
 
-    def _add_whole_scores(self, needed: Estimate) -> Estimate:
+    def _add_monai_bytes(self, request_estimate: Estimate) -> Estimate:
         """Add the float32 arrays that MONAI holds in addition to the windows: image, scores and weights."""
-        voxels = 4 * math.prod(needed.working_size)
-        image, scores = voxels * self.spec.input.channels, voxels * (len(self.spec.outputs) + 1)
-        host, device = needed.host_bytes + image, needed.device_bytes + (0 if self.on_host else image)
-        if self.on_host or self.settings.windows.device == "cpu":
-            return replace(needed, host_bytes=host + scores, device_bytes=device)
-        return replace(needed, host_bytes=host, device_bytes=device + scores)
+        voxel_bytes = 4 * math.prod(request_estimate.working_size)
+        image_bytes, score_volume_bytes = (
+            voxel_bytes * self.spec.input.channels,
+            voxel_bytes * (len(self.spec.outputs) + 1),
+        )
+        host_total, device_total = (
+            request_estimate.host_bytes + image_bytes,
+            request_estimate.device_bytes + (0 if self.is_on_host else image_bytes),
+        )
+        if self.is_on_host or self.settings.windows.device == "cpu":
+            return replace(request_estimate, host_bytes=host_total + score_volume_bytes, device_bytes=device_total)
+        return replace(request_estimate, host_bytes=host_total, device_bytes=device_total + score_volume_bytes)
 
     def _check_channels(self, volume: Extent) -> None:
         count, expected = volume.shape[0], self.spec.input.channels
         if count == expected:
             return
-        names = volume.channels if isinstance(volume, Volume | Description) else ()
-        if len(names) != count:
-            names = ("",) * count
-        named = ", ".join(f"{index}{f' ({name})' if name else ''}" for index, name in enumerate(names))
+        channel_names = volume.channels if isinstance(volume, Volume | Description) else ()
+        if len(channel_names) != count:
+            channel_names = ("",) * count
+        listed_channels = ", ".join(
+            f"{index}{f' ({name})' if name else ''}" for index, name in enumerate(channel_names)
+        )
         channels = f"{expected} channel" + ("s" if expected > 1 else "")
         raise BadParameter(
-            f"{self.spec.name} needs {channels}, but the volume has {count}: {named}. Use channel= (index or name).",
+            f"{self.spec.name} needs {channels}, but the volume has {count}: {listed_channels}. Use channel="
+            " with an index or a name.",
             parameter="channel",
         )

@@ -1,7 +1,7 @@
-"""Comparison of the labels of a fast network with those of the FP32 reference, on the model's own sample.
+"""Comparison of the labels of a fast network with the labels of the FP32 reference, on the model's sample stack.
 
-On devices other than the CPU, where batches are large, the scores of a full batch are also compared: some library bugs
-affect only the last windows of a large batch.
+On devices other than the CPU, batches are large, and the scores of a full batch are also compared, because some library
+bugs affect only the last windows of a large batch.
 """
 
 from __future__ import annotations
@@ -26,76 +26,82 @@ from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import SlidingWindow
 from service.models.spec import ModelSpec
 
-SAMPLE_BYTES = 2**30
+# Maximum decoded size of a sample.
+MAX_SAMPLE_BYTES = 2**30
+# Overlap of windows for comparisons.
 OVERLAP = 0.25
 
-# Scores deviate by more than rounding if the difference from the reference exceeds this fraction of the root mean
-# square of their output. In BF16 on a CPU, scores of the bundled models differ by at most 0.034 of it.
+# A score is wrong if its difference from the reference exceeds this fraction of the root mean square of all scores of
+# the same output. Rounding causes smaller differences: up to 0.034 for the bundled models in BF16 on a CPU.
 ROUNDING_LIMIT = 0.25
-# A batch is faulty if more than this fraction of a window's voxels have such scores.
+# A batch is faulty if more than this fraction of the voxels of a window have wrong scores.
 MAX_WRONG_FRACTION = 1e-3
 
 log = logging.getLogger(__name__)
 
 
 class LabelAgreement:
-    """Compares labels of a small image with those of the FP32 reference.
+    """Compares the labels of a small image with the labels of the FP32 reference.
 
-    reference   creates windows that run the FP32 network as loaded; called on first use
-    full_batch  whether `difference` also compares the scores of a full batch
+    make_reference  creates windows that run the FP32 network as loaded; called on first use
+    full_batch      whether `compute_difference` also compares the scores of a full batch
     """
 
     def __init__(
         self,
         spec: ModelSpec,
         device: torch.device,
-        reference: Callable[[], SlidingWindow],
+        make_reference: Callable[[], SlidingWindow],
         *,
         full_batch: bool = False,
     ) -> None:
         self._spec, self._full_batch = spec, full_batch
-        # The labels need the reference only once, but each comparison of a full batch needs it again.
-        self._reference = cache(reference) if full_batch else reference
-        self._image = sample_image(spec).to(device)
-        self._expected: Segmentation | None = None
+        # Labels are computed by the reference only once, but each comparison of a full batch needs the reference again.
+        self._make_reference = cache(make_reference) if full_batch else make_reference
+        self._image = load_sample_image(spec).to(device)
+        self._expected_segmentation: Segmentation | None = None
 
-    def repeat_image(self, windows: int) -> Tensor:
-        """Return the image repeated to the size of a row of windows along x, float32 [1, C, Z, Y, X]."""
+    def repeat_image(self, num_windows: int) -> Tensor:
+        """Return the image, repeated until it covers a row of windows along x, float32 [1, C, Z, Y, X]."""
         z, y, x = self._spec.input.roi_size
-        edges = (z, y, x + (windows - 1) * int(x * (1 - OVERLAP)))
-        ends = (
+        edges = (z, y, x + (num_windows - 1) * int(x * (1 - OVERLAP)))
+        axis_indices = (
             torch.arange(edge, device=self._image.device) % length
             for edge, length in zip(edges, self._image.shape[2:], strict=True)
         )
         row = self._image
-        for axis, places in enumerate(ends, start=2):
-            row = row.index_select(axis, places)
+        for axis, indices in enumerate(axis_indices, start=2):
+            row = row.index_select(axis, indices)
         return row
 
-    def difference(self, window: SlidingWindow) -> float:
-        """Return the fraction of the image's voxels whose label differs from the reference; NaN for non-finite scores.
+    def compute_difference(self, window: SlidingWindow) -> float:
+        """Return the fraction of voxels whose label differs from the reference, or NaN if scores are not finite.
 
         With `full_batch`, return infinity if the scores of a full batch are wrong.
         """
-        if self._expected is None:
+        if self._expected_segmentation is None:
             with step("computing the labels of the FP32 network"):
-                self._expected = self.segment(self._reference(), self._image)
+                self._expected_segmentation = self.segment(self._make_reference(), self._image)
         try:
             with step("checking labels"):
                 found = self.segment(window, self._image)
         except NonFiniteScores:
             return math.nan
-        worst_window = self.batch_difference(window) if self._full_batch else 0.0
-        if math.isnan(worst_window):
+        max_wrong_fraction = self.compute_batch_difference(window) if self._full_batch else 0.0
+        if math.isnan(max_wrong_fraction):
             return math.nan
-        return math.inf if worst_window > MAX_WRONG_FRACTION else fraction_differing(self._expected, found)
+        return (
+            math.inf
+            if max_wrong_fraction > MAX_WRONG_FRACTION
+            else compute_label_difference(self._expected_segmentation, found)
+        )
 
     @torch.inference_mode()
-    def batch_difference(self, window: SlidingWindow) -> float:
-        """Return the largest fraction of wrong voxels in any window of a full batch; NaN for non-finite scores.
+    def compute_batch_difference(self, window: SlidingWindow) -> float:
+        """Return the largest fraction of wrong voxels in a window of a full batch, or NaN if scores are not finite.
 
-        The batch has the size, dtype and memory format of requests, and each of its windows is a part of the image. A
-        voxel is wrong if one of its scores differs from the reference by more than rounding explains.
+        The batch has the same size, dtype and memory format as for requests, and each of its windows is a part of the
+        image. A voxel is wrong if one of its scores differs from the reference by more than rounding can explain.
         """
         count = window.capacity
         image = self.repeat_image(count)
@@ -105,16 +111,19 @@ class LabelAgreement:
             limits = ROUNDING_LIMIT * norms / math.sqrt(scores[:, 0].numel())
             if not limits.isfinite().all():
                 return math.nan
-            reference = self._reference()
-            scan = reference.scan(image, OVERLAP)
-            shares = [fraction_above(one, reference.forward([scan.take(1)])[0][0], limits) for one in scores.unbind()]
-            share, place = torch.stack(shares).max(0)
-        if share > 0:
-            number = f"{int(place) + 1} of {count}"
+            make_reference = self._make_reference()
+            scan = make_reference.scan(image, OVERLAP)
+            fractions = [
+                compute_fraction_above(window_scores, make_reference.forward([scan.take(1)])[0][0], limits)
+                for window_scores in scores.unbind()
+            ]
+            fraction, window_index = torch.stack(fractions).max(0)
+        if fraction > 0:
+            number = f"{int(window_index) + 1} of {count}"
             log.info(
-                "%s: %.2f %% of the scores in window %s are wrong", self._spec.identifier, 100 * float(share), number
+                "%s: %.2f%% of the voxels of window %s are wrong", self._spec.identifier, 100 * float(fraction), number
             )
-        return float(share)
+        return float(fraction)
 
     @torch.inference_mode()
     def segment(self, window: SlidingWindow, image: Tensor, stream: int = 0) -> Segmentation:
@@ -126,76 +135,76 @@ class LabelAgreement:
         return decoder.finish()
 
 
-def score(window: SlidingWindow, image: Tensor, stream: int = 0) -> None:
+def compute_scores(window: SlidingWindow, image: Tensor, stream: int = 0) -> None:
     """Compute and blend the scores of an image [1, C, Z, Y, X] like `LabelAgreement.segment`, and discard them."""
     for _slab in window.run(image, OVERLAP, stream=stream):
         pass
 
 
-def fraction_above(found: Tensor, expected: Tensor, limits: Tensor) -> Tensor:
-    """Return the fraction of voxels [z, y, x] with a score that differs by more than the limit of its output.
+def compute_fraction_above(found: Tensor, expected: Tensor, limits: Tensor) -> Tensor:
+    """Return the fraction of voxels [z, y, x] with a score that differs by more than the limit for its output.
 
     found, expected  scores [K, z, y, x]
-    limits           limit of each output, [K]
+    limits           maximum difference for each output, [K]
     """
     return ((found - expected).abs() > limits[:, None, None, None]).any(0).float().mean()
 
 
-def sample_image(spec: ModelSpec) -> Tensor:
-    """Return the center of the model's sample, at most two windows per axis: normalized float32 [1, C, Z, Y, X].
+def load_sample_image(spec: ModelSpec) -> Tensor:
+    """Return the center of the model's sample, normalized, float32 [1, C, Z, Y, X]. It has up to two windows per axis.
 
-    Return smooth noise if the model has no sample, or if its sample cannot be read.
+    Returns smooth noise if the model has no sample, or if the sample cannot be read.
     """
     z, y, x = (edge + int(edge * (1 - OVERLAP)) for edge in spec.input.roi_size)
     try:
-        image = _sample(spec)
+        image = _read_sample(spec)
     except (StackSegError, OSError) as error:
-        log.warning("%s: cannot read the sample; comparing engines on noise instead: %s", spec.identifier, error)
+        log.warning("%s: cannot read the sample, so engines are compared on noise: %s", spec.identifier, error)
         image = None
     if image is None:
-        image = noise((1, spec.input.channels, z, y, x))
-    for axis, most in zip((2, 3, 4), (z, y, x), strict=True):
-        length = min(image.shape[axis], most)
+        image = make_noise((1, spec.input.channels, z, y, x))
+    for axis, max_length in zip((2, 3, 4), (z, y, x), strict=True):
+        length = min(image.shape[axis], max_length)
         image = image.narrow(axis, (image.shape[axis] - length) // 2, length)
     return image.contiguous()
 
 
-def noise(shape: tuple[int, ...]) -> Tensor:
-    """Return noise: random values up to 1 on every eighth voxel, interpolated, plus up to 0.1 on every voxel."""
+def make_noise(shape: tuple[int, ...]) -> Tensor:
+    """Return smooth noise: interpolated random values between 0 and 1, plus a random value up to 0.1 for each voxel."""
     generator = torch.Generator().manual_seed(0)
-    coarse = torch.rand((*shape[:2], *[edge // 8 + 2 for edge in shape[2:]]), generator=generator)
-    smooth = functional.interpolate(coarse, size=shape[2:], mode="trilinear", align_corners=False)
-    return smooth + 0.1 * torch.rand(shape, generator=generator)
+    coarse_noise = torch.rand((*shape[:2], *[edge // 8 + 2 for edge in shape[2:]]), generator=generator)
+    smooth_noise = functional.interpolate(coarse_noise, size=shape[2:], mode="trilinear", align_corners=False)
+    return smooth_noise + 0.1 * torch.rand(shape, generator=generator)
 
 
-def _sample(spec: ModelSpec) -> Tensor | None:
+def _read_sample(spec: ModelSpec) -> Tensor | None:
     if spec.sample is None:
         return None
-    volume = stack_reader.read(spec.folder / spec.sample.input, Selection(), SAMPLE_BYTES)
+    volume = stack_reader.read(spec.folder / spec.sample.input, Selection(), MAX_SAMPLE_BYTES)
     if volume.shape[0] != spec.input.channels:
         return None
     return prepare_tensor(volume, spec)
 
 
-def fraction_differing(one: Segmentation, other: Segmentation) -> float:
-    """Return the fraction of voxels that differ. Labels are matched first: each object to its largest partner."""
-    if one.kind != "labels":
-        return float(np.mean(one.pixels != other.pixels))
-    return 1 - _count_agreeing(one.pixels, other.pixels) / max(one.pixels.size, 1)
+def compute_label_difference(segmentation_a: Segmentation, segmentation_b: Segmentation) -> float:
+    """Return the fraction of voxels that differ. Objects are matched first, the largest overlaps first."""
+    if segmentation_a.kind != "labels":
+        return float(np.mean(segmentation_a.pixels != segmentation_b.pixels))
+    return 1 - _count_agreeing(segmentation_a.pixels, segmentation_b.pixels) / max(segmentation_a.pixels.size, 1)
 
 
-def _count_agreeing(one: Array, other: Array) -> int:
-    # Encode the pair of labels at each voxel as one number, because counting pairs dominates the run time.
-    width = int(other.max(initial=0)) + 1
-    pairs, counts = np.unique(one.ravel().astype(np.int64) * width + other.ravel(), return_counts=True)
-    agreeing = 0
+def _count_agreeing(labels_a: Array, labels_b: Array) -> int:
+    # Encode the two labels of each voxel as one number, because counting the pairs dominates the run time.
+    width = int(labels_b.max(initial=0)) + 1
+    pairs, counts = np.unique(labels_a.ravel().astype(np.int64) * width + labels_b.ravel(), return_counts=True)
+    num_agreeing = 0
     partners: tuple[set[int], set[int]] = (set(), set())
     for index in np.argsort(-counts, kind="stable").tolist():
         first, second = divmod(int(pairs[index]), width)
         if first == 0 and second == 0:
-            agreeing += int(counts[index])
+            num_agreeing += int(counts[index])
         elif first and second and first not in partners[0] and second not in partners[1]:
-            agreeing += int(counts[index])
+            num_agreeing += int(counts[index])
             partners[0].add(first)
             partners[1].add(second)
-    return agreeing
+    return num_agreeing

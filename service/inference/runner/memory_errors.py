@@ -13,36 +13,38 @@ from service.core.hardware.devices import Driver, find_device_loss, is_out_of_me
 from service.inference.types import Estimate
 
 
-def check_memory(needed: Estimate, on_host: int | None, on_device: int | None = None) -> None:
-    """Raise OutOfMemory if the host or the device has fewer free bytes than needed. None means unknown."""
-    _check(needed.host_bytes, on_host, "memory")
-    _check(needed.device_bytes, on_device, "device memory")
+def check_memory(estimate: Estimate, free_host_bytes: int | None, free_device_bytes: int | None = None) -> None:
+    """Raise OutOfMemory if the host or the device has fewer free bytes than estimated. None means unknown."""
+    _check_free_bytes(estimate.host_bytes, free_host_bytes, "memory")
+    _check_free_bytes(estimate.device_bytes, free_device_bytes, "device memory")
 
 
-def _check(needed: int, free: int | None, memory: str) -> None:
-    if free is not None and needed > free:
+def _check_free_bytes(needed_bytes: int, free_bytes: int | None, memory_kind: str) -> None:
+    if free_bytes is not None and needed_bytes > free_bytes:
         raise OutOfMemory(
-            f"This volume needs about {needed / 2**30:.1f} GiB of {memory}, but only {free / 2**30:.1f} GiB are free. "
-            "Submit a smaller part of it, or try again when fewer requests are running.",
-            needed,
+            f"This volume needs about {needed_bytes / 2**30:.1f} GiB of {memory_kind}, but only"
+            f" {free_bytes / 2**30:.1f} GiB are free. Submit a smaller part of the volume, or try again when fewer"
+            " requests are running.",
+            needed_bytes,
         )
 
 
 @contextmanager
 def translate_errors(estimate: Estimate, device: torch.device, driver: Driver = devices) -> Iterator[None]:
-    """Translate out-of-memory errors of libraries to OutOfMemory, and errors of a lost device to DeviceLost."""
+    """Translate out-of-memory errors from libraries to OutOfMemory, and errors from a lost device to DeviceLost."""
     try:
         yield
     except StackSegError:
         raise
     except Exception as error:
         if not is_out_of_memory(error):
-            if (lost := find_device_loss(device, error, driver)) is not None:
-                raise lost from error
+            if (device_loss := find_device_loss(device, error, driver)) is not None:
+                raise device_loss from error
             raise
-        most = max(estimate.host_bytes, estimate.device_bytes)
+        needed_bytes = max(estimate.host_bytes, estimate.device_bytes)
         raise OutOfMemory(
-            f"There was not enough memory, even for a batch of one window. About {most / 2**30:.1f} GiB are needed. "
-            "Submit a smaller part of the volume, or try again when fewer requests are running.",
-            most,
+            "There was not enough memory, even for a batch of one window."
+            f" About {needed_bytes / 2**30:.1f} GiB are needed."
+            " Submit a smaller part of the volume, or try again when fewer requests are running.",
+            needed_bytes,
         ) from error

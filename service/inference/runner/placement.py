@@ -1,4 +1,4 @@
-"""Memory in which the pixels and scores of a model are held. On a CPU, this is the host's memory; nothing is copied."""
+"""Where the windows and scores of a request are stored. On a CPU, this is the host's memory, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -13,33 +13,42 @@ from service.inference.windows.sliding_window import Image
 
 
 class Placement(Protocol):
-    """Memory that holds the windows and scores of a network: that of the host, or the device's own."""
+    """Strategy for placing the windows and scores of requests in the host's memory or in the device's own memory."""
 
     @property
-    def on_host(self) -> bool:
+    def is_on_host(self) -> bool:
         """Whether the device uses the host's memory."""
 
     @property
     def total_bytes(self) -> int | None:
-        """Bytes of the device's own memory. None if unknown, or if it is the host's."""
+        """Bytes of the device's own memory, or None if the number is unknown or the device uses the host's memory."""
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes of the device's own memory. None if unknown, or if it is the host's."""
+        """Return the free bytes of the device's own memory, or None like `total_bytes`."""
 
     def upload(self, volume: Volume, /) -> DevicePixels | None:
-        """Copy all pixels of a volume to the device's own memory. None if it has none, or if they do not fit."""
+        """Copy all pixels of a volume to the device's own memory.
+
+        Returns None if the device has no memory of its own, or if the pixels do not fit.
+        """
 
     def place_image(self, image: Image, depth: int, /) -> Image:
-        """Return an image whose windows of `depth` planes are read on the device; on the host, `image` itself."""
+        """Return an image that reads its windows, each of `depth` planes, into device memory.
 
-    def choose_decoder(self, make: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
-        """Return a function that creates the decoder of a request. `make` is `make_decoder` except for `whole`."""
+        On the host, this is `image` itself.
+        """
+
+    def choose_decoder_factory(self, make: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
+        """Return a function that creates the decoder of a request.
+
+        `make` is `make_decoder`, with the arguments bound that do not depend on the placement.
+        """
 
 
 class HostPlacement:
     """Placement in the host's memory."""
 
-    on_host = True
+    is_on_host = True
     total_bytes = None
 
     def free_bytes(self) -> None:
@@ -51,5 +60,5 @@ class HostPlacement:
     def place_image(self, image: Image, _depth: int, /) -> Image:
         return image
 
-    def choose_decoder(self, make: Callable[..., Decoder], _plan: Plan, /) -> Callable[[], Decoder]:
+    def choose_decoder_factory(self, make: Callable[..., Decoder], _plan: Plan, /) -> Callable[[], Decoder]:
         return make

@@ -21,7 +21,7 @@ from service.inference.runner.engine_builder import EngineBuilder, ReadyEngine
 from service.inference.types import Plan
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow, score_stack
-from service.inference.windows.views import AveragedViews
+from service.inference.windows.views import ViewAveragingNetwork
 
 
 class ScoreConsumer(Protocol):
@@ -35,7 +35,7 @@ C = TypeVar("C", bound=ScoreConsumer)
 
 
 class ScoringResult(NamedTuple, Generic[C]):
-    """Consumer that has received all scores; `notes`, `fallbacks` and `recomputed` are those of the `Result`."""
+    """Consumer that has received all scores. See `Result` for the meaning of the other fields."""
 
     consumer: C
     notes: tuple[str, ...]
@@ -57,117 +57,117 @@ class ScoreComputer:
     """Computes scores with the network of one model. Thread-safe.
 
     builder    builds the networks for the fallbacks
-    config     configuration of the network
-    ready      network that is warm; None: none yet, run eagerly
-    fit_batch  returns the windows per call for a requested number, like `Estimator.fit_batch`
+    config     configuration of the engine
+    engine     engine that is warm; None: no engine is warm yet, so run eagerly
+    fit_batch  returns the number of windows per call for a requested batch size, like `Estimator.fit_batch`
     """
 
     def __init__(
         self,
         builder: EngineBuilder,
         config: EngineConfig,
-        ready: ReadyEngine | None = None,
+        engine: ReadyEngine | None = None,
         fit_batch: Callable[[int], int] = lambda batch_size: batch_size,
     ) -> None:
-        self._builder, self._config, self._ready, self._fit_batch = builder, config, ready, fit_batch
-        # In this case, recomputing in eager float32 would change nothing.
+        self._builder, self._config, self._engine, self._fit_batch = builder, config, engine, fit_batch
+        # If the network itself runs eagerly in float32, recomputing the scores would change nothing.
         self._is_reference = config.engine == "eager" and config.precision == "fp32"
-        self._smaller_windows: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
-        self._viewed_windows: WeakKeyDictionary[SlidingWindow, SlidingWindow] = WeakKeyDictionary()
+        self._windows_by_batch_size: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
+        self._averaging_windows: WeakKeyDictionary[SlidingWindow, SlidingWindow] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     @cached_property
     def module(self) -> nn.Module:
-        """Prepared module, which runs eagerly if the warm network does not fit the request."""
-        return self._builder.module(self._config) if self._ready is None else self._ready.module
+        """Prepared module, which runs eagerly if the warm engine does not support the request."""
+        return self._builder.prepare_module(self._config) if self._engine is None else self._engine.module
 
     def compute(
         self, image: Image, plan: Plan, make_consumer: Callable[[], C], stages: Stages, run: ComputeSlabs
     ) -> ScoringResult[C]:
-        """Pass the scores of `image` to a new consumer. The batch size is halved until the batch fits in memory.
+        """Pass the scores of `image` to a new consumer. The batch size is halved until a batch fits in memory.
 
-        If scores are not finite, all of them are recomputed by the FP32 network. Raises NonFiniteScores if those are
-        not finite either, and the exceptions of the network.
+        If scores are not finite, all scores are recomputed by the FP32 network. Raises NonFiniteScores if the
+        recomputed scores are not finite either, and the exceptions of the network.
         """
         # The request may have been planned before the network was loaded.
         batch_size, notes, fallbacks, recomputed = self._fit_batch(plan.sw_batch_size), list[str](), 0, False
         while True:
             consumer = make_consumer()
-            window = self._window(batch_size, reference=recomputed)
+            window = self._get_window(batch_size, is_reference=recomputed)
             try:
-                used = self._with_views(window, plan.views) if plan.views else window
-                feed(consumer, run(used, image, plan.overlap), stages)
+                view_window = self._get_averaging_window(window, plan.views) if plan.views else window
+                feed(consumer, run(view_window, image, plan.overlap), stages)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or batch_size == 1:
                     raise
-                # Keep these notes before the note on recomputing, regardless of which happens first.
+                # Notes on batch sizes precede the note on recomputing, regardless of which happens first.
                 notes.insert(fallbacks, f"A batch of {batch_size} windows did not fit in memory; used a smaller one.")
                 fallbacks, batch_size = fallbacks + 1, batch_size // 2
                 _release_memory(window)
             except NonFiniteScores:
                 if recomputed or self._is_reference:
                     raise
-                how = f"{self._config.engine}, {self._config.precision}"
-                notes.append(f"The scores were not finite ({how}) and were recomputed in eager fp32.")
+                engine_name = f"{self._config.engine}, {self._config.precision}"
+                notes.append(f"The scores were not finite ({engine_name}) and were recomputed in eager fp32.")
                 recomputed = True
             else:
-                notes += [] if recomputed else self._notes(window)
+                notes += [] if recomputed else self._list_notes(window)
                 return ScoringResult(consumer, tuple(notes), fallbacks, recomputed)
 
     def score_windows(self, windows: Tensor, plan: Plan, run: ComputeSlabs) -> Tensor:
-        """Return the raw scores, float32 [N, K, *roi], of windows [N, C, *roi], which are computed as one stack.
+        """Return the raw scores of windows [N, C, *roi], which are computed as one stack, float32 [N, K, *roi].
 
         Each window is scored once, regardless of the views in the plan. Raises the exceptions of `compute`.
         """
-        single_scoring = plan._replace(overlap=0.0, views=())
+        single_view_plan = plan._replace(overlap=0.0, views=())
         return score_stack(
-            windows, lambda stack: self.compute(stack, single_scoring, _ScoreCollector, Stages(), run).consumer.slabs
+            windows, lambda stack: self.compute(stack, single_view_plan, _ScoreCollector, Stages(), run).consumer.slabs
         )
 
-    def _window(self, batch_size: int, *, reference: bool) -> SlidingWindow:
-        """Return the FP32 reference, the warm window, one with a smaller batch, or an eager one."""
-        if reference:
-            return self._builder.reference(batch_size)
-        if self._ready is not None and self._config.sw_batch_size == batch_size:
-            return self._ready.window
+    def _get_window(self, batch_size: int, *, is_reference: bool) -> SlidingWindow:
+        """Return the FP32 reference, the warm engine's windows, or windows for a smaller batch or an eager network."""
+        if is_reference:
+            return self._builder.make_reference(batch_size)
+        if self._engine is not None and self._config.sw_batch_size == batch_size:
+            return self._engine.window
         # Concurrent requests for the same batch size share its batches.
         with self._lock:
-            window = self._smaller_windows.get(batch_size)
+            window = self._windows_by_batch_size.get(batch_size)
             if window is None:
-                window = self._smaller_windows[batch_size] = self._make_window(batch_size)
+                window = self._windows_by_batch_size[batch_size] = self._make_window(batch_size)
             return window
 
-    def _with_views(self, window: SlidingWindow, views: Views) -> SlidingWindow:
-        """Return windows that are scored in several views. Equal calls return one object, so requests share batches."""
+    def _get_averaging_window(self, window: SlidingWindow, views: Views) -> SlidingWindow:
+        """Return windows whose scores are averaged over views. Requests that get the same object share batches."""
         with self._lock:
-            viewed = self._viewed_windows.get(window)
-            if viewed is None:
-                network = AveragedViews(window.network, views)
-                viewed = window.with_network(
+            averaging_window = self._averaging_windows.get(window)
+            if averaging_window is None:
+                network = ViewAveragingNetwork(window.network, views)
+                averaging_window = window.with_network(
                     network, accepts_any_batch_size=window.accepts_any_batch_size, owns_scores=True
                 )
-                self._viewed_windows[window] = viewed
-            return viewed
+                self._averaging_windows[window] = averaging_window
+            return averaging_window
 
     def _make_window(self, batch_size: int) -> SlidingWindow:
-        if self._ready is not None and self._fit_batch(batch_size) == batch_size and self._config.engine != "eager":
-            return self._ready.window.with_capacity(batch_size)
-        return self._builder.sliding_window(self.module, self._config, batch_size)
+        if self._engine is not None and self._fit_batch(batch_size) == batch_size and self._config.engine != "eager":
+            return self._engine.window.with_capacity(batch_size)
+        return self._builder.make_sliding_window(self.module, self._config, batch_size)
 
-    def _notes(self, used: SlidingWindow) -> list[str]:
-        if self._ready is None or self._config.engine == "eager" or used.network is self._ready.window.network:
+    def _list_notes(self, window: SlidingWindow) -> list[str]:
+        if self._engine is None or self._config.engine == "eager" or window.network is self._engine.window.network:
             return []
         return [f"Ran eagerly, because only sw_batch_size {self._config.sw_batch_size} is compiled."]
 
 
 def _release_memory(window: SlidingWindow) -> None:
-    """Release memory that torch has cached on a CUDA device."""
+    """Release the memory that torch has cached on a CUDA device."""
     if window.batch.is_cuda:
         torch.cuda.empty_cache()
 
 
 def feed(consumer: ScoreConsumer, slabs: Iterator[Slab], stages: Stages) -> None:
-    """Pass every slab to the consumer. Its time counts as the stage `decode`, the rest as `windows`."""
+    """Pass every slab to the consumer. The consumer's time counts as the stage `decode`, the rest as `windows`."""
     while True:
         with stages.measure("windows"):
             slab = next(slabs, None)

@@ -1,4 +1,4 @@
-"""Selection of an engine: the one that the settings fix, the first suitable one, or the fastest of all."""
+"""Selection of an engine: the one that the settings fix, the first suitable one, or the fastest one."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from service.engine.tuning import plans
 from service.engine.tuning.autotune import Candidate, NoWorkingConfiguration, Tuner, Winner
 from service.engine.tuning.plans import EngineConfig, EnginePlan, Outcome, Trial
 from service.inference.runner.engine_builder import EngineBuilder, ReadyEngine
-from service.inference.runner.label_agreement import score
+from service.inference.runner.label_agreement import compute_scores
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow
 
-# Maximum fraction of the free memory that the activations of one batch may take while engines are compared.
-MEMORY_SHARE = 0.5
-# Number of windows in the stack on which engines are compared. With fewer, blending and decoding would hardly count.
+# Maximum fraction of the free memory that the activations of concurrent batches may need while engines are compared.
+MAX_ACTIVATION_FRACTION = 0.5
+# Number of windows in the stack on which engines are compared. With fewer, the time for blending and decoding would be
+# negligible.
 COMPARISON_WINDOWS = 4
 # Libraries whose versions a plan depends on.
 LIBRARIES = ("stackseg", "torch", "monai", "openvino", "numpy")
@@ -36,90 +37,91 @@ log = logging.getLogger(__name__)
 
 
 class EngineSelector(EngineBuilder):
-    """Selects the engine configuration for one model on one device, among those that the settings allow."""
+    """Selects the engine configuration for one model on one device from those that the settings allow."""
 
-    def initial_config(self) -> EngineConfig:
-        """Return the configuration before any trial: eager, and otherwise as the settings require."""
-        return self.eager_config(precision.choose(self._settings.engine.precision, self._native).name)
+    def get_initial_config(self) -> EngineConfig:
+        """Return the configuration before any trial: the eager engine in the precision that the settings require."""
+        return self.make_eager_config(precision.choose(self._settings.engine.precision, self._native_dtypes).name)
 
     def run(self, *, tune: bool = False) -> ReadyEngine:
-        """Build the configuration that the settings fix, that an earlier plan chose, or that is the first suitable one.
+        """Build the fixed configuration, the one chosen by the saved plan, or the first suitable one.
 
-        A new plan is saved. With `tune`, and if `engine.tune` allows it, all configurations are compared instead,
+        A new plan is saved. If `tune` is set and `engine.tune` allows it, all configurations are compared instead,
         unless there is a saved plan from such a comparison.
-        If a fixed engine fails, or returns other labels than the network as loaded, it is tried in the next wider
-        precision, unless the precision is fixed too. As a last resort, the network runs eagerly, with a warning. Errors
-        of the eager engine are raised.
+
+        If a fixed engine fails, or if its labels differ from those of the network as loaded, the next higher precision
+        is tried, unless the precision is fixed too. As a last resort, the network runs eagerly, which causes a warning.
+        Errors from the eager engine are raised.
         """
         settings = self._settings.engine
         if settings.kind != "auto":
             return self._build_fixed()
         plan = plans.find(self._plan_folder, self._spec.name, self.circumstances())
-        should_race = tune and settings.tune == "first-start"
+        should_compare_all = tune and settings.tune == "first-start"
         # The plan file may have been edited.
         is_known = plan is not None and plan.choice.engine in backends.BACKENDS
-        if plan is not None and is_known and (plan.tuned or not should_race):
+        if plan is not None and is_known and (plan.tuned or not should_compare_all):
             try:
-                warnings = (*self._precision_warnings, *self._warnings(plan.trials))
-                return replace(self.build(plan.choice, *warnings), plan=plan, cached=True)
+                warnings = (*self._precision_warnings, *self._list_warnings(plan.trials))
+                return replace(self.build(plan.choice, *warnings), plan=plan, is_cached=True)
             except backends.ENGINE_ERRORS as error:
                 reason = backends.get_first_line(error)
                 log.warning("%s: the engine of the saved plan fails, choosing again: %s", self._spec.identifier, reason)
-        return self.tune(settings.tune_seconds) if should_race else self._build_known()
+        return self.tune(settings.tune_seconds) if should_compare_all else self._build_first_known()
 
     def tune(self, seconds: float, announce: Callable[[EngineConfig, int], object] = lambda *_: None) -> ReadyEngine:
-        """Compare all configurations that the settings allow, within a time limit, and save the plan.
+        """Compare all configurations that the settings allow within a time limit, and save the plan.
 
-        announce  called before each trial with the configuration and the number of all configurations
+        announce  called before each trial with the configuration and the total number of configurations
         """
-        configs = list(dict.fromkeys([*self._known_order(), *self._candidates()]))
+        configs = list(dict.fromkeys([*self._list_known_order(), *self._list_candidates()]))
         changes = {"sw_batch_size": self._batch_sizes, "streams": self._stream_counts}
         tuner = self._make_tuner(seconds, announce)
         log.info("%s: comparing all engine configurations, for at most %g s", self._spec.identifier, seconds)
-        return self._choose(tuner, lambda: tuner.find_fastest(configs, **changes), tuned=True)
+        return self._choose(tuner, lambda: tuner.find_fastest(configs, **changes), is_tuned=True)
 
-    def _build_known(self) -> ReadyEngine:
+    def _build_first_known(self) -> ReadyEngine:
         """Build the first configuration in the known order that runs and returns the labels of the reference."""
         tuner = self._make_tuner()
-        names = precision.list_precisions(self._settings.engine.precision, self._native)
-        configs = [*self._known_order(), *map(self.eager_config, names)]
-        return self._choose(tuner, lambda: tuner.choose_first(configs), tuned=False)
+        names = precision.list_precisions(self._settings.engine.precision, self._native_dtypes)
+        configs = [*self._list_known_order(), *map(self.make_eager_config, names)]
+        return self._choose(tuner, lambda: tuner.choose_first(configs), is_tuned=False)
 
     def _choose(
-        self, tuner: Tuner[ReadyEngine], choose: Callable[[], Winner[ReadyEngine]], *, tuned: bool
+        self, tuner: Tuner[ReadyEngine], choose: Callable[[], Winner[ReadyEngine]], *, is_tuned: bool
     ) -> ReadyEngine:
-        """Return the chosen engine, or else the eager one, with its plan. The plan is saved if it can be relied on."""
+        """Return the chosen engine with its plan, or the eager engine. The plan is saved if it will remain valid."""
         try:
-            ready, trials = choose()
-            # A missing compiler may be available at the next start, and so may memory if no configuration could run.
-            holds, warnings = tuned or not _failures(trials), self._warnings(trials)
+            engine, trials = choose()
+            # Do not save a plan with failures: at the next start, the missing compiler or memory may be available.
+            should_save, warnings = is_tuned or not _list_failures(trials), self._list_warnings(trials)
         except NoWorkingConfiguration as error:
-            ready, trials, holds = self.build(self.eager_config("fp32")), error.trials, False
+            engine, trials, should_save = self.build(self.make_eager_config("fp32")), error.trials, False
             warnings = (f"{error} The model runs eagerly in fp32.",)
-        plan = EnginePlan(self._spec.name, ready.config, trials, tuner.seconds, self.circumstances(), tuned)
-        if holds and self._settings.engine.kind == "auto":
+        plan = EnginePlan(self._spec.name, engine.config, trials, tuner.seconds, self.circumstances(), is_tuned)
+        if should_save and self._settings.engine.kind == "auto":
             self._save_plan(plan)
-        return replace(ready, plan=plan, seconds=tuner.seconds, warnings=(*self._precision_warnings, *warnings))
+        return replace(engine, plan=plan, seconds=tuner.seconds, warnings=(*self._precision_warnings, *warnings))
 
     @property
     def _precision_warnings(self) -> tuple[str, ...]:
         """Warning about the precision, if there is one."""
-        warning = precision.choose(self._settings.engine.precision, self._native, self._faulty).warning
+        warning = precision.choose(self._settings.engine.precision, self._native_dtypes, self._faulty_dtypes).warning
         return () if warning is None else (warning,)
 
-    def _warnings(self, trials: Sequence[Trial]) -> tuple[str, ...]:
-        """Return warnings about failed trials, and about labels that the configured precision changes."""
-        settings, warnings = self._settings.engine, list(_failures(trials))
-        chosen = {trial.choice.engine for trial in trials if trial.verdict.outcome is Outcome.CHOSEN}
+    def _list_warnings(self, trials: Sequence[Trial]) -> tuple[str, ...]:
+        """Return warnings about failed trials, and about labels that differ because of the configured precision."""
+        settings, warnings = self._settings.engine, list(_list_failures(trials))
+        chosen_engines = {trial.choice.engine for trial in trials if trial.verdict.outcome is Outcome.CHOSEN}
         for trial in trials:
-            # With `engine.precision: auto`, using the engine in another precision is not worth a warning.
-            if settings.kind == trial.choice.engine not in chosen and trial.verdict.outcome is Outcome.WRONG:
+            # With `engine.precision: auto`, using the engine in a different precision does not need a warning.
+            if settings.kind == trial.choice.engine not in chosen_engines and trial.verdict.outcome is Outcome.WRONG:
                 warnings.append(
                     f"The {trial.choice.engine} engine in {trial.choice.precision} is not used: {trial.verdict}"
                 )
             if trial.verdict.outcome is Outcome.CHOSEN and (trial.difference or 0.0) > settings.tolerance:
-                share = f"{trial.difference:.2%} of the labels of the model's sample differ from those in fp32"
-                warnings.append(f"{share}. Set engine.precision to auto to avoid {settings.precision}.")
+                changed_labels = f"{trial.difference:.2%} of the labels of the model's sample differ from those in fp32"
+                warnings.append(f"{changed_labels}. Set engine.precision to auto to avoid {settings.precision}.")
         return tuple(warnings)
 
     def _save_plan(self, plan: EnginePlan) -> None:
@@ -134,9 +136,9 @@ class EngineSelector(EngineBuilder):
         return plans.resolve_folder(self._settings.engine.cache_folder)
 
     def circumstances(self) -> dict[str, str]:
-        """Return all facts that a plan depends on, by name."""
+        """Return everything that a plan depends on, keyed by name."""
         spec, settings = self._spec, self._settings
-        facts: dict[str, object] = {
+        dependencies: dict[str, object] = {
             "weights": spec.weights.sha256,
             "architecture": spec.architecture.model_dump_json() if spec.architecture else spec.network,
             "input": f"{spec.input.channels} x {'x'.join(map(str, spec.input.roi_size))}",
@@ -147,56 +149,63 @@ class EngineSelector(EngineBuilder):
             "engines": plans.hash_sources(Path(__file__).parents[1]),
             "sw_batch_size": f"{settings.windows.sw_batch_size}, at most {settings.limits.sw_batch_size}",
         }
-        facts |= {name: _version(name) for name in LIBRARIES}
+        dependencies |= {name: _get_version(name) for name in LIBRARIES}
         if self._device.type == "cpu":
-            facts |= {"threads": torch.get_num_threads(), "features": " ".join(host.query_cpu().features)}
-            facts["kernels"] = window_kernels.ready
+            dependencies |= {"threads": torch.get_num_threads(), "features": " ".join(host.query_cpu().features)}
+            dependencies["kernels"] = window_kernels.ready
         else:
-            facts |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
-        return {name: str(fact) for name, fact in facts.items()}
+            dependencies |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
+        return {name: str(value) for name, value in dependencies.items()}
 
     def _build_fixed(self) -> ReadyEngine:
         settings = self._settings.engine
         backend = backends.BACKENDS[settings.kind]
         warnings = list[str]()
-        names = precision.list_precisions(settings.precision, self._native)
-        unfit = {name: backend.explain_unsupported(name, self._device, self._network) for name in names}
-        configs = self._list_first_choices([name for name in names if unfit[name] is None])
+        names = precision.list_precisions(settings.precision, self._native_dtypes)
+        reasons = {name: backend.explain_unsupported(name, self._device, self._network) for name in names}
+        configs = self._list_first_choices([name for name in names if reasons[name] is None])
         if not configs:
-            warnings.append(f"The {settings.kind} engine {unfit[names[0]]}; running eagerly.")
-        configs = list(dict.fromkeys([*configs, *map(self.eager_config, names)]))
-        if self._device.type == "cpu" and configs[0] == self.eager_config("fp32"):
-            # This is the reference of the comparison, so there is nothing to compare.
+            warnings.append(f"The {settings.kind} engine {reasons[names[0]]}; running eagerly.")
+        configs = list(dict.fromkeys([*configs, *map(self.make_eager_config, names)]))
+        if self._device.type == "cpu" and configs[0] == self.make_eager_config("fp32"):
+            # This configuration is the reference itself, so there is nothing to compare.
             return self.build(configs[0], *warnings, *self._precision_warnings)
         tuner = self._make_tuner(explain_skip=lambda _config: None)
-        ready = self._choose(tuner, lambda: tuner.choose_first(configs), tuned=False)
-        return replace(ready, plan=None, warnings=(*warnings, *ready.warnings))
+        engine = self._choose(tuner, lambda: tuner.choose_first(configs), is_tuned=False)
+        return replace(engine, plan=None, warnings=(*warnings, *engine.warnings))
 
     def _list_first_choices(self, precisions: Sequence[str]) -> list[EngineConfig]:
         """Return the first configuration of each precision, and the first of each that needs no compiler."""
-        candidates = self._candidates()
-        firsts = {config.precision: config for config in reversed(candidates)}
-        plain = {config.precision: config for config in reversed(candidates) if config.compile_mode is None}
-        return [chosen[name] for name in precisions for chosen in (firsts, plain) if name in chosen]
+        candidates = self._list_candidates()
+        first_configs = {config.precision: config for config in reversed(candidates)}
+        uncompiled_configs = {
+            config.precision: config for config in reversed(candidates) if config.compile_mode is None
+        }
+        return [
+            config_by_precision[precision_name]
+            for precision_name in precisions
+            for config_by_precision in (first_configs, uncompiled_configs)
+            if precision_name in config_by_precision
+        ]
 
     @property
     def _tolerance(self) -> float:
-        """Maximum fraction of changed labels. Precisions that the operator chose are not rejected for their labels."""
+        """Maximum fraction of changed labels. A precision that the operator set is never rejected for its labels."""
         settings = self._settings.engine
         return settings.tolerance if settings.precision == "auto" else 1.0
 
-    def _candidates(self) -> list[EngineConfig]:
-        """List the configurations of engine, precision, memory format and compile mode that the settings allow."""
+    def _list_candidates(self) -> list[EngineConfig]:
+        """List the combinations of engine, precision, memory format and compile mode that the settings allow."""
         settings = self._settings.engine
-        names = precision.list_precisions(settings.precision, self._native)
+        names = precision.list_precisions(settings.precision, self._native_dtypes)
         return [
             replace(config, streams=1 if backends.needs_single_stream(config, settings) else self._streams)
             for config in backends.list_configs(settings, self._device, names, self._batch_size)
         ]
 
-    def _known_order(self) -> list[EngineConfig]:
+    def _list_known_order(self) -> list[EngineConfig]:
         features = host.query_cpu().features if self._device.type == "cpu" else ()
-        return backends.list_default_order(self._candidates(), features)
+        return backends.list_default_order(self._list_candidates(), features)
 
     def _make_tuner(
         self,
@@ -208,12 +217,14 @@ class EngineSelector(EngineBuilder):
         agreement = self.make_agreement()
 
         def build(config: EngineConfig) -> Candidate[ReadyEngine]:
-            ready = self.build(config)
-            windows = max(COMPARISON_WINDOWS // config.sw_batch_size, 1) * config.sw_batch_size
-            # On a GPU, where the network is fast, decoding would dominate the measured time.
-            run = agreement.segment if self._driver.is_on_host(self._device) else score
-            call = _run_in_all_streams(ready.window, partial(run, ready.window, agreement.repeat_image(windows)))
-            return Candidate(call, windows * config.streams, lambda: agreement.difference(ready.window), ready)
+            engine = self.build(config)
+            num_windows = max(COMPARISON_WINDOWS // config.sw_batch_size, 1) * config.sw_batch_size
+            # On a GPU, the network is so fast that decoding would dominate the measured time.
+            run = agreement.segment if self._driver.is_on_host(self._device) else compute_scores
+            call = _run_in_all_streams(engine.window, partial(run, engine.window, agreement.repeat_image(num_windows)))
+            return Candidate(
+                call, num_windows * config.streams, lambda: agreement.compute_difference(engine.window), engine
+            )
 
         return Tuner(
             build,
@@ -227,58 +238,61 @@ class EngineSelector(EngineBuilder):
     def _explain_skip(self, config: EngineConfig) -> str | None:
         """Return the reason not to try a configuration, or None."""
         backend = backends.BACKENDS[config.engine]
-        if (missing := backends.explain_missing(config, self._device)) is not None:
-            return missing
-        if (unfit := backend.explain_unsupported(config.precision, self._device, self._network)) is not None:
-            return f"it {unfit}"
+        if (missing_requirement := backends.explain_missing(config, self._device)) is not None:
+            return missing_requirement
+        if (reason := backend.explain_unsupported(config.precision, self._device, self._network)) is not None:
+            return f"it {reason}"
         if config.streams > 1 and backends.needs_single_stream(config, self._settings.engine):
             return "a graph that is not frozen supports only one number of threads"
-        windows = config.sw_batch_size * config.streams
-        needed = self._window_bytes * backends.get_batch_dtype(config).itemsize // 4 * windows
-        free = self._driver.free_bytes(self._device)
-        if free is not None and needed > MEMORY_SHARE * free:
-            return f"it needs about {needed / 2**30:.1f} GiB, too much of the {free / 2**30:.1f} GiB of free memory"
+        num_windows = config.sw_batch_size * config.streams
+        needed_bytes = self._window_bytes * backends.get_batch_dtype(config).itemsize // 4 * num_windows
+        free_bytes = self._driver.free_bytes(self._device)
+        if free_bytes is not None and needed_bytes > MAX_ACTIVATION_FRACTION * free_bytes:
+            return (
+                f"it needs about {needed_bytes / 2**30:.1f} GiB, which is too much of the"
+                f" {free_bytes / 2**30:.1f} GiB of free memory"
+            )
         return None
 
     @property
     def _batch_sizes(self) -> tuple[int, ...]:
-        """Batch sizes to try: powers of two, at most 4 on a CPU; or the configured size only."""
+        """Batch sizes to try: only the configured size, or powers of two, which are at most 4 on a CPU."""
         if self._settings.windows.sw_batch_size != "auto":
             return (self._batch_size,)
         limit = self._settings.limits.sw_batch_size
-        return powers_of_two(min(limit, 4) if self._device.type == "cpu" else limit)
+        return list_powers_of_two(min(limit, 4) if self._device.type == "cpu" else limit)
 
     @property
     def _stream_counts(self) -> tuple[int, ...]:
-        """Numbers of streams to try: powers of two up to the number of cores; or the configured number only."""
+        """Numbers of streams to try: only the configured number, or powers of two up to the number of cores."""
         if self._device.type != "cpu" or self._settings.engine.streams != "auto":
             return (self._streams,)
-        return powers_of_two(min(torch.get_num_threads(), MAX_STREAMS))
+        return list_powers_of_two(min(torch.get_num_threads(), MAX_STREAMS))
 
 
-def powers_of_two(limit: int) -> tuple[int, ...]:
+def list_powers_of_two(limit: int) -> tuple[int, ...]:
     """Return the powers of two up to `limit` in ascending order."""
     return tuple(2**power for power in range(limit.bit_length()))
 
 
 def _run_in_all_streams(window: SlidingWindow, run: Callable[..., object]) -> Callable[[], object]:
-    """Return a function that calls `run` for all streams concurrently, like requests that share a device."""
+    """Return a function that calls `run` for all streams concurrently, like requests that share the device."""
     if window.streams == 1:
         # Run in the calling thread, because CUDA graphs belong to the thread that recorded them.
         return run
-    cores = max(torch.get_num_threads() // window.streams, 1)
+    cores_per_stream = max(torch.get_num_threads() // window.streams, 1)
     # The threads end when the candidate, which holds this function, is released.
-    threads = ThreadPoolExecutor(window.streams, "stream", partial(devices.set_torch_threads, cores))
-    return lambda: list(threads.map(run, range(window.streams)))
+    pool = ThreadPoolExecutor(window.streams, "stream", partial(devices.set_torch_threads, cores_per_stream))
+    return lambda: list(pool.map(run, range(window.streams)))
 
 
-def _failures(trials: Sequence[Trial]) -> tuple[str, ...]:
+def _list_failures(trials: Sequence[Trial]) -> tuple[str, ...]:
     """Return warnings about failed trials, which the operator may be able to fix."""
-    failed = [trial for trial in trials if trial.verdict.outcome is Outcome.FAILED]
-    return tuple(f"The {trial.choice.engine} engine {trial.verdict}" for trial in failed)
+    failed_trials = [trial for trial in trials if trial.verdict.outcome is Outcome.FAILED]
+    return tuple(f"The {trial.choice.engine} engine {trial.verdict}" for trial in failed_trials)
 
 
-def _version(library: str) -> str:
+def _get_version(library: str) -> str:
     try:
         return version(library)
     except PackageNotFoundError:

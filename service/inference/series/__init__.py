@@ -1,1 +1,1 @@
-"""Several time points: segmenting and linking them."""
+"""Segmentation of time series, and linking of objects across time points."""

@@ -1,4 +1,4 @@
-"""Linking of objects through time by distance, with laptrack, an optional dependency (`stackseg[laptrack]`)."""
+"""Linking of objects across time points by distance, with laptrack, an optional dependency (`stackseg[laptrack]`)."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from numpy.typing import NDArray
 from service.core.buffers import release_pages
 from service.core.quantities import VoxelSize
 from service.core.types import Array
-from service.inference.series.overlap_linking import Integers, Tracks, count_voxels, slabs
+from service.inference.series.overlap_linking import Integers, Tracks, count_label_voxels, split_slabs
 
-# Maximum distance that an object may move between two time points, or lie from its mother, in median object widths.
-MAX_MOVE_WIDTHS = 1.0
+# Maximum distance that an object may move between two time points, or may lie from its mother, in median diameters.
+MAX_MOVE_DIAMETERS = 1.0
 # Maximum number of consecutive time points at which an object may be missing without losing its track.
 MAX_MISSED_POINTS = 2
 
 
 def link_by_distance(labels: Array, voxel_size: VoxelSize | None) -> Tracks:
-    """Link the objects of a series so that the sum of squared distances between their centers is minimal.
+    """Link the objects of a series so that the sum of squared distances between linked centers is minimal.
 
-    This is the linear assignment of Jaqaman et al. 2008 (doi:10.1038/nmeth.1237) as implemented by laptrack. It first
-    links adjacent time points, and then the ends and starts of tracks. Objects move by at most their median width. An
-    object keeps its track if it is missing at up to `MAX_MISSED_POINTS` time points. The parent of a daughter is the
-    track of its mother.
+    This is the linear assignment method of Jaqaman et al. 2008 (doi:10.1038/nmeth.1237) as implemented by laptrack. It
+    first links objects at adjacent time points, and then the ends of tracks to the starts of others. Objects move by at
+    most the median diameter. An object keeps its track if it is missing at up to `MAX_MISSED_POINTS` time points. The
+    parent of a daughter is the track of its mother.
 
     Args:
-        labels: [T, Z, Y, X], numbered from 1 at each time point; the numbers at the first one become the tracks
-        voxel_size: in micrometers; None: assume cubic voxels
+        labels: [T, Z, Y, X], numbered from 1 at each time point; the numbers at the first time point become the tracks
+        voxel_size: voxel size in micrometers; None: assume cubic voxels
     """
     from laptrack import LapTrack  # noqa: PLC0415 - optional, and slow to import
 
     spacing = np.ones(3) if voxel_size is None else np.array([voxel_size.z, voxel_size.y, voxel_size.x])
-    sizes = [count_voxels(pixels) for pixels in labels]
-    present = [np.flatnonzero(size) for size in sizes]
+    sizes = [count_label_voxels(pixels) for pixels in labels]
+    object_labels = [np.flatnonzero(size) for size in sizes]
     centers = [
-        _object_centers(pixels, size)[found] * spacing
-        for pixels, size, found in zip(labels, sizes, present, strict=True)
+        _compute_centers(pixels, size)[numbers] * spacing
+        for pixels, size, numbers in zip(labels, sizes, object_labels, strict=True)
     ]
-    cutoff = MAX_MOVE_WIDTHS**2 * _median_width(sizes, spacing) ** 2
+    cutoff = MAX_MOVE_DIAMETERS**2 * _compute_median_diameter(sizes, spacing) ** 2
     tracker = LapTrack(
         cutoff=cutoff, gap_closing_cutoff=cutoff, gap_closing_max_frame_count=MAX_MISSED_POINTS, splitting_cutoff=cutoff
     )
     predecessors = dict[tuple[int, int], tuple[int, int]]()
-    if sum(len(found) > 0 for found in present) > 1:
+    if sum(len(numbers) > 0 for numbers in object_labels) > 1:
         predecessors = {successor: predecessor for predecessor, successor in tracker.predict(centers).edges}
-    return _number_tracks(sizes, present, predecessors)
+    return _number_tracks(sizes, object_labels, predecessors)
 
 
-def _object_centers(pixels: Array, sizes: Integers) -> NDArray[np.float64]:
+def _compute_centers(pixels: Array, sizes: Integers) -> NDArray[np.float64]:
     """Return the center (Z, Y, X) of each label in voxels, [largest label + 1, 3]."""
     sums = np.zeros((len(sizes), 3))
-    for slab in slabs(pixels.shape):
+    for slab in split_slabs(pixels.shape):
         block = pixels[slab]
         nonzero = np.nonzero(block)
         numbers = block[nonzero]
@@ -63,31 +63,31 @@ def _object_centers(pixels: Array, sizes: Integers) -> NDArray[np.float64]:
     return sums / np.maximum(sizes, 1)[:, None]
 
 
-def _median_width(sizes: list[Integers], spacing: NDArray[np.float64]) -> float:
-    """Return the diameter of a sphere of the median volume, in micrometers, or in voxels if their size is unknown."""
+def _compute_median_diameter(sizes: list[Integers], spacing: NDArray[np.float64]) -> float:
+    """Return the diameter of a sphere that has the median volume of the objects, in the unit of `spacing`."""
     voxels = np.concatenate([size[size > 0] for size in sizes])
     return float((6 / np.pi * np.prod(spacing) * np.median(voxels)) ** (1 / 3)) if len(voxels) else 1.0
 
 
 def _number_tracks(
-    sizes: list[Integers], present: list[Integers], predecessors: dict[tuple[int, int], tuple[int, int]]
+    sizes: list[Integers], object_labels: list[Integers], predecessors: dict[tuple[int, int], tuple[int, int]]
 ) -> Tracks:
-    """Number the tracks. `predecessors` maps (time point, index of the object) to the object that it comes from."""
-    mothers = {origin for origin, daughters in Counter(predecessors.values()).items() if daughters > 1}
+    """Number the tracks. `predecessors` maps objects (time point, index) to objects of earlier time points."""
+    mothers = {predecessor for predecessor, daughters in Counter(predecessors.values()).items() if daughters > 1}
     parents = [0] * len(sizes[0])
     tracks = [np.where(sizes[0] > 0, np.arange(len(sizes[0])), 0)]
 
-    def track_of(node: tuple[int, int]) -> int:
+    def get_track(node: tuple[int, int]) -> int:
         time, index = node
-        return int(tracks[time][present[time][index]])
+        return int(tracks[time][object_labels[time][index]])
 
     for time in range(1, len(sizes)):
         tracks.append(np.zeros(len(sizes[time]), np.int64))
-        for index, label in enumerate(present[time].tolist()):
-            origin = predecessors.get((time, index))
-            if origin is not None and origin not in mothers:
-                tracks[-1][label] = track_of(origin)
+        for index, label in enumerate(object_labels[time].tolist()):
+            predecessor = predecessors.get((time, index))
+            if predecessor is not None and predecessor not in mothers:
+                tracks[-1][label] = get_track(predecessor)
             else:
                 tracks[-1][label] = len(parents)
-                parents.append(0 if origin is None else track_of(origin))
+                parents.append(0 if predecessor is None else get_track(predecessor))
     return Tracks(tuple(tracks), np.array(parents, np.int64))

@@ -1,4 +1,4 @@
-"""Linking of objects through time by the overlap of their labels."""
+"""Linking of objects across time points by the overlap of their labels."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from service.core.types import Array
 
 Integers = NDArray[np.int64]
 
-# Minimum intersection over union of two objects of adjacent time points that may be the same object.
+# Minimum intersection over union of two labels at adjacent time points that may belong to the same object.
 MIN_OVERLAP = 0.1
 # Minimum fraction of a daughter's voxels that lie inside its mother.
 MIN_FRACTION_INSIDE_MOTHER = 0.5
-# Minimum ratio of the voxels of the smaller daughter to those of the larger. Smaller objects are fragments.
+# Minimum ratio of the numbers of voxels of the smaller and the larger daughter. Smaller objects are fragments.
 MIN_DAUGHTER_RATIO = 0.25
 
 # Maximum number of voxels that are compared together.
-_SLAB_VOXELS = 2**22
+_MAX_SLAB_VOXELS = 2**22
 
 
 @dataclass(frozen=True)
 class Tracks:
     """Tracks of the objects of a series.
 
-    tracks   for each time point, the track of each label, [largest label + 1]; 0 for the background
-    parents  for each track, the track that it comes from by a division, or 0; [tracks + 1]
+    tracks   track of each label at each time point, [largest label + 1] per time point; 0 for the background
+    parents  track from which each track descends by a division, or 0, [number of tracks + 1]
     """
 
     tracks: tuple[Integers, ...]
@@ -43,21 +43,22 @@ class Tracks:
 
 
 def link_by_overlap(labels: Array) -> Tracks:
-    """Link the objects of adjacent time points that overlap most.
+    """Link the objects at adjacent time points that overlap most.
 
-    Pairs are selected by descending intersection over union if neither object has a partner yet. Above 0.5 no other
-    pair can be better, and below that objects rarely compete. Two daughters inside their mother start new tracks whose
-    parent is the track of the mother. An object that is missing at one time point starts a new track.
+    Pairs are selected in descending order of intersection over union, if neither object has a partner yet. No other
+    pair can be better than a pair above 0.5, and below 0.5, objects rarely compete. Two daughters inside their mother
+    start new tracks whose parent is the track of the mother. An object that is missing at one time point starts a new
+    track.
 
     Args:
-        labels: [T, Z, Y, X], numbered from 1 at each time point; the numbers at the first one become the tracks
+        labels: [T, Z, Y, X], numbered from 1 at each time point; the numbers at the first time point become the tracks
     """
-    sizes = count_voxels(labels[0])
+    sizes = count_label_voxels(labels[0])
     parents = [0] * len(sizes)
     tracks = [np.where(sizes > 0, np.arange(len(sizes)), 0)]
     for number in range(1, len(labels)):
-        before, sizes = sizes, count_voxels(labels[number])
-        links, mothers = _match(_overlaps(labels[number - 1], labels[number]), before, sizes)
+        previous_sizes, sizes = sizes, count_label_voxels(labels[number])
+        links, mothers = _match_objects(_find_overlaps(labels[number - 1], labels[number]), previous_sizes, sizes)
         previous_tracks = tracks[-1]
         tracks.append(np.zeros(len(sizes), np.int64))
         for label in np.flatnonzero(sizes).tolist():
@@ -73,76 +74,80 @@ def link_by_overlap(labels: Array) -> Tracks:
 class _Overlaps(NamedTuple):
     """Pairs of labels at adjacent time points that share voxels, and the number of shared voxels."""
 
-    before: Integers
-    after: Integers
-    voxels: Integers
+    previous_labels: Integers
+    current_labels: Integers
+    shared_voxels: Integers
 
 
-def slabs(shape: tuple[int, ...]) -> list[slice]:
-    """Divide the planes into slices of up to about `_SLAB_VOXELS` voxels."""
-    planes = max(1, _SLAB_VOXELS // max(1, math.prod(shape[1:])))
+def split_slabs(shape: tuple[int, ...]) -> list[slice]:
+    """Divide the planes into slices of up to about `_MAX_SLAB_VOXELS` voxels."""
+    planes = max(1, _MAX_SLAB_VOXELS // max(1, math.prod(shape[1:])))
     return [slice(z, z + planes) for z in range(0, shape[0], planes)]
 
 
-def count_voxels(labels: Array) -> Integers:
-    """Return the number of voxels of each label, with 0 for the background."""
+def count_label_voxels(labels: Array) -> Integers:
+    """Return the number of voxels of each label. The number for the background is set to 0."""
     largest = int(labels.max(initial=0))
-    counts = sum(np.bincount(labels[slab].ravel(), minlength=largest + 1) for slab in slabs(labels.shape))
+    counts = sum(np.bincount(labels[slab].ravel(), minlength=largest + 1) for slab in split_slabs(labels.shape))
     sizes = np.asarray(counts, np.int64)
     sizes[0] = 0
     return sizes
 
 
-def _overlaps(before: Array, after: Array) -> _Overlaps:
-    base = int(after.max(initial=0)) + 1
+def _find_overlaps(previous_volume: Array, current_volume: Array) -> _Overlaps:
+    base = int(current_volume.max(initial=0)) + 1
     codes, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for slab in slabs(before.shape):
-        line = before[slab].ravel().astype(np.int64) * base + after[slab].ravel()
-        # Neighboring voxels mostly have the same labels, so there are far fewer runs than voxels.
-        starts = np.flatnonzero(np.diff(line, prepend=-1))
-        codes.append(line[starts])
-        counts.append(np.diff(starts, append=len(line)))
-    code, inverse = np.unique(np.concatenate(codes), return_inverse=True)
-    voxels = np.bincount(inverse, np.concatenate(counts), len(code)).astype(np.int64)
-    both = (code >= base) & (code % base > 0)
-    return _Overlaps(code[both] // base, code[both] % base, voxels[both])
+    for slab in split_slabs(previous_volume.shape):
+        slab_codes = previous_volume[slab].ravel().astype(np.int64) * base + current_volume[slab].ravel()
+        # Neighboring voxels usually have the same labels, so there are far fewer runs than voxels.
+        starts = np.flatnonzero(np.diff(slab_codes, prepend=-1))
+        codes.append(slab_codes[starts])
+        counts.append(np.diff(starts, append=len(slab_codes)))
+    pair_codes, inverse = np.unique(np.concatenate(codes), return_inverse=True)
+    shared_voxels = np.bincount(inverse, np.concatenate(counts), len(pair_codes)).astype(np.int64)
+    are_objects = (pair_codes >= base) & (pair_codes % base > 0)
+    return _Overlaps(pair_codes[are_objects] // base, pair_codes[are_objects] % base, shared_voxels[are_objects])
 
 
-def _match(overlaps: _Overlaps, before: Integers, after: Integers) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the previous label of each label whose track continues, and the label of the mother of each daughter.
+def _match_objects(
+    overlaps: _Overlaps, previous_sizes: Integers, current_sizes: Integers
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the previous label for each label whose track continues, and the label of the mother for each daughter.
 
-    `before` and `after` are the numbers of voxels of each label.
+    `previous_labels` and `current_labels` are the numbers of voxels of each label.
     """
-    union = before[overlaps.before] + after[overlaps.after] - overlaps.voxels
-    quality = overlaps.voxels / union
+    union = previous_sizes[overlaps.previous_labels] + current_sizes[overlaps.current_labels] - overlaps.shared_voxels
+    quality = overlaps.shared_voxels / union
     links, successors = dict[int, int](), dict[int, int]()
     for pair in np.argsort(-quality, kind="stable").tolist():
-        previous, current = int(overlaps.before[pair]), int(overlaps.after[pair])
+        previous, current = int(overlaps.previous_labels[pair]), int(overlaps.current_labels[pair])
         if quality[pair] >= MIN_OVERLAP and previous not in successors and current not in links:
             links[current], successors[previous] = previous, current
-    mothers = _find_mothers(overlaps, after, links, successors)
+    mothers = _find_mothers(overlaps, current_sizes, links, successors)
     for daughter in mothers:
         links.pop(daughter, None)
     return links, mothers
 
 
 def _find_mothers(
-    overlaps: _Overlaps, after: Integers, links: dict[int, int], successors: dict[int, int]
+    overlaps: _Overlaps, current_sizes: Integers, links: dict[int, int], successors: dict[int, int]
 ) -> dict[int, int]:
     """Return the label of the mother for both daughters of each division.
 
-    `links` maps labels to their previous labels, and `successors` is its inverse. In them, one of the daughters still
-    continues the track of its mother.
+    `links` maps labels to their previous labels, and `successors` is its inverse. In both mappings, one of the
+    daughters still continues the track of its mother.
     """
     mothers = dict[int, int]()
-    inside = overlaps.voxels >= MIN_FRACTION_INSIDE_MOTHER * after[overlaps.after]
-    pairs_inside = list(zip(overlaps.before[inside].tolist(), overlaps.after[inside].tolist(), strict=True))
-    candidates = set(pairs_inside)
-    for previous, current in pairs_inside:
+    is_inside = overlaps.shared_voxels >= MIN_FRACTION_INSIDE_MOTHER * current_sizes[overlaps.current_labels]
+    inner_pairs = list(
+        zip(overlaps.previous_labels[is_inside].tolist(), overlaps.current_labels[is_inside].tolist(), strict=True)
+    )
+    candidates = set(inner_pairs)
+    for previous, current in inner_pairs:
         sister = successors.get(previous)
         if current in links or sister is None or (previous, sister) not in candidates:
             continue
-        small, large = sorted((int(after[current]), int(after[sister])))
-        if small >= MIN_DAUGHTER_RATIO * large:
+        smaller_size, larger_size = sorted((int(current_sizes[current]), int(current_sizes[sister])))
+        if smaller_size >= MIN_DAUGHTER_RATIO * larger_size:
             mothers[current] = mothers[sister] = previous
     return mothers

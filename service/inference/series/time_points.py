@@ -1,4 +1,4 @@
-"""Segmentation of a series of time points, one after the other, into one result with a time axis."""
+"""Segmentation of a time series. The time points are segmented one after the other, and form one result."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from service.inference.series.laptrack_linking import link_by_distance
 from service.inference.series.overlap_linking import Tracks, link_by_overlap
 from service.inference.types import DiameterEstimate, QualityWarning, Result, Series, SeriesInfo, SkippedWindows, Table
 
-# Number of time points whose object diameter is estimated for the whole series.
-SAMPLED_POINTS = 3
+# Maximum number of time points for which the object diameter is estimated. The whole series gets the same diameter.
+MAX_SAMPLED_POINTS = 3
 # Maximum number of notes in the result of a series.
 MAX_NOTES = 20
 # Maximum number of time points that are listed in a note.
-MAX_TIMES = 8
+MAX_LISTED_TIME_POINTS = 8
 # Errors of a single time point. They end the series, but the earlier time points are kept.
 _POINT_ERRORS = (RequestError, OutOfMemory, OutOfStorage, ReaderKilled, NonFiniteScores)
 
@@ -43,10 +43,10 @@ Progress = Callable[[int, int], None]
 
 
 class PointSegmenter(NamedTuple):
-    """Functions for one time point.
+    """Functions that process one time point.
 
-    segment            segments it; the third argument is called with the number of finished windows and their total
-    estimate_diameter  estimates the object diameter; None if the diameter is specified
+    segment            segments a volume; its third argument is called with the number of finished windows and the total
+    estimate_diameter  estimates the object diameter in a volume; None if the diameter is specified
     """
 
     segment: Callable[[Volume, Options, Progress], Result]
@@ -63,53 +63,53 @@ def segment_series(  # noqa: PLR0913
     on_time_point: Callable[[int], None] = lambda _number: None,
     progress: Progress = lambda _done, _total: None,
 ) -> Result:
-    """Segment the time points of a series one after the other. Each gets the labels that it would have on its own.
+    """Segment the time points of a series one after the other. Labels do not depend on the other time points.
 
     The object diameter is estimated once, from some of the time points. The pixels of the result are in an unnamed file
-    in `folder`. An error at the first time point is raised. An error at a later one ends the series: the result has the
-    time points before it, and `SeriesInfo` has the error.
+    in `folder`. An error at the first time point is raised. An error at a later time point ends the series: the result
+    contains the earlier time points, and `SeriesInfo` contains the error.
 
-    on_time_point  called with the number of each time point in the series, from 0
-    progress       called with the number of finished windows, and the total of the whole series
+    on_time_point  called with the zero-based index of each time point in the series
+    progress       called with the number of finished windows, and the total number of windows of the series
 
-    Raises the exceptions of `segmenter` and `series.read`, and Cancelled.
+    Raises Cancelled if `cancelled()` returns true, and the exceptions of `segmenter` and `series.read`.
     """
-    points = _Points(series, folder)
-    options, estimated, note = _choose_diameter(series, options, segmenter, points.stages, cancelled)
-    fault: StackSegError | None = None
-    for number, time in enumerate(series.times):
+    results = _TimePointResults(series, folder)
+    options, is_estimated, note = _choose_diameter(series, options, segmenter, results.stages, cancelled)
+    error_of_series: StackSegError | None = None
+    for index, time_point in enumerate(series.times):
         _raise_if_cancelled(cancelled)
-        on_time_point(number)
+        on_time_point(index)
         try:
-            with points.stages.measure("read"):
-                volume, measured = series.read(time)
-            result = segmenter.segment(volume, options, partial(_report_progress, progress, number, len(series.times)))
-            points.add(result, measured)
+            with results.stages.measure("read"):
+                volume, volume_to_measure = series.read(time_point)
+            result = segmenter.segment(volume, options, partial(_report_progress, progress, index, len(series.times)))
+            results.add(result, volume_to_measure)
         except _POINT_ERRORS as error:
             _raise_if_cancelled(cancelled)
-            error.args = (f"Time point {time}: {error}",)
-            if number == 0:
+            error.args = (f"Time point {time_point}: {error}",)
+            if index == 0:
                 raise
             note = f"{note} The result ends before the failed time point. {error}".strip()
-            error.args = (f"{error} To use the time points before it, set time={series.times[0]}:{time}.",)
-            fault = error
+            error.args = (f"{error} To use the time points before it, set time={series.times[0]}:{time_point}.",)
+            error_of_series = error
             break
-    result, table = points.finish()
+    result, table = results.finish()
     return result._replace(
-        notes=tuple(filter(None, (note, *points.list_notes()))),
-        is_diameter_estimated=estimated,
-        series=SeriesInfo(points.done, len(series.times), table, fault),
+        notes=tuple(filter(None, (note, *results.list_notes()))),
+        is_diameter_estimated=is_estimated,
+        series=SeriesInfo(results.num_points, len(series.times), table, error_of_series),
     )
 
 
 def _raise_if_cancelled(cancelled: Callable[[], bool]) -> None:
     if cancelled():
-        raise Cancelled("Cancelled between two time points.")
+        raise Cancelled("The segmentation was cancelled between two time points.")
 
 
-def _report_progress(progress: Progress, number: int, points: int, done: int, total: int) -> None:
-    """Report progress in a series of `points` time points. `done` of `total` windows of point `number` are finished."""
-    progress(number * total + done, points * total)
+def _report_progress(progress: Progress, index: int, num_points: int, done: int, total: int) -> None:
+    """Report that `done` of the `total` windows of the time point `index` of a series are finished."""
+    progress(index * total + done, num_points * total)
 
 
 def _choose_diameter(
@@ -119,19 +119,19 @@ def _choose_diameter(
     if segmenter.estimate_diameter is None:
         return options, False, ""
     estimates = list[tuple[DiameterEstimate, VoxelSize | None]]()
-    sampled = sample(series.times, SAMPLED_POINTS)
-    for time in sampled:
+    sampled_points = sample(series.times, MAX_SAMPLED_POINTS)
+    for time_point in sampled_points:
         _raise_if_cancelled(cancelled)
         with stages.measure("size"), suppress(*_POINT_ERRORS):
-            volume, _ = series.read(time)
-            if (sizing := segmenter.estimate_diameter(volume, options)) is not None:
-                estimates.append((sizing, volume.voxel_size))
-    text, note = choose_diameter(estimates, f"{len(sampled)} time points")
-    return replace(options, diameter=parse_diameter(text)), text != "none", note
+            volume, _ = series.read(time_point)
+            if (estimate := segmenter.estimate_diameter(volume, options)) is not None:
+                estimates.append((estimate, volume.voxel_size))
+    setting, note = choose_diameter(estimates, f"{len(sampled_points)} time points")
+    return replace(options, diameter=parse_diameter(setting)), setting != "none", note
 
 
-class _Points:
-    """Results of the time points so far. Their pixels are in a mapped file."""
+class _TimePointResults:
+    """Results of the time points that have been segmented so far. Their pixels are in a memory-mapped file."""
 
     def __init__(self, series: Series, folder: Path | None) -> None:
         self._series, self._folder = series, folder
@@ -140,77 +140,84 @@ class _Points:
         self._notes = dict[str, list[int]]()
         self._tables = list[Table]()
         self.stages = Stages()
-        self.done = self.fallbacks = 0
+        self.num_points = self.fallbacks = 0
         self.recomputed = False
         self.skipped: SkippedWindows | None = None
         # Confidence and warning of the time point with the lowest confidence.
         self.confidence: float | None = None
-        self._doubt: QualityWarning | None = None
-        self.last: Result
+        self._worst_warning: QualityWarning | None = None
+        self.last_result: Result
 
-    def add(self, result: Result, measured: Volume | None) -> None:
-        """Add the next time point, and measure its objects if `measured` is a volume."""
-        segmentation, time = result.segmentation, self._series.times[self.done]
+    def add(self, result: Result, volume_to_measure: Volume | None) -> None:
+        """Add the next time point, and measure its objects if `volume_to_measure` is a volume."""
+        segmentation, time = result.segmentation, self._series.times[self.num_points]
         self._write_pixels(segmentation.pixels)
-        if measured is not None:
+        if volume_to_measure is not None:
             with self.stages.measure("measure"):
-                self._tables.append(measure(segmentation, measured))
-        self.done += 1
+                self._tables.append(measure(segmentation, volume_to_measure))
+        self.num_points += 1
         if segmentation.count is not None:
             self._count = segmentation.count + (self._count or 0)
         for note in result.notes:
             self._notes.setdefault(note, []).append(time)
-        self._keep_lowest_confidence(result, time)
+        self._update_confidence(result, time)
         self.stages.update(result.seconds)
         self.fallbacks += result.fallbacks
         self.recomputed |= result.recomputed
         self.skipped = _add_skipped(self.skipped, result.skipped)
         # The pixels are in the file, so they need not stay in memory.
-        self.last = result._replace(segmentation=replace(segmentation, pixels=segmentation.pixels[:0].copy()))
+        self.last_result = result._replace(segmentation=replace(segmentation, pixels=segmentation.pixels[:0].copy()))
 
-    def _keep_lowest_confidence(self, result: Result, time: int) -> None:
+    def _update_confidence(self, result: Result, time: int) -> None:
         """Keep the confidence and the warning of the time point with the lowest confidence."""
-        doubt = result.quality_warning and result.quality_warning._replace(
+        warning = result.quality_warning and result.quality_warning._replace(
             detail=f"Time point {time}: {result.quality_warning.detail}"
         )
         if result.confidence is not None and (self.confidence is None or result.confidence < self.confidence):
-            self.confidence, self._doubt = result.confidence, doubt
+            self.confidence, self._worst_warning = result.confidence, warning
         elif self.confidence is None:
-            self._doubt = self._doubt or doubt
+            self._worst_warning = self._worst_warning or warning
 
     @property
     def quality_warning(self) -> QualityWarning | None:
-        """Warning of the worst time point. A warning about missing objects counts only if no time point has objects."""
-        return None if self._doubt and self._doubt.confidence is None and self._count else self._doubt
+        """Warning of the time point with the lowest confidence.
+
+        A warning that no objects were found is ignored if any time point has objects.
+        """
+        return (
+            None
+            if self._worst_warning and self._worst_warning.confidence is None and self._count
+            else self._worst_warning
+        )
 
     @property
-    def _written(self) -> Array:
+    def _written_pixels(self) -> Array:
         """Pixels of the time points so far. Raises RuntimeError before the first one."""
         if self._pixels is None:
-            raise RuntimeError("No time point was added yet.")
-        return self._pixels[: self.done]
+            raise RuntimeError("No time point has been added yet.")
+        return self._pixels[: self.num_points]
 
     def _write_pixels(self, pixels: Array) -> None:
         """Write the pixels of the next time point. If they need a wider dtype, convert the earlier ones."""
         if self._pixels is None or not np.can_cast(pixels.dtype, self._pixels.dtype):
             previous = self._pixels
             self._pixels = allocate_on_disk((len(self._series.times), *pixels.shape), pixels.dtype, self._folder)
-            for number in range(self.done):
+            for number in range(self.num_points):
                 self._pixels[number] = previous[number] if previous is not None else 0
-        self._pixels[self.done] = pixels
+        self._pixels[self.num_points] = pixels
         release_pages(self._pixels)
 
     def finish(self) -> tuple[Result, Table | None]:
-        """Return the result for the time points so far, with linked objects if requested, and their table."""
-        pixels, count, tracks = self._written, self._count, None
+        """Return the result for the time points so far, and their table. Objects are linked if requested."""
+        pixels, count, tracks = self._written_pixels, self._count, None
         if self._series.link is not None:
             with self.stages.measure("link"):
                 tracks = self._link(pixels, self._series.link)
                 pixels, count = self._renumber(tracks), tracks.count
-        last, interval = self.last.segmentation, self._series.interval
-        segmentation = replace(last, pixels=pixels, count=count, objects=None, time_interval=interval)
+        last_segmentation, interval = self.last_result.segmentation, self._series.interval
+        segmentation = replace(last_segmentation, pixels=pixels, count=count, objects=None, time_interval=interval)
         table = self._make_table(tracks)
-        result = self.last._replace(
+        result = self.last_result._replace(
             segmentation=segmentation,
             seconds=self.stages.seconds,
             fallbacks=self.fallbacks,
@@ -224,39 +231,43 @@ class _Points:
     def _link(self, pixels: Array, method: Linking) -> Tracks:
         if method == "overlap":
             return link_by_overlap(pixels)
-        return link_by_distance(pixels, self.last.segmentation.voxel_size)
+        return link_by_distance(pixels, self.last_result.segmentation.voxel_size)
 
     def _renumber(self, tracks: Tracks) -> Array:
-        """Replace the number of each object by the number of its track."""
-        written = self._written
-        pixels, dtype = written, label_dtype(tracks.count)
+        """Replace the number of each object with the number of its track."""
+        written_pixels = self._written_pixels
+        pixels, dtype = written_pixels, label_dtype(tracks.count)
         if not np.can_cast(dtype, pixels.dtype):
             pixels = allocate_on_disk(pixels.shape, dtype, self._folder)
         for number, lookup in enumerate(tracks.tracks):
-            for z, plane in enumerate(written[number]):
+            for z, plane in enumerate(written_pixels[number]):
                 pixels[number, z] = lookup[plane]
             release_pages(pixels)
         return pixels
 
     def _make_table(self, tracks: Tracks | None) -> Table | None:
-        """Return one table of all objects with their time points, and with their tracks if they are linked."""
+        """Return one table of all objects with their time points and, if they are linked, their tracks."""
         if not self._tables:
             return None
         tables = list[Table]()
         for number, table in enumerate(self._tables):
             label = table["label"]
-            facts: Table = {"label": label, "time": np.full(len(label), self._series.times[number])}
+            leading_columns: Table = {"label": label, "time": np.full(len(label), self._series.times[number])}
             if tracks is not None:
                 track = tracks.tracks[number][label]
-                facts |= {"label": track, "track_id": track, "parent": tracks.parents[track]}
-            order = facts["label"].argsort()
-            tables.append({name: column[order] for name, column in (facts | {**table, **facts}).items()})
+                leading_columns |= {"label": track, "track_id": track, "parent": tracks.parents[track]}
+            order = leading_columns["label"].argsort()
+            tables.append(
+                {name: column[order] for name, column in (leading_columns | {**table, **leading_columns}).items()}
+            )
         return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
     def list_notes(self) -> list[str]:
-        """Return the notes of all time points. A note that does not apply to all of them lists its time points."""
+        """Return the notes of all time points. Notes that do not apply to all time points list their time points."""
         notes = [
-            note if len(times) == self.done else f"Time point{'s' * (len(times) > 1)} {_list_times(times)}: {note}"
+            note
+            if len(times) == self.num_points
+            else f"Time point{'s' * (len(times) > 1)} {_format_time_points(times)}: {note}"
             for note, times in self._notes.items()
         ]
         remaining = len(notes) - MAX_NOTES
@@ -267,9 +278,13 @@ class _Points:
         )
 
 
-def _list_times(times: Sequence[int]) -> str:
-    listed = ", ".join(map(str, times[:MAX_TIMES]))
-    return listed if len(times) <= MAX_TIMES else f"{listed} and {len(times) - MAX_TIMES} more"
+def _format_time_points(times: Sequence[int]) -> str:
+    listed_times = ", ".join(map(str, times[:MAX_LISTED_TIME_POINTS]))
+    return (
+        listed_times
+        if len(times) <= MAX_LISTED_TIME_POINTS
+        else f"{listed_times} and {len(times) - MAX_LISTED_TIME_POINTS} more"
+    )
 
 
 def _add_skipped(total_skipped: SkippedWindows | None, skipped: SkippedWindows | None) -> SkippedWindows | None:

@@ -1,11 +1,11 @@
-"""Blending of the scores of overlapping windows by their weighted mean, passed on as soon as it is final.
+"""Blending of overlapping windows: their scores are averaged with weights, and returned as soon as they are final.
 
 Windows form rows along x, and rows form layers along z. When the last window of a row is added, the voxels that no
-later row covers are returned as a slab. Of each layer, only the planes that the next layer covers are kept. The scores
-and weights of the whole volume are never held in memory, because allocating that memory costs more than the arithmetic.
+later row covers are returned as a slab. Only the planes that two layers share are kept for the next layer. The scores
+and weights of the whole volume are never held in memory, because allocating that memory takes longer than blending.
 
-On a CPU, a C++ kernel blends each window in one pass. It keeps sums only for voxels that windows share, which takes a
-third of the memory of the sums of whole rows. On other devices, torch blends one row of windows at a time.
+On a CPU, a C++ kernel blends each window in one pass. It keeps sums only for voxels that windows share, and needs a
+third of the memory that sums of whole rows would need. On other devices, torch blends one row of windows at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NON_FINITE_MESSAGE = "The network returned NaN or infinite scores for this volum
 
 
 class Slab(NamedTuple):
-    """Finished scores [1, K, z, y, X], whose first plane is `z0` and whose first row is `y0`.
+    """Finished scores [1, K, z, y, X] that start at plane `z0` and row `y0`.
 
     The dtype is float32, or bfloat16 if the volume fits in a single window and the network returns bfloat16.
     """
@@ -44,14 +44,14 @@ class Slab(NamedTuple):
 
 @dataclass(frozen=True)
 class Blending:
-    """Weight of a voxel by its position in the window. `sigma` is a fraction of the window's edge (Gaussian only)."""
+    """Weights of the voxels of a window. `sigma` is a fraction of the window's edge length (Gaussian weights only)."""
 
     mode: Literal["constant", "gaussian"] = "gaussian"
     sigma: float = 0.125
 
 
 class Blender(ABC):
-    """Weighted mean of the scores of windows that are added in order. Created by `make_blender`."""
+    """Computes the weighted mean of the scores of windows, which are added in order. Created by `make_blender`."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -60,28 +60,30 @@ class Blender(ABC):
     def add(self, positions: Sequence[Size], scores: Tensor) -> list[Slab]:
         """Add the scores [B, K, *roi] of the next windows, whose first voxels are `positions`.
 
-        Returns the slabs of the rows of windows that are now complete. Raises NonFiniteScores.
+        Returns a slab for each row of windows that is now complete. Raises NonFiniteScores for NaN or infinite scores.
         """
 
     def _make_slab(self, z0: int, y0: int, scores: Tensor) -> Slab:
         """Return a slab of scores [K, z, y, X] without padding. Only axes with a single window are padded."""
-        inside = (slice(first, first + n) for first, n in zip(self._grid.pad_before, self._grid.size, strict=True))
-        return Slab(z0, y0, scores[(None, slice(None), *inside)])
+        valid_slices = (
+            slice(first, first + n) for first, n in zip(self._grid.pad_before, self._grid.size, strict=True)
+        )
+        return Slab(z0, y0, scores[(None, slice(None), *valid_slices)])
 
-    def _overlaps(self, position: Size) -> tuple[AxisOverlap, AxisOverlap, AxisOverlap]:
+    def _get_overlaps(self, position: Size) -> tuple[AxisOverlap, AxisOverlap, AxisOverlap]:
         z, y, x = (axis[first] for axis, first in zip(self._grid.overlaps, position, strict=True))
         return z, y, x
 
 
-class CheckFinite(Protocol):
-    """Check of finished scores: `require_finite`, or `FiniteFlag.record`, which does not wait for the device."""
+class FiniteCheck(Protocol):
+    """Function that checks finished scores: `require_finite`, or `FiniteFlag.record`, which does not wait for a GPU."""
 
     def __call__(self, scores: Tensor, /) -> Tensor:
-        """Return the scores, converted to float32 if they are float16. May raise NonFiniteScores."""
+        """Return the scores, with float16 converted to float32. May raise NonFiniteScores."""
 
 
 def require_finite(scores: Tensor) -> Tensor:
-    """Return the scores, converted to float32 if they are float16. Raises NonFiniteScores."""
+    """Return the scores, with float16 converted to float32. Raises NonFiniteScores for NaN or infinite scores."""
     # The sum of finite scores may exceed the range of float16. The range of bfloat16 is that of float32.
     scores = scores.float() if scores.dtype == torch.float16 else scores
     # The sum is NaN or infinite if any score is. It reads the scores only once, while they are in the cache.
@@ -91,95 +93,99 @@ def require_finite(scores: Tensor) -> Tensor:
 
 
 class BlendingSetup(NamedTuple):
-    """Blending weights, the device of the scores, and the functions that blend and check them.
+    """Blending weights, the device of the scores, and the functions that blend and check the scores.
 
-    kernels  used on devices that they support
-    check    applied to finished scores
+    kernels  C++ kernels, used on the devices that they support
+    check    function that is applied to finished scores
     """
 
     blending: Blending
     device: torch.device
     kernels: WindowKernels = window_kernels
-    check: CheckFinite = require_finite
+    check: FiniteCheck = require_finite
 
 
-def make_blender(grid: Grid, outputs: int, setup: BlendingSetup) -> Blender:
-    """Return a blender for windows with this number of outputs."""
+def make_blender(grid: Grid, num_outputs: int, setup: BlendingSetup) -> Blender:
+    """Return a blender for the scores of a network with this number of outputs."""
     if setup.kernels.supports(setup.device):
-        return _KernelBlender(grid, outputs, setup.blending, setup.kernels)
-    return _TorchBlender(grid, outputs, setup.blending, setup.device, setup.check)
+        return _KernelBlender(grid, num_outputs, setup.blending, setup.kernels)
+    return _TorchBlender(grid, num_outputs, setup.blending, setup.device, setup.check)
 
 
-def count_buffered_floats(grid: Grid, outputs: int, *, by_kernel: bool) -> int:
-    """Return the number of float32 values that a blender holds in addition to its slabs; 0 for a single window."""
+def count_buffered_floats(grid: Grid, num_outputs: int, *, uses_kernel: bool) -> int:
+    """Return the number of float32 values that a blender holds in addition to its slabs, or 0 for a single window."""
     if grid.count == 1:
         return 0
-    (depth, height, edge), (_, length, width), (planes, rows, columns) = grid.roi, grid.padded, grid.max_shared
-    if by_kernel:
-        return outputs * (depth * (2 * height * columns + width * rows) + planes * length * width)
-    # Sums and weights of the current row, of the part that the next row shares, and of the part that the next layer
-    # shares; the weights of one row; and the weighted scores of a row of windows.
-    sums = (outputs + 1) * (depth * (height + rows) + planes * length) + depth * height
-    return width * sums + outputs * depth * height * edge * len(grid.starts[2])
+    (depth, height, edge), (_, length, width), (planes, rows, columns) = grid.roi, grid.padded_size, grid.max_overlap
+    if uses_kernel:
+        return num_outputs * (depth * (2 * height * columns + width * rows) + planes * length * width)
+    # The blender holds the sums and weights of the current row and of the parts that it shares with the next row and
+    # the next layer, the weights of one row, and the weighted scores of one row of windows.
+    sums = (num_outputs + 1) * (depth * (height + rows) + planes * length) + depth * height
+    return width * sums + num_outputs * depth * height * edge * len(grid.starts[2])
 
 
 class _KernelBlender(Blender):
-    """Blender in C++. Each window completes some means; only sums of overlaps are kept."""
+    """Blender in C++. Each window completes the means of some voxels, and only the sums of overlaps are kept."""
 
-    def __init__(self, grid: Grid, outputs: int, blending: Blending, kernels: WindowKernels) -> None:
+    def __init__(self, grid: Grid, num_outputs: int, blending: Blending, kernels: WindowKernels) -> None:
         super().__init__(grid)
         z, y, x = (_axis_importance(edge, blending, torch.device("cpu")) for edge in grid.roi)
-        self._kernels, self._columns = kernels, len(grid.starts[2])
-        self._sums = OverlapSums(outputs, grid.padded, (z, y, x), MIN_WEIGHT, grid.starts)
+        self._kernels, self._num_columns = kernels, len(grid.starts[2])
+        self._sums = OverlapSums(num_outputs, grid.padded_size, (z, y, x), MIN_WEIGHT, grid.starts)
         self._means: Tensor | None = None
 
     def add(self, positions: Sequence[Size], scores: Tensor) -> list[Slab]:
         slabs = list[Slab]()
         for position, window in zip(positions, scores.unbind(), strict=True):
-            z, y, x = self._overlaps(position)
+            z, y, x = self._get_overlaps(position)
             if self._means is None:
-                self._means = self._sums.empty_means(z.final, y.final)
-            if not self._kernels.blend(self._sums, (z.number, y.number, x.number), window, self._means):
+                self._means = self._sums.allocate_means(z.num_final, y.num_final)
+            if not self._kernels.blend(
+                self._sums, (z.window_index, y.window_index, x.window_index), window, self._means
+            ):
                 raise NonFiniteScores(NON_FINITE_MESSAGE)
-            if x.number + 1 == self._columns:
+            if x.window_index + 1 == self._num_columns:
                 means, self._means = self._means, None
                 slabs.append(self._make_slab(position[0], position[1], means))
         return slabs
 
 
 class _TorchBlender(Blender):
-    """Blender for any device, which sums one row of windows along x at a time in few operations.
+    """Blender for any device, which adds up one row of windows along x at a time in few operations.
 
-    row     [K + 1, roi z, roi y, X], sums and weights of the current row of windows
-    carry   [K + 1, roi z, y, X], the last rows of voxels of the previous row, which the current row also covers
-    layer   [K + 1, z, Y, X], planes of the previous layer (one z start) that the current layer also covers
+    _row    sums and weights of the current row of windows, [K + 1, roi z, roi y, X]
+    _carry  sums and weights of the voxels of the previous row that the current row also covers, [K + 1, roi z, y, X]
+    _layer  sums and weights of the voxels of the previous layer that the current layer also covers, [K + 1, z, Y, X]
 
-    Windows of a row that do not overlap are added together. The scores are bitwise the same for any split of a row into
-    batches: the order of additions changes only where a voxel has two windows.
+    Windows of a row that do not overlap are added in one operation. The scores are bitwise the same for any split of a
+    row into batches, because the order of additions changes only for voxels that two windows cover.
     """
 
-    def __init__(self, grid: Grid, outputs: int, blending: Blending, device: torch.device, check: CheckFinite) -> None:
+    def __init__(
+        self, grid: Grid, num_outputs: int, blending: Blending, device: torch.device, check: FiniteCheck
+    ) -> None:
         super().__init__(grid)
         self._check = check
         self._importance = importance_map(grid.roi, blending, device)
         depth, height, edge = grid.roi
-        self._row_weight = torch.zeros((depth, height, grid.padded[2]), device=device)
-        for left in grid.starts[2]:
-            self._row_weight[:, :, left : left + edge] += self._importance
-        self._row = torch.empty((outputs + 1, *self._row_weight.shape), device=device)
-        self._layer = torch.empty((outputs + 1, grid.max_shared[0], *grid.padded[1:]), device=device)
+        self._row_weight = torch.zeros((depth, height, grid.padded_size[2]), device=device)
+        for start in grid.starts[2]:
+            self._row_weight[:, :, start : start + edge] += self._importance
+        self._row = torch.empty((num_outputs + 1, *self._row_weight.shape), device=device)
+        self._layer = torch.empty((num_outputs + 1, grid.max_overlap[0], *grid.padded_size[1:]), device=device)
         self._carry = self._row[:, :, :0]
 
     def add(self, positions: Sequence[Size], scores: Tensor) -> list[Slab]:
         slabs, first = list[Slab](), 0
         for run in split_runs(positions):
-            z, y, left = run.start
-            if not left:
+            z, y, x = run.start
+            if not x:
                 self._row[:-1].zero_()
                 self._row[-1].copy_(self._row_weight)
-            self._add_run(run, scores[first : first + run.windows])
-            first += run.windows
-            if left + (run.windows - 1) * run.step == self._grid.starts[2][-1]:
+            self._add_run(run, scores[first : first + run.num_windows])
+            first += run.num_windows
+            if x + (run.num_windows - 1) * run.step == self._grid.starts[2][-1]:
                 slabs.append(self._make_slab(z, y, self._finish_row(run.start)))
         return slabs
 
@@ -187,50 +193,50 @@ class _TorchBlender(Blender):
         """Add the scores [B, K, *roi] of consecutive windows to the current row."""
         weighted = torch.empty(scores.shape, device=scores.device)
         torch.mul(scores, self._importance, out=weighted)
-        left, edge = run.start[2], self._grid.roi[2]
-        # Windows at this distance (in windows) do not overlap.
-        apart = -(-edge // run.step)
-        if apart > 2:
+        first_column, edge = run.start[2], self._grid.roi[2]
+        # Every window overlaps only with its neighbors that are fewer windows away than this.
+        spacing = -(-edge // run.step)
+        if spacing > 2:
             # The result of more than two additions depends on their order, so add the windows one by one.
-            apart = run.windows
-        for number in range(min(apart, run.windows)):
-            windows = weighted[number::apart].permute(1, 2, 3, 0, 4)
-            sums = self._row[:-1, :, :, left + number * run.step :].unfold(3, edge, apart * run.step)
-            sums[:, :, :, : windows.shape[3]] += windows
+            spacing = run.num_windows
+        for first in range(min(spacing, run.num_windows)):
+            scores_to_add = weighted[first::spacing].permute(1, 2, 3, 0, 4)
+            sums = self._row[:-1, :, :, first_column + first * run.step :].unfold(3, edge, spacing * run.step)
+            sums[:, :, :, : scores_to_add.shape[3]] += scores_to_add
 
     def _finish_row(self, position: Size) -> Tensor:
         """Return the means of the final planes and rows. Keep the sums that the next row and the next layer cover."""
-        (z, y, _), top = self._overlaps(position), position[1]
-        if y.shared:
-            self._row[:, :, : y.shared] += self._carry
-        self._carry = self._row[:, :, y.final :].clone()
-        sums, here = self._row[:, :, : y.final], self._layer[:, :, top : top + y.final]
-        if z.shared:
-            sums[:, : z.shared] += here[:, : z.shared]
-        here[:, : self._grid.roi[0] - z.final].copy_(sums[:, z.final :])
-        return self._check(sums[:-1, : z.final] / sums[-1, : z.final])
+        (z, y, _), first_row = self._get_overlaps(position), position[1]
+        if y.num_shared:
+            self._row[:, :, : y.num_shared] += self._carry
+        self._carry = self._row[:, :, y.num_final :].clone()
+        sums, layer_sums = self._row[:, :, : y.num_final], self._layer[:, :, first_row : first_row + y.num_final]
+        if z.num_shared:
+            sums[:, : z.num_shared] += layer_sums[:, : z.num_shared]
+        layer_sums[:, : self._grid.roi[0] - z.num_final].copy_(sums[:, z.num_final :])
+        return self._check(sums[:-1, : z.num_final] / sums[-1, : z.num_final])
 
 
 class FiniteFlag:
-    """Device-side flag that is true while all scores of a request are finite. Updating it does not wait for the device.
+    """Flag on a device that is true while all scores of a request are finite. Updating it does not wait for the device.
 
-    A copy in pinned memory of the host is valid once the device has finished the launched work.
+    Its copy in pinned host memory is valid once the device has finished the launched work.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._flag = torch.ones((), dtype=torch.bool, device=device)
-        self._copy = torch.ones((), dtype=torch.bool, pin_memory=device.type == "cuda")
+        self._host_flag = torch.ones((), dtype=torch.bool, pin_memory=device.type == "cuda")
 
     def record(self, scores: Tensor, /) -> Tensor:
-        """Return the scores, converted to float32 if they are float16, and record whether they are finite."""
+        """Return the scores, with float16 converted to float32, and record whether they are finite."""
         scores = scores.float() if scores.dtype == torch.float16 else scores
         self._flag.logical_and_(scores.sum().isfinite())
-        self._copy.copy_(self._flag, non_blocking=True)
+        self._host_flag.copy_(self._flag, non_blocking=True)
         return scores
 
     def check(self) -> None:
-        """Raise NonFiniteScores if any scores were not finite. Call it once the device has finished them."""
-        if not self._copy.item():
+        """Raise NonFiniteScores if any recorded scores were not finite. The device must have finished its work."""
+        if not self._host_flag.item():
             raise NonFiniteScores(NON_FINITE_MESSAGE)
 
 
@@ -243,7 +249,7 @@ def importance_map(roi: Size, blending: Blending, device: torch.device) -> Tenso
 
 
 def _axis_importance(edge: int, blending: Blending, device: torch.device) -> Tensor:
-    """Return the weight by position along one axis of a window, float32 [edge], without the lower bound."""
+    """Return the weight of each position along one axis of a window, float32 [edge], without the lower bound."""
     if blending.mode == "constant":
         return torch.ones(edge, device=device)
     distance = torch.arange(edge, dtype=torch.float32, device=device) - (edge - 1) / 2

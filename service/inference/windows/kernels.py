@@ -1,6 +1,6 @@
 """C++ kernels for windows in CPU memory: normalization into a batch, and blending of scores.
 
-They do in one pass what torch does in several. Normalized pixels are bitwise equal to those of torch.
+Each kernel does in one pass what torch does in several. Normalized pixels are bitwise equal to those computed by torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from service.core.buffers import BufferCache, BufferPool
 from service.core.native.library import CppFunctions
 from service.core.quantities import Size
 
-# Argument and result types of each function, in the codes of `CppFunctions`.
+# Argument and result types of each function, in the type codes of `CppFunctions`.
 SIGNATURES = (
     ("stackseg_scale", "pipipffffi", "-"),
     ("stackseg_blend", "pipppppppi", "i"),
@@ -30,37 +30,37 @@ SIGNATURES = (
 PIXEL_DTYPES = tuple(map(np.dtype, (np.uint8, np.int8, np.uint16, np.int16, np.float32)))
 FLOAT_DTYPES = (torch.float32, torch.bfloat16)
 
-# Number of idle buffers for finished means: one slab is decoded while the next ones are computed.
-IDLE_MEANS_BUFFERS = 4
+# Maximum number of idle buffers for finished means. One slab is decoded while the next ones are computed.
+MAX_IDLE_MEANS_BUFFERS = 4
 
-# Bytes of sums and means that are kept for the next request, enough for 64 x 512 x 512 voxels and two outputs. The
-# system would first fill newly allocated memory with zeros.
+# Cache of the buffers for sums and means, which later requests reuse. 64 MiB are enough for 64 x 512 x 512 voxels and
+# two outputs. Reuse saves time, because the operating system fills newly allocated memory with zeros.
 BUFFER_CACHE = BufferCache(2**26)
 
-# Number of zero weights after the edge of a window, because vector instructions of the kernel may read past it.
+# Number of zeros after the weights of an axis, because vector instructions of the kernel may read past the last weight.
 WEIGHT_PADDING = 16
 
 
 class OverlapSums:
     """Weighted sums, float32, of the scores that windows share with later windows.
 
-    outputs     number of outputs K
-    size        edge lengths of the padded volume (Z, Y, X)
-    weights     float32 weight by position in a window along z, y and x; the weight of a voxel is the product
-    min_weight  lower bound of the product
-    starts      first voxels of all windows along each axis
+    num_outputs  number of outputs K
+    size         edge lengths of the padded volume (Z, Y, X)
+    weights      float32 weights by position in a window along z, y and x; the weight of a voxel is their product
+    min_weight   lower bound of the product
+    starts       first voxels of all windows along each axis
 
-    The sums are held in three buffers, each in the order in which a window reads it:
-    columns  from the previous window along x, [z, y, K, x]; one copy is read while the other is written
-    rows     from the previous row, [z, y, K, x] for each window along x
-    layer    from the previous layer, [z, y, K, x] for each window along y and x
+    The sums are stored in the order in which a window reads them:
+    columns  sums from the previous window along x, [z, y, K, x]; one copy is read while the other is written
+    rows     sums from the previous row, [z, y, K, x] for each window along x
+    layer    sums from the previous layer, [z, y, K, x] for each window along y and x
 
     Raises ValueError if the windows do not cover the volume.
     """
 
     def __init__(
         self,
-        outputs: int,
+        num_outputs: int,
         size: Size,
         weights: tuple[Tensor, Tensor, Tensor],
         min_weight: float,
@@ -69,33 +69,39 @@ class OverlapSums:
         if not all(axis.dtype == torch.float32 and axis.is_cpu for axis in weights):
             raise ValueError("weights must be float32 tensors on the CPU")
         depth, height, width = map(len, weights)
-        self.window_shape, self.volume_width = (outputs, depth, height, width), size[2]
+        self.window_shape, self.volume_width = (num_outputs, depth, height, width), size[2]
         edges = self.window_shape[1:]
-        steps = [_steps(*axis) for axis in zip(starts, edges, size, strict=True)]
+        steps = [_compute_steps(*axis) for axis in zip(starts, edges, size, strict=True)]
         # Number of leading voxels of each window along each axis that no later window covers.
-        self.final = tuple((*axis_steps, edge) for axis_steps, edge in zip(steps, edges, strict=True))
-        planes, rows, columns = (edge - min(axis) for axis, edge in zip(self.final, edges, strict=True))
-        sizes = depth * height * outputs * columns, depth * height * outputs * columns, depth * rows * outputs * size[2]
-        # The layer is not pooled, because it is large and created only once for many windows.
-        layer = np.empty(planes * outputs * math.prod(size[1:]), np.float32)
+        self.final_lengths = tuple((*axis_steps, edge) for axis_steps, edge in zip(steps, edges, strict=True))
+        planes, rows, columns = (edge - min(axis) for axis, edge in zip(self.final_lengths, edges, strict=True))
+        sizes = (
+            depth * height * num_outputs * columns,
+            depth * height * num_outputs * columns,
+            depth * rows * num_outputs * size[2],
+        )
+        # The buffer of the layer is not pooled, because it is large and allocated only once for many windows.
+        layer = np.empty(planes * num_outputs * math.prod(size[1:]), np.float32)
         self._memory: list[NDArray[Any]] = [*(BufferPool(4 * count, 1, BUFFER_CACHE).take() for count in sizes), layer]
-        self._means = BufferPool(4 * outputs * depth * height * size[2], IDLE_MEANS_BUFFERS, BUFFER_CACHE)
+        self._means = BufferPool(4 * num_outputs * depth * height * size[2], MAX_IDLE_MEANS_BUFFERS, BUFFER_CACHE)
         padding = torch.zeros(WEIGHT_PADDING)
-        # Arguments in the form that the kernel expects.
+        # Kernel arguments, converted to the types that the kernel expects.
         self.weights = torch.cat([*weights, padding, torch.full((width,), min_weight), padding])
         self.starts = _int64_array(*itertools.chain(*starts))
         self.shape = _int64_array(*self.window_shape, *map(len, starts), planes, rows, self.volume_width)
         self.buffers = (ctypes.c_void_p * 4)(*(buffer.ctypes.data for buffer in self._memory))
 
-    def empty_means(self, planes: int, rows: int) -> Tensor:
-        """Return uninitialized memory for the means that a row of windows completes, float32 [K, planes, rows, X]."""
-        outputs = self.window_shape[0]
-        whole = torch.from_numpy(self._means.take()).view(torch.float32)
-        return whole[: outputs * planes * rows * self.volume_width].view(outputs, planes, rows, self.volume_width)
+    def allocate_means(self, planes: int, rows: int) -> Tensor:
+        """Allocate uninitialized memory for the means that a row of windows completes, float32 [K, planes, rows, X]."""
+        num_outputs = self.window_shape[0]
+        buffer = torch.from_numpy(self._means.take()).view(torch.float32)
+        return buffer[: num_outputs * planes * rows * self.volume_width].view(
+            num_outputs, planes, rows, self.volume_width
+        )
 
 
 class WindowKernels(CppFunctions):
-    """Kernels that accept tensors and arrays as arguments."""
+    """C++ functions that normalize windows and blend scores. They accept tensors and arrays as arguments."""
 
     def supports(self, device: torch.device) -> bool:
         """Return whether the kernels are available and can blend on this device."""
@@ -103,13 +109,13 @@ class WindowKernels(CppFunctions):
 
     def can_scale(self, pixels: NDArray[Any], out: Tensor) -> bool:
         """Return whether `scale` supports these dtypes and this memory."""
-        fits = pixels.dtype in PIXEL_DTYPES and pixels.flags.aligned and out.dtype in FLOAT_DTYPES
-        return fits and out.is_cpu and self.ready
+        is_supported = pixels.dtype in PIXEL_DTYPES and pixels.flags.aligned and out.dtype in FLOAT_DTYPES
+        return is_supported and out.is_cpu and self.ready
 
     def scale(
         self, pixels: NDArray[Any], out: Tensor, offset: float, scale: float, limits: tuple[float, float]
     ) -> None:
-        """Write (pixels - offset) / scale, clipped to the limits, into `out`.
+        """Write (pixels - offset) / scale, clipped to the limits, to `out`.
 
         pixels  [z, y, x] of a dtype that `can_scale` accepts, with any strides
         out     float32 or bfloat16, of the same shape, with any strides
@@ -123,35 +129,36 @@ class WindowKernels(CppFunctions):
         )
 
     def blend(self, sums: OverlapSums, index: Size, window: Tensor, means: Tensor) -> bool:
-        """Add the scores of one window, [K, z, y, x] with any strides; return whether all final means are finite.
+        """Add the scores of one window, [K, z, y, x] with any strides. Return whether all final means are finite.
 
-        index  number of the window along z, y and x; all previous windows must have been added
-        means  means of the window's row, [K, planes, rows, X]; the columns that no later window covers are written
+        index  zero-based index of the window along z, y and x; all previous windows must have been added
+        means  memory for the means of the window's row, [K, planes, rows, X]; the columns that no later window covers
+               are written
         """
         if window.dtype not in FLOAT_DTYPES:
             window = window.float()
-        inside = all(0 <= at < len(axis) for at, axis in zip(index, sums.final, strict=True))
-        if window.shape != sums.window_shape or not window.is_cpu or not inside:
+        is_valid_index = all(0 <= number < len(axis) for number, axis in zip(index, sums.final_lengths, strict=True))
+        if window.shape != sums.window_shape or not window.is_cpu or not is_valid_index:
             raise ValueError(f"cannot add scores {list(window.shape)} to windows {sums.window_shape} at {index}")
-        planes, rows = sums.final[0][index[0]], sums.final[1][index[1]]
-        writable = means.dtype == torch.float32 and means.is_cpu and means.is_contiguous()
-        if not writable or means.shape != (sums.window_shape[0], planes, rows, sums.volume_width):
+        planes, rows = sums.final_lengths[0][index[0]], sums.final_lengths[1][index[1]]
+        is_writable = means.dtype == torch.float32 and means.is_cpu and means.is_contiguous()
+        if not is_writable or means.shape != (sums.window_shape[0], planes, rows, sums.volume_width):
             raise ValueError(f"cannot write {planes} planes and {rows} rows to {means.dtype} {list(means.shape)}")
-        failed = self._functions.stackseg_blend(
+        has_failed = self._functions.stackseg_blend(
             *(window.data_ptr(), window.dtype == torch.bfloat16, _int64_array(*window.stride()), sums.shape),
             *(sums.starts, _int64_array(*index), sums.weights.data_ptr()),
             *(sums.buffers, means.data_ptr(), torch.get_num_threads()),
         )
-        return not failed
+        return not has_failed
 
 
 window_kernels = WindowKernels(SIGNATURES)
-"""Kernels of this process."""
+"""Kernels that this process uses."""
 
 
-def _steps(starts: tuple[int, ...], edge: int, length: int) -> list[int]:
+def _compute_steps(starts: tuple[int, ...], edge: int, length: int) -> list[int]:
     """Return the distances between adjacent windows. Raises ValueError if the windows do not cover the axis."""
-    steps = [after - start for start, after in itertools.pairwise(starts)]
+    steps = [next_start - start for start, next_start in itertools.pairwise(starts)]
     if not starts or (starts[0], starts[-1]) != (0, length - edge) or not all(0 < step <= edge for step in steps):
         raise ValueError(f"windows of length {edge} at {starts} do not cover an axis of {length} voxels")
     return steps

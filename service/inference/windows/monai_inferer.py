@@ -1,4 +1,4 @@
-"""MONAI's `sliding_window_inference`, as an alternative to `SlidingWindow` and a reference for it.
+"""MONAI's `sliding_window_inference`, as an alternative to `SlidingWindow` and as its reference in tests.
 
 It is imported only for the setting `windows.inferer: monai`.
 """
@@ -20,9 +20,10 @@ with hide_packages(HIDDEN_PACKAGES):
 
 
 class MonaiInferer:
-    """Cuts and blends windows with MONAI. `run`, from a `SlidingWindow` or a `WindowBatcher`, only runs the network.
+    """Cuts and blends windows with MONAI.
 
-    MONAI holds the scores of the whole volume in memory, and returns them as a single slab.
+    The network is run by `run`, which is `SlidingWindow.run` or `WindowBatcher.run`. MONAI holds the scores of the
+    whole volume in memory, and returns them as a single slab.
     """
 
     def __init__(self, settings: Windows, run: Callable[..., Iterator[Slab]]) -> None:
@@ -38,7 +39,7 @@ class MonaiInferer:
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> Iterator[Slab]:
-        """Yield the scores of `image`, float32 [1, C, Z, Y, X], as one slab. Raises what `run` raises."""
+        """Yield the scores of `image`, float32 [1, C, Z, Y, X], as one slab. Raises the exceptions of `run`."""
         settings, roi, done = self._settings, as_size(window.batch.shape[2:]), 0
         total = Grid.cover(as_size(image.shape[2:]), roi, overlap).count
 

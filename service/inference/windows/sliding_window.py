@@ -1,8 +1,8 @@
 """Sliding-window inference with one fixed batch shape, which yields finished scores as early as possible.
 
-The result equals that of `monai.inferers.sliding_window_inference` (same padding, window positions and weights) to 1e-5
-in float32, which the tests check. The implementation differs: windows are copied into a batch buffer that is allocated
-once, the last batch is padded instead of having a shape of its own, and the padded image is never created.
+Padding, window positions and weights are those of `monai.inferers.sliding_window_inference`. Tests check that the
+scores agree to within 1e-5 in float32. The implementation differs: windows are copied into a batch buffer that is
+allocated once, the last batch is padded to the fixed shape, and the padded image is never created.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.inference.windows.blending import (
     Blender,
     Blending,
     BlendingSetup,
-    CheckFinite,
+    FiniteCheck,
     Slab,
     make_blender,
     require_finite,
@@ -32,9 +32,9 @@ from service.inference.windows.grid import Box, Grid, as_size, split_runs
 from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.models.network import Network
 
-# Function from windows [N, C, *roi], float32, to raw scores [N, K, *roi].
+# Function that computes the raw scores [N, K, *roi] of windows [N, C, *roi], float32.
 ScoreWindows = Callable[[Tensor], Tensor]
-# Function that returns a context in which the network runs, such as `CudaTimer.measure`.
+# Function that returns a context manager in which the network is run, such as `CudaTimer.measure`.
 Measure = Callable[[], AbstractContextManager[object]]
 
 
@@ -50,19 +50,19 @@ class Image(Protocol):
 
 
 @runtime_checkable
-class ReadableInto(Protocol):
+class SupportsReadInto(Protocol):
     """Image that can also be read into existing memory."""
 
     def read_into(self, box: Box, out: Iterable[Tensor], /) -> None:
-        """Write the voxels of `box` into `out`, which has one tensor [z, y, x] of any floating dtype per channel."""
+        """Write the voxels of `box` to `out`: one tensor [z, y, x] of any floating-point dtype per channel."""
 
 
 @dataclass(frozen=True)
 class SparseImage:
-    """Image with skipped windows, whose voxels all get the same scores.
+    """Image with skipped windows. All voxels of skipped windows get the same scores.
 
-    skipped  first voxels of the skipped windows, from `Grid.positions`; at least one window must not be skipped
-    scores   scores of the skipped windows, float32 [K], on the device of the other scores
+    skipped  first voxels of the skipped windows, as in `Grid.positions`; at least one window must not be skipped
+    scores   scores of the skipped windows, float32 [K], on the same device as the computed scores
     """
 
     image: Image
@@ -78,32 +78,33 @@ class SparseImage:
 
 
 class WindowSlot:
-    """Memory of one window in a batch, [C, *roi], and views of its channels."""
+    """Memory of one window in a batch, [C, *roi], and a view of each of its channels."""
 
-    def __init__(self, whole: Tensor) -> None:
-        self.whole, self.channels = whole, whole.unbind()
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.channels = memory, memory.unbind()
 
 
-class _Stream:
-    """Batch buffer of one stream. All views are created in advance, because torch takes microseconds for each."""
+class _StreamBuffer:
+    """Batch buffer of one stream, and views of it. Views are created once, because each takes torch microseconds."""
 
     def __init__(self, batch: Tensor) -> None:
         self.batch = batch
         self.slots = tuple(map(WindowSlot, batch.unbind()))
-        # View of the first N windows of the batch, at index N.
+        # The entry at index N is a view of the first N windows of the batch.
         self.first_windows = tuple(batch[:length] for length in range(len(batch) + 1))
 
 
 class SlidingWindow:
     """Runs one network over volumes of any size in batches of fixed shape.
 
-    network                 function from [B, C, *roi] of `dtype` to [B, K, *roi] of any floating dtype
+    network                 function that maps windows [B, C, *roi] of `dtype` to scores [B, K, *roi] of any
+                            floating-point dtype
     batch_size              maximum number of windows per call, B; available as `capacity`
-    device                  device of the batches, weights and scores
+    device                  device of the batches, blending weights and scores
     streams                 number of threads that may call the network concurrently, each with its own batch buffer
-    kernels                 used for blending on devices that they support
-    accepts_any_batch_size  whether the network also accepts fewer windows, with bitwise equal scores
-    owns_scores             whether the scores stay valid after the next call of the network
+    kernels                 C++ kernels, used for blending on the devices that they support
+    accepts_any_batch_size  whether the network also accepts fewer windows, and then returns bitwise equal scores
+    owns_scores             whether the scores remain valid after the next call to the network
     """
 
     def __init__(  # noqa: PLR0913
@@ -128,12 +129,12 @@ class SlidingWindow:
         self._roi = roi
         self._blending = blending
         shape = (batch_size, channels, *roi)
-        empty = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(streams))
-        self._streams = tuple(_Stream(batch.to(memory_format=memory_format)) for batch in empty)
+        buffers = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(streams))
+        self._streams = tuple(_StreamBuffer(batch.to(memory_format=memory_format)) for batch in buffers)
 
     @property
     def batch(self) -> Tensor:
-        """Batch buffer of the first stream, [B, C, *roi]. The network always gets this dtype and these strides."""
+        """Batch buffer of the first stream, [B, C, *roi]. The dtype and strides of all batches are the same."""
         return self._streams[0].batch
 
     @property
@@ -149,20 +150,20 @@ class SlidingWindow:
     def with_network(
         self, network: Network, *, accepts_any_batch_size: bool = False, owns_scores: bool = False
     ) -> SlidingWindow:
-        """Return a copy that runs another network on the batch buffers of this one."""
+        """Return a copy that runs another network and shares the batch buffers of this object."""
         other = copy.copy(self)
         other.network, other.accepts_any_batch_size, other.owns_scores = network, accepts_any_batch_size, owns_scores
         return other
 
     def with_capacity(self, batch_size: int) -> SlidingWindow:
-        """Return a copy that computes fewer windows per call, for a network that accepts any batch size."""
+        """Return a copy that computes up to `batch_size` windows per call. The network must accept any batch size."""
         other = copy.copy(self)
         other.capacity = batch_size
         return other
 
-    def slots(self, windows: int) -> int:
-        """Return the batch size in which this number of windows is computed."""
-        return windows if self.accepts_any_batch_size else self.capacity
+    def get_batch_size(self, num_windows: int) -> int:
+        """Return the size of the batch in which this number of windows is computed."""
+        return num_windows if self.accepts_any_batch_size else self.capacity
 
     @torch.inference_mode()
     def run(
@@ -174,57 +175,59 @@ class SlidingWindow:
         progress: Callable[[int, int], None] = lambda _done, _total: None,
         stream: int = 0,
     ) -> Iterator[Slab]:
-        """Yield the scores of `image` as contiguous slabs with z slowest, computed in one of the streams.
+        """Compute the scores of `image` in one of the streams, and yield them as adjacent slabs in order of z, then y.
 
         Raises Cancelled if `cancelled()` returns true before a batch, and NonFiniteScores for NaN or infinite scores.
         """
         scan = self.scan(image, overlap)
-        while scan.left:
+        while scan.num_remaining:
             if cancelled():
-                raise Cancelled(f"Cancelled after {scan.done} of {scan.total} windows.")
-            part = scan.take(self.capacity)
-            (scores,) = self.forward([part], stream)
-            yield from scan.blend(part.positions, scores)
-            progress(scan.done, scan.total)
+                raise Cancelled(f"The request was cancelled after {scan.num_blended} of {scan.num_windows} windows.")
+            window_slice = scan.take(self.capacity)
+            (scores,) = self.forward([window_slice], stream)
+            yield from scan.blend(window_slice.positions, scores)
+            progress(scan.num_blended, scan.num_windows)
 
-    def scan(self, image: Image, overlap: float, check: CheckFinite = require_finite) -> WindowScan:
+    def scan(self, image: Image, overlap: float, check: FiniteCheck = require_finite) -> WindowScan:
         """Return a scan of `image` that starts at the first window. `check` is applied to finished scores."""
         grid = Grid.cover(as_size(image.shape[2:]), self._roi, overlap)
         setup = BlendingSetup(self._blending, self.batch.device, self._kernels, check)
         return WindowScan(image, grid, setup, owns_scores=self.owns_scores)
 
     def forward(
-        self, parts: Sequence[WindowSlice], stream: int = 0, *, measure: Measure = nullcontext
+        self, window_slices: Sequence[WindowSlice], stream: int = 0, *, measure: Measure = nullcontext
     ) -> Sequence[Tensor]:
         """Call the network once, on up to `capacity` windows from one or more images.
 
-        Returns the scores of each slice, [B, K, *roi], where B is its number of windows. They are valid until the next
-        call of this stream, or permanently if the network owns its scores. A CUDA device may still be computing them.
-        Call this in torch's inference mode.
+        Returns the scores of each slice, [B, K, *roi], where B is its number of windows. The scores are valid until the
+        next call for this stream, or permanently if the network owns its scores. A CUDA device may still be computing
+        them. Call this in torch's inference mode.
         """
-        buffers, taken = self._streams[stream], 0
-        for scan, positions in parts:
+        buffers, num_taken = self._streams[stream], 0
+        for scan, positions in window_slices:
             scan.fill(
-                buffers.slots[taken : taken + len(positions)], buffers.batch[taken : taken + len(positions)], positions
+                buffers.slots[num_taken : num_taken + len(positions)],
+                buffers.batch[num_taken : num_taken + len(positions)],
+                positions,
             )
-            taken += len(positions)
-        length = self.slots(taken)
-        for slot in buffers.slots[taken:length]:
-            # Clear windows of an earlier batch, which may be the ones that made it fail.
-            slot.whole.zero_()
+            num_taken += len(positions)
+        batch_size = self.get_batch_size(num_taken)
+        for slot in buffers.slots[num_taken:batch_size]:
+            # Clear the windows of an earlier batch, because they may be the ones that made that batch fail.
+            slot.memory.zero_()
         with measure():
-            scores = self.network(buffers.first_windows[length])
-        if taken < length:
-            scores = scores[:taken]
-        if len(parts) == 1:
+            scores = self.network(buffers.first_windows[batch_size])
+        if num_taken < batch_size:
+            scores = scores[:num_taken]
+        if len(window_slices) == 1:
             return [scores]
-        return torch.split(scores, [len(part.positions) for part in parts])
+        return torch.split(scores, [len(window_slice.positions) for window_slice in window_slices])
 
 
 def score_stack(windows: Tensor, compute: Callable[[Tensor], Iterable[Tensor]]) -> Tensor:
     """Return the scores, float32 [N, K, *roi], of windows [N, C, *roi], which are computed as one stack.
 
-    compute  yields the scores [1, K, z, y, x] of a stack [1, C, N * z, y, x] in the order of z, without overlap
+    compute  yields the scores [1, K, z, y, x] of a stack [1, C, N * z, y, x] in order of z, without overlap
     """
     count, channels, depth, height, width = windows.shape
     stack = windows.transpose(0, 1).reshape(1, channels, count * depth, height, width)
@@ -233,18 +236,21 @@ def score_stack(windows: Tensor, compute: Callable[[Tensor], Iterable[Tensor]]) 
 
 
 class WindowSlice(NamedTuple):
-    """Some windows of one image, given by their first voxels."""
+    """Some windows of one image. `positions` are their first voxels."""
 
     scan: WindowScan
     positions: list[Size]
 
 
 class WindowScan:
-    """Progress of one image: windows are taken in order, computed in any order, and blended in order.
+    """Progress through the windows of one image: they are taken in order, computed in any order, and blended in order.
 
     Created by `SlidingWindow.scan`. One thread at a time may take windows, and one at a time may blend them. Any number
-    of threads may fill batches. `total` is the number of windows to compute, `left` counts those not yet taken, and
-    `done` those that have been blended.
+    of threads may fill batches.
+
+    num_windows    number of windows to compute
+    num_remaining  number of windows that have not been taken yet
+    num_blended    number of windows that have been blended
     """
 
     def __init__(self, image: Image, grid: Grid, setup: BlendingSetup, *, owns_scores: bool = False) -> None:
@@ -254,41 +260,41 @@ class WindowScan:
             skipped, self._skipped_scores = image.skipped, image.scores.view(1, -1, 1, 1, 1).expand(-1, -1, *grid.roi)
             image = image.image
         self._image, self._grid = image, grid
-        # Checked once, because an isinstance check of a protocol is slower than slicing.
-        self._readable_into = image if isinstance(image, ReadableInto) else None
+        # Check this only once, because an isinstance check for a protocol is slower than slicing.
+        self._direct_image = image if isinstance(image, SupportsReadInto) else None
         self._owns_scores = owns_scores
         positions = grid.positions()
         self._positions = (position for position in positions if position not in skipped) if skipped else positions
-        self._to_blend = grid.positions()
+        self._positions_to_blend = grid.positions()
         self._blender: Blender | None = None
-        self._padded, self._single = grid.padded != grid.size, grid.count == 1
-        # An image that is computed on access would need memory for a whole row.
-        has_rows = self._readable_into is None and (isinstance(image, Tensor) or setup.device.type != "cpu")
-        self._copies_runs = has_rows and not self._padded
-        self._inside = (slice(None), *grid.inside_window)
-        self.total = self.left = grid.count - len(skipped)
-        self._skips = bool(skipped)
-        self.done = 0
+        self._is_padded, self._is_single_window = grid.padded_size != grid.size, grid.count == 1
+        # Reading a row of an image that is computed on access would need memory for the whole row.
+        can_read_rows = self._direct_image is None and (isinstance(image, Tensor) or setup.device.type != "cpu")
+        self._can_copy_runs = can_read_rows and not self._is_padded
+        self._valid_region = (slice(None), *grid.valid_region)
+        self.num_windows = self.num_remaining = grid.count - len(skipped)
+        self._has_skipped_windows = bool(skipped)
+        self.num_blended = 0
 
     def take(self, max_windows: int) -> WindowSlice:
-        """Return up to `max_windows` next windows."""
+        """Return the next windows, up to `max_windows` of them."""
         positions = list(itertools.islice(self._positions, max_windows))
-        self.left -= len(positions)
+        self.num_remaining -= len(positions)
         return WindowSlice(self, positions)
 
     def fill(self, slots: Sequence[WindowSlot], batch: Tensor, positions: Sequence[Size]) -> None:
-        """Copy the windows at `positions` into a batch [B, C, *roi], of which `slots` are views."""
-        if not self._copies_runs:
+        """Copy the windows at `positions` into a batch [B, C, *roi]. `slots` are views of the batch."""
+        if not self._can_copy_runs:
             for slot, position in zip(slots, positions, strict=True):
                 self.fill_slot(slot, position)
             return
-        # On a GPU, one copy of many windows is faster than many copies that the host launches one by one.
+        # On a GPU, copying many windows at a time is faster than launching one copy per window.
         first, edge = 0, self._grid.roi[2]
         for run in split_runs(positions):
-            row = self._image[self._box(run.start, edge + (run.windows - 1) * run.step)]
+            row = self._image[self._box(run.start, edge + (run.num_windows - 1) * run.step)]
             windows = row.unfold(3, edge, run.step).permute(3, 0, 1, 2, 4)
-            batch[first : first + run.windows].copy_(windows)
-            first += run.windows
+            batch[first : first + run.num_windows].copy_(windows)
+            first += run.num_windows
 
     def _box(self, position: Size, width: int) -> Box:
         (z, y, x), (depth, height, _) = position, self._grid.roi
@@ -297,43 +303,43 @@ class WindowScan:
     def fill_slot(self, slot: WindowSlot, position: Size) -> None:
         """Copy the window at `position` into a slot of a batch."""
         box = self._box(position, self._grid.roi[2])
-        if self._padded:
-            # Clear the voxels of an earlier window in the padding.
-            slot.whole.zero_()
-            slot = WindowSlot(slot.whole[self._inside])
-        if self._readable_into is not None:
-            self._readable_into.read_into(box, slot.channels)
+        if self._is_padded:
+            # The padding may still contain voxels of an earlier window.
+            slot.memory.zero_()
+            slot = WindowSlot(slot.memory[self._valid_region])
+        if self._direct_image is not None:
+            self._direct_image.read_into(box, slot.channels)
         else:
-            slot.whole.copy_(self._image[box])
+            slot.memory.copy_(self._image[box])
 
     def blend(self, positions: Sequence[Size], scores: Tensor) -> list[Slab]:
         """Add the scores [B, K, *roi] of the windows at `positions`, and return the slabs that are now final.
 
         Call this in torch's inference mode. Raises NonFiniteScores.
         """
-        if self._single:
-            # With a single window, the weights cancel out.
-            self.done = 1
-            inside = self._setup.check(scores)
-            inside = inside[(slice(None), *self._inside)] if self._padded else inside
-            return [Slab(0, 0, inside if self._owns_scores else inside.clone())]
+        if self._is_single_window:
+            # If there is only one window, the weights cancel out.
+            self.num_blended = 1
+            valid_scores = self._setup.check(scores)
+            valid_scores = valid_scores[(slice(None), *self._valid_region)] if self._is_padded else valid_scores
+            return [Slab(0, 0, valid_scores if self._owns_scores else valid_scores.clone())]
         if self._blender is None:
             self._blender = make_blender(self._grid, scores.shape[1], self._setup)
-        if not self._skips:
+        if not self._has_skipped_windows:
             slabs = self._blender.add(positions, scores)
         else:
             slabs = list[Slab]()
             for position, window in zip(positions, torch.split(scores, 1), strict=True):
                 slabs += self._blend_skipped(self._blender, position)
                 slabs += self._blender.add([position], window)
-        self.done += len(positions)
-        if self.done == self.total and self._skips:
+        self.num_blended += len(positions)
+        if self.num_blended == self.num_windows and self._has_skipped_windows:
             slabs += self._blend_skipped(self._blender, None)
         return slabs
 
-    def _blend_skipped(self, blender: Blender, until: Size | None) -> Iterator[Slab]:
-        """Add the skipped windows before the window at `until`, or all remaining ones if it is None."""
-        for position in self._to_blend:
-            if position == until:
+    def _blend_skipped(self, blender: Blender, next_position: Size | None) -> Iterator[Slab]:
+        """Add the skipped windows before the window at `next_position`, or all remaining ones if it is None."""
+        for position in self._positions_to_blend:
+            if position == next_position:
                 return
             yield from blender.add([position], self._skipped_scores)

@@ -15,32 +15,36 @@ BEST_QUALITY_VIEWS: Views = ((), (3, 4), (2, 4))
 
 
 @dataclass(frozen=True)
-class AveragedViews:
+class ViewAveragingNetwork:
     """Network that returns the mean of another network's scores over several views of each window.
 
-    The mean is taken of the raw scores, before any activation.
+    The raw scores are averaged, before any activation.
     """
 
     network: Network
     views: Views
 
     def __call__(self, windows: Tensor) -> Tensor:
-        """Return scores, float32 [B, K, z, y, x], of windows [B, C, z, y, x], in newly allocated memory."""
+        """Return the scores of windows [B, C, z, y, x] in newly allocated memory, float32 [B, K, z, y, x]."""
         total = torch.zeros(())
-        for number, axes in enumerate(self.views):
+        for index, axes in enumerate(self.views):
             scores = self._score(windows, axes)
             # Copy the scores, because the network may reuse their memory.
-            total = scores.to(torch.float32, copy=True) if not number else total.add_(scores)
+            total = scores.to(torch.float32, copy=True) if not index else total.add_(scores)
         return total.div_(len(self.views))
 
     def _score(self, windows: Tensor, axes: tuple[int, ...]) -> Tensor:
         if not axes:
             return self.network(windows)
         # Networks are built for one memory layout, which `flip` may not preserve.
-        mirrored = torch.empty_like(windows).copy_(windows.flip(axes))
-        return self.network(mirrored).flip(axes)
+        mirrored_windows = torch.empty_like(windows).copy_(windows.flip(axes))
+        return self.network(mirrored_windows).flip(axes)
 
 
-def views_bytes(channels: int, outputs: int, voxels: int) -> int:
-    """Return the bytes that the views of a window of `voxels` voxels need in addition to the network."""
+def count_view_bytes(channels: int, outputs: int, voxels: int) -> int:
+    """Return the bytes that averaging the views of a window needs in addition to the network.
+
+    channels, outputs  number of channels and of outputs of the network
+    voxels             number of voxels of a window
+    """
     return 4 * voxels * (2 * channels + 2 * outputs)

@@ -100,8 +100,8 @@ def test_labels_equal_those_of_the_whole_volume(
     case, tmp_path, write_model, random_nuclei_content, monkeypatch
 ) -> None:
     """The pieces and passes are merged in small portions."""
-    monkeypatch.setattr(join, "PIECES", 100)
-    monkeypatch.setattr(join, "PASSES", 50)
+    monkeypatch.setattr(join, "PIECES_PER_STEP", 100)
+    monkeypatch.setattr(join, "PASSES_PER_STEP", 50)
     windows, decoding, options = CASES[case]
     spec = write_model(detect_objects(expect_diameter(random_nuclei_content, 6.0), **decoding))
     pixels, has_empty = make_hills(SHAPE, 3), "empty windows" in case
@@ -152,7 +152,9 @@ def test_estimated_diameter_is_kept_when_a_run_is_resumed(tmp_path, write_model,
     diameter = Diameter((9.0,), "px")
     folder = begin(tmp_path / "run", source, spec, Options(diameter="auto"), settings_of())
     segment_blocks(folder, tmp_path / "first.zarr")
-    survey = replace(folder.survey, sizing=DiameterEstimate(diameter, matches_model=False, objects=9, windows=4))
+    survey = replace(
+        folder.survey, diameter_estimate=DiameterEstimate(diameter, matches_model=False, objects=9, windows=4)
+    )
     folder.write_survey(survey, folder.read_array("skipped.npy"))
     for step in get_args(Step):
         if step not in {"count", "survey"}:
@@ -196,7 +198,7 @@ def test_objects_are_measured_in_each_channel(options, tmp_path, write_model, ra
     table = measure(whole, stack_reader.read(source, WHOLE, 2**40))
     folder = begin(tmp_path / "run", source, spec, options, settings_of(), selection=first, measured=True)
     segment_blocks(folder, tmp_path / "out.zarr")
-    found = collect_table(open_run(str(folder.path), surveyed=True), read_objects(folder))
+    found = collect_table(open_run(str(folder.path), has_survey=True), read_objects(folder))
     assert len(table["label"]) > 1
     assert list(found) == list(table)
     for name, column in table.items():

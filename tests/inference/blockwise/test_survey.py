@@ -33,15 +33,15 @@ def test_planes_from_many_layers_of_chunks_are_read_correctly(depth: int, tmp_pa
 
 def survey_in_rounds(run: OpenRun) -> int:
     """Survey a run in this process; return the number of rounds."""
-    runner, parts, rounds = started(run.spec, settings_of()), counting.count_parts(run), 0
+    runner, parts, rounds = started(run.spec, settings_of()), counting.get_part_count(run), 0
     while True:
         for number in range(rounds * parts, (rounds + 1) * parts):
             counting.count_part(run, number)
-        facts = survey.merge_counts(run, runner, rounds)
+        record = survey.merge_counts(run, runner, rounds)
         rounds += 1
-        if not facts["wanted"]:
+        if not record["requests"]:
             return rounds
-        run.folder.write_record(BlockTask(str(run.folder.path), "survey", rounds - 1), facts)
+        run.folder.write_record(BlockTask(str(run.folder.path), "survey", rounds - 1), record)
 
 
 def make_volumes() -> dict[str, np.ndarray]:
@@ -78,7 +78,7 @@ def test_scalings_equal_those_of_the_whole_volume(case: str, tmp_path: Path, ran
     pixels = make_volumes()[case]
     source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(13, 32, 24) if pixels.size < 2**20 else (16, 128, 128))
     run = open_run(str(begin(tmp_path / "run", source, random_nuclei, Options(), settings_of(), (1, 2, 2)).path))
-    assert counting.count_parts(run) > 1 or case == "few of 32 bits"
+    assert counting.get_part_count(run) > 1 or case == "few of 32 bits"
     assert survey_in_rounds(run) == (2 if pixels.itemsize > 2 and pixels.size > MAX_SORTED_VOXELS else 1)
     image, notes = normalize_volume(Volume.from_array(pixels[None]), random_nuclei)
     assert run.folder.survey.scalings == image.scalings

@@ -115,7 +115,7 @@ def test_invalid_record_names_are_ignored(start) -> None:
     folder = start()
     for name in ("tile-x.json", "tile-3.json.part-8", "tile.json", "tile-4.json"):
         (folder.path / "records" / name).write_text("{}")
-    assert folder.finished_blocks("tile") == {4}
+    assert folder.find_finished_blocks("tile") == {4}
 
 
 def test_folder_in_use_by_another_command_is_rejected(tmp_path, source, bands, capsys, monkeypatch) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from service.core.types import Array, Volume
 from service.inference.cuda import device_image
-from service.inference.cuda.device_image import DeviceImage, Upload, UploadedVolume
+from service.inference.cuda.device_image import DeviceImage, UploadedVolume, Uploader
 from service.inference.preprocessing.normalize import (
     DeviceChannel,
     IntensityScaling,
@@ -28,8 +28,8 @@ SCALINGS = [IntensityScaling(30.5, 70, -0.25, 0.5), IntensityScaling(0, 0)]
 
 
 @pytest.fixture
-def layered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hold no image on the device as a whole, and copy each plane separately."""
+def single_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold only one layer of windows on the device, and copy each plane separately."""
     monkeypatch.setattr(device_image, "MAX_WHOLE_IMAGE_BYTES", 0)
     monkeypatch.setattr(device_image, "MAX_TRANSFER_BYTES", 1)
 
@@ -50,7 +50,7 @@ def boxes(overlap: float, depth: int = 4) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("whole", [False, True])
 def test_windows_on_a_device_equal_those_on_the_host(dtype: str, whole: bool, request: pytest.FixtureRequest) -> None:
     if not whole:
-        request.getfixturevalue("layered")
+        request.getfixturevalue("single_layers")
     pixels = make_pixels(dtype)
     if pixels.dtype.kind == "f":
         pixels[:, 4, 3, :3] = np.nan, np.inf, -np.inf
@@ -67,7 +67,7 @@ def test_windows_on_a_device_equal_those_on_the_host(dtype: str, whole: bool, re
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", ["u1", "u2", "i4", "f4"])
-@pytest.mark.usefixtures("layered")
+@pytest.mark.usefixtures("single_layers")
 def test_windows_on_a_real_device_equal_those_on_the_host(dtype: str) -> None:
     source = NormalizedImage(Volume.from_array(make_pixels(dtype)), SCALINGS)
     image = DeviceImage(source, 4, torch.device("cuda", 0))
@@ -75,7 +75,7 @@ def test_windows_on_a_real_device_equal_those_on_the_host(dtype: str) -> None:
         torch.testing.assert_close(image[box].cpu(), source[box], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("layered")
+@pytest.mark.usefixtures("single_layers")
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=8))
 def test_layers_can_be_read_in_any_order(starts: list[int]) -> None:
     whole = torch.arange(11.0)[None, None, :, None, None].expand(1, 1, 11, 2, 3).contiguous()
@@ -85,20 +85,20 @@ def test_layers_can_be_read_in_any_order(starts: list[int]) -> None:
         assert torch.equal(image[box], whole[box])
 
 
-@pytest.mark.usefixtures("layered")
+@pytest.mark.usefixtures("single_layers")
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 0.75])
 def test_each_plane_is_read_once_and_only_the_planes_of_a_window_are_held(overlap: float) -> None:
-    pixels, read = make_pixels("uint16"), list[int]()
+    pixels, planes_read = make_pixels("uint16"), list[int]()
 
     def read_planes(z0: int, z1: int) -> Array:
-        read.extend(range(z0, z1))
+        planes_read.extend(range(z0, z1))
         return pixels[:, z0:z1]
 
     source = NormalizedImage(Volume(SHAPE, pixels.dtype, read_planes), SCALINGS)
     image = DeviceImage(source, 4, CPU)
     for box in boxes(overlap):
         window = image[box]
-    assert read == list(range(11))
+    assert planes_read == list(range(11))
     assert window.untyped_storage().nbytes() == 4 * 2 * 4 * 6 * 7
     with pytest.raises(IndexError, match="5 planes"):
         image[0, slice(None), slice(0, 5), slice(0, 4), slice(0, 4)]
@@ -120,7 +120,7 @@ def test_pixels_are_copied_in_their_stored_dtype_or_as_float32(dtype: str, expec
 
 
 class SlowCopies:
-    """Copies of an asynchronous device. Each is done as late as possible, when it is waited for."""
+    """Copies to an asynchronous device. Each is made as late as possible: when the caller waits for it."""
 
     def __init__(self) -> None:
         self.pending: list[tuple[Tensor, Tensor]] = []
@@ -141,12 +141,12 @@ class SlowCopies:
 )
 def test_buffer_is_not_filled_while_it_is_being_copied(shapes: list[tuple[int, int, int]], nbytes: int) -> None:
     copies = SlowCopies()
-    upload = Upload(CPU, nbytes, copies)
+    upload = Uploader(CPU, nbytes, copies)
     blocks = [np.random.default_rng(0).random(shape, np.float32) for shape in shapes]
-    sent = [upload(block) for block in blocks]
+    uploaded = [upload(block) for block in blocks]
     assert len(copies.pending) <= 2
     copies.finish()
-    assert all(np.array_equal(tensor.numpy(), block) for tensor, block in zip(sent, blocks, strict=True))
+    assert all(np.array_equal(tensor.numpy(), block) for tensor, block in zip(uploaded, blocks, strict=True))
 
 
 @given(
@@ -162,9 +162,9 @@ def test_percentiles_counted_on_the_device_are_exact(dtype, shape, spread, low, 
     random = np.random.default_rng(seed)
     pixels = random.integers(ends.min, min(ends.min + spread, ends.max), shape, dtype, endpoint=True)
     volume = Volume.from_array(pixels)
-    sent = UploadedVolume(volume, CPU)
+    uploaded = UploadedVolume(volume, CPU)
     for index, channel in enumerate(pixels):
-        found = percentiles(DeviceChannel(volume, index, device_pixels=sent), low, high)
+        found = percentiles(DeviceChannel(volume, index, device_pixels=uploaded), low, high)
         assert found == percentiles(VolumeChannel(volume, index), low, high)
         np.testing.assert_allclose(found, np.percentile(channel, (low, high)))
 
@@ -174,24 +174,24 @@ def test_percentiles_counted_on_the_device_are_exact(dtype, shape, spread, low, 
 def test_uploaded_volume_is_read_once_and_normalized_as_on_the_host(bands, level, layers, monkeypatch) -> None:
     if layers:
         monkeypatch.setattr(device_image, "MAX_TRANSFER_BYTES", 1)
-    pixels, read = make_pixels("uint16")[:1], list[int]()
+    pixels, planes_read = make_pixels("uint16")[:1], list[int]()
     if level is not None:
         pixels[:] = level
 
     def read_planes(z0: int, z1: int) -> Array:
-        read.extend(range(z0, z1))
+        planes_read.extend(range(z0, z1))
         return pixels[:, z0:z1]
 
     volume = Volume((1, *SHAPE[1:]), pixels.dtype, read_planes)
     assert UploadedVolume.supports(volume)
-    for wide, size in (("f4", (4, 4, 4)), ("u4", (4, 4, 4)), ("u1", (1024, 1024, 1025))):
-        assert not UploadedVolume.supports(Volume((1, *size), np.dtype(wide), read_planes))
-    sent = UploadedVolume(volume, CPU)
+    for dtype, size in (("f4", (4, 4, 4)), ("u4", (4, 4, 4)), ("u1", (1024, 1024, 1025))):
+        assert not UploadedVolume.supports(Volume((1, *size), np.dtype(dtype), read_planes))
+    uploaded = UploadedVolume(volume, CPU)
     if level is None:
-        source, _notes = normalize_volume(volume, bands, sent)
+        source, _notes = normalize_volume(volume, bands, uploaded)
         image = DeviceImage(source, 4, CPU)
-        assert read == list(range(11))
-    image = DeviceImage(normalize_volume(volume, bands, sent)[0], 4, CPU)
+        assert planes_read == list(range(11))
+    image = DeviceImage(normalize_volume(volume, bands, uploaded)[0], 4, CPU)
     expected = DeviceImage(normalize_volume(volume, bands)[0], 4, CPU)
     for box in boxes(0.5):
         assert torch.equal(image[box], expected[box])

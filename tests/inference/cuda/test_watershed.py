@@ -9,13 +9,13 @@ from landscapes import CountWaits, aten, hills
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from service.inference.cuda.watershed import WholeWatershed, merge_basins_on_device
+from service.inference.cuda.watershed import DeviceWatershed, merge_basins_on_device
 from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
 from service.inference.decoding.watershed import Basins, Passes, Planes
 
 
 class CountMasks(TorchDispatchMode):
-    """Counts masks used as indices. A device converts each to positions, and the host waits for their number."""
+    """Counts masks used as indices. A device converts masks to positions, and the host waits for their number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,9 +78,9 @@ def test_merging_without_ties_uses_no_masks_as_indices() -> None:
 
 
 def count_waits(*block: int) -> int:
-    """Return how often the host waits when it labels 64 x 8 x 8 voxels in blocks of this number of voxels."""
+    """Return how many times the host waits while it labels 64 x 8 x 8 voxels in blocks of this size."""
     heights = torch.from_numpy(hills(3, (64, 8, 8))).nan_to_num_(neginf=-9)
-    watershed = WholeWatershed(Planes((64, 8, 8), heights.device), 0.0, Persistence(0.1, logits=False), *block)
+    watershed = DeviceWatershed(Planes((64, 8, 8), heights.device), 0.0, Persistence(0.1, logits=False), *block)
     watershed.add(heights, heights)
     with CountWaits() as counted:
         watershed.labels(0, drop_border=False)
@@ -97,7 +97,7 @@ def test_volume_is_one_block_if_it_fits_with_the_margins_of_its_planes() -> None
 @pytest.mark.parametrize("parts", [1, 4, 12])
 def test_adding_planes_does_not_wait_for_the_device(parts: int) -> None:
     heights = torch.from_numpy(hills(3, (12, 16, 16))).nan_to_num_(neginf=-9)
-    watershed = WholeWatershed(Planes((12, 16, 16), heights.device), 0.0, Persistence(0.1, logits=False))
+    watershed = DeviceWatershed(Planes((12, 16, 16), heights.device), 0.0, Persistence(0.1, logits=False))
     with CountWaits() as added:
         for part in heights.chunk(parts):
             watershed.add(part, part > 0 if parts == 4 else part)

@@ -22,7 +22,7 @@ from service.core.types import Description, Options, Volume
 from service.inference.cuda import device_image
 from service.inference.preprocessing.resample import prepare
 from service.inference.runner.estimator import Estimator, make_plan
-from service.inference.runner.memory_estimate import WindowLoad, activation_bytes, estimate
+from service.inference.runner.memory_estimate import WindowLoad, estimate, measure_activation_bytes
 from service.inference.segment import segment
 from service.inference.types import Plan
 from service.inference.windows.grid import MAX_SKIPPED_BYTES, Grid
@@ -91,7 +91,7 @@ def test_slabs_of_skipped_rows_are_part_of_the_estimate(bands):
     default, skipping = (estimate(bands, volume, plan, WindowLoad(2**20)).host_bytes for plan in plans)
     grid = Grid.cover((64, 512, 512), bands.input.roi_size, 0.25)
     (depth, height, _), skipped = grid.roi, grid.max_skipped_rows(len(bands.outputs), 2)
-    rows = min(2 * (skipped + 1) + skipped, grid.rows)
+    rows = min(2 * (skipped + 1) + skipped, grid.num_rows)
     assert skipping - default == 4 * len(bands.outputs) * depth * (0.75 * height) * 512 * rows
     assert 0 < skipping - default <= 1.5 * MAX_SKIPPED_BYTES
 
@@ -108,7 +108,7 @@ def test_slabs_of_skipped_rows_are_part_of_the_estimate(bands):
         (Options(output="labels"), "output=classes"),
     ],
 )
-def test_options_beyond_the_limits_are_rejected(bands, options, name):
+def test_options_that_exceed_the_limits_are_rejected(bands, options, name):
     with pytest.raises(BadParameter, match=name):
         make_plan(bands, SETTINGS, options)
 
@@ -140,7 +140,7 @@ def test_memory_is_counted_for_the_device_or_the_host(random_nuclei):
     # The kernel on the host needs a third of the memory that torch needs on a device.
     plan = Plan("labels", 2, 0.25)
     host = estimate(random_nuclei, describe(32, 64, 64), plan, WindowLoad(1000))
-    device = estimate(random_nuclei, describe(32, 64, 64), plan, WindowLoad(1000, on_host=False))
+    device = estimate(random_nuclei, describe(32, 64, 64), plan, WindowLoad(1000, is_on_host=False))
     assert host.device_bytes == 0
     assert device.device_bytes > 2 * 1000 + 4 * 32 * 64 * 64
     assert host.host_bytes > device.host_bytes > 0
@@ -150,7 +150,7 @@ def test_device_memory_does_not_grow_with_depth_if_scores_are_decoded_on_the_hos
     monkeypatch.setattr(device_image, "MAX_WHOLE_IMAGE_BYTES", 0)
 
     def plan(depth, memory):
-        estimator = Estimator(random_nuclei, SETTINGS, on_host=False, window_bytes=1000, device_memory=memory)
+        estimator = Estimator(random_nuclei, SETTINGS, is_on_host=False, window_bytes=1000, device_memory=memory)
         return estimator.plan_request(describe(depth, 640, 640), Options())
 
     with_enough, with_little = plan(640, 2**40), plan(640, 2**30)
@@ -165,9 +165,9 @@ def test_stored_pixels_count_as_device_memory_only_up_to_a_limit(random_nuclei):
     plan = make_plan(random_nuclei, SETTINGS, Options(output="classes"))
 
     def device_bytes(depth):
-        return estimate(random_nuclei, describe(depth, 1024, 1024), plan, WindowLoad(0, on_host=False)).device_bytes
+        return estimate(random_nuclei, describe(depth, 1024, 1024), plan, WindowLoad(0, is_on_host=False)).device_bytes
 
-    # Stored pixels and float32 pixels. Of a larger volume, only those of one layer of windows.
+    # Stored pixels and float32 pixels. For a larger volume, only the float32 pixels of one layer of windows count.
     assert device_bytes(256) - device_bytes(208) == (2 + 4) * 48 * 1024**2
     assert device_bytes(352) == device_bytes(304)
 
@@ -180,7 +180,7 @@ def test_single_window_needs_no_sums(bands):
     assert two >= 2 * 4 * (2 * outputs + 1) * voxels
 
 
-def test_only_scores_count_for_the_batch_size_that_the_engine_has_buffers_for(bands):
+def test_only_scores_count_if_the_engine_has_buffers_for_the_batch_size(bands):
     without = Estimator(bands, Settings(), 2, window_bytes=10**6)
     with_bytes = replace(without, score_bytes=1000)
 
@@ -194,19 +194,19 @@ def test_only_scores_count_for_the_batch_size_that_the_engine_has_buffers_for(ba
     assert [difference(batch_size) for batch_size in (None, 1, 2, 4)] == [2 * (10**6 - 1000), 0, 2 * (10**6 - 1000), 0]
 
 
-def test_kernel_needs_sums_of_overlaps_and_torch_sums_of_rows(bands):
+def test_kernel_needs_sums_of_overlaps_but_torch_needs_sums_of_rows(bands):
     plan, size, outputs = Plan("classes", 2, 0.25), (24, 64, 96), len(bands.outputs)
     kernels = (window_kernels, with_library(window_kernels))
     by_kernel, by_torch = (host_bytes(bands, size, plan, 0, kernel) for kernel in kernels)
     depth, height, edge = bands.input.roi_size
-    planes, rows, columns = Grid.cover(size, bands.input.roi_size, 0.25).max_shared
+    planes, rows, columns = Grid.cover(size, bands.input.roi_size, 0.25).max_overlap
     shared = outputs * (2 * depth * height * columns + depth * rows * 96 + planes * 64 * 96)
     whole = 96 * ((outputs + 1) * (depth * (height + rows) + planes * 64) + depth * height)
     whole += 4 * outputs * depth * height * edge  # weighted scores of the windows of a row
     assert by_torch - by_kernel == 4 * (whole - shared) > 0
 
 
-def test_slabs_are_one_step_high_except_the_last(bands):
+def test_slabs_are_one_step_high_except_for_the_last_one(bands):
     """Two waiting slabs are smaller by the overlap of two rows, for which the blender holds sums."""
     (depth, height, width), outputs = bands.input.roi_size, len(bands.outputs)
     sizes = ((depth, rows, 2 * width) for rows in (height, height + 24))
@@ -238,7 +238,7 @@ def read_status(field):
 
 
 def measure_memory(folder):
-    """Return the estimated bytes for a stack, and the bytes that its segmentation takes in this process."""
+    """Return the estimated bytes for a stack, and the bytes that its segmentation needs in this process."""
     torch.set_num_threads(1)
     runner = started(read_spec(folder), settings_of())
     runner.instrument(lambda _network: blobs)
@@ -255,7 +255,7 @@ def measure_memory(folder):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_memory_estimate_is_within_a_quarter_of_the_measured_peak(random_nuclei, monkeypatch):
-    """Measure in a process of its own, so that no other test has raised the peak. The network needs no memory.
+    """Measure in a separate process, so that no other test has raised the peak. The network needs no memory.
 
     A single malloc arena returns all free memory; otherwise the peak depends on the thread that allocates first.
     """
@@ -269,10 +269,10 @@ def test_memory_estimate_is_within_a_quarter_of_the_measured_peak(random_nuclei,
 def test_activations_are_measured_and_all_hooks_are_removed():
     network = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 1))
     voxels = 6**3
-    assert activation_bytes(network, (1, 1, 6, 6, 6)) == 4 * voxels * (4 + 4 + 2)
+    assert measure_activation_bytes(network, (1, 1, 6, 6, 6)) == 4 * voxels * (4 + 4 + 2)
     assert not any(module._forward_hooks for module in network.modules())
     with pytest.raises(RuntimeError):
-        activation_bytes(network, (1, 3, 6, 6, 6))
+        measure_activation_bytes(network, (1, 3, 6, 6, 6))
     assert not any(module._forward_hooks for module in network.modules())
     assert torch.is_inference_mode_enabled() is False
 

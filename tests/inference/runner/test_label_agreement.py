@@ -7,7 +7,13 @@ import torch
 from live import as_tiff
 
 from service.core.types import Segmentation
-from service.inference.runner.label_agreement import OVERLAP, LabelAgreement, fraction_differing, noise, sample_image
+from service.inference.runner.label_agreement import (
+    OVERLAP,
+    LabelAgreement,
+    compute_label_difference,
+    load_sample_image,
+    make_noise,
+)
 from service.inference.windows.blending import Blending
 from service.inference.windows.grid import Grid
 from service.inference.windows.sliding_window import SlidingWindow
@@ -26,12 +32,12 @@ def agreement(bands, bands_network):
 
 
 def test_reference_agrees_only_with_itself(agreement, bands, bands_network):
-    assert agreement.difference(make_windows(bands, bands_network)) == 0
-    assert 0.1 < agreement.difference(make_windows(bands, lambda x: bands_network(x).flip(1))) <= 1
-    assert math.isnan(agreement.difference(make_windows(bands, lambda x: bands_network(x) * np.nan)))
+    assert agreement.compute_difference(make_windows(bands, bands_network)) == 0
+    assert 0.1 < agreement.compute_difference(make_windows(bands, lambda x: bands_network(x).flip(1))) <= 1
+    assert math.isnan(agreement.compute_difference(make_windows(bands, lambda x: bands_network(x) * np.nan)))
 
 
-# The sample has 8 windows, so a check of labels alone never sees the last ones of a batch.
+# The sample has 8 windows, so a check of the labels alone does not reach the last windows of a larger batch.
 LARGE_BATCH = 11
 
 
@@ -53,9 +59,9 @@ def change_last(network, change):
 
 
 def test_large_batch_of_correct_or_rounded_scores_agrees(batch_agreement, bands, bands_network):
-    assert batch_agreement.difference(make_windows(bands, bands_network, LARGE_BATCH)) == 0
+    assert batch_agreement.compute_difference(make_windows(bands, bands_network, LARGE_BATCH)) == 0
     window = make_windows(bands, lambda x: bands_network(x).bfloat16(), LARGE_BATCH)
-    assert batch_agreement.batch_difference(window) == 0
+    assert batch_agreement.compute_batch_difference(window) == 0
 
 
 @pytest.mark.parametrize(
@@ -72,9 +78,9 @@ def test_wrong_scores_in_the_last_window_of_a_large_batch_are_detected(
     agreement, batch_agreement, bands, bands_network, change, lower_bound
 ):
     window = make_windows(bands, change_last(bands_network, change), LARGE_BATCH)
-    assert agreement.difference(window) == 0, "the labels of the sample do not reveal the fault"
-    assert lower_bound < batch_agreement.batch_difference(window) <= 1
-    assert batch_agreement.difference(window) == math.inf
+    assert agreement.compute_difference(window) == 0, "the labels of the sample do not reveal the fault"
+    assert lower_bound < batch_agreement.compute_batch_difference(window) <= 1
+    assert batch_agreement.compute_difference(window) == math.inf
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -82,13 +88,13 @@ def test_non_finite_score_in_a_large_batch_is_detected(batch_agreement, bands, b
     window = make_windows(
         bands, change_last(bands_network, lambda scores: scores[0, -1, -1, -1].fill_(value)), LARGE_BATCH
     )
-    assert math.isnan(batch_agreement.difference(window))
+    assert math.isnan(batch_agreement.compute_difference(window))
 
 
 def test_each_window_of_a_full_batch_is_a_part_of_the_image(batch_agreement, bands, bands_network):
     batches = []
     window = make_windows(bands, lambda x: batches.append(x.clone()) or bands_network(x), LARGE_BATCH)
-    batch_agreement.batch_difference(window)
+    batch_agreement.compute_batch_difference(window)
     (batch,) = batches
     assert len(batch) == LARGE_BATCH
     assert batch.abs().sum((1, 2, 3, 4)).min() > 0
@@ -96,7 +102,7 @@ def test_each_window_of_a_full_batch_is_a_part_of_the_image(batch_agreement, ban
 
 
 def test_row_repeats_the_image_to_the_requested_number_of_windows(agreement, bands):
-    image, row = sample_image(bands), agreement.repeat_image(4)
+    image, row = load_sample_image(bands), agreement.repeat_image(4)
     assert row.shape == (1, 1, 16, 32, 32 + 3 * 24)
     assert Grid.cover(row.shape[2:], bands.input.roi_size, OVERLAP).starts == ((0,), (0,), (0, 24, 48, 72))
     assert torch.equal(row[..., :56], image[:, :, :16, :32])
@@ -106,7 +112,7 @@ def test_row_repeats_the_image_to_the_requested_number_of_windows(agreement, ban
 def test_sample_is_normalized_and_cropped_to_its_center(bands, phantom, tmp_path):
     (tmp_path / "sample.tif").write_bytes(as_tiff(phantom.image))
     spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
-    image = sample_image(spec)
+    image = load_sample_image(spec)
     assert image.shape == (1, 1, 24, 56, 56)
     expected = torch.from_numpy(phantom.image[:, 7:63, 12:68].astype(np.float32)) / 2800
     torch.testing.assert_close(image[0, 0], expected)
@@ -114,7 +120,7 @@ def test_sample_is_normalized_and_cropped_to_its_center(bands, phantom, tmp_path
 
 def test_noise_replaces_an_unreadable_sample(bands, tmp_path, caplog):
     spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
-    assert torch.equal(sample_image(spec), noise((1, 1, 28, 56, 56)))
+    assert torch.equal(load_sample_image(spec), make_noise((1, 1, 28, 56, 56)))
     assert "cannot read the sample" in caplog.text
 
 
@@ -123,7 +129,7 @@ def test_sample_may_be_smaller_than_a_window(bands, bands_network, tmp_path):
     spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
     agreement = LabelAgreement(spec, CPU, lambda: make_windows(bands, bands_network))
     assert agreement.repeat_image(1).shape == (1, 1, 16, 32, 32)
-    assert agreement.difference(make_windows(bands, bands_network)) == 0
+    assert agreement.compute_difference(make_windows(bands, bands_network)) == 0
 
 
 def test_label_comparison_ignores_object_numbers_but_not_voxels_and_classes():
@@ -131,9 +137,9 @@ def test_label_comparison_ignores_object_numbers_but_not_voxels_and_classes():
         return Segmentation(np.array([row], np.uint16), "labels", count=9)
 
     truth = labels(1, 1, 1, 0, 2, 2, 2, 0, 0, 0)
-    assert fraction_differing(truth, labels(7, 7, 7, 0, 3, 3, 3, 0, 0, 0)) == 0
-    assert fraction_differing(truth, labels(7, 7, 7, 7, 3, 3, 3, 0, 0, 0)) == pytest.approx(0.1)
-    assert fraction_differing(truth, labels(7, 7, 7, 0, 7, 7, 7, 0, 0, 0)) == pytest.approx(0.3)
-    assert fraction_differing(truth, labels(*[0] * 10)) == pytest.approx(0.6)
-    one, other = (Segmentation(np.array([[0, 1, value]], np.uint8), "classes") for value in (1, 2))
-    assert fraction_differing(one, other) == pytest.approx(1 / 3)
+    assert compute_label_difference(truth, labels(7, 7, 7, 0, 3, 3, 3, 0, 0, 0)) == 0
+    assert compute_label_difference(truth, labels(7, 7, 7, 7, 3, 3, 3, 0, 0, 0)) == pytest.approx(0.1)
+    assert compute_label_difference(truth, labels(7, 7, 7, 0, 7, 7, 7, 0, 0, 0)) == pytest.approx(0.3)
+    assert compute_label_difference(truth, labels(*[0] * 10)) == pytest.approx(0.6)
+    first, second = (Segmentation(np.array([[0, 1, value]], np.uint8), "classes") for value in (1, 2))
+    assert compute_label_difference(first, second) == pytest.approx(1 / 3)

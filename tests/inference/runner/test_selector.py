@@ -15,15 +15,15 @@ from service.core.telemetry import Progress
 from service.core.types import Segmentation
 from service.engine import backends
 from service.engine.tuning.plans import EngineConfig
-from service.inference.runner.engine_builder import default_batch_size
+from service.inference.runner.engine_builder import choose_default_batch_size
 from service.inference.runner.selector import EngineSelector
 from service.models.loader import load_network
 
 CPU = torch.device("cpu")
 
 
-class UselessNetwork(nn.Module):
-    """Very fast network with useless scores."""
+class WrongNetwork(nn.Module):
+    """Very fast network with wrong scores."""
 
     def forward(self, x):
         return x.float().repeat(1, 3, 1, 1, 1)
@@ -35,7 +35,7 @@ def fail_to_build(_module):
 
 @pytest.fixture
 def settings(tmp_path):
-    """Function that returns settings with the given `engine` options and a cache folder of the test."""
+    """Function that returns settings with the given `engine` options and a temporary cache folder."""
 
     def make(windows=None, limits=None, **engine):
         sections = {"engine": {"cache_folder": tmp_path / "cache"} | engine}
@@ -63,15 +63,15 @@ def use_two_threads():
 
 
 def make_selector(spec, chosen_settings, network=None, window_bytes=1000):
-    # Use float32 even if this machine supports bfloat16, which would give other trials and labels.
-    native = frozenset({torch.float32})
+    # Use only float32, because trials and labels would differ on machines that support bfloat16.
+    native_dtypes = frozenset({torch.float32})
     return EngineSelector(
-        spec, chosen_settings, CPU, load_network(spec) if network is None else network, window_bytes, native
+        spec, chosen_settings, CPU, load_network(spec) if network is None else network, window_bytes, native_dtypes
     )
 
 
 def fixed(settings, **engine):
-    """Return settings that fix the engine of the test, whose name the configuration does not know."""
+    """Return settings that fix the test engine, whose name would not pass validation."""
     chosen_settings = settings(**engine)
     return chosen_settings.model_copy(update={"engine": chosen_settings.engine.model_copy(update={"kind": "other"})})
 
@@ -109,35 +109,37 @@ def test_first_engine_in_the_known_order_is_checked_once_and_saved(bands, settin
     limit_engines("eager", other=FakeBackend(lambda module: reports.append(str(progress)) or module))
     for cached in (False, True):
         selector = make_selector(bands, settings())
-        make_reference = selector.reference
-        selector.reference = lambda size, make=make_reference: references.append(size) or make(size)
+        make_reference = selector.make_reference
+        selector.make_reference = lambda size, make=make_reference: references.append(size) or make(size)
         with progress.record_steps():
             ready = selector.run()
-        assert (ready.config.engine, ready.cached, ready.plan.tuned) == ("other", cached, False)
+        assert (ready.config.engine, ready.is_cached, ready.plan.tuned) == ("other", cached, False)
         assert [(str(trial.verdict), trial.difference) for trial in ready.plan.trials] == [("chosen", 0)]
     assert ["building other" in text for text in reports] == [True, True]
     assert len(references) == 1
 
 
-def test_race_is_saved_and_the_next_start_builds_only_the_winner(bands, settings, limit_engines):
+def test_comparison_is_saved_and_the_next_start_builds_only_the_winner(bands, settings, limit_engines):
     built = []
     limit_engines("eager", other=FakeBackend(lambda module: built.append(module) or module))
     first = make_selector(bands, settings(precision="fp32")).tune(60)
-    assert not first.cached
+    assert not first.is_cached
     assert {trial.choice.engine for trial in first.plan.trials} == {"eager", "other"}
     assert [trial.choice for trial in first.plan.trials if str(trial.verdict) == "chosen"] == [first.config]
     assert {trial.difference for trial in first.plan.trials} <= {0, None}
     built.clear()
     for tune in (False, True):
         second = make_selector(bands, settings(precision="fp32", tune="first-start", tune_seconds=1)).run(tune=tune)
-        assert (second.cached, second.config, second.plan) == (True, first.config, first.plan)
+        assert (second.is_cached, second.config, second.plan) == (True, first.config, first.plan)
     assert len(built) == 2 * (first.config.engine == "other")
 
 
 @pytest.mark.parametrize(
     ("setting", "tune", "tuned"), [("never", True, False), ("first-start", False, False), ("first-start", True, True)]
 )
-def test_start_races_only_if_the_setting_and_the_caller_allow_it(bands, settings, limit_engines, setting, tune, tuned):
+def test_start_compares_engines_only_if_the_setting_and_the_caller_allow_it(
+    bands, settings, limit_engines, setting, tune, tuned
+):
     limit_engines("eager")
     chosen_settings = settings(tune=setting, windows={"sw_batch_size": 1}, streams=1)
     assert not make_selector(bands, chosen_settings).run(tune=False).plan.tuned
@@ -163,21 +165,21 @@ def test_graph_that_is_not_frozen_has_one_stream(bands, settings, limit_engines)
     assert {(config.engine, config.streams) for config in tried} == {("compiled", 1), ("eager", 2)}
 
 
-def test_other_settings_or_weights_need_a_new_plan(bands, settings, limit_engines):
+def test_changed_settings_or_weights_need_a_new_plan(bands, settings, limit_engines):
     limit_engines("eager")
     make_selector(bands, settings()).run()
-    assert make_selector(bands, settings()).run().cached
+    assert make_selector(bands, settings()).run().is_cached
     others = bands.model_copy(update={"weights": bands.weights.model_copy(update={"sha256": "0" * 64})})
     network = load_network(bands)
     for spec, engine in ((bands, {"tolerance": 0.01}), (bands, {"precision": "fp32"}), (others, {})):
         selector = make_selector(spec, settings(**engine), network)
-        assert not selector.run().cached
+        assert not selector.run().is_cached
     assert {"device", "torch", "threads", "openvino", "engines"} <= selector.circumstances().keys()
 
 
 @pytest.mark.parametrize("choose", [EngineSelector.run, lambda selector: selector.tune(60)])
-def test_faster_engine_with_other_labels_is_not_chosen(bands, settings, limit_engines, choose):
-    limit_engines("eager", other=FakeBackend(lambda _module: UselessNetwork()))
+def test_faster_engine_with_different_labels_is_not_chosen(bands, settings, limit_engines, choose):
+    limit_engines("eager", other=FakeBackend(lambda _module: WrongNetwork()))
     ready = choose(make_selector(bands, settings()))
     assert ready.config.engine == "eager"
     assert any(t.verdict.outcome == "wrong" for t in ready.plan.trials if t.choice.engine == "other")
@@ -187,7 +189,7 @@ def test_failing_engine_causes_a_warning_and_is_tried_at_each_start(bands, setti
     limit_engines("eager", other=FakeBackend(fail_to_build))
     for _ in range(2):
         ready = make_selector(bands, settings(precision="fp32")).run()
-        assert not ready.cached, "the next start may find a compiler"
+        assert not ready.is_cached, "the next start may find a compiler"
         assert ready.config.engine == "eager"
         assert ready.warnings == ("The other engine failed: not here",)
 
@@ -198,7 +200,7 @@ def test_saved_plan_that_no_longer_runs_is_replaced(bands, settings, limit_engin
     assert make_selector(bands, settings()).run().config.engine == "other"
     limit_engines(other=FakeBackend(fail_to_build), eager=eager)
     ready = make_selector(bands, settings()).run()
-    assert (ready.config.engine, ready.cached) == ("eager", False)
+    assert (ready.config.engine, ready.is_cached) == ("eager", False)
     assert ready.warnings == ("The other engine failed: not here",)
 
 
@@ -226,7 +228,7 @@ def test_configuration_that_does_not_fit_in_memory_is_skipped(bands, settings, l
     for _ in range(2):
         ready = make_selector(bands, settings(), window_bytes=2**50).run()
         assert "GiB" in ready.warnings[0]
-        assert not ready.cached, "the next start may have more memory"
+        assert not ready.is_cached, "the next start may have more memory"
 
 
 def test_batch_sizes_are_tried_unless_they_are_fixed(bands, settings, limit_engines):
@@ -241,10 +243,10 @@ def test_batch_sizes_are_tried_unless_they_are_fixed(bands, settings, limit_engi
 
 
 def test_default_batch_size_depends_on_device_and_settings(settings):
-    assert default_batch_size(settings(), CPU) == 2
-    assert default_batch_size(settings(), torch.device("cuda")) == 11
-    assert default_batch_size(settings(limits={"sw_batch_size": 1}), CPU) == 1
-    assert default_batch_size(settings(windows={"sw_batch_size": 5}), CPU) == 5
+    assert choose_default_batch_size(settings(), CPU) == 2
+    assert choose_default_batch_size(settings(), torch.device("cuda")) == 11
+    assert choose_default_batch_size(settings(limits={"sw_batch_size": 1}), CPU) == 1
+    assert choose_default_batch_size(settings(windows={"sw_batch_size": 5}), CPU) == 5
 
 
 def test_model_runs_without_a_compiler(bands, settings, monkeypatch):
@@ -299,7 +301,7 @@ def test_network_that_fails_in_the_lowest_precision_runs_in_the_next(
         ({"precision": "bf16"}, nn.Sequential, "bf16"),
         ({"precision": "fp32"}, nn.Sequential, "fp32"),
     ],
-    ids=["same labels", "other labels", "does not run", "bf16 set", "fp32 set"],
+    ids=["same labels", "different labels", "does not run", "bf16 set", "fp32 set"],
 )
 def test_eager_uses_the_lowest_precision_with_the_right_labels(bands, settings, limit_engines, engine, wrap, expected):
     limit_engines("eager")
@@ -308,7 +310,7 @@ def test_eager_uses_the_lowest_precision_with_the_right_labels(bands, settings, 
     assert (ready.config.engine, ready.config.precision) == ("eager", expected)
 
 
-def test_race_runs_all_streams_concurrently(bands, settings, limit_engines, use_two_threads):
+def test_comparison_runs_all_streams_concurrently(bands, settings, limit_engines, use_two_threads):
     both, threads = threading.Barrier(2, timeout=20), set()
 
     def meet(module):
@@ -327,20 +329,20 @@ def test_race_runs_all_streams_concurrently(bands, settings, limit_engines, use_
     assert all(trial.verdict.outcome != "failed" for trial in ready.plan.trials)
 
 
-@pytest.mark.parametrize("on_host", [True, False])
-def test_race_includes_decoding_only_if_it_shares_the_cores_of_the_network(bands, settings, on_host):
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_comparison_includes_decoding_only_if_it_shares_the_cores_of_the_network(bands, settings, is_on_host):
     batches = []
 
-    class Counting(UselessNetwork):
+    class Counting(WrongNetwork):
         def forward(self, x):
             batches.append(len(x))
             return super().forward(x)
 
-    chosen_settings, driver = settings({"sw_batch_size": 2}, kind="eager"), devices if on_host else SeparateDevice()
+    chosen_settings, driver = settings({"sw_batch_size": 2}, kind="eager"), devices if is_on_host else SeparateDevice()
     selector = EngineSelector(bands, chosen_settings, CPU, Counting(), 1000, frozenset({torch.float32}), driver)
-    candidate = selector._make_tuner()._build(replace(selector.initial_config(), streams=1))
+    candidate = selector._make_tuner()._build(replace(selector.get_initial_config(), streams=1))
     del batches[:]
-    assert isinstance(candidate.call(), Segmentation if on_host else NoneType)
+    assert isinstance(candidate.call(), Segmentation if is_on_host else NoneType)
     assert sum(batches) == candidate.windows == 4
 
 
@@ -351,12 +353,12 @@ def return_nan(module):
 @pytest.mark.parametrize(
     ("make", "options", "engine", "warning"),
     [
-        (lambda _module: UselessNetwork(), {}, "eager", "The other engine in fp32 is not used: wrong"),
+        (lambda _module: WrongNetwork(), {}, "eager", "The other engine in fp32 is not used: wrong"),
         # A configured precision is used even if labels change, but not if scores are wrong.
-        (lambda _module: UselessNetwork(), {"precision": "fp32"}, "other", "differ from those in fp32"),
+        (lambda _module: WrongNetwork(), {"precision": "fp32"}, "other", "differ from those in fp32"),
         (return_nan, {"precision": "fp32"}, "eager", "scores that are not finite"),
     ],
-    ids=["other labels", "precision set", "not finite"],
+    ids=["different labels", "precision set", "not finite"],
 )
 def test_labels_of_a_fixed_engine_are_checked(bands, settings, limit_engines, tmp_path, make, options, engine, warning):
     limit_engines("eager", other=FakeBackend(make))
@@ -367,7 +369,7 @@ def test_labels_of_a_fixed_engine_are_checked(bands, settings, limit_engines, tm
 
 
 def test_labels_do_not_matter_for_a_configured_precision(bands, settings, limit_engines):
-    limit_engines("eager", other=FakeBackend(lambda _module: UselessNetwork()))
+    limit_engines("eager", other=FakeBackend(lambda _module: WrongNetwork()))
     ready = make_selector(bands, settings(precision="fp32")).run()
     (trial,) = (trial for trial in ready.plan.trials if str(trial.verdict) == "chosen")
     assert (ready.config.engine, trial.difference > 0.1) == ("other", True)
@@ -399,9 +401,9 @@ def corrupt_last_window(module):
     return call
 
 
-def make_separate(spec, chosen_settings, native=frozenset({torch.float32}), **options):
+def make_separate(spec, chosen_settings, native_dtypes=frozenset({torch.float32}), **options):
     return EngineSelector(
-        spec, chosen_settings, CPU, load_network(spec), 1000, native, SeparateDevice(free=2**40), **options
+        spec, chosen_settings, CPU, load_network(spec), 1000, native_dtypes, SeparateDevice(free=2**40), **options
     )
 
 
@@ -424,8 +426,8 @@ def test_reference_is_created_once_and_uses_single_windows_on_a_separate_device(
 ):
     limit_engines("eager", other=FakeBackend(lambda module: module))
     selector, sizes = make(bands, settings(windows={"sw_batch_size": LARGE_BATCH})), []
-    make_reference = selector.reference
-    selector.reference = lambda size: sizes.append(size) or make_reference(size)
+    make_reference = selector.make_reference
+    selector.make_reference = lambda size: sizes.append(size) or make_reference(size)
     selector.run()
     assert sizes == [windows]
 
@@ -443,7 +445,7 @@ OTHER = EngineConfig("other", "bf16", "contiguous", LARGE_BATCH)
     ],
     ids=["right", "faulty", "faulty and set", "not finite"],
 )
-def test_other_window_size_is_checked_with_a_full_batch(
+def test_different_window_size_is_checked_with_a_full_batch(
     bands, settings, limit_engines, caplog, make, engine, expected, message
 ):
     limit_engines("eager", other=FakeBackend(make))
@@ -452,15 +454,15 @@ def test_other_window_size_is_checked_with_a_full_batch(
     ready = selector.rebuild(OTHER, LARGE_BATCH)
     assert (ready.config.engine, ready.config.precision) == expected
     # No check is needed on the host, nor in fp32.
-    on_host = EngineSelector(bands, settings(**engine), CPU, load_network(bands), 1000, BOTH_DTYPES)
-    assert on_host.rebuild(OTHER, LARGE_BATCH).config == OTHER
+    is_on_host = EngineSelector(bands, settings(**engine), CPU, load_network(bands), 1000, BOTH_DTYPES)
+    assert is_on_host.rebuild(OTHER, LARGE_BATCH).config == OTHER
     in_fp32 = replace(OTHER, precision="fp32")
     assert make_separate(bands, settings()).rebuild(in_fp32, LARGE_BATCH).config == in_fp32
     assert ready.window.batch.shape == (LARGE_BATCH, 1, 16, 32, 48)
     assert caplog.text == "" if message is None else (message in caplog.text and "16x32x48" in caplog.text)
 
 
-FAULTY = {torch.bfloat16: "cuDNN 9.10.2 is installed."}
+FAULTY_DTYPES = {torch.bfloat16: "cuDNN 9.10.2 is installed."}
 
 
 @pytest.mark.parametrize("kind", ["auto", "eager"])
@@ -468,6 +470,6 @@ FAULTY = {torch.bfloat16: "cuDNN 9.10.2 is installed."}
 def test_faulty_cudnn_causes_a_warning_at_each_start(bands, settings, limit_engines, kind, setting, expected):
     limit_engines("eager", other=FakeBackend(lambda module: module))
     for _ in range(2):
-        ready = make_separate(bands, settings(kind=kind, precision=setting), faulty=FAULTY).run()
+        ready = make_separate(bands, settings(kind=kind, precision=setting), faulty_dtypes=FAULTY_DTYPES).run()
         assert ready.config.precision == expected
         assert sum("cuDNN 9.10.2 is installed." in warning for warning in ready.warnings) == 1

@@ -5,7 +5,7 @@ from service.inference.series.diameter import choose_diameter, sample
 from service.inference.types import DiameterEstimate
 
 
-def sizing(width: float | None, *, fits: bool = False) -> DiameterEstimate:
+def make_estimate(width: float | None, *, fits: bool = False) -> DiameterEstimate:
     return DiameterEstimate(None if width is None else Diameter((width,), "px"), fits, 9, 2)
 
 
@@ -18,19 +18,19 @@ def test_samples_are_spread_over_the_series(members: int, count: int) -> None:
 
 
 def test_median_of_the_estimates_is_used_for_the_series() -> None:
-    text, note = choose_diameter([(sizing(width), None) for width in (10, 30, None, 12)], "4 time points")
+    text, note = choose_diameter([(make_estimate(width), None) for width in (10, 30, None, 12)], "4 time points")
     assert text == "12,12,12px"
     assert "12 px wide (measured in 3 of 4 time points)" in note
 
 
 def test_estimates_for_different_voxel_sizes_are_compared_in_micrometers() -> None:
     sizes = VoxelSize(1, 1, 1), VoxelSize(0.5, 0.5, 0.5)
-    text, _note = choose_diameter([(sizing(10 / size.z), size) for size in sizes], "2 stacks")
+    text, _note = choose_diameter([(make_estimate(10 / size.z), size) for size in sizes], "2 stacks")
     assert text == "10,10,10um"
 
 
 def test_original_resolution_is_used_if_it_fits_or_no_diameter_is_known() -> None:
-    assert choose_diameter([(sizing(15, fits=True), None)], "1 stack")[0] == "none"
-    text, note = choose_diameter([(sizing(None), None)], "1 stack")
+    assert choose_diameter([(make_estimate(15, fits=True), None)], "1 stack")[0] == "none"
+    text, note = choose_diameter([(make_estimate(None), None)], "1 stack")
     assert text == "none"
     assert "could not be estimated" in note

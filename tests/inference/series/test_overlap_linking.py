@@ -7,7 +7,7 @@ from label_series import Labels, boxes
 from service.inference.series.overlap_linking import link_by_overlap
 
 
-def tracks(labels: Labels) -> tuple[list[list[int]], list[int]]:
+def link(labels: Labels) -> tuple[list[list[int]], list[int]]:
     found = link_by_overlap(labels)
     return [lookup[1:].tolist() for lookup in found.tracks], found.parents[1:].tolist()
 
@@ -28,7 +28,7 @@ def tracks(labels: Labels) -> tuple[list[list[int]], list[int]]:
     ids=["moving", "better overlap", "gone", "new or missing", "daughters", "fragment", "mostly outside", "empty"],
 )
 def test_objects_are_linked_by_their_overlap(times, expected, parents) -> None:
-    assert tracks(boxes(*times)) == (expected, parents)
+    assert link(boxes(*times)) == (expected, parents)
 
 
 def test_unused_label_numbers_are_no_tracks() -> None:

@@ -14,9 +14,9 @@ overlaps = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75])
 @given(sizes, rois, overlaps)
 def test_windows_cover_every_voxel_and_stay_inside(size, roi, overlap):
     grid = Grid.cover(size, roi, overlap)
-    seen = torch.zeros(grid.padded, dtype=torch.int)
+    seen = torch.zeros(grid.padded_size, dtype=torch.int)
     for position in grid.positions():
-        assert all(0 <= start <= edge - r for start, edge, r in zip(position, grid.padded, roi, strict=True))
+        assert all(0 <= start <= edge - r for start, edge, r in zip(position, grid.padded_size, roi, strict=True))
         seen[tuple(slice(start, start + edge) for start, edge in zip(position, roi, strict=True))] += 1
     assert seen.min() >= 1
     assert grid.count == len(list(grid.positions())) == len(set(grid.positions()))
@@ -37,7 +37,7 @@ def test_runs_cover_all_windows_in_order_with_equal_steps(size, roi, overlap, ba
     for first in range(0, len(positions), batch_size):
         batch = positions[first : first + batch_size]
         runs = [
-            [(z, y, x + number * run.step) for number in range(run.windows)]
+            [(z, y, x + number * run.step) for number in range(run.num_windows)]
             for run in split_runs(batch)
             for z, y, x in [run.start]
         ]

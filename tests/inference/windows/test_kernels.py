@@ -1,4 +1,4 @@
-"""C++ kernels: equal results to NumPy and torch when windows are cut and blended."""
+"""C++ kernels give the same results as NumPy and torch when they normalize and blend windows."""
 
 import itertools
 
@@ -67,17 +67,19 @@ def test_kernel_blends_like_torch_and_detects_a_non_finite_score(
     windows = torch.randn(grid.count, outputs, *grid.roi)
     if fault is not None:
         # An axis with a single window may be padded, and scores in the padding are ignored.
-        inside = windows[(slice(None), slice(None), *grid.inside_window)]
-        position = [data.draw(st.integers(0, edge - 1)) for edge in inside.shape]
-        inside[tuple(position)] = fault
+        valid_scores = windows[(slice(None), slice(None), *grid.valid_region)]
+        position = [data.draw(st.integers(0, edge - 1)) for edge in valid_scores.shape]
+        valid_scores[tuple(position)] = fault
     windows = LAYOUTS[layout](windows)
     if fault is not None:
-        for each in (with_library(window_kernels), kernel):
+        for kernels in (with_library(window_kernels), kernel):
             with pytest.raises(NonFiniteScores):
-                blend(each, grid, windows, Blending(mode))
+                blend(kernels, grid, windows, Blending(mode))
         return
-    with_torch, found = (blend(each, grid, windows, Blending(mode)) for each in (with_library(window_kernels), kernel))
-    for expected, slab in zip(with_torch, found, strict=True):
+    expected_slabs, slabs = (
+        blend(kernels, grid, windows, Blending(mode)) for kernels in (with_library(window_kernels), kernel)
+    )
+    for expected, slab in zip(expected_slabs, slabs, strict=True):
         assert slab[:2] == expected[:2]
         torch.testing.assert_close(slab.scores, expected.scores, atol=1e-6, rtol=1e-5)
 
@@ -120,17 +122,17 @@ def test_slabs_reuse_the_memory_of_released_slabs(kernel):
 
 
 @pytest.mark.parametrize("overlap", [0.25, 0.5, 0.8])
-@pytest.mark.parametrize("threads", [2, 5])
-def test_blending_is_bitwise_the_same_for_any_number_of_threads(kernel, threads, overlap):
+@pytest.mark.parametrize("thread_count", [2, 5])
+def test_blending_is_bitwise_the_same_for_any_number_of_threads(kernel, thread_count, overlap):
     grid = Grid.cover((9, 11, 50), (4, 6, 20), overlap)
     windows = torch.randn(grid.count, 3, *grid.roi)
     expected = blend(kernel, grid, windows, GAUSSIAN)
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    previous_thread_count = torch.get_num_threads()
+    torch.set_num_threads(thread_count)
     try:
         found = blend(kernel, grid, windows, GAUSSIAN)
     finally:
-        torch.set_num_threads(threads_before)
+        torch.set_num_threads(previous_thread_count)
     assert all(torch.equal(a.scores, b.scores) for a, b in zip(expected, found, strict=True))
 
 
@@ -140,22 +142,22 @@ def test_blending_is_bitwise_the_same_for_any_number_of_threads(kernel, threads,
     dtype=st.sampled_from(PIXEL_DTYPES),
     size=st.tuples(*[st.integers(1, 9)] * 3),
     steps=st.tuples(*[st.sampled_from([1, 2, -1])] * 3),
-    narrow=st.booleans(),
-    last=st.booleans(),
+    is_bfloat16=st.booleans(),
+    is_channels_last=st.booleans(),
     limits=st.sampled_from([(-1e6, 1e6), (0.0, 1.0)]),
 )
-def test_scaling_equals_numpy(kernel, seed, dtype, size, steps, narrow, last, limits):
+def test_scaling_equals_numpy(kernel, seed, dtype, size, steps, is_bfloat16, is_channels_last, limits):
     random = np.random.default_rng(seed)
-    every = tuple(length * abs(step) for length, step in zip(size, steps, strict=True))
+    full_size = tuple(length * abs(step) for length, step in zip(size, steps, strict=True))
     if dtype.kind == "f":
-        pixels = (random.standard_normal(every) * 1e3).astype(dtype)
+        pixels = (random.standard_normal(full_size) * 1e3).astype(dtype)
     else:
-        pixels = random.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, every, dtype, endpoint=True)
+        pixels = random.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, full_size, dtype, endpoint=True)
     pixels = pixels[tuple(slice(None, None, step) for step in steps)]
     pixels.flags.writeable = False
     scaling = IntensityScaling(*random.uniform(0.1, 300, 2).tolist(), *limits)
-    out = torch.empty(1, 2, *size, dtype=torch.bfloat16 if narrow else torch.float32)
-    if last:
+    out = torch.empty(1, 2, *size, dtype=torch.bfloat16 if is_bfloat16 else torch.float32)
+    if is_channels_last:
         out = out.to(memory_format=torch.channels_last_3d)
     assert kernel.can_scale(pixels, out)
     kernel.scale(pixels, out[0, 1], scaling.offset, scaling.scale, limits)
@@ -166,8 +168,8 @@ def test_unsupported_dtypes_and_devices_are_reported(kernel):
     pixels = np.zeros((1, 2, 3), np.uint16)
     assert kernel.can_scale(pixels, torch.empty(1, 2, 3))
     assert not kernel.can_scale(pixels.astype(np.float64), torch.empty(1, 2, 3))
-    between = np.zeros((1, 2, 3), [("mask", np.uint8), ("pixel", np.uint16)])["pixel"]
-    assert not kernel.can_scale(between, torch.empty(1, 2, 3)), "the pixels are not aligned"
+    unaligned = np.zeros((1, 2, 3), [("mask", np.uint8), ("pixel", np.uint16)])["pixel"]
+    assert not kernel.can_scale(unaligned, torch.empty(1, 2, 3)), "the pixels are not aligned"
     assert not kernel.can_scale(pixels, torch.empty(1, 2, 3, dtype=torch.float16))
     assert not kernel.can_scale(pixels, torch.empty(1, 2, 3, device="meta"))
     assert not kernel.supports(torch.device("cuda"))
@@ -178,7 +180,7 @@ def test_invalid_arguments_are_rejected_before_memory_is_accessed(kernel):
     grid = Grid.cover((6, 6, 9), (4, 4, 4), 0.25)
 
     def sums(**changed):
-        arguments = {"outputs": 2, "size": (6, 6, 9), "weights": (torch.ones(4),) * 3, "starts": grid.starts}
+        arguments = {"num_outputs": 2, "size": (6, 6, 9), "weights": (torch.ones(4),) * 3, "starts": grid.starts}
         return OverlapSums(**(arguments | {"min_weight": 1e-3} | changed))
 
     for changed in (
@@ -193,8 +195,8 @@ def test_invalid_arguments_are_rejected_before_memory_is_accessed(kernel):
     ):
         with pytest.raises(ValueError, match=r"weights must|do not cover"):
             sums(**changed)
-    scores, means = torch.zeros(2, 4, 4, 4), sums().empty_means(2, 2)
-    for window, index, room in (
+    scores, means = torch.zeros(2, 4, 4, 4), sums().allocate_means(2, 2)
+    for window, index, memory in (
         (torch.zeros(2, 4, 4, 5), (0, 0, 0), means),
         (torch.zeros(2, 4, 4, 4, device="meta"), (0, 0, 0), means),
         (scores, (0, 0, 3), means),
@@ -206,7 +208,7 @@ def test_invalid_arguments_are_rejected_before_memory_is_accessed(kernel):
         (scores, (0, 0, 0), means.to("meta")),
     ):
         with pytest.raises(ValueError, match=r"cannot add|cannot write"):
-            kernel.blend(sums(), index, window, room)
+            kernel.blend(sums(), index, window, memory)
     with pytest.raises(ValueError, match="cannot scale"):
         kernel.scale(np.zeros((1, 2, 3), np.uint16), torch.zeros(1, 2, 4), 0.0, 1.0, (0.0, 1.0))
 

@@ -67,7 +67,7 @@ def test_scores_equal_those_of_monai(kernel, size, roi, overlap, batch_size, ble
 @pytest.mark.parametrize("size", [(16, 16, 16), (3, 5, 9), (9, 17, 30)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
-def test_network_always_gets_one_shape_with_the_requested_dtype_and_layout(size, dtype, layout):
+def test_network_always_gets_the_same_shape_in_the_requested_dtype_and_layout(size, dtype, layout):
     seen = set()
 
     def network(x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def test_network_always_gets_one_shape_with_the_requested_dtype_and_layout(size,
     assert [each[:3] for each in seen] == [((3, 2, 8, 8, 8), dtype, True)]
 
 
-def test_windows_of_an_earlier_volume_do_not_show_in_the_padding():
+def test_padding_does_not_contain_windows_of_an_earlier_volume():
     window = make_window(lambda x: x, (4, 4, 4), 4)
     join_slabs(window.run(torch.full((1, 1, 8, 8, 8), 7.0), 0))
     assert torch.equal(join_slabs(window.run(torch.zeros(1, 1, 3, 3, 3), 0)), torch.zeros(1, 1, 3, 3, 3))
@@ -153,7 +153,7 @@ def test_scores_of_a_single_window_are_checked(dtype, size, kernel):
         list(window.run(image, 0.25))
 
 
-def test_network_of_any_batch_size_gets_only_the_windows_that_exist():
+def test_network_that_accepts_any_batch_size_gets_only_the_remaining_windows():
     lengths = []
 
     def network(x):
@@ -167,7 +167,7 @@ def test_network_of_any_batch_size_gets_only_the_windows_that_exist():
     assert lengths == [2, 2]
     assert torch.equal(join_slabs(accepts_any_batch_size.run(image, 0.0)), expected)
     assert lengths == [2, 2, 2, 1]
-    assert (fixed_batch_size.slots(1), accepts_any_batch_size.slots(1)) == (2, 1)
+    assert (fixed_batch_size.get_batch_size(1), accepts_any_batch_size.get_batch_size(1)) == (2, 1)
     assert not accepts_any_batch_size.with_network(network).accepts_any_batch_size, (
         "the property belongs to the network"
     )
@@ -186,10 +186,10 @@ def test_another_network_uses_the_same_batch_buffer():
 def blend_reference(image: Tensor, grid: Grid, skipped: frozenset, scores: Tensor, blending: Blending) -> Tensor:
     """Return the blended scores [1, K, Z, Y, X] of an identity network, with `scores` [K] in skipped windows."""
     importance = importance_map(grid.roi, blending, CPU)
-    edges = zip(grid.pad_before, grid.padded, grid.size, strict=True)
+    edges = zip(grid.pad_before, grid.padded_size, grid.size, strict=True)
     padding = [(before, edge - length - before) for before, edge, length in edges]
     padded = nn.functional.pad(image[0], [amount for pair in reversed(padding) for amount in pair])
-    sums, weights = torch.zeros_like(padded), torch.zeros(grid.padded)
+    sums, weights = torch.zeros_like(padded), torch.zeros(grid.padded_size)
     for position in grid.positions():
         box = tuple(slice(start, start + edge) for start, edge in zip(position, grid.roi, strict=True))
         region = (slice(None), *box)

@@ -2,7 +2,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from service.inference.windows.views import BEST_QUALITY_VIEWS, AveragedViews
+from service.inference.windows.views import BEST_QUALITY_VIEWS, ViewAveragingNetwork
 
 
 def pointwise(x: Tensor) -> Tensor:
@@ -20,13 +20,13 @@ def windows(seed: int = 0, edge: int = 8) -> Tensor:
 
 def test_mirrored_views_leave_a_pointwise_network_unchanged_and_take_three_forward_passes() -> None:
     x, seen = windows(), list[Tensor]()
-    averaged = AveragedViews(lambda x: seen.append(x) or pointwise(x), BEST_QUALITY_VIEWS)
+    averaged = ViewAveragingNetwork(lambda x: seen.append(x) or pointwise(x), BEST_QUALITY_VIEWS)
     assert torch.allclose(averaged(x), pointwise(x), atol=1e-6)
     assert len(seen) == 3
 
 
 def test_mean_over_mirror_images_is_symmetric() -> None:
-    averaged = AveragedViews(asymmetric, ((), (4,)))
+    averaged = ViewAveragingNetwork(asymmetric, ((), (4,)))
     x = windows()
     assert torch.allclose(averaged(x.flip(4)).flip(4), averaged(x), atol=1e-6)
     assert not torch.allclose(asymmetric(x.flip(4)).flip(4), asymmetric(x))
@@ -40,9 +40,9 @@ def test_network_may_reuse_its_score_memory_and_gets_one_memory_layout() -> None
         return memory.copy_(x)
 
     x = windows().to(memory_format=torch.channels_last_3d)
-    first = AveragedViews(network, BEST_QUALITY_VIEWS)(x)
+    first = ViewAveragingNetwork(network, BEST_QUALITY_VIEWS)(x)
     copy = first.clone()
-    AveragedViews(network, BEST_QUALITY_VIEWS)(windows(1))
+    ViewAveragingNetwork(network, BEST_QUALITY_VIEWS)(windows(1))
     assert torch.allclose(copy, x, atol=1e-6)
     assert torch.equal(first, copy)
     assert x.stride() in layouts

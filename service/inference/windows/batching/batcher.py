@@ -1,6 +1,6 @@
 """Worker threads of one device, which compute batches with windows from several requests.
 
-Requests preprocess, decode and write in threads of their own. Windows for the same network can share a batch, as most
+Requests preprocess, decode and write in their own threads. Windows for the same network can share a batch, because most
 networks take as long for a partly filled batch as for a full one. A GPU has one stream, on which the next batch is
 launched before the previous one has finished. A CPU runs several batches concurrently, each on some of its cores. This
 keeps the cores busier than one batch on all of them, where threads wait for the slowest one at the end of every layer.
@@ -25,26 +25,26 @@ from service.core.errors import Cancelled
 from service.core.hardware import devices, host
 from service.core.sections.computing import MAX_STREAMS
 from service.engine.cuda.events import CudaTimer, record_end
-from service.inference.windows.batching.launch import Launch, Mark, Timer
-from service.inference.windows.batching.schedule import Batch, Running, choose_requests, may_add
+from service.inference.windows.batching.launch import LaunchedBatch, Mark, Timer
+from service.inference.windows.batching.schedule import Batch, RunningBatch, can_start, choose_requests
 from service.inference.windows.batching.window_request import (
     BatchShare,
     BlendingOrder,
     WindowRequest,
     fill_batch,
-    report,
+    report_progress,
 )
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow
 
 T = TypeVar("T")
 
-# Interval at which a waiting request checks whether it was cancelled, even if the device no longer responds.
+# Interval at which a waiting request checks whether it was cancelled. The check works even if the device is stuck.
 POLL_SECONDS = 0.2
-# Time that `open_batcher` waits for the threads of its batcher to end.
-CLOSE_SECONDS = 5.0
-# Maximum number of unfinished batches that are launched on a GPU, so that it never waits for the host.
-LAUNCHED_BATCHES = 2
+# Maximum time that `open_batcher` waits for the threads of its batcher to end.
+CLOSE_TIMEOUT_SECONDS = 5.0
+# Maximum number of unfinished batches that are launched on a GPU. With two, the GPU never waits for the host.
+MAX_LAUNCHED_BATCHES = 2
 
 
 class WindowBatcher:
@@ -53,17 +53,17 @@ class WindowBatcher:
     name          name of the threads
     streams       maximum number of batches that run concurrently; a model may allow fewer
     share_cores   called in the thread of a stream before a batch, with the number of streams that share the device
-    mark          for asynchronous devices: marks the end of the launched work. None: the device is synchronous
-    start_timer   returns a timer that measures the network by the clock of the device; None: use the host's clock
+    mark          function that marks the end of the launched work; None if the device is synchronous
+    start_timer   returns a timer that measures the network by the device's clock, or None to use the host's clock
 
-    Two rules alternate in choosing the request for the next batch. One takes the request that is due first, which thus
-    gets at least half of the device. The other takes the request with the fewest windows left, so that a small stack
-    waits for only one or two batches, even behind a very large stack. Remaining room in the batch goes to other
-    requests for the same network, ordered by the same rule. A partly filled batch that would take as long as a full one
-    waits until no other batch is running: more windows may arrive, and alone it has the whole device.
+    Two rules alternate in choosing the request for the next batch. The first takes the request that is due first, so
+    this request gets at least half of the device. The second takes the request with the fewest remaining windows, so a
+    small stack waits for only one or two batches, even if it arrives after a very large stack. Free slots of the batch
+    are filled by other requests for the same network, ordered by the same rule. If a partly filled batch would take as
+    long as a full one, it waits until no other batch is running, because more windows may arrive in the meantime.
 
-    An idle thread is woken if there is work when windows or a call arrive, or when a request takes a slab. Threads that
-    finish a batch or a call look for work themselves, and wake another thread if there is more.
+    An idle thread is woken if there is work when windows or a call arrive, or when a request takes a slab. A thread
+    that finishes a batch or a call looks for work itself, and wakes another thread if there is more.
     """
 
     def __init__(
@@ -76,23 +76,22 @@ class WindowBatcher:
         start_timer: Callable[[], Timer | None] = lambda: None,
     ) -> None:
         self._share_cores, self._mark, self._start_timer = share_cores, mark, start_timer
-        # Batches that one stream may have in progress.
-        self._batches_per_stream = 1 if mark is None else LAUNCHED_BATCHES
+        self._batches_per_stream = 1 if mark is None else MAX_LAUNCHED_BATCHES
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
-        self._order = BlendingOrder(self._lock)
-        # Threads that wait for work and have not been woken.
-        self._idle_threads = 0
+        self._work_available = threading.Condition(self._lock)
+        self._blending_order = BlendingOrder(self._lock)
+        # Number of threads that wait for work and have not been woken.
+        self._num_idle_threads = 0
         self._requests: list[WindowRequest] = []
         self._calls: deque[Callable[[], None]] = deque()
-        self._calling_thread: int | None = None  # thread that is running a call
-        self._closed = False
+        self._calling_thread_index: int | None = None  # index of the thread that is running a call
+        self._is_closed = False
         self._batch_count = 0
         # Unfinished batches by number.
-        self._running: dict[int, Running] = {}
-        # Launched batches in launch order, and the time at which the latest of the finished ones was done.
-        self._launched: deque[Launch] = deque()
-        self._last_done = 0.0
+        self._running: dict[int, RunningBatch] = {}
+        # Launched batches in launch order, and the time at which the latest finished batch was finished.
+        self._launched: deque[LaunchedBatch] = deque()
+        self._last_finish_time = 0.0
         self._threads = [
             threading.Thread(target=self._run_thread, args=(index,), name=name, daemon=True) for index in range(streams)
         ]
@@ -103,7 +102,7 @@ class WindowBatcher:
 
     @property
     def heartbeat(self) -> int | None:
-        """Number of the oldest unfinished batch, which changes unless a batch is stuck. None if no batch is running."""
+        """Number of the oldest unfinished batch, or None if no batch is running. It changes unless a batch is stuck."""
         with self._lock:
             return min(self._running, default=None)
 
@@ -112,13 +111,13 @@ class WindowBatcher:
             thread.start()
 
     def close(self) -> None:
-        """Discard the remaining work and end the threads. Waiting callers get Cancelled."""
+        """Discard the remaining work and end the threads. Cancelled is raised in waiting callers."""
         with self._lock:
-            self._closed = True
-            self._work.notify_all()
+            self._is_closed = True
+            self._work_available.notify_all()
 
     def join(self, seconds: float) -> bool:
-        """Wait up to `seconds` for all threads to end; return whether they have."""
+        """Wait up to `seconds` for all threads to end. Return whether they have ended."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             if thread.ident is not None:
@@ -128,7 +127,7 @@ class WindowBatcher:
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread of the device while no batch is running, and return its result.
 
-        Raises the exceptions of `work`, and Cancelled after `close`.
+        Raises the exceptions of `work`, and Cancelled if the batcher is closed.
         """
         future: Future[T] = Future()
 
@@ -162,7 +161,7 @@ class WindowBatcher:
         """Yield the scores of `image` like `SlidingWindow.run`, but compute them in the threads of the device.
 
         `share` is called in these threads for each batch with windows of the image, never concurrently.
-        Raises Cancelled, and the exceptions of `SlidingWindow.run`.
+        Raises Cancelled if the batcher is closed, and the exceptions of `SlidingWindow.run`.
         """
         request = WindowRequest(
             window, image, overlap, due, cancelled, progress, share, is_asynchronous=self._mark is not None
@@ -180,16 +179,16 @@ class WindowBatcher:
                 self._requests.remove(request)
 
     def _raise_if_closed(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise Cancelled("The device was shut down.")
 
     def _next_slab(self, request: WindowRequest) -> Slab | None:
         """Return the next slab of the request, or None after the last one. Raises the error of the request."""
         slab = self._wait_for_slab(request)
         request.raise_error()
-        if slab is not None and request.scan.left:
+        if slab is not None and request.scan.num_remaining:
             with self._lock:
-                request.untaken_slabs -= 1
+                request.num_pending_slabs -= 1
                 self._wake()
         return slab
 
@@ -205,39 +204,39 @@ class WindowBatcher:
 
     def _wake(self) -> None:
         """Wake an idle thread if there is work. The caller must hold the lock."""
-        if self._idle_threads and (self._can_call() or self._find_ready_requests()):
-            self._idle_threads -= 1
-            self._work.notify()
+        if self._num_idle_threads and (self._can_call() or self._find_ready_requests()):
+            self._num_idle_threads -= 1
+            self._work_available.notify()
 
     @torch.inference_mode()
-    def _run_thread(self, thread: int) -> None:
-        last_sharing, done = 0, None
-        while (work := self._next_work(thread, done)) is not None:
-            sharing, done = work.sharing if isinstance(work, Batch) else 1, None
-            if sharing != last_sharing:
-                # Call it only on a change, because torch discards prepared kernels when the number of threads changes.
-                self._share_cores(sharing)
-                last_sharing = sharing
+    def _run_thread(self, thread_index: int) -> None:
+        previous_count, finished_batch = 0, None
+        while (work := self._next_work(thread_index, finished_batch)) is not None:
+            stream_count, finished_batch = work.num_active_streams if isinstance(work, Batch) else 1, None
+            if stream_count != previous_count:
+                # Call this only if the number changes, because torch then discards its prepared kernels.
+                self._share_cores(stream_count)
+                previous_count = stream_count
             if isinstance(work, Batch):
-                done = self._compute(work)
-            elif isinstance(work, Launch):
-                done = self._complete(work)
+                finished_batch = self._compute(work)
+            elif isinstance(work, LaunchedBatch):
+                finished_batch = self._complete(work)
             else:
                 with torch.inference_mode(mode=False):
                     work()
-            del work  # It refers to images and models, and the next work may arrive hours later.
+            del work  # It refers to images and models, and the next batch or call may arrive hours later.
 
-    def _next_work(self, thread: int, done: int | None) -> Callable[[], None] | Batch | Launch | None:
-        """Mark this thread's call and the batch `done` as finished, and wait for work. Returns None after `close`."""
+    def _next_work(self, index: int, batch_number: int | None) -> Callable[[], None] | Batch | LaunchedBatch | None:
+        """Mark the call or the batch of a thread as finished, and wait for work. Returns None after `close`."""
         with self._lock:
-            if done is not None:
-                del self._running[done]
-            if self._calling_thread == thread:
-                self._calling_thread = None
-            while not self._closed:
-                self._fail_cancelled()
+            if batch_number is not None:
+                del self._running[batch_number]
+            if self._calling_thread_index == index:
+                self._calling_thread_index = None
+            while not self._is_closed:
+                self._fail_cancelled_requests()
                 if self._can_call():
-                    self._calling_thread = thread
+                    self._calling_thread_index = index
                     return self._calls.popleft()
                 if requests := self._find_ready_requests():
                     batch = self._next_batch(requests)
@@ -245,84 +244,83 @@ class WindowBatcher:
                     return batch
                 if self._launched:
                     return self._launched.popleft()
-                self._idle_threads += 1
-                self._work.wait()
+                self._num_idle_threads += 1
+                self._work_available.wait()
             return None
 
     def _can_call(self) -> bool:
-        return bool(self._calls) and self._calling_thread is None and not self._running
+        return bool(self._calls) and self._calling_thread_index is None and not self._running
 
-    def _fail_cancelled(self) -> None:
+    def _fail_cancelled_requests(self) -> None:
         for request in self._requests:
             if not request.has_failed and not request.is_finished and request.cancelled():
                 request.fail(request.cancellation)
 
     def _find_ready_requests(self) -> list[WindowRequest]:
         """Return the requests for the next batch, or an empty list if no batch may start now."""
-        if self._calls or self._calling_thread is not None:
+        if self._calls or self._calling_thread_index is not None:
             return []
         requests = choose_requests(self._requests, self._batch_count)
-        return requests if requests and may_add(requests, self._running.values(), self._batches_per_stream) else []
+        return requests if requests and can_start(requests, self._running.values(), self._batches_per_stream) else []
 
     def _next_batch(self, requests: Sequence[WindowRequest]) -> Batch:
-        """Fill the next batch with windows of the given requests."""
         window = requests[0].window
-        # Count requests that have to take slabs first, because they will be ready soon.
-        left = sum(
-            [request.scan.left for request in self._requests if request.window is window and not request.has_failed]
+        # Include requests whose threads still have to take slabs, because they will be ready soon.
+        num_remaining = sum(
+            [item.scan.num_remaining for item in self._requests if item.window is window and not item.has_failed]
         )
-        sharing = min(window.streams, len(self._threads), len(self._running) + -(-left // window.capacity))
+        num_streams = min(window.streams, len(self._threads), len(self._running) + -(-num_remaining // window.capacity))
         # On an asynchronous device, successive batches share the only stream.
-        free = set(range(len(self._threads))) - {running.stream for running in self._running.values()}
-        stream = min(free, default=0)
+        free_streams = set(range(len(self._threads))) - {running.stream for running in self._running.values()}
+        stream = min(free_streams, default=0)
         self._batch_count += 1
-        self._running[self._batch_count] = Running(window, stream)
-        return Batch(self._batch_count, fill_batch(requests, window.capacity), stream, sharing)
+        self._running[self._batch_count] = RunningBatch(window, stream)
+        return Batch(self._batch_count, fill_batch(requests, window.capacity), stream, num_streams)
 
     def _compute(self, batch: Batch) -> int | None:
-        """Compute a batch and return its number, or launch it and return None if the device is asynchronous."""
+        """Compute a batch and return its number. On an asynchronous device, launch it and return None."""
         if self._mark is not None:
-            launch = Launch(batch.number, batch.batch_slices, batch.stream, self._mark, self._start_timer())
+            launch = LaunchedBatch(batch.number, batch.batch_slices, batch.stream, self._mark, self._start_timer())
             self._launched.append(launch)
             return None
         if not self._forward(batch) and len(batch.batch_slices) > 1:
-            # The error does not reveal which request caused it, so each is computed separately.
+            # The error does not reveal which request caused it, so compute the requests separately.
             for batch_slice in batch.batch_slices:
                 self._forward(batch._replace(batch_slices=[batch_slice]))
         return batch.number
 
-    def _complete(self, launch: Launch) -> int:
+    def _complete(self, launch: LaunchedBatch) -> int:
         """Wait for a launched batch, deliver its results, and return its number."""
         outcomes = launch.wait()
         now = time.monotonic()
         if (seconds := launch.device_seconds) is None:
             # Exclude the time in which the device was still computing the previous batch.
-            seconds = now - max(launch.began, self._last_done)
-        self._last_done = now
-        window_count = sum([batch_slice.windows for batch_slice, _ in outcomes])
-        slots = outcomes[0][0].request.window.slots(window_count)
+            seconds = now - max(launch.start_time, self._last_finish_time)
+        self._last_finish_time = now
+        window_count = sum([batch_slice.num_windows for batch_slice, _ in outcomes])
+        num_slots = outcomes[0][0].request.window.get_batch_size(window_count)
         for batch_slice, outcome in outcomes:
-            part = batch_slice.windows / window_count
-            batch_slice.share = BatchShare(batch_slice.windows, part * slots, part * seconds)
-            self._order.deliver(batch_slice, report(batch_slice, outcome))
+            fraction = batch_slice.num_windows / window_count
+            batch_slice.share = BatchShare(batch_slice.num_windows, fraction * num_slots, fraction * seconds)
+            self._blending_order.deliver(batch_slice, report_progress(batch_slice, outcome))
         return launch.number
 
     def _forward(self, batch: Batch) -> bool:
-        """Compute and blend a batch; return False on an error, which is delivered if the batch has only one request."""
-        began = time.monotonic()
+        """Compute and blend a batch. Return False on an error, which is delivered if there is only one request."""
+        start_time = time.monotonic()
         batch_slices = batch.batch_slices
-        window, total = batch_slices[0].request.window, sum([batch_slice.windows for batch_slice in batch_slices])
+        window, total = batch_slices[0].request.window, sum([item.num_windows for item in batch_slices])
         try:
-            scores = window.forward([batch_slice.part for batch_slice in batch_slices], batch.stream)
+            scores = window.forward([batch_slice.window_slice for batch_slice in batch_slices], batch.stream)
         except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
             if len(batch_slices) == 1:
-                self._order.finish(batch_slices[0], error)
+                self._blending_order.finish(batch_slices[0], error)
             return False
-        seconds_per_window = (time.monotonic() - began) / batch.sharing / total
-        for batch_slice, outcome in zip(batch_slices, scores, strict=True):
-            count = batch_slice.windows
-            batch_slice.share = BatchShare(count, count * window.slots(total) / total, count * seconds_per_window)
-            self._order.finish(batch_slice, outcome)
+        seconds_per_window = (time.monotonic() - start_time) / batch.num_active_streams / total
+        for item, outcome in zip(batch_slices, scores, strict=True):
+            count = item.num_windows
+            item.share = BatchShare(count, count * window.get_batch_size(total) / total, count * seconds_per_window)
+            self._blending_order.finish(item, outcome)
         return True
 
 
@@ -330,23 +328,23 @@ class WindowBatcher:
 def open_batcher(settings: Settings) -> Iterator[WindowBatcher]:
     """Run a batcher for `settings.device.name` outside the service. Raises ConfigError."""
     device = devices.choose_device(settings.device.name)
-    batcher = make_batcher(settings, device, on_host=device.type == "cpu")
+    batcher = make_batcher(settings, device, is_on_host=device.type == "cpu")
     batcher.start()
     try:
         yield batcher
     finally:
         batcher.close()
-        batcher.join(CLOSE_SECONDS)
+        batcher.join(CLOSE_TIMEOUT_SECONDS)
 
 
-def make_batcher(settings: Settings, device: torch.device, *, on_host: bool) -> WindowBatcher:
-    """Create a batcher with as many streams as any model may use; streams in use share the cores."""
+def make_batcher(settings: Settings, device: torch.device, *, is_on_host: bool) -> WindowBatcher:
+    """Create a batcher with as many streams as any model may use. Active streams share the cores."""
     cores = settings.device.threads or host.usable_cores()
     max_streams = min(cores, MAX_STREAMS) if settings.engine.streams == "auto" else settings.engine.streams
     return WindowBatcher(
         "device",
-        max_streams if on_host else 1,
+        max_streams if is_on_host else 1,
         lambda streams: devices.set_torch_threads(max(cores // streams, 1)),
-        None if on_host else partial(record_end, device),
+        None if is_on_host else partial(record_end, device),
         start_timer=partial(CudaTimer, device) if device.type == "cuda" else lambda: None,
     )

@@ -12,43 +12,48 @@ from service.inference.windows.sliding_window import SlidingWindow
 class Batch(NamedTuple):
     """Batch to compute.
 
-    number        counted from the start of the batcher
-    batch_slices  windows of the batch, by request
-    stream        stream that computes it
-    sharing       number of streams that share the device while it is computed
+    number              number of the batch, counted from the start of the batcher
+    batch_slices        windows of the batch, one slice per request
+    stream              index of the stream that computes the batch
+    num_active_streams  number of streams that share the device while the batch is computed
     """
 
     number: int
     batch_slices: list[BatchSlice]
     stream: int
-    sharing: int
+    num_active_streams: int
 
 
-class Running(NamedTuple):
-    """Batch that is being computed: the `SlidingWindow` that runs it, and the stream."""
+class RunningBatch(NamedTuple):
+    """Batch that is being computed: the `SlidingWindow` that runs it, and the index of its stream."""
 
     window: SlidingWindow
     stream: int
 
 
-def choose_requests(waiting: Sequence[WindowRequest], number: int) -> list[WindowRequest]:
-    """Return the requests that may fill batch `number`, in order of priority; all of them use the same network."""
-    requests = [request for request in waiting if request.is_ready]
+def choose_requests(all_requests: Sequence[WindowRequest], batch_number: int) -> list[WindowRequest]:
+    """Return the requests that may fill a batch, in order of priority. All of them use the same network."""
+    requests = [request for request in all_requests if request.is_ready]
     if len(requests) < 2:
         return requests
-    if number % 2:
-        requests.sort(key=lambda request: (request.scan.left, request.due))
+    if batch_number % 2:
+        requests.sort(key=lambda request: (request.scan.num_remaining, request.due))
     else:
         requests.sort(key=lambda request: request.due)
     return [request for request in requests if request.window is requests[0].window]
 
 
-def may_add(requests: Sequence[WindowRequest], busy: Collection[Running], depth: int) -> bool:
-    """Return whether a batch of these requests may start next to the `busy` ones, with `depth` batches per stream."""
-    if not busy:
+def can_start(
+    requests: Sequence[WindowRequest], running_batches: Collection[RunningBatch], batches_per_stream: int
+) -> bool:
+    """Return whether a batch of these requests may start in addition to the running ones.
+
+    batches_per_stream  maximum number of unfinished batches of a stream
+    """
+    if not running_batches:
         return True
     window = requests[0].window
-    max_streams = min([window.streams, *[running.window.streams for running in busy]])
-    if len(busy) >= max_streams * depth:
+    max_streams = min([window.streams, *[batch.window.streams for batch in running_batches]])
+    if len(running_batches) >= max_streams * batches_per_stream:
         return False
-    return window.accepts_any_batch_size or sum([request.scan.left for request in requests]) >= window.capacity
+    return window.accepts_any_batch_size or sum([request.scan.num_remaining for request in requests]) >= window.capacity

@@ -1,4 +1,4 @@
-"""State of one request in the batcher: its windows are taken, computed and blended, and its slabs are delivered."""
+"""Requests in the batcher: their windows are taken, computed and blended, and finished slabs are delivered to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.inference.windows.sliding_window import Image, SlidingWindow, Windo
 
 
 class BatchShare(NamedTuple):
-    """Share of one request in a batch: its number of windows, and its part of the batch's slots and device time."""
+    """Share of one request in a batch: its number of windows, and its fraction of the batch's slots and seconds."""
 
     windows: int
     slots: float
@@ -24,18 +24,18 @@ class BatchShare(NamedTuple):
 
 
 class BatchSlice:
-    """Windows of one request in one batch; once computed, also their scores or error."""
+    """Windows of one request in one batch. Once they have been computed, it also holds their scores or the error."""
 
-    def __init__(self, request: WindowRequest, part: WindowSlice) -> None:
-        self.request, self.part, self.windows = request, part, len(part.positions)
+    def __init__(self, request: WindowRequest, window_slice: WindowSlice) -> None:
+        self.request, self.window_slice, self.num_windows = request, window_slice, len(window_slice.positions)
         self.outcome: Tensor | Exception | None = None
         self.share: BatchShare | None = None
-        # Windows of the request that have been blended, up to and including this slice.
-        self.done = 0
+        # Number of windows of the request that have been blended, up to and including this slice.
+        self.num_blended = 0
 
 
 class WindowRequest:
-    """Windows of one request. Its own thread and those of the device share it; their lock guards the shared state."""
+    """Windows of one request. The thread of the request shares it with the threads of the device, guarded by a lock."""
 
     def __init__(  # noqa: PLR0913, PLR0917
         self,
@@ -54,30 +54,33 @@ class WindowRequest:
         # An asynchronous device is checked for non-finite scores once it has finished a batch.
         self.finite_flag = FiniteFlag(window.batch.device) if is_asynchronous else None
         self.scan = window.scan(image, overlap, require_finite if self.finite_flag is None else self.finite_flag.record)
-        # In blending order, which may differ from the order of computation.
+        # Slices in blending order, which may differ from the order in which they are computed.
         self.batch_slices: deque[BatchSlice] = deque()
         self.is_blending = False
-        # Slabs, then None after the last slab or an error. Waiting on this queue does not need the lock.
+        # Finished slabs, followed by None after the last slab or an error. Waiting on the queue does not need the lock.
         self.slab_queue: SimpleQueue[Slab | None] = SimpleQueue()
-        # Slabs that the thread of the request has not taken, and how many of them may be left when more windows are
-        # computed: none, or those of the latest batch on an asynchronous device, which must not wait for the thread.
-        self.untaken_slabs = self.max_untaken_slabs = 0
+        # Number of slabs that the thread of the request has not taken, and the maximum at which more windows are
+        # computed. The maximum is 0, or on an asynchronous device the number of slabs of the latest batch, because the
+        # device must not wait for the thread.
+        self.num_pending_slabs = self.max_pending_slabs = 0
         self.error: Exception | None = None
         self.has_failed = self.is_finished = False
 
     @property
     def is_ready(self) -> bool:
-        """Whether windows are left, the thread has taken enough slabs, and few batches wait to be blended."""
-        keeps_up = self.untaken_slabs <= self.max_untaken_slabs and len(self.batch_slices) <= self.window.streams
-        return self.scan.left > 0 and not self.has_failed and keeps_up
+        """Whether windows remain, the thread has taken enough slabs, and not too many slices wait to be blended."""
+        is_keeping_up = (
+            self.num_pending_slabs <= self.max_pending_slabs and len(self.batch_slices) <= self.window.streams
+        )
+        return self.scan.num_remaining > 0 and not self.has_failed and is_keeping_up
 
     @property
     def cancellation(self) -> Cancelled:
-        """Cancelled error that reports the progress of the request."""
-        return Cancelled(f"Cancelled after {self.scan.done} of {self.scan.total} windows.")
+        """Exception for a cancelled request, which reports its progress."""
+        return Cancelled(f"The request was cancelled after {self.scan.num_blended} of {self.scan.num_windows} windows.")
 
     def fail(self, error: Exception) -> None:
-        """Stop the request, and raise `error` in its thread unless it has failed before."""
+        """Stop the request, and raise `error` in its thread, unless it had already failed."""
         if not self.has_failed:
             self.has_failed, self.error = True, error
             self.slab_queue.put(None)
@@ -89,15 +92,15 @@ class WindowRequest:
             try:
                 raise error
             finally:
-                del error  # It refers to this frame, and thus keeps the request alive.
+                del error  # Its traceback refers to this frame, which keeps the request alive.
 
-    def deliver(self, slabs: Sequence[Slab], done: int) -> None:
-        """Deliver finished slabs to the thread of the request. `done` is the number of blended windows."""
-        self.untaken_slabs += len(slabs)
-        self.max_untaken_slabs = 0 if self.finite_flag is None else len(slabs)
+    def deliver(self, slabs: Sequence[Slab], num_blended: int) -> None:
+        """Deliver finished slabs to the thread of the request. `num_blended` windows have been blended so far."""
+        self.num_pending_slabs += len(slabs)
+        self.max_pending_slabs = 0 if self.finite_flag is None else len(slabs)
         for slab in slabs:
             self.slab_queue.put(slab)
-        if done == self.scan.total:
+        if num_blended == self.scan.num_windows:
             self.is_finished = True
             self.slab_queue.put(None)
 
@@ -111,7 +114,7 @@ def fill_batch(requests: Sequence[WindowRequest], capacity: int) -> list[BatchSl
         batch_slice = BatchSlice(request, request.scan.take(capacity))
         request.batch_slices.append(batch_slice)
         batch_slices.append(batch_slice)
-        capacity -= batch_slice.windows
+        capacity -= batch_slice.num_windows
     return batch_slices
 
 
@@ -123,23 +126,26 @@ def copy_scores(scores: Tensor) -> Tensor | Exception:
         return error
 
 
-def blend(batch_slice: BatchSlice) -> list[Slab] | Exception:
-    """Blend computed windows; return the completed slabs, or the error."""
-    request, (scan, positions), scores = batch_slice.request, batch_slice.part, batch_slice.outcome
+def blend_slice(batch_slice: BatchSlice) -> list[Slab] | Exception:
+    """Blend the computed windows of a slice, and return the completed slabs or the error."""
+    request, (scan, positions), scores = batch_slice.request, batch_slice.window_slice, batch_slice.outcome
     if request.has_failed:
         return []
     if not isinstance(scores, Tensor):
-        return scores or RuntimeError("not computed")
+        return scores or RuntimeError("the windows have not been computed")
     try:
         slabs = scan.blend(positions, scores)
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
         return error
-    batch_slice.done = scan.done
+    batch_slice.num_blended = scan.num_blended
     return slabs
 
 
-def report(batch_slice: BatchSlice, outcome: list[Slab] | Exception) -> list[Slab] | Exception:
-    """Report the progress of a blended slice to its request; return its `outcome`, or the error of the report."""
+def report_progress(batch_slice: BatchSlice, outcome: list[Slab] | Exception) -> list[Slab] | Exception:
+    """Report the progress of a request after one of its slices was blended.
+
+    Returns `outcome`, or the error of a callback of the request.
+    """
     request = batch_slice.request
     if request.has_failed or isinstance(outcome, Exception) or batch_slice.share is None:
         return outcome
@@ -147,7 +153,7 @@ def report(batch_slice: BatchSlice, outcome: list[Slab] | Exception) -> list[Sla
         if request.finite_flag is not None:
             request.finite_flag.check()
         request.share(batch_slice.share)
-        request.progress(batch_slice.done, request.scan.total)
+        request.progress(batch_slice.num_blended, request.scan.num_windows)
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
         return error
     return outcome
@@ -163,10 +169,10 @@ class BlendingOrder:
         self._lock = lock
 
     def finish(self, batch_slice: BatchSlice, outcome: Tensor | Exception) -> None:
-        """Store the outcome of a slice, then blend all slices that are next in order."""
+        """Store the outcome of a slice, and blend all slices whose turn it is."""
         request = batch_slice.request
-        must_wait = request.is_blending or request.batch_slices[0] is not batch_slice
-        if must_wait and isinstance(outcome, Tensor) and not request.window.owns_scores:
+        must_store_scores = request.is_blending or request.batch_slices[0] is not batch_slice
+        if must_store_scores and isinstance(outcome, Tensor) and not request.window.owns_scores:
             # The next batch of this stream may overwrite the scores before they are blended.
             outcome = copy_scores(outcome)
         with self._lock:
@@ -174,22 +180,22 @@ class BlendingOrder:
             if request.is_blending or request.batch_slices[0] is not batch_slice:
                 return
             request.is_blending = True
-        following: BatchSlice | None = batch_slice
-        while following is not None:
-            following = self._blend(following)
+        next_slice: BatchSlice | None = batch_slice
+        while next_slice is not None:
+            next_slice = self._blend(next_slice)
 
     def _blend(self, batch_slice: BatchSlice) -> BatchSlice | None:
         """Blend a slice, and return the next one if it has been computed."""
-        return self.deliver(batch_slice, report(batch_slice, blend(batch_slice)))
+        return self.deliver(batch_slice, report_progress(batch_slice, blend_slice(batch_slice)))
 
     def deliver(self, batch_slice: BatchSlice, outcome: list[Slab] | Exception) -> BatchSlice | None:
-        """Deliver the outcome of the first slice of a request; return the next slice if it has been computed."""
+        """Deliver the outcome of the first slice of a request. Return the next slice if it has been computed."""
         request = batch_slice.request
         with self._lock:
             if isinstance(outcome, Exception):
                 request.fail(outcome)
             elif not request.has_failed:
-                request.deliver(outcome, batch_slice.done)
+                request.deliver(outcome, batch_slice.num_blended)
             request.batch_slices.popleft()
             if request.batch_slices and request.batch_slices[0].outcome is not None:
                 return request.batch_slices[0]

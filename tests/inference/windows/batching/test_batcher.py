@@ -88,7 +88,7 @@ def requests(request: pytest.FixtureRequest) -> Iterator[Requests]:
 
 
 @pytest.fixture
-def streaming() -> Iterator[Requests]:
+def multi_stream() -> Iterator[Requests]:
     """Requests to a device with three streams."""
     yield from run_device(3)
 
@@ -146,8 +146,8 @@ def test_concurrent_images_of_any_size_are_segmented_correctly(requests: Request
     requests.device.start()
     sizes = [(1, 1, 1), (3, 9, 5), (16, 4, 4), (9, 9, 9), (4, 4, 30), (2, 20, 2)]
     images = [torch.rand(1, 1, *size) for size in sizes]
-    together = list(requests._pool.map(lambda image: compute(requests.device, window, image), images))
-    for image, scores in zip(images, together, strict=True):
+    results = list(requests._pool.map(lambda image: compute(requests.device, window, image), images))
+    for image, scores in zip(images, results, strict=True):
         assert torch.equal(scores, image)
     assert len({tuple(batch.shape) for batch in network.batches}) == 1
 
@@ -337,44 +337,44 @@ class ReusedOutput:
 
 
 @pytest.mark.parametrize("accepts_any_batch_size", [False, True])
-def test_several_streams_return_the_same_scores_as_one(streaming: Requests, accepts_any_batch_size: bool) -> None:
+def test_several_streams_return_the_same_scores_as_one(multi_stream: Requests, accepts_any_batch_size: bool) -> None:
     window = make_windows(ReusedOutput(), 2, streams=3, accepts_any_batch_size=accepts_any_batch_size)
-    streaming.device.start()
+    multi_stream.device.start()
     sizes = [(1, 1, 1), (3, 9, 5), (40, 4, 4), (9, 9, 9), (4, 4, 30), (2, 20, 2), (17, 12, 11), (4, 4, 4)]
     images = [torch.rand(1, 1, *size) for size in sizes]
-    together = list(streaming._pool.map(lambda image: compute(streaming.device, window, image), images))
-    for image, scores in zip(images, together, strict=True):
+    results = list(multi_stream._pool.map(lambda image: compute(multi_stream.device, window, image), images))
+    for image, scores in zip(images, results, strict=True):
         assert torch.equal(scores, image)
 
 
-def test_streams_compute_windows_of_one_image_at_the_same_time(streaming: Requests) -> None:
+def test_streams_compute_windows_of_one_image_concurrently(multi_stream: Requests) -> None:
     meeting = threading.Barrier(3)
 
     def network(batch: Tensor) -> Tensor:
         meeting.wait(10)
         return batch
 
-    request = streaming.submit(make_windows(network, 2, streams=3), make_image(12))
-    streaming.device.start()
+    request = multi_stream.submit(make_windows(network, 2, streams=3), make_image(12))
+    multi_stream.device.start()
     assert torch.equal(request.result(10), make_image(12))
-    assert set(streaming.stream_counts) == {3}
-    until(lambda: streaming.device._idle_threads == 3)
+    assert set(multi_stream.stream_counts) == {3}
+    until(lambda: multi_stream.device._num_idle_threads == 3)
     # A single request arrives, and every idle thread has to be woken for it.
-    request = streaming.submit(make_windows(network, 2, streams=3), make_image(12))
+    request = multi_stream.submit(make_windows(network, 2, streams=3), make_image(12))
     assert torch.equal(request.result(10), make_image(12))
 
 
-def test_network_with_one_stream_runs_alone(streaming: Requests) -> None:
+def test_network_with_one_stream_runs_alone(multi_stream: Requests) -> None:
     computing, met = list[str](), threading.Event()
     concurrent = set[tuple[str, ...]]()
 
     def network(name: str) -> Network:
         def run(batch: Tensor) -> Tensor:
             computing.append(name)
-            if name == "shy":
+            if name == "exclusive":
                 time.sleep(0.005)
             else:
-                # Long enough for another batch to start, unless it is the turn of the shy network.
+                # Long enough for another batch to start, unless it is the turn of the exclusive network.
                 if len(computing) > 1:
                     met.set()
                 met.wait(0.5)
@@ -384,19 +384,19 @@ def test_network_with_one_stream_runs_alone(streaming: Requests) -> None:
 
         return run
 
-    shy, bold = make_windows(network("shy"), 1), make_windows(network("bold"), 1, streams=3)
-    # No batch of the shy network separates the last two requests.
-    futures = [streaming.submit(window, make_image(4)) for window in (shy, bold, shy, bold, bold)]
-    streaming.device.start()
+    exclusive, shared = make_windows(network("exclusive"), 1), make_windows(network("shared"), 1, streams=3)
+    # No batch of the exclusive network separates the last two requests.
+    futures = [multi_stream.submit(window, make_image(4)) for window in (exclusive, shared, exclusive, shared, shared)]
+    multi_stream.device.start()
     for future in futures:
         future.result(10)
-    assert {"shy", "bold"} == {name for names in concurrent for name in names}
-    assert ("shy",) in concurrent
-    assert all(names == ("shy",) for names in concurrent if "shy" in names)
+    assert {"exclusive", "shared"} == {name for names in concurrent for name in names}
+    assert ("exclusive",) in concurrent
+    assert all(names == ("exclusive",) for names in concurrent if "exclusive" in names)
     assert any(len(names) > 1 for names in concurrent)
 
 
-def test_partly_filled_batch_waits_for_running_batches(streaming: Requests) -> None:
+def test_partly_filled_batch_waits_for_running_batches(multi_stream: Requests) -> None:
     network, gate = RecordingNetwork(), threading.Event()
 
     def gated(batch: Tensor) -> Tensor:
@@ -404,17 +404,17 @@ def test_partly_filled_batch_waits_for_running_batches(streaming: Requests) -> N
         return network(batch)
 
     window = make_windows(gated, 2, streams=3)
-    streaming.device.start()
-    first = streaming.submit(window, make_image(1, 1))
-    until(lambda: streaming.device.heartbeat is not None)
-    expected = [streaming.submit(window, make_image(1, value)) for value in (2, 3)]
+    multi_stream.device.start()
+    first = multi_stream.submit(window, make_image(1, 1))
+    until(lambda: multi_stream.device.heartbeat is not None)
+    expected = [multi_stream.submit(window, make_image(1, value)) for value in (2, 3)]
     gate.set()
     for each in (first, *expected):
         each.result(10)
     assert sorted(network.values()) == [[1, 0], [2, 3]]
 
 
-def test_partly_filled_batch_does_not_wait_if_the_network_takes_any_batch_size(streaming: Requests) -> None:
+def test_partly_filled_batch_does_not_wait_if_the_network_accepts_any_batch_size(multi_stream: Requests) -> None:
     meeting, started = threading.Barrier(3), list[int]()
 
     def network(batch: Tensor) -> Tensor:
@@ -422,18 +422,18 @@ def test_partly_filled_batch_does_not_wait_if_the_network_takes_any_batch_size(s
         meeting.wait(10)
         return batch
 
-    streaming.device.start()
+    multi_stream.device.start()
     window, requests = make_windows(network, 2, streams=3, accepts_any_batch_size=True), list[Future[Tensor]]()
     for value in (1, 2, 3):
-        requests.append(streaming.submit(window, make_image(1, value)))
+        requests.append(multi_stream.submit(window, make_image(1, value)))
         # Requests that arrive together may share a batch.
         until(lambda: len(started) == len(requests))
     for request in requests:
         request.result(10)
-    assert all(share.windows == share.slots == 1 for share in streaming.shares)
+    assert all(share.windows == share.slots == 1 for share in multi_stream.shares)
 
 
-def test_call_and_batches_never_run_concurrently(streaming: Requests) -> None:
+def test_call_and_batches_never_run_concurrently(multi_stream: Requests) -> None:
     computing = threading.Semaphore(0)
 
     def network(batch: Tensor) -> Tensor:
@@ -446,13 +446,13 @@ def test_call_and_batches_never_run_concurrently(streaming: Requests) -> None:
         time.sleep(0.02)
         return computing.acquire(blocking=False)
 
-    request = streaming.submit(make_windows(network, 1, streams=3), make_image(30))
-    streaming.device.start()
-    assert [streaming.device.call(call) for _ in range(3)] == [False] * 3
+    request = multi_stream.submit(make_windows(network, 1, streams=3), make_image(30))
+    multi_stream.device.start()
+    assert [multi_stream.device.call(call) for _ in range(3)] == [False] * 3
     assert torch.equal(request.result(10), make_image(30))
 
 
-def test_heartbeat_stops_if_one_of_several_streams_is_stuck(streaming: Requests) -> None:
+def test_heartbeat_stops_if_one_of_several_streams_is_stuck(multi_stream: Requests) -> None:
     gate = threading.Event()
 
     def network(batch: Tensor) -> Tensor:
@@ -460,16 +460,16 @@ def test_heartbeat_stops_if_one_of_several_streams_is_stuck(streaming: Requests)
             gate.wait(10)
         return batch
 
-    stuck = streaming.submit(make_windows(network, 1, streams=3), make_image(2, POISON))
-    streaming.device.start()
-    until(lambda: streaming.device.heartbeat is not None)
-    before = streaming.device.heartbeat
-    busy = streaming.submit(make_windows(network, 1, streams=3), make_image(20))
+    stuck = multi_stream.submit(make_windows(network, 1, streams=3), make_image(2, POISON))
+    multi_stream.device.start()
+    until(lambda: multi_stream.device.heartbeat is not None)
+    before = multi_stream.device.heartbeat
+    busy = multi_stream.submit(make_windows(network, 1, streams=3), make_image(20))
     assert torch.equal(busy.result(10), make_image(20))
-    assert streaming.device.heartbeat == before
+    assert multi_stream.device.heartbeat == before
     gate.set()
     stuck.result(10)
-    until(lambda: streaming.device.heartbeat is None)
+    until(lambda: multi_stream.device.heartbeat is None)
 
 
 class UncopiableScores(Tensor):
@@ -489,36 +489,36 @@ def make_unordered_windows(device: WindowBatcher) -> tuple[Network, Tensor]:
             return batch.clone().as_subclass(UncopiableScores)
         first.wait(10)
         # The other thread is idle once it has delivered its scores.
-        until(lambda: device._idle_threads == 2)
+        until(lambda: device._num_idle_threads == 2)
         return batch.clone()
 
     return network, torch.cat((make_image(1, 1), make_image(1, 2)), 2)
 
 
-def test_lack_of_memory_for_waiting_scores_fails_only_their_request(streaming: Requests) -> None:
-    network, stack = make_unordered_windows(streaming.device)
-    request = streaming.submit(make_windows(network, 1, streams=3), stack)
-    streaming.device.start()
+def test_lack_of_memory_for_waiting_scores_fails_only_their_request(multi_stream: Requests) -> None:
+    network, stack = make_unordered_windows(multi_stream.device)
+    request = multi_stream.submit(make_windows(network, 1, streams=3), stack)
+    multi_stream.device.start()
     with pytest.raises(RuntimeError, match="can't allocate"):
         request.result(10)
-    other = streaming.submit(make_windows(RecordingNetwork(), 1, streams=3), make_image(3))
+    other = multi_stream.submit(make_windows(RecordingNetwork(), 1, streams=3), make_image(3))
     assert torch.equal(other.result(10), make_image(3))
-    assert streaming.device.alive
+    assert multi_stream.device.alive
 
 
-def test_scores_owned_by_the_network_are_not_copied(streaming: Requests) -> None:
-    network, stack = make_unordered_windows(streaming.device)
-    request = streaming.submit(make_windows(network, 1, streams=3, owns_scores=True), stack)
-    streaming.device.start()
+def test_scores_owned_by_the_network_are_not_copied(multi_stream: Requests) -> None:
+    network, stack = make_unordered_windows(multi_stream.device)
+    request = multi_stream.submit(make_windows(network, 1, streams=3, owns_scores=True), stack)
+    multi_stream.device.start()
     assert torch.equal(request.result(10), stack)
 
 
-def test_error_in_the_progress_callback_fails_only_its_request(streaming: Requests) -> None:
+def test_error_in_the_progress_callback_fails_only_its_request(multi_stream: Requests) -> None:
     def broken_progress(_done: int, _total: int) -> None:
         raise OSError("connection lost")
 
-    streaming.device.start()
-    slabs = streaming.device.run(
+    multi_stream.device.start()
+    slabs = multi_stream.device.run(
         make_windows(RecordingNetwork(), 1, streams=3),
         make_image(3),
         0.0,
@@ -527,17 +527,17 @@ def test_error_in_the_progress_callback_fails_only_its_request(streaming: Reques
     )
     with pytest.raises(OSError, match="connection lost"):
         list(slabs)
-    other = streaming.submit(make_windows(RecordingNetwork(), 1, streams=3), make_image(3))
+    other = multi_stream.submit(make_windows(RecordingNetwork(), 1, streams=3), make_image(3))
     assert torch.equal(other.result(10), make_image(3))
 
 
-def test_failed_request_on_several_streams_does_not_affect_others(streaming: Requests) -> None:
+def test_failed_request_on_several_streams_does_not_affect_others(multi_stream: Requests) -> None:
     window = make_windows(RecordingNetwork(0.002), 2, streams=3)
-    poisoned = streaming.submit(window, make_image(9, POISON))
-    cancelled = streaming.submit(window, make_image(9), cancelled=lambda: True)
-    good = [streaming.submit(window, make_image(9, value)) for value in (1, 2)]
-    nonfinite = streaming.submit(window, make_image(9, float("nan")))
-    streaming.device.start()
+    poisoned = multi_stream.submit(window, make_image(9, POISON))
+    cancelled = multi_stream.submit(window, make_image(9), cancelled=lambda: True)
+    good = [multi_stream.submit(window, make_image(9, value)) for value in (1, 2)]
+    nonfinite = multi_stream.submit(window, make_image(9, float("nan")))
+    multi_stream.device.start()
     for value, future in enumerate(good, 1):
         assert torch.equal(future.result(10), make_image(9, value))
     for future, error in ((poisoned, RuntimeError), (cancelled, Cancelled), (nonfinite, NonFiniteScores)):
@@ -545,9 +545,9 @@ def test_failed_request_on_several_streams_does_not_affect_others(streaming: Req
             future.result(10)
 
 
-def test_all_requests_finish_for_random_mixes_of_requests_and_calls(streaming: Requests) -> None:
+def test_all_requests_finish_for_random_mixes_of_requests_and_calls(multi_stream: Requests) -> None:
     """Each round ends before the next one begins, because later requests would wake a thread that was missed."""
-    random, device = Random(0), streaming.device
+    random, device = Random(0), multi_stream.device
     device.start()
     kinds = [(1, 1, False), (2, 3, False), (1, 3, True), (3, 2, True)]
     choices = [
@@ -569,14 +569,14 @@ def test_all_requests_finish_for_random_mixes_of_requests_and_calls(streaming: R
                 time.sleep(pause)
 
     for _ in range(150):
-        together = list[Future[None]]()
+        futures = list[Future[None]]()
         for _ in range(random.randint(0, 5)):
             size, pause = random.randint(1, 9), random.choice([0.0, 0.0, 0.001, 0.003])
             checks = random.choice([10**9, 10**9, random.randint(0, 9)])
-            together.append(streaming._pool.submit(run_slowly, random.choice(choices), size, pause, checks))
+            futures.append(multi_stream._pool.submit(run_slowly, random.choice(choices), size, pause, checks))
         if random.random() < 0.5:
-            together.append(streaming._pool.submit(device.call, lambda: None))
-        for future in together:
+            futures.append(multi_stream._pool.submit(device.call, lambda: None))
+        for future in futures:
             future.result(10)
         # Sometimes let all threads become idle, as before the first round.
         time.sleep(random.choice([0.0, 0.002]))

@@ -1,4 +1,4 @@
-"""Batches on an asynchronous device: the device never waits for the host, and unfinished scores are not delivered."""
+"""Batches on an asynchronous device, which never waits for the host and never delivers unfinished scores."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ROI, CPU = (4, 4, 4), torch.device("cpu")
 
 
 class AsynchronousDevice:
-    """A device that finishes a batch only when the batch is waited for.
+    """Device that finishes a batch only when a thread waits for the batch.
 
-    before_done  called before each wait ends, to simulate a device that is slower than the threads of its requests
-    log          launches and waits with the number of the batch, in order
+    before_done  called before each wait ends; simulates a device that is slower than the threads of its requests
+    log          launches and waits, with the number of the batch, in order
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ def test_each_full_batch_is_launched_before_the_previous_one_is_waited_for(
 ) -> None:
     window, image = make_windows(), torch.rand(1, 1, 40, 4, 4)
     async_device.before_done = lambda: until(
-        lambda: all(not each.untaken_slabs or not each.scan.left for each in list(device._requests))
+        lambda: all(not each.num_pending_slabs or not each.scan.num_remaining for each in list(device._requests))
     )
     counts, shares = list[tuple[int, int]](), list[BatchShare]()
     scores = run(
@@ -152,9 +152,9 @@ def test_call_waits_for_launched_batches(device: WindowBatcher, async_device: As
 
 
 def test_only_devices_with_their_own_memory_get_batches_in_advance() -> None:
-    assert make_batcher(Settings(), CPU, on_host=True)._mark is None
-    assert make_batcher(Settings(), CPU, on_host=True)._batches_per_stream == 1
-    assert make_batcher(Settings(), CPU, on_host=False)._batches_per_stream == 2
+    assert make_batcher(Settings(), CPU, is_on_host=True)._mark is None
+    assert make_batcher(Settings(), CPU, is_on_host=True)._batches_per_stream == 1
+    assert make_batcher(Settings(), CPU, is_on_host=False)._batches_per_stream == 2
 
 
 class FakeTimer:
@@ -221,7 +221,7 @@ def test_launching_batches_never_synchronizes_with_the_device() -> None:
     cuda = torch.device("cuda", torch.cuda.current_device())
     network = torch.nn.Conv3d(1, 1, 3, padding=1).to(cuda).requires_grad_(requires_grad=False)
     window = SlidingWindow(network, 1, (32, 32, 32), 2, blending=Blending(), device=cuda)
-    device = make_batcher(Settings(), cuda, on_host=False)
+    device = make_batcher(Settings(), cuda, is_on_host=False)
     image = torch.rand(1, 1, 64, 96, 96, device=cuda)
     expected = [slab.scores for slab in window.run(image, 0.25)]
     device.start()
