@@ -168,9 +168,10 @@ def segment_blocks(  # noqa: PLR0913
     elapsed = time.monotonic() - began, cpu_seconds(os.getpid()) - cpu
     steps = get_args(Step)
     records = {
-        step: [folder.read_record(step, number) for number in sorted(folder.finished_blocks(step))] for step in steps
+        step: [folder.read_record(step, number) for number in sorted(folder.find_finished_blocks(step))]
+        for step in steps
     }
-    facts = {"shape": plan.layout.size, "roi": plan.layout.roi, "windows": plan.layout.windows, "records": records}
+    facts = {"shape": plan.layout.size, "roi": plan.layout.roi, "windows": plan.layout.group_shape, "records": records}
     shutil.rmtree(folder.path)
     return *elapsed, facts
 

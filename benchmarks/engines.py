@@ -216,7 +216,7 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
     peak = DevicePeak(
         device, count_window_flop(network, shape) / 1e9, clock=time.process_time if uses_cpu_time else time.perf_counter
     )
-    native = devices.native_precisions(device)
+    native = devices.list_native_precisions(device)
     precisions = [precision for precision in ("fp32", "bf16") if DTYPES[precision] in native]
     bare_loops = list(build_bare_loops(network.to(device), spec, sizes, device, precisions))
     excluded = {
@@ -279,7 +279,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
-    device = devices.device_name(devices.choose_device(options.device))
+    device = devices.get_device_name(devices.choose_device(options.device))
     print(f"{device}, {options.threads} threads, torch {torch.__version__}")
     results: dict[str, Any] = {}
     began = time.monotonic()

@@ -115,7 +115,7 @@ def print_machine(_options: argparse.Namespace) -> int:
             print_row(name, version(name))
         except PackageNotFoundError:
             print_row(name, "missing")
-    cpu = host.query_cpu()
+    cpu = host.query_host()
     print_row("processor", f"{cpu.name}, {cpu.cores} cores, {' '.join(cpu.features)}")
     for gpu in gpus.query_gpus():
         memory = (gpu.memory_total or 0) / 2**30
@@ -144,7 +144,7 @@ def compare_graphs(options: argparse.Namespace) -> int:
 def compare_engines(options: argparse.Namespace) -> int:
     """Compare each engine with the eager FP32 network at each batch size, and compiled at the best batch size."""
     settings = make_settings(options.device)
-    native = devices.native_precisions(devices.choose_device(options.device))
+    native = devices.list_native_precisions(devices.choose_device(options.device))
     if settings.engine.precision == "auto" and torch.bfloat16 in native:
         settings = override_settings(settings, "engine", {"precision": "bf16"})
     return compare(options, settings, include_compiled=True)
@@ -156,7 +156,7 @@ def build_reference(spec: ModelSpec, settings: Settings, device: torch.device, b
     Raises one of `backends.ENGINE_ERRORS` if the network does not run on this device.
     """
     _, selector = load_selector(spec, settings, device)
-    window = selector.reference(batch_size)
+    window = selector.make_reference(batch_size)
     call = make_call(window.network, window.batch, device)
     for _ in range(WARM_UP_CALLS):
         call()

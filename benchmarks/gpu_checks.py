@@ -23,10 +23,10 @@ from service.core.types import Options, Segmentation, Selection
 from service.engine.compile.torch_compile import explain_missing_compiler
 from service.engine.tuning.plans import EngineConfig
 from service.formats import stack_reader
-from service.inference.cuda.device_image import Upload
+from service.inference.cuda.device_image import Uploader
 from service.inference.runner.callbacks import Callbacks
-from service.inference.runner.engine_builder import ReadyEngine, default_batch_size
-from service.inference.runner.label_agreement import fraction_differing
+from service.inference.runner.engine_builder import ReadyEngine, choose_default_batch_size
+from service.inference.runner.label_agreement import compute_label_difference
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.runner.selector import EngineSelector
 from service.inference.segment import segment as segment_volume
@@ -82,7 +82,7 @@ class CheckContext:
     def build(self, engine: str) -> ReadyEngine:
         """Build the network without compilation, in the precision and memory format of the measurements."""
         precision, memory_format = ("bf16", "channels_last_3d") if self.on_cuda else ("fp32", "contiguous")
-        size = default_batch_size(self.settings, self.device)
+        size = choose_default_batch_size(self.settings, self.device)
         return self.selector.build(EngineConfig(engine, precision, memory_format, size))
 
     @cached_property
@@ -213,7 +213,7 @@ def segment(runner: ModelRunner, batcher: WindowBatcher) -> Segmentation:
 
 def compare(name: str, actual: Segmentation, expected: Segmentation, tolerance: float) -> Check:
     """Return a check that the fraction of voxels with different labels is within the tolerance."""
-    share = fraction_differing(expected, actual)
+    share = compute_label_difference(expected, actual)
     text = f"{actual.count} and {expected.count} objects, {share:.1e} of the voxels differ"
     return Check(name, text, share <= tolerance)
 
@@ -242,9 +242,9 @@ def count_segments(device: torch.device) -> tuple[int, int]:
 @torch.inference_mode()
 def check_rates(context: CheckContext) -> Iterator[Check]:
     """Measure the bandwidth of copies on the device and to it, and the speed of a large matrix product."""
-    is_hopper = context.on_cuda and any(card in devices.device_name(context.device) for card in ("H100", "H200"))
+    is_hopper = context.on_cuda and any(card in devices.get_device_name(context.device) for card in ("H100", "H200"))
     nbytes = 2**30 if context.on_cuda else 2**24
-    upload = Upload(context.device, 2**23)
+    upload = Uploader(context.device, 2**23)
     pinned = all(buffer.is_pinned() for buffer in upload._buffers) if context.on_cuda else None
     yield Check("buffers for uploads", "pinned" if pinned else "not pinned", pinned)
     raise_clocks(context.device)

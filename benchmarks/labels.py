@@ -28,7 +28,7 @@ from service.core.types import Options, Segmentation, Selection, Volume
 from service.engine import backends
 from service.formats import stack_reader
 from service.inference.runner.callbacks import Callbacks
-from service.inference.runner.label_agreement import fraction_differing
+from service.inference.runner.label_agreement import compute_label_difference
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.inference.windows.batching.batcher import open_batcher
@@ -150,7 +150,7 @@ def compare(path: Path, selection: Selection, segmenters: Sequence[SegmentFuncti
         "x".join(map(str, volume.shape[1:])),
         ", ".join(map(str, dict.fromkeys([one.count, other.count]))),
         bool((one.pixels == other.pixels).all()),
-        fraction_differing(one, other),
+        compute_label_difference(one, other),
         ", ".join(seconds),
     )
 

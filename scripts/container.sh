@@ -243,7 +243,7 @@ def add_one(x, size: language.constexpr):
     language.store(offsets, language.load(offsets) + 1)
 
 config = EngineConfig("cudagraph", "bf16", "channels_last_3d", 1, "reduce-overhead")
-if missing := backends.explain_missing(config, torch.device("cuda")):
+if missing := backends.explain_unavailability(config, torch.device("cuda")):
     sys.exit(missing)
 sys.setdlopenflags(os.RTLD_LAZY)
 CudaUtils()

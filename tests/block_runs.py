@@ -64,9 +64,9 @@ def begin(
 
     windows  maximum number of windows per group along (z, y, x); None: as planned
     """
-    plan = make_plan(source, selection, spec, options, settings, workers=2, measured=measured)
+    plan = make_plan(source, selection, spec, options, settings, workers=2, measure_objects=measured)
     if windows is not None:
-        plan = replace(plan, layout=replace(plan.layout, windows=windows))
+        plan = replace(plan, layout=replace(plan.layout, group_shape=windows))
     folder = RunFolder(scratch)
     folder.create_or_resume(plan, settings)
     return folder

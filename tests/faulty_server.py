@@ -27,7 +27,7 @@ from service.core.config import Settings
 from service.core.hardware import devices
 from service.core.hardware.devices import Driver
 from service.models.spec import ModelSpec
-from service.serving.build import Parts
+from service.serving.build import ServiceFactories
 from service.serving.devices.local.model import Segmenter
 
 
@@ -56,7 +56,7 @@ class FaultyDevice(SeparateDevice):
             self.check()
             return True
 
-        return devices.is_working(device, compute, pause=0.01)
+        return devices.is_working(device, compute, pause_seconds=0.01)
 
     def free_bytes(self, device: torch.device) -> int:
         self.check()
@@ -102,8 +102,8 @@ def serve(models: Path, faults: Path, port: Connection, grace: float) -> None:
         "server": {"scratch_folder": faults.parent},
     }
     chosen = Settings.model_validate(settings)
-    parts = Parts(FaultySegmenter, lambda name: FaultyDevice(faults if name == "cpu" else None))
-    app = create_app(chosen, parts)
+    factories = ServiceFactories(FaultySegmenter, lambda name: FaultyDevice(faults if name == "cpu" else None))
+    app = create_app(chosen, factories)
     with listen("127.0.0.1", 0) as listener:
         port.send(listener.getsockname()[1])
         uvicorn.Server(build_config(app)).run(sockets=[listener])

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.app import create_app
 from service.core.config import Settings
-from service.serving.build import Parts
+from service.serving.build import ServiceFactories
 
 
 class Service(ServiceRequests):
@@ -76,7 +76,7 @@ class Service(ServiceRequests):
         """Let all work finish, and restore the state after startup."""
         self.caller, self.fake.error, self.fake.notes = None, None, ()
         self.fake.gate.set()
-        until(lambda: self.runtime.devices.waiting == 0 and not self.runtime.devices.running)
+        until(lambda: self.runtime.devices.waiting_count == 0 and not self.runtime.devices.running_jobs)
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def start(repository: Path, folder: Path, load: Any = FakeSegmenter, **sections:
         "jobs": {"folder": folder / "jobs"},
         "limits": {"cache_bytes": 0},
     }
-    service = Service(create_app(Settings.model_validate(defaults | sections), Parts(load=load)), folder)
+    service = Service(create_app(Settings.model_validate(defaults | sections), ServiceFactories(load=load)), folder)
     with service.client:
         assert service.fake
         yield service

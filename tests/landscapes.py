@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.core.types import Objects
-from service.inference.cuda.watershed import WholeWatershed
+from service.inference.cuda.watershed import DeviceWatershed
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed
 from service.inference.decoding.watershed import Basins, Planes, Watershed, foreground_codes
@@ -43,7 +43,7 @@ def basins_of(
     along_y: bool = False,
 ) -> Basins:
     """Return the basins of heights [Z, Y, X], added in parts that begin at `cuts`. The background is -inf."""
-    watershed = Watershed(Planes(get_size(heights), CPU, along_y), persistence.floor, block)
+    watershed = Watershed(Planes(get_size(heights), CPU, along_y), persistence.compute_floors, block)
     for part in split_heights(heights, cuts, along_y=along_y):
         watershed.add(part, part > -torch.inf, foreground_codes(part))
     return watershed.finish()
@@ -74,7 +74,7 @@ def decode_objects(
     size, threshold = get_size(heights), -np.inf
     watershed: StreamingWatershed
     if kernel is None:
-        torch_watershed = WholeWatershed if whole else TorchWatershed
+        torch_watershed = DeviceWatershed if whole else TorchWatershed
         watershed = torch_watershed(Planes(size, CPU, along_y), threshold, persistence, block)
     else:
         watershed = kernel.start(
@@ -82,7 +82,7 @@ def decode_objects(
         )
     for part in split_heights(heights, cuts, along_y=along_y):
         watershed.add(part, part)
-    return watershed.labels(minimum_size, drop_border=drop_border)
+    return watershed.label_objects(minimum_size, drop_border=drop_border)
 
 
 def decode(heights: Array, persistence: float = 0.0, minimum_size: int = 0, **options: Any) -> tuple[Array, int]:

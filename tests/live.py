@@ -22,7 +22,7 @@ from service.api.app import create_app
 from service.api.server import build_config
 from service.core.config import Settings
 from service.formats.sandbox.child_process import STARTUP_SECONDS
-from service.serving.build import Parts
+from service.serving.build import ServiceFactories
 from service.serving.runtime import Runtime
 
 READY_SECONDS = 60
@@ -82,7 +82,7 @@ class ServiceRequests:
         return self.client.get(f"/jobs/{job['id']}/result", headers=headers)
 
     def leftovers(self) -> list[Path]:
-        return list(self.runtime.scratch.requests.iterdir())
+        return list(self.runtime.scratch.requests_folder.iterdir())
 
     @property
     def fake(self) -> FakeSegmenter:
@@ -117,7 +117,7 @@ class Live(ServiceRequests):
 
     def wait_loaded(self) -> None:
         """Wait until all devices have loaded their models. Until then, requests only go to devices that have."""
-        until(lambda: not any(cache.starting for cache in caches(self.runtime)), READY_SECONDS)
+        until(lambda: not any(cache.pending_startup_models for cache in caches(self.runtime)), READY_SECONDS)
 
 
 @contextmanager
@@ -126,10 +126,10 @@ def serve(
     *,
     wait: bool = True,
     make_server: Callable[[uvicorn.Config, Runtime], uvicorn.Server] = lambda config, _runtime: uvicorn.Server(config),
-    **parts: Any,
+    **factories: Any,
 ) -> Iterator[Live]:
-    """Serve the application until the context exits. `parts` override fields of `Parts`."""
-    app = create_app(settings, Parts(**parts))
+    """Serve the application until the context exits. `factories` override fields of `ServiceFactories`."""
+    app = create_app(settings, ServiceFactories(**factories))
     config = build_config(app, host="127.0.0.1", port=0)
     server = make_server(config, app.state.runtime)
     thread = threading.Thread(target=server.run)

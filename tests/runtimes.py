@@ -15,14 +15,14 @@ from service.core.hardware import devices
 from service.core.hardware.devices import Driver
 from service.core.types import Options, Volume
 from service.inference.types import Result
-from service.serving.build import Parts, build_runtime
+from service.serving.build import ServiceFactories, build_runtime
 from service.serving.devices.model_registry import ModelRegistry
 from service.serving.devices.queue.job import Job
 from service.serving.devices.reservation import Reservation
 from service.serving.runtime import Runtime
 from service.serving.segmentation import DeviceRequest, queue_work
 
-FAKE_PARTS: Any = Parts(load=FakeSegmenter)  # type: ignore[arg-type]
+FAKE_FACTORIES: Any = ServiceFactories(load=FakeSegmenter)  # type: ignore[arg-type]
 
 
 def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
@@ -35,7 +35,7 @@ def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
 @contextmanager
 def running(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = devices) -> Iterator[Runtime]:
     """Run a runtime until the context exits, without waiting for its models."""
-    runtime = build_runtime(chosen, Parts(load, lambda _name: driver))
+    runtime = build_runtime(chosen, ServiceFactories(load, lambda _name: driver))
     runtime.start()
     try:
         yield runtime
@@ -70,8 +70,8 @@ def loaded_segmenter(models: ModelRegistry, name: str | None) -> Any:
 
     Raises NotReady if the model is not loaded.
     """
-    spec = models.spec(name)
-    model: Any = models.loaded(spec.name)
+    spec = models.get_spec(name)
+    model: Any = models.get_loaded_model(spec.name)
     if model is None:
         raise NotReady(f"The model {spec.name} is not loaded.")
     return model.segmenter

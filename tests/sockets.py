@@ -71,7 +71,7 @@ def running(server: uvicorn.Server, sockets: list[socket.socket] | None = None) 
 def stopping(app: Any, drain_seconds: float, stalled_seconds: float, **more: Any) -> Server:
     """Return a server of the service around another application, with these time limits for the shutdown."""
     settings = Settings.model_validate({"server": {"drain_seconds": drain_seconds}})
-    runtime: Any = SimpleNamespace(settings=settings, busy=False)
+    runtime: Any = SimpleNamespace(settings=settings, is_busy=False)
     return Server(build_config(app, host="127.0.0.1", port=0, lifespan="off", **more), runtime, stalled_seconds)
 
 

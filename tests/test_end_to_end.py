@@ -30,7 +30,7 @@ from service.api.access.keys import hash_key
 from service.api.http.uploads import BLOCK_BYTES
 from service.core.config import Settings
 from service.core.types import Segmentation
-from service.inference.runner.label_agreement import fraction_differing
+from service.inference.runner.label_agreement import compute_label_difference
 
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} does not exist")
 
@@ -145,7 +145,7 @@ def test_pixels_are_freed_when_the_client_disconnects(live: Live, phantom_maker:
     gc.disable()
     try:
         with live.sending("/segment", large):
-            until(lambda: any(job.progress.total > 0 for job in live.runtime.devices.running), 60)
+            until(lambda: any(job.progress.total > 0 for job in live.runtime.devices.running_jobs), 60)
             assert uploads() != []
         until(lambda: uploads() == [], 20)
     finally:
@@ -196,7 +196,7 @@ def test_bundled_models_are_listed_and_give_their_expected_labels(bundled: Live)
         answer = Answer(response.content)
         assert answer.voxel_size == pytest.approx(expected.voxel_size)
         kind = "classes" if model["name"] == "tissue" else "labels"
-        assert fraction_differing(Segmentation(expected.pixels, kind), Segmentation(answer.pixels, kind)) < 1e-3
+        assert compute_label_difference(Segmentation(expected.pixels, kind), Segmentation(answer.pixels, kind)) < 1e-3
         if kind == "labels":
             assert int(response.headers["x-stackseg-objects"]) == answer.pixels.max()
 

@@ -90,7 +90,7 @@ def test_jobs_can_be_cancelled_on_every_device(live: Live, phantom_maker: Any) -
     for segmenter in list_segmenters(live):
         segmenter.gate.set()
     until(lambda: [live.show(job)["state"] for job in jobs] == ["cancelled", "cancelled"], 20)
-    until(lambda: not live.runtime.devices.running, 20)
+    until(lambda: not live.runtime.devices.running_jobs, 20)
 
 
 def test_stuck_device_is_reported_and_requests_use_the_other_device(live: Live, phantom_maker: Any) -> None:

@@ -57,7 +57,7 @@ def live(bands_repository: Path) -> Iterator[Live]:
 @pytest.fixture
 def calls(live: Live) -> list[float]:
     """The start times of the batches computed from now on. The list grows during the test."""
-    until(lambda: not live.runtime.devices.running, 20)
+    until(lambda: not live.runtime.devices.running_jobs, 20)
     segmenter: Any = loaded_segmenter(live.runtime.models, None)
     segmenter.calls.clear()
     return segmenter.calls
@@ -112,7 +112,7 @@ def test_batches_contain_windows_of_several_clients(live: Live, calls: list[floa
             segmenter.gate.clear()
             answers = [pool.submit(live.segment, stack) for stack in small]
             # Wait until all requests have arrived, while the gate holds the first batch.
-            until(lambda: sum(job.progress.total > 0 for job in live.runtime.devices.running) == len(small), 20)
+            until(lambda: sum(job.progress.total > 0 for job in live.runtime.devices.running_jobs) == len(small), 20)
             segmenter.gate.set()
             assert all(answer.result().status_code == 200 for answer in answers)
     windows, slots = (now - then for now, then in zip(read_window_counts(live), between, strict=True))
@@ -144,7 +144,7 @@ def disconnect(live: Live, calls: list[float], stack: bytes) -> None:
     """Start a request and close its connection."""
     with live.sending("/segment", stack):
         until(lambda: len(calls) > 1, 20)
-        (job,) = live.runtime.devices.running
+        (job,) = live.runtime.devices.running_jobs
     until(job.cancelled, 20)
 
 

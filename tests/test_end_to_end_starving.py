@@ -37,7 +37,7 @@ def post(live: Live, key: str, path: str, body: bytes) -> httpx2.Response:
 
 def is_decoding(live: Live) -> bool:
     """Return whether pixels are being decoded, which the service does into a deleted file."""
-    folder = str(live.runtime.scratch.requests)
+    folder = str(live.runtime.scratch.requests_folder)
     return any(
         name.startswith(folder) and name.endswith("(deleted)")
         for name in map(read_descriptor_target, DESCRIPTORS.iterdir())
@@ -73,7 +73,7 @@ def test_stalled_uploads_leave_scratch_space_for_other_clients(bands_repository:
     with serve(eager(bands_repository, access={"keys": KEYS}, limits=limits)) as live, ExitStack() as stalled:
         for _ in range(2):
             stalled.enter_context(live.sending("/segment", stack[:-1], len(stack), GREEDY))
-        until(lambda: live.runtime.scratch_space.used == 2 * len(stack))
+        until(lambda: live.runtime.scratch_space.used_bytes == 2 * len(stack))
         for path in ("/segment", "/jobs", "/inspect"):
             refused = post(live, "greedy", path, stack)
             assert problem(refused) == (429, "rate-limited")
@@ -81,7 +81,7 @@ def test_stalled_uploads_leave_scratch_space_for_other_clients(bands_repository:
             assert post(live, "modest", path, stack).is_success
         stalled.close()
         until(lambda: post(live, "greedy", "/segment", stack).status_code == 200)
-        until(lambda: live.runtime.scratch_space.used == 0)
+        until(lambda: live.runtime.scratch_space.used_bytes == 0)
 
 
 def test_results_that_are_not_downloaded_leave_scratch_space_for_other_clients(
@@ -93,12 +93,17 @@ def test_results_that_are_not_downloaded_leave_scratch_space_for_other_clients(
         path = "/segment?output=probabilities"
         for _ in range(2):
             connection = waiting.enter_context(live.sending(path, large, None, GREEDY))
-            until(lambda before=live.runtime.scratch_space.used: live.runtime.scratch_space.used > before + 2**24, 60)
+            until(
+                lambda before=live.runtime.scratch_space.used_bytes: (
+                    live.runtime.scratch_space.used_bytes > before + 2**24
+                ),
+                60,
+            )
             assert connection.recv(12) == b"HTTP/1.1 200"
         assert post(live, "greedy", path, large).status_code == 429
         assert post(live, "modest", path, stack).status_code == 200
         waiting.close()
-        until(lambda: live.runtime.scratch_space.used == 0)
+        until(lambda: live.runtime.scratch_space.used_bytes == 0)
         assert post(live, "greedy", path, large).status_code == 200
 
 
@@ -108,10 +113,10 @@ def test_jobs_wait_for_scratch_space_before_decoding(bands_repository: Path) -> 
     with serve(eager(bands_repository, limits=limits)) as live:
         jobs = [live.submit(bomb, axes="ZYX", skip_below=1) for _ in range(3)]
         until(lambda: is_decoding(live))
-        assert live.runtime.scratch_space.used <= limits["scratch_bytes"] // 2
+        assert live.runtime.scratch_space.used_bytes <= limits["scratch_bytes"] // 2
         for job in jobs:
             live.wait(job, "done")
-        until(lambda: live.runtime.scratch_space.used == 0)
+        until(lambda: live.runtime.scratch_space.used_bytes == 0)
 
 
 def test_requests_with_too_many_windows_are_refused_before_decoding(bands_repository: Path) -> None:

@@ -130,7 +130,7 @@ def test_subfolders_are_processed_but_links_and_other_files_are_not(service: Ser
     assert (out / "below" / "b_classes.ome.tif").is_file()
     assert not list(out.rglob("*far*")) + list(out.rglob("*link*"))
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
-    assert not list(service.runtime.scratch.requests.iterdir())
+    assert not list(service.runtime.scratch.requests_folder.iterdir())
     result = service.result(report).json()
     assert {stack["stack"] for stack in result["stacks"]} >= {"below/a.tif", NAMES[0]}
 
@@ -161,11 +161,11 @@ def test_cancelled_folder_keeps_its_results_and_shares_the_device(service: Servi
     job = submit(service)
     until(lambda: len(plane_counts) == 3, 60)
     assert service.show(job)["stacks"] == {"done": 2, "total": 6}
-    assert service.runtime.devices.waiting + len(service.runtime.devices.running) == 1
+    assert service.runtime.devices.waiting_count + len(service.runtime.devices.running_jobs) == 1
     service.caller = "bob"
     other = service.submit(as_tiff(np.full((5, 8, 8), 200, np.uint8)))
     queue = service.runtime.devices.all[0].scheduler.queue
-    until(lambda: len(queue.jobs) == 2 and all(job.ready for job in queue.jobs), 60)
+    until(lambda: len(queue.jobs) == 2 and all(job.is_ready for job in queue.jobs), 60)
     service.fake.gate.set()
     until(lambda: len(plane_counts) == 5, 60)
     assert plane_counts == [3, 3, 3, 5, 3]
@@ -188,7 +188,7 @@ def test_stacks_deleted_or_replaced_during_the_job_fail_individually(service: Se
     stacks = host / "scans" / "day 1"
     service.fake.gate.clear()
     job = submit(service)
-    until(lambda: service.runtime.devices.running)
+    until(lambda: service.runtime.devices.running_jobs)
     (stacks / NAMES[1]).unlink()
     (stacks / NAMES[2]).unlink()
     (stacks / NAMES[2]).symlink_to("/etc/passwd")

@@ -183,7 +183,7 @@ def test_series_can_be_cancelled_between_time_points(live: Live, pixels: NDArray
     live.client.delete(f"/jobs/{job['id']}")
 
     assert live.show(job)["state"] == "cancelled"
-    until(lambda: not live.runtime.devices.running and live.leftovers() == [])
+    until(lambda: not live.runtime.devices.running_jobs and live.leftovers() == [])
     assert live.result(job).status_code == 410
 
 

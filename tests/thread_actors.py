@@ -14,7 +14,7 @@ from live import eager
 from service.core.config import Settings
 from service.core.errors import DeviceLost
 from service.serving.devices.cluster.actor import WorkerLost
-from service.serving.devices.cluster.device_actor import DeviceActor, actor_settings
+from service.serving.devices.cluster.device_actor import DeviceActor, make_actor_settings
 from service.serving.devices.cluster.exchange import Outcome
 from service.serving.devices.local.model import Segmenter, load_model
 
@@ -28,7 +28,7 @@ def remote(folder: Path, shared: Path, **sections: Any) -> Settings:
 
 def make_device_actor(settings: Settings, load: Any = Segmenter) -> ThreadActor:
     """Return an actor that owns the device of these settings."""
-    return ThreadActor(lambda: DeviceActor(actor_settings(settings), partial(load_model, load)))
+    return ThreadActor(lambda: DeviceActor(make_actor_settings(settings), partial(load_model, load)))
 
 
 class SilentActor:

@@ -25,7 +25,7 @@ from service.core.types import Options, Volume
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.models.repository import read_spec
-from service.training.evaluate import stack_name
+from service.training.evaluate import get_stack_name
 from service.training.examples import read_pairs
 
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for method, classes in ((runner.spec.identifier, predicted), ("classical", segment_by_threshold(image))):
             scores = compute_dice(truth, classes)
             cells = " | ".join(f"{value:.2f}" for value in [*scores, float(np.nanmean(scores))])
-            print(f"| {stack_name(path)} | {method} | {cells} |", flush=True)
+            print(f"| {get_stack_name(path)} | {method} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from service.models.architectures import ShuffleUNet
 from service.training.examples import ExampleDataset, ExamplePool, Source, Targets, draw_batch, read_pairs
 from service.training.instance_targets import instance_loss, instance_targets
 from service.training.model_folder import save_weights
-from service.training.techniques import make_convolutions_safe, measure_statistics, update_average
+from service.training.techniques import make_convolutions_safe, recompute_statistics, update_average
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,9 @@ def train(run: TrainingRun, pool: ExamplePool, seed: int, loss: Loss = instance_
     if schedule.statistics_batches:
         rng = np.random.default_rng([seed, 3])
         batches = range(schedule.statistics_batches)
-        measure_statistics(run.average, (draw_batch(pool, rng, schedule.batch_size, schedule.edge)[0] for _ in batches))
+        recompute_statistics(
+            run.average, (draw_batch(pool, rng, schedule.batch_size, schedule.edge)[0] for _ in batches)
+        )
     run.save()
     return run.average
 

@@ -45,7 +45,7 @@ from service.api.routes import (
 )
 from service.core.config import Settings
 from service.core.files.bundled import software_version
-from service.serving.build import DEFAULT_PARTS, Parts, build
+from service.serving.build import DEFAULT_FACTORIES, ServiceFactories, build
 from service.serving.storage.threads import start_file_threads
 
 _ROUTE_MODULES = (
@@ -105,7 +105,7 @@ class Application(FastAPI):
         return dispatch
 
 
-def create_app(settings: Settings, parts: Parts = DEFAULT_PARTS) -> FastAPI:
+def create_app(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORIES) -> FastAPI:
     """Create the service as an ASGI application. Its lifespan starts and stops the service. Raises ConfigError."""
     app = Application(
         title="StackSeg",
@@ -119,7 +119,7 @@ def create_app(settings: Settings, parts: Parts = DEFAULT_PARTS) -> FastAPI:
         lifespan=_lifespan,
         responses=problem_responses(),
     )
-    service = build(settings, parts)
+    service = build(settings, factories)
     app.state.runtime, app.state.async_jobs = service.runtime, service.async_jobs
     app.state.annotations, app.state.trainings = service.annotations, service.trainings
     # `app.routes` does not list the routes of included routers individually.

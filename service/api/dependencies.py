@@ -7,9 +7,9 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from service.api.messages.headers import ANONYMOUS
-from service.serving.jobs.jobs import AsyncJobs
+from service.serving.jobs.jobs import JobManager
 from service.serving.learning.annotations import AnnotationStore
-from service.serving.learning.trainings import Trainings
+from service.serving.learning.trainings import TrainingManager
 from service.serving.runtime import Runtime
 from service.serving.storage.stack_store import StackStore
 
@@ -20,15 +20,15 @@ async def get_runtime(request: Request) -> Runtime:
     return runtime
 
 
-async def get_async_jobs(request: Request) -> AsyncJobs:
+async def get_async_jobs(request: Request) -> JobManager:
     """Return the manager of asynchronous jobs."""
-    async_jobs: AsyncJobs = request.app.state.async_jobs
+    async_jobs: JobManager = request.app.state.async_jobs
     return async_jobs
 
 
 def get_stacks(request: Request) -> StackStore:
     """Return the store of uploaded stacks."""
-    async_jobs: AsyncJobs = request.app.state.async_jobs
+    async_jobs: JobManager = request.app.state.async_jobs
     return async_jobs.stacks
 
 
@@ -38,14 +38,14 @@ def get_annotations(request: Request) -> AnnotationStore:
     return annotations
 
 
-def get_trainings(request: Request) -> Trainings:
+def get_trainings(request: Request) -> TrainingManager:
     """Return the queue of trainings."""
-    trainings: Trainings = request.app.state.trainings
+    trainings: TrainingManager = request.app.state.trainings
     return trainings
 
 
 RuntimeDependency = Annotated[Runtime, Depends(get_runtime)]
-AsyncJobsDependency = Annotated[AsyncJobs, Depends(get_async_jobs)]
+AsyncJobsDependency = Annotated[JobManager, Depends(get_async_jobs)]
 
 
 def get_client(request: Request) -> str:

@@ -61,7 +61,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise RuntimeError if the device or the default model cannot be used. Ray then replaces the replica."""
-        reasons = [reason for runtime in _runtimes for reason in runtime.unready_reasons() if not runtime.draining]
+        reasons = [reason for runtime in _runtimes for reason in runtime.unready_reasons() if not runtime.is_draining]
         if reasons:
             raise RuntimeError(" ".join(reasons))
 
@@ -107,12 +107,12 @@ def wrap_lifespan(lifespan: Any, runtime: Runtime) -> Any:
     async def wrapped(app: FastAPI) -> AsyncIterator[Any]:
         async with lifespan(app) as state:
             # If a model cannot be loaded, `check_health` fails.
-            while any(device.scheduler.models.cache.starting for device in runtime.devices.all):
+            while any(device.scheduler.models.cache.pending_startup_models for device in runtime.devices.all):
                 await asyncio.sleep(POLL_SECONDS)
             yield state
             runtime.drain()
             deadline = time.monotonic() + runtime.settings.server.drain_seconds
-            while runtime.busy and time.monotonic() < deadline:
+            while runtime.is_busy and time.monotonic() < deadline:
                 await asyncio.sleep(POLL_SECONDS)
 
     return wrapped

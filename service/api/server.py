@@ -93,7 +93,7 @@ class Server(uvicorn.Server):
             remaining &= self.server_state.connections
             for connection in remaining:
                 connection.close_if_stalled(self._stalled_seconds)
-            if not remaining and not self._runtime.busy:
+            if not remaining and not self._runtime.is_busy:
                 return
             await asyncio.sleep(POLL_SECONDS)
 
@@ -141,7 +141,7 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         sys.stdout.write(f"StackSeg listens on {format_address(listener, secure=config.is_ssl)}\n")
         sys.stdout.flush()
         server.run(sockets=[listener])
-    return runtime.devices.ended
+    return runtime.devices.has_ended
 
 
 def build_config(app: ASGIApp, **options: Any) -> uvicorn.Config:

@@ -180,7 +180,7 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
     def run() -> None:
         keys = _merge_keys(key_file, option_texts) | ({} if options.name is None else {"name": options.name})
         spec, notes = import_model(options.package, folder, keys, prepare=prepare_tensor, trust=options.trust)
-        sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network}\n")
+        sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network_name}\n")
         for note in notes:
             sys.stdout.write(f"note: {note}\n")
 

@@ -59,7 +59,7 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
         window = "x".join(map(str, spec.input.roi_size))
         sys.stdout.write(f"{spec.identifier:20} {spec.decoding.kind:10} window {window:12} {spec.summary}\n")
         for plan in stored[spec.name]:
-            sys.stdout.write("".join(f"  {line}\n" for line in plan.lines()))
+            sys.stdout.write("".join(f"  {line}\n" for line in plan.format_lines()))
     return 0
 
 

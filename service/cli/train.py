@@ -47,7 +47,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     if options.benchmark:
         from service.training.throughput import HEADER, measure_steps  # noqa: PLC0415
 
-        rows = [cost.row() for cost in measure_steps(pairs, settings, base)]
+        rows = [cost.format_row() for cost in measure_steps(pairs, settings, base)]
         sys.stdout.write("\n".join([HEADER, *rows]) + "\n")
         return 0
     if options.out is None:

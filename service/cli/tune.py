@@ -47,5 +47,5 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     from service.cli.benchmark.tuning import tune_models  # noqa: PLC0415
 
     for spec, plan in tune_models(specs, settings, seconds):
-        sys.stdout.write(f"{spec.identifier}\n" + "".join(f"  {line}\n" for line in plan.lines()))
+        sys.stdout.write(f"{spec.identifier}\n" + "".join(f"  {line}\n" for line in plan.format_lines()))
     return 0

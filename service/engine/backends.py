@@ -78,10 +78,10 @@ def list_configs(
     configs = []
     backends = BACKENDS if settings.kind == "auto" else {settings.kind: BACKENDS[settings.kind]}
     for name, backend in backends.items():
-        modes = backend.compile_modes(settings, device)
+        modes = backend.list_compile_modes(settings, device)
         supported_precisions = (precision for precision in precisions if precision in backend.precisions)
         for precision, mode, memory_format in itertools.product(
-            supported_precisions, modes, backend.allowed_formats(settings, device)
+            supported_precisions, modes, backend.list_allowed_formats(settings, device)
         ):
             configs.append(EngineConfig(name, precision, memory_format, batch_size, mode))
     return tuple(configs)
@@ -104,9 +104,9 @@ def list_default_order(configs: Sequence[EngineConfig], features: Sequence[str])
     )
 
 
-def explain_missing(config: EngineConfig, device: torch.device) -> str | None:
+def explain_unavailability(config: EngineConfig, device: torch.device) -> str | None:
     """Return why a configuration cannot be built on this machine, or None if it can."""
-    reason = BACKENDS[config.engine].explain_missing()
+    reason = BACKENDS[config.engine].explain_unavailability()
     needs_compiler = config.compile_mode is not None and device.type == "cpu"
     return explain_missing_compiler() if reason is None and needs_compiler else reason
 
@@ -129,7 +129,7 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     Raises one of `ENGINE_ERRORS` if the engine cannot run the module on this machine.
     """
     backend = BACKENDS[config.engine]
-    if (reason := explain_missing(config, example.device)) is not None:
+    if (reason := explain_unavailability(config, example.device)) is not None:
         raise ImportError(reason)
     start = time.perf_counter()
     device_build: DeviceBuild = CudaBuild(example.device) if example.device.type == "cuda" else CpuBuild()

@@ -44,7 +44,7 @@ class Backend(ABC):
         Raises RuntimeError, OSError or ImportError if the engine cannot run on this machine.
         """
 
-    def explain_missing(self) -> str | None:
+    def explain_unavailability(self) -> str | None:
         """Return why the engine cannot be used on this machine, or None if it can."""
         return None
 
@@ -56,11 +56,11 @@ class Backend(ABC):
         """Return the module to pass to `build`: `module` itself, or a new module with its own weights."""
         return module
 
-    def compile_modes(self, _settings: EngineSettings, _device: torch.device) -> tuple[str | None, ...]:
+    def list_compile_modes(self, _settings: EngineSettings, _device: torch.device) -> tuple[str | None, ...]:
         """Return the modes of torch.compile to try, the most promising first. None means no compilation."""
         return (None,)
 
-    def allowed_formats(self, settings: EngineSettings, device: torch.device) -> tuple[str, ...]:
+    def list_allowed_formats(self, settings: EngineSettings, device: torch.device) -> tuple[str, ...]:
         """Return the memory formats that the settings allow. It is empty if the engine does not support the device."""
         formats = self.memory_formats.get(device.type, ())
         if settings.channels_last == "auto" or self.uses_float32_batches or not formats:

@@ -31,7 +31,7 @@ class OpenVinoBackend(Backend):
     uses_float32_batches = True
     packs_weights = True
 
-    def explain_missing(self) -> str | None:
+    def explain_unavailability(self) -> str | None:
         if importlib.util.find_spec("openvino") is None:
             return "openvino is not installed; add it with pip install 'stackseg[openvino]'"
         return None

@@ -33,7 +33,7 @@ def choose(
 
     An explicit precision is always used, with a warning if the device only emulates it or has a known fault in it.
 
-    faults  descriptions of known faults by dtype, from `devices.faulty_precisions`
+    faults  descriptions of known faults by dtype, from `devices.list_faulty_precisions`
     """
     if setting == "auto":
         name = next(name for name in ("bf16", "fp16", "fp32") if DTYPES[name] in native_dtypes)

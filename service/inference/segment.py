@@ -163,7 +163,7 @@ def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> ScoringRes
         cancelled=call.callbacks.cancelled,
         progress=lambda done, total: call.callbacks.progress(done * plan.num_views, total * plan.num_views),
     )
-    return runner.scores.compute(image, plan, runner.placement.choose_decoder(make, plan), call.stages, compute)
+    return runner.scores.compute(image, plan, runner.placement.choose_decoder_factory(make, plan), call.stages, compute)
 
 
 def _decode(call: _Call, decoder: Decoder, plan: Plan) -> Segmentation:

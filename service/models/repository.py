@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from service.core.errors import BrokenModel, ConfigError, UnknownModel, validation_message
+from service.core.errors import BrokenModel, ConfigError, UnknownModel, get_validation_message
 from service.core.files.bundled import bundled_folder
 from service.models.documents import read_document
 from service.models.spec import ModelSpec
@@ -111,7 +111,7 @@ def select_model(models: Mapping[str, T], name: str | None, default: str | None)
 
 def _describe_errors(error: ValidationError) -> str:
     """Return all validation errors in one line, each preceded by its key."""
-    problems = [(".".join(map(str, problem["loc"])), validation_message(problem)) for problem in error.errors()]
+    problems = [(".".join(map(str, problem["loc"])), get_validation_message(problem)) for problem in error.errors()]
     return "; ".join(f"{key}: {message}" if key else message for key, message in problems)
 
 

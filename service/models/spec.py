@@ -224,7 +224,7 @@ class ModelSpec(_FrozenModel):
         return self.folder / self.weights.file
 
     @property
-    def network(self) -> str:
+    def network_name(self) -> str:
         """Return the name of the architecture, or the kind of weights file if it includes the network."""
         return self.architecture.name if self.architecture is not None else self.weights.kind
 

@@ -18,9 +18,9 @@ from service.serving.devices.local.model import Segmenter, SegmenterFactory, loa
 from service.serving.devices.local.settings import split_settings
 from service.serving.devices.model_registry import ModelRegistry
 from service.serving.devices.pool import DevicePool
-from service.serving.jobs.jobs import AsyncJobs
+from service.serving.jobs.jobs import JobManager
 from service.serving.learning.annotations import AnnotationStore
-from service.serving.learning.trainings import Trainings
+from service.serving.learning.trainings import TrainingManager
 from service.serving.metrics import Metrics
 from service.serving.results.cache import ResultCache
 from service.serving.results.metadata import AnswerMetadata
@@ -52,18 +52,18 @@ class Service(NamedTuple):
     """The long-lived objects of the service that requests use."""
 
     runtime: Runtime
-    async_jobs: AsyncJobs
+    async_jobs: JobManager
     annotations: AnnotationStore
-    trainings: Trainings
+    trainings: TrainingManager
 
 
 def build(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORIES) -> Service:
     """Create the service without starting it. Raises ConfigError if a device or folder does not exist."""
     runtime = build_runtime(settings, factories)
     annotations = AnnotationStore(settings.annotations_folder, quota_bytes=settings.annotations.quota_bytes)
-    trainings = Trainings(settings, annotations, runtime.models, lambda: runtime.is_draining)
+    trainings = TrainingManager(settings, annotations, runtime.models, lambda: runtime.is_draining)
     trained_folder = settings.trained_folder
-    async_jobs = AsyncJobs(settings)
+    async_jobs = JobManager(settings)
     runtime.disk_usage_functions |= {
         "jobs": async_jobs.measure_jobs,
         "stacks": async_jobs.measure_stacks,
@@ -86,7 +86,7 @@ def build_runtime(settings: Settings, factories: ServiceFactories = DEFAULT_FACT
     devices = DevicePool(local_devices, [device.watchdog for device in local_devices], cluster)
     models = ModelRegistry(settings.models, devices.all, settings.trained_folder)
     scratch = ScratchFolder(settings.server.scratch_folder)
-    cache: ResultCache[tuple[AnswerMetadata, str]] = ResultCache(scratch.results, settings.limits.cache_bytes)
+    cache: ResultCache[tuple[AnswerMetadata, str]] = ResultCache(scratch.results_folder, settings.limits.cache_bytes)
     runtime = Runtime(
         settings,
         devices,
@@ -104,7 +104,7 @@ def _register_gauges(runtime: Runtime, loading_lock: torch_compile.LoadingLock) 
     values: Mapping[str, Callable[[], float]] = {
         "stackseg_waiting": lambda: devices.waiting_count,
         "stackseg_running": lambda: len(devices.running_jobs),
-        "stackseg_scratch_bytes": lambda: float(runtime.scratch_space.used),
+        "stackseg_scratch_bytes": lambda: float(runtime.scratch_space.used_bytes),
         "stackseg_cache_bytes": lambda: float(runtime.result_cache.nbytes),
         "stackseg_ready": lambda: float(not runtime.unready_reasons()),
         "stackseg_compiled_graphs": torch_compile.count_graphs,

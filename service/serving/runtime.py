@@ -74,7 +74,9 @@ class Runtime:
         self.readiness_checks: list[Callable[[], str | None]] = []
         self.activity_checks: list[Callable[[], bool]] = [lambda: bool(devices.running_jobs)]
         self.disk_usage_functions: dict[str, Callable[[], DiskUsage]] = {
-            "requests": lambda: measure_disk(self.scratch.path, self.scratch_space.used, self.scratch_space.limit),
+            "requests": lambda: measure_disk(
+                self.scratch.path, self.scratch_space.used_bytes, self.scratch_space.limit_bytes
+            ),
             "results": lambda: measure_disk(self.scratch.path, self.result_cache.nbytes, settings.limits.cache_bytes),
         }
         self.is_draining = False

@@ -28,10 +28,10 @@ from service.serving.devices.queue.job import Job
 from service.serving.reading import LargePixels, Pixels, PixelSource
 from service.serving.results.answers import (
     Answer,
+    compute_fingerprint,
     confirm_delivery,
     describe_answer,
     encode_small_answer,
-    fingerprint,
     make_answer_name,
     write_answer,
 )
@@ -174,7 +174,7 @@ class SegmentationTask:
         runtime, stack, stages = self._runtime, self._stack, self._stages
         with stages.measure("receive"):
             self._request = self._request._replace(digest=stack.complete())
-        if not runtime.result_cache.enabled or (key := self._cache_key()) is None:
+        if not runtime.result_cache.is_enabled or (key := self._cache_key()) is None:
             return None
         cached = runtime.result_cache.get(key, self._request.caller)
         runtime.metrics.cache_lookups("miss" if cached is None else "hit").inc()
@@ -262,7 +262,7 @@ class SegmentationTask:
         # The key depends on the engine of the model, which is known only after the model is loaded.
         key = self._cache_key()
         stack_result = StackResult(answer.path, metadata, answer.content, status, key)
-        if key is None or not runtime.result_cache.enabled:
+        if key is None or not runtime.result_cache.is_enabled:
             return stack_result
         return self._cache_result(stack_result._replace(cache="miss"), key, answer.suffix)
 
@@ -303,7 +303,7 @@ class SegmentationTask:
         if request.digest is None or request.query.output_to is not None or models.specs.get(model) is not self._spec:
             return None
         settings = self._runtime.execution_settings(model)
-        return fingerprint(request.caller, request.digest, models.spec_json[model], request.query, settings)
+        return compute_fingerprint(request.caller, request.digest, models.spec_json[model], request.query, settings)
 
     def _check_cancelled(self) -> None:
         if self.cancelled.is_set():

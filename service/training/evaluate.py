@@ -99,7 +99,7 @@ def _compute_f1(match_count: int, object_count: int) -> float:
     return 2 * match_count / object_count if object_count else 1.0
 
 
-def stack_name(image: Path) -> str:
+def get_stack_name(image: Path) -> str:
     """Return the name of a stack for tables: the folder name if the file is called `image`, else the file name."""
     return image.parent.name if image.stem == "image" else image.stem
 

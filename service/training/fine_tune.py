@@ -159,7 +159,7 @@ def read_stack(stack: StackFiles) -> AnnotatedStack:
 
 def _find_extents(stack: StackFiles, pair: Pair, voxel_size: VoxelSize | None) -> Extents | None:
     """Return the diameter that was used to segment the stack, or the median extents of the annotated objects."""
-    diameter = None if stack.diameter is None else Diameter.parse(stack.diameter).in_voxels(voxel_size)
+    diameter = None if stack.diameter is None else Diameter.parse(stack.diameter).to_voxels(voxel_size)
     extents = median_extents(pair[1])
     if diameter is not None or extents is None:
         return diameter

@@ -82,7 +82,7 @@ def update_average(average: nn.Module, network: nn.Module, decay: float) -> None
         averaged_statistic.copy_(statistic)
 
 
-def measure_statistics(network: nn.Module, images: Iterable[Tensor]) -> None:
+def recompute_statistics(network: nn.Module, images: Iterable[Tensor]) -> None:
     """Recompute batch normalization statistics as plain means over batches [B, 1, z, y, x] with the current weights.
 
     The statistics from training are means over about the last ten batches, and belong to weights that are not averaged.

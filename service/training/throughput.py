@@ -41,7 +41,7 @@ class StepCost:
     seconds: float
     peak_bytes: int | None
 
-    def row(self) -> str:
+    def format_row(self) -> str:
         """Format a row of the table below `HEADER`."""
         memory = "unknown" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:.0f} MiB"
         rate = self.batch_size / self.seconds
@@ -51,7 +51,7 @@ class StepCost:
 def measure_steps(paths: StackPaths, settings: Settings, base: ModelSpec | None = None) -> list[StepCost]:
     """Measure training steps in FP32 and in mixed precision. Raises the errors of `train_model`."""
     device = devices.choose_device(settings.device.name)
-    precisions = choose_precisions(settings.engine.precision, devices.native_precisions(device))
+    precisions = choose_precisions(settings.engine.precision, devices.list_native_precisions(device))
     make_trainer = prepare_training(read_pairs(*paths), settings, draft_content(base, "mine", []), base)
     trainers, peaks = list[Trainer](), list[int | None]()
     with tempfile.TemporaryDirectory(prefix="stackseg-benchmark-") as folder:

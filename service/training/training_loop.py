@@ -35,7 +35,7 @@ from service.training.examples import (
     prefetch_batches,
 )
 from service.training.instance_targets import instance_loss
-from service.training.techniques import checkpoint_blocks, make_convolutions_safe, measure_statistics, update_average
+from service.training.techniques import checkpoint_blocks, make_convolutions_safe, recompute_statistics, update_average
 
 log = logging.getLogger("service.train")
 
@@ -180,7 +180,7 @@ class Trainer:
             self._averaged_network.load_state_dict(self._best_weights)
             rng = np.random.default_rng([plan.seed, 3])
             images = (draw_batch(pool, rng, plan.batch_size, plan.edge)[0] for _ in range(plan.statistics))
-            measure_statistics(self._averaged_network, images)
+            recompute_statistics(self._averaged_network, images)
             if self._score_average()[0] > state.best:
                 self._averaged_network.load_state_dict(self._best_weights)
         finally:

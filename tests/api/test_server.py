@@ -185,7 +185,7 @@ def busy_service(bands_repository: Path, tmp_path: Path) -> Iterator[Live]:
         fake = live.fake
         fake.gate.clear()
         live.submit()
-        until(lambda: live.runtime.devices.running)
+        until(lambda: live.runtime.devices.running_jobs)
         yield live
         fake.gate.set()
     with pytest.raises(httpx2.ConnectError):

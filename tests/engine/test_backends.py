@@ -138,7 +138,7 @@ def test_winograd_engine_explains_why_it_is_not_used():
 
 def test_missing_engine_raises_its_installation_hint(build_fake):
     with pytest.raises(ImportError, match="install it"):
-        build_fake(lambda module: module, explain_missing=lambda: "install it")
+        build_fake(lambda module: module, explain_unavailability=lambda: "install it")
 
 
 @pytest.mark.parametrize(
@@ -170,11 +170,11 @@ def test_compiling_engines_explain_missing_compiler_or_headers(monkeypatch, tmp_
         monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
     for engine in ("compiled", "winograd"):
         compiled_config = make_config(engine, mode="default")
-        assert re.search("/nowhere/g|Python.h", backends.explain_missing(compiled_config, CPU) or "")
-        assert backends.explain_missing(compiled_config, CUDA) is None
+        assert re.search("/nowhere/g|Python.h", backends.explain_unavailability(compiled_config, CPU) or "")
+        assert backends.explain_unavailability(compiled_config, CUDA) is None
         with pytest.raises(ImportError, match="needs"):
             build(CountingModule(), EXAMPLE, compiled_config, Engine())
-    assert backends.explain_missing(make_config("eager"), CPU) is None
+    assert backends.explain_unavailability(make_config("eager"), CPU) is None
 
 
 def test_every_engine_in_the_settings_is_registered():
@@ -224,10 +224,12 @@ def test_fixed_settings_are_not_varied():
 )
 def test_compile_modes_depend_on_the_settings_and_the_device(setting, device, kind, expected):
     settings = Engine(compile_mode=setting, kind=kind)
-    assert BACKENDS["compiled"].compile_modes(settings, device) == expected
+    assert BACKENDS["compiled"].list_compile_modes(settings, device) == expected
     # Other engines compile only if a mode is configured or may be tuned.
-    assert BACKENDS["winograd"].compile_modes(settings, CPU) == ((None, "default") if setting == "auto" else (setting,))
-    assert BACKENDS["eager"].compile_modes(settings, device) == (None,)
+    assert BACKENDS["winograd"].list_compile_modes(settings, CPU) == (
+        (None, "default") if setting == "auto" else (setting,)
+    )
+    assert BACKENDS["eager"].list_compile_modes(settings, device) == (None,)
 
 
 def test_openvino_uses_float32_batches_in_any_precision():

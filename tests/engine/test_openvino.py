@@ -12,7 +12,9 @@ from service.core.sections.computing import Engine as EngineSettings
 from service.engine.openvino import OpenVinoBackend
 from service.engine.tuning.plans import EngineConfig
 
-pytestmark = pytest.mark.skipif(OpenVinoBackend().explain_missing() is not None, reason="openvino is not installed")
+pytestmark = pytest.mark.skipif(
+    OpenVinoBackend().explain_unavailability() is not None, reason="openvino is not installed"
+)
 
 
 def build(module, example, streams=1):

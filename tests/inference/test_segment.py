@@ -98,7 +98,7 @@ def test_compiled_graphs_are_counted(bands, volume):
 
 def test_a_different_batch_size_keeps_the_engine_and_adds_a_note(eager, compiled, volume):
     sizes = []
-    network = compiled._ready.window.network
+    network = compiled._engine.window.network
     compiled.instrument(lambda call: lambda x: sizes.append(len(x)) or call(x))
     try:
         result = segment(compiled, volume, Options(sw_batch_size=3))
@@ -122,11 +122,11 @@ def test_a_different_window_size_gives_the_result_of_a_model_with_that_window_si
     for result in (segment(runner, volume, options) for _ in range(2)):
         assert np.array_equal(result.segmentation.pixels, expected.segmentation.pixels)
         assert (result.engine, result.notes) == (expected.engine, ())
-    (other_runner,) = runner._other_windows.values()
-    assert tuple(other_runner._ready.window.batch.shape[2:]) == roi
+    (other_runner,) = runner._runners_by_window.values()
+    assert tuple(other_runner._engine.window.batch.shape[2:]) == roi
     single_batch = segment(runner, volume, replace(options, sw_batch_size=1))
     assert np.array_equal(single_batch.segmentation.pixels, expected.segmentation.pixels)
-    assert len(runner._other_windows) == 1, "only the most recent runner is kept"
+    assert len(runner._runners_by_window) == 1, "only the most recent runner is kept"
     assert segment(runner, volume, Options(roi_size=bands.input.roi_size)).notes == ()
     assert runner.estimator.estimate(volume, options).windows > runner.estimator.estimate(volume, Options()).windows
 
@@ -149,7 +149,7 @@ def test_a_window_size_that_the_model_does_not_support_is_rejected(bands, volume
 def test_a_smaller_batch_keeps_an_engine_that_supports_any_batch_size(bands, volume):
     runner, sizes = started(bands, settings_of("winograd", streams=1)), []
     expected = segment(runner, volume, Options()).segmentation.pixels
-    assert runner._ready.window.accepts_any_batch_size
+    assert runner._engine.window.accepts_any_batch_size
     runner.instrument(lambda call: lambda x: sizes.append(len(x)) or call(x))
     result = segment(runner, volume, Options(sw_batch_size=1))
     assert (result.notes, set(sizes)) == ((), {1})
@@ -180,7 +180,7 @@ def test_the_overlap_determines_the_number_of_windows(eager, volume):
 def test_best_quality_scores_every_window_three_times_with_every_engine(eager, compiled, volume):
     best, probabilities = Options(quality="best", overlap=0.0), Options("probabilities", quality="best")
     strides, steps = [], []
-    network = compiled._ready.window.network
+    network = compiled._engine.window.network
     compiled.instrument(lambda call: lambda x: strides.append(x.stride()) or call(x))
     try:
         windows = compiled.estimator.estimate(volume, Options(overlap=0.0)).windows

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from service.core.errors import BrokenModel
-from service.inference.runner.memory_estimate import activation_bytes, measure_activations
+from service.inference.runner.memory_estimate import measure_activation_bytes, measure_activations
 from service.models.architectures import ShuffleUNet, build_network
 from service.models.loader import compute_scores, load_network
 from service.models.network import is_sequence
@@ -86,7 +86,7 @@ def test_forward_pass_during_loading_can_be_measured(random_nuclei: ModelSpec) -
     calls = []
 
     def measure(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        calls.append((tuple(x.shape), activation_bytes(network, tuple(x.shape))))
+        calls.append((tuple(x.shape), measure_activation_bytes(network, tuple(x.shape))))
         scores, nbytes = measure_activations(network, x)
         assert nbytes == calls[-1][1]
         assert torch.equal(scores, compute_scores(network, x))

@@ -20,7 +20,7 @@ from paths import ROOT
 from playwright.sync_api import Page, Route, expect
 
 from service.api.access.keys import hash_key
-from service.core.hardware.host import usable_cores
+from service.core.hardware.host import count_usable_cores
 
 
 def test_sample_is_segmented_and_its_labels_are_downloaded(nuclei: Live, open_page: OpenPage, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_status_shows_running_and_recent_requests_while_it_is_visible(fake: Live
         fake.submit(stack)
         page.get_by_role("link", name="Status").click()
         expect(page.get_by_role("region", name="Queue")).to_contain_text("running")
-        expect(page.get_by_role("region", name="Devices")).to_contain_text(f"of {usable_cores()} core")
+        expect(page.get_by_role("region", name="Devices")).to_contain_text(f"of {count_usable_cores()} core")
         models = page.get_by_role("region", name="Models")
         expect(models).to_contain_text("eager, FP32")
         expect(models).to_contain_text("Set in the configuration.")

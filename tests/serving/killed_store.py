@@ -22,7 +22,7 @@ from service.core.errors import BadFile
 from service.serving.jobs import database as job_database
 from service.serving.jobs import store as job_store
 from service.serving.jobs.record import JobRequest
-from service.serving.jobs.store import INPUT, RESULT_NAME, JobStore
+from service.serving.jobs.store import INPUT_NAME, RESULT_NAME, JobStore
 from service.serving.results.metadata import AnswerMetadata
 
 TRACED_FILES = {job_store.__file__, job_database.__file__}
@@ -47,7 +47,7 @@ def run_operations(folder: Path, pipe_fd: int) -> None:
     """Perform all operations on jobs, and report each completed operation through a pipe."""
 
     def accept() -> str:
-        upload = store.make_incoming() / INPUT
+        upload = store.make_incoming_folder() / INPUT_NAME
         upload.write_bytes(bytes(300))
         store.accept(upload, "ada", REQUEST)
         report(upload.parent.name, "accepted")
@@ -108,7 +108,7 @@ def check_store(folder: Path, last_events: dict[str, str]) -> None:
             assert (job_id in pending_ids) == (record.state == "waiting"), record
             if record.state in {"waiting", "done"}:
                 name, size = (
-                    (INPUT, record.input_bytes) if job_id in pending_ids else (RESULT_NAME, record.result_bytes)
+                    (INPUT_NAME, record.input_bytes) if job_id in pending_ids else (RESULT_NAME, record.result_bytes)
                 )
                 assert (store._jobs / job_id / name).stat().st_size == size
                 expected_files |= {job_id, f"{job_id}/{name}"}

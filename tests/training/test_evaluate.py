@@ -62,4 +62,4 @@ def test_diameter_may_be_taken_from_the_ground_truth(setting: str, diameter: str
     # The mean diameter is corrected for anisotropic voxels.
     mean = resolve_diameter("mean", truth, size)
     assert isinstance(mean, Diameter)
-    assert math.prod(mean.in_voxels(size) or ()) == pytest.approx(mean_diameter(truth) ** 3)
+    assert math.prod(mean.to_voxels(size) or ()) == pytest.approx(mean_diameter(truth) ** 3)

@@ -8,7 +8,7 @@ from torch import nn
 
 from service.models.architectures import build_network
 from service.models.spec import Architecture
-from service.training.techniques import checkpoint_blocks, find_blocks, make_convolutions_safe, measure_statistics
+from service.training.techniques import checkpoint_blocks, find_blocks, make_convolutions_safe, recompute_statistics
 
 IO_CHANNELS = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ def test_batch_statistics_are_plain_means_over_batches() -> None:
     norm = torch.nn.BatchNorm3d(1).eval()
     norm.running_mean.fill_(7)
     batches = torch.rand(5, 2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(3)).unbind()
-    measure_statistics(norm, batches)
+    recompute_statistics(norm, batches)
     assert float(norm.running_mean) == pytest.approx(np.mean([float(images.mean()) for images in batches]), abs=1e-5)
     assert not norm.training
     assert norm.momentum == torch.nn.BatchNorm3d(1).momentum

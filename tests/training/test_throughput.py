@@ -19,7 +19,7 @@ def test_mixed_precision_is_the_configured_or_native_one(setting, native_dtypes,
 
 
 def test_row_matches_the_header() -> None:
-    row = StepCost("bf16", 4, 0.5, 3 * 2**20).row()
+    row = StepCost("bf16", 4, 0.5, 3 * 2**20).format_row()
     assert row == "| bf16 | 8.00 | 500 | 3 MiB |"
     assert row.count("|") == HEADER.splitlines()[0].count("|")
-    assert StepCost("fp32", 1, 1.0, None).row().endswith("unknown |")
+    assert StepCost("fp32", 1, 1.0, None).format_row().endswith("unknown |")

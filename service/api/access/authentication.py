@@ -86,11 +86,11 @@ class Identity(NamedTuple):
     """Identity of the caller for access to trained models.
 
     owner     name of the caller's API key; None if the service has no API keys
-    everyone  whether the caller may manage the models of all owners
+    is_admin  whether the caller may manage the models of all owners
     """
 
     owner: str | None
-    everyone: bool
+    is_admin: bool
 
 
 def identify(request: Request, access: Access) -> Identity:

@@ -136,7 +136,7 @@ def report_job(view: JobView, keep_seconds: float) -> JobReport:
 def _name_state(view: JobView) -> JobState | Literal["loading"]:
     """Return the state to report. A job with a partial result is reported as failed."""
     state = view.record.state
-    if state == "waiting" and view.loading:
+    if state == "waiting" and view.is_loading:
         return "loading"
     return "failed" if state == "done" and view.record.failure is not None else state
 

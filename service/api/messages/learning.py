@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from service.api.messages.text import Text
 from service.serving.learning.annotation import Annotation
 from service.serving.learning.training_record import TrainingRecord, TrainingStage, TrainingState
-from service.serving.learning.trainings import Trainings
+from service.serving.learning.trainings import TrainingManager
 
 ID_PATTERN = "^[0-9a-f]{32}$"
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
@@ -197,7 +197,7 @@ class TrainingList(BaseModel):
 
 def describe_annotation(annotation: Annotation, overlaps: Sequence[Annotation]) -> dict[str, Any]:
     """Return the members of an `AnnotationReport` as a dictionary."""
-    origin, size = annotation.origin, annotation.voxel_size
+    provenance, size = annotation.provenance, annotation.voxel_size
     return {
         "id": annotation.id,
         "name": annotation.name,
@@ -206,19 +206,19 @@ def describe_annotation(annotation: Annotation, overlaps: Sequence[Annotation]) 
         "voxel_size": None if size is None else (size.z, size.y, size.x),
         "region": None if annotation.region is None else str(annotation.region),
         "objects": annotation.objects,
-        "base_model": origin.model,
-        "diameter": origin.diameter,
-        "changes": origin.changes,
-        "time": origin.time,
-        "stack": origin.stack,
-        "job": origin.job,
+        "base_model": provenance.model,
+        "diameter": provenance.diameter,
+        "changes": provenance.changes,
+        "time": provenance.time,
+        "stack": provenance.stack,
+        "job": provenance.job,
         "overlaps": [other.id for other in overlaps],
         "created": datetime.fromtimestamp(annotation.created, UTC),
         "bytes": annotation.nbytes,
     }
 
 
-def report_training(trainings: Trainings, record: TrainingRecord) -> TrainingReport:
+def report_training(trainings: TrainingManager, record: TrainingRecord) -> TrainingReport:
     """Report a training and, while it is available, its new model. Blocks while model folders are read."""
     left = record.seconds_left
     return TrainingReport(

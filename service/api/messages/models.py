@@ -88,9 +88,9 @@ class ModelReload(BaseModel):
     broken: dict[str, Text]
 
 
-def report_models(runtime: Runtime, can_remove: Callable[[ModelState], bool]) -> ModelList:
-    """Report all models of the repository. `can_remove` decides whether the caller may delete a model."""
-    models = [report_model(model, removable=can_remove(model)) for model in runtime.models.states()]
+def report_models(runtime: Runtime, can_delete: Callable[[ModelState], bool]) -> ModelList:
+    """Report all models of the repository. `can_delete` decides whether the caller may delete a model."""
+    models = [report_model(model, removable=can_delete(model)) for model in runtime.models.list_states()]
     return ModelList(default=runtime.models.default, models=models)
 
 
@@ -107,7 +107,7 @@ def report_model(model: ModelState, *, removable: bool) -> ModelInfo:
         picture=f"/models/{spec.name}/picture" if (spec.folder / PICTURE_FILE).is_file() else None,
         licence=spec.licence,
         training_data=spec.training_data,
-        architecture=spec.network,
+        architecture=spec.network_name,
         input=spec.input,
         outputs=spec.outputs,
         decoding=spec.decoding.kind,
@@ -116,8 +116,10 @@ def report_model(model: ModelState, *, removable: bool) -> ModelInfo:
         engine=engine,
         loaded=model.device_model is not None,
         devices=[
-            LoadedModel(device=device, bytes=loaded_model.nbytes, used=datetime.fromtimestamp(loaded_model.used, UTC))
-            for device, loaded_model in model.loaded.items()
+            LoadedModel(
+                device=device, bytes=loaded_model.nbytes, used=datetime.fromtimestamp(loaded_model.last_used, UTC)
+            )
+            for device, loaded_model in model.usage.items()
         ],
         problem=model.problem,
     )

@@ -14,11 +14,11 @@ from service.core.errors import FeatureDisabled
 from service.core.files.bundled import software_version
 from service.core.hardware import host
 from service.core.hardware.gpus import GpuStatus
-from service.core.hardware.host import CpuStatus
-from service.serving.devices.device import Device, DeviceState, loaded_bytes
+from service.core.hardware.host import HostStatus
+from service.serving.devices.device import Device, DeviceState, count_loaded_bytes
 from service.serving.learning.annotations import AnnotationStore
 from service.serving.learning.training_record import TrainingRecord, TrainingStage, TrainingState
-from service.serving.learning.trainings import Trainings
+from service.serving.learning.trainings import TrainingManager
 from service.serving.runtime import Runtime
 
 
@@ -72,7 +72,7 @@ class HostReport(BaseModel):
 
     host: str
     gpus: list[GpuStatus]
-    cpu: CpuStatus
+    cpu: HostStatus
 
 
 class GpuReport(BaseModel):
@@ -85,7 +85,7 @@ class GpuReport(BaseModel):
 
     message: str
     gpus: list[GpuStatus]
-    cpu: CpuStatus
+    cpu: HostStatus
     hosts: list[HostReport] = []
     devices: list[DeviceReport]
     models: dict[str, Report]
@@ -186,8 +186,8 @@ def report_health(runtime: Runtime) -> Health:
         status="unavailable" if reasons else "degraded" if degraded else "ok",
         version=software_version(),
         uptime_seconds=round(runtime.uptime_seconds, 1),
-        waiting=runtime.devices.waiting,
-        models={model.name: model.state for model in runtime.models.states()},
+        waiting=runtime.devices.waiting_count,
+        models={model.name: model.state for model in runtime.models.list_states()},
         reasons=reasons,
         degraded=degraded,
     )
@@ -195,15 +195,15 @@ def report_health(runtime: Runtime) -> Health:
 
 def report_hardware(runtime: Runtime, gpus: Sequence[GpuStatus]) -> GpuReport:
     """Report the hardware and loaded models. `gpus` are the GPUs of this host, from `gpus.query_gpus`."""
-    states = runtime.models.states()
+    states = runtime.models.list_states()
     models = {state.name: state.device_model.report() for state in states if state.device_model is not None}
     message = (
         f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}." if gpus else "No NVIDIA GPU. Models run on the CPU."
     )
-    hosts = [HostReport(host=host.host, gpus=list(host.gpus), cpu=host.cpu) for host in runtime.devices.hosts]
+    hosts = [HostReport(host=host.host, gpus=list(host.gpus), cpu=host.cpu) for host in runtime.devices.host_statuses]
     devices = [_report_device(device) for device in runtime.devices.all]
     return GpuReport(
-        message=message, gpus=list(gpus), cpu=host.query_cpu(), hosts=hosts, devices=devices, models=models
+        message=message, gpus=list(gpus), cpu=host.query_host(), hosts=hosts, devices=devices, models=models
     )
 
 
@@ -212,10 +212,10 @@ def _report_device(device: Device) -> DeviceReport:
     return DeviceReport(
         name=device.name,
         host=device.host,
-        waiting=queue.waiting,
-        running=len(queue.running),
+        waiting=queue.waiting_count,
+        running=len(queue.running_jobs),
         models=sorted(device.loaded_models),
-        loaded_bytes=loaded_bytes(device),
+        loaded_bytes=count_loaded_bytes(device),
         problem=device.problem,
         given_back=device.state is DeviceState.GIVEN_BACK,
         starting=device.state is DeviceState.STARTING,
@@ -227,7 +227,7 @@ def report_requests(runtime: Runtime) -> Iterator[RequestReport]:
     for device in runtime.devices.all:
         queue = device.scheduler.queue
         for job in queue.jobs:
-            state, progress = job.state, queue.progress(job)
+            state, progress = job.state, queue.get_progress(job)
             # The job may have ended in the meantime.
             if state in {"waiting", "running"}:
                 yield RequestReport(
@@ -236,7 +236,7 @@ def report_requests(runtime: Runtime) -> Iterator[RequestReport]:
                     state=state,
                     progress=JobProgress(done=progress.done, total=progress.total),
                     seconds=job.seconds_waited if state == "waiting" else job.seconds_run,
-                    seconds_left=queue.seconds_left(job),
+                    seconds_left=queue.estimate_seconds_left(job),
                 )
 
 
@@ -244,11 +244,11 @@ def report_recent(runtime: Runtime) -> list[SegmentedReport]:
     """Report the most recent segmentations, newest first."""
     return [
         SegmentedReport(**segmented._asdict() | {"ended": datetime.fromtimestamp(segmented.ended, UTC)})
-        for segmented in runtime.metrics.recent
+        for segmented in runtime.metrics.recent_segmentations
     ]
 
 
-def report_learning(trainings: Trainings, annotations: AnnotationStore) -> LearningReport:
+def report_learning(trainings: TrainingManager, annotations: AnnotationStore) -> LearningReport:
     """Report trainings, annotated stacks and trained models. Blocks while folders are read."""
     try:
         trainings.check_enabled()

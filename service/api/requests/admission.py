@@ -136,7 +136,7 @@ def select_model(runtime: Runtime, query: Query) -> ModelSpec:
 
     Raises UnknownModel, BrokenModel, NotReady and BadParameter.
     """
-    spec = runtime.models.spec(query.model)
+    spec = runtime.models.get_spec(query.model)
     kind = runtime.estimator(spec).output_kind(query.options)
     if query.measurements is not None and kind != "labels":
         raise BadParameter(

@@ -20,8 +20,8 @@ from service.core.errors import BadParameter
 from service.core.telemetry import Stages
 from service.core.types import Description
 from service.formats.sandbox.remote_store import RemoteStore
-from service.serving.jobs.jobs import AsyncJobs
-from service.serving.jobs.store import INPUT
+from service.serving.jobs.jobs import JobManager
+from service.serving.jobs.store import INPUT_NAME
 from service.serving.parameters import Query, SegmentationRequest
 from service.serving.runtime import Runtime
 from service.serving.storage.disk import path_exists, translate_disk_errors
@@ -51,13 +51,13 @@ async def work_folder(scratch: ScratchFolder) -> AsyncIterator[Path]:
 
 
 @asynccontextmanager
-async def incoming_folder(async_jobs: AsyncJobs) -> AsyncIterator[Path]:
+async def incoming_folder(async_jobs: JobManager) -> AsyncIterator[Path]:
     """Create a folder for the file of a job, and delete it at the end unless an accepted job has taken it over.
 
     Raises OutOfStorage if the disk is full, and StorageUnavailable for other disk errors.
     """
     with translate_disk_errors():
-        folder = async_jobs.make_incoming()
+        folder = async_jobs.make_incoming_folder()
         try:
             yield folder
         finally:
@@ -132,9 +132,9 @@ async def receive_file(
     limits = runtime.settings.limits
     async with AsyncExitStack() as resources:
         path = await resources.enter_async_context(folder or work_folder(runtime.scratch))
-        async with time_limit(limits.request_seconds, runtime.devices.missing_workers):
+        async with time_limit(limits.request_seconds, runtime.devices.explain_missing_workers):
             space = resources.enter_context(runtime.scratch_space.new_reservation(get_client(request)))
-            upload = Upload(path / INPUT, limits.upload_bytes, space)
+            upload = Upload(path / INPUT_NAME, limits.upload_bytes, space)
             resources.callback(upload.close)
             form_stack = Upload(path / FORM_STACK_NAME, limits.upload_bytes, space)
             resources.callback(form_stack.close)

@@ -13,7 +13,7 @@ from service.api.messages.jobs import JobReport, report_job
 from service.api.requests.admission import select_model
 from service.api.requests.body import incoming_folder, inspect_file, receive_file
 from service.serving.jobs.active_job import JobView
-from service.serving.jobs.jobs import AsyncJobs
+from service.serving.jobs.jobs import JobManager
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
 from service.serving.storage.threads import HOST_FILE_THREADS, run_in_thread
@@ -33,7 +33,7 @@ ACCEPTED_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-async def accept_job(request: Request, runtime: Runtime, async_jobs: AsyncJobs, query: Parameters) -> Response:
+async def accept_job(request: Request, runtime: Runtime, async_jobs: JobManager, query: Parameters) -> Response:
     """Receive the file into the jobs folder, and return a response with the job's report."""
     async with receive_file(request, query, incoming_folder(async_jobs), allow_folders=True) as file:
         select_model(runtime, file.request.query)

@@ -30,8 +30,8 @@ from service.api.requests.admission import merge_fields
 from service.api.requests.body import incoming_folder, receive_file
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
-from service.serving.jobs.jobs import AsyncJobs
-from service.serving.learning.annotation import Annotation, Origin, find_overlaps
+from service.serving.jobs.jobs import JobManager
+from service.serving.learning.annotation import Annotation, LabelProvenance, find_overlaps
 from service.serving.learning.corrections import Correction, store_correction
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
@@ -63,7 +63,7 @@ async def keep(
     caller, annotations = get_caller(request), get_annotations(request)
     runtime.check_admission(caller)
     await run_in_thread(partial(annotations.check_space, caller))
-    parameters, origin = await run_in_thread(partial(_read_origin, async_jobs, query, caller))
+    parameters, provenance = await run_in_thread(partial(_read_provenance, async_jobs, query, caller))
     find_stack = partial(_find_stack, request, parameters, caller)
     # A form may contain the stack, and the request must not select another one then. That of the job may be deleted.
     stored = None if query.stack is None and is_multipart(request) else await run_in_thread(find_stack)
@@ -81,7 +81,7 @@ async def keep(
         def store() -> Annotation:
             file.complete()
             name, received = sanitize_file_name(query.name) or stack.name, file.request
-            members = parameters.selection, query.region, name, received.caller, origin, received.folder
+            members = parameters.selection, query.region, name, received.caller, provenance, received.folder
             correction = Correction(stack.path, file.source, *members)
             return store_correction(runtime.reader, annotations, correction, file.space, cancelled.is_set)
 
@@ -100,7 +100,7 @@ async def list_annotations(request: Request, runtime: RuntimeDependency) -> Resp
     annotations, caller, everyone = get_annotations(request), get_caller(request), _is_admin(request, runtime)
 
     def report() -> bytes:
-        found = annotations.list_newest(caller, everyone=everyone)
+        found = annotations.list_newest(caller, is_admin=everyone)
         overlaps = find_overlaps(found)
         # Serialize one dictionary at a time. With thousands of annotated stacks, creating pydantic models is slow, and
         # so is the garbage collection of many dictionaries that exist at the same time.
@@ -140,7 +140,7 @@ async def delete(request: Request, runtime: RuntimeDependency, annotation: Annot
     Models that were trained on it are kept.
     """
     everyone = _is_admin(request, runtime)
-    await run_in_thread(partial(get_annotations(request).delete, annotation, get_caller(request), everyone=everyone))
+    await run_in_thread(partial(get_annotations(request).delete, annotation, get_caller(request), is_admin=everyone))
 
 
 def _is_admin(request: Request, runtime: Runtime) -> bool:
@@ -149,23 +149,27 @@ def _is_admin(request: Request, runtime: Runtime) -> bool:
 
 async def _find(request: Request, runtime: Runtime, annotation: str) -> Annotation:
     everyone = _is_admin(request, runtime)
-    find = partial(get_annotations(request).find, annotation, get_caller(request), everyone=everyone)
+    find = partial(get_annotations(request).find, annotation, get_caller(request), is_admin=everyone)
     return await run_in_thread(find)
 
 
-def _read_origin(async_jobs: AsyncJobs, query: CorrectionQuery, caller: str | None) -> tuple[Parameters, Origin]:
-    """Return the parameters for reading the stack, and the origin of the labels. Raises UnknownJob and BadParameter."""
+def _read_provenance(
+    async_jobs: JobManager, query: CorrectionQuery, caller: str | None
+) -> tuple[Parameters, LabelProvenance]:
+    """Return the parameters for reading the stack and the provenance of the labels. Raises UnknownJob, BadParameter."""
     overrides = query.model_dump(include=set(SELECTION_PARAMETERS), exclude_none=True)
     if query.job is None:
         parameters = merge_fields(Parameters(), overrides)
-        return parameters, Origin(changes=query.changes, time=_single_time_point(parameters), stack=parameters.stack)
+        return parameters, LabelProvenance(
+            changes=query.changes, time=_single_time_point(parameters), stack=parameters.stack
+        )
     record = async_jobs.view(query.job, caller).record
     inherited = {key: value for key, value in record.request.parameters.items() if key in SELECTION_PARAMETERS}
     answer = record.answer
     diameter = None if answer is None or answer.diameter is None else answer.diameter.partition(";")[0]
     parameters = merge_fields(Parameters(), {**inherited, **overrides})
     model = record.request.model if answer is None else answer.model
-    return parameters, Origin(
+    return parameters, LabelProvenance(
         model, diameter, query.changes, _single_time_point(parameters), parameters.stack, query.job
     )
 
@@ -195,7 +199,7 @@ async def _report_one(request: Request, runtime: Runtime, annotation: Annotation
     annotations, caller, everyone = get_annotations(request), get_caller(request), _is_admin(request, runtime)
 
     def report() -> AnnotationReport:
-        found = annotations.list_newest(caller, everyone=everyone)
+        found = annotations.list_newest(caller, is_admin=everyone)
         overlaps = find_overlaps([other for other in found if other.digest == annotation.digest])
         # The annotation may have been deleted in the meantime.
         return AnnotationReport(**describe_annotation(annotation, overlaps.get(annotation.id, ())))

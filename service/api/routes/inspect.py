@@ -31,9 +31,9 @@ async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQ
     estimate, seconds, problems = None, None, [description.problem]
     try:
         estimate = runtime.estimate(spec, description, query.options)
-        windows = description.volumes * estimate.windows
+        windows = description.volume_count * estimate.windows
         seconds = runtime.estimate_seconds(spec.name, windows, get_caller(request))
-        check_memory(estimate, host.available_memory())
+        check_memory(estimate, host.query_available_memory())
     except (RequestError, OutOfMemory) as error:
         problems.append(str(error))
     return Inspection(

@@ -21,7 +21,7 @@ from service.api.requests.jobs import ACCEPTED_RESPONSES, accept_job
 from service.core.errors import StorageUnavailable, UnknownJob
 from service.core.files.atomic_files import descriptor_path
 from service.serving.jobs.active_job import JobView
-from service.serving.jobs.jobs import AsyncJobs
+from service.serving.jobs.jobs import JobManager
 from service.serving.results.media_types import choose_media_type
 from service.serving.runtime import Runtime
 from service.serving.storage.threads import run_in_thread
@@ -132,7 +132,7 @@ async def cancel(request: Request, async_jobs: AsyncJobsDependency, job: JobId) 
 
 
 async def _stream_events(
-    runtime: Runtime, async_jobs: AsyncJobs, view: JobView, caller: str | None
+    runtime: Runtime, async_jobs: JobManager, view: JobView, caller: str | None
 ) -> AsyncIterator[str]:
     """Yield a server-sent event whenever the job's report changes, until the job has ended or the service stops."""
     sent, silent_seconds = "", 0.0
@@ -144,7 +144,7 @@ async def _stream_events(
         elif silent_seconds > KEEPALIVE_SECONDS:
             yield ": no change\n\n"
             silent_seconds = 0.0
-        if view.record.has_ended or runtime.draining:
+        if view.record.has_ended or runtime.is_draining:
             return
         await asyncio.sleep(POLL_SECONDS)
         silent_seconds += POLL_SECONDS

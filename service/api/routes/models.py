@@ -30,7 +30,7 @@ async def list_models(request: Request, runtime: RuntimeDependency) -> ModelList
     A model that is not loaded yet is loaded by the first request that uses it.
     """
     caller = identify(request, runtime.settings.access)
-    return report_models(runtime, partial(get_trainings(request).trained_models.can_remove, **caller._asdict()))
+    return report_models(runtime, partial(get_trainings(request).trained_models.can_delete, **caller._asdict()))
 
 
 @router.get("/models/{name}")
@@ -39,9 +39,9 @@ async def show_model(request: Request, name: str, runtime: RuntimeDependency) ->
 
     Returns its metadata, the engine, precision and memory format that it runs with, and warnings.
     """
-    caller, model = identify(request, runtime.settings.access), runtime.models.state(name)
+    caller, model = identify(request, runtime.settings.access), runtime.models.get_state(name)
     return report_model(
-        model, removable=get_trainings(request).trained_models.can_remove(model, caller.owner, everyone=caller.everyone)
+        model, removable=get_trainings(request).trained_models.can_delete(model, caller.owner, is_admin=caller.is_admin)
     )
 
 
@@ -56,8 +56,8 @@ async def remove(request: Request, runtime: RuntimeDependency, async_jobs: Async
     if not access.keys:
         check_admin(request, access)
     owner, everyone = identify(request, access)
-    remove_model = get_trainings(request).trained_models.remove
-    await run_in_thread(partial(remove_model, name, owner, everyone=everyone, has_jobs=async_jobs.uses_model))
+    remove_model = get_trainings(request).trained_models.delete
+    await run_in_thread(partial(remove_model, name, owner, is_admin=everyone, has_jobs=async_jobs.uses_model))
 
 
 @router.get("/models/{name}/sample", response_class=FileResponse, responses=SAMPLE_RESPONSES)
@@ -66,7 +66,7 @@ async def sample(runtime: RuntimeDependency, name: str) -> FileResponse:
 
     Returns 404 if the model has none.
     """
-    spec = runtime.models.spec(name)
+    spec = runtime.models.get_spec(name)
     if spec.sample is None:
         raise HTTPException(404)
     return FileResponse(spec.folder / spec.sample.input, media_type="image/tiff", filename=f"{name}-sample.tif")
@@ -78,7 +78,7 @@ async def picture(runtime: RuntimeDependency, name: str) -> FileResponse:
 
     Returns 404 if the model has none.
     """
-    file = runtime.models.spec(name).folder / PICTURE_FILE
+    file = runtime.models.get_spec(name).folder / PICTURE_FILE
     if not file.is_file():
         raise HTTPException(404)
     return FileResponse(file, media_type="image/png")

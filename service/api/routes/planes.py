@@ -19,7 +19,7 @@ from service.api.messages.planes import PLANES_RESPONSES, PlaneRangeQuery, Plane
 from service.core.errors import RateLimited
 from service.core.types import CancellationCheck, Volume
 from service.serving.results.media_types import read_labels
-from service.serving.results.planes import PLANE_MEMORY, PlaneRange, Planes
+from service.serving.results.planes import PLANE_MEMORY, PlaneRange, PlaneSelection
 from service.serving.runtime import Runtime
 from service.serving.storage.disk import translate_disk_errors
 from service.serving.storage.memory_budget import MemoryBudget
@@ -85,7 +85,7 @@ async def _open_volume(
 
     Raises the errors of `read` and `VolumeCache.open`, and Cancelled if the client disconnects.
     """
-    if (volume := runtime.volumes.find(key)) is not None:
+    if (volume := runtime.volume_cache.find(key)) is not None:
         return volume
     cancelled = threading.Event()
 
@@ -97,7 +97,7 @@ async def _open_volume(
             shutil.rmtree(folder, ignore_errors=True)
 
     with translate_disk_errors():
-        opening = partial(runtime.volumes.open, key, runtime.scratch_space, decode)
+        opening = partial(runtime.volume_cache.open, key, runtime.scratch_space, decode)
         threads = runtime.decode_threads.for_client(get_client(request))
         return await run_while_connected(request, run_in_thread(opening, threads, cancelled))
 
@@ -105,9 +105,9 @@ async def _open_volume(
 async def answer_planes(volume: Volume, plane_range: PlaneRange, memory: MemoryBudget = PLANE_MEMORY) -> Response:
     """Read planes of the first channel in a thread, and return the response with them.
 
-    Raises the errors of `Planes.select`, and RateLimited if other responses with planes use up the memory budget.
+    Raises the errors of `PlaneSelection.select`, and RateLimited if other responses with planes exhaust the memory.
     """
-    planes = Planes.select(volume, plane_range)
+    planes = PlaneSelection.select(volume, plane_range)
     if not memory.reserve(planes.nbytes):
         raise RateLimited("Too many image planes are being sent at the moment. Try again in a second.", RETRY_SECONDS)
     release = partial(memory.release, planes.nbytes)

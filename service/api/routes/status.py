@@ -111,7 +111,7 @@ async def gpu(runtime: RuntimeDependency) -> GpuReport:
 @router.get("/metrics", tags=["operation"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(runtime: RuntimeDependency) -> Response:
     """Get metrics in the Prometheus text format."""
-    return Response(await asyncio.to_thread(runtime.metrics.exposition), media_type=CONTENT_TYPE)
+    return Response(await asyncio.to_thread(runtime.metrics.format_exposition), media_type=CONTENT_TYPE)
 
 
 @router.get("/status", tags=["operation"])
@@ -125,11 +125,11 @@ async def status(request: Request, runtime: RuntimeDependency) -> Status:
     access = runtime.settings.access
     check_admin(request, access)
     trainings = get_trainings(request)
-    can_remove = partial(trainings.trained_models.can_remove, **identify(request, access)._asdict())
+    can_delete = partial(trainings.trained_models.can_delete, **identify(request, access)._asdict())
     return Status(
         health=report_health(runtime),
         hardware=report_hardware(runtime, await asyncio.to_thread(gpus.query_gpus)),
-        models=report_models(runtime, can_remove),
+        models=report_models(runtime, can_delete),
         cpu_seconds=time.process_time(),
         requests=list(report_requests(runtime)),
         recent=report_recent(runtime),

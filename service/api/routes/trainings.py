@@ -43,7 +43,7 @@ async def submit(request: Request, runtime: RuntimeDependency) -> Response:
     check_trainer(request, access)
     body = await _read_body(request)
     new_training = NewTraining(**body.model_dump())
-    submit_training = partial(trainings.submit, new_training, get_caller(request), admin=is_admin(request, access))
+    submit_training = partial(trainings.submit, new_training, get_caller(request), is_admin=is_admin(request, access))
     record = await run_in_thread(submit_training)
     report = await run_in_thread(partial(report_training, trainings, record))
     return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": f"/trainings/{report.id}"})
@@ -59,7 +59,7 @@ async def list_trainings(request: Request, runtime: RuntimeDependency) -> Traini
     caller = get_caller(request)
 
     def report_all() -> list[TrainingReport]:
-        return [report_training(trainings, record) for record in trainings.queue.list_newest(caller, everyone=everyone)]
+        return [report_training(trainings, record) for record in trainings.queue.list_newest(caller, is_admin=everyone)]
 
     return TrainingList(trainings=await run_in_thread(report_all))
 
@@ -71,7 +71,7 @@ async def show(request: Request, runtime: RuntimeDependency, training: TrainingI
     Includes the loss curves, and whether the new model is better than the base model.
     """
     trainings, everyone = get_trainings(request), is_admin(request, runtime.settings.access)
-    record = trainings.queue.find(training, get_caller(request), everyone=everyone)
+    record = trainings.queue.find(training, get_caller(request), is_admin=everyone)
     return await run_in_thread(partial(report_training, trainings, record))
 
 
@@ -82,7 +82,7 @@ async def cancel(request: Request, runtime: RuntimeDependency, training: Trainin
     A waiting or running training is cancelled. A training that has ended is deleted, but its model is kept.
     """
     everyone = is_admin(request, runtime.settings.access)
-    await run_in_thread(partial(get_trainings(request).cancel, training, get_caller(request), everyone=everyone))
+    await run_in_thread(partial(get_trainings(request).cancel, training, get_caller(request), is_admin=everyone))
 
 
 async def _read_body(request: Request) -> TrainingRequest:

@@ -13,7 +13,7 @@ from service.core.errors import ConfigError
 from service.core.quantities import Size
 from service.core.types import Volume
 from service.models.spec import ModelSpec
-from service.serving.build import DEFAULT_PARTS
+from service.serving.build import DEFAULT_FACTORIES
 from service.serving.devices.cluster.cluster_devices import ClusterConnector, open_cluster
 from service.serving.devices.device import Device, Scheduler
 from service.serving.devices.queue.job import Job
@@ -39,7 +39,11 @@ class HostsRow(NamedTuple):
 
 
 def measure(
-    spec: ModelSpec, settings: Settings, shape: Size, repeats: int, connect: ClusterConnector = DEFAULT_PARTS.connect
+    spec: ModelSpec,
+    settings: Settings,
+    shape: Size,
+    repeats: int,
+    connect: ClusterConnector = DEFAULT_FACTORIES.connect,
 ) -> Iterator[HostsRow]:
     """Measure 1, 2, ... workers of a cluster, each of which segments a stack `repeats` times, all concurrently.
 
@@ -70,7 +74,9 @@ def _start_workers(spec: ModelSpec, settings: Settings, connect: ClusterConnecto
     try:
         for device in cluster.devices:
             device.start({spec.name: spec}, [spec.name])
-        while cluster.problems() or any(device.scheduler.models.cache.starting for device in cluster.devices):
+        while cluster.list_problems() or any(
+            device.scheduler.models.cache.pending_startup_models for device in cluster.devices
+        ):
             time.sleep(0.1)
         yield cluster.devices
     finally:
@@ -90,12 +96,12 @@ def _time_requests(devices: Sequence[Device], spec: ModelSpec, volume: Volume, r
 
 def _submit(scheduler: Scheduler, spec: ModelSpec, volume: Volume) -> Job[Any]:
     reservation = Reservation(scheduler, spec.name)
-    windows = scheduler.models.estimator(spec).estimate(volume, ORIGINAL_RESOLUTION).windows
+    windows = scheduler.models.get_estimator(spec).estimate(volume, ORIGINAL_RESOLUTION).windows
 
     def segment(job: Job[Any]) -> None:
         reservation.segment(job, volume, ORIGINAL_RESOLUTION)
 
-    job: Job[Any] = Job(spec.name, segment, windows=windows, ready=False)
+    job: Job[Any] = Job(spec.name, segment, window_count=windows, is_ready=False)
     scheduler.queue.put(job)
     reservation.take(job)
     return job

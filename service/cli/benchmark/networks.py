@@ -22,7 +22,7 @@ from service.engine import backends, precision
 from service.engine.cuda import tf32
 from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
-from service.inference.runner.memory_estimate import activation_bytes
+from service.inference.runner.memory_estimate import measure_activation_bytes
 from service.inference.runner.selector import EngineSelector
 from service.models.loader import load_network
 from service.models.network import Network
@@ -190,7 +190,7 @@ def list_engines(
 ) -> Iterator[RunnerBuilder]:
     """List builders for every engine that the settings allow and that suits the network, at every batch size."""
     network, selector = load_selector(spec, settings, device)
-    names = precision.list_precisions(settings.engine.precision, devices.native_precisions(device))
+    names = precision.list_precisions(settings.engine.precision, devices.list_native_precisions(device))
     with_tf32 = allows_tf32(settings.engine, device)
 
     def build(choice: EngineConfig) -> Runner:
@@ -212,7 +212,7 @@ def list_engines(
 def load_selector(spec: ModelSpec, settings: Settings, device: torch.device) -> tuple[nn.Module, EngineSelector]:
     """Load the network of a model, and create the selector that builds it for a device."""
     network = load_network(spec)
-    window_bytes = activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
+    window_bytes = measure_activation_bytes(network, (1, spec.input.channels, *spec.input.roi_size))
     return network, EngineSelector(spec, settings, device, network, window_bytes)
 
 

@@ -26,7 +26,7 @@ from service.core.types import Array, Options, Selection
 from service.formats import stack_reader
 from service.formats.tiff import writer as tiff_writer
 from service.inference.runner.callbacks import Callbacks
-from service.inference.runner.label_agreement import sample_image
+from service.inference.runner.label_agreement import load_sample_image
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.inference.windows.batching.batcher import WindowBatcher
@@ -207,7 +207,7 @@ def tile_sample(spec: ModelSpec, shape: Size) -> Array:
         raise BadParameter(
             f"{spec.name} requires {spec.input.channels} channels, but bench supports only models with one channel."
         )
-    image = sample_image(spec)[0, 0].numpy()
+    image = load_sample_image(spec)[0, 0].numpy()
     counts = ((image - image.min()) / max(float(np.ptp(image)), 1e-6) * 4000 + 300).astype(np.uint16)
     padding = [(0, max(edge - length, 0)) for edge, length in zip(shape, counts.shape, strict=True)]
     z, y, x = shape

@@ -19,7 +19,7 @@ from service.core.quantities import is_index
 from service.core.types import Selection, Volume
 from service.formats import stack_reader
 from service.inference.runner.model_runner import ModelRunner
-from service.training.evaluate import HEADER, ScoreRow, format_row, score_classical, score_model, stack_name
+from service.training.evaluate import HEADER, ScoreRow, format_row, get_stack_name, score_classical, score_model
 
 
 def run(options: argparse.Namespace, settings: Settings) -> None:
@@ -50,7 +50,7 @@ def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tupl
         ]
         if not options.no_floor:
             methods.append(partial(score_classical, volume, truth))
-        yield from ((stack_name(path), score()) for score in methods)
+        yield from ((get_stack_name(path), score()) for score in methods)
 
 
 def _list_pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:

@@ -72,8 +72,8 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintL
     """
     _check_plan(plan)
     torch_device = devices.choose_device(settings.device.name)
-    threads = settings.device.threads or host.usable_cores()
-    print_line(report.format_device(devices.device_name(torch_device), threads))
+    threads = settings.device.threads or host.count_usable_cores()
+    print_line(report.format_device(devices.get_device_name(torch_device), threads))
     with tempfile.TemporaryDirectory(prefix="bench-") as name, open_batcher(settings) as device:
         folder = Path(name)
         requests.write_stack(spec, plan.shape, folder / "stack.tif")
@@ -90,7 +90,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintL
         result = Report(
             model=spec.identifier,
             shape=plan.shape,
-            device=devices.device_name(torch_device),
+            device=devices.get_device_name(torch_device),
             threads=threads,
             engine=replace(engine, warnings=(*engine.warnings, *runner.fallback_notes)),
             starts=starts,

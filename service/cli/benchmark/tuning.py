@@ -27,7 +27,10 @@ def _list_devices(settings: Settings) -> list[Settings]:
     settings_by_kind: dict[tuple[str, int], Settings] = {}
     for _name, device_settings in split_settings(settings):
         settings_by_kind.setdefault(
-            (devices.device_name(devices.choose_device(device_settings.device.name)), device_settings.device.threads),
+            (
+                devices.get_device_name(devices.choose_device(device_settings.device.name)),
+                device_settings.device.threads,
+            ),
             device_settings,
         )
     return list(settings_by_kind.values())

@@ -30,7 +30,7 @@ from service.inference.diameter.confidence import ConfidenceAssessment, assess_o
 from service.inference.measurements import write_csv
 from service.inference.preprocessing.resample import used_diameter
 from service.inference.types import DiameterEstimate, Result
-from service.serving.results.provenance import describe_origin
+from service.serving.results.provenance import describe_provenance
 
 if TYPE_CHECKING:
     from service.models.spec import ModelSpec
@@ -56,7 +56,13 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     settings = share_threads(settings, options.workers, remote=options.ray is not None)
     is_measured = options.measurements is not None
     plan = make_plan(
-        options.input, query.selection, spec, query.options, settings, workers=options.workers, measured=is_measured
+        options.input,
+        query.selection,
+        spec,
+        query.options,
+        settings,
+        workers=options.workers,
+        measure_objects=is_measured,
     )
     check_output(plan.output, query, measured=is_measured)
     folder = RunFolder((options.scratch or out.with_name(f"{out.name}.blocks")).absolute())
@@ -73,12 +79,12 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
                 raise LowConfidenceResult(
                     f"{result.quality_warning.detail} To write the labels anyway, repeat the command without --strict."
                 )
-            return describe_origin(query, result, options.input.name, None)
+            return describe_provenance(query, result, options.input.name, None)
 
         with show_progress() as bar, closing(_make_workers(options, settings)) as workers:
             Driver(folder, workers, _make_progress(bar)).run(out, describe)
         if is_measured:
-            run = open_run(str(folder.path), surveyed=True)
+            run = open_run(str(folder.path), has_survey=True)
             write_csv(output.collect_table(run, read_objects(folder)), options.measurements)
         result = read_result()
         object_count = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
@@ -93,7 +99,7 @@ def share_threads(settings: Settings, workers: int, *, remote: bool = False) -> 
     """
     if settings.device.threads:
         return settings
-    cores = settings.cluster.cpus if remote else host.usable_cores() // workers
+    cores = settings.cluster.cpus if remote else host.count_usable_cores() // workers
     return override_settings(settings, "device", {"threads": max(int(cores), 1)})
 
 
@@ -111,9 +117,9 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.workers < 1:
         raise BadParameter("--workers must be at least 1.")
     if options.ray is not None:
-        from service.serving.devices.cluster.ray_cluster import check_usable  # noqa: PLC0415
+        from service.serving.devices.cluster.ray_cluster import check_ray  # noqa: PLC0415
 
-        check_usable()
+        check_ray()
 
 
 def _make_progress(bar: ProgressBar) -> Progress:
@@ -136,7 +142,7 @@ def assess_confidence(run: OpenRun, sizing: DiameterEstimate | None) -> Confiden
     def find_evidence() -> Evidence:
         return Evidence(
             _read_strongest_windows(run),
-            guess=None if sizing is None else sizing.guess,
+            likely_diameter=None if sizing is None else sizing.likely_diameter,
             used_diameter=used_diameter(plan, spec, plan.diameter if sizing is None else sizing.diameter),
             is_diameter_given=plan.diameter is not None,
             has_postprocessing=plan.options.postprocessing != PostprocessingOptions(),
@@ -164,8 +170,8 @@ def read_result_metadata(folder: RunFolder, spec: ModelSpec) -> Result:
     """Return the metadata of the result without its pixels."""
     survey = folder.survey
     confidence, doubt = None, None
-    if folder.finished_blocks("join"):
-        confidence, doubt = assess_confidence(open_run(str(folder.path)), survey.sizing)
+    if folder.find_finished_blocks("join"):
+        confidence, doubt = assess_confidence(open_run(str(folder.path)), survey.diameter_estimate)
     no_pixels = np.zeros((0, 0, 0), np.uint8)
     return Result(
         Segmentation(no_pixels, folder.plan.output),
@@ -176,6 +182,6 @@ def read_result_metadata(folder: RunFolder, spec: ModelSpec) -> Result:
         engine=survey.engine,
         confidence=confidence,
         quality_warning=doubt,
-        diameter=folder.plan.diameter if survey.sizing is None else survey.sizing.diameter,
-        is_diameter_estimated=survey.sizing is not None and survey.sizing.diameter is not None,
+        diameter=folder.plan.diameter if survey.diameter_estimate is None else survey.diameter_estimate.diameter,
+        is_diameter_estimated=survey.diameter_estimate is not None and survey.diameter_estimate.diameter is not None,
     )

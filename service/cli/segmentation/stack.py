@@ -28,7 +28,7 @@ from service.inference.windows.batching.batcher import WindowBatcher, open_batch
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
 from service.serving.results.answers import measure_objects
-from service.serving.results.provenance import describe_origin, hash_file
+from service.serving.results.provenance import describe_provenance, hash_file
 
 
 def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Settings) -> int:
@@ -50,16 +50,16 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
             runner = ModelRunner(spec, settings)
             device.call(runner.warm_up)
         bar.begin_step("windows")
-        result = LocalRun(runner, device, Path(scratch), bar).segment(pixels.segmented, query.options)
+        result = LocalRun(runner, device, Path(scratch), bar).segment(pixels.segmentation_input, query.options)
         stages.update(result.seconds)
         bar.begin_step("writing")
         with stages.measure("write"):
             digest = hash_file(options.input) if isinstance(options.input, Path) else None
-            origin = describe_origin(query, result, options.input.name, digest)
+            origin = describe_provenance(query, result, options.input.name, digest)
             writers.write(result.segmentation, options.result, origin)
         if options.measurements is not None:
             with stages.measure("measure"):
-                table = measure_objects(result, pixels.measured)
+                table = measure_objects(result, pixels.measurement_input)
                 assert table is not None  # noqa: S101 - `_check_header` refuses other outputs
                 write_csv(table, options.measurements)
     return print_result(_summarize(str(options.result), spec, result, stages), result)

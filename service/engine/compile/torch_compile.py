@@ -25,7 +25,7 @@ class TorchCompileBackend(Backend):
     # On the CPU, inductor chooses the layout of convolutions itself, so the format of the input hardly matters.
     memory_formats: ClassVar = {"cpu": ("channels_last_3d",), "cuda": ANY_FORMAT}
 
-    def compile_modes(self, settings: EngineSettings, device: torch.device) -> tuple[str | None, ...]:
+    def list_compile_modes(self, settings: EngineSettings, device: torch.device) -> tuple[str | None, ...]:
         """Return the modes to try. `auto` means modes with CUDA graphs on a GPU, and the default mode on a CPU."""
         if settings.compile_mode != "auto":
             return (settings.compile_mode,)

@@ -29,7 +29,7 @@ class WinogradBackend(Backend):
     precisions = ("bf16", "fp32")
     accepts_smaller_batches = True
 
-    def explain_missing(self) -> str | None:
+    def explain_unavailability(self) -> str | None:
         return winograd.KERNELS.problem
 
     def can_improve(self, module: nn.Module) -> bool:
@@ -38,7 +38,7 @@ class WinogradBackend(Backend):
     def transform(self, module: nn.Module) -> nn.Module:
         return winograd.replace_convolutions(module)
 
-    def compile_modes(self, settings: EngineSettings, _device: torch.device) -> tuple[str | None, ...]:
+    def list_compile_modes(self, settings: EngineSettings, _device: torch.device) -> tuple[str | None, ...]:
         return (None, "default") if settings.compile_mode == "auto" else (settings.compile_mode,)
 
     def build(self, module: nn.Module, example: Tensor, config: EngineConfig, settings: EngineSettings, /) -> Network:

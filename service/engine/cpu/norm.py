@@ -45,7 +45,7 @@ class ChannelsLastNorm(nn.Module):
         """Normalize `x` [B, C, z, y, x], with moments in float32. The shape, dtype and layout stay the same."""
         is_cpu_image = x.device.type == "cpu" and x.dtype in DTYPES
         # A norm without weights accepts any number of channels, but the kernel reads a slope for each channel.
-        if not torch.compiler.is_compiling() and is_cpu_image and x.shape[1] == self.channels and KERNELS.ready:
+        if not torch.compiler.is_compiling() and is_cpu_image and x.shape[1] == self.channels and KERNELS.is_available:
             return self._run_kernel(x)
         variance, mean = _compute_moments(x.float())
         if self.groups < x.shape[1]:

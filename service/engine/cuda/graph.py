@@ -47,7 +47,7 @@ class CudaGraphBackend(Backend):
     ) -> None:
         self._record, self._compile = record or GraphedNetwork, compile_network
 
-    def compile_modes(self, settings: EngineSettings, _device: torch.device) -> tuple[str | None, ...]:
+    def list_compile_modes(self, settings: EngineSettings, _device: torch.device) -> tuple[str | None, ...]:
         """Return the modes to try. None, without compilation, comes first for `auto` because it is ready in seconds."""
         return (None, "reduce-overhead") if settings.compile_mode == "auto" else (settings.compile_mode, None)
 

@@ -43,7 +43,7 @@ def disable_tf32() -> Iterator[None]:
             torch.backends.cudnn.allow_tf32 = cudnn_allow_tf32
 
 
-def without_tf32(network: Network) -> Network:
+def wrap_without_tf32(network: Network) -> Network:
     """Return `network` with TF32 disabled during each call."""
 
     def call(x: Tensor) -> Tensor:

@@ -37,14 +37,14 @@ Result = TypeVar("Result")
 class Candidate(NamedTuple, Generic[Result]):
     """A network that was built and can be timed.
 
-    call                function that segments `windows` windows, in all streams together
+    call                function that segments `window_count` windows, in all streams together
     measure_difference  function that returns the fraction of changed labels, NaN if any score was not finite, or
                         infinity if the scores of a full batch are wrong
     result              object to return if this candidate wins
     """
 
     call: Callable[[], object]
-    windows: int
+    window_count: int
     measure_difference: Callable[[], float]
     result: Result
 
@@ -239,7 +239,7 @@ class Tuner(Generic[Result]):
             log.debug("%s failed while it was being timed", entrant.config, exc_info=True)
             self._record_failure(entrant.config, error)
             return False
-        entrant.seconds.append((self._clock() - start) / entrant.candidate.windows)
+        entrant.seconds.append((self._clock() - start) / entrant.candidate.window_count)
         return True
 
     def _record_verdict(self, entrant: _Entrant[Result], verdict: Verdict) -> None:

@@ -114,11 +114,11 @@ class EnginePlan:
     tuned: bool = False
 
     @property
-    def origin(self) -> str:
+    def selection_method(self) -> str:
         """How the configuration was chosen: `tuned` or `known-order`."""
         return "tuned" if self.tuned else "known-order"
 
-    def lines(self) -> Iterator[str]:
+    def format_lines(self) -> Iterator[str]:
         """Yield the lines of a table: the chosen configuration, then the others, the fastest first."""
         location = self.circumstances.get("device", "an unknown device")
         if "threads" in self.circumstances:

@@ -176,7 +176,9 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: StackPart, 
             if image.is_contiguous:
                 pixels = tiff.filehandle.read_array(image.dtype, math.prod(layout.shape), image.page.dataoffsets[0])
             else:
-                pixels = image.pages[page_to_decode.index].asarray(lock=lock, maxworkers=host.CORES if is_single else 1)
+                pixels = image.pages[page_to_decode.index].asarray(
+                    lock=lock, maxworkers=host.CORE_COUNT if is_single else 1
+                )
             pixels = pixels.reshape(layout.shape[outer:]).astype(dtype, copy=False)
         for channel, block in _select_blocks(pixels, layout, part, page_to_decode):
             store(channel, (page_to_decode.z, 0, 0), block)

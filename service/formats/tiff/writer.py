@@ -178,7 +178,7 @@ def _compress_planes(planes: Iterator[Array], layout: _FileLayout) -> Iterator[b
     if layout.nbytes <= _MAX_IN_MEMORY_BYTES:
         yield from map(_compress, planes)
         return
-    workers = min(host.usable_cores(), _MAX_THREADS)
+    workers = min(host.count_usable_cores(), _MAX_THREADS)
     planes_per_task = max(1, _TASK_BYTES * layout.pages // layout.nbytes)
     pending: deque[Future[list[bytes]]] = deque()
     with ThreadPoolExecutor(workers, "compress") as threads:

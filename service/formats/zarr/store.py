@@ -17,7 +17,7 @@ from zipfile import ZIP_STORED, BadZipFile
 
 from service.core.errors import BadFile
 from service.core.files.atomic_files import open_subfolder
-from service.core.files.zip_archive import ZipLimits, locate_stored, open_archive
+from service.core.files.zip_archive import ZipLimits, locate_stored_member, open_archive
 
 # Maximum size of one metadata file. Consolidated metadata of a large plate takes a few MB.
 MAX_JSON_BYTES = 2**24
@@ -241,7 +241,7 @@ class ZipStore:
                 return self._archive.read(entry)
             if entry.compress_type == ZIP_STORED:
                 descriptor = self._stream.fileno()
-                return read_exactly(descriptor, locate_stored(descriptor, entry) + start, length)
+                return read_exactly(descriptor, locate_stored_member(descriptor, entry) + start, length)
             with self._archive.open(entry) as file:
                 file.seek(start)
                 return file.read(length)

@@ -248,7 +248,7 @@ def _check_decoding(decoding: object, output: str) -> None:
             parameter="fill_holes",
             suggested={"fill_holes": "false"},
         )
-    if not block_kernel.ready:
+    if not block_kernel.is_available:
         raise BadParameter(f"Block-wise segmentation of labels is not available: {block_kernel.problem}.")
 
 

@@ -100,7 +100,7 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
     maxima = _find_maxima(run, tiles, basin_of)
     _number_basins(basin_of, maxima)
     heights = heights_of_keys(torch.from_numpy(maxima.peak_key))
-    forest = MergeForest(persistence.distance(heights).numpy(), persistence.depth)
+    forest = MergeForest(persistence.to_distances(heights).numpy(), persistence.depth)
     with tempfile.TemporaryFile(dir=run.folder.path) as passes_file:
 
         def write_passes(basins: NDArray[np.integer], keys: NDArray[np.int32]) -> None:
@@ -110,8 +110,8 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
         passes = passes_file.tell() // _PASS.itemsize
         for part in _sort_descending(np.memmap(passes_file, _PASS) if passes else np.zeros(0, _PASS)):
             forest.join(part["first"], part["second"], part["height"])
-    object_of = np.unique(forest.highest(), return_inverse=True)[1]
-    objects, is_kept = _choose_objects(run, decoding, object_of, sums, persistence.distance(heights).numpy())
+    object_of = np.unique(forest.find_highest_basins(), return_inverse=True)[1]
+    objects, is_kept = _choose_objects(run, decoding, object_of, sums, persistence.to_distances(heights).numpy())
     count = int(np.count_nonzero(is_kept))
     numbers = np.where(is_kept, is_kept.cumsum(), 0)
     # The last label is the label of the background.

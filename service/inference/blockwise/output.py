@@ -19,7 +19,7 @@ from service.formats.zarr import writer as zarr_writer
 from service.inference.blockwise.join import label_tile
 from service.inference.blockwise.layout import Blocks, Box, get_first_voxel, get_lengths, to_ranges, to_slices
 from service.inference.blockwise.tiles import make_decoding_spec, read_pixels
-from service.inference.measurements import ObjectSums, measure_box, tabulate
+from service.inference.measurements import ObjectStatistics, measure_box, tabulate
 from service.inference.preprocessing.resample import nearest_voxels
 from service.inference.windows.grid import as_size
 from service.models.spec import Instances
@@ -78,11 +78,13 @@ def _measure_block(run: OpenRun, number: int, box: Box, labels: Array) -> None:
 def collect_table(run: OpenRun, objects: Objects) -> Table:
     """Return the measurements of all objects. All blocks of labels must have been written."""
     with open_all_channels(run) as stack:
-        sums = ObjectSums.zeros(len(objects) + 1, stack.shape[0], stack.dtype)
+        sums = ObjectStatistics.zeros(len(objects) + 1, stack.shape[0], stack.dtype)
     for number in sorted(run.folder.find_finished_blocks("labels")):
         if run.folder.read_record("labels", number).get("measured"):
             with run.folder.read_arrays(f"measured/{number}.npz") as archive:
-                sums.add_objects(archive["numbers"], ObjectSums(*(archive[name] for name in ObjectSums._fields)))
+                sums.add_objects(
+                    archive["numbers"], ObjectStatistics(*(archive[name] for name in ObjectStatistics._fields))
+                )
     return tabulate(sums, run.plan.size, run.plan.voxel_size, objects)
 
 

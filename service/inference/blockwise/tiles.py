@@ -166,16 +166,18 @@ def _find_pieces(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor)
     margin_slices = to_slices((z, y, x), get_first_voxel(margin_box))
     persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
     parameters = WatershedParameters(logit(decoding.threshold), persistence.depth, persistence.logits)
-    block_pieces = block_kernel.trace(
+    block_pieces = block_kernel.find_pieces(
         Block(get_lengths(tile), get_first_voxel(tile), layout.size),
         heights[margin_slices],
         foreground[margin_slices],
         parameters,
     )
-    pixels: Array = block_pieces.pieces.astype(np.uint16 if len(block_pieces.facts) < 2**16 else np.uint32)
-    arrays: dict[str, Array] = {"properties": block_pieces.facts, "passes": block_pieces.passes}
+    pixels: Array = block_pieces.pieces.astype(np.uint16 if len(block_pieces.properties) < 2**16 else np.uint32)
+    arrays: dict[str, Array] = {"properties": block_pieces.properties, "passes": block_pieces.passes}
     if layout.size != run.plan.size:
-        arrays["stack_voxels"] = _count_stack_voxels(pixels, len(block_pieces.facts), tile, layout.size, run.plan.size)
+        arrays["stack_voxels"] = _count_stack_voxels(
+            pixels, len(block_pieces.properties), tile, layout.size, run.plan.size
+        )
     arrays["at_faces"] = _find_face_pieces(pixels, tile, layout.size)
     for axis, side in itertools.product(range(3), (0, 1)):
         arrays[f"face-{axis}-{side}"] = pixels.take([-side], axis).squeeze(axis)

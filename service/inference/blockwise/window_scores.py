@@ -43,7 +43,7 @@ def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stag
         Resampling(plan.size, layout.size),
     )
     with stages.measure("read"), stack_reader.open_blocks(plan.source, plan.selection) as stack:
-        volume = Volume.from_array(stack.read_region(resampling.source(box)))
+        volume = Volume.from_array(stack.read_region(resampling.find_source_box(box)))
     image: Image = NormalizedImage(volume, survey.scalings)
     if layout.size != plan.size:
         image = ResampledImage(image, resampling, box)

@@ -45,4 +45,4 @@ class DevicePlacement:
 
     def choose_decoder_factory(self, make: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
         """Return a function that creates a decoder on the device, or on the host if the scores do not fit."""
-        return partial(HostDecoder, make) if plan.decode_on_host else partial(make, start=DeviceWatershed)
+        return partial(HostDecoder, make) if plan.decode_on_host else partial(make, start_watershed=DeviceWatershed)

@@ -52,17 +52,19 @@ class DeviceWatershed:
             target.narrow(self._axis, self._num_collected, num_planes).copy_(part)
         self._num_collected += num_planes
 
-    def labels(
-        self, minimum_size: int, *, drop_border: bool, keep: ObjectFilter = keep_all
+    def label_objects(
+        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
         # All planes have been collected, so they can be added along z.
         planes = self._planes._replace(along_y=False)
-        watershed = Watershed(planes, self._persistence.floor, self._block_voxels, NEIGHBOR_VOXELS)
+        watershed = Watershed(planes, self._persistence.compute_floors, self._block_voxels, NEIGHBOR_VOXELS)
         watershed.add(self._heights, self._foreground, self._codes)
         basins = watershed.finish()
         del watershed, self._heights, self._foreground, self._codes
         merge = merge_basins_on_device
-        return label_basins(basins, self._persistence, minimum_size, drop_border=drop_border, keep=keep, merge=merge)
+        return label_basins(
+            basins, self._persistence, minimum_size, drop_border=drop_border, object_filter=object_filter, merge=merge
+        )
 
 
 def estimate_watershed_bytes(size: Size) -> int:
@@ -85,7 +87,7 @@ def merge_basins_on_device(basins: Basins, persistence: Persistence) -> NDArray[
 
     The host waits for the device once per round, at most log2(R) times.
     """
-    peaks = persistence.distance(basins.peaks)
+    peaks = persistence.to_distances(basins.peaks)
     passes = find_shallow_passes(basins, persistence)
     groups, is_joined = _join_groups(peaks, passes, persistence.depth)
     numbers = torch.arange(len(peaks), device=peaks.device)

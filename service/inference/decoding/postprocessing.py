@@ -42,7 +42,7 @@ def minimum_voxels(postprocessing: PostprocessingOptions, volume: Extent) -> int
     """
     if postprocessing.minimum_size is None:
         return 0
-    voxels = postprocessing.minimum_size.in_voxels(volume.voxel_size)
+    voxels = postprocessing.minimum_size.to_voxels(volume.voxel_size)
     if voxels is None:
         raise BadParameter(
             "minimum_size: the file does not specify a voxel size, which is needed to convert um3 to voxels. Add"

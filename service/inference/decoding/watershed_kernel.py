@@ -105,7 +105,7 @@ class WatershedKernel(CppFunctions):
 
     def supports(self, device: torch.device, size: Size = (1, 1, 1), block: int = BLOCK_VOXELS) -> bool:
         """Return whether the kernel is available and supports volumes of this size on this device, along both axes."""
-        return self.ready and device.type == "cpu" and block + 4 * _largest_plane(size) <= MAX_INDEX
+        return self.is_available and device.type == "cpu" and block + 4 * _largest_plane(size) <= MAX_INDEX
 
     def start(
         self, size: Size, parameters: WatershedParameters, *, along_y: bool = False, block: int | None = None

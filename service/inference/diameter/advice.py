@@ -109,7 +109,7 @@ def _suggest_model(evidence: Evidence, calibration: Calibration) -> _Advice | No
 
 def _suggest_diameter(evidence: Evidence) -> _Advice | None:
     likely = evidence.likely_diameter
-    if likely is None or evidence.used_diameter is None or (diameters := likely.in_voxels(None)) is None:
+    if likely is None or evidence.used_diameter is None or (diameters := likely.to_voxels(None)) is None:
         return None
     if abs(math.log(math.prod(diameters) / math.prod(evidence.used_diameter))) <= 3 * math.log(MIN_DIAMETER_RATIO):
         return None

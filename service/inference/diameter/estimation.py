@@ -169,7 +169,7 @@ class DiameterEstimator:
         short = Diameter((x,), "px")
         # The short form must mean the same with and without the voxel size.
         is_same = all(
-            are_close((z, y, x), short.in_voxels(size) or (x, x, x), 1.001) for size in (None, self._voxel_size)
+            are_close((z, y, x), short.to_voxels(size) or (x, x, x), 1.001) for size in (None, self._voxel_size)
         )
         return short if is_same else Diameter((z, y, x), "px")
 

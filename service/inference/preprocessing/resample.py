@@ -254,7 +254,7 @@ def used_diameter(volume: Extent, spec: ModelSpec, diameter: Diameter | None) ->
     """Return the object diameter along (z, y, x) that was used, in voxels; None if the model has no object diameter."""
     if spec.input.diameter is None:
         return None
-    diameter_lengths = diameter and diameter.in_voxels(volume.voxel_size)
+    diameter_lengths = diameter and diameter.to_voxels(volume.voxel_size)
     return diameter_lengths or tuple(spec.input.diameter / factor for factor in base_factors(volume, spec))
 
 
@@ -288,7 +288,7 @@ def _find_object_scale(volume: Extent, spec: ModelSpec, diameter: Diameter) -> l
             f"The model {spec.name} has no object diameter to resample to. Remove the parameter diameter.",
             parameter="diameter",
         )
-    source_diameters = diameter.in_voxels(volume.voxel_size)
+    source_diameters = diameter.to_voxels(volume.voxel_size)
     if source_diameters is None:
         raise BadParameter(
             "The file does not specify a voxel size, which is needed for a diameter in um. Add voxel_size=Z,Y,X, or "

@@ -70,7 +70,7 @@ class EngineBuilder:
     network        network as loaded, float32 on the CPU
     window_bytes   bytes of its float32 activations for one window
     native_dtypes  dtypes to consider; None: the dtypes that the device supports in hardware
-    faulty_dtypes  supported dtypes to avoid, with the reason; None: use `devices.faulty_precisions`
+    faulty_dtypes  supported dtypes to avoid, with the reason; None: use `devices.list_faulty_precisions`
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -86,8 +86,8 @@ class EngineBuilder:
     ) -> None:
         self._spec, self._settings, self._device = spec, settings, device
         self._network, self._window_bytes, self._driver = network, window_bytes, driver
-        self._native_dtypes = devices.native_precisions(device) if native_dtypes is None else native_dtypes
-        self._faulty_dtypes = devices.faulty_precisions(device) if faulty_dtypes is None else faulty_dtypes
+        self._native_dtypes = devices.list_native_precisions(device) if native_dtypes is None else native_dtypes
+        self._faulty_dtypes = devices.list_faulty_precisions(device) if faulty_dtypes is None else faulty_dtypes
         self._batch_size, self._streams = (
             choose_default_batch_size(settings, device),
             choose_default_streams(settings, device),
@@ -120,7 +120,7 @@ class EngineBuilder:
         """Return windows that run the network as loaded: eagerly, in float32 without TF32, without folded layers."""
         network: Network = copy.deepcopy(self._network).to(self._device)
         if self._device.type == "cuda":
-            network = tf32.without_tf32(network)
+            network = tf32.wrap_without_tf32(network)
         return self.make_sliding_window(network, EngineConfig("eager", "fp32", "contiguous", batch_size), batch_size)
 
     def make_sliding_window(self, network: Network, config: EngineConfig, batch_size: int) -> SlidingWindow:
@@ -142,7 +142,7 @@ class EngineBuilder:
 
     def make_eager_config(self, name: str) -> EngineConfig:
         """Return the configuration of the eager engine in the precision `name`."""
-        memory_format = backends.BACKENDS["eager"].allowed_formats(self._settings.engine, self._device)[0]
+        memory_format = backends.BACKENDS["eager"].list_allowed_formats(self._settings.engine, self._device)[0]
         return EngineConfig("eager", name, memory_format, self._batch_size, streams=self._streams)
 
     def make_agreement(self) -> LabelAgreement:
@@ -223,5 +223,7 @@ def choose_default_streams(settings: Settings, device: torch.device) -> int:
         return 1
     configured = settings.engine.streams
     return (
-        min(DEFAULT_CPU_STREAMS, settings.device.threads or host.usable_cores()) if configured == "auto" else configured
+        min(DEFAULT_CPU_STREAMS, settings.device.threads or host.count_usable_cores())
+        if configured == "auto"
+        else configured
     )

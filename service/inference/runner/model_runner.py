@@ -154,7 +154,7 @@ class ModelRunner:
 
     def check_memory(self, estimate: Estimate) -> None:
         """Raise OutOfMemory if the host or the device has less free memory than estimated."""
-        check_memory(estimate, host.available_memory(), self.placement.free_bytes())
+        check_memory(estimate, host.query_available_memory(), self.placement.free_bytes())
 
     def find_device_loss(self, error: BaseException) -> DeviceLost | None:
         """Return the error to raise if `error` means that the device was lost, or None otherwise."""
@@ -226,7 +226,7 @@ class ModelRunner:
 
     @property
     def _kernel_warnings(self) -> tuple[str, ...]:
-        if self.device.type != "cpu" or window_kernels.ready:
+        if self.device.type != "cpu" or window_kernels.is_available:
             return ()
         return (f"Segmentation takes at least twice as long without the C++ kernels: {window_kernels.problem}.",)
 
@@ -236,7 +236,7 @@ class ModelRunner:
         plan = None if engine is None else engine.plan
         return EngineReport(
             device=str(self.device),
-            device_name=devices.device_name(self.device),
+            device_name=devices.get_device_name(self.device),
             engine=config.engine if engine else "starting",
             precision=config.precision,
             memory_format=config.memory_format,
@@ -248,7 +248,7 @@ class ModelRunner:
             warm_up_seconds=engine.seconds if engine else 0.0,
             warnings=(*self._kernel_warnings, *(engine.warnings if engine else ())),
             streams=config.streams,
-            planned="fixed" if plan is None else plan.origin,
+            planned="fixed" if plan is None else plan.selection_method,
             cached=engine is not None and engine.is_cached,
             trials=plan.trials if plan else (),
         )

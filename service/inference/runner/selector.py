@@ -140,10 +140,10 @@ class EngineSelector(EngineBuilder):
         spec, settings = self._spec, self._settings
         dependencies: dict[str, object] = {
             "weights": spec.weights.sha256,
-            "architecture": spec.architecture.model_dump_json() if spec.architecture else spec.network,
+            "architecture": spec.architecture.model_dump_json() if spec.architecture else spec.network_name,
             "input": f"{spec.input.channels} x {'x'.join(map(str, spec.input.roi_size))}",
             "decoding": spec.decoding.model_dump_json(),
-            "device": devices.device_name(self._device),
+            "device": devices.get_device_name(self._device),
             "python": platform.python_version(),
             "engine": settings.engine.model_dump_json(exclude={"cache_folder", "tune", "tune_seconds"}),
             "engines": plans.hash_sources(Path(__file__).parents[1]),
@@ -151,8 +151,8 @@ class EngineSelector(EngineBuilder):
         }
         dependencies |= {name: _get_version(name) for name in LIBRARIES}
         if self._device.type == "cpu":
-            dependencies |= {"threads": torch.get_num_threads(), "features": " ".join(host.query_cpu().features)}
-            dependencies["kernels"] = window_kernels.ready
+            dependencies |= {"threads": torch.get_num_threads(), "features": " ".join(host.query_host().features)}
+            dependencies["kernels"] = window_kernels.is_available
         else:
             dependencies |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
         return {name: str(value) for name, value in dependencies.items()}
@@ -204,7 +204,7 @@ class EngineSelector(EngineBuilder):
         ]
 
     def _list_known_order(self) -> list[EngineConfig]:
-        features = host.query_cpu().features if self._device.type == "cpu" else ()
+        features = host.query_host().features if self._device.type == "cpu" else ()
         return backends.list_default_order(self._list_candidates(), features)
 
     def _make_tuner(
@@ -238,7 +238,7 @@ class EngineSelector(EngineBuilder):
     def _explain_skip(self, config: EngineConfig) -> str | None:
         """Return the reason not to try a configuration, or None."""
         backend = backends.BACKENDS[config.engine]
-        if (missing_requirement := backends.explain_missing(config, self._device)) is not None:
+        if (missing_requirement := backends.explain_unavailability(config, self._device)) is not None:
             return missing_requirement
         if (reason := backend.explain_unsupported(config.precision, self._device, self._network)) is not None:
             return f"it {reason}"

@@ -32,7 +32,7 @@ def choose_diameter(
     usable_estimates = [
         (diameters, voxel_size, estimate.matches_model)
         for estimate, voxel_size in estimates
-        if estimate.diameter is not None and (diameters := estimate.diameter.in_voxels(voxel_size)) is not None
+        if estimate.diameter is not None and (diameters := estimate.diameter.to_voxels(voxel_size)) is not None
     ]
     if not usable_estimates:
         return "none", (

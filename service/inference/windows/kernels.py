@@ -105,12 +105,12 @@ class WindowKernels(CppFunctions):
 
     def supports(self, device: torch.device) -> bool:
         """Return whether the kernels are available and can blend on this device."""
-        return self.ready and device.type == "cpu"
+        return self.is_available and device.type == "cpu"
 
     def can_scale(self, pixels: NDArray[Any], out: Tensor) -> bool:
         """Return whether `scale` supports these dtypes and this memory."""
         is_supported = pixels.dtype in PIXEL_DTYPES and pixels.flags.aligned and out.dtype in FLOAT_DTYPES
-        return is_supported and out.is_cpu and self.ready
+        return is_supported and out.is_cpu and self.is_available
 
     def scale(
         self, pixels: NDArray[Any], out: Tensor, offset: float, scale: float, limits: tuple[float, float]

@@ -35,7 +35,7 @@ class JobView(NamedTuple):
     position      position in the queue, 1 for the next job; None if the job is not waiting
     seconds_left  estimated time until the result is available; None if unknown
     seconds       seconds per stage so far
-    loading       whether the job is waiting for its model to load
+    is_loading    whether the job is waiting for its model to load
     stage         current stage of a running job, one of the keys of `seconds`
     points        finished and total time points of a series, or stacks of a folder; 0 of 0 for a single volume
     """
@@ -45,7 +45,7 @@ class JobView(NamedTuple):
     position: int | None = None
     seconds_left: float | None = None
     seconds: dict[str, float] = {}  # noqa: RUF012 - never changed
-    loading: bool = False
+    is_loading: bool = False
     stage: str | None = None
     points: Progress = Progress()
 
@@ -125,13 +125,13 @@ def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
         )
     return JobView(
         record,
-        queue.progress(job),
-        queue.position(job),
-        queue.seconds_left(job),
+        queue.get_progress(job),
+        queue.get_position(job),
+        queue.estimate_seconds_left(job),
         dict(active.stages.seconds),
-        active.reservation.loading,
+        active.reservation.is_loading,
         active.stage,
-        job.points,
+        job.time_points,
     )
 
 

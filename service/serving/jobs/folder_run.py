@@ -68,7 +68,7 @@ class FolderPaths(NamedTuple):
         if stacks := select_stacks(files, self.glob):
             return stacks
         pattern = self.glob or "*.tif"
-        raise BadParameter.about(
+        raise BadParameter.for_parameter(
             "input", f"{self.input_folder} contains no stack that matches {pattern}. Select other files with glob=."
         )
 
@@ -77,7 +77,7 @@ class FolderPaths(NamedTuple):
         self.find_stacks(host_files)
         with host_files.open_results(self.results_folder, self.caller) as results:
             if not can_hold_results(results) and not overwrite:
-                raise BadParameter.about(
+                raise BadParameter.for_parameter(
                     "output_to",
                     f"{self.results_folder} contains other files. Choose another folder, or set overwrite=true.",
                     suggested={"overwrite": "true"},
@@ -104,7 +104,7 @@ class FolderRun:
         reset_attempts: Callable[[], object],
     ) -> None:
         self._runtime, self._job, self._space, self._reset_attempts = runtime, job, space, reset_attempts
-        self._spec = runtime.models.servable_spec(model)
+        self._spec = runtime.models.get_servable_spec(model)
         self._paths = FolderPaths.from_query(query, job.owner)
         parameters = query.model_dump(exclude_unset=True)
         # The parameters of a single stack. They are the same as on the command line, so records are interchangeable.
@@ -150,7 +150,7 @@ class FolderRun:
         )
         with (
             host_files.open_results(paths.results_folder, paths.caller) as results,
-            tempfile.TemporaryDirectory(dir=self._runtime.scratch.requests) as scratch,
+            tempfile.TemporaryDirectory(dir=self._runtime.scratch.requests_folder) as scratch,
         ):
             stacks = paths.find_stacks(host_files)
             self.progress = Progress(0, len(stacks))
@@ -187,7 +187,7 @@ class FolderRun:
         return metadata, json.dumps(content)
 
     def _check_cancelled(self) -> None:
-        if self._job.cancelled() or self._runtime.draining:
+        if self._job.cancelled() or self._runtime.is_draining:
             raise Cancelled("The job was cancelled between two stacks.")
 
     def _begin_stack(self, _name: str, number: int, count: int) -> None:
@@ -211,7 +211,7 @@ class FolderRun:
         """Read a stack in the shared read threads. Wait until there is enough scratch space for a large stack."""
         query = Query.model_validate(query.model_dump(exclude_none=True) | {"input": self._paths.input_folder})
         request = SegmentationRequest(query, path, scratch, self._job.owner, self._job.cancelled)
-        source = replace(PixelSource.sandboxed(self._runtime.reader, request, path), measured=is_measured)
+        source = replace(PixelSource.from_sandbox(self._runtime.reader, request, path), has_measurements=is_measured)
         self._space.add(-self._space.nbytes)
         pixels = self._run_in_pool(self._runtime.read_threads, source.read_small_pixels)
         if isinstance(pixels, Pixels):

@@ -39,7 +39,7 @@ from service.serving.jobs.folder_records import (
 )
 from service.serving.parameters import Query
 from service.serving.results.answers import TIFF_SUFFIX, make_answer_name, measure_objects
-from service.serving.results.provenance import describe_origin, hash_file
+from service.serving.results.provenance import describe_provenance, hash_file
 from service.serving.storage.disk import translate_disk_errors
 
 if TYPE_CHECKING:
@@ -177,7 +177,9 @@ class FolderSegmentation:
         return FolderOutcome({name: self._records[name] for name in stacks}, self._skipped_count)
 
     def _segment_all(self, stacks: Sequence[str], query: Query) -> None:
-        parameters = json.dumps([query.canonical, self._spec.identifier, self._spec.weights.sha256, software_version()])
+        parameters = json.dumps(
+            [query.canonical_json, self._spec.identifier, self._spec.weights.sha256, software_version()]
+        )
         shared_parameters = self._find_shared_parameters(stacks, query, parameters)
         self._key = json.dumps([parameters, shared_parameters.query.diameter])
         for number, name in enumerate(stacks, 1):
@@ -231,7 +233,7 @@ class FolderSegmentation:
             self._callbacks.begin(name, 0, len(stacks))
             try:
                 with self._callbacks.open(name) as stack, tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
-                    pixels = self._callbacks.read(stack, query, Path(scratch)).segmented
+                    pixels = self._callbacks.read(stack, query, Path(scratch)).segmentation_input
                     volume = pixels if isinstance(pixels, Volume) else pixels.read(pixels.times[0])[0]
                     if (diameter_estimate := estimate(volume, query.options)) is not None:
                         estimates.append((diameter_estimate, volume.voxel_size))
@@ -256,10 +258,10 @@ class FolderSegmentation:
                 stages = Stages()
                 with stages.measure("read"):
                     pixels = self._callbacks.read(stack, shared_parameters.query, Path(scratch))
-                result = self._callbacks.segment(pixels.segmented, shared_parameters.query.options)
+                result = self._callbacks.segment(pixels.segmentation_input, shared_parameters.query.options)
                 stages.update(result.seconds)
                 result = result._replace(notes=tuple(filter(None, (shared_parameters.note, *result.notes))))
-                provenance = describe_origin(shared_parameters.query, result, Path(name).name, hash_file(stack))
+                provenance = describe_provenance(shared_parameters.query, result, Path(name).name, hash_file(stack))
                 is_writing = True
                 with stages.measure("write"), _translate_full_disk():
                     labels = self._write_results(name, pixels, result, provenance)
@@ -285,12 +287,12 @@ class FolderSegmentation:
         labels = f"{stem}_{segmentation.kind}.ome.{'zarr' if self._is_zarr else 'tif'}"
         staged_name = Path(labels).name
         writers.write(segmentation, staging / staged_name, provenance)
-        volume = pixels.segmented
+        volume = pixels.segmentation_input
         if isinstance(volume, Series):
             volume = volume.read(volume.times[0])[0]
             segmentation = replace(segmentation, pixels=segmentation.pixels[0])
         (staging / "picture").write_bytes(thumbnail.draw(volume, segmentation))
-        if (table := measure_objects(result, pixels.measured)) is not None:
+        if (table := measure_objects(result, pixels.measurement_input)) is not None:
             measurements.write_csv(table, staging / "table")
             self._results.put("table", f"{stem}_objects.csv")
         self._results.put("picture", f"{stem}.png")

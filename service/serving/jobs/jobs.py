@@ -18,7 +18,7 @@ from service.serving.jobs.active_job import JobView, view_job, wait_for_jobs
 from service.serving.jobs.folder_run import FolderPaths
 from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.jobs.runner import JobRunner
-from service.serving.jobs.store import INPUT, JobStore
+from service.serving.jobs.store import INPUT_NAME, JobStore
 from service.serving.runtime import JOIN_SECONDS, Runtime
 from service.serving.storage.disk import DiskUsage, measure_disk
 from service.serving.storage.stack_store import StackStore
@@ -38,7 +38,7 @@ MAINTENANCE_INTERVAL_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
-class AsyncJobs:
+class JobManager:
     """The asynchronous jobs of the service. All methods except `start` and `stop` block only for disk access.
 
     `keep_seconds` is the time for which a finished job is kept. Methods raise OutOfStorage and StorageUnavailable like
@@ -60,7 +60,7 @@ class AsyncJobs:
         self._runtime: Runtime
         # Jobs on folders have a queue of their own. They add their stacks one by one to the queues of the devices.
         self._folder_queue = JobQueue(
-            settings.limits.waiting, MAX_RUNNING_FOLDER_JOBS, shared=len(settings.access.keys) > 1
+            settings.limits.waiting, MAX_RUNNING_FOLDER_JOBS, is_shared=len(settings.access.keys) > 1
         )
         self._folder_threads = JobThreads("folder", self._folder_queue.take, MAX_RUNNING_FOLDER_JOBS)
         self._maintenance_thread = threading.Thread(target=self._maintain_storage, name="storage", daemon=True)
@@ -98,7 +98,7 @@ class AsyncJobs:
         for active in active_jobs:
             if active.job.state == "waiting":
                 active.job.cancel()
-        if self._runtime.draining:
+        if self._runtime.is_draining:
             wait_for_jobs(active_jobs, self._settings.server.drain_seconds)
         for active in active_jobs:
             active.job.cancel()
@@ -131,24 +131,24 @@ class AsyncJobs:
         """Return whether a job is running or its result is being written."""
         return any(active.job.state != "waiting" for active in self.runner.active_jobs)
 
-    def make_incoming(self) -> Path:
+    def make_incoming_folder(self) -> Path:
         """Create a folder for an uploaded file to be passed to `submit`. Raises OutOfStorage if the disk is full."""
-        return self._store.make_incoming()
+        return self._store.make_incoming_folder()
 
     def submit(
         self, received: SegmentationRequest, name: str, description: Description, receive_seconds: float
     ) -> JobView:
-        """Accept a request whose folder was created by `make_incoming`. The accepted job survives a restart.
+        """Accept a request whose folder was created by `make_incoming_folder`. The accepted job survives a restart.
 
-        The folder contains the file INPUT, which is empty if the query refers to a host file. The pixels of the input,
-        which `description` describes, are read later. Raises BadParameter if no volume can be read from the input,
-        the errors of `Runtime.estimate`, QueueFull and NotReady.
+        The folder contains the file INPUT_NAME, which is empty if the query refers to a host file. The pixels of the
+        input, which `description` describes, are read later. Raises BadParameter if no volume can be read from the
+        input, the errors of `Runtime.estimate`, QueueFull and NotReady.
         """
         if description.problem:
             raise BadParameter(description.problem, parameter="time", suggested={"time": "all"})
         query, runtime = received.query, self._runtime
-        spec = runtime.models.spec(query.model)
-        windows = description.volumes * runtime.estimate(spec, description, query.options).windows
+        spec = runtime.models.get_spec(query.model)
+        windows = description.volume_count * runtime.estimate(spec, description, query.options).windows
         parameters = query.model_dump(mode="json", exclude_unset=True)
         return self._accept(received, JobRequest(spec.name, parameters, name, windows, receive_seconds))
 
@@ -158,7 +158,7 @@ class AsyncJobs:
         Raises BadParameter if the folders cannot be used, the errors of `Estimator.plan`, QueueFull and NotReady.
         """
         query, runtime = received.query, self._runtime
-        spec = runtime.models.spec(query.model)
+        spec = runtime.models.get_spec(query.model)
         runtime.estimator(spec).plan(query.options)
         paths = FolderPaths.from_query(query, received.caller)
         paths.check(runtime.host_files, overwrite=bool(query.overwrite))
@@ -170,9 +170,9 @@ class AsyncJobs:
         active = self.runner.activate(received.folder.name, request, received.caller)
         try:
             # Check the model after activation, because an active job prevents deletion of the model.
-            self._runtime.models.servable_spec(request.model)
+            self._runtime.models.get_servable_spec(request.model)
             active.queue.offer(active.job)
-            self._store.accept(received.folder / INPUT, received.caller, request)
+            self._store.accept(received.folder / INPUT_NAME, received.caller, request)
         except BaseException:
             active.job.cancel()
             raise

@@ -100,7 +100,7 @@ class JobRunner:
         if request.is_folder:
             active.queue = self._folder_queue
         active.space = self._runtime.scratch_space.new_reservation(owner or "")
-        active.job = Job(request.model, work, windows=request.windows, needs=needs, ready=False, owner=owner)
+        active.job = Job(request.model, work, window_count=request.windows, needs=needs, is_ready=False, owner=owner)
         with self._lock:
             self._active[active.id] = active
         # Pass only the ID. A reference to the active job would be a reference cycle that keeps the result in memory.
@@ -110,7 +110,7 @@ class JobRunner:
     def prepare(self, active: ActiveJob) -> None:
         """Start to prepare a job. Jobs on folders need no preparation, because they read one stack after the other."""
         if active.request.is_folder:
-            active.queue.release(active.job)
+            active.queue.mark_ready(active.job)
         else:
             self._read_ahead(active)
 
@@ -125,7 +125,7 @@ class JobRunner:
         except Exception as error:  # noqa: BLE001 - reported as the failure of the job
             if not self._schedule_retry(active, error, partial(self._read_ahead, active)):
                 active.log_unexpected_error(error)
-                active.job.refuse(error)
+                active.job.fail_before_start(error)
         finally:
             # If the job was cancelled in the meantime, its pixels may have been deleted before the folder existed.
             if active.job.future.done():
@@ -167,7 +167,7 @@ class JobRunner:
         if active.job.cancelled():
             raise Cancelled("The job was cancelled before its input was read.")
         # The job may be from an earlier process that served other models.
-        self._runtime.models.servable_spec(active.request.model)
+        self._runtime.models.get_servable_spec(active.request.model)
         upload, location = self._store.input_path(active.id), active.query.input
         source: Source = upload
         if not upload.exists():
@@ -179,8 +179,8 @@ class JobRunner:
                 if location is not None:
                     source = stack.enter_context(self._runtime.host_files.open_input(location, active.owner)).path
                 request = self._make_request(active)._replace(folder=active.pixel_folder)
-                pixels = read_pixels(PixelSource.sandboxed(self._runtime.reader, request, source))
-                if isinstance(pixels, Pixels) and isinstance(pixels.segmented, Series):
+                pixels = read_pixels(PixelSource.from_sandbox(self._runtime.reader, request, source))
+                if isinstance(pixels, Pixels) and isinstance(pixels.segmentation_input, Series):
                     active.open_files = stack.pop_all()
                 return pixels
 
@@ -200,11 +200,11 @@ class JobRunner:
 
     def _estimate_needs(self, active: ActiveJob) -> ResourceNeeds:
         assert active.pixels is not None  # noqa: S101 - the file has already been read
-        return active.reservation.needs(active.pixels.segmented, active.query.options)
+        return active.reservation.needs(active.pixels.segmentation_input, active.query.options)
 
     def _segment_folder(self, active: ActiveJob, job: Job[Result | FolderOutcome]) -> FolderOutcome:
         """Segment the stacks in a folder, in a thread of the folder queue."""
-        if self._runtime.draining or not self._begin_job(active):
+        if self._runtime.is_draining or not self._begin_job(active):
             raise Cancelled("The job was cancelled before it began.")
         active.stages.add("queue", job.seconds_waited)
         reset_attempts = partial(self._store.reset_attempts, active.id)
@@ -216,10 +216,10 @@ class JobRunner:
 
     def _segment(self, active: ActiveJob, job: Job[Result | FolderOutcome]) -> Result:
         """Segment a volume or a series, in a thread of the device queue."""
-        if self._runtime.draining or active.pixels is None or not self._begin_job(active):
+        if self._runtime.is_draining or active.pixels is None or not self._begin_job(active):
             raise Cancelled("The job was cancelled before it began.")
         active.stages.add("queue", max(job.seconds_waited - active.stages.seconds["read"], 0.0))
-        return active.reservation.segment(job, active.pixels.segmented, active.query.options)
+        return active.reservation.segment(job, active.pixels.segmentation_input, active.query.options)
 
     def _begin_job(self, active: ActiveJob) -> bool:
         """Record that the job is running. Return False if the job must not run. Ignore storage errors."""
@@ -269,7 +269,7 @@ class JobRunner:
             # If the input is a host file, the uploaded file is empty.
             if active.query.input is None and request.source.is_file():
                 request = request._replace(digest=hash_file(request.source))
-            answer = write_answer(host_files, request, active.pixels.measured, result)
+            answer = write_answer(host_files, request, active.pixels.measurement_input, result)
             active.stages.update(answer.seconds)
             metadata = describe_answer(active.request.name, answer, result, active.stages.seconds)
             partial_failure = result.series.error if result.series else None
@@ -278,7 +278,9 @@ class JobRunner:
             if not is_finished:
                 return
         count, seconds = result.segmentation.count, active.stages.seconds
-        self._runtime.metrics.count_segmentation(active.request.model, active.pixels.segmented.voxels, count, seconds)
+        self._runtime.metrics.count_segmentation(
+            active.request.model, active.pixels.segmentation_input.voxels, count, seconds
+        )
 
     def _write_folder_result(self, active: ActiveJob, outcome: FolderOutcome) -> None:
         assert active.folder_run is not None  # noqa: S101 - the run created the results

@@ -38,7 +38,7 @@ from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.storage.disk import translate_disk_errors
 
-INPUT = "upload.tif"
+INPUT_NAME = "upload.tif"
 RESULT_NAME = "result"
 # SQL condition for jobs that are waiting or running.
 UNFINISHED_CONDITION = "state IN ('waiting', 'running')"
@@ -82,7 +82,7 @@ class JobStore:
         """Unlock the folder for other processes. Further calls have no effect."""
         self._database.close()
 
-    def make_incoming(self) -> Path:
+    def make_incoming_folder(self) -> Path:
         """Create a folder for an uploaded file. Its size does not count toward the quota until `accept`."""
         folder = self._incoming / uuid.uuid4().hex
         with translate_disk_errors():
@@ -90,7 +90,7 @@ class JobStore:
         return folder
 
     def accept(self, upload: Path, owner: str | None, request: JobRequest) -> None:
-        """Store a job. `upload` is a file in a folder from `make_incoming`. The folder name becomes the job ID.
+        """Store a job. `upload` is a file in a folder from `make_incoming_folder`. The folder name becomes the job ID.
 
         When this method returns, the job is on disk and survives a restart. Raises OutOfStorage if the quota is used
         up.
@@ -139,7 +139,7 @@ class JobStore:
 
     def input_path(self, job_id: str) -> Path:
         """Return the path of the uploaded file. Write results to the same folder before `finish`."""
-        return self._jobs / job_id / INPUT
+        return self._jobs / job_id / INPUT_NAME
 
     def result_path(self, job_id: str) -> Path:
         """Return the path of the result. The file is complete if the job is done."""
@@ -204,7 +204,7 @@ class JobStore:
             if not records or records[0].state in {"failed", "cancelled", "expired"}:
                 shutil.rmtree(folder)
                 return
-            needed_name = RESULT_NAME if records[0].state == "done" else INPUT
+            needed_name = RESULT_NAME if records[0].state == "done" else INPUT_NAME
             for path in folder.iterdir():
                 if path.is_dir():
                     shutil.rmtree(path)

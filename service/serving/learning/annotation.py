@@ -41,7 +41,7 @@ class Region:
             if all(start < stop <= length for (start, stop), length in zip(region.ranges, shape, strict=True)):
                 return region
         size = ",".join(f"0:{length}" for length in shape)
-        raise BadParameter.about("region", f"expected z0:z1,y0:y1,x0:x1 within {size}, not {value[:80]!r}.")
+        raise BadParameter.for_parameter("region", f"expected z0:z1,y0:y1,x0:x1 within {size}, not {value[:80]!r}.")
 
     @property
     def ranges(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
@@ -59,7 +59,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Origin:
+class LabelProvenance:
     """The provenance of corrected labels.
 
     model     name and version of the model
@@ -89,7 +89,7 @@ class NewAnnotation:
     name: str
     owner: str | None
     region: Region | None = None
-    origin: Origin = field(default_factory=Origin)
+    provenance: LabelProvenance = field(default_factory=LabelProvenance)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Annotation:
     region: Region | None
     objects: int
     digest: str
-    origin: Origin
+    provenance: LabelProvenance
     nbytes: int
     created: float
 

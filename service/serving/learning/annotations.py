@@ -24,7 +24,14 @@ from service.core.files.atomic_files import sync_to_disk
 from service.core.quantities import VoxelSize
 from service.core.types import Segmentation, Volume, label_dtype
 from service.formats.tiff import writer as tiff_writer
-from service.serving.learning.annotation import IMAGE_FILE, LABELS_FILE, Annotation, NewAnnotation, Origin, Region
+from service.serving.learning.annotation import (
+    IMAGE_FILE,
+    LABELS_FILE,
+    Annotation,
+    LabelProvenance,
+    NewAnnotation,
+    Region,
+)
 from service.serving.storage.disk import translate_disk_errors
 from service.serving.storage.scratch import MARKER_FILE, delete_abandoned_folders, make_locked_folder
 
@@ -106,21 +113,21 @@ class AnnotationStore:
                 os.close(lock_fd)
         return self.find(annotation_id, new_annotation.owner)
 
-    def find(self, annotation_id: str, owner: str | None, *, everyone: bool = False) -> Annotation:
-        """Return an annotated stack of this owner, or of any owner if `everyone` is set. Raises UnknownAnnotation."""
+    def find(self, annotation_id: str, owner: str | None, *, is_admin: bool = False) -> Annotation:
+        """Return an annotated stack of this owner, or of any owner if `is_admin` is set. Raises UnknownAnnotation."""
         annotation = _read_stack(self.folder / annotation_id) if _ID.fullmatch(annotation_id) else None
-        if annotation is None or not (everyone or annotation.owner == owner):
+        if annotation is None or not (is_admin or annotation.owner == owner):
             raise UnknownAnnotation("There is no such annotated stack: the ID is wrong, or the stack was deleted.")
         return annotation
 
-    def list_newest(self, owner: str | None, *, everyone: bool = False) -> list[Annotation]:
-        """Return the annotated stacks of this owner, or of all owners if `everyone` is set, newest first."""
-        annotations = (annotation for annotation in self._list_all() if everyone or annotation.owner == owner)
+    def list_newest(self, owner: str | None, *, is_admin: bool = False) -> list[Annotation]:
+        """Return the annotated stacks of this owner, or of all owners if `is_admin` is set, newest first."""
+        annotations = (annotation for annotation in self._list_all() if is_admin or annotation.owner == owner)
         return sorted(annotations, key=attrgetter("created"), reverse=True)
 
-    def delete(self, annotation_id: str, owner: str | None, *, everyone: bool = False) -> None:
+    def delete(self, annotation_id: str, owner: str | None, *, is_admin: bool = False) -> None:
         """Delete an annotated stack. Raises UnknownAnnotation."""
-        annotation = self.find(annotation_id, owner, everyone=everyone)
+        annotation = self.find(annotation_id, owner, is_admin=is_admin)
         with translate_disk_errors(), suppress(FileNotFoundError):
             # Delete the record first. A folder without a record is not an annotated stack.
             (annotation.folder / RECORD_FILE).unlink()
@@ -169,7 +176,7 @@ def _read_stack(folder: Path) -> Annotation | None:
             shape=(z, y, x),
             voxel_size=None if size is None else VoxelSize(*size),
             region=None if region is None else Region.parse(region, (z, y, x)),
-            origin=Origin(**content.pop("origin")),
+            provenance=LabelProvenance(**content.pop("origin")),
             **content,
         )
     except (OSError, ValueError, TypeError, LookupError, BadParameter):
@@ -189,7 +196,7 @@ def _write_stack(folder: Path, image: Volume, labels: Volume, new_annotation: Ne
         "region": None if new_annotation.region is None else str(new_annotation.region),
         "objects": objects,
         "digest": _compute_digest(image),
-        "origin": asdict(new_annotation.origin),
+        "origin": asdict(new_annotation.provenance),
         "nbytes": nbytes,
         "created": time.time(),
     }

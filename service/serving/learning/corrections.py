@@ -10,7 +10,7 @@ import numpy as np
 from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
 from service.core.types import CancellationCheck, Selection
-from service.serving.learning.annotation import Annotation, NewAnnotation, Origin, Region
+from service.serving.learning.annotation import Annotation, LabelProvenance, NewAnnotation, Region
 
 if TYPE_CHECKING:
     from service.formats.sandbox.reader import Reader, Source
@@ -35,7 +35,7 @@ class Correction(NamedTuple):
     region: str | None
     name: str
     owner: str | None
-    origin: Origin
+    provenance: LabelProvenance
     folder: Path
 
 
@@ -51,11 +51,11 @@ def store_correction(
     Raises BadParameter if they do not match, and the errors of `Reader`, `SpaceReservation.reserve` and
     `AnnotationStore.add`.
     """
-    stack, labels, selection, region, name, owner, origin, folder = correction
+    stack, labels, selection, region, name, owner, provenance, folder = correction
     description = reader.inspect(stack, selection, cancelled=cancelled)
     channels, z, y, x = description.shape
     if channels != 1:
-        raise BadParameter.about(
+        raise BadParameter.for_parameter(
             "channel", f"the stack has {channels} channels. Select the channel to which the labels belong."
         )
     shape = (z, y, x)
@@ -66,7 +66,7 @@ def store_correction(
     label_volume = reader.read_labels(labels, shape, folder, cancelled=cancelled)
     if selection.voxel_size is None:
         _check_voxel_size(label_volume.voxel_size, image.voxel_size)
-    return annotations.add(image, label_volume, NewAnnotation(name, owner, corrected_region, origin))
+    return annotations.add(image, label_volume, NewAnnotation(name, owner, corrected_region, provenance))
 
 
 def _check_voxel_size(labels: VoxelSize | None, stack: VoxelSize | None) -> None:
@@ -74,7 +74,7 @@ def _check_voxel_size(labels: VoxelSize | None, stack: VoxelSize | None) -> None
     if labels is None or stack is None or np.allclose(tuple(labels), tuple(stack), rtol=0.01, atol=0):
         return
     sizes = [",".join(f"{edge_length:g}" for edge_length in size) for size in (labels, stack)]
-    raise BadParameter.about(
+    raise BadParameter.for_parameter(
         "voxel_size",
         f"the labels specify {sizes[0]} micrometers (Z,Y,X), but the stack specifies {sizes[1]}. Save the labels"
         f" without a voxel size, or set the correct voxel size, for example voxel_size={sizes[1]}.",

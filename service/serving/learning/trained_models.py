@@ -57,10 +57,10 @@ class TrainedModels:
         """Raise BadParameter if a model or an unfinished training run has this name, or if the name is reserved."""
         models = self._settings.models
         used_names = {DEFAULT_NAME, models.default, *models.serve}
-        used_names |= {state.name for state in self._models.states()}
+        used_names |= {state.name for state in self._models.list_states()}
         used_names |= {record.name for record in self._queue.unfinished_records}
         if name in used_names or (self.folder / name).exists():
-            raise BadParameter.about(
+            raise BadParameter.for_parameter(
                 "name", f"{name!r} is the name of a model, or reserved for one. Choose another name."
             )
 
@@ -70,29 +70,29 @@ class TrainedModels:
         latest_record = self._queue.find_latest_done(record.name)
         return record.name if record is latest_record and record.name in self._models.specs else None
 
-    def can_remove(self, model: ModelState, owner: str | None, *, everyone: bool = False) -> bool:
-        """Return whether a client can delete a model. The parameters are described in `remove`."""
+    def can_delete(self, model: ModelState, owner: str | None, *, is_admin: bool = False) -> bool:
+        """Return whether a client can delete a model. The parameters are described in `delete`."""
         folder = self.folder / model.name
         is_trained = folder.is_dir() if model.spec is None else folder == model.spec.folder
-        return is_trained and (everyone or (owner is not None and _read_owner(folder) == owner))
+        return is_trained and (is_admin or (owner is not None and _read_owner(folder) == owner))
 
-    def remove(self, name: str, owner: str | None, *, everyone: bool = False, has_jobs: Callable[[str], bool]) -> None:
+    def delete(self, name: str, owner: str | None, *, is_admin: bool = False, has_jobs: Callable[[str], bool]) -> None:
         """Delete a trained model and its files. Running requests for the model are still completed.
 
         Args:
             name: name of the model
             owner: name of the API key of the client; None owns no models
-            everyone: whether the client is an admin, who can delete the models of all owners
+            is_admin: whether the client is an admin, who can delete the models of all owners
             has_jobs: returns whether unfinished jobs use a model; called twice, finally when no new jobs are accepted
 
         Raises UnknownModel, ModelNotDeletable, Unauthorized and NotReady.
         """
-        model = self._models.state(name)
-        if not self.can_remove(model, None, everyone=True):
+        model = self._models.get_state(name)
+        if not self.can_delete(model, None, is_admin=True):
             raise ModelNotDeletable(
                 f"The model {name} was not trained by this service. Only the operator can delete it."
             )
-        if not self.can_remove(model, owner, everyone=everyone):
+        if not self.can_delete(model, owner, is_admin=is_admin):
             raise Unauthorized("Only the API key that trained a model, and the keys in access.admins, can delete it.")
         work_folder, default_name = self.folder / f"{WORK_PREFIX}{uuid.uuid4().hex}", self._models.default
 
@@ -112,7 +112,7 @@ class TrainedModels:
             # requests and waiting jobs fail.
             self._check_unused(model, default_name, has_jobs)
         try:
-            self._change_served_models(partial(self._models.remove, name, delete_files))
+            self._change_served_models(partial(self._models.delete_model, name, delete_files))
         finally:
             shutil.rmtree(work_folder, ignore_errors=True)
         log.info("deleted the model %s", name)
@@ -120,7 +120,7 @@ class TrainedModels:
     def serve(self, name: str) -> None:
         """Start serving a new model. Raises StackSegError."""
         self._change_served_models(self._models.reload)
-        self._models.servable_spec(name)
+        self._models.get_servable_spec(name)
 
     def withdraw(self, name: str) -> None:
         """Delete the model of an unfinished training run, if the model exists, and stop serving it."""

@@ -51,18 +51,18 @@ class TrainingQueue:
             self._records[record.id] = record
             self.condition.notify_all()
 
-    def find(self, training_id: str, owner: str | None, *, everyone: bool = False) -> TrainingRecord:
-        """Return a training run of this owner, or of any owner if `everyone` is set. Raises UnknownTraining."""
+    def find(self, training_id: str, owner: str | None, *, is_admin: bool = False) -> TrainingRecord:
+        """Return a training run of this owner, or of any owner if `is_admin` is set. Raises UnknownTraining."""
         record = self._records.get(training_id)
-        if record is None or not (everyone or record.owner == owner):
+        if record is None or not (is_admin or record.owner == owner):
             raise UnknownTraining("There is no such training run: the ID is wrong, or the run was deleted.")
         return record
 
-    def list_newest(self, owner: str | None, *, everyone: bool = False) -> list[TrainingRecord]:
-        """Return the training runs of this owner, or of all owners if `everyone` is set, newest first."""
+    def list_newest(self, owner: str | None, *, is_admin: bool = False) -> list[TrainingRecord]:
+        """Return the training runs of this owner, or of all owners if `is_admin` is set, newest first."""
         with self.condition:
             records = list(self._records.values())
-        return [record for record in reversed(records) if everyone or record.owner == owner]
+        return [record for record in reversed(records) if is_admin or record.owner == owner]
 
     @property
     def unfinished_records(self) -> list[TrainingRecord]:

@@ -57,7 +57,7 @@ class NewTraining(NamedTuple):
     name: str
 
 
-class Trainings:
+class TrainingManager:
     """The training runs of the service. A thread processes one run at a time. Thread-safe.
 
     is_stopping  function that returns whether the service is stopping
@@ -111,40 +111,40 @@ class Trainings:
                 " operator can install them with: pip install 'stackseg[train]'."
             )
 
-    def submit(self, request: NewTraining, owner: str | None, *, admin: bool) -> TrainingRecord:
+    def submit(self, request: NewTraining, owner: str | None, *, is_admin: bool) -> TrainingRecord:
         """Queue a training run that creates a new model from an existing model.
 
         Raises FeatureDisabled, UnknownModel, UnknownAnnotation, BadParameter, QueueFull and NotReady.
         """
         self.check_enabled()
         limits = self._settings.trainings
-        spec = self._models.servable_spec(request.model)
+        spec = self._models.get_servable_spec(request.model)
         check_trainable(spec)
         if request.minutes > limits.minutes:
-            raise BadParameter.about(
+            raise BadParameter.for_parameter(
                 "minutes",
                 f"the maximum is {limits.minutes:g} (trainings.minutes).",
                 suggested={"minutes": f"{limits.minutes:g}"},
             )
         annotation_ids = list(dict.fromkeys(request.annotations))
         _check_no_overlaps(
-            [self._annotations.find(annotation_id, owner, everyone=admin) for annotation_id in annotation_ids]
+            [self._annotations.find(annotation_id, owner, is_admin=is_admin) for annotation_id in annotation_ids]
         )
         record = TrainingRecord(
             uuid.uuid4().hex, owner, request.name, spec.identifier, annotation_ids, request.minutes, time.time()
         )
         with self.queue.condition:
             # The model may have been deleted in the meantime.
-            self._models.servable_spec(spec.name)
+            self._models.get_servable_spec(spec.name)
             self.trained_models.check_name(request.name)
             self._check_limits(owner)
             self.queue.add(record)
         self.queue.delete_oldest(owner)
         return record
 
-    def cancel(self, training_id: str, owner: str | None, *, everyone: bool = False) -> None:
+    def cancel(self, training_id: str, owner: str | None, *, is_admin: bool = False) -> None:
         """Cancel an unfinished training run, or delete the record of a finished one. Raises UnknownTraining."""
-        record = self.queue.find(training_id, owner, everyone=everyone)
+        record = self.queue.find(training_id, owner, is_admin=is_admin)
         with self.queue.condition:
             if record.has_ended:
                 self.queue.delete(record)
@@ -252,8 +252,8 @@ class Trainings:
 
     def _make_request(self, record: TrainingRecord, model_folder: Path) -> dict[str, Any]:
         """Return the request for `service.training.process`. Raises UnknownModel, BrokenModel and UnknownAnnotation."""
-        spec = self._models.servable_spec(record.base_model.partition("/")[0])
-        stacks = [self._annotations.find(annotation_id, None, everyone=True) for annotation_id in record.annotations]
+        spec = self._models.get_servable_spec(record.base_model.partition("/")[0])
+        stacks = [self._annotations.find(annotation_id, None, is_admin=True) for annotation_id in record.annotations]
         limits = self._settings.trainings
         return {
             "stacks": [_describe_stack(stack) for stack in stacks],
@@ -288,7 +288,7 @@ def _check_no_overlaps(stacks: Sequence[Annotation]) -> None:
     for stack in stacks:
         for overlapping_stack in overlaps[stack.id]:
             older, newer = sorted((stack, overlapping_stack), key=lambda annotation: annotation.created)
-            raise BadParameter.about(
+            raise BadParameter.for_parameter(
                 "annotations",
                 f"{older.id} ({older.name}) and the newer {newer.id} ({newer.name}) have labels for the"
                 " same region of one image. Omit one of them.",
@@ -301,5 +301,5 @@ def _describe_stack(stack: Annotation) -> dict[str, Any]:
         "image": str(stack.image.resolve()),
         "labels": str(stack.labels.resolve()),
         "region": None if stack.region is None else stack.region.ranges,
-        "diameter": stack.origin.diameter,
+        "diameter": stack.provenance.diameter,
     }

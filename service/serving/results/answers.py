@@ -20,7 +20,7 @@ from service.core.types import Segmentation, Volume
 from service.formats.tiff import writer as tiff_writer
 from service.inference import measurements
 from service.serving.results.metadata import AnswerMetadata
-from service.serving.results.provenance import describe_origin
+from service.serving.results.provenance import describe_provenance
 
 if TYPE_CHECKING:
     from service.inference.types import Result, Table
@@ -142,9 +142,9 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
         return
     for name in ("glob", "format"):
         if getattr(query, name) is not None:
-            raise BadParameter.about(name, "this parameter is valid only for an input that is a folder.")
+            raise BadParameter.for_parameter(name, "this parameter is valid only for an input that is a folder.")
     if query.output_to is None and query.overwrite is not None:
-        raise BadParameter.about("overwrite", "this parameter is valid only together with output_to.")
+        raise BadParameter.for_parameter("overwrite", "this parameter is valid only together with output_to.")
     is_zarr = query.output_to is not None and _is_zarr_output(host_files, query, query.output_to, caller)
     host_files.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite), as_zarr=is_zarr)
 
@@ -158,7 +158,7 @@ def _is_zarr_output(host_files: HostFiles, query: Query, output: str, caller: st
     if not output.lower().endswith(suffixes):
         # Report errors in `input` first.
         host_files.check(query.input, None, caller)
-        raise BadParameter.about(
+        raise BadParameter.for_parameter(
             "output_to", f"the name must end with {' or '.join(suffixes)} for this kind of result."
         )
     return False
@@ -166,12 +166,12 @@ def _is_zarr_output(host_files: HostFiles, query: Query, output: str, caller: st
 
 def _check_folder_query(query: Query) -> None:
     if query.output_to is None:
-        raise BadParameter.about(
+        raise BadParameter.for_parameter(
             "input",
             f"{query.input} is a folder. Use POST /jobs for a folder, and set output_to to the folder for the results.",
         )
     if query.measurements is not None:
-        raise BadParameter.about(
+        raise BadParameter.for_parameter(
             "measurements",
             "omit this parameter if the input is a folder. The measurements are always written to objects.csv in the"
             " results folder.",
@@ -183,7 +183,9 @@ def _check_folder_query(query: Query) -> None:
 def check_zarr_extra(parameter: str) -> None:
     """Raise BadParameter if the `zarr` extra, which writes OME-Zarr, is not installed."""
     if find_spec("zarr") is None:
-        raise BadParameter.about(parameter, "OME-Zarr output requires the zarr extra: pip install 'stackseg[zarr]'.")
+        raise BadParameter.for_parameter(
+            parameter, "OME-Zarr output requires the zarr extra: pip install 'stackseg[zarr]'."
+        )
 
 
 def measure_objects(result: Result, measured: Volume | None) -> Table | None:
@@ -231,7 +233,7 @@ def describe_low_confidence(result: Result) -> dict[str, Any] | None:
     }
 
 
-def fingerprint(caller: str | None, digest: str, spec: str, query: Query, execution: Mapping[str, Any]) -> str:
+def compute_fingerprint(caller: str | None, digest: str, spec: str, query: Query, execution: Mapping[str, Any]) -> str:
     """Return a hash of everything that determines an answer. Requests with equal fingerprints have equal answers.
 
     digest     digest of the file content
@@ -240,7 +242,7 @@ def fingerprint(caller: str | None, digest: str, spec: str, query: Query, execut
 
     Returns a SHA-256 hash in hexadecimal.
     """
-    components = [caller, digest, spec, query.canonical, execution]
+    components = [caller, digest, spec, query.canonical_json, execution]
     return hashlib.sha256(json.dumps(components).encode()).hexdigest()
 
 
@@ -250,7 +252,7 @@ def make_answer_name(name: str, suffix: str) -> str:
 
 
 def _make_provenance(request: SegmentationRequest, result: Result) -> dict[str, str]:
-    return describe_origin(request.query, result, request.name, request.digest)
+    return describe_provenance(request.query, result, request.name, request.digest)
 
 
 def _write_zarr(host_files: HostFiles, request: SegmentationRequest, result: Result, destination: str) -> Answer:

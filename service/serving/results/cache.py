@@ -34,7 +34,7 @@ class ResultCache(Generic[T]):
         self._lock = threading.Lock()
 
     @property
-    def enabled(self) -> bool:
+    def is_enabled(self) -> bool:
         return self._limit_bytes > 0
 
     @property

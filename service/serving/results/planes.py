@@ -29,7 +29,7 @@ class PlaneRange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Planes:
+class PlaneSelection:
     """A selection [z, y, x] from the first channel of a volume, and the little-endian dtype of the converted voxels."""
 
     volume: Volume
@@ -37,7 +37,7 @@ class Planes:
     dtype: np.dtype[Any]
 
     @classmethod
-    def select(cls, volume: Volume, plane_range: PlaneRange) -> Planes:
+    def select(cls, volume: Volume, plane_range: PlaneRange) -> PlaneSelection:
         """Select planes. Raises BadParameter if they are outside the volume or exceed `MAX_PLANE_BYTES`."""
         dtype = volume.dtype if volume.dtype.name in PLANE_DTYPES else np.dtype(np.float32)
         planes = cls(volume, _find_ranges(volume, plane_range), dtype.newbyteorder("<"))

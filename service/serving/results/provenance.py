@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from service.serving.parameters import Query
 
 
-def describe_origin(query: Query, result: Result, source: str, digest: str | None) -> dict[str, str]:
+def describe_provenance(query: Query, result: Result, source: str, digest: str | None) -> dict[str, str]:
     """Return the provenance of a result as names and values. Unknown values are omitted.
 
     Args:

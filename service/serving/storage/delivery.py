@@ -82,7 +82,7 @@ def check_file(target: DeliveryTarget) -> None:
     """Raise BadParameter if the target is a folder, and OutputExists if it is a file that must not be overwritten."""
     with suppress(FileNotFoundError):
         if stat.S_ISDIR(os.stat(target.name, dir_fd=target.folder_fd, follow_symlinks=False).st_mode):
-            raise BadParameter.about("output_to", f"{target.location} is a folder. Add a file name.")
+            raise BadParameter.for_parameter("output_to", f"{target.location} is a folder. Add a file name.")
         if not target.overwrite:
             raise _output_exists_error(target)
 
@@ -99,14 +99,14 @@ def check_store(target: DeliveryTarget) -> None:
             # Check again if another call has replaced the target in the meantime.
             status_after = target.path.lstat()
             if (status_after.st_ino, status_after.st_ctime_ns) == (status_before.st_ino, status_before.st_ctime_ns):
-                raise BadParameter.about(
+                raise BadParameter.for_parameter(
                     "output_to",
                     f"{target.location} is not a Zarr store, so it cannot be replaced with one. Choose another name.",
                 )
 
 
 def _output_exists_error(target: DeliveryTarget) -> OutputExists:
-    return OutputExists.about(
+    return OutputExists.for_parameter(
         "output_to",
         f"{target.location} already exists. Choose another name, or set overwrite=true.",
         suggested={"overwrite": "true"},

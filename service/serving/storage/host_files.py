@@ -79,12 +79,12 @@ class HostFiles:
                 pass
         if output is not None:
             if as_zarr and not is_store_name(output.rpartition("/")[2]):
-                raise BadParameter.about(
+                raise BadParameter.for_parameter(
                     "output_to", f"{output} is not a valid name for a Zarr store. Choose another name."
                 )
             with self._open_target(output, caller, overwrite=overwrite) as target:
                 if not os.access(".", os.W_OK | os.X_OK, dir_fd=target.folder_fd):
-                    raise BadParameter.about("output_to", f"the service has no permission to write {output}.")
+                    raise BadParameter.for_parameter("output_to", f"the service has no permission to write {output}.")
                 check = delivery.check_store if as_zarr else delivery.check_file
                 check(target)
                 if os.fstatvfs(target.folder_fd).f_bavail == 0:
@@ -107,7 +107,9 @@ class HostFiles:
             url = next((url for url in allowed_urls.values() if location.startswith(f"{url}/")), None)
             if url is None:
                 advice = f" Allowed URLs: {', '.join(allowed_urls.values())}." if allowed_urls else ""
-                raise BadParameter.about("input", f"the URL does not begin with the URL of a configured store.{advice}")
+                raise BadParameter.for_parameter(
+                    "input", f"the URL does not begin with the URL of a configured store.{advice}"
+                )
             check_url(location)
             subpath = unquote(location[len(url) :])
         else:
@@ -117,7 +119,7 @@ class HostFiles:
             url, subpath = allowed_urls[name], slash + subpath
         subpath = subpath.rstrip("/")
         if not subpath or not all(map(_is_file_name, subpath.split("/")[1:])):
-            raise BadParameter.about(
+            raise BadParameter.for_parameter(
                 "input", f"the path from {url} to the store must consist of names separated by single slashes."
             )
         return url + quote(subpath)
@@ -136,7 +138,7 @@ class HostFiles:
             try:
                 mode = os.fstat(path_fd).st_mode
                 if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and is_zarr_folder(descriptor_path(path_fd))):
-                    raise BadParameter.about(
+                    raise BadParameter.for_parameter(
                         "input",
                         f"{location} is a folder, a link or a device, not a file. A folder must be an OME-Zarr image."
                         " Use POST /jobs for a folder of stacks.",
@@ -184,7 +186,7 @@ class HostFiles:
             results_status = os.fstat(results_fd)
         with self.open_folder(location, caller) as folder:
             if results_status is not None and os.path.samestat(folder.path.stat(), results_status):
-                raise BadParameter.about(
+                raise BadParameter.for_parameter(
                     "output_to", f"{output} is the input folder. Choose another folder for the results."
                 )
             with _translate_os_errors("input", location):
@@ -283,16 +285,16 @@ def _parse_location(
         advice = (
             "Upload the stack" if parameter == "input" else "Omit the parameter to receive the result in the response"
         )
-        raise BadParameter.about(parameter, f"the service has no host folders that you may use. {advice}.")
+        raise BadParameter.for_parameter(parameter, f"the service has no host folders that you may use. {advice}.")
     name, *parts = location.split("/")
     if name not in usable_roots or not (parts or allow_root):
-        raise BadParameter.about(
+        raise BadParameter.for_parameter(
             parameter,
             f"the path must begin with one of {', '.join(usable_roots)}, such as"
             f" {next(iter(usable_roots))}/2026/stack.tif.",
         )
     if not all(map(_is_file_name, parts)):
-        raise BadParameter.about(
+        raise BadParameter.for_parameter(
             parameter, f"the path from {name} to the file must consist of names separated by single slashes."
         )
     return usable_roots[name], parts
@@ -340,7 +342,7 @@ def _translate_os_errors(parameter: str, location: str) -> Iterator[None]:
                 raise _disk_full(location) from error
             case _:
                 raise
-        raise BadParameter.about(parameter, f"{location} {problem}.") from None
+        raise BadParameter.for_parameter(parameter, f"{location} {problem}.") from None
 
 
 def _disk_full(location: str) -> OutOfStorage:

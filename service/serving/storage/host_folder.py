@@ -110,7 +110,7 @@ def list_files(folder: Path, glob: str, skipped_status: os.stat_result | None = 
     """
     pattern = tuple(glob.split("/"))
     if not set(pattern).isdisjoint({"", ".", ".."}):
-        raise BadParameter.about(
+        raise BadParameter.for_parameter(
             "glob", f"{glob}: a pattern consists of names separated by single slashes, such as **/*.tif."
         )
     matches, entry_count = list[str](), 0

@@ -11,7 +11,7 @@ from service.serving.storage.threads import FairThreadPool
 READER_BYTES = 2 * 2**30
 # Maximum number of large and of small files that are read concurrently. A large file is decoded with several threads
 # for part of the time. There are enough readers for small files that a single client cannot occupy them all.
-LARGE_FILE_READER_COUNT = min(max(host.usable_cores() // 4, 1), 4)
+LARGE_FILE_READER_COUNT = min(max(host.count_usable_cores() // 4, 1), 4)
 SMALL_FILE_READER_COUNT = LARGE_FILE_READER_COUNT + 2
 
 

@@ -30,9 +30,9 @@ RETRY_AFTER_SECONDS = 5
 class ScratchFolder:
     """The scratch folder of this process. It is deleted when the service stops.
 
-    path      path of the folder, whose name is unique
-    requests  path of the folder with a subfolder for each request
-    results   path of the folder with the cached results
+    path             path of the folder, whose name is unique
+    requests_folder  path of the folder with a subfolder for each request
+    results_folder   path of the folder with the cached results
 
     Raises ConfigError if the process cannot write to the parent folder.
     """
@@ -42,7 +42,7 @@ class ScratchFolder:
         if not os.access(parent, os.W_OK | os.X_OK) or not parent.is_dir():
             raise ConfigError(f"server.scratch_folder: {parent} is not a folder that this process can write to.")
         self.path = parent / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
-        self.requests, self.results = self.path / "requests", self.path / "cache"
+        self.requests_folder, self.results_folder = self.path / "requests", self.path / "cache"
         self._request_numbers = itertools.count()
         self._lock_fd: int
 
@@ -50,12 +50,12 @@ class ScratchFolder:
         """Create and lock the folder. Delete the folders of killed services."""
         delete_abandoned_folders(self.path.parent)
         self._lock_fd = make_locked_folder(self.path)
-        self.requests.mkdir()
-        self.results.mkdir()
+        self.requests_folder.mkdir()
+        self.results_folder.mkdir()
 
     def repair(self) -> str | None:
         """Recreate the folder or its subfolders if they were deleted. Return the problem as one sentence, or None."""
-        subfolders = self.requests, self.results
+        subfolders = self.requests_folder, self.results_folder
         try:
             if (self.path / MARKER_FILE).exists() and all(folder.is_dir() for folder in subfolders):
                 return None
@@ -77,11 +77,11 @@ class ScratchFolder:
 
     def make_request_folder(self) -> Path:
         """Create a folder for one request."""
-        return Path(tempfile.mkdtemp(dir=self.requests))
+        return Path(tempfile.mkdtemp(dir=self.requests_folder))
 
     def next_request_folder(self) -> Path:
         """Return a path at which a request can create its folder. The name is unique among all processes."""
-        return self.requests / f"{self.path.name}-{next(self._request_numbers)}"
+        return self.requests_folder / f"{self.path.name}-{next(self._request_numbers)}"
 
 
 def delete_abandoned_folders(parent: Path, prefix: str = FOLDER_PREFIX) -> None:
@@ -143,19 +143,19 @@ class ScratchSpace:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit = limit_bytes
+        self.limit_bytes = limit_bytes
         self._used_bytes: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     @property
-    def used(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes reserved by all clients."""
         return self._used_bytes.total()
 
     @property
     def max_client_bytes(self) -> int:
         """Maximum number of bytes for a client if no other client uses the space."""
-        return self.limit // 2
+        return self.limit_bytes // 2
 
     def new_reservation(self, client: str) -> SpaceReservation:
         """Return an empty reservation for a client. Close it after its files have been deleted."""
@@ -182,10 +182,10 @@ class ScratchSpace:
             del self._used_bytes[client]
 
     def _check_limits(self, client: str, nbytes: int) -> None:
-        free_bytes, client_bytes = self.limit - self._used_bytes.total() - nbytes, self._used_bytes[client]
+        free_bytes, client_bytes = self.limit_bytes - self._used_bytes.total() - nbytes, self._used_bytes[client]
         if client_bytes + nbytes <= free_bytes:
             return
-        if 2 * nbytes > self.limit:
+        if 2 * nbytes > self.limit_bytes:
             raise TooLarge(
                 f"The request needs {nbytes:,} bytes of disk space on the service, but a client can use at most"
                 f" {self.max_client_bytes:,} bytes. Select a channel or a time point, crop the stack, or downsample it."

@@ -139,7 +139,7 @@ def test_concurrency_limit_applies_to_each_key_until_the_response(bands_reposito
     with start(bands_repository, tmp_path, access=access) as service, ThreadPoolExecutor(2) as pool:
         service.fake.gate.clear()
         first = pool.submit(segment, service, ADA)
-        until(lambda: service.runtime.devices.running)
+        until(lambda: service.runtime.devices.running_jobs)
         assert problem_of(service.segment(headers=TIFF | bearer(ADA))) == (429, "rate-limited")
         assert service.client.get("/models", headers=bearer(ADA)).status_code == 200
         other = pool.submit(segment, service, BOB)

@@ -321,7 +321,7 @@ def test_disk_space_is_reserved_for_expected_or_received_bytes(tmp_path: Path, h
     assert first.nbytes == 2**28 if has_length else 1000 <= first.nbytes <= 1000 + BLOCK_BYTES
     first.reserve(2**28 - first.nbytes)
     asyncio.run(stall(second, 2**28))
-    space.new_reservation("client").reserve(2**29 - space.used)
+    space.new_reservation("client").reserve(2**29 - space.used_bytes)
     with pytest.raises(RateLimited):
         asyncio.run(stall(third, 1000))
 

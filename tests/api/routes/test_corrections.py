@@ -174,7 +174,7 @@ def test_form_with_a_stack_and_its_labels_is_stored(service: Service, stack: str
         assert service.client.delete(f"/annotations/{stored['id']}").status_code == 204
     assert post_form(service, {"labels": ("a.npy", npy())}, stack=stack).json()["name"] == "cells.tif"
     assert service.leftovers() == []
-    assert service.runtime.scratch_space.used == 0
+    assert service.runtime.scratch_space.used_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_cancelling_jobs_frees_the_device_and_the_queue(service: Service) -> Non
     for job in (waiting, running):
         assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
         assert service.show(job)["state"] == "cancelled"
-    until(lambda: not service.runtime.devices.running and service.runtime.devices.waiting == 0)
+    until(lambda: not service.runtime.devices.running_jobs and service.runtime.devices.waiting_count == 0)
     assert problem(service.result(running)) == (410, "result-gone")
     until(lambda: service.leftovers() == [])
     until(lambda: not service.async_jobs._store.input_path(running["id"]).parent.exists())
@@ -266,7 +266,7 @@ def test_result_larger_than_the_scratch_quota_can_be_downloaded(bands_repository
         answer = service.result(job)
         assert len(answer.content) > service.runtime.scratch_space.max_client_bytes
         assert answer.status_code == 200
-        assert service.runtime.scratch_space.used == 0
+        assert service.runtime.scratch_space.used_bytes == 0
 
 
 def test_job_response_has_the_documented_headers_and_members(service: Service) -> None:

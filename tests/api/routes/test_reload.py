@@ -17,7 +17,7 @@ from model_files import copy_model
 from runtimes import caches
 
 from service.core.errors import BrokenModel
-from service.serving.devices.device import loaded_bytes
+from service.serving.devices.device import count_loaded_bytes
 
 
 def put(models: Path, name: str, version: str) -> Path:
@@ -98,7 +98,7 @@ def test_running_request_keeps_its_model_and_its_result_is_not_cached_for_anothe
     answers: list[str] = []
     request = threading.Thread(target=lambda: answers.append(service.segment("bands")))
     request.start()
-    until(lambda: service.live.runtime.devices.running)
+    until(lambda: service.live.runtime.devices.running_jobs)
     put(service.models, "bands", "2")
     assert service.reload()["changed"] == ["bands"]
     assert service.served()["bands"] == ("2", "ready")
@@ -108,7 +108,7 @@ def test_running_request_keeps_its_model_and_its_result_is_not_cached_for_anothe
     assert service.segment("bands") == "bands/2"
     memory = service.live.runtime.devices.all[0]
     until(lambda: 'stackseg_model_unloads_total{model="bands"} 1.0' in service.live.client.get("/metrics").text)
-    assert loaded_bytes(memory) == old.nbytes
+    assert count_loaded_bytes(memory) == old.nbytes
 
 
 def test_result_names_its_model_and_is_not_cached_for_another_during_a_reload(

@@ -26,7 +26,7 @@ from service.core.config import Settings
 from service.core.quantities import VoxelSize
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
-from service.serving.results.answers import fingerprint, make_answer_name
+from service.serving.results.answers import compute_fingerprint, make_answer_name
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.storage.readers import SMALL_FILE_READER_COUNT
 from service.serving.storage.threads import HOST_FILE_THREADS
@@ -56,7 +56,7 @@ def block(folder: Path) -> None:
 
 def test_small_request_needs_no_disk(service: Service) -> None:
     """It succeeds with an unwritable scratch folder, whereas large requests and compressed files fail."""
-    scratch = service.runtime.scratch.requests
+    scratch = service.runtime.scratch.requests_folder
     # Start the reader process.
     assert service.post("/inspect", STACK).status_code == 200
     block(scratch)
@@ -258,7 +258,7 @@ def test_volume_and_labels_leave_memory_with_their_request(service: Service) -> 
 
 def key(caller: str | None, spec: ModelSpec, query: Query, **execution: Any) -> str:
     """Return the cache key of a request."""
-    return fingerprint(caller, "0" * 64, spec.model_dump_json(), query, execution)
+    return compute_fingerprint(caller, "0" * 64, spec.model_dump_json(), query, execution)
 
 
 def test_cache_key_depends_on_the_caller(bands: ModelSpec) -> None:
@@ -298,7 +298,7 @@ def test_request_that_takes_too_long_is_cancelled(bands_repository: Path, tmp_pa
     with start(bands_repository, tmp_path, limits={"request_seconds": 0.5}) as service:
         service.fake.gate.clear()
         assert problem(service.segment()) == (504, "timed-out")
-        until(lambda: not service.runtime.devices.running)
+        until(lambda: not service.runtime.devices.running_jobs)
         assert service.leftovers() == []
         service.fake.gate.set()
         assert service.segment().status_code == 200
@@ -310,7 +310,7 @@ def test_waiting_request_is_rejected_at_shutdown(service: Service) -> None:
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(service.segment) for _ in range(2)]
         # The first request is also waiting until the worker takes it.
-        until(lambda: devices.running and devices.waiting == 1)
+        until(lambda: devices.running_jobs and devices.waiting_count == 1)
         devices.all[0].scheduler.queue.cancel_all()
         assert [problem(answer.result(20)) for answer in answers] == [(503, "not-ready")] * 2
 

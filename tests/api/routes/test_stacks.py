@@ -75,7 +75,7 @@ def test_waiting_request_keeps_its_stack_after_deletion(service: Service, stack:
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(service.post, "/inspect", b"", stack=stack)
         try:
-            until(lambda: any(service.runtime.scratch.requests.glob("*/*")))
+            until(lambda: any(service.runtime.scratch.requests_folder.glob("*/*")))
             service.client.delete(f"/stacks/{stack}")
         finally:
             free.set()
@@ -222,7 +222,7 @@ def test_stack_too_large_for_nifti_is_rejected(service: Service) -> None:
 
 def test_conversion_without_a_scratch_folder_is_reported_as_unavailable(service: Service) -> None:
     job = service.run()
-    requests = service.runtime.scratch.requests
+    requests = service.runtime.scratch.requests_folder
     requests.rename(requests.with_name("moved"))
     try:
         answer = service.result(job, Accept="application/x-npy")

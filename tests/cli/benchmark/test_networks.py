@@ -63,7 +63,7 @@ def test_engines_are_compared_with_the_one_in_use_at_every_batch_size(bands, pea
 
 def test_row_of_a_missing_engine_contains_the_reason(bands, peak, monkeypatch):
     settings = Settings.model_validate({"engine": {"kind": "openvino", "precision": "fp32"}})
-    missing_engine = change(backends.BACKENDS["openvino"], explain_missing=lambda: "not installed")
+    missing_engine = change(backends.BACKENDS["openvino"], explain_unavailability=lambda: "not installed")
     monkeypatch.setitem(backends.BACKENDS, "openvino", missing_engine)
     other, row = compare_with_first(IN_USE, networks.list_engines(bands, settings, CPU, (3,)), peak)
     assert (row.name, row.windows, row.problem) == ("openvino fp32 contiguous", 3, "not installed")
@@ -124,7 +124,7 @@ def test_builders_report_whether_they_compile(bands):
 def ampere(monkeypatch):
     """Simulate a GPU with TF32, which cannot run anything."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
-    monkeypatch.setattr(devices, "native_precisions", lambda _device: devices.cuda_precisions((8, 0)))
+    monkeypatch.setattr(devices, "list_native_precisions", lambda _device: devices.list_cuda_precisions((8, 0)))
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
     yield
     torch.set_float32_matmul_precision(before[0])

@@ -111,11 +111,11 @@ def test_bare_loop_ends_with_a_smaller_batch_if_the_network_allows_it(bands, tmp
     with open_batcher(settings) as device:
         model_runner, calls = ModelRunner(bands, settings), []
         device.call(model_runner.warm_up)
-        window = model_runner._ready.window
+        window = model_runner._engine.window
         count_calls = window.with_network(
             lambda batch: calls.append(len(batch)) or window.network(batch), accepts_any_batch_size=True
         )
-        model_runner._use(replace(model_runner._ready, window=count_calls))
+        model_runner._switch_engine(replace(model_runner._engine, window=count_calls))
         requests.write_stack(bands, (16, 40, 70), tmp_path / "stack.tif")
         runner = requests.RequestRunner(model_runner, tmp_path / "stack.tif", tmp_path, device, 1)
         runner.run_request()

@@ -322,5 +322,5 @@ def test_gpu_preset_starts_with_compiled_cuda_graphs():
 
 def test_configured_compile_mode_is_tried_before_none():
     device = torch.device("cuda")
-    assert CudaGraphBackend().compile_modes(Engine(compile_mode="default"), device) == ("default", None)
-    assert CudaGraphBackend().compile_modes(Engine(), device)[0] is None, "None is ready in seconds"
+    assert CudaGraphBackend().list_compile_modes(Engine(compile_mode="default"), device) == ("default", None)
+    assert CudaGraphBackend().list_compile_modes(Engine(), device)[0] is None, "None is ready in seconds"

@@ -38,7 +38,7 @@ def test_settings_apply_to_a_gpu_but_not_to_a_cpu(settings, expected):
 
 def test_tf32_is_disabled_temporarily_for_the_reference():
     tf32.configure(Engine(), CUDA)
-    observed = tf32.without_tf32(lambda x: (read_switches(), x)[0])(torch.zeros(1))
+    observed = tf32.wrap_without_tf32(lambda x: (read_switches(), x)[0])(torch.zeros(1))
     assert observed[:2] == ("highest", False)
     assert read_switches() == ("high", True, True)
     with pytest.raises(RuntimeError, match="inside the context"), tf32.disable_tf32():

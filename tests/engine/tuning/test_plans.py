@@ -96,9 +96,9 @@ def test_plans_of_a_model_are_listed_newest_first_and_deleted_files_are_skipped(
 
 
 def test_plan_is_formatted_as_a_table():
-    title, chosen_row, skipped_row = PLAN.lines()
+    title, chosen_row, skipped_row = PLAN.format_lines()
     assert title == "tuned in 32 s on a processor, 2 threads:"
-    assert next(replace(PLAN, tuned=False).lines()).startswith("checked in 32 s")
+    assert next(replace(PLAN, tuned=False).format_lines()).startswith("checked in 32 s")
     assert "compiled (default) bf16 channels_last_3d x4" in chosen_row
     assert "12.5 windows/s" in chosen_row
     assert "0.050% differ" in chosen_row

@@ -177,7 +177,7 @@ def test_memory_of_mapped_arrays_is_released_while_writing(tmp_path: Path, monke
 
 
 def test_large_files_are_not_completely_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "usable_cores", lambda: 2)
+    monkeypatch.setattr(host, "count_usable_cores", lambda: 2)
     scores, path = noise(2, 32, 256, 512, dtype="float32"), tmp_path / "scores.ome.tif"
     tracemalloc.start()
     try:

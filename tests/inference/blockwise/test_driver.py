@@ -153,7 +153,7 @@ def test_estimated_diameter_is_kept_when_a_run_is_resumed(tmp_path, write_model,
     folder = begin(tmp_path / "run", source, spec, Options(diameter="auto"), settings_of())
     segment_blocks(folder, tmp_path / "first.zarr")
     survey = replace(
-        folder.survey, diameter_estimate=DiameterEstimate(diameter, matches_model=False, objects=9, windows=4)
+        folder.survey, diameter_estimate=DiameterEstimate(diameter, matches_model=False, num_objects=9, num_windows=4)
     )
     folder.write_survey(survey, folder.read_array("skipped.npy"))
     for step in get_args(Step):

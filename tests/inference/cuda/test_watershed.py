@@ -83,7 +83,7 @@ def count_waits(*block: int) -> int:
     watershed = DeviceWatershed(Planes((64, 8, 8), heights.device), 0.0, Persistence(0.1, logits=False), *block)
     watershed.add(heights, heights)
     with CountWaits() as counted:
-        watershed.labels(0, drop_border=False)
+        watershed.label_objects(0, drop_border=False)
     return counted.waits
 
 
@@ -102,7 +102,7 @@ def test_adding_planes_does_not_wait_for_the_device(parts: int) -> None:
         for part in heights.chunk(parts):
             watershed.add(part, part > 0 if parts == 4 else part)
     with CountWaits() as counted:
-        labels, objects = watershed.labels(0, drop_border=False)
+        labels, objects = watershed.label_objects(0, drop_border=False)
     assert added.waits == 0
     assert counted.waits < 30, "independent of the number of parts"
     assert labels.max() > 1

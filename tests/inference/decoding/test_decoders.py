@@ -18,7 +18,7 @@ from torch import Tensor
 from service.core.buffers import allocate_on_disk
 from service.core.quantities import Size, VoxelSize
 from service.core.types import Objects, OutputKind, Segmentation
-from service.inference.cuda.watershed import watershed_bytes
+from service.inference.cuda.watershed import estimate_watershed_bytes
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding, make_decoder, split_planes
 from service.inference.decoding.fill_holes import fill_holes
@@ -353,8 +353,8 @@ def test_the_memory_estimate_distinguishes_host_memory_and_disk(bands: ModelSpec
     size, voxels = (64, 512, 512), 64 * 512 * 512
     labels = estimate_decoding(random_nuclei, "labels", size)
     assert labels.disk == 0
-    assert watershed_bytes(size) > labels.host > 8 * voxels
-    assert 36 * 66 * 514 * 514 < watershed_bytes(size) < 64 * voxels, "a block includes the rims of its planes"
+    assert estimate_watershed_bytes(size) > labels.host > 8 * voxels
+    assert 36 * 66 * 514 * 514 < estimate_watershed_bytes(size) < 64 * voxels, "a block includes the rims of its planes"
     assert estimate_decoding(bands, "classes", size) == (voxels, 0)
     large = 4 * len(bands.outputs) * 2 * voxels
     assert estimate_decoding(bands, "probabilities", (128, 512, 512)) == (0, large)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from landscapes import CPU, Array, Size, hills
 
 from service.core.types import Objects, Segmentation
-from service.inference.cuda.watershed import WholeWatershed
+from service.inference.cuda.watershed import DeviceWatershed
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.instances import InstanceDecoder, min_object_confidence, min_object_voxels
@@ -34,7 +34,7 @@ def make_watershed(implementation: str, heights: Array, *, along_y: bool = False
     if implementation == "kernel":
         watershed = watershed_kernel.start(size, WatershedParameters(-np.inf, 0.1, logits=False), along_y=along_y)
     else:
-        torch_watershed = WholeWatershed if implementation == "whole" else TorchWatershed
+        torch_watershed = DeviceWatershed if implementation == "whole" else TorchWatershed
         watershed = torch_watershed(Planes(size, CPU, along_y), -np.inf, Persistence(0.1, logits=False))
     tensor = torch.from_numpy(heights)
     watershed.add(tensor, tensor)
@@ -152,7 +152,7 @@ def test_the_decoder_filters_objects_like_finished_labels(
         instances = Instances.model_validate({"kind": "instances", "persistence": 0.05} | changes)
         kernel = watershed_kernel if implementation == "kernel" else with_library(watershed_kernel)
         decoder = InstanceDecoder(
-            spec, instances, size, None, kernel, start_watershed=WholeWatershed if implementation == "whole" else None
+            spec, instances, size, None, kernel, start_watershed=DeviceWatershed if implementation == "whole" else None
         )
         decoder.add(0, 0, scores)
         return decoder.finish()

@@ -90,7 +90,7 @@ def test_an_estimate_means_the_same_in_a_request(spec: ModelSpec) -> None:
         voxel_size = VoxelSize(spacing, 1, 1)
         found = estimate(round_objects, spec, voxel_size=voxel_size).diameter
         assert found is not None
-        assert found.in_voxels(voxel_size) == found.in_voxels(None)
+        assert found.to_voxels(voxel_size) == found.to_voxels(None)
 
 
 def test_one_probe_is_enough_for_objects_of_the_expected_diameter(spec: ModelSpec) -> None:

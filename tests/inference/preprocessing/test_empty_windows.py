@@ -46,7 +46,7 @@ def make_volume(pixels: NDArray[Any]) -> Volume:
 def test_the_survey_finds_the_maximum_of_every_window(size, roi, overlap, channels, seed) -> None:
     pixels = np.random.default_rng(seed).integers(0, 1000, (channels, *size)).astype(np.uint16)
     grid = Grid.cover(size, roi, overlap)
-    padded = np.zeros((channels, *grid.padded), np.uint16)
+    padded = np.zeros((channels, *grid.padded_size), np.uint16)
     padded[(slice(None), *(slice(b, b + n) for b, n in zip(grid.pad_before, size, strict=True)))] = pixels
     boxes = [tuple(slice(a, a + n) for a, n in zip(start, roi, strict=True)) for start in grid.positions()]
     expected = [[channel[box].max() for box in boxes] for channel in padded]

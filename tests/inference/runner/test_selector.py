@@ -78,7 +78,7 @@ def fixed(settings, **engine):
 
 def test_only_a_fixed_engine_is_built(bands, settings, tmp_path):
     ready = make_selector(bands, settings(kind="eager")).run()
-    streams = min(2, host.usable_cores())
+    streams = min(2, host.count_usable_cores())
     assert ready.config == EngineConfig("eager", ready.config.precision, "channels_last_3d", 2, streams=streams)
     assert ready.plan is None
     assert not (tmp_path / "cache").exists()
@@ -157,7 +157,7 @@ def test_stream_counts_are_tried_unless_they_are_fixed(bands, settings, limit_en
 
 
 def test_graph_that_is_not_frozen_has_one_stream(bands, settings, limit_engines):
-    limit_engines("eager", compiled=FakeBackend(lambda module: module, compile_modes=lambda *_: ("default",)))
+    limit_engines("eager", compiled=FakeBackend(lambda module: module, list_compile_modes=lambda *_: ("default",)))
     assert make_selector(bands, settings(kind="compiled", freeze=False, streams=2)).run().config.streams == 1
     assert make_selector(bands, settings(kind="compiled", streams=2)).run().config.streams == 2
     plan = make_selector(bands, settings(freeze=False, streams=2)).tune(60).plan
@@ -343,7 +343,7 @@ def test_comparison_includes_decoding_only_if_it_shares_the_cores_of_the_network
     candidate = selector._make_tuner()._build(replace(selector.get_initial_config(), streams=1))
     del batches[:]
     assert isinstance(candidate.call(), Segmentation if is_on_host else NoneType)
-    assert sum(batches) == candidate.windows == 4
+    assert sum(batches) == candidate.window_count == 4
 
 
 def return_nan(module):
@@ -380,7 +380,7 @@ def test_fixed_engine_that_cannot_compile_runs_without_compilation(bands, settin
         def build(self, module, _example, config, *_):
             return fail_to_build(module) if config.compile_mode else module
 
-    limit_engines("eager", other=Recorded(None, compile_modes=lambda *_: ("default", None)))
+    limit_engines("eager", other=Recorded(None, list_compile_modes=lambda *_: ("default", None)))
     ready = make_selector(bands, fixed(settings)).run()
     assert (ready.config.engine, ready.config.compile_mode) == ("other", None)
     assert ready.warnings == ("The other engine failed: not here",)

@@ -43,7 +43,7 @@ class FakeSegmenter:
         time = int(volume.array().max()) - 1
         self.estimated.append(time)
         width = None if self.width is None else Diameter((self.width + time,), "px")
-        return DiameterEstimate(width, matches_model=False, objects=9, windows=2)
+        return DiameterEstimate(width, matches_model=False, num_objects=9, num_windows=2)
 
 
 def run(series: Series, segmenter: FakeSegmenter, folder: Path, *, estimating: bool = False, **options: Any) -> Result:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from service.core.errors import BrokenModel
 from service.engine.cpu import winograd
 from service.engine.prepare import prepare
-from service.inference.runner.memory_estimate import activation_bytes
+from service.inference.runner.memory_estimate import measure_activation_bytes
 from service.models.graphs.torch_export import load_torch_export
 
 SHAPE = (2, 1, 32, 32, 32)
@@ -86,7 +86,7 @@ def test_convolutions_of_a_loaded_network_can_be_replaced_and_measured(tmp_path:
     assert sum(tensor.numel() for tensor in loaded_network.state_dict().values()) == sum(
         p.numel() for p in network.parameters()
     )
-    assert activation_bytes(loaded_network, SHAPE) >= 16 * 4 * 2 * 32**3
+    assert measure_activation_bytes(loaded_network, SHAPE) >= 16 * 4 * 2 * 32**3
 
 
 def test_loaded_network_can_be_prepared_for_bfloat16(unet: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
 from service.engine.prepare import prepare
-from service.inference.runner.memory_estimate import activation_bytes
+from service.inference.runner.memory_estimate import measure_activation_bytes
 from service.models.graphs.torchscript import load_torchscript
 
 
@@ -65,7 +65,11 @@ def test_loaded_program_gives_the_scores_of_its_module(
         scores, expected = prepared_program(images.to(dtype)), bands_network(images)
     assert scores.dtype == torch.float32
     assert torch.allclose(scores, expected, atol=1e-5 if dtype == torch.float32 else 0.1 * float(expected.std()))
-    assert activation_bytes(program, (1, 1, 16, 16, 16)) >= activation_bytes(bands_network, (1, 1, 16, 16, 16)) > 0
+    assert (
+        measure_activation_bytes(program, (1, 1, 16, 16, 16))
+        >= measure_activation_bytes(bands_network, (1, 1, 16, 16, 16))
+        > 0
+    )
 
 
 def test_program_that_reads_files_is_rejected(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_torchscript_file_requires_all_settings(script_file: Path, tmp_path: Pat
     with pytest.raises(UnsupportedPackage, match=r"input\.normalisation.*input\.roi_size.*outputs.*decoding"):
         import_model(script_file, tmp_path / "models", {}, trust=True)
     spec, notes = import_model(script_file, tmp_path / "models", OVERRIDES, trust=True)
-    assert (spec.name, spec.network) == ("my-bands", "torchscript")
+    assert (spec.name, spec.network_name) == ("my-bands", "torchscript")
     assert any("contains no test" in note for note in notes)
     with pytest.raises(UnsupportedPackage, match="already exists"):
         import_model(script_file, tmp_path / "models", OVERRIDES, trust=True)
@@ -77,7 +77,7 @@ def test_imported_torch_export_graph_gives_the_same_scores(bands_network: nn.Mod
     file, image = tmp_path / "bands.pt2", torch.rand(1, 1, 16, 16, 16)
     torch.export.save(torch.export.export(bands_network, (image,)), file)
     spec, _ = import_model(file, tmp_path / "models", OVERRIDES)
-    assert (spec.name, spec.network, spec.weights.file) == ("bands", "exported", "weights.pt2")
+    assert (spec.name, spec.network_name, spec.weights.file) == ("bands", "exported", "weights.pt2")
     assert torch.allclose(load_network(spec)(image), bands_network(image))
 
 

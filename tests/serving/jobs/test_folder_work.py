@@ -67,7 +67,7 @@ def segment_folder(
     def estimate(_volume: Volume, _options: Options) -> DiameterEstimate:
         if error is not None:
             raise error
-        return DiameterEstimate(next(diameters, None), matches_model=False, objects=0, windows=1)
+        return DiameterEstimate(next(diameters, None), matches_model=False, num_objects=0, num_windows=1)
 
     diameters = iter([Diameter((size, size, size), "px") for size in (7.0, 9.0, 20.0)])
 

@@ -129,7 +129,7 @@ def test_jobs_are_resumed_after_a_service_stops_during_a_storage_error(
         jobs = submit_two(service, noise)
         storage_errors.enter_context(storage_error(tmp_path))
         service.fake.gate.set()
-        until(lambda: not service.runtime.devices.running)
+        until(lambda: not service.runtime.devices.running_jobs)
     with start(bands_repository, tmp_path) as service:
         for job in jobs:
             service.wait(job, "done")

@@ -30,7 +30,7 @@ from service.core.hardware.devices import translate_error
 from service.core.quantities import VoxelSize
 from service.serving.jobs.failure import UNEXPECTED_FAILURE
 from service.serving.jobs.record import JobRequest
-from service.serving.jobs.store import INPUT, JobStore
+from service.serving.jobs.store import INPUT_NAME, JobStore
 from service.serving.results.metadata import AnswerMetadata
 
 REQUEST = JobRequest("nuclei", {"overlap": 0.5}, "embryo.tif", windows=8, receive_seconds=0.25)
@@ -59,7 +59,7 @@ def store(tmp_path: Path) -> Iterator[JobStore]:
 
 
 def accept(store: JobStore, size: int = 10, owner: str | None = None) -> str:
-    upload = store.make_incoming() / INPUT
+    upload = store.make_incoming_folder() / INPUT_NAME
     upload.write_bytes(bytes(size))
     store.accept(upload, owner, REQUEST)
     return upload.parent.name
@@ -149,7 +149,7 @@ def test_unfinished_jobs_of_a_killed_process_are_recovered(store: JobStore) -> N
     store.begin(running)
     (store.input_path(running).parent / ".labels.ome.tif.part").write_bytes(b"half")
     store.result_path(running).write_bytes(b"written, but not recorded before the process died")
-    store.make_incoming().joinpath(INPUT).write_bytes(b"half")
+    store.make_incoming_folder().joinpath(INPUT_NAME).write_bytes(b"half")
     # Closing is equivalent to a kill, because it writes nothing that is not yet on disk.
     store.close()
     with closing(open_store(store._folder)) as reopened:
@@ -158,7 +158,7 @@ def test_unfinished_jobs_of_a_killed_process_are_recovered(store: JobStore) -> N
         assert reopened.result_path(done).stat().st_size == 20
         assert {record.state for record in reopened.list_unfinished()} == {"waiting"}
         assert not list(reopened._incoming.iterdir())
-        assert [path.name for path in reopened.input_path(running).parent.iterdir()] == [INPUT]
+        assert [path.name for path in reopened.input_path(running).parent.iterdir()] == [INPUT_NAME]
 
 
 def test_recovery_deletes_orphaned_folders_and_fails_jobs_without_input(
@@ -195,10 +195,10 @@ def test_clean_up_deletes_leftover_files_but_keeps_files_of_running_jobs(store: 
     (store.input_path(running).with_name("labels.ome.tif")).write_bytes(b"half")
     store.input_path(done).write_bytes(b"leftover")
     (store._jobs / "orphan").mkdir()
-    (store._jobs / "orphan" / INPUT).write_bytes(b"leftover")
+    (store._jobs / "orphan" / INPUT_NAME).write_bytes(b"leftover")
     store.clean_up()
     assert list_files(store) == sorted(
-        [running, f"{running}/{INPUT}", f"{running}/labels.ome.tif", done, f"{done}/result"]
+        [running, f"{running}/{INPUT_NAME}", f"{running}/labels.ome.tif", done, f"{done}/result"]
     )
 
 
@@ -287,7 +287,7 @@ def test_finished_jobs_expire(store: JobStore) -> None:
     with pytest.raises(UnknownJob):
         store.find(done, None)
     assert store.find(waiting, None).state == "waiting"
-    assert list_files(store) == [waiting, f"{waiting}/{INPUT}"]
+    assert list_files(store) == [waiting, f"{waiting}/{INPUT_NAME}"]
 
 
 def test_deleted_folder_is_recreated_as_soon_as_possible(store: JobStore) -> None:
@@ -378,7 +378,7 @@ def test_documented_recovery_of_a_damaged_database_keeps_readable_jobs(store: Jo
         assert recovered_ids <= set(jobs)
         assert len(recovered_ids) > 50
         assert list_files(recovered) == sorted(
-            part for job_id in recovered_ids for part in (job_id, f"{job_id}/{INPUT}")
+            part for job_id in recovered_ids for part in (job_id, f"{job_id}/{INPUT_NAME}")
         )
 
 
@@ -389,7 +389,7 @@ def test_job_files_without_a_database_are_not_deleted(store: JobStore) -> None:
         path.unlink()
     with pytest.raises(ConfigError, match="database of these jobs is missing"):
         open_store(store._folder)
-    assert list_files(store) == [job_id, f"{job_id}/{INPUT}"]
+    assert list_files(store) == [job_id, f"{job_id}/{INPUT_NAME}"]
 
 
 def test_database_of_a_different_version_is_not_changed(store: JobStore) -> None:

@@ -12,7 +12,14 @@ from full_disk import full_disk
 
 from service.core.errors import BadParameter, OutOfStorage
 from service.core.types import Volume
-from service.serving.learning.annotation import MAX_OVERLAPS, Annotation, NewAnnotation, Origin, Region, find_overlaps
+from service.serving.learning.annotation import (
+    MAX_OVERLAPS,
+    Annotation,
+    LabelProvenance,
+    NewAnnotation,
+    Region,
+    find_overlaps,
+)
 from service.serving.learning.annotations import PARTIAL_PREFIX, RECORD_FILE, AnnotationStore
 from service.serving.storage.scratch import make_locked_folder
 
@@ -76,7 +83,7 @@ def test_records_are_cached_until_another_process_changes_them(tmp_path: Path) -
 
 def test_overlaps_of_thousands_of_annotations_are_found_quickly() -> None:
     fields: dict[str, Any] = {"name": "a", "owner": "ann", "shape": (1, 9, 9), "voxel_size": None, "objects": 1}
-    fields |= {"digest": "", "origin": Origin(), "nbytes": 1, "created": 0.0}
+    fields |= {"digest": "", "provenance": LabelProvenance(), "nbytes": 1, "created": 0.0}
     regions = [None, *[Region((0, 1), (y, y + 1), (0, 9)) for y in range(4)]]
     stacks = [Annotation(folder=Path(f"{n:032x}"), region=regions[n % 5], **fields) for n in range(10_000)]
     start_time = time.process_time()

@@ -35,7 +35,7 @@ from service.serving.learning.annotations import AnnotationStore
 from service.serving.learning.training_child import TRAINING_MODULE
 from service.serving.learning.training_queue import TrainingQueue
 from service.serving.learning.training_record import INTERRUPTED_MESSAGE, TrainingRecord
-from service.serving.learning.trainings import NewTraining, Trainings
+from service.serving.learning.trainings import NewTraining, TrainingManager
 from service.serving.runtime import Runtime
 from service.serving.storage.scratch import make_locked_folder
 
@@ -60,8 +60,10 @@ class Service:
         volume = Volume.from_array(labels)
         self.annotation = self.store.add(volume, volume, NewAnnotation(name="a", owner="ann")).id
 
-    def make_trainings(self, service_settings: Settings, module: str = TRAINING_MODULE) -> Trainings:
-        return Trainings(service_settings, self.store, self.runtime.models, lambda: self.runtime.draining, module)
+    def make_trainings(self, service_settings: Settings, module: str = TRAINING_MODULE) -> TrainingManager:
+        return TrainingManager(
+            service_settings, self.store, self.runtime.models, lambda: self.runtime.is_draining, module
+        )
 
     def load_queue(self) -> TrainingQueue:
         """Return the training queue that the next process would load."""
@@ -81,7 +83,7 @@ class Service:
 
     def submit(self, name: str, owner: str = "ann", **changes: Any) -> TrainingRecord:
         request: dict[str, Any] = {"model": "base", "annotations": [self.annotation], "minutes": 1.0, "name": name}
-        return self.trainings.submit(NewTraining(**request | changes), owner, admin=owner != "ann")
+        return self.trainings.submit(NewTraining(**request | changes), owner, is_admin=owner != "ann")
 
     def wait(self, record: TrainingRecord, *states: str) -> TrainingRecord:
         until(lambda: record.state in states, 60)
@@ -93,7 +95,7 @@ class Service:
     def remove(
         self, name: str, owner: str | None = "ann", has_jobs: Any = lambda _model: False, **options: Any
     ) -> None:
-        self.trainings.trained_models.remove(name, owner, has_jobs=has_jobs, **options)
+        self.trainings.trained_models.delete(name, owner, has_jobs=has_jobs, **options)
 
     def hang(self, name: str = "hangs", **options: Any) -> TrainingRecord:
         record = self.submit(name, **options)
@@ -126,7 +128,7 @@ def test_new_model_is_served_with_its_lineage(service: Service) -> None:
     record = service.train("mine")
     assert (record.state, record.message) == ("done", "The new model is better.")
     assert (record.step, record.steps, record.before, record.after, record.better) == (2000, 2000, 0.5, 0.75, True)
-    spec = service.runtime.models.servable_spec("mine")
+    spec = service.runtime.models.get_servable_spec("mine")
     assert spec.folder == service.settings.trained_folder / "mine"
     assert (spec.lineage and spec.lineage.parent) == "base/1"
     assert list_leftovers(service) == []
@@ -172,13 +174,13 @@ def test_waiting_and_running_training_runs_can_be_cancelled(service: Service) ->
 def test_model_of_a_training_run_cancelled_before_serving_is_deleted(service: Service) -> None:
     model_folder = service.settings.trained_folder / "mine"
     # Block the reload of models.
-    with service.runtime.models._reloading:
+    with service.runtime.models._reload_lock:
         record = service.submit("mine")
         until(model_folder.exists, 60)
         service.trainings.cancel(record.id, "ann")
     until(lambda: not model_folder.exists(), 60)
     assert service.train("other").state == "done"
-    assert [state.name for state in service.runtime.models.states()] == ["base", "other"]
+    assert [state.name for state in service.runtime.models.list_states()] == ["base", "other"]
     assert record.state == "cancelled"
 
 
@@ -234,7 +236,7 @@ def test_owners_take_turns_and_waiting_training_runs_per_owner_are_limited(servi
     assert order[:4] == ["other0", "mine0", "other1", "mine1"]
     assert [service.trainings.queue.position(record) for record in (bobs_records[0], anns_records[0])] == [1, 2]
     assert [record.owner for record in service.trainings.queue.list_newest("bob")] == ["bob"] * 4
-    assert len(service.trainings.queue.list_newest("bob", everyone=True)) == 9
+    assert len(service.trainings.queue.list_newest("bob", is_admin=True)) == 9
     with pytest.raises(UnknownTraining):
         service.trainings.cancel(anns_records[0].id, "bob")
 
@@ -251,7 +253,7 @@ def test_number_of_trained_models_is_limited(service: Service) -> None:
 def test_trained_model_is_deleted_by_its_owner_and_its_name_can_be_reused(service: Service) -> None:
     first = service.train("mine")
     trainings, models = service.trainings, service.runtime.models
-    spec = models.servable_spec("mine")
+    spec = models.get_servable_spec("mine")
     volume = Volume.from_array(np.zeros((1, 2, 4, 4), np.uint8))
     submitted(service.runtime, spec, volume, Options()).future.result(60)
     segmenter: Any = loaded_segmenter(models, "mine")
@@ -277,7 +279,7 @@ def test_trained_model_is_deleted_by_its_owner_and_its_name_can_be_reused(servic
         trainings.trained_models.find_trained_model(first),
         trainings.trained_models.find_trained_model(second),
     ) == (None, "mine")
-    service.remove("mine", "eve", everyone=True)
+    service.remove("mine", "eve", is_admin=True)
 
 
 def test_base_model_of_an_unfinished_training_run_cannot_be_deleted(service: Service) -> None:
@@ -296,10 +298,10 @@ def test_default_model_by_name_cannot_be_deleted(service: Service, base: ModelSp
     )
     models = service.runtime.models
     assert models.reload().added == ["nuclei"]
-    assert models.servable_spec(None).name == "nuclei"
+    assert models.get_servable_spec(None).name == "nuclei"
     with pytest.raises(ModelNotDeletable, match="default"):
-        service.remove("nuclei", None, everyone=True)
-    assert models.servable_spec(None).folder == model_folder
+        service.remove("nuclei", None, is_admin=True)
+    assert models.get_servable_spec(None).folder == model_folder
 
 
 def test_model_is_not_deleted_if_a_job_is_accepted_at_the_same_time(service: Service) -> None:
@@ -309,7 +311,7 @@ def test_model_is_not_deleted_if_a_job_is_accepted_at_the_same_time(service: Ser
     def has_jobs(model: str) -> bool:
         if model in models.specs:
             return False
-        for accept in (models.spec, lambda name: service.submit("child", model=name)):
+        for accept in (models.get_spec, lambda name: service.submit("child", model=name)):
             with pytest.raises(UnknownModel):
                 accept(model)
         return bool(accepted_jobs)
@@ -320,7 +322,7 @@ def test_model_is_not_deleted_if_a_job_is_accepted_at_the_same_time(service: Ser
     accepted_jobs.append("a job")
     with pytest.raises(ModelNotDeletable, match="Unfinished jobs use"):
         service.remove("mine", has_jobs=has_jobs)
-    assert models.spec("mine").folder.is_dir()
+    assert models.get_spec("mine").folder.is_dir()
     accepted_jobs.clear()
     service.remove("mine", has_jobs=has_jobs)
     assert list(models.specs) == ["base"]

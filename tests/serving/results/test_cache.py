@@ -73,7 +73,7 @@ def test_open_result_stays_readable_after_eviction(folder: Path) -> None:
 def test_limit_of_zero_disables_the_cache(folder: Path) -> None:
     cache = ResultCache[str](folder, 0)
     put_file(cache, "a", 40)
-    assert (read(cache, "a"), list(folder.iterdir()), cache.enabled) == (None, [], False)
+    assert (read(cache, "a"), list(folder.iterdir()), cache.is_enabled) == (None, [], False)
 
 
 def test_failed_write_leaves_no_entry_and_no_file(folder: Path) -> None:

@@ -19,7 +19,7 @@ from service.core.types import Segmentation
 from service.inference.types import QualityWarning, Result
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
-from service.serving.results.provenance import describe_origin, hash_file
+from service.serving.results.provenance import describe_provenance, hash_file
 
 STACK = as_tiff(np.random.default_rng(0).integers(0, 255, (8, 40, 40), dtype=np.uint16))
 
@@ -34,12 +34,12 @@ def read_provenance(content: bytes, folder: Path) -> dict[str, str]:
 
 def test_unknown_values_are_omitted(bands: ModelSpec) -> None:
     result = Result(Segmentation(np.zeros((1, 2, 2), np.uint8), "labels"), {}, ())
-    assert set(describe_origin(Query(), result, "", None)) == {"software"}
+    assert set(describe_provenance(Query(), result, "", None)) == {"software"}
     result = result._replace(
         diameter=Diameter((15,), "px"), is_diameter_estimated=True, notes=("One.", "Two."), spec=bands
     )
     result = result._replace(quality_warning=QualityWarning(0.5, "Confidence is low.", "diameter=15px"))
-    provenance = describe_origin(Query(overlap=0.5, model="nuclei"), result, "a.tif", "00")
+    provenance = describe_provenance(Query(overlap=0.5, model="nuclei"), result, "a.tif", "00")
     assert (provenance["diameter"], provenance["source"]) == ("15px; estimated", "a.tif")
     assert (provenance["doubt"], provenance["notes"]) == ("Confidence is low.", "One. Two.")
     assert provenance["model"] == "bands/1"

@@ -54,7 +54,7 @@ def test_client_cannot_reserve_more_than_it_leaves_free() -> None:
         third.reserve(20)
     greedy.close()
     third.reserve(20)
-    assert space.used == 45
+    assert space.used_bytes == 45
 
 
 def test_added_result_counts_toward_the_limit() -> None:
@@ -66,9 +66,9 @@ def test_added_result_counts_toward_the_limit() -> None:
             space.new_reservation("client").reserve(1)
         reservation.add(-100)
         space.new_reservation("client").reserve(1)
-    assert space.used == 1
+    assert space.used_bytes == 1
     reservation.reserve(10)
-    assert space.used == 1
+    assert space.used_bytes == 1
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60)), max_size=30))
@@ -79,7 +79,7 @@ def test_new_client_always_finds_space_and_closing_releases_all(requests: list[t
         with suppress(TooLarge, RateLimited, OutOfStorage):
             reservations[-1].reserve(nbytes)
         # Three clients leave at least an eighth of the space free.
-        assert space.used <= 87
+        assert space.used_bytes <= 87
     for reservation in reservations:
         reservation.close()
-    assert space.used == 0
+    assert space.used_bytes == 0

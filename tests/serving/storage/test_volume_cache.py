@@ -26,7 +26,7 @@ def test_least_recently_used_volume_is_evicted() -> None:
     for key in ("a", "b", "a", "c", "a", "b"):
         open_volume(key)
     assert reads == ["a", "b", "c", "b"]
-    assert space.used == 80
+    assert space.used_bytes == 80
     assert cache.find("c") is None
 
 
@@ -36,7 +36,7 @@ def test_single_volume_may_exceed_the_limit() -> None:
     large = cache.open("b", space, lambda: make_volume(300))
     assert cache.find("b") is large
     assert cache.find("a") is None
-    assert space.used == 300
+    assert space.used_bytes == 300
 
 
 def test_volume_that_exceeds_the_scratch_space_is_rejected() -> None:
@@ -45,7 +45,7 @@ def test_volume_that_exceeds_the_scratch_space_is_rejected() -> None:
         with pytest.raises(TooLarge):
             cache.open("a", space, lambda: make_volume(51))
     assert cache.find("a") is None
-    assert space.used == 0
+    assert space.used_bytes == 0
 
 
 def test_concurrent_reads_of_a_volume_are_cached_once() -> None:
@@ -57,4 +57,4 @@ def test_concurrent_reads_of_a_volume_are_cached_once() -> None:
         return make_volume(40)
 
     assert cache.open("a", space, read) is nested_results[0]
-    assert space.used == 40
+    assert space.used_bytes == 40

@@ -6,7 +6,7 @@ import { table } from "./card.js";
 
 /** @typedef {import("openapi").DeviceReport} Device */
 /** @typedef {import("openapi").GpuStatus} Gpu */
-/** @typedef {import("openapi").CpuStatus} Cpu */
+/** @typedef {import("openapi").HostStatus} Cpu */
 
 /** @param {{gpus: Gpu[], cpu: Cpu, devices: Device[], load: number | null}} hardware */
 export function drawHardware({ gpus, cpu, devices, load }) {

@@ -339,7 +339,7 @@ def open_batcher(settings: Settings) -> Iterator[WindowBatcher]:
 
 def make_batcher(settings: Settings, device: torch.device, *, is_on_host: bool) -> WindowBatcher:
     """Create a batcher with as many streams as any model may use. Active streams share the cores."""
-    cores = settings.device.threads or host.usable_cores()
+    cores = settings.device.threads or host.count_usable_cores()
     max_streams = min(cores, MAX_STREAMS) if settings.engine.streams == "auto" else settings.engine.streams
     return WindowBatcher(
         "device",

@@ -105,7 +105,7 @@ class LocalDevice:
     def __init__(self, name: str | None, settings: Settings, shared: SharedResources, driver: Driver = devices) -> None:
         device = TorchDevice(settings.device.name, driver, self._report_loss)
         self.name = name or str(device.device)
-        self._batcher = make_batcher(settings, device.device, on_host=device.is_on_host)
+        self._batcher = make_batcher(settings, device.device, is_on_host=device.is_on_host)
         subject = "the device" if name is None else f"the device {name}"
         self.watchdog = Watchdog(self._batcher, settings.watchdog, device=subject)
         context = DeviceContext(device, self._batcher, JobCounters(shared.metrics, self.name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from service.core.config import Settings
 from service.core.hardware import devices
-from service.inference.runner.engine_builder import default_batch_size, default_streams
+from service.inference.runner.engine_builder import choose_default_batch_size, choose_default_streams
 from service.inference.runner.estimator import Estimator
 from service.models.spec import ModelSpec
 
@@ -21,8 +21,8 @@ def make_default_estimator(spec: ModelSpec, settings: Settings, device_memory: i
     return Estimator(
         spec,
         settings,
-        default_batch_size(settings, device),
-        on_host=device_memory is None,
-        streams=default_streams(settings, device),
+        choose_default_batch_size(settings, device),
+        is_on_host=device_memory is None,
+        streams=choose_default_streams(settings, device),
         device_memory=device_memory,
     )

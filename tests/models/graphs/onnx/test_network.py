@@ -58,7 +58,7 @@ def test_engines_can_run_loaded_networks(tmp_path: Path) -> None:
         expected = loaded_network(image)
         bfloat16_network = prepare(loaded_network, CPU, torch.bfloat16, torch.channels_last_3d)
         torch.testing.assert_close(bfloat16_network(image.bfloat16()), expected, rtol=0.1, atol=0.1)
-        if OpenVinoBackend().explain_missing() is None:
+        if OpenVinoBackend().explain_unavailability() is None:
             module = prepare(loaded_network, CPU, torch.float32, torch.contiguous_format)
             config = EngineConfig("openvino", "fp32", "contiguous", len(image))
             openvino_network = OpenVinoBackend().build(module, image, config, EngineSettings())

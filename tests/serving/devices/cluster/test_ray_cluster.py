@@ -191,7 +191,7 @@ def test_blocks_of_a_lost_node_are_restarted_on_another_node(
     actors = make_actors(cluster.address, settings.cluster, 2, BlockActor)
     with closing(ActorWorkers(actors)) as workers, ThreadPoolExecutor(1) as pool:
         labels = pool.submit(segment_blocks, folder, tmp_path / "out.zarr", workers)
-        until(lambda: len(folder.finished_blocks("scores")) > 4, STARTING)
+        until(lambda: len(folder.find_finished_blocks("scores")) > 4, STARTING)
         cluster.remove_node(nodes[1], allow_graceful=False)
         assert not labels.done()
         assert np.array_equal(labels.result(), expected_labels)
