@@ -404,7 +404,7 @@ def test_result_is_written_on_the_host_and_described_in_the_response(host: Servi
         ("output_to=results/labels.png", [b"II*", FORM], 422, "tif"),
         ("output_to=results/labels.png&overwrite=true", [b"II*", FORM], 422, "tif"),
         ("overwrite=true", [b"II*", FORM], 422, "output_to"),
-        ("output_to=results/there.tif", [b"II*", FORM], 409, "there already"),
+        ("output_to=results/there.tif", [b"II*", FORM], 409, "already exists"),
     ],
 )
 def test_invalid_host_file_parameters_are_rejected(
