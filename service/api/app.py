@@ -27,8 +27,8 @@ from service.api.messages.problems import (
     KEY_SCHEMES,
     UNEXPECTED_HANDLER,
     Problem,
+    describe_problem_responses,
     handle_error,
-    problem_responses,
 )
 from service.api.routes import (
     corrections,
@@ -64,20 +64,23 @@ _ROUTE_MODULES = (
 
 
 class Application(FastAPI):
-    """A FastAPI application whose OpenAPI document describes errors as problem documents (RFC 9457)."""
+    """FastAPI application with an OpenAPI document that describes errors as problem documents (RFC 9457)."""
 
     @cached_property
     def openapi_json(self) -> bytes:
-        """The OpenAPI document as JSON. It is cached: building it takes milliseconds, and any client may request it."""
+        """The OpenAPI document as JSON.
+
+        It is cached because building it takes milliseconds and any client may request it.
+        """
         return json.dumps(self.openapi(), ensure_ascii=False).encode()
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document with the schema of problem documents and any API key requirements."""
+        """Return the OpenAPI document, including the schema of problem documents and any API key requirements."""
         document = super().openapi()
         document["components"]["schemas"][Problem.__name__] = Problem.model_json_schema()
         for methods in document["paths"].values():
             for operation in methods.values():
-                # By default, FastAPI uses the capitalized name of the function.
+                # The first sentence of the docstring. By default, FastAPI uses the capitalized name of the function.
                 operation["summary"] = operation["description"].partition("\n")[0].partition(".")[0]
         if self.state.runtime.settings.access.keys:
             document["components"]["securitySchemes"] = KEY_SCHEMES
@@ -88,36 +91,36 @@ class Application(FastAPI):
         return document
 
     def build_middleware_stack(self) -> ASGIApp:
-        """Wrap FastAPI's own middleware, so that responses to unexpected errors pass through this middleware too."""
+        """Wrap FastAPI's middleware, so that responses to unexpected errors also pass through that of the service."""
         access = self.state.runtime.settings.access
-        inner = super().build_middleware_stack()
-        stack: ASGIApp = ApiKeyAuth(inner, access, handle_error)
+        fastapi_stack = super().build_middleware_stack()
+        stack: ASGIApp = ApiKeyAuth(fastapi_stack, access, handle_error)
         if access.origins:
             stack = CORSMiddleware(
                 stack, access.origins, CORS_METHODS, CORS_REQUEST_HEADERS, expose_headers=CORS_RESPONSE_HEADERS
             )
-        outer = RequestLog(SecurityHeaders(DrainBody(TrustedHosts(stack, access, handle_error))))
+        http_stack = RequestLog(SecurityHeaders(DrainBody(TrustedHosts(stack, access, handle_error))))
 
         async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
-            # This middleware handles HTTP only. Lifespan events bypass it.
-            await (outer if scope["type"] == "http" else inner)(scope, receive, send)
+            # The middleware of the service handles only HTTP requests. Lifespan events bypass it.
+            await (http_stack if scope["type"] == "http" else fastapi_stack)(scope, receive, send)
 
         return dispatch
 
 
 def create_app(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORIES) -> FastAPI:
-    """Create the service as an ASGI application. Its lifespan starts and stops the service. Raises ConfigError."""
+    """Create the service as an ASGI application, which starts and stops it in its lifespan. Raises ConfigError."""
     app = Application(
         title="StackSeg",
         version=software_version(),
-        summary="Segment 3D microscopy stacks. Send a TIFF and receive labels as an OME-TIFF with the same axes and"
-        " voxel size.",
-        # Served by service.api.routes.docs.
+        summary="Segments 3D microscopy stacks. Send a TIFF file, and receive labels as an OME-TIFF file with the same"
+        " voxel grid and voxel size.",
+        # `service.api.routes.docs` serves these pages.
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
         lifespan=_lifespan,
-        responses=problem_responses(),
+        responses=describe_problem_responses(),
     )
     service = build(settings, factories)
     app.state.runtime, app.state.async_jobs = service.runtime, service.async_jobs

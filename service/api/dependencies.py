@@ -1,4 +1,4 @@
-"""FastAPI dependencies: the objects that all requests of an application share, and the caller of a request."""
+"""FastAPI dependencies: the objects shared by all requests to an application, and the caller of a request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def get_annotations(request: Request) -> AnnotationStore:
 
 
 def get_trainings(request: Request) -> TrainingManager:
-    """Return the queue of trainings."""
+    """Return the manager of training runs."""
     trainings: TrainingManager = request.app.state.trainings
     return trainings
 
@@ -48,8 +48,11 @@ RuntimeDependency = Annotated[Runtime, Depends(get_runtime)]
 AsyncJobsDependency = Annotated[JobManager, Depends(get_async_jobs)]
 
 
-def get_client(request: Request) -> str:
-    """Return the name under which quotas are counted: the name of the API key, or the client's address without keys."""
+def get_quota_name(request: Request) -> str:
+    """Return the name that quotas are counted under.
+
+    It is the name of the API key or, if the service has no keys, the client's address.
+    """
     caller = get_caller(request)
     if caller not in {None, ANONYMOUS} or request.client is None:
         return caller or ANONYMOUS
@@ -57,6 +60,6 @@ def get_client(request: Request) -> str:
 
 
 def get_caller(request: Request) -> str | None:
-    """Return the name of the caller, or None if it is not identified. Others cannot access its jobs and files."""
+    """Return the name of the caller, which owns its jobs and files; None if the caller is not identified."""
     caller: str | None = request.scope.get("state", {}).get("caller")
     return caller

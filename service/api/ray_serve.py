@@ -1,6 +1,6 @@
 """The service as a Ray Serve application: `serve run service.api.ray_serve:app config=gpu replicas=2 gpus=1`.
 
-It is for users who run all their services with Ray Serve. docs/cluster.md compares it with
+This application is for users who run all their services with Ray Serve. docs/cluster.md compares it with
 `stackseg serve`.
 """
 
@@ -22,14 +22,14 @@ from service.api.app import create_app
 from service.core.config import Settings, read_settings
 from service.serving.runtime import Runtime
 
-# Paths of resources that only one replica knows. The next request might go to another replica.
+# Paths of resources that exist only in one replica, although the next request may go to another one.
 REPLICA_LOCAL_PATHS = ("/jobs", "/stacks", "/annotations", "/trainings")
-# Path that is read-only with several replicas, because a change would affect only one of them.
+# Path of a resource that is read-only if there are several replicas, because a change would affect only one of them.
 READ_ONLY_PATH = "/models"
-# Interval of checks for the end of model loading and of running work.
+# Interval between checks whether models are loaded at startup, and whether running work has ended at shutdown.
 POLL_SECONDS = 0.2
 
-# The runtime of this process's replica, after its application was built.
+# The runtime of the replica in this process, once its application has been built.
 _runtimes: list[Runtime] = []
 
 
@@ -40,14 +40,14 @@ def app(arguments: Mapping[str, str]) -> Any:
                `gpus`: number of GPUs per replica (default: 0)
     """
     settings = read_settings(Path(arguments.get("config", "default")))
-    replicas = int(arguments.get("replicas", "1"))
+    replica_count = int(arguments.get("replicas", "1"))
 
     def build() -> FastAPI:
-        return build_app(settings, replicas)
+        return build_app(settings, replica_count)
 
     deployment = serve.deployment(
         name="stackseg",
-        num_replicas=replicas,
+        num_replicas=replica_count,
         ray_actor_options={"num_gpus": float(arguments.get("gpus", "0"))},
         # Let the queue of the service refuse excess requests, with 503 and Retry-After.
         max_ongoing_requests=settings.limits.waiting + settings.limits.at_once,
@@ -57,20 +57,20 @@ def app(arguments: Mapping[str, str]) -> Any:
 
 
 class Replica:
-    """Health check of a replica for Ray Serve."""
+    """Replica with a health check for Ray Serve."""
 
     def check_health(self) -> None:
-        """Raise RuntimeError if the device or the default model cannot be used. Ray then replaces the replica."""
+        """Raise RuntimeError if the device or the default model cannot be used, so that Ray replaces the replica."""
         reasons = [reason for runtime in _runtimes for reason in runtime.unready_reasons() if not runtime.is_draining]
         if reasons:
             raise RuntimeError(" ".join(reasons))
 
 
-def build_app(settings: Settings, replicas: int) -> FastAPI:
-    """Create the application of a replica. With several replicas, it excludes resources that are local to a replica."""
+def build_app(settings: Settings, replica_count: int) -> FastAPI:
+    """Create the application of a replica, without resources that are local to a replica if there are several."""
     application = create_app(settings)
     runtime: Runtime = application.state.runtime
-    if replicas > 1:
+    if replica_count > 1:
         application.add_middleware(StatelessReplica)
     application.router.lifespan_context = wrap_lifespan(application.router.lifespan_context, runtime)
     _runtimes.append(runtime)
@@ -78,7 +78,7 @@ def build_app(settings: Settings, replicas: int) -> FastAPI:
 
 
 class StatelessReplica:
-    """Middleware that rejects requests for resources local to a replica, and ignores `Prefer: respond-async`."""
+    """Middleware that refuses requests for replica-local resources, and ignores `Prefer: respond-async`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -92,7 +92,7 @@ class StatelessReplica:
         if path.startswith(REPLICA_LOCAL_PATHS) or (
             path.startswith(READ_ONLY_PATH) and scope["method"] not in {"GET", "HEAD"}
         ):
-            message = "Jobs, uploaded and annotated stacks, trainings and changes of models require one replica.\n"
+            message = "Jobs, stored stacks, training runs and changes to models require a service with one replica.\n"
             response = PlainTextResponse(message, status_code=501)
             await response(scope, receive, send)
         else:
@@ -104,7 +104,7 @@ def wrap_lifespan(lifespan: Any, runtime: Runtime) -> Any:
     """Wrap a lifespan to wait for models at startup and for running work at shutdown. Ray Serve sends no signal."""
 
     @asynccontextmanager
-    async def wrapped(app: FastAPI) -> AsyncIterator[Any]:
+    async def wrapped_lifespan(app: FastAPI) -> AsyncIterator[Any]:
         async with lifespan(app) as state:
             # If a model cannot be loaded, `check_health` fails.
             while any(device.scheduler.models.cache.pending_startup_models for device in runtime.devices.all):
@@ -115,4 +115,4 @@ def wrap_lifespan(lifespan: Any, runtime: Runtime) -> Any:
             while runtime.is_busy and time.monotonic() < deadline:
                 await asyncio.sleep(POLL_SECONDS)
 
-    return wrapped
+    return wrapped_lifespan

@@ -1,4 +1,4 @@
-"""Run the service with uvicorn: configuration, listening sockets, and graceful shutdown."""
+"""Running the service with uvicorn: configuration, listening sockets, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from service.core.config import Settings
 from service.core.errors import ConfigError
 from service.serving.runtime import Runtime
 
-# M_ARENA_MAX in glibc's malloc.h.
+# The option M_ARENA_MAX in glibc's malloc.h.
 _M_ARENA_MAX = -8
-# Threshold of the youngest generation of Python's garbage collector, in objects. A request creates thousands of objects
-# and hardly any reference cycles, so collecting at the default threshold wastes time.
+# Number of new objects after which Python's garbage collector runs. A request creates thousands of objects and hardly
+# any reference cycles, so collecting at the default threshold would waste time.
 GC_THRESHOLD_OBJECTS = 50_000
 # At shutdown, uploads that stall for longer than this are aborted.
 STALLED_UPLOAD_SECONDS = 5.0
-# Interval of these checks.
+# Interval between checks of the remaining connections during shutdown.
 POLL_SECONDS = 0.1
-# Frequency of uvicorn's main loop.
+# Number of iterations of uvicorn's main loop per second.
 TICKS_PER_SECOND = 10
 
 
@@ -48,14 +48,14 @@ class Server(uvicorn.Server):
         self.client_limits = SlowClientLimits(bytes_per_second=runtime.settings.limits.bytes_per_second)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets. A `Listener` closes connections of this server when it has too many."""
+        """Listen on the sockets. A `Listener` closes connections of this server when there are too many."""
         self._listeners = [listener for listener in sockets or () if isinstance(listener, Listener)]
         for listener in self._listeners:
             listener.connections = self.server_state.connections
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Close connections of slow clients once per second. Return whether to shut down."""
+        """Close the connections of slow clients once per second. Return whether to shut down."""
         if counter % TICKS_PER_SECOND == 0:
             for connection in list(self.server_state.connections):
                 if isinstance(connection, Connection):
@@ -65,20 +65,21 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM or SIGINT: refuse new work, and finish accepted work within `server.drain_seconds`."""
+        """Handle SIGTERM or SIGINT: refuse new work, and complete accepted work within `server.drain_seconds`."""
         self._runtime.drain()
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close idle connections, then wait for running requests and for uploads that make progress.
 
-        New connections are still accepted meanwhile: health checks are answered, and new work is refused with 503.
+        New connections are still accepted during this time. Health checks are answered, and new work is refused with
+        status 503.
         """
         deadline = time.monotonic() + self._runtime.settings.server.drain_seconds
         await self._wait_for_open_requests(deadline)
         for server in self.servers:
             server.close()
-        # From Python 3.12, uvicorn would otherwise wait for clients that have only begun a TLS handshake.
+        # Otherwise, in Python 3.12 and later, uvicorn would wait for clients whose TLS handshake is not complete.
         self.servers = []
         close_task = asyncio.create_task(self._close_stalled_uploads(deadline))
         try:
@@ -87,18 +88,20 @@ class Server(uvicorn.Server):
             close_task.cancel()
 
     async def _wait_for_open_requests(self, deadline: float) -> None:
-        """Wait until all current connections have been answered and nothing is computed, at most until the deadline."""
-        remaining = {connection for connection in self.server_state.connections if isinstance(connection, Connection)}
+        """Wait until all open connections are closed and no work is running, but not beyond the deadline."""
+        open_connections = {
+            connection for connection in self.server_state.connections if isinstance(connection, Connection)
+        }
         while time.monotonic() < deadline and not self.force_exit:
-            remaining &= self.server_state.connections
-            for connection in remaining:
+            open_connections &= self.server_state.connections
+            for connection in open_connections:
                 connection.close_if_stalled(self._stalled_seconds)
-            if not remaining and not self._runtime.is_busy:
+            if not open_connections and not self._runtime.is_busy:
                 return
             await asyncio.sleep(POLL_SECONDS)
 
     async def _close_stalled_uploads(self, deadline: float) -> None:
-        """Close idle connections and stalled uploads until cancelled; after the deadline, close all uploads."""
+        """Close idle connections and stalled uploads until cancelled. After the deadline, close all uploads."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             for connection in list(self.server_state.connections):
@@ -107,50 +110,50 @@ class Server(uvicorn.Server):
 
 
 def serve(settings: Settings, host: str, port: int) -> bool:
-    """Print the address and serve requests until a signal arrives.
+    """Print the address of the service, and serve requests until a signal stops it.
 
-    Return False if a thread did not end at shutdown. Raises ConfigError.
+    Return False if a thread was still running after shutdown. Raises ConfigError.
     """
     _limit_malloc_arenas()
     gc.set_threshold(GC_THRESHOLD_OBJECTS, *gc.get_threshold()[1:])
     app = create_app(settings)
     # Build the routes and the OpenAPI document now, not during the first request. FastAPI changes Python's warning
-    # filters meanwhile, which is not safe while a thread that loads models changes them too.
+    # filters while building them, which is unsafe if a thread that loads models changes the filters at the same time.
     app.openapi()
     runtime: Runtime = app.state.runtime
     config = build_config(
         app,
         ssl_keyfile=settings.server.ssl_keyfile,
         ssl_certfile=settings.server.ssl_certfile,
-        # The runtime ends requests itself and answers them. This timeout is only for requests that hang even then.
+        # The runtime itself cancels and answers requests in time. This timeout is only for requests that still hang.
         timeout_graceful_shutdown=round(settings.server.drain_seconds) + 5,
     )
     try:
         config.load()
     except OSError as error:
         raise ConfigError(
-            f"The TLS key (server.ssl_keyfile) or certificate (server.ssl_certfile) cannot be used: {error}."
+            f"The TLS key (server.ssl_keyfile) or certificate (server.ssl_certfile) cannot be loaded: {error}."
         ) from error
     limit = limit_connections(settings.server.connections)
     with Listener(listen(host, port), limit) as listener:
         server = Server(config, runtime)
-        # Handle signals that arrive before uvicorn installs its own handlers. uvicorn raises a captured signal again
-        # after its shutdown. With the default handlers, that would kill the process after a clean shutdown.
+        # Handle signals that arrive before uvicorn installs its own handlers. After its shutdown, uvicorn raises a
+        # captured signal again. With the default handlers, that signal would kill the process after a clean shutdown.
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, server.handle_exit)
-        sys.stdout.write(f"StackSeg listens on {format_address(listener, secure=config.is_ssl)}\n")
+        sys.stdout.write(f"StackSeg is listening on {format_address(listener, secure=config.is_ssl)}\n")
         sys.stdout.flush()
         server.run(sockets=[listener])
     return runtime.devices.has_ended
 
 
 def build_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
-    """Return the uvicorn configuration for an application. `options` are passed to `uvicorn.Config`."""
+    """Return the uvicorn configuration of an application. `options` are passed to `uvicorn.Config`."""
     return uvicorn.Config(
         app,
         http=Connection,
         ws="none",
-        # Only asyncio's own event loop calls `Listener.accept`.
+        # uvloop, the alternative, would not call `Listener.accept`.
         loop="asyncio",
         log_config=None,
         access_log=False,
@@ -162,9 +165,9 @@ def build_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
 def _limit_malloc_arenas() -> None:
     """Limit glibc's malloc to two arenas for all threads.
 
-    Otherwise each of the many threads gets an arena of its own, and the memory of the process grows for hours.
+    Otherwise, each of the many threads would get its own arena, and the memory of the process would grow for hours.
     """
-    # Other C libraries have no such function and no arenas.
+    # Other C libraries have neither this function nor arenas.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 

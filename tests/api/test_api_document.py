@@ -13,7 +13,7 @@ DOCUMENT = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 
 
 def read_table(first_column: str, section: str = "") -> list[list[str]]:
-    """Return the rows of the first table with this heading of the first column, below a heading of the document."""
+    """Return the rows of the first table whose first column has this heading, below a heading in the document."""
     text = DOCUMENT[DOCUMENT.index(section) :]
     lines = text[text.index(f"| {first_column} |") :].splitlines()[2:]
     rows = []
@@ -73,7 +73,7 @@ def test_header_table_lists_every_header_of_a_result(schema: dict[str, Any]) -> 
 def test_media_type_table_lists_formats_of_a_result(schema: dict[str, Any]) -> None:
     documented = {name for row in read_table("`Accept`") for name in read_names(row[0])}
     described = schema["paths"]["/segment"]["post"]["responses"]["200"]["content"].keys()
-    # A zip archive and a report of a saved file are selected by parameters, and gzip is another name of NIfTI.
+    # Parameters select the zip archive and the description of a saved file. application/gzip is a synonym for NIfTI.
     assert documented - {"application/gzip"} == described - {"application/zip", "application/json"}
 
 
@@ -84,7 +84,7 @@ def test_error_table_lists_every_problem_type_with_its_status(schema: dict[str, 
         for status, response in schema["paths"]["/segment"]["post"]["responses"].items()
         for problem_type in response["content"].get("application/problem+json", {}).get("examples", {})
     }
-    # Starlette raises these two, and OpenAPI describes existing paths and methods only.
+    # Starlette raises these two errors. OpenAPI describes only existing paths and methods.
     assert documented - {("404", "not-found"), ("405", "method-not-allowed")} == described
 
 

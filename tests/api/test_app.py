@@ -45,9 +45,9 @@ def test_log_lines_and_error_responses_stay_short_for_long_input(
         ]
     assert {response.status_code for response in responses} == {404, 422, 415, 200}
     assert max(len(response.content) for response in responses if response.is_error) < 3000
-    ours = [record for record in caplog.records if record.name.startswith("service")]
-    assert len(ours) >= len(responses)
-    assert max(len(record.getMessage()) for record in ours) < 1000
+    service_records = [record for record in caplog.records if record.name.startswith("service")]
+    assert len(service_records) >= len(responses)
+    assert max(len(record.getMessage()) for record in service_records) < 1000
 
 
 def test_requests_are_counted_by_route_not_by_path(service: Service) -> None:
@@ -87,7 +87,7 @@ def test_documented_metrics_exist(service: Service) -> None:
 
 
 @pytest.mark.parametrize("path", ["/segment", "/inspect", "/jobs"])
-def test_documented_parameters_are_the_accepted_ones(service: Service, path: str) -> None:
+def test_documented_parameters_match_the_accepted_parameters(service: Service, path: str) -> None:
     document = service.client.get("/openapi.json").json()
     documented = document["paths"][path]["post"]["parameters"]
     assert [parameter["name"] for parameter in documented if parameter["in"] == "query"] == list(Query.model_fields)

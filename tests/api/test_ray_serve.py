@@ -102,8 +102,8 @@ def test_replicas_are_ready_and_return_the_same_labels_as_other_services(
 ) -> None:
     assert client.get("/health/ready").json() == {"status": "ready"}
     with ThreadPoolExecutor(4) as pool:
-        for answer in pool.map(lambda _: segment(client, stack, Prefer="respond-async"), range(4)):
-            assert np.array_equal(classes(answer.content), expected)
+        for response in pool.map(lambda _: segment(client, stack, Prefer="respond-async"), range(4)):
+            assert np.array_equal(classes(response.content), expected)
 
 
 @pytest.mark.parametrize(
@@ -117,20 +117,24 @@ def test_replicas_are_ready_and_return_the_same_labels_as_other_services(
     ],
 )
 def test_requests_for_resources_of_one_replica_are_rejected(client: httpx2.Client, method: str, path: str) -> None:
-    answer = client.request(method, path)
-    assert (answer.status_code, "one replica" in answer.text) == (501, True)
+    response = client.request(method, path)
+    assert (response.status_code, "one replica" in response.text) == (501, True)
 
 
 def test_requests_with_a_route_prefix_are_rejected_too() -> None:
     from service.api.ray_serve import StatelessReplica  # noqa: PLC0415
 
-    async def ask(path: str) -> int:
+    async def get_status(path: str) -> int:
         app = StatelessReplica(PlainTextResponse("accepted"))
         transport = httpx2.ASGITransport(app, root_path="/prefix")
         async with httpx2.AsyncClient(transport=transport, base_url="http://service") as client:
             return (await client.post(path)).status_code
 
-    assert [asyncio.run(ask(f"/prefix/{name}")) for name in ("jobs", "models/reload", "segment")] == [501, 501, 200]
+    assert [asyncio.run(get_status(f"/prefix/{name}")) for name in ("jobs", "models/reload", "segment")] == [
+        501,
+        501,
+        200,
+    ]
 
 
 def test_models_are_listed(client: httpx2.Client) -> None:
@@ -138,13 +142,13 @@ def test_models_are_listed(client: httpx2.Client) -> None:
 
 
 def test_killed_replica_is_replaced(client: httpx2.Client, stack: bytes, expected: Any) -> None:
-    before = find_replicas()
-    assert len(before) == REPLICAS
-    os.kill(min(before), signal.SIGKILL)
-    until(lambda: len(find_replicas() - before) == 1 and len(find_replicas()) == REPLICAS, STARTING)
+    old_replicas = find_replicas()
+    assert len(old_replicas) == REPLICAS
+    os.kill(min(old_replicas), signal.SIGKILL)
+    until(lambda: len(find_replicas() - old_replicas) == 1 and len(find_replicas()) == REPLICAS, STARTING)
     with ThreadPoolExecutor(4) as pool:
-        for answer in pool.map(lambda _: segment(client, stack), range(4)):
-            assert np.array_equal(classes(answer.content), expected)
+        for response in pool.map(lambda _: segment(client, stack), range(4)):
+            assert np.array_equal(classes(response.content), expected)
 
 
 def test_running_requests_finish_when_the_application_is_deleted(
@@ -154,9 +158,9 @@ def test_running_requests_finish_when_the_application_is_deleted(
 
     large = as_tiff(phantom_maker((128, 256, 256), seed=2).image)
     with ThreadPoolExecutor(2 * REPLICAS) as pool:
-        answers = [pool.submit(segment, client, large) for _ in range(2 * REPLICAS)]
+        responses = [pool.submit(segment, client, large) for _ in range(2 * REPLICAS)]
         # Requests that have not reached a replica would be rejected after the deletion.
-        until(lambda: len(list(scratch.glob("*/requests/*"))) == len(answers), STARTING)
+        until(lambda: len(list(scratch.glob("*/requests/*"))) == len(responses), STARTING)
         ray_serve.delete("default")
-        assert [answer.result().status_code for answer in answers] == [200] * len(answers)
+        assert [response.result().status_code for response in responses] == [200] * len(responses)
     until(lambda: not find_replicas(), STARTING)

@@ -50,7 +50,7 @@ def strict_server(app: Any, **options: Any) -> Iterator[tuple[str, int]]:
         yield address
 
 
-def drip(client: socket.socket, number: int) -> bytes:
+def send_slowly(client: socket.socket, number: int) -> bytes:
     """Send single bytes slowly until the server responds or closes the connection."""
     client.settimeout(0.2)
     for _ in range(number):
@@ -62,7 +62,7 @@ def drip(client: socket.socket, number: int) -> bytes:
     raise AssertionError("the server is still waiting")
 
 
-def test_incomplete_heads_time_out_with_a_reason_if_they_were_begun() -> None:
+def test_incomplete_request_heads_time_out_with_a_reason() -> None:
     with strict_server(Echo(), timeout_keep_alive=SECONDS) as address, ExitStack() as exit_stack:
         silent, dripping, used = (
             exit_stack.enter_context(socket.create_connection(address, SECONDS)) for _ in range(3)
@@ -71,7 +71,7 @@ def test_incomplete_heads_time_out_with_a_reason_if_they_were_begun() -> None:
         assert answer(used) == b""
         began = time.monotonic()
         dripping.sendall(head()[:-2] + b"X: ")
-        assert drip(dripping, 50)
+        assert send_slowly(dripping, 50)
         dripping.settimeout(SECONDS)
         assert refusal(dripping, 408)[1]["type"] == "urn:stackseg:problem:too-slow"
         assert silent.recv(1) == used.recv(1) == b""
@@ -82,7 +82,7 @@ def test_slow_uploads_are_rejected_with_408(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO), strict_server(RequestLog(Gated())) as address:
         with socket.create_connection(address, SECONDS) as client:
             client.sendall(head("Content-Length: 1000000"))
-            assert drip(client, 50)
+            assert send_slowly(client, 50)
             client.settimeout(SECONDS)
             assert refusal(client, 408)[1]["type"] == "urn:stackseg:problem:too-slow"
         until(lambda: any(" / 408 " in record.getMessage() for record in caplog.records), SECONDS)

@@ -1,1 +1,1 @@
-"""API keys, rate limits, trusted host names and CORS."""
+"""Access control: API keys, rate limits, trusted host names and CORS."""

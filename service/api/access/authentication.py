@@ -18,16 +18,16 @@ from service.api.messages.headers import ANONYMOUS, RawHeaders, find_header
 from service.core.errors import RateLimited, Unauthorized
 from service.core.sections.serving import Access
 
-# Reachable without a key and under any host name, because health probes have neither.
+# Paths that need no key and accept any host name, because health probes have no key and often no valid host name.
 HEALTH_PATH = re.compile(r"(/v[12])?/health(/live|/ready)?")
-# Reachable without a key: the content is public, and browsers cannot send a key when they load a page.
+# Paths that need no key, because their content is public and browsers cannot send a key when they load a page.
 DOCUMENTATION_PATH = re.compile(r"/(docs(/[a-z.]+)?|page/([a-z]+/)?[a-z_.]+|openapi\.json)?")
 
 ErrorHandler = Callable[[Request, Exception], Response]
 
 
 class ApiKeyAuth:
-    """Middleware that checks the API key and rate limits, and stores the caller in `scope["state"]["caller"]`."""
+    """Middleware that checks the API key and rate limits, and stores the caller's name in the state of the request."""
 
     def __init__(self, app: ASGIApp, access: Access, handle_error: ErrorHandler) -> None:
         self._app, self._handle_error = app, handle_error
@@ -44,9 +44,9 @@ class ApiKeyAuth:
             await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope, slots: ExitStack) -> None:
-        """Identify the caller and count the request against its rate limits.
+        """Identify the caller, and count the request against the caller's rate limits.
 
-        The slot of a running request is released when `slots` is closed. Raises Unauthorized and RateLimited.
+        The slot for a running request is released when `slots` is closed. Raises Unauthorized and RateLimited.
         """
         state = scope.setdefault("state", {})
         if HEALTH_PATH.fullmatch(scope["path"]) or DOCUMENTATION_PATH.fullmatch(scope["path"]):
@@ -63,18 +63,18 @@ def check_admin(request: Request, access: Access) -> None:
     """Raise Unauthorized unless the caller is an admin. Without API keys, clients on the same host are admins."""
     if access.keys and request.scope["state"]["caller"] not in access.admins:
         raise Unauthorized(
-            "This API key has no admin rights. Ask the operator of the service to add it to `access.admins`."
+            "This API key has no admin rights. Ask the operator of the service to add the key to `access.admins`."
         )
     if not access.keys and not (request.client and is_loopback(request.client.host)):
         raise Unauthorized(
-            "Without API keys, this is only allowed from the computer that runs the service, and not through a"
-            " container's published port. To allow it from elsewhere, the operator can create a key with"
-            " `stackseg key NAME` and list it in `access.admins`."
+            "This service has no API keys. Therefore, this request is allowed only from the computer that runs the"
+            " service, and not through a container's published port. To allow it from other computers, the operator can"
+            " create a key with `stackseg key NAME` and list the key in `access.admins`."
         )
 
 
-def is_admin(request: Request, access: Access) -> bool:
-    """Return whether the caller is an admin, see `check_admin`."""
+def has_admin_rights(request: Request, access: Access) -> bool:
+    """Return whether the caller is an admin (see `check_admin`)."""
     try:
         check_admin(request, access)
     except Unauthorized:
@@ -86,7 +86,7 @@ class Identity(NamedTuple):
     """Identity of the caller for access to trained models.
 
     owner     name of the caller's API key; None if the service has no API keys
-    is_admin  whether the caller may manage the models of all owners
+    is_admin  whether the caller is an admin, who may manage the models of all owners
     """
 
     owner: str | None
@@ -95,16 +95,16 @@ class Identity(NamedTuple):
 
 def identify(request: Request, access: Access) -> Identity:
     """Return the caller's identity for access to trained models."""
-    return Identity(request.scope["state"]["caller"] if access.keys else None, is_admin(request, access))
+    return Identity(request.scope["state"]["caller"] if access.keys else None, has_admin_rights(request, access))
 
 
 def check_trainer(request: Request, access: Access) -> None:
     """Raise Unauthorized unless the caller may train models: its key is in `access.trainers`, or it is an admin."""
     if access.keys and request.scope["state"]["caller"] in access.trainers:
         return
-    if access.keys and not is_admin(request, access):
+    if access.keys and not has_admin_rights(request, access):
         raise Unauthorized(
-            "This API key may not train models. Ask the operator of the service to add it to `access.trainers`."
+            "This API key may not train models. Ask the operator of the service to add the key to `access.trainers`."
         )
     check_admin(request, access)
 
@@ -117,6 +117,6 @@ def is_loopback(host: str) -> bool:
 
 
 def extract_key(headers: RawHeaders) -> str | None:
-    """Return the API key from `Authorization: Bearer KEY` or, failing that, `X-API-Key: KEY`. None without a key."""
+    """Return the API key from `Authorization: Bearer KEY` or else from `X-API-Key: KEY`; None if there is no key."""
     scheme, _, key = find_header(headers, b"authorization").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else find_header(headers, b"x-api-key") or None

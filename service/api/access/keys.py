@@ -1,6 +1,7 @@
 """API keys. The service stores only their hashes.
 
-A key has 256 random bits and cannot be guessed, so one round of SHA-256 is enough. Slow hashes protect weak passwords.
+A key has 256 random bits and cannot be guessed, so one round of SHA-256 is enough. Slow hash functions are necessary
+only for weak passwords.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ HASH_PREFIX = "sha256:"
 
 
 def generate_key() -> str:
-    """Return a new random key."""
+    """Return a new random API key."""
     return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
@@ -28,22 +29,23 @@ def hash_key(key: str) -> str:
 
 
 class ApiKeys:
-    """The configured API keys as hashes by name. If there are none, every caller is `anonymous`."""
+    """Configured API keys, as hashes by key name. If there are none, every caller is `anonymous`."""
 
     def __init__(self, hashes: Mapping[str, str]) -> None:
         self._hashes = dict(hashes)
 
     def authenticate(self, key: str | None) -> str:
-        """Return the name of a key. Raises Unauthorized for a missing or unknown key.
+        """Return the name of an API key. Raises Unauthorized if the key is missing or unknown.
 
-        The key is compared with every configured hash in constant time, so timing reveals nothing about them.
+        The hash of the key is compared with every configured hash in constant time, so that the duration of the
+        comparison reveals nothing about the configured hashes.
         """
         if not self._hashes:
             return ANONYMOUS
         if key is None:
             raise Unauthorized(
-                "This service requires an API key. Send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`. The"
-                " operator of the service creates keys with `stackseg key NAME`."
+                "This service requires an API key. Send your key as `Authorization: Bearer KEY` or `X-API-Key: KEY`. If"
+                " you have no key, ask the operator of the service to create one with `stackseg key NAME`."
             )
         key_hash, caller = hash_key(key), None
         for name, known_hash in self._hashes.items():
@@ -51,7 +53,7 @@ class ApiKeys:
                 caller = name
         if caller is None:
             raise Unauthorized(
-                "The API key is not valid. Check it for typing errors. If it is correct, it has been revoked: ask the"
-                " operator of the service for a new one."
+                "The API key is not valid. Check the key for typing errors. If it is correct, it has been revoked: ask"
+                " the operator of the service for a new key."
             )
         return caller

@@ -1,4 +1,4 @@
-"""ASGI middleware for every HTTP request: access log, security headers, and draining of rejected bodies."""
+"""ASGI middleware for every HTTP request: access log, security headers, and draining the bodies of refused requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.core import telemetry
 
 log = logging.getLogger("service.access")
 
-# Time limit for receiving the rest of a rejected request's body.
+# Time limit for receiving the rest of the body of a refused request.
 DRAIN_SECONDS = 20.0
 UNPRINTABLE_PATTERN = re.compile(r"[^\x20-\x7e]")
 # Longer paths are truncated in the access log.
@@ -28,15 +28,16 @@ PAGE_POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsaf
 PAGE_SECURITY_HEADERS = SECURITY_HEADERS | {"Content-Security-Policy": PAGE_POLICY}
 
 
-def _encode(headers: dict[str, str]) -> tuple[tuple[bytes, bytes], ...]:
+def _encode_headers(headers: dict[str, str]) -> tuple[tuple[bytes, bytes], ...]:
     return tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
 
 
-_RAW_HEADERS, _RAW_PAGE_HEADERS = _encode(SECURITY_HEADERS), _encode(PAGE_SECURITY_HEADERS)
+_RAW_SECURITY_HEADERS = _encode_headers(SECURITY_HEADERS)
+_RAW_PAGE_SECURITY_HEADERS = _encode_headers(PAGE_SECURITY_HEADERS)
 
 
 class RequestLog:
-    """Middleware that assigns an id to every request and writes one line to the access log when the request ends."""
+    """Middleware that assigns an id to every request, and writes one line to the access log when the request ends."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -44,7 +45,7 @@ class RequestLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = choose_request_id(get_header(scope, b"x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
-        began, status = time.perf_counter(), 500
+        start_time, status = time.perf_counter(), 500
         headers: list[tuple[bytes, bytes]] = []
 
         async def send_with_id(message: Message) -> None:
@@ -58,14 +59,14 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            # Set if the connection itself sent the response, or if the client disconnected before a response.
+            # `closed_status` is set if the connection sent the response itself, or the client disconnected before one.
             status = scope["state"].get("closed_status", status)
-            _log_request(scope, request_id, status, time.perf_counter() - began, headers)
+            _log_request(scope, request_id, status, time.perf_counter() - start_time, headers)
             telemetry.request_id.reset(token)
 
 
 def _log_request(scope: Scope, request_id: str, status: int, seconds: float, headers: RawHeaders) -> None:
-    """Write the access log line of a request and count it in the metrics."""
+    """Write the access log line for a request, and count the request in the metrics."""
     route = getattr(scope.get("route"), "path", "unknown")
     state = scope["state"]
     caller, problem = state.get("caller", "nobody"), state.get("problem")
@@ -73,7 +74,7 @@ def _log_request(scope: Scope, request_id: str, status: int, seconds: float, hea
     model, objects = (find_header(headers, name) or None for name in (b"x-stackseg-model", b"x-stackseg-objects"))
     path = UNPRINTABLE_PATTERN.sub("?", scope["path"][:MAX_PATH_CHARS])
     level = logging.DEBUG if "/health" in route else logging.INFO
-    extras = " ".join(extra for extra in (caller, problem, model, objects) if extra is not None)
+    details = " ".join(detail for detail in (caller, problem, model, objects) if detail is not None)
     members: dict[str, Any] = {
         "request_id": request_id,
         "caller": caller,
@@ -87,13 +88,13 @@ def _log_request(scope: Scope, request_id: str, status: int, seconds: float, hea
         "objects": int(objects) if objects else None,
         "stages": parse_server_timing(find_header(headers, b"server-timing")),
     }
-    present = {name: value for name, value in members.items() if value is not None}
-    arguments = (scope["method"], path, status, seconds, request_id, extras)
-    log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=telemetry.fields(**present))
+    known_members = {name: value for name, value in members.items() if value is not None}
+    arguments = (scope["method"], path, status, seconds, request_id, details)
+    log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=telemetry.fields(**known_members))
 
 
 def _count_request(scope: Scope, route: str, status: int, caller: str, problem: str | None) -> None:
-    """Count the request in the metrics, unless it never reached the application."""
+    """Count a request in the metrics if it has reached the application."""
     if "app" in scope and hasattr(scope["app"].state, "runtime"):
         scope["app"].state.runtime.metrics.count_request(route, status, caller=caller, problem=problem)
 
@@ -105,56 +106,59 @@ def parse_server_timing(timing: str) -> dict[str, float] | None:
 
 
 class SecurityHeaders:
-    """Middleware that adds headers against MIME sniffing, framing, and leaking the referrer."""
+    """Middleware that adds headers to prevent MIME sniffing, framing, and leaking the referrer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
 
-        async def add(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = list(message["headers"])
-                # Only HTML pages load scripts and styles. All other responses must not load anything.
-                page = find_header(headers, b"content-type").startswith("text/html")
-                present = {name for name, _ in headers}
-                more = _RAW_PAGE_HEADERS if page else _RAW_HEADERS
-                message["headers"] = [*headers, *(header for header in more if header[0] not in present)]
+                # Only HTML pages may load scripts and styles. Other responses must not load anything.
+                is_html_page = find_header(headers, b"content-type").startswith("text/html")
+                existing_names = {name for name, _ in headers}
+                security_headers = _RAW_PAGE_SECURITY_HEADERS if is_html_page else _RAW_SECURITY_HEADERS
+                message["headers"] = [
+                    *headers,
+                    *(header for header in security_headers if header[0] not in existing_names),
+                ]
             await send(message)
 
-        await self._app(scope, receive, add)
+        await self._app(scope, receive, send_with_headers)
 
 
 class DrainBody:
-    """Middleware that receives the rest of a request body before an error response is sent, for a limited time.
+    """Middleware that receives the rest of a request body, for a limited time, before it sends an error response.
 
-    Without it, the connection is reset while the client is still sending. Many clients, including Python's http.client,
-    then report a broken connection instead of the error response. A client that sent `Expect: 100-continue` and has not
-    yet been allowed to send its body is answered immediately. If the body is not received completely, the connection is
-    closed.
+    Without this middleware, the connection would be reset while the client is still sending. Many clients, including
+    Python's http.client, would then report a broken connection instead of the error response. If the client has sent
+    `Expect: 100-continue` and is still waiting to send its body, the response is sent immediately. If the body is not
+    received completely, the connection is closed.
     """
 
     def __init__(self, app: ASGIApp, seconds: float = DRAIN_SECONDS) -> None:
         self._app, self._seconds = app, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = complete = False
+        has_begun = is_complete = False
 
         async def receive_message() -> Message:
-            nonlocal begun, complete
-            begun = True
+            nonlocal has_begun, is_complete
+            has_begun = True
             message = await receive()
-            complete = not message.get("more_body", False)
+            is_complete = not message.get("more_body", False)
             return message
 
         async def send_after_body(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400 and not complete:
-                if begun or not get_header(scope, b"expect"):
+            if message["type"] == "http.response.start" and message["status"] >= 400 and not is_complete:
+                if has_begun or not get_header(scope, b"expect"):
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self._seconds):
-                            while not complete:
+                            while not is_complete:
                                 await receive_message()
-                if not complete:
+                if not is_complete:
                     message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 

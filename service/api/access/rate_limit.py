@@ -1,4 +1,4 @@
-"""Rate and concurrency limits per caller."""
+"""Rate and concurrency limits for each caller."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from service.core.sections.serving import Access
 
 
 class RateLimit:
-    """Token bucket and concurrency limit of one caller. Not thread-safe: use it only in the event loop.
+    """Token bucket and concurrency limit for one caller. Not thread-safe: use it only in the event loop.
 
     Args:
-        per_minute: requests per minute, which may arrive in one burst; 0 for no limit
-        max_concurrent: requests that may run at the same time; 0 for no limit
+        per_minute: maximum number of requests per minute, which may arrive in one burst; 0 for no limit
+        max_concurrent: maximum number of requests that may run at the same time; 0 for no limit
+        clock: function that returns the time in seconds
     """
 
     def __init__(self, per_minute: int, max_concurrent: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_minute, self._max_concurrent, self._clock = per_minute, max_concurrent, clock
         self._tokens = float(per_minute)
-        self._refilled = clock()
-        self._running = 0
+        self._refilled_at = clock()
+        self._running_count = 0
 
     def count_request(self) -> None:
-        """Take one token. Raises RateLimited with the number of seconds until the next token is available."""
+        """Consume one token. Raises RateLimited with the number of seconds until the next token is available."""
         if not self._per_minute:
             return
         now, per_second = self._clock(), self._per_minute / 60
-        self._tokens = min(self._tokens + (now - self._refilled) * per_second, float(self._per_minute))
-        self._refilled = now
+        self._tokens = min(self._tokens + (now - self._refilled_at) * per_second, float(self._per_minute))
+        self._refilled_at = now
         if self._tokens < 1:
             message = (
                 f"Too many requests: this key may send {self._per_minute} requests per minute. Wait a moment, then try"
@@ -43,21 +44,21 @@ class RateLimit:
 
     @contextmanager
     def hold_slot(self) -> Iterator[None]:
-        """Count one running request for the duration of the block. Raises RateLimited if too many are running."""
-        if self._max_concurrent and self._running >= self._max_concurrent:
+        """Count one running request for the duration of the block. Raises RateLimited if there are too many."""
+        if self._max_concurrent and self._running_count >= self._max_concurrent:
             message = (
-                f"This key already has {self._running} requests in progress, the maximum allowed. Wait until one of"
-                " them has finished, then try again."
+                f"This key already has {self._running_count} requests in progress, which is the maximum. Wait until one"
+                " of them has finished, then try again."
             )
             raise RateLimited(message, 1)
-        self._running += 1
+        self._running_count += 1
         try:
             yield
         finally:
-            self._running -= 1
+            self._running_count -= 1
 
 
 def make_rate_limits(access: Access) -> dict[str, RateLimit]:
-    """Create a rate limit for each caller. Return them by caller name."""
+    """Return a rate limit for each caller, by caller name."""
     limits = access.requests_per_minute, access.requests_at_once
     return {name: RateLimit(*limits) for name in (*access.keys, ANONYMOUS)}

@@ -1,4 +1,4 @@
-"""Protection against DNS rebinding by a list of trusted host names, and the CORS settings."""
+"""Protection against DNS rebinding through a list of trusted host names, and CORS settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.api.messages.headers import get_header
 from service.core.errors import MisdirectedRequest
 from service.core.sections.serving import Access
 
-# CORS: the methods and headers that web pages of other origins may send, and the response headers that they may read.
+# Methods and headers that web pages from other origins may send, and response headers that these pages may read.
 CORS_METHODS = ("GET", "POST", "DELETE")
 CORS_REQUEST_HEADERS = (
     "Authorization",
@@ -31,7 +31,7 @@ CORS_RESPONSE_HEADERS = (
 
 
 class TrustedHosts:
-    """Middleware that rejects requests for host names that are not configured, as protection against DNS rebinding."""
+    """Middleware that refuses requests for host names that are not configured, as protection against DNS rebinding."""
 
     def __init__(self, app: ASGIApp, access: Access, handle_error: ErrorHandler) -> None:
         self._app, self._handle_error = app, handle_error
@@ -46,18 +46,18 @@ class TrustedHosts:
             await self._app(scope, receive, send)
             return
         error = MisdirectedRequest(
-            "The service does not accept requests under this host name. Use the address that its operator gave you, or"
-            " ask the operator to add this name to `access.hosts`."
+            "The service does not accept requests for this host name. Use the address that the operator of the service"
+            " gave you, or ask the operator to add this host name to `access.hosts`."
         )
         await self._handle_error(Request(scope), error)(scope, receive, send)
 
 
 def parse_host(header: str) -> str:
-    """Return the lower-case host name of a Host header, without the port and the brackets of IPv6 addresses."""
+    """Return the host name in a Host header in lower case, without the port and the brackets of IPv6 addresses."""
     host = header.strip().lower()
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
 
 
 def matches_host(host: str, pattern: str) -> bool:
-    """Return whether a host equals a pattern. A pattern `*.DOMAIN` matches all subdomains of the domain."""
+    """Return whether a host name matches a pattern: the same name, or `*.DOMAIN` for all subdomains of a domain."""
     return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern

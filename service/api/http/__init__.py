@@ -1,1 +1,1 @@
-"""The HTTP layer below the routes: listener, protocol, multipart forms and uploads."""
+"""HTTP layer below the routes: listener, protocol, multipart forms and uploads."""

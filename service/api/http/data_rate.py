@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class SlowClientLimits(NamedTuple):
-    """Limits beyond which a client counts as too slow.
+    """Limits beyond which a client is considered too slow.
 
-    head_seconds      time limit for a TLS handshake, and for a complete request head after connecting or after the
-                      previous response
+    head_seconds      time limit for a TLS handshake, and for receiving a complete request head after the connection was
+                      opened or the previous response was sent
     bytes_per_second  minimum rate at which the client must send a body and receive a response
     window_seconds    time window over which the rate is averaged
     """
@@ -21,32 +21,40 @@ class SlowClientLimits(NamedTuple):
 
 
 class DataRate:
-    """The data rate of one direction of a connection, measured in consecutive time windows."""
+    """Data rate in one direction of a connection, measured in consecutive time windows."""
 
     def __init__(self) -> None:
         self._window_start: float | None = None
-        self._transferred, self._outstanding = 0, math.inf
+        self._window_start_bytes, self._outstanding_bytes = 0, math.inf
 
     def reset(self) -> None:
-        """Start a new window at the next call of `is_too_low`."""
+        """Start a new window at the next call to `is_too_low`."""
         self._window_start = None
 
     def is_too_low(
-        self, limits: SlowClientLimits, now: float, transferred: int | None, outstanding: float = math.inf
+        self, limits: SlowClientLimits, now: float, transferred_bytes: int | None, outstanding_bytes: float = math.inf
     ) -> bool:
-        """Return whether a window has just ended with too few transferred bytes. The next window then begins.
+        """Return whether a window has just ended in which too few bytes were transferred. The next window then begins.
 
-        transferred  total number of bytes transferred so far; None if unknown, then the rate is not judged
-        outstanding  bytes still to be transferred; a window that starts with fewer bytes than the minimum rate demands
-                     only has to transfer these
+        transferred_bytes  total number of bytes transferred so far; None if unknown, in which case the result is False
+        outstanding_bytes  bytes still to be transferred; if a window starts with fewer bytes than the minimum rate
+                           requires, only these must be transferred
         """
-        if transferred is None:
+        if transferred_bytes is None:
             return False
         if self._window_start is None:
-            self._window_start, self._transferred, self._outstanding = now, transferred, outstanding
+            self._window_start, self._window_start_bytes, self._outstanding_bytes = (
+                now,
+                transferred_bytes,
+                outstanding_bytes,
+            )
         if now - self._window_start < limits.window_seconds:
             return False
-        required_bytes = min(limits.bytes_per_second * limits.window_seconds, self._outstanding)
-        is_slow = transferred - self._transferred < required_bytes
-        self._window_start, self._transferred, self._outstanding = now, transferred, outstanding
+        required_bytes = min(limits.bytes_per_second * limits.window_seconds, self._outstanding_bytes)
+        is_slow = transferred_bytes - self._window_start_bytes < required_bytes
+        self._window_start, self._window_start_bytes, self._outstanding_bytes = (
+            now,
+            transferred_bytes,
+            outstanding_bytes,
+        )
         return is_slow

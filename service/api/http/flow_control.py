@@ -1,4 +1,4 @@
-"""Transport and flow control for uvicorn: close transports once, and read bodies only as requests consume them."""
+"""Transport and flow control for uvicorn, which close transports once and read bodies only as requests consume them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-# Number of body bytes that are read before the request asks for its body, for example while it waits for admission.
+# Number of body bytes that are read before the application requests the body, for example during admission.
 READ_AHEAD_BYTES = 2**16
 
 
 class CloseOnceTransport:
-    """A transport whose `close` may be called repeatedly. A TLS transport that is closed twice cannot be aborted."""
+    """Transport whose `close` may be called repeatedly. A TLS transport that is closed twice cannot be aborted."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -30,19 +30,19 @@ class CloseOnceTransport:
 class ReadFlowControl(FlowControl):
     """Flow control that resumes reading only while few unread body bytes are buffered.
 
-    count_unread    weak reference to the method of the connection that returns the number of body bytes that were read
-                    from the socket but not yet received by their request
-    body_requested  whether the current request has asked for its body
+    count_unread_bytes  weak reference to the method of the connection that counts body bytes that were read from the
+                        socket but have not been received by their request
+    body_requested      whether the application has requested the body of the current request
     """
 
-    def __init__(self, transport: asyncio.Transport, count_unread: weakref.WeakMethod[Callable[[], int]]) -> None:
+    def __init__(self, transport: asyncio.Transport, count_unread_bytes: weakref.WeakMethod[Callable[[], int]]) -> None:
         super().__init__(transport)
-        self._count_unread, self.body_requested = count_unread, False
+        self._count_unread_bytes, self.body_requested = count_unread_bytes, False
 
     def resume_reading(self) -> None:
-        """Resume reading, unless too many bytes are buffered already."""
-        count_unread = self._count_unread()
-        unread = 0 if count_unread is None else count_unread()
-        if unread < READ_AHEAD_BYTES:
-            self.body_requested = not unread
+        """Resume reading, unless too many unread bytes are buffered."""
+        count_unread_bytes = self._count_unread_bytes()
+        unread_bytes = 0 if count_unread_bytes is None else count_unread_bytes()
+        if unread_bytes < READ_AHEAD_BYTES:
+            self.body_requested = not unread_bytes
             super().resume_reading()

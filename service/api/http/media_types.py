@@ -1,4 +1,4 @@
-"""The media types that request bodies may have."""
+"""Media types and formats of request bodies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RAW_TYPES = frozenset(
         "application/octet-stream",
         "application/zip",
         "application/x-zip-compressed",
-        # The default of curl for --data-binary.
+        # The default of curl with --data-binary.
         "application/x-www-form-urlencoded",
     }
 )
@@ -26,7 +26,7 @@ STACK_FIELD = "file"
 
 
 class BodyFormat(NamedTuple):
-    """Accepted formats of a request body that contains one file, either as a raw body or as a field of a form.
+    """Accepted formats of a request body with one file, which is the raw body or a field of a form.
 
     media_types  accepted media types of a raw body
     encodings    accepted content encodings of a raw body
@@ -36,7 +36,7 @@ class BodyFormat(NamedTuple):
 
     media_types: frozenset[str] = RAW_TYPES
     encodings: frozenset[str] = frozenset({"identity"})
-    name: str = "the TIFF itself"
+    name: str = "the TIFF file"
     form_field: str = STACK_FIELD
 
 
@@ -44,6 +44,6 @@ STACK_BODY = BodyFormat()
 LABELS_BODY = BodyFormat(
     RAW_TYPES | {"application/x-npy", "application/gzip", "application/x-gzip"},
     frozenset({"identity", "gzip"}),
-    "labels as TIFF or .npy",
+    "the labels as a TIFF or .npy file",
     "labels",
 )

@@ -1,4 +1,4 @@
-"""A streaming parser for multipart forms with files, which are passed on piece by piece, and short text fields."""
+"""Streaming parser for multipart forms with files, which are passed on piece by piece, and short text fields."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from service.core.errors import BadParameter
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-# Limit of the value of a text field.
+# Maximum size of the value of a text field.
 MAX_FIELD_BYTES = 4096
 MAX_FIELDS = 32
-# Allowance for boundaries, part headers and text fields in addition to the files.
+# Maximum size of boundaries, part headers and text fields, in addition to the files.
 MAX_FORM_BYTES = 2 * MAX_FIELDS * MAX_FIELD_BYTES
 
 
@@ -27,11 +27,11 @@ class FormFile(Protocol):
         """Set the file name that the client sent."""
 
     def add_data(self, data: memoryview) -> None:
-        """Add the next bytes, which are a view of the parsed chunk."""
+        """Add the next bytes of the file, which are a view of the parsed chunk."""
 
 
 class FormParser:
-    """Parser of a multipart form that arrives in chunks of any size. All methods raise BadParameter for invalid forms.
+    """Parser for a multipart form that arrives in chunks of any size. All methods raise BadParameter for invalid forms.
 
     files   receivers of files by form field
     fields  dictionary to which the values of all other fields are added
@@ -44,10 +44,10 @@ class FormParser:
         fields: dict[str, str],
     ) -> None:
         self._files, self._fields = files, fields
-        self._header, self._value, self._text = bytearray(), bytearray(), bytearray()
-        self._name = ""
+        self._header_name, self._header_value, self._field_value = bytearray(), bytearray(), bytearray()
+        self._field_name = ""
         self._received_fields = set[str]()
-        self._ended = False
+        self._has_ended = False
         if not boundary:
             raise BadParameter(
                 "The Content-Type of the multipart form has no boundary. Let your HTTP library set this header."
@@ -66,14 +66,14 @@ class FormParser:
 
     def finish(self) -> None:
         """Check that the body has ended with the closing boundary."""
-        if not self._ended:
-            raise BadParameter("The multipart form is truncated: its closing boundary is missing. Send it again.")
+        if not self._has_ended:
+            raise BadParameter("The multipart form is truncated: its closing boundary is missing. Send the form again.")
 
     def _callbacks(self) -> MultipartCallbacks:
         return {
             "on_part_begin": self._begin_part,
-            "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
-            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+            "on_header_field": lambda data, start, end: self._header_name.extend(data[start:end]),
+            "on_header_value": lambda data, start, end: self._header_value.extend(data[start:end]),
             "on_header_end": self._end_header,
             "on_part_data": self._add_part_data,
             "on_part_end": self._end_part,
@@ -81,34 +81,34 @@ class FormParser:
         }
 
     def _begin_part(self) -> None:
-        self._name = ""
-        self._text.clear()
+        self._field_name = ""
+        self._field_value.clear()
 
     def _end_header(self) -> None:
-        if self._header.lower() == b"content-disposition":
-            _, options = parse_options_header(bytes(self._value))
-            self._name = options.get(b"name", b"").decode("utf-8", "replace")
-            if self._name in self._files:
+        if self._header_name.lower() == b"content-disposition":
+            _, options = parse_options_header(bytes(self._header_value))
+            self._field_name = options.get(b"name", b"").decode("utf-8", "replace")
+            if self._field_name in self._files:
                 self._begin_file(options.get(b"filename", b"").decode("utf-8", "replace"))
-        self._header.clear()
-        self._value.clear()
+        self._header_name.clear()
+        self._header_value.clear()
 
     def _begin_file(self, name: str) -> None:
-        if self._name in self._received_fields:
+        if self._field_name in self._received_fields:
             raise BadParameter(
-                f"The form has more than one file in the field {self._name!r}. Send one file per request."
+                f"The form has more than one file in the field {self._field_name!r}. Send one file per request."
             )
-        self._received_fields.add(self._name)
-        self._files[self._name].set_name(name)
+        self._received_fields.add(self._field_name)
+        self._files[self._field_name].set_name(name)
 
     def _add_part_data(self, data: bytes, start: int, end: int) -> None:
-        if self._name in self._files:
-            self._files[self._name].add_data(memoryview(data)[start:end])
+        if self._field_name in self._files:
+            self._files[self._field_name].add_data(memoryview(data)[start:end])
             return
-        self._text += data[start:end]
-        if len(self._text) > MAX_FIELD_BYTES:
+        self._field_value += data[start:end]
+        if len(self._field_value) > MAX_FIELD_BYTES:
             raise BadParameter(
-                f"The value of the form field {self._name[:40]!r} is too long. Send files in {self._file_fields}."
+                f"The value of the form field {self._field_name[:40]!r} is too long. Send files in {self._file_fields}."
             )
 
     @property
@@ -117,13 +117,13 @@ class FormParser:
         return f"the field{'s' if len(self._files) > 1 else ''} {names}"
 
     def _end_part(self) -> None:
-        if self._name in self._files:
+        if self._field_name in self._files:
             return
-        if self._name in self._fields:
-            raise BadParameter(f"The form has the field {self._name[:40]!r} twice. Send it once.")
-        self._fields[self._name] = self._text.decode("utf-8", "replace")
+        if self._field_name in self._fields:
+            raise BadParameter(f"The form has the field {self._field_name[:40]!r} twice. Send each field once.")
+        self._fields[self._field_name] = self._field_value.decode("utf-8", "replace")
         if len(self._fields) > MAX_FIELDS:
             raise BadParameter(f"The form has more than {MAX_FIELDS} fields. Send only the parameters of the request.")
 
     def _end_form(self) -> None:
-        self._ended = True
+        self._has_ended = True

@@ -1,4 +1,4 @@
-"""Checks of request heads, and error responses that the connection sends without calling the application."""
+"""Checks of request heads, and error responses that a connection sends without calling the application."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from service.api.messages.headers import SECURITY_HEADERS
-from service.api.messages.problems import PROBLEM_TYPE, problem_document
+from service.api.messages.problems import PROBLEM_TYPE, build_problem_document
 
-# Limit of the request line with all headers, and of chunk headers and trailers.
+# Maximum size of the request line and all headers together, and of chunk headers and trailers.
 MAX_HEAD_BYTES = 2**16
-# Each header is an object that every middleware has to search.
+# Every middleware searches the list of headers, so a long list would slow down all of them.
 MAX_HEADERS = 100
-# Query parameters, which FastAPI parses before it calls a route.
+# Maximum number of query parameters, which FastAPI parses before it calls a route.
 MAX_PARAMETERS = 100
-# Digits of a Content-Length. Without a limit, leading zeros could fill the head.
+# Maximum number of digits in a Content-Length. Without a limit, leading zeros could fill the request head.
 MAX_LENGTH_DIGITS = 19
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -29,9 +29,9 @@ class HeadError(ValueError):
 def check_head(version: str, method: bytes, url: bytes, headers: Headers) -> None:
     """Raise HeadError if a request head is too large or uses an unsupported protocol."""
     if version not in {"1.0", "1.1"}:
-        raise HeadError("Unsupported HTTP version. This service supports HTTP/1.1 and HTTP/1.0.")
+        raise HeadError("This HTTP version is not supported. Use HTTP/1.1 or HTTP/1.0.")
     if method == b"CONNECT":
-        raise HeadError("CONNECT is not supported: this service is not a proxy.")
+        raise HeadError("The method CONNECT is not supported, because this service is not a proxy.")
     if len(headers) > MAX_HEADERS:
         raise HeadError(f"The request has more than {MAX_HEADERS} headers.")
     if url.count(b"&") >= MAX_PARAMETERS:
@@ -40,26 +40,28 @@ def check_head(version: str, method: bytes, url: bytes, headers: Headers) -> Non
         raise HeadError(f"The URL and the headers are too long: more than {MAX_HEAD_BYTES:,} bytes.")
 
 
-def check_headers(version: str, headers: Headers) -> None:
+def check_framing_headers(version: str, headers: Headers) -> None:
     """Raise HeadError for headers that a proxy in front of this service might interpret differently."""
-    is_http_1_1, hosts = version == "1.1", len(_find_all(headers, b"host"))
-    if hosts > 1 or (not hosts and is_http_1_1):
-        # RFC 9112, 3.2: a proxy might use a different one of several Host headers.
-        raise HeadError("The request must have exactly one host, in one Host header.")
-    if any(len(value) > MAX_LENGTH_DIGITS for value in _find_all(headers, b"content-length")):
+    is_http_1_1, host_count = version == "1.1", len(_find_values(headers, b"host"))
+    if host_count > 1 or (not host_count and is_http_1_1):
+        # A proxy might use another one of several Host headers (RFC 9112, 3.2).
+        raise HeadError("The request must have exactly one Host header, with one host.")
+    if any(len(value) > MAX_LENGTH_DIGITS for value in _find_values(headers, b"content-length")):
         raise HeadError(f"Content-Length has more than {MAX_LENGTH_DIGITS} digits.")
-    codings = [value.lower() for value in _find_all(headers, b"transfer-encoding")]
+    codings = [value.lower() for value in _find_values(headers, b"transfer-encoding")]
     if codings and (codings != [b"chunked"] or not is_http_1_1):
-        # With another coding, the encoded bytes would be stored as the file. RFC 9112, 6.1: HTTP/1.0 has no chunks.
-        raise HeadError("Unsupported Transfer-Encoding. Send the body with Content-Length or, in HTTP/1.1, in chunks.")
+        # With another coding, the encoded bytes would be stored as the file. HTTP/1.0 has no chunks (RFC 9112, 6.1).
+        raise HeadError(
+            "This Transfer-Encoding is not supported. Send a Content-Length or, in HTTP/1.1, send the body in chunks."
+        )
 
 
-def _find_all(headers: Headers, name: bytes) -> list[bytes]:
+def _find_values(headers: Headers, name: bytes) -> list[bytes]:
     return [value for header, value in headers if header == name]
 
 
 class RefusalResponse(NamedTuple):
-    """The last response on a connection: a problem document like those of the application.
+    """Last response on a connection, a problem document like those of the application.
 
     reason         detail of the problem document
     extra_headers  headers in addition to the standard ones
@@ -72,7 +74,7 @@ class RefusalResponse(NamedTuple):
 
     def encode(self, request_id: str, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         """Return the bytes of the response to the request with this id."""
-        content = json.dumps(problem_document(self.slug, self.status, self.reason, request_id)).encode()
+        content = json.dumps(build_problem_document(self.slug, self.status, self.reason, request_id)).encode()
         headers = {
             **SECURITY_HEADERS,
             **self.extra_headers,

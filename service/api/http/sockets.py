@@ -1,4 +1,4 @@
-"""Queries and settings of TCP sockets that the operating system provides."""
+"""Functions that query and configure TCP sockets through the operating system."""
 
 from __future__ import annotations
 
@@ -9,50 +9,51 @@ import struct
 import sys
 import termios
 
-# Field `tcpi_bytes_acked` of Linux's struct tcp_info: the number of bytes that the client has acknowledged.
-_BYTES_ACKED = struct.Struct("120xQ")
-# Idle time and interval of TCP keepalive probes, in seconds. A client forgets a closed connection after about a minute.
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 15}
+# The field `tcpi_bytes_acked` in Linux's struct tcp_info: the number of bytes that the client has acknowledged.
+_ACKNOWLEDGED_BYTES_FIELD = struct.Struct("120xQ")
+# Idle time before TCP keepalive probes, and their interval, in seconds. The operating system of a client that has
+# disconnected answers such probes only for about a minute.
+_KEEPALIVE_OPTIONS = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 15}
 
 
-def count_unsent(transport: asyncio.Transport) -> int:
-    """Count written bytes that may not have reached the client; at least 1 if the system does not report them.
+def count_unsent_bytes(transport: asyncio.Transport) -> int:
+    """Count written bytes that may not have reached the client. Return at least 1 if the system does not report them.
 
-    A TLS transport does not report the buffer of its underlying transport. However, while that buffer is not empty, the
-    socket has unsent bytes too.
+    A TLS transport does not report the buffer of its underlying transport. However, the socket also has unsent bytes
+    while that buffer is not empty.
     """
-    waiting, connection = transport.get_write_buffer_size(), transport.get_extra_info("socket")
+    unsent_bytes, connection = transport.get_write_buffer_size(), transport.get_extra_info("socket")
     try:
         if connection is not None:
-            waiting += int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+            unsent_bytes += int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
     except (OSError, ValueError):
         # The system does not report the number, or the socket is closed.
         connection = None
-    return max(waiting, 1) if connection is None else waiting
+    return max(unsent_bytes, 1) if connection is None else unsent_bytes
 
 
-def count_unread(connection: socket.socket) -> int:
-    """Count bytes from the client in the socket's receive buffer; 0 if the system does not report them."""
+def count_unread_bytes(connection: socket.socket) -> int:
+    """Count bytes from the client in the socket's receive buffer. Return 0 if the system does not report them."""
     try:
         return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4)), sys.byteorder)
     except (OSError, ValueError):
         return 0
 
 
-def count_acknowledged(transport: asyncio.Transport) -> int | None:
-    """Count bytes that the client's system has acknowledged; None if the operating system does not report them."""
+def count_acknowledged_bytes(transport: asyncio.Transport) -> int | None:
+    """Count bytes that the client has acknowledged. Return None if the operating system does not report them."""
     connection = transport.get_extra_info("socket")
     try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size)
-        (number,) = _BYTES_ACKED.unpack(info)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED_BYTES_FIELD.size)
+        (acknowledged_bytes,) = _ACKNOWLEDGED_BYTES_FIELD.unpack(info)
     except (OSError, AttributeError, struct.error):
         return None
-    # Systems that do not count also report 0. A real client, even a slow one, acknowledges at least some bytes.
-    return int(number) or None
+    # Systems that do not count these bytes report 0. A real client, even a slow one, acknowledges at least some bytes.
+    return int(acknowledged_bytes) or None
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Enable TCP keepalive, so that the system detects clients that have disappeared."""
+def enable_keepalive(connection: socket.socket) -> None:
+    """Enable TCP keepalive, so that the operating system detects clients that have disappeared."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, seconds in _KEEPALIVE.items():
+    for option, seconds in _KEEPALIVE_OPTIONS.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, seconds)

@@ -1,4 +1,4 @@
-"""Receive uploaded files, as raw bodies or in multipart forms, and write them to disk while they arrive."""
+"""Uploads: files that are received as raw bodies or in multipart forms, and written to disk as they arrive."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ from service.serving.storage.memory_budget import MemoryBudget
 from service.serving.storage.scratch import SpaceReservation
 from service.serving.storage.threads import run_in_thread
 
-# Errors of hard links across file systems, or on file systems without hard links.
+# Error codes for hard links between file systems, and on file systems that do not support hard links.
 HARD_LINK_ERRORS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})
-# Large enough to make the cost of passing a block to a thread negligible, small enough not to matter for memory.
+# Size of the blocks that a thread writes: large enough to make the cost of switching threads negligible, but small
+# enough not to use much memory.
 BLOCK_BYTES = 2 * 2**20
-# Memory limit of this process for upload data that is not on disk.
+# Maximum memory in this process for upload data that is not on disk.
 UPLOAD_MEMORY_BYTES = 64 * 2**20
 UPLOAD_MEMORY = MemoryBudget(UPLOAD_MEMORY_BYTES)
 
 
 class Upload:
-    """A file that is being received, to disk or, if it is small, to memory; with its name and the fields of its form.
+    """File that is being received on disk or, if it is small, in memory. It has a name and the fields of its form.
 
-    path   destination of the file, unless it is kept in memory
-    space  disk quota in which the expected or received bytes are reserved, even if they stay in memory
+    path         destination of the file, unless the file is kept in memory
+    limit_bytes  maximum size of the file
+    space        disk quota in which the expected or received bytes are reserved, even if they stay in memory
+    budget       memory budget for bytes that are not on disk
     """
 
     def __init__(
@@ -45,21 +48,21 @@ class Upload:
         self.path = path
         self.name = ""
         self.fields: dict[str, str] = {}
-        self.received = 0
+        self.received_bytes = 0
         self.limit_bytes = limit_bytes
         self._file: BinaryIO | None = None
-        self.space, self._reserved_space = space, 0
+        self.space, self._reserved_space_bytes = space, 0
         self._budget = budget
-        # Bytes reserved in the memory budget for pending blocks and for a file that is kept in memory.
-        self._reserved = 0
+        # Bytes reserved in the memory budget for pending blocks and for a file in memory.
+        self._reserved_memory_bytes = 0
         self._in_memory = False
         # Digest of the file passed to `adopt`.
         self._adopted_digest: str | None = None
         self._content: bytearray | None = None
         self._hash = blake3()
-        self._pending: list[bytes | memoryview] = []
+        self._pending_blocks: list[bytes | memoryview] = []
         self._pending_bytes = 0
-        self._writing: asyncio.Task[BinaryIO] | None = None
+        self._write_task: asyncio.Task[BinaryIO] | None = None
 
     def set_name(self, name: str) -> None:
         """Set the file name that the client sent."""
@@ -67,61 +70,61 @@ class Upload:
 
     def reserve_space(self, nbytes: int) -> None:
         """Reserve disk space for a file of `nbytes` bytes. Raises the errors of `SpaceReservation.reserve`."""
-        self.space.reserve(nbytes - self._reserved_space)
-        self._reserved_space = nbytes
+        self.space.reserve(nbytes - self._reserved_space_bytes)
+        self._reserved_space_bytes = nbytes
 
     def add_data(self, data: bytes | memoryview) -> None:
-        """Add bytes, which must not change afterwards, to the file. Raises TooLarge, RateLimited and OutOfStorage."""
-        self.received += len(data)
-        if self.received > self.limit_bytes:
+        """Add bytes to the file. They must not change afterward. Raises TooLarge, RateLimited and OutOfStorage."""
+        self.received_bytes += len(data)
+        if self.received_bytes > self.limit_bytes:
             raise too_large_error(self.limit_bytes)
-        if self.received > self._reserved_space:
-            self.reserve_space(self.received + BLOCK_BYTES)
-        self._pending.append(data)
+        if self.received_bytes > self._reserved_space_bytes:
+            self.reserve_space(self.received_bytes + BLOCK_BYTES)
+        self._pending_blocks.append(data)
         self._pending_bytes += len(data)
 
     async def flush(self, nbytes: int) -> None:
-        """Write pending bytes in a thread if necessary. Call this after the next `nbytes` of the body were parsed.
+        """Write pending bytes in a thread if necessary. Call this method after parsing the next `nbytes` of the body.
 
-        A full block is written while more data arrives. If the memory budget is exhausted, everything is written before
-        this method returns.
+        A full block is written while more data arrives. If the memory budget is exhausted, all pending bytes are
+        written before this method returns.
         """
-        fits = self._budget.reserve(nbytes)
-        self._reserved += nbytes if fits else 0
-        if self._pending_bytes < BLOCK_BYTES and (fits or not self._pending):
+        has_memory = self._budget.reserve(nbytes)
+        self._reserved_memory_bytes += nbytes if has_memory else 0
+        if self._pending_bytes < BLOCK_BYTES and (has_memory or not self._pending_blocks):
             return
-        # One write at a time keeps blocks in order, and a disk slower than the network does not fill the memory.
-        await self.wait_written()
-        reserved, self._reserved = self._reserved, 0
-        self._writing = asyncio.create_task(run_in_thread(partial(self._write, self._take_pending())))
-        # Not in the task itself: a task that is cancelled before it starts runs none of its code.
-        self._writing.add_done_callback(lambda _: self._budget.release(reserved))
-        if not fits:
-            await self.wait_written()
+        # One write at a time keeps the blocks in order, and prevents a slow disk from filling the memory.
+        await self.wait_for_write()
+        reserved, self._reserved_memory_bytes = self._reserved_memory_bytes, 0
+        self._write_task = asyncio.create_task(run_in_thread(partial(self._write, self._take_pending())))
+        # Release the memory in a callback, because a task that is cancelled before it starts runs none of its code.
+        self._write_task.add_done_callback(lambda _: self._budget.release(reserved))
+        if not has_memory:
+            await self.wait_for_write()
 
-    async def wait_written(self) -> None:
+    async def wait_for_write(self) -> None:
         """Wait for a running write to finish. Raises OSError if it failed."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            await writing
+        write_task, self._write_task = self._write_task, None
+        if write_task is not None:
+            await write_task
 
     def keep_in_memory(self) -> None:
-        """Keep the received file in memory, unless a part of it has already been written to disk."""
+        """Keep the received file in memory, unless part of it has already been written to disk."""
         if self._file is None:
             self._in_memory = True
-            self._release(keep_bytes=self.received)
+            self._release(keep_bytes=self.received_bytes)
 
     def adopt(self, file: Path, digest: str) -> None:
-        """Use a stored file of this service as the upload; the request body must be empty. Blocks.
+        """Use a file that this service has stored as the upload. The request body must be empty. Blocks.
 
-        The stored file may be deleted afterwards. Raises FileNotFoundError if it no longer exists.
+        The stored file may be deleted afterward. Raises FileNotFoundError if it no longer exists.
         """
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         _link_file(file, self.path)
         self._adopted_digest, self._in_memory = digest, False
 
     def complete(self) -> None:
-        """Write or join the pending blocks in the calling thread. The file can be read only afterwards."""
+        """Write or join the pending blocks in the calling thread. Only then can the file be read."""
         blocks = self._take_pending()
         if self._adopted_digest is not None:
             self._release()
@@ -134,33 +137,33 @@ class Upload:
 
     @property
     def source(self) -> Path | bytearray:
-        """The complete file: its content if it is kept in memory (until `drop_content`), else its path."""
+        """The content of the complete file if it is in memory (until `drop_content`), or else its path."""
         return self.path if self._content is None else self._content
 
     def drop_content(self) -> None:
-        """Release the content of a file in memory, or close the file on disk."""
+        """Release the content if the file is in memory, or close the file on disk."""
         self._content = None
         if self._file is not None:
             self._file.close()
 
     def close(self) -> None:
-        """Release the content and all pending bytes, and return their memory to the budget."""
+        """Release the content and all pending bytes, and their memory in the budget."""
         self.drop_content()
         self._take_pending()
         self._release()
 
     @property
     def digest(self) -> str:
-        """BLAKE3 digest of the complete file. BLAKE3 is as secure as SHA-256 and takes a quarter of the time."""
+        """BLAKE3 digest of the complete file. BLAKE3 is as secure as SHA-256 and four times as fast."""
         return self._hash.hexdigest() if self._adopted_digest is None else self._adopted_digest
 
     def _release(self, keep_bytes: int = 0) -> None:
-        """Return reserved memory to the budget, including that of form boundaries and fields, except `keep_bytes`."""
-        self._budget.release(self._reserved - keep_bytes)
-        self._reserved = keep_bytes
+        """Release all reserved memory, including that of form boundaries and fields, except for `keep_bytes`."""
+        self._budget.release(self._reserved_memory_bytes - keep_bytes)
+        self._reserved_memory_bytes = keep_bytes
 
     def _take_pending(self) -> list[bytes | memoryview]:
-        blocks, self._pending, self._pending_bytes = self._pending, [], 0
+        blocks, self._pending_blocks, self._pending_bytes = self._pending_blocks, [], 0
         return blocks
 
     def _write(self, blocks: list[bytes | memoryview]) -> BinaryIO:
@@ -174,7 +177,7 @@ class Upload:
 
 
 def _link_file(file: Path, name: Path) -> None:
-    """Link a file under a second name: a hard link if possible, else a symbolic link. Raises OSError."""
+    """Give a file a second name with a hard link or, if that is impossible, a symbolic link. Raises OSError."""
     try:
         name.hardlink_to(file)
     except OSError as error:
@@ -184,56 +187,56 @@ def _link_file(file: Path, name: Path) -> None:
 
 
 def is_multipart(request: Request) -> bool:
-    """Return whether the body is a multipart form."""
-    return _media_type(request) == MULTIPART
+    """Return whether the body of a request is a multipart form."""
+    return _get_media_type(request) == MULTIPART
 
 
-async def receive(
+async def receive_upload(
     request: Request,
     upload: Upload,
     body_format: BodyFormat = STACK_BODY,
     extra_files: Mapping[str, Upload] | None = None,
 ) -> None:
-    """Receive a file and write all but its end as it arrives. An empty body results in an empty file.
+    """Receive a file, and write all of it except its end as it arrives. An empty body results in an empty file.
 
     upload       receiver of the file
     body_format  accepted formats of the body
-    extra_files  receivers of further files of a form, by form field
+    extra_files  receivers of additional files in a form, by form field
 
     Raises UnsupportedMedia, TooLarge, BadParameter for an invalid form, RateLimited or OutOfStorage if there is not
-    enough space, and Cancelled if the client disconnects before it has sent everything.
+    enough space, and Cancelled if the client disconnects before the end of the body.
     """
     uploads = {**(extra_files or {}), body_format.form_field: upload}
     form = _make_form_parser(request, uploads, body_format)
     files = list(uploads.values()) if form is not None else [upload]
-    length = _content_length(request, upload.limit_bytes * len(files))
+    length = _get_content_length(request, upload.limit_bytes * len(files))
     # The sizes of the individual files of a form are unknown until they arrive.
     upload.reserve_space(length if len(files) == 1 else 0)
     try:
         await _receive_chunks(request, upload.add_data if form is None else form.feed, files)
     finally:
         for file in files:
-            await file.wait_written()
+            await file.wait_for_write()
     if form is not None:
         form.finish()
 
 
 async def _receive_chunks(request: Request, feed: Callable[[bytes], None], files: Sequence[Upload]) -> None:
-    """Pass the chunks of a body to `feed`, which adds their data to the files, and write full blocks."""
-    more = True
-    while more:
-        # Unlike `request.stream`, hold no reference to a chunk while waiting for the next one. Otherwise, a stalled
-        # upload would keep the chunk in memory.
-        received = [file.received for file in files]
-        nbytes, more = _feed(feed, await request.receive())
-        for file, before in zip(files, received, strict=True):
+    """Pass the chunks of a body to `feed`, which adds their data to the files. Write full blocks."""
+    has_more = True
+    while has_more:
+        # Unlike `request.stream`, this loop holds no reference to a chunk while it waits for the next one. Otherwise, a
+        # stalled upload would keep the chunk in memory.
+        previous_sizes = [file.received_bytes for file in files]
+        nbytes, has_more = _feed_chunk(feed, await request.receive())
+        for file, previous_bytes in zip(files, previous_sizes, strict=True):
             # A chunk may contain the end of one file and the beginning of another.
-            if file.received > before:
+            if file.received_bytes > previous_bytes:
                 await file.flush(nbytes)
 
 
-def _feed(feed: Callable[[bytes], None], message: Message) -> tuple[int, bool]:
-    """Pass the chunk of a message to `feed`. Return its size and whether more will follow. Raises Cancelled."""
+def _feed_chunk(feed: Callable[[bytes], None], message: Message) -> tuple[int, bool]:
+    """Pass the chunk in a message to `feed`. Return its size, and whether another chunk follows. Raises Cancelled."""
     if message["type"] == "http.disconnect":
         raise Cancelled("The client disconnected during the upload.")
     chunk = message.get("body", b"")
@@ -242,28 +245,28 @@ def _feed(feed: Callable[[bytes], None], message: Message) -> tuple[int, bool]:
 
 
 def too_large_error(limit_bytes: int) -> TooLarge:
-    """Return the error for a file of more than `limit_bytes`."""
+    """Return the error for a file with more than `limit_bytes`."""
     return TooLarge(
-        f"The file is too large: this service accepts at most {limit_bytes:,} bytes. Crop the stack, or save it as a"
-        " compressed TIFF (deflate)."
+        f"The file is too large: this service accepts files of at most {limit_bytes:,} bytes. Crop the stack, or save"
+        " it as a compressed TIFF (deflate)."
     )
 
 
-def _media_type(request: Request) -> str:
+def _get_media_type(request: Request) -> str:
     return get_header(request.scope, b"content-type").partition(";")[0].strip().lower()
 
 
 def _make_form_parser(request: Request, uploads: Mapping[str, Upload], body_format: BodyFormat) -> FormParser | None:
     """Return a parser if the body is a form, or None if it is a raw file.
 
-    Raises UnsupportedMedia for any other body, and BadParameter for a form with an invalid boundary.
+    Raises UnsupportedMedia for other bodies, and BadParameter for a form with an invalid boundary.
     """
     encoding = get_header(request.scope, b"content-encoding").lower() or "identity"
     if encoding not in body_format.encodings:
         raise UnsupportedMedia(
             f"Content-Encoding {encoding} is not supported. Send {body_format.name} without Content-Encoding."
         )
-    media_type = _media_type(request)
+    media_type = _get_media_type(request)
     if media_type == MULTIPART:
         _, options = parse_options_header(request.headers["content-type"])
         return FormParser(options.get(b"boundary", b""), uploads, uploads[body_format.form_field].fields)
@@ -275,10 +278,10 @@ def _make_form_parser(request: Request, uploads: Mapping[str, Upload], body_form
     )
 
 
-def _content_length(request: Request, limit_bytes: int) -> int:
-    """Return the Content-Length of the body; 0 without one.
+def _get_content_length(request: Request, limit_bytes: int) -> int:
+    """Return the Content-Length of the body, or 0 if there is none.
 
-    Raises TooLarge if it exceeds the limit, which is higher for a form, to allow for boundaries and fields.
+    Raises TooLarge if it exceeds the limit. The limit is higher for a form, to allow for boundaries and fields.
     """
     header = get_header(request.scope, b"content-length")
     length = int(header) if header.isdecimal() else 0
@@ -288,9 +291,10 @@ def _content_length(request: Request, limit_bytes: int) -> int:
 
 
 def _decode_name(header: str) -> str:
-    """Decode a file name from a header that was read as Latin-1. It may be UTF-8, as sent by curl, or percent-encoded.
+    """Decode a file name from a header value that was decoded as Latin-1.
 
-    Scripts in browsers and most HTTP libraries can send only Latin-1 characters and must percent-encode all others.
+    The name may be UTF-8, as curl sends it, or percent-encoded. Scripts in browsers and most HTTP libraries can send
+    only Latin-1 characters and must percent-encode all others.
     """
     name = unquote_to_bytes(header.encode("latin-1"))
     try:
@@ -300,5 +304,5 @@ def _decode_name(header: str) -> str:
 
 
 def sanitize_file_name(name: str) -> str:
-    """Return the last component of a client's file name. It is only used to name the result and is never opened."""
+    """Return the last component of a client's file name, which is used only to name the result and is never opened."""
     return "".join(c for c in PurePath(name.replace("\\", "/")).name if c.isprintable())[:200]

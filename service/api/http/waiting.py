@@ -1,4 +1,4 @@
-"""Limits on the duration of a request: its time limit, and the disconnection of its client."""
+"""Context managers and functions that end a request after a time limit or when its client disconnects."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ T = TypeVar("T")
 
 
 @asynccontextmanager
-async def time_limit(seconds: float, explain: Callable[[], str | None] = lambda: None) -> AsyncIterator[None]:
-    """Cancel the block after `seconds` and raise TimedOut. Its message includes the text from `explain`, if any."""
+async def time_limit(seconds: float, explain_timeout: Callable[[], str | None] = lambda: None) -> AsyncIterator[None]:
+    """Cancel the block after `seconds`, and raise TimedOut with the reason that `explain_timeout` returns, if any."""
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError:
-        advice = explain() or "Send a smaller part of the volume."
-        message = f"The request was not finished within {seconds:g} s. {advice}"
+        advice = explain_timeout() or "Send a smaller part of the volume."
+        message = f"The request was not completed within {seconds:g} s. {advice}"
         raise TimedOut(message) from None
 
 
 async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` and return its result. If the client disconnects, cancel `work` and raise Cancelled.
+    """Await `work`, and return its result. If the client disconnects, cancel `work` and raise Cancelled.
 
-    The request body must have been received before. The function never returns before `work` has ended.
+    Call this function after the request body has been received. It never returns before `work` has ended.
     """
     task = cast("asyncio.Task[Any]", asyncio.current_task())
-    listening = asyncio.ensure_future(_wait_for_disconnect(request))
-    ended = cancelled = False
+    disconnect_task = asyncio.ensure_future(_wait_for_disconnect(request))
+    has_ended = is_cancelled = False
 
-    def cancel(_listening: asyncio.Future[None]) -> None:
-        # Called one iteration of the event loop after the client disconnected. The work may have ended since.
-        nonlocal cancelled
-        if not ended:
-            cancelled = task.cancel()
+    def cancel(_disconnect_task: asyncio.Future[None]) -> None:
+        # The event loop calls this one iteration after the client disconnected. The work may have ended in between.
+        nonlocal is_cancelled
+        if not has_ended:
+            is_cancelled = task.cancel()
 
-    listening.add_done_callback(cancel)
+    disconnect_task.add_done_callback(cancel)
     try:
         return await work
     except asyncio.CancelledError:
-        if not cancelled or task.uncancel() > 0:
+        if not is_cancelled or task.uncancel() > 0:
             raise
     finally:
-        ended = True
-        listening.cancel()
+        has_ended = True
+        disconnect_task.cancel()
     raise Cancelled("The client disconnected.")
 
 

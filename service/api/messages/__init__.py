@@ -1,1 +1,1 @@
-"""Messages of the HTTP API: headers, problem documents, results, and the JSON schemas of each resource."""
+"""Messages of the HTTP API: headers, problem documents, results, and JSON schemas of all resources."""

@@ -7,43 +7,49 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from service.api.messages.text import Text
+from service.api.messages.text import RedactedText
 from service.core.errors import StackSegError
 from service.serving.jobs.active_job import JobView
 from service.serving.jobs.record import JobRecord, JobState
 
 
 class JobProgress(BaseModel):
-    """Progress in windows: `done` of `total`. Decoding counts as the number of windows that take the same time."""
+    """Progress: `done` of `total`. If these are windows, decoding counts as windows that would take the same time."""
 
     done: int
     total: int
 
 
 class JobProblem(BaseModel):
-    """Why a job failed: `type` and `detail` of the problem document of its result."""
+    """Why a job failed: `type` and `detail` of the problem document that is returned as its result."""
 
     type: str
-    detail: Text
+    detail: RedactedText
 
 
 class JobReport(BaseModel):
     """A segmentation job.
 
-    - `state`: `waiting`, `loading` (waiting for its model to load), `running`, `done`, `failed`, `cancelled`, or
+    - `state`: `waiting`, `loading` (waiting for the model to be loaded), `running`, `done`, `failed`, `cancelled`, or
       `expired` (the result was deleted to free disk space).
     - `stage`: current stage of a running job: `prepare`, `windows`, `decode` or `write`.
+    - `progress`: completed and total work, in windows, or in stacks for a job on a folder.
     - `position`: position in the queue while the job is waiting; 1 is next.
-    - `seconds_left`: estimated time until the result is ready, including the queue; null if unknown.
-    - `seconds`: time per stage so far.
-    - `time_points`: progress of a time series. If the job fails, its result has the completed time points.
-    - `stacks`: progress of a job on a folder, in stacks, as is `progress`. At the end, the stacks that have results.
+    - `seconds_left`: estimated time in seconds until the result is ready, including the time in the queue; null if
+      unknown.
+    - `seconds`: duration of each stage so far, in seconds.
+    - `time_points`: completed and total time points of a time series. If the job fails, its result contains the
+      completed time points.
+    - `stacks`: completed and total stacks of a job on a folder. When the job has ended, `done` counts the stacks that
+      have results.
     - `confidence`: confidence in the result from 0 to 1, if the model supports it.
-    - `doubt`: why confidence is low and what to try; null otherwise.
-    - `warnings`: notes about the result for the user.
-    - `diameter`: the object diameter that was used, and whether it was given or estimated.
-    - `skipped`: number of windows that were skipped as empty, if skipping was enabled.
-    - `expires`: when the job and its result are deleted.
+    - `doubt`: why confidence is low, and what to try; null if confidence is not low.
+    - `warnings`: messages about the result for the user.
+    - `diameter`: object diameter that was used, and whether it was specified or estimated.
+    - `skipped`: number of windows that were skipped as background, if skipping was enabled.
+    - `result`: path of the result; null if there is none.
+    - `problem`: why the job failed; null if it did not fail.
+    - `expires`: when the job and its result will be deleted.
     """
 
     model_config = ConfigDict(
@@ -95,7 +101,7 @@ class JobReport(BaseModel):
     seconds: dict[str, float]
     confidence: float | None = None
     doubt: dict[str, Any] | None = None
-    warnings: list[Text]
+    warnings: list[RedactedText]
     diameter: str | None = None
     skipped: str | None = None
     objects: int | None = None
@@ -110,7 +116,7 @@ class JobList(BaseModel):
 
 
 def report_job(view: JobView, keep_seconds: float) -> JobReport:
-    """Return the report of a job. Finished jobs are kept for `keep_seconds`."""
+    """Return the report of a job. Jobs that have ended are kept for `keep_seconds`."""
     record = view.record
     return JobReport(
         id=record.id,
@@ -134,7 +140,7 @@ def report_job(view: JobView, keep_seconds: float) -> JobReport:
 
 
 def _name_state(view: JobView) -> JobState | Literal["loading"]:
-    """Return the state to report. A job with a partial result is reported as failed."""
+    """Return the state of a job for its report. A job with a partial result is reported as failed."""
     state = view.record.state
     if state == "waiting" and view.is_loading:
         return "loading"
@@ -149,7 +155,7 @@ def _report_part_progress(view: JobView) -> dict[str, Any]:
 
 
 def _report_result(record: JobRecord) -> dict[str, Any]:
-    """Return the members of a `JobReport` that describe the result. Without a result, only the model is known."""
+    """Return the members of a `JobReport` that describe the result. Without a result, these are only the model."""
     metadata = record.answer
     if metadata is None:
         return {"model": record.request.model, "warnings": []}

@@ -1,4 +1,4 @@
-"""Requests and responses for annotated stacks and trainings."""
+"""Requests and responses for annotated stacks and training runs."""
 
 from __future__ import annotations
 
@@ -8,67 +8,73 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from service.api.messages.text import Text
+from service.api.messages.text import RedactedText
 from service.serving.learning.annotation import Annotation
 from service.serving.learning.training_record import TrainingRecord, TrainingStage, TrainingState
 from service.serving.learning.trainings import TrainingManager
 
 ID_PATTERN = "^[0-9a-f]{32}$"
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
-_CORRECTION_FORM = {
+_ANNOTATION_FORM = {
     "schema": {
         "type": "object",
         "properties": {"file": _BINARY["schema"], "labels": _BINARY["schema"]},
         "required": ["labels"],
     }
 }
-CORRECTION_BODY: dict[str, Any] = {
+ANNOTATION_BODY: dict[str, Any] = {
     "requestBody": {
-        "description": "The corrected labels of the whole stack as a TIFF or a .npy file with axes Z, Y, X, optionally"
-        " compressed with gzip. Alternatively a form with the field `labels` and the stack itself in the field `file`.",
+        "description": "The corrected labels of the whole stack: a TIFF or .npy file with the axes Z, Y, X. It may be"
+        " compressed with gzip. Alternatively, a form with the labels in the field `labels` and the stack in the"
+        " field `file`.",
         "required": True,
         "content": {
             "image/tiff": _BINARY,
             "application/x-npy": _BINARY,
             "application/gzip": _BINARY,
-            "multipart/form-data": _CORRECTION_FORM,
+            "multipart/form-data": _ANNOTATION_FORM,
         },
     }
 }
 ANNOTATION_FILE_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "An OME-TIFF with axes Z, Y, X.", "content": {"image/tiff": _BINARY}}
+    200: {"description": "An OME-TIFF file with the axes Z, Y, X.", "content": {"image/tiff": _BINARY}}
 }
 
 
-class CorrectionQuery(BaseModel):
+class AnnotationQuery(BaseModel):
     """Query parameters of `POST /annotations`."""
 
     stack: Annotated[
         str | None,
-        Field(pattern=ID_PATTERN, description="Id of a stack uploaded with POST /stacks. By default, that of the job."),
+        Field(pattern=ID_PATTERN, description="Id of a stack uploaded to `/stacks`. Default: the stack of the job."),
     ] = None
-    job: Annotated[str | None, Field(pattern=ID_PATTERN, description="Id of the job whose labels were corrected.")] = (
-        None
-    )
+    job: Annotated[
+        str | None, Field(pattern=ID_PATTERN, description="Id of the job that returned the labels before correction.")
+    ] = None
     name: Annotated[
-        str, Field(max_length=200, description="Name of the annotated stack. By default, the name of the stack.")
+        str, Field(max_length=200, description="Name of the annotated stack. Default: the name of the stack.")
     ] = ""
     region: Annotated[
         str | None,
-        Field(max_length=80, description="Corrected region z0:z1,y0:y1,x0:x1. By default, the whole stack."),
+        Field(
+            max_length=80,
+            description="Corrected region z0:z1,y0:y1,x0:x1 in voxels, excluding the ends. Default: the whole stack.",
+        ),
     ] = None
     changes: Annotated[int | None, Field(ge=0, description="Number of corrections that the user made.")] = None
     channel: Annotated[
-        str | None, Field(max_length=256, description="Channel, as in /segment. By default, that of the job.")
+        str | None, Field(max_length=256, description="Channel, as for `/segment`. Default: the channel of the job.")
     ] = None
     time: Annotated[
-        str | None, Field(max_length=32, description="Time point, as in /segment. By default, that of the job.")
+        str | None,
+        Field(max_length=32, description="Time point, as for `/segment`. Default: the time point of the job."),
     ] = None
     axes: Annotated[
-        str | None, Field(max_length=16, description="Axes, as in /segment. By default, those of the job.")
+        str | None, Field(max_length=16, description="Axes, as for `/segment`. Default: the axes of the job.")
     ] = None
     voxel_size: Annotated[
-        str | None, Field(max_length=64, description="Voxel size, as in /segment. By default, that of the job.")
+        str | None,
+        Field(max_length=64, description="Voxel size, as for `/segment`. Default: the voxel size of the job."),
     ] = None
 
 
@@ -77,15 +83,17 @@ class AnnotationReport(BaseModel):
 
     - `shape`: number of planes, rows and columns.
     - `voxel_size`: Z, Y, X in micrometers; null if unknown.
-    - `region`: the corrected region, in the format of the parameter; null for the whole stack.
+    - `owner`: name of the client that stored the annotated stack.
+    - `region`: the corrected region, in the format of the parameter `region`; null for the whole stack.
     - `objects`: number of objects in the corrected region.
-    - `base_model`: name and version of the model that made the labels before correction; null if unknown.
+    - `base_model`: name and version of the model that computed the labels before correction; null if unknown.
     - `diameter`: object diameter used by that model, in the format of the parameter `diameter`; null if none was used.
-    - `changes`: number of corrections, if the client reported it.
-    - `time`: index of the time point in the original series, counted from 0; null without a series.
-    - `stack`, `job`: the stack and the job that it was made from. They may have been deleted.
-    - `overlaps`: ids of the caller's annotated stacks with labels for the same region of the same image, newest first,
-      at most 32. A training can use only one of them.
+    - `changes`: number of corrections that the user made; null if unknown.
+    - `time`: zero-based index of the time point in the original time series; null if there is no time series.
+    - `stack`, `job`: ids of the uploaded stack and the job that the annotated stack was created from. Both may have
+      been deleted.
+    - `overlaps`: ids of the caller's annotated stacks with labels for the same region of the same image, newest first;
+      at most 32. A training run can use only one of these annotated stacks.
     - `bytes`: size on disk.
     """
 
@@ -108,7 +116,7 @@ class AnnotationReport(BaseModel):
 
 
 class AnnotationList(BaseModel):
-    """The caller's annotated stacks, newest first. Admins see those of all API keys."""
+    """The caller's annotated stacks, newest first. Admins see the annotated stacks of all API keys."""
 
     annotations: list[AnnotationReport]
 
@@ -119,8 +127,8 @@ class CallerLimits(BaseModel):
     - `corrections`: whether the service stores annotated stacks.
     - `annotations_bytes`: disk quota for the annotated stacks of one API key.
     - `training`: whether the caller may train models.
-    - `training_problem`: why the caller may not train models; null if it may.
-    - `training_minutes`: maximum duration of a training.
+    - `training_problem`: why the caller may not train models; null if the caller may train models.
+    - `training_minutes`: maximum duration of a training run, in minutes.
     """
 
     corrections: bool
@@ -131,11 +139,11 @@ class CallerLimits(BaseModel):
 
 
 class TrainingRequest(BaseModel):
-    """Parameters of a new training.
+    """Parameters of a new training run.
 
-    - `model`: model to start from; the default model if not given.
+    - `model`: model to start from. Default: the default model.
     - `annotations`: ids of the annotated stacks to train on.
-    - `minutes`: duration of the training.
+    - `minutes`: duration of the training run, in minutes.
     - `name`: name of the new model.
     """
 
@@ -148,21 +156,25 @@ class TrainingRequest(BaseModel):
 
 
 class TrainingReport(BaseModel):
-    """A training of a model.
+    """A training run.
 
-    - `name`: name of the new model. `model` has the same name while the new model is available.
-    - `base_model`: name and version of the model that the training starts from.
-    - `position`: position in the queue while the training is waiting; 1 is next.
-    - `stage`: current stage of a running training. `scoring` evaluates the base model, `evaluating` the new model.
+    - `name`: name of the new model.
+    - `model`: the same name while the new model is available; otherwise null.
+    - `owner`: name of the client that submitted the training run.
+    - `base_model`: name and version of the model that the training run starts from.
+    - `position`: position in the queue while the training run is waiting; 1 is next.
+    - `stage`: current stage of a running training run. `scoring` evaluates the base model, and `evaluating` evaluates
+      the new model.
+    - `step`: number of completed training steps.
     - `steps`: planned number of training steps; null until the speed has been measured.
-    - `seconds_left`: estimated remaining time of a running training, including evaluation; null if it takes longer than
-      requested.
-    - `loss`: pairs of step and training loss.
-    - `validation`: pairs of step and validation loss. The first pair is from before the training.
-    - `before`, `after`: F1 score of the base model and the new model on held-out parts of the annotated stacks, at an
+    - `seconds_left`: estimated remaining time of a running training run in seconds, including evaluation; null if it
+      takes longer than requested.
+    - `loss`: pairs of a step and the training loss at this step.
+    - `validation`: pairs of a step and the validation loss at this step. The first pair was measured before training.
+    - `before`, `after`: F1 scores of the base model and the new model on held-out parts of the annotated stacks, at an
       intersection over union of 0.5.
-    - `better`: whether the new model scores higher than the base model.
-    - `message`: the outcome in words, or why the training failed.
+    - `better`: whether the new model has a higher score than the base model.
+    - `message`: the outcome as a sentence, or why the training run failed.
     """
 
     id: str
@@ -185,18 +197,18 @@ class TrainingReport(BaseModel):
     before: float | None
     after: float | None
     better: bool | None
-    message: Text
+    message: RedactedText
     model: str | None
 
 
 class TrainingList(BaseModel):
-    """The caller's trainings, newest first. Admins see those of all API keys."""
+    """The caller's training runs, newest first. Admins see the training runs of all API keys."""
 
     trainings: list[TrainingReport]
 
 
 def describe_annotation(annotation: Annotation, overlaps: Sequence[Annotation]) -> dict[str, Any]:
-    """Return the members of an `AnnotationReport` as a dictionary."""
+    """Return the members of the `AnnotationReport` for an annotated stack."""
     provenance, size = annotation.provenance, annotation.voxel_size
     return {
         "id": annotation.id,
@@ -219,8 +231,8 @@ def describe_annotation(annotation: Annotation, overlaps: Sequence[Annotation]) 
 
 
 def report_training(trainings: TrainingManager, record: TrainingRecord) -> TrainingReport:
-    """Report a training and, while it is available, its new model. Blocks while model folders are read."""
-    left = record.seconds_left
+    """Report a training run and, while the new model is available, its name. Blocks while model folders are read."""
+    seconds_left = record.seconds_left
     return TrainingReport(
         id=record.id,
         state=record.state,
@@ -236,7 +248,7 @@ def report_training(trainings: TrainingManager, record: TrainingRecord) -> Train
         stage=record.stage if record.state == "running" else None,
         step=record.step,
         steps=record.steps,
-        seconds_left=None if left is None else round(left, 1),
+        seconds_left=None if seconds_left is None else round(seconds_left, 1),
         loss=list(record.loss),
         validation=list(record.validation),
         before=record.before,

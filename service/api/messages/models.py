@@ -9,14 +9,14 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel
 
-from service.api.messages.text import Text
+from service.api.messages.text import RedactedText
 from service.core.errors import remove_folders
 from service.inference.types import EngineReport
 from service.models.spec import Input, Lineage
 from service.serving.devices.models.state import ModelState
 from service.serving.runtime import Runtime
 
-# File name in the model folder.
+# Name of the file in a model folder with an image of the model's result.
 PICTURE_FILE = "example.png"
 
 
@@ -28,11 +28,11 @@ def _report_without_folders(report: EngineReport) -> EngineReport:
     return replace(report, warnings=tuple(map(remove_folders, report.warnings)), trials=trials)
 
 
-Report = Annotated[EngineReport, AfterValidator(_report_without_folders)]
+RedactedEngineReport = Annotated[EngineReport, AfterValidator(_report_without_folders)]
 
 
 class LoadedModel(BaseModel):
-    """A model on one device. `bytes` is its memory there, and `used` is when a request last used it."""
+    """A model on one device. `bytes` is its size in device memory, and `used` is when a request last used it."""
 
     device: str
     bytes: int
@@ -40,14 +40,17 @@ class LoadedModel(BaseModel):
 
 
 class ModelInfo(BaseModel):
-    """A model of the service.
+    """A model that the service offers.
 
     - `state`: `unloaded` until the first request for it, `loading`, `ready`, or `failed` (see `problem`).
-    - `picture`: path of an image that shows the model's result for its sample; null if it has none.
-    - `lineage`: for a model trained on this service, its base model and the scores before and after training.
-    - `removable`: whether the caller may delete the model. Only models trained on this service can be deleted, by the
-      API key that trained them and by admins.
-    - `devices`: the devices on which the model is loaded.
+    - `picture`: path of an image that shows the model's result for its sample stack; null if there is no such image.
+    - `outputs`: names of the output channels of the network.
+    - `lineage`: for a model that was trained on this service, its base model and the scores before and after training.
+    - `removable`: whether the caller may delete the model. Only models that were trained on this service can be
+      deleted, and only by admins or with the API key of the client that trained the model.
+    - `engine`: how a loaded model is run: its engine, precision and memory format, and warnings.
+    - `devices`: devices on which the model is loaded.
+    - `problem`: why the model cannot be used; null if it can be used.
     """
 
     name: str
@@ -63,33 +66,33 @@ class ModelInfo(BaseModel):
     decoding: str | None = None
     lineage: Lineage | None = None
     removable: bool = False
-    engine: Report | None = None
+    engine: RedactedEngineReport | None = None
     loaded: bool = False
     devices: list[LoadedModel] = []
-    problem: Text | None = None
+    problem: RedactedText | None = None
 
 
 class ModelList(BaseModel):
-    """All models. `default` is the model of requests without the parameter `model`."""
+    """All models. `default` is the model that is used for requests without the parameter `model`."""
 
     default: str | None
     models: list[ModelInfo]
 
 
 class ModelReload(BaseModel):
-    """Names of the added, changed and removed models.
+    """Names of the models that were added, changed and removed.
 
-    `broken` has the error messages, by model name, of folders that could not be loaded.
+    `broken` contains error messages for model folders that could not be loaded, by model name.
     """
 
     added: list[str]
     changed: list[str]
     removed: list[str]
-    broken: dict[str, Text]
+    broken: dict[str, RedactedText]
 
 
 def report_models(runtime: Runtime, can_delete: Callable[[ModelState], bool]) -> ModelList:
-    """Report all models of the repository. `can_delete` decides whether the caller may delete a model."""
+    """Report all models in the repository. `can_delete` returns whether the caller may delete a model."""
     models = [report_model(model, removable=can_delete(model)) for model in runtime.models.list_states()]
     return ModelList(default=runtime.models.default, models=models)
 

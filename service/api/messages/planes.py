@@ -1,4 +1,4 @@
-"""Requests for planes of a volume, and responses with their raw pixel values, for display in a viewer."""
+"""Requests for planes of a volume, and responses with the raw pixel values of the planes, for display in a viewer."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from starlette.types import Receive, Scope, Send
 from service.core.types import Array, Selection
 from service.serving.results.planes import MAX_PLANE_BYTES, PLANE_DTYPES, PlaneRange
 
-# Size of the parts in which planes are sent.
+# Size of the chunks in which planes are sent.
 CHUNK_BYTES = 2**20
 
 PLANES_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "Pixel values in C order (z, y, x), little-endian. At most"
-        f" {MAX_PLANE_BYTES >> 20} MiB per response; use a larger `step` or fewer planes for more.",
+        "description": "Little-endian pixel values in C order (z, y, x). A response contains at most"
+        f" {MAX_PLANE_BYTES >> 20} MiB. Use a larger `step` or several requests for larger volumes.",
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
         "headers": {
             "X-StackSeg-Shape": {
-                "description": "Number of planes, rows and columns in this response",
+                "description": "Number of planes, rows and columns in this response.",
                 "schema": {"type": "string", "example": "16,512,512"},
             },
             "X-StackSeg-Dtype": {
-                "description": "Data type of the pixel values",
+                "description": "Data type of the pixel values.",
                 "schema": {"type": "string", "enum": sorted(PLANE_DTYPES)},
             },
             "X-StackSeg-Volume": {
-                "description": "Number of planes, rows and columns of the whole volume",
+                "description": "Number of planes, rows and columns in the whole volume.",
                 "schema": {"type": "string", "example": "64,2048,2048"},
             },
         },
@@ -40,23 +40,24 @@ PLANES_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def parse_plane_range(
-    start: Annotated[int, Query(alias="from", ge=0, description="Index of the first plane, counted from 0.")] = 0,
+    start: Annotated[int, Query(alias="from", ge=0, description="Zero-based index of the first plane.")] = 0,
     stop: Annotated[
-        int | None, Query(alias="to", ge=1, description="Index after the last plane; by default the end of the axis.")
+        int | None, Query(alias="to", ge=1, description="Index after the last plane. Default: the end of the axis.")
     ] = None,
     step: Annotated[
         str,
         Query(
             pattern=r"^[1-9][0-9]{0,4}(,[1-9][0-9]{0,4}){2}$",
-            description="Step along Z,Y,X: return every n-th plane, row and column. Use large steps for a preview of a"
-            " large stack.",
+            description="Steps along Z,Y,X. A step of n returns only every nth plane, row or column. Use large steps"
+            " for a preview of a large stack.",
         ),
     ] = "1,1,1",
     axis: Annotated[
-        Literal["z", "y", "x"], Query(description="Axis perpendicular to the planes. `from` and `to` are along it.")
+        Literal["z", "y", "x"],
+        Query(description="Axis perpendicular to the planes. `from` and `to` are indices along this axis."),
     ] = "z",
 ) -> PlaneRange:
-    """Return the range of planes that the query parameters select."""
+    """Parse the query parameters that select a range of planes."""
     z, y, x = map(int, step.split(","))
     return PlaneRange(start, stop, (z, y, x), "zyx".index(axis))
 
@@ -65,16 +66,19 @@ PlaneRangeQuery = Annotated[PlaneRange, Depends(parse_plane_range)]
 
 
 def parse_selection(
-    channel: Annotated[int, Query(ge=0, description="Index of the channel, counted from 0.")] = 0,
+    channel: Annotated[int, Query(ge=0, description="Zero-based index of the channel.")] = 0,
     time: Annotated[
         int | None,
-        Query(ge=0, description="Index of the time point, counted from 0. Required if the stack has several."),
+        Query(ge=0, description="Zero-based index of the time point. Required if the stack has several time points."),
     ] = None,
     axes: Annotated[
-        str | None, Query(max_length=16, description="Axes of the file, such as TZCYX. Overrides its metadata.")
+        str | None,
+        Query(
+            max_length=16, description="Axes of the stored array, such as TZCYX. Overrides the metadata of the file."
+        ),
     ] = None,
 ) -> Selection:
-    """Return the part of the file that the query parameters select."""
+    """Parse the query parameters that select the part of the file to read."""
     return Selection(channel, time, axes.upper() if axes else None)
 
 
@@ -82,10 +86,11 @@ SelectionQuery = Annotated[Selection, Depends(parse_selection)]
 
 
 class PlanesResponse(Response):
-    """A response with planes of a volume. It calls `release` when they have been sent or the client has disconnected.
+    """Response with planes of a volume. Small chunks keep data that waits for a slow client within the memory budget.
 
-    The planes are sent in small parts, so that data waiting for a slow client stays in `planes` and in the memory
-    budget. `volume_shape` is the number of planes, rows and columns of the volume.
+    volume_shape  number of planes, rows and columns in the whole volume
+    planes        pixel values to send
+    release       function to call when the planes have been sent or the client has disconnected
     """
 
     def __init__(self, volume_shape: tuple[int, ...], planes: Array, release: Callable[[], None]) -> None:
@@ -94,7 +99,7 @@ class PlanesResponse(Response):
             "X-StackSeg-Shape": _format_shape(planes.shape),
             "X-StackSeg-Dtype": planes.dtype.name,
             "X-StackSeg-Volume": _format_shape(volume_shape),
-            # The planes at a URL never change.
+            # The pixel values at a URL never change.
             "Cache-Control": "private, max-age=3600",
             "Vary": "Authorization, X-API-Key",
         }

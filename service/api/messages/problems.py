@@ -1,4 +1,4 @@
-"""Exception handlers that respond to errors with problem documents (RFC 9457), and the table of HTTP statuses."""
+"""Exception handlers that respond to errors with problem documents (RFC 9457), and the table of HTTP status codes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from service.serving.parameters import describe_validation_errors
 log = logging.getLogger(__name__)
 
 PROBLEM_TYPE = "application/problem+json"
-# Limit of details, which may quote text from the request or its file.
+# Maximum length of `detail`, which may quote the request or its file.
 MAX_DETAIL_CHARS = 2000
-# Limit of a URL path quoted in a detail.
+# Maximum length of a URL path that is quoted in `detail`.
 MAX_PATH_CHARS = 256
 
 
@@ -38,20 +38,21 @@ def _drop_default(schema: dict[str, Any]) -> None:
     schema.pop("default", None)
 
 
-# A member that is omitted if it is unknown, never null.
+# Member of a problem document that is omitted, and never null, if it is unknown.
 OptionalMember = Annotated[T | SkipJsonSchema[None], Field(json_schema_extra=_drop_default)]
 
 
 class Problem(BaseModel):
-    """A problem document (RFC 9457), the response to every error.
+    """A problem document (RFC 9457), which is the body of every error response.
 
-    - `type`: stable identifier of the kind of error. Programs should use this member to distinguish errors.
-    - `title`: short description of the kind of error.
-    - `detail`: what is wrong and what to do about it, for the user.
+    - `type`: stable identifier of the type of error. Programs should use it to distinguish errors.
+    - `title`: short description of the type of error.
+    - `status`: HTTP status code of the response.
+    - `detail`: what is wrong and what to do, for the user.
     - `instance`: identifier of the request, which is also in the log of the service.
-    - `parameter`: the request parameter that caused the error; the first one if there are several.
+    - `parameter`: request parameter that caused the error; the first one if there are several.
     - `suggested`: values to try, by parameter.
-    - `needed_bytes`: amount of memory that would be sufficient.
+    - `needed_bytes`: number of bytes of memory that would be sufficient.
     """
 
     model_config = ConfigDict(
@@ -80,7 +81,7 @@ class Problem(BaseModel):
     needed_bytes: OptionalMember[int] = None
 
 
-# Titles of errors whose slug does not read well as a title.
+# Titles of error types whose slug cannot be converted to a good title.
 _TITLES = {
     "configuration": "Configuration error",
     "doubtful-result": "Low confidence",
@@ -98,27 +99,27 @@ _TITLES = {
 }
 
 
-def problem_document(slug: str, status: int, detail: str, request_id: str) -> dict[str, Any]:
-    """Return the members of a `Problem` for the request with this id."""
+def build_problem_document(slug: str, status: int, detail: str, request_id: str) -> dict[str, Any]:
+    """Return the members of the `Problem` for a request."""
     return {
         "type": f"urn:stackseg:problem:{slug}",
         "title": _TITLES.get(slug, slug.replace("-", " ").capitalize()),
         "status": status,
         "detail": detail[:MAX_DETAIL_CHARS],
-        "instance": _instance_urn(request_id),
+        "instance": _build_instance_urn(request_id),
     }
 
 
-def _instance_urn(request_id: str) -> str:
-    """Return the id of a request as a URI. Ids chosen by clients need not be UUIDs."""
+def _build_instance_urn(request_id: str) -> str:
+    """Return the id of a request as a URI. An id that a client has chosen need not be a UUID."""
     try:
         return uuid.UUID(request_id).urn
     except ValueError:
         return f"urn:stackseg:request:{request_id}"
 
 
-# HTTP status by error class. A class that is not listed inherits the status of its parent.
-STATUS: dict[type[errors.StackSegError], int] = {
+# HTTP status code by error class. A class that is not listed has the status code of its parent class.
+STATUS_BY_ERROR: dict[type[errors.StackSegError], int] = {
     errors.StackSegError: 500,
     errors.RequestError: 400,
     errors.BadFile: 422,
@@ -146,7 +147,7 @@ STATUS: dict[type[errors.StackSegError], int] = {
     errors.OutOfStorage: 507,
     errors.TimedOut: 504,
     errors.ModelError: 500,
-    # The client has disconnected and does not see this status. nginx logs the same status in this case.
+    # The client has disconnected and never receives this status code. nginx also logs 499 in this case.
     errors.Cancelled: 499,
 }
 ErrorHandler = Callable[[Request, Exception], Response]
@@ -158,27 +159,31 @@ KEY_SCHEMES = {
 }
 
 
-def status_of(error_type: type[errors.StackSegError]) -> int:
-    """Return the HTTP status of an error class or, if it is not in the table, of its nearest parent."""
-    return next(STATUS[parent] for parent in error_type.__mro__ if parent in STATUS)
+def get_status_code(error_type: type[errors.StackSegError]) -> int:
+    """Return the HTTP status code of an error class or, if it is not in the table, of its closest parent class."""
+    return next(STATUS_BY_ERROR[parent] for parent in error_type.__mro__ if parent in STATUS_BY_ERROR)
 
 
-def problem_response(request: Request, status: int, slug: str, detail: str, **members: Any) -> JSONResponse:
-    """Return the response with a problem document. Its slug is recorded for the access log."""
+def build_problem_response(request: Request, status: int, slug: str, detail: str, **members: Any) -> JSONResponse:
+    """Return the response with a problem document, and record the slug of the problem for the access log."""
     state = request.scope.setdefault("state", {})
     state["problem"] = slug
     request_id = state.get("request_id") or str(uuid.uuid4())
-    return JSONResponse(problem_document(slug, status, detail, request_id) | members, status, media_type=PROBLEM_TYPE)
+    return JSONResponse(
+        build_problem_document(slug, status, detail, request_id) | members, status, media_type=PROBLEM_TYPE
+    )
 
 
 def handle_error(request: Request, error: Exception) -> Response:
     """Return the response to a `StackSegError`, including headers such as Retry-After."""
     if not isinstance(error, errors.StackSegError):
         return handle_unexpected(request, error)
-    status = status_of(type(error))
+    status = get_status_code(type(error))
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("%s: %s", type(error).__name__, error)
-    response = problem_response(request, status, error.slug, remove_folders(str(error)), **_extension_members(error))
+    response = build_problem_response(
+        request, status, error.slug, remove_folders(str(error)), **_extension_members(error)
+    )
     if (retry_after := getattr(error, "retry_after", None)) is not None:
         response.headers["Retry-After"] = str(retry_after)
     if isinstance(error, errors.Unauthorized):
@@ -187,7 +192,7 @@ def handle_error(request: Request, error: Exception) -> Response:
 
 
 def _extension_members(error: errors.StackSegError) -> dict[str, Any]:
-    """Return the extension members of a problem document that are known for this error."""
+    """Return the extension members of the problem document for an error."""
     members = {
         "needed_bytes": error.needed_bytes if isinstance(error, errors.OutOfMemory) else None,
         "parameter": error.parameter,
@@ -197,7 +202,7 @@ def _extension_members(error: errors.StackSegError) -> dict[str, Any]:
 
 
 def _handle_library_error(request: Request, error: Exception) -> Response:
-    """Return the response to an out-of-memory error. Other errors are unexpected and raised again."""
+    """Return the response to an out-of-memory error. Other errors are unexpected, and are raised again."""
     translated = translate_error(error)
     if not isinstance(translated, errors.StackSegError):
         raise error
@@ -206,15 +211,15 @@ def _handle_library_error(request: Request, error: Exception) -> Response:
 
 
 def _handle_validation_error(request: Request, error: Exception) -> Response:
-    faults = error.errors() if isinstance(error, RequestValidationError) else []
-    return handle_error(request, describe_validation_errors(faults))
+    validation_errors = error.errors() if isinstance(error, RequestValidationError) else []
+    return handle_error(request, describe_validation_errors(validation_errors))
 
 
 def _handle_http_exception(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     phrase = HTTPStatus(status).phrase
     detail = f"{phrase}: {request.method} {request.scope['path'][:MAX_PATH_CHARS]}. The API is described at /docs."
-    response = problem_response(request, status, phrase.lower().replace(" ", "-"), detail)
+    response = build_problem_response(request, status, phrase.lower().replace(" ", "-"), detail)
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)
     if status == HTTPStatus.METHOD_NOT_ALLOWED and (methods := _find_methods(request)):
@@ -223,20 +228,20 @@ def _handle_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _find_methods(request: Request) -> set[str]:
-    """Return the methods of all routes at the request's path. Starlette returns only those of the first route."""
+    """Return the methods of all routes at the path of a request. Starlette would return those of the first route."""
     endpoints: list[APIRoute] = request.app.state.endpoints
-    matching = (endpoint for endpoint in endpoints if endpoint.matches(request.scope)[0] is not Match.NONE)
-    return set().union(*(endpoint.methods or () for endpoint in matching))
+    matching_endpoints = (endpoint for endpoint in endpoints if endpoint.matches(request.scope)[0] is not Match.NONE)
+    return set().union(*(endpoint.methods or () for endpoint in matching_endpoints))
 
 
 def handle_unexpected(request: Request, _error: Exception) -> Response:
-    """Return the response to an unexpected error. It does not reveal the error."""
+    """Return the response to an unexpected error, without revealing the error."""
     detail = (
-        "The service failed because of an internal error. Report it to the operator of the service with the id in"
-        " `instance`, under which its log has the details."
+        "The request failed because of an internal error. Report the id in `instance` to the operator of the service,"
+        " who can find the details in the log under this id."
     )
-    response = problem_response(request, 500, "internal-error", detail)
-    # The server closes the connection after such an error. Tell the client not to reuse it.
+    response = build_problem_response(request, 500, "internal-error", detail)
+    # Tell the client not to reuse the connection, because the server closes it after such an error.
     response.headers["Connection"] = "close"
     return response
 
@@ -259,27 +264,29 @@ EXCEPTION_HANDLERS: dict[type[Exception], AsyncErrorHandler] = {
 UNEXPECTED_HANDLER = _as_coroutine(handle_unexpected)
 
 
-def problem_responses() -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI description of all error responses: per status, an example of each kind of error."""
+def describe_problem_responses() -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI description of all error responses: for each status code, an example of each type of error."""
     types_by_status: dict[int, list[type[errors.StackSegError]]] = {}
-    for error_type in (*STATUS, *_INHERITED_STATUS_TYPES):
+    for error_type in (*STATUS_BY_ERROR, *_INHERITED_STATUS_TYPES):
         if error_type not in _UNREPORTED_TYPES:
-            types_by_status.setdefault(status_of(error_type), []).append(error_type)
+            types_by_status.setdefault(get_status_code(error_type), []).append(error_type)
     return {
         status: {
-            "description": "; ".join(error_type.slug for error_type in raised),
+            "description": "; ".join(error_type.slug for error_type in error_types),
             "content": {
                 PROBLEM_TYPE: {
                     "schema": {"$ref": f"#/components/schemas/{Problem.__name__}"},
-                    "examples": {error_type.slug: {"value": _example(error_type, status)} for error_type in raised},
+                    "examples": {
+                        error_type.slug: {"value": _build_example(error_type, status)} for error_type in error_types
+                    },
                 }
             },
         }
-        for status, raised in sorted(types_by_status.items())
+        for status, error_types in sorted(types_by_status.items())
     }
 
 
-# Error classes that inherit the status of their parent.
+# Error classes that have the status code of their parent class.
 _INHERITED_STATUS_TYPES = (
     errors.QueueFull,
     errors.NotReady,
@@ -291,7 +298,7 @@ _INHERITED_STATUS_TYPES = (
     errors.NonFiniteScores,
     errors.InternalError,
 )
-# Base classes that are never raised themselves, and the error that is never sent to a client.
+# Base classes, which are never raised themselves, and the error that is never sent to a client.
 _UNREPORTED_TYPES = (
     errors.StackSegError,
     errors.RequestError,
@@ -301,7 +308,7 @@ _UNREPORTED_TYPES = (
 )
 
 
-def _example(error_type: type[errors.StackSegError], status: int) -> dict[str, Any]:
-    """Return an example of a problem document, whose detail is the first line of the error's docstring."""
+def _build_example(error_type: type[errors.StackSegError], status: int) -> dict[str, Any]:
+    """Return an example of a problem document. Its `detail` is the first line of the docstring of the error class."""
     summary = (error_type.__doc__ or "").partition("\n")[0]
-    return problem_document(error_type.slug, status, summary, "6d6c0b4e-6f0e-4c8e-9a54-1f0d0c3a7f11")
+    return build_problem_document(error_type.slug, status, summary, "6d6c0b4e-6f0e-4c8e-9a54-1f0d0c3a7f11")

@@ -1,4 +1,4 @@
-"""Responses with a result: their OpenAPI description, their headers, and a response that releases its resources."""
+"""Responses with a result: OpenAPI description, headers, and a response class that releases its resources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from service.serving.results.answers import SavedResult
 from service.serving.results.metadata import AnswerMetadata
 
-# Notes beyond this length are truncated in the header `X-StackSeg-Note`.
+# Notes longer than this are truncated in the header `X-StackSeg-Note`.
 MAX_NOTE_CHARS = 2000
 
 
@@ -27,11 +27,12 @@ def _describe_header(description: str, **schema: Any) -> dict[str, Any]:
 
 RESULT_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "An OME-TIFF with the grid and voxel size of the input. Labels and classes have the axes ZYX, "
-        "probabilities CZYX; several time points add a first axis T. With `measurements=csv`, a table of the objects "
-        "instead; with `measurements=zip`, an archive with both. With `output_to`, the result is written on the "
-        "service's host, and the response only describes the written file. For labels and classes of one time point, "
-        "`Accept` can select .npy, NIfTI or OME-Zarr (.ozx) instead.",
+        "description": "An OME-TIFF file with the voxel grid and voxel size of the input. Labels and classes have the "
+        "axes ZYX, and probabilities have the axes CZYX. Results with several time points have an additional first "
+        "axis T. With `measurements=csv`, the result is a table of the objects. With `measurements=zip`, the result is "
+        "an archive with the labels and this table. With `output_to`, the result is written to a file on the service's "
+        "host, and the response only describes that file. For labels and classes of one time point, the header "
+        "`Accept` can select .npy, NIfTI or OME-Zarr (.ozx).",
         "content": {
             "image/tiff": {"schema": {"type": "string", "format": "binary"}},
             "text/csv": {"schema": {"type": "string"}},
@@ -47,15 +48,15 @@ RESULT_RESPONSES: dict[int | str, dict[str, Any]] = {
                 "Number of objects. Only with `output=labels`.", type="integer", example=87
             ),
             "X-StackSeg-Voxel-Size": _describe_header(
-                "Voxel size along Z,Y,X in micrometers, if it is known.", example="0.5,0.2,0.2"
+                "Voxel size along Z,Y,X in micrometers. Absent if unknown.", example="0.5,0.2,0.2"
             ),
             "X-StackSeg-Diameter": _describe_header(
-                "Object diameter that was used (one value, or values along Z,Y,X), and whether it was given (`stated`) "
-                "or `estimated`. Absent if the model did not use one.",
+                "Object diameter that was used (one value, or three values along Z,Y,X), and whether it was specified "
+                "(`stated`) or `estimated`. Absent if no object diameter was used.",
                 example="7,15,15px; estimated",
             ),
             "X-StackSeg-Skipped": _describe_header(
-                "Number of windows skipped as background, and the gray value up to which voxels count as background. "
+                "Number of windows that were skipped as background, and the highest gray value of background voxels. "
                 "Only with `skip_below`.",
                 example="312 of 480 windows; up to 120",
             ),
@@ -63,8 +64,8 @@ RESULT_RESPONSES: dict[int | str, dict[str, Any]] = {
                 "Confidence in the labels from 0 to 1, if the model supports it.", type="number", example=0.97
             ),
             "X-StackSeg-Warning": _describe_header(
-                "Sent if the labels may be wrong. JSON with the likely reason (`detail`) and a parameter to try next "
-                "(`try`).",
+                "JSON with the likely reason why the labels may be wrong (`detail`), and a parameter to try next "
+                "(`try`). Absent if the confidence is not low.",
                 example='{"type": "urn:stackseg:warning:doubtful-result", "title": "Low confidence", "detail": "The '
                 'labels may be wrong: the objects seem to be 4 px wide. Try diameter=4px.", "confidence": 0.044, '
                 '"try": "diameter=4px"}',
@@ -73,16 +74,16 @@ RESULT_RESPONSES: dict[int | str, dict[str, Any]] = {
                 "Notes about this result for the user, such as assumptions about the file."
             ),
             "ETag": _describe_header(
-                "Identifier of the result. It is the same for the same file, model, parameters, settings and engine. "
-                "Only for uploaded files.",
+                "Identifier of the result. Results for the same file, model, parameters, settings and engine have the "
+                "same identifier. Only for uploaded files.",
                 example='"d1f0c3a7f11e4c8e9a541f0d0c3a7f11"',
             ),
             "X-Cache": _describe_header(
-                "Whether the result came from the cache. Only for `/segment`, if the service caches results.",
+                "Whether the result comes from the cache. Only for `/segment`, if the service caches results.",
                 enum=["hit", "miss"],
             ),
             "Server-Timing": _describe_header(
-                "Milliseconds per stage.", example="receive;dur=12.1, read;dur=8.0, queue;dur=0.1"
+                "Duration of each stage in milliseconds.", example="receive;dur=12.1, read;dur=8.0, queue;dur=0.1"
             ),
         },
     }
@@ -90,10 +91,10 @@ RESULT_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class ResultResponse(FileResponse):
-    """A response that sends a result and finally closes `resources`, even after an error.
+    """Response that sends a result and then closes `resources`, even after an error.
 
-    If the content is already in memory, it is sent directly, which saves four thread switches for a small result. Range
-    requests are then ignored, which is fine because such responses are only sent for POST.
+    If the content is already in memory, it is sent directly, which saves four thread switches for a small result. In
+    this case, Range headers are ignored, which is allowed because such responses are sent only for POST.
     """
 
     chunk_size = 2**20
@@ -103,10 +104,10 @@ class ResultResponse(FileResponse):
         path: Path,
         metadata: AnswerMetadata,
         content: bytes | None = None,
-        status: os.stat_result | None = None,
+        stat_result: os.stat_result | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(path, stat_result=status, media_type=metadata.media_type, headers=headers)
+        super().__init__(path, stat_result=stat_result, media_type=metadata.media_type, headers=headers)
         self.metadata = metadata
         self._content = content
         if content is not None:
@@ -114,7 +115,7 @@ class ResultResponse(FileResponse):
         self.resources = AsyncExitStack()
 
     def open(self) -> BinaryIO:
-        """Open the result file. Content that is only in memory is written to it first. Blocks. Raises OSError."""
+        """Open the result file, after writing the content to it if it is only in memory. Blocks. Raises OSError."""
         path = Path(self.path)
         if self._content is not None:
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -131,33 +132,34 @@ class ResultResponse(FileResponse):
 
 
 def build_response(
-    path: Path, metadata: AnswerMetadata, content: bytes | None = None, status: os.stat_result | None = None
+    path: Path, metadata: AnswerMetadata, content: bytes | None = None, stat_result: os.stat_result | None = None
 ) -> ResultResponse:
-    """Build the response with a result file and its metadata.
+    """Build the response with a result file and the metadata of the result.
 
-    path      path of the file
-    metadata  metadata to send as headers
-    content   content of the file if it is in memory (only for POST)
-    status    result of `os.stat` for the file, if known
+    path         path of the file
+    metadata     metadata to send as headers
+    content      content of the file if it is in memory (only for POST)
+    stat_result  result of `os.stat` for the file, if known
     """
     headers = build_headers(metadata) | {"Content-Disposition": describe_attachment(metadata.file_name)}
-    return ResultResponse(path, metadata, content, status, headers)
+    return ResultResponse(path, metadata, content, stat_result, headers)
 
 
 def describe_attachment(name: str) -> str:
-    """Return a `Content-Disposition` header with which all clients save a response under `name` (RFC 6266).
+    """Return a `Content-Disposition` header that makes all clients save the response as `name` (RFC 6266).
 
-    `curl -J` and wget support only the quoted form. Therefore, a name that is not plain ASCII is included twice:
-    without accents and with underscores in place of unsupported characters, and percent-encoded in full (RFC 8187).
+    `curl -J` and wget support only the quoted form. Therefore, a name that is not plain ASCII is included twice: with
+    accents removed and other unsupported characters replaced with underscores, and unchanged but percent-encoded
+    (RFC 8187).
     """
     characters = (char for char in unicodedata.normalize("NFKD", name) if not unicodedata.combining(char))
-    plain = re.sub(r'[^ -~]|["\\%]', "_", "".join(characters))
-    header = f'attachment; filename="{plain}"'
-    return header if plain == name else f"{header}; filename*=UTF-8''{quote(name, safe='')}"
+    ascii_name = re.sub(r'[^ -~]|["\\%]', "_", "".join(characters))
+    header = f'attachment; filename="{ascii_name}"'
+    return header if ascii_name == name else f"{header}; filename*=UTF-8''{quote(name, safe='')}"
 
 
 def build_headers(metadata: AnswerMetadata) -> dict[str, str]:
-    """Build the response headers with the metadata of a result."""
+    """Build the response headers that contain the metadata of a result."""
     headers = {
         "Cache-Control": "no-store",
         "X-StackSeg-Model": metadata.model,
@@ -166,7 +168,7 @@ def build_headers(metadata: AnswerMetadata) -> dict[str, str]:
     if metadata.objects is not None:
         headers["X-StackSeg-Objects"] = str(metadata.objects)
     if metadata.voxel_size is not None:
-        # In the format of the parameter `voxel_size`.
+        # The format is that of the parameter `voxel_size`.
         headers["X-StackSeg-Voxel-Size"] = ",".join(f"{edge:.10g}" for edge in metadata.voxel_size)
     if metadata.diameter is not None:
         headers["X-StackSeg-Diameter"] = metadata.diameter
@@ -182,6 +184,6 @@ def build_headers(metadata: AnswerMetadata) -> dict[str, str]:
 
 
 def to_ascii(text: str) -> str:
-    """Replace characters that a header cannot contain: control characters and non-ASCII characters."""
+    """Replace control characters and non-ASCII characters, which a header cannot contain."""
     printable = "".join(char if char.isprintable() else " " for char in text.replace("µ", "u"))
     return printable.encode("ascii", "replace").decode()

@@ -1,4 +1,4 @@
-"""Responses about stacks: inspected files and stored stacks."""
+"""Responses about stacks: inspected files and uploaded stacks."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from service.api.messages.text import Text
+from service.api.messages.text import RedactedText
 from service.core.types import Description, OutputKind
 from service.inference.types import Estimate
 
 
 class Inspection(BaseModel):
-    """Metadata of a file, and an estimate of the work to segment it.
+    """Metadata of a file, and an estimate of the resources that its segmentation requires.
 
-    - `diameter`: the object diameter that would be used, `none`, or `auto` if it is estimated from the pixels. With
-      `auto`, `estimate` is for the stack at its original resolution.
-    - `seconds`: estimated time until the labels are ready, including the queue. It is based on earlier requests and is
-      null until the model has segmented a stack.
-    - `problem`: why the file cannot be segmented, and what to do; null if it can.
+    - `file`: metadata of the file.
+    - `output`: type of the result: `labels`, `classes` or `probabilities`.
+    - `normalisation`: how the model normalizes the pixel values.
+    - `diameter`: object diameter that would be used, `none`, or `auto` if it would be estimated from the pixels.
+    - `estimate`: estimated number of windows and amount of memory; null if they cannot be estimated. If `diameter` is
+      `auto`, the estimate applies to the stack at its original resolution.
+    - `seconds`: estimated time in seconds until the labels are ready, including the time in the queue. The estimate is
+      based on earlier requests, and is null until the model has segmented a stack.
+    - `problem`: why the file cannot be segmented, and what to do; null if it can be segmented.
     """
 
     file: Description
@@ -28,11 +32,11 @@ class Inspection(BaseModel):
     diameter: str | None
     estimate: Estimate | None
     seconds: float | None
-    problem: Text | None
+    problem: RedactedText | None
 
 
 class StackReport(BaseModel):
-    """A stack stored for later requests. `bytes` is the size of its file."""
+    """An uploaded stack, stored for later requests. `bytes` is the size of its file."""
 
     id: str
     name: str

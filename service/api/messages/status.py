@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from pydantic import BaseModel
 
 from service.api.messages.jobs import JobProgress
-from service.api.messages.models import ModelList, Report
-from service.api.messages.text import Text
+from service.api.messages.models import ModelList, RedactedEngineReport
+from service.api.messages.text import RedactedText
 from service.core.errors import FeatureDisabled
 from service.core.files.bundled import software_version
 from service.core.hardware import host
@@ -25,9 +25,10 @@ from service.serving.runtime import Runtime
 class Health(BaseModel):
     """Health of the service and the state of each model.
 
-    - `status`: `ok`; `degraded` if the service is ready but has the problems in `degraded`, such as a broken model or
-      missing sandboxing; or `unavailable` for the `reasons` listed.
+    - `status`: `ok`; `degraded` if the service is ready but has problems, such as a broken model or a missing sandbox,
+      which `degraded` lists; or `unavailable` if the service is not ready, for the reasons in `reasons`.
     - `waiting`: number of waiting requests.
+    - `models`: state of each model, by name.
     """
 
     status: str
@@ -35,8 +36,8 @@ class Health(BaseModel):
     uptime_seconds: float
     waiting: int
     models: dict[str, str]
-    reasons: list[Text]
-    degraded: list[Text]
+    reasons: list[RedactedText]
+    degraded: list[RedactedText]
 
 
 class Liveness(BaseModel):
@@ -48,12 +49,12 @@ class Liveness(BaseModel):
 class DeviceReport(BaseModel):
     """A device that the service uses.
 
-    - `host`: for a device in a cluster, the host on which it was last seen; null for a device of this host.
-    - `waiting`, `running`: number of requests.
-    - `models`: names of the loaded models. `loaded_bytes` is their memory.
-    - `problem`: why the device is unusable; null if it is usable.
+    - `host`: for a device in a cluster, the host on which it was last seen; null for a device on this host.
+    - `waiting`, `running`: number of waiting and running requests.
+    - `models`: names of the loaded models. `loaded_bytes` is the total size of these models in memory.
+    - `problem`: why the device cannot be used; null if it can be used.
     - `given_back`: whether the idle device was returned to the cluster. It is requested again when there is work.
-    - `starting`: whether the device was requested from the cluster and has not responded yet.
+    - `starting`: whether the device has been requested from the cluster but has not responded yet.
     """
 
     name: str
@@ -62,13 +63,13 @@ class DeviceReport(BaseModel):
     running: int
     models: list[str]
     loaded_bytes: int
-    problem: Text | None
+    problem: RedactedText | None
     given_back: bool = False
     starting: bool = False
 
 
 class HostReport(BaseModel):
-    """GPUs and CPU of another host that has devices of the cluster."""
+    """GPUs and CPU of another host in the cluster on which the service uses devices."""
 
     host: str
     gpus: list[GpuStatus]
@@ -76,11 +77,12 @@ class HostReport(BaseModel):
 
 
 class GpuReport(BaseModel):
-    """Hardware of this host and the devices in use.
+    """Hardware of this host, and the devices that the service uses.
 
-    - `gpus`: GPUs of this host. The list is empty without a GPU.
-    - `hosts`: other hosts that have some of the devices.
-    - `models`: how each loaded model runs (engine, precision and memory format).
+    - `message`: summary of the GPUs as a sentence.
+    - `gpus`: GPUs of this host. The list is empty if there is no GPU.
+    - `hosts`: other hosts in the cluster on which the service uses devices.
+    - `models`: engine, precision and memory format of each loaded model, by name.
     """
 
     message: str
@@ -88,15 +90,16 @@ class GpuReport(BaseModel):
     cpu: HostStatus
     hosts: list[HostReport] = []
     devices: list[DeviceReport]
-    models: dict[str, Report]
+    models: dict[str, RedactedEngineReport]
 
 
 class RequestReport(BaseModel):
     """A request in the queue of a device.
 
-    - `state`: `running`, or `waiting`, which includes reading its file and loading its model.
-    - `seconds`: time in this state.
-    - `seconds_left`: estimated time until the request is finished, including the queue; null if unknown.
+    - `state`: `running`, or `waiting`, which includes the time for reading the file and loading the model.
+    - `seconds`: time in this state, in seconds.
+    - `seconds_left`: estimated time in seconds until the request is completed, including the time in the queue; null if
+      unknown.
     """
 
     device: str
@@ -107,8 +110,8 @@ class RequestReport(BaseModel):
     seconds_left: float | None
 
 
-class SegmentedReport(BaseModel):
-    """A finished segmentation. `seconds` is the time per stage, in order."""
+class SegmentationReport(BaseModel):
+    """A completed segmentation. `seconds` is the duration of each stage in seconds, in the order of the stages."""
 
     ended: datetime
     model: str
@@ -118,7 +121,11 @@ class SegmentedReport(BaseModel):
 
 
 class TrainingProgress(BaseModel):
-    """A running or waiting training. `name` is the new model's name, and `steps` the planned steps, null if unknown."""
+    """A running or waiting training run.
+
+    - `name`: name of the new model.
+    - `steps`: planned number of training steps; null until the speed has been measured.
+    """
 
     name: str
     base_model: str
@@ -130,12 +137,12 @@ class TrainingProgress(BaseModel):
 
 
 class LearningReport(BaseModel):
-    """Annotated stacks, trainings and trained models of all API keys.
+    """Annotated stacks, training runs and trained models of all API keys.
 
     - `problem`: why training is not available on this service; null if it is available.
-    - `trainings`: the running training, then the waiting ones in queue order.
+    - `trainings`: the running training run, followed by the waiting ones in queue order.
     - `annotations`: number of annotated stacks.
-    - `models`: number of trained models. `models_limit` is the maximum.
+    - `models`: number of trained models. `models_limit` is the maximum number.
     """
 
     problem: str | None
@@ -146,11 +153,12 @@ class LearningReport(BaseModel):
 
 
 class DiskReport(BaseModel):
-    """Disk usage of one kind of files, in bytes.
+    """Disk usage of one kind of file, in bytes.
 
-    - `files`: `requests`, `results` (cached results), `jobs`, `stacks`, `annotations` or `trained-models`.
-    - `used`, `limit`: disk space used and allowed; `limit` is null if there is no common limit for all API keys.
-    - `free`, `total`: free space and size of the disk.
+    - `files`: the kind: `requests`, `results` (cached results), `jobs`, `stacks`, `annotations` or `trained-models`.
+    - `used`: disk space that these files use.
+    - `limit`: maximum disk space for these files; null if there is no common limit for all API keys.
+    - `free`, `total`: free space on the disk, and its total size.
     """
 
     files: str
@@ -161,12 +169,12 @@ class DiskReport(BaseModel):
 
 
 class Status(BaseModel):
-    """The current state of the service. Includes the content of `/health`, `/gpu` and `/models`.
+    """Current state of the service, including the content of `/health`, `/gpu` and `/models`.
 
-    - `cpu_seconds`: CPU time of the service process, without the processes that read files.
-    - `requests`: requests by device: running ones first, then waiting ones in queue order.
+    - `cpu_seconds`: CPU time of the service process in seconds, not including the processes that read files.
+    - `requests`: requests by device. For each device, running requests are followed by waiting ones in queue order.
     - `recent`: the most recent segmentations, newest first.
-    - `disk`: disk usage by kind of files.
+    - `disk`: disk usage by kind of file.
     """
 
     health: Health
@@ -174,7 +182,7 @@ class Status(BaseModel):
     models: ModelList
     cpu_seconds: float
     requests: list[RequestReport]
-    recent: list[SegmentedReport]
+    recent: list[SegmentationReport]
     learning: LearningReport
     disk: list[DiskReport]
 
@@ -194,7 +202,7 @@ def report_health(runtime: Runtime) -> Health:
 
 
 def report_hardware(runtime: Runtime, gpus: Sequence[GpuStatus]) -> GpuReport:
-    """Report the hardware and loaded models. `gpus` are the GPUs of this host, from `gpus.query_gpus`."""
+    """Report the hardware and the loaded models. `gpus` are the GPUs of this host, as returned by `gpus.query_gpus`."""
     states = runtime.models.list_states()
     models = {state.name: state.device_model.report() for state in states if state.device_model is not None}
     message = (
@@ -223,7 +231,7 @@ def _report_device(device: Device) -> DeviceReport:
 
 
 def report_requests(runtime: Runtime) -> Iterator[RequestReport]:
-    """Report the requests of every device: running ones first, then waiting ones."""
+    """Report the requests of every device: running requests, followed by waiting ones."""
     for device in runtime.devices.all:
         queue = device.scheduler.queue
         for job in queue.jobs:
@@ -240,16 +248,16 @@ def report_requests(runtime: Runtime) -> Iterator[RequestReport]:
                 )
 
 
-def report_recent(runtime: Runtime) -> list[SegmentedReport]:
+def report_recent_segmentations(runtime: Runtime) -> list[SegmentationReport]:
     """Report the most recent segmentations, newest first."""
     return [
-        SegmentedReport(**segmented._asdict() | {"ended": datetime.fromtimestamp(segmented.ended, UTC)})
+        SegmentationReport(**segmented._asdict() | {"ended": datetime.fromtimestamp(segmented.ended, UTC)})
         for segmented in runtime.metrics.recent_segmentations
     ]
 
 
 def report_learning(trainings: TrainingManager, annotations: AnnotationStore) -> LearningReport:
-    """Report trainings, annotated stacks and trained models. Blocks while folders are read."""
+    """Report training runs, annotated stacks and trained models. Blocks while folders are read."""
     try:
         trainings.check_enabled()
         problem = None
@@ -278,6 +286,6 @@ def _report_progress(record: TrainingRecord) -> TrainingProgress:
     )
 
 
-def report_disks(runtime: Runtime) -> list[DiskReport]:
-    """Report the disk usage of each kind of files. Blocks while folders are read."""
+def report_disk_usage(runtime: Runtime) -> list[DiskReport]:
+    """Report the disk usage of each kind of file. Blocks while folders are read."""
     return [DiskReport(files=kind, **usage._asdict()) for kind, usage in runtime.measure_disks().items()]

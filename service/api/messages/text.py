@@ -1,4 +1,4 @@
-"""Text in responses."""
+"""Strings in responses."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from pydantic import AfterValidator
 
 from service.core.errors import remove_folders
 
-# Text that may contain an error message. Folders of the host are removed from paths in it.
-Text = Annotated[str, AfterValidator(remove_folders)]
+# String that may contain an error message. The folders are removed from paths on the host.
+RedactedText = Annotated[str, AfterValidator(remove_folders)]

@@ -1,1 +1,1 @@
-"""Steps shared by the routes that accept a stack: admission, receiving the body, jobs, and sending results."""
+"""Steps shared by routes that accept a stack: admission, receiving the body, accepting jobs, and building responses."""

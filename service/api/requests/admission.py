@@ -1,4 +1,4 @@
-"""Admit a request with a stack before its body is received: check parameters, queue, model and host files.
+"""Admission of a request with a stack before its body is received: checks of parameters, queue, model and host files.
 
 Errors that can be detected this early are reported immediately, before the client uploads a stack.
 """
@@ -25,14 +25,15 @@ from service.serving.storage.threads import HOST_FILE_THREADS, run_in_thread
 
 # Number of query strings whose parsed parameters are cached.
 MAX_CACHED_QUERIES = 64
-# Each parameter may occur once. The longest values have a thousand characters of up to twelve percent-encoded bytes.
+# Limits on a query string. Each parameter may occur once. The longest values have a thousand characters, each of which
+# takes up to twelve bytes if it is percent-encoded.
 MAX_PARAMETERS = 32
 MAX_QUERY_BYTES = 40_000
 
 RESPOND_ASYNC = "respond-async"
 
 
-# Schemas of the parameters in a query string, and in a form, whose fields cannot be null.
+# Schemas of the parameters in a query string, and of those in a form, where they cannot be null.
 _PARAMETER_SCHEMAS = {
     name: {key: value for key, value in schema.items() if key != "default"}
     for name, schema in Query.model_json_schema()["properties"].items()
@@ -41,15 +42,15 @@ _FORM_FIELDS = {
     name: {**schema["anyOf"][0], "description": schema["description"]} for name, schema in _PARAMETER_SCHEMAS.items()
 }
 
-# OpenAPI description of a request with a stack. FastAPI could derive the parameters from a model, but would then also
-# parse them for every request, which takes longer than all other work before the body.
+# OpenAPI description of a request with a stack. FastAPI could derive the parameters from a pydantic model, but it would
+# then also parse them for every request, which takes longer than all other steps before the body.
 STACK_REQUEST: dict[str, Any] = {
     "parameters": [
         {"name": name, "in": "query", "required": False, "schema": schema, "description": schema["description"]}
         for name, schema in _PARAMETER_SCHEMAS.items()
     ],
     "requestBody": {
-        "description": "The stack. Not needed if `input` or `stack` selects a stack that the service already has.",
+        "description": "The stack. Omit the body if `input` or `stack` selects a stack that the service can access.",
         "required": False,
         "content": {
             "image/tiff": {"schema": {"type": "string", "format": "binary"}},
@@ -68,26 +69,26 @@ PREFER_HEADER = {
     "in": "header",
     "required": False,
     "schema": {"anyOf": [{"type": "string"}, {"type": "null"}], "examples": [RESPOND_ASYNC]},
-    "description": f"`{RESPOND_ASYNC}`: create a job and return it immediately, instead of waiting for the result"
+    "description": f"`{RESPOND_ASYNC}`: create a job and return its report immediately, without waiting for the result"
     " (RFC 7240).",
 }
 
 
 def prefers_async(request: Request) -> bool:
-    """Return whether the client prefers a job over waiting for the result (RFC 7240)."""
+    """Return whether the client prefers a job to waiting for the result (RFC 7240)."""
     preferences = get_header(request.scope, b"prefer").split(",")
     return RESPOND_ASYNC in (preference.partition(";")[0].strip().lower() for preference in preferences)
 
 
 class Admission(NamedTuple):
-    """The parameters of an admitted request, and the selected model. None if form fields may still select another."""
+    """Parameters of an admitted request, and the selected model, which is None if form fields may still select one."""
 
     query: Query
     spec: ModelSpec | None
 
 
 async def admit(request: Request, runtime: Runtime) -> Admission:
-    """Check everything that is known before the body of a request is received.
+    """Check everything about a request that can be checked before its body is received.
 
     Raises BadParameter, UnknownModel, BrokenModel, NotReady, QueueFull and OutputExists.
     """
@@ -101,7 +102,7 @@ async def admit(request: Request, runtime: Runtime) -> Admission:
 
 
 async def admit_query(request: Request, runtime: RuntimeDependency) -> Query:
-    """Admit a request. Return its parameters. Raises the errors of `admit`."""
+    """Admit a request, and return its parameters. Raises the errors of `admit`."""
     return (await admit(request, runtime)).query
 
 
@@ -109,7 +110,7 @@ AdmittedQuery = Annotated[Query, Depends(admit_query)]
 
 
 async def admit_form(request: Request, runtime: Runtime, query: Query, fields: Mapping[str, str]) -> Query:
-    """Merge the parameters of the query string and of a received form, and check the host files in them.
+    """Merge the parameters in the query string and in a received form, and check the host files that they select.
 
     Raises BadParameter and OutputExists.
     """
@@ -119,13 +120,13 @@ async def admit_form(request: Request, runtime: Runtime, query: Query, fields: M
 
 
 def merge_fields(query: Query, fields: Mapping[str, str]) -> Query:
-    """Merge the parameters of the query string and the fields of a form. Raises BadParameter for duplicates."""
+    """Merge the parameters in the query string with the fields of a form. Raises BadParameter for duplicates."""
     if not fields:
         return query
     values = query.model_dump(exclude_unset=True)
     if duplicates := sorted(values.keys() & fields.keys()):
         raise BadParameter(
-            f"The parameter {duplicates[0]} is given twice, in the URL and in the form. Remove one of them.",
+            f"The parameter {duplicates[0]} is given twice, in the URL and in the form. Remove one of the two values.",
             parameter=duplicates[0],
         )
     return _validate({**fields, **values})
@@ -137,17 +138,17 @@ def select_model(runtime: Runtime, query: Query) -> ModelSpec:
     Raises UnknownModel, BrokenModel, NotReady and BadParameter.
     """
     spec = runtime.models.get_spec(query.model)
-    kind = runtime.estimator(spec).output_kind(query.options)
-    if query.measurements is not None and kind != "labels":
+    output_kind = runtime.estimator(spec).output_kind(query.options)
+    if query.measurements is not None and output_kind != "labels":
         raise BadParameter(
-            f"measurements: only labels can be measured, but this request returns {kind}. Choose output=labels or a"
-            " model that finds objects.",
+            f"measurements: only labels can be measured, but this request returns {output_kind}. Choose output=labels,"
+            " or a model that finds objects.",
             parameter="measurements",
         )
-    if query.link is not None and kind != "labels":
+    if query.link is not None and output_kind != "labels":
         raise BadParameter(
-            f"link: only labels can be linked through time, but this request returns {kind}. Choose output=labels or"
-            " a model that finds objects.",
+            f"link: only labels can be linked across time points, but this request returns {output_kind}. Choose"
+            " output=labels, or a model that finds objects.",
             parameter="link",
         )
     return spec
@@ -158,13 +159,13 @@ def _parse_query_string(query_string: bytes) -> Query:
     """Parse and validate the parameters of a query string. Raises BadParameter."""
     if len(query_string) > MAX_QUERY_BYTES or query_string.count(b"&") >= MAX_PARAMETERS:
         raise BadParameter(
-            f"The URL has more than {MAX_PARAMETERS} parameters, or more than {MAX_QUERY_BYTES:,} bytes of parameters."
+            f"The query string has more than {MAX_PARAMETERS} parameters or {MAX_QUERY_BYTES:,} bytes. Shorten it."
         )
     values: dict[str, str] = {}
     for name, value in QueryParams(query_string).multi_items():
         if name in values:
             raise BadParameter(
-                f"The parameter {name[:MAX_NAME_LENGTH]} is given twice. Remove one of them.",
+                f"The parameter {name[:MAX_NAME_LENGTH]} is given twice. Remove one of the two values.",
                 parameter=name[:MAX_NAME_LENGTH],
             )
         values[name] = value
@@ -172,16 +173,16 @@ def _parse_query_string(query_string: bytes) -> Query:
 
 
 def _validate(values: Mapping[str, Any]) -> Query:
-    """Validate parameters given by name. Raises BadParameter."""
+    """Validate a mapping from parameter names to values. Raises BadParameter."""
     try:
         return Query.model_validate(values)
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False, include_input=False)
-        raise describe_validation_errors(faults) from error
+        validation_errors = error.errors(include_url=False, include_context=False, include_input=False)
+        raise describe_validation_errors(validation_errors) from error
 
 
 async def _check_host_files(request: Request, runtime: Runtime, query: Query) -> None:
-    """Check the host files in a query. This runs in a thread, because a folder may be on a slow file server."""
+    """Check the host files that a query selects. Run the checks in a thread, because a file server may be slow."""
     if {"input", "glob", "format", "output_to", "overwrite"} & query.model_fields_set:
         await run_in_thread(
             partial(check_host_files, runtime.host_files, query, get_caller(request)), HOST_FILE_THREADS

@@ -1,4 +1,4 @@
-"""Receive the file in a request's body, or open the host file or stored stack that the request selects."""
+"""Receiving the file in a request's body, or opening the host file or stored stack that the request selects."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from fastapi import Request
 
-from service.api.dependencies import get_caller, get_client, get_runtime, get_stacks
+from service.api.dependencies import get_caller, get_quota_name, get_runtime, get_stacks
 from service.api.http.media_types import STACK_BODY, STACK_FIELD, BodyFormat
-from service.api.http.uploads import Upload, is_multipart, receive
+from service.api.http.uploads import Upload, is_multipart, receive_upload
 from service.api.http.waiting import time_limit
 from service.api.requests.admission import admit_form
 from service.core.errors import BadParameter
@@ -30,13 +30,13 @@ from service.serving.storage.scratch import ScratchFolder
 from service.serving.storage.stack_store import StackStore, StoredStack
 from service.serving.storage.threads import HOST_FILE_THREADS, run_in_thread
 
-# File name for a stack that a form contains in addition to labels.
+# File name for the stack in a form that also contains labels.
 FORM_STACK_NAME = "stack.tif"
 
 
 @asynccontextmanager
 async def work_folder(scratch: ScratchFolder) -> AsyncIterator[Path]:
-    """Reserve a folder name for one request, and delete the folder at the end. The folder is created when needed.
+    """Reserve the name of a folder for one request, and delete the folder at the end. Callers create it when necessary.
 
     Raises OutOfStorage if the disk is full, and StorageUnavailable for other disk errors.
     """
@@ -52,7 +52,7 @@ async def work_folder(scratch: ScratchFolder) -> AsyncIterator[Path]:
 
 @asynccontextmanager
 async def incoming_folder(async_jobs: JobManager) -> AsyncIterator[Path]:
-    """Create a folder for the file of a job, and delete it at the end unless an accepted job has taken it over.
+    """Create a folder for the file of a job, and delete it at the end, unless an accepted job has taken it over.
 
     Raises OutOfStorage if the disk is full, and StorageUnavailable for other disk errors.
     """
@@ -65,15 +65,15 @@ async def incoming_folder(async_jobs: JobManager) -> AsyncIterator[Path]:
 
 
 class ReceivedFile:
-    """A file that was uploaded with a request or selected by it. It is valid until its `resources` are closed.
+    """File that a request uploads or selects. It is valid until its `resources` are closed.
 
-    request       parameters including form fields, caller, and folder and path of the file
+    request       parameters (including form fields), caller, folder, and path of the file
     name          name of the file
-    is_host_file  whether it is a file on the host, which other programs may change
+    is_host_file  whether the file is on the host, where other programs may change it
     space         disk quota of the request
-    stages        times of the request's stages so far
-    stack         the stack that a form contains in addition to the file; None without one
-    resources     folder and file, released at the end of `receive_file` unless the caller takes them from here
+    stages        duration of the stages of the request that have been completed
+    stack         stack that a form contains in addition to this file; None if there is none
+    resources     folder and file, released at the end of `receive_file` unless the caller takes them over
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ReceivedFile:
         self.is_host_file = request.query.input is not None
 
     def complete(self) -> str | None:
-        """Finish writing the uploaded files. Call this in a thread before the files are read, because it blocks.
+        """Finish writing the uploaded files. Call this method in a thread before reading the files. Blocks.
 
         Return the digest of the file, or None for a host file, which may change.
         """
@@ -101,11 +101,11 @@ class ReceivedFile:
 
     @property
     def source(self) -> Path | bytearray | RemoteStore:
-        """The path or the content of the complete file, or the remote store that the request selected."""
+        """Path or content of the complete file, or the remote store that the request selects."""
         return self._source.path if self.is_host_file else self._upload.source
 
     def drop_content(self) -> None:
-        """Release the content of a file in memory after it was read. Its volume keeps a reference if needed."""
+        """Release the content of a file in memory after reading it. Its volume keeps a reference if necessary."""
         self._upload.drop_content()
 
 
@@ -120,26 +120,28 @@ async def receive_file(
 ) -> AsyncIterator[ReceivedFile]:
     """Receive the uploaded file, or open the host file or stored stack that the request selects.
 
-    The whole block is subject to the time limit of requests. The file can be read after `ReceivedFile.complete`.
+    The time limit for requests applies to the entire block. The file can be read after a call to
+    `ReceivedFile.complete`.
 
-    folder         destination of the file; if None, small files stay in memory and large ones go to a `work_folder`
+    folder         destination of the file; if None, small files stay in memory, and large files are written to a
+                   `work_folder`
     body_format    accepted formats of the body; a form with labels may also contain their stack (requires `folder`)
     allow_folders  whether the request may select a folder on the host
 
-    Raises the errors of `receive`, `admit_form` and `HostFiles.open_input`, UnknownStack, and TimedOut.
+    Raises the errors of `receive_upload`, `admit_form` and `HostFiles.open_input`, UnknownStack, and TimedOut.
     """
     stages, runtime = Stages(), await get_runtime(request)
     limits = runtime.settings.limits
     async with AsyncExitStack() as resources:
         path = await resources.enter_async_context(folder or work_folder(runtime.scratch))
         async with time_limit(limits.request_seconds, runtime.devices.explain_missing_workers):
-            space = resources.enter_context(runtime.scratch_space.new_reservation(get_client(request)))
+            space = resources.enter_context(runtime.scratch_space.new_reservation(get_quota_name(request)))
             upload = Upload(path / INPUT_NAME, limits.upload_bytes, space)
             resources.callback(upload.close)
             form_stack = Upload(path / FORM_STACK_NAME, limits.upload_bytes, space)
             resources.callback(form_stack.close)
             with stages.measure("receive"):
-                await receive(
+                await receive_upload(
                     request,
                     upload,
                     body_format,
@@ -147,22 +149,22 @@ async def receive_file(
                 )
             if folder is None:
                 upload.keep_in_memory()
-            query = await _add_form(request, runtime, query, upload, body_format)
+            query = await _merge_form_fields(request, runtime, query, upload, body_format)
             caller = get_caller(request)
             open_host_file = partial(
                 _open_host_file, runtime.host_files, resources, caller, allow_folders=allow_folders
             )
             source = await _choose_source(request, query, upload, body_format, open_host_file)
-            own_path = source.path if isinstance(source, Source) else upload.path
+            file_path = source.path if isinstance(source, Source) else upload.path
             name = "" if query.input is None else source.name
-            segmentation_request = SegmentationRequest(query, own_path, path, caller, name=name)
+            segmentation_request = SegmentationRequest(query, file_path, path, caller, name=name)
             file = ReceivedFile(segmentation_request, source, upload, stages, resources)
-            file.stack = form_stack if form_stack.received else None
+            file.stack = form_stack if form_stack.received_bytes else None
             yield file
 
 
 async def inspect_file(runtime: Runtime, file: ReceivedFile) -> Description:
-    """Complete the file and describe it in a reader thread. Raises the errors of `Reader.inspect`."""
+    """Complete a file, and inspect it in a reader thread. Raises the errors of `Reader.inspect`."""
     cancelled = threading.Event()
 
     def complete_and_inspect() -> Description:
@@ -173,11 +175,13 @@ async def inspect_file(runtime: Runtime, file: ReceivedFile) -> Description:
     return await run_in_thread(complete_and_inspect, runtime.read_threads.for_client(file.space.client), cancelled)
 
 
-async def _add_form(request: Request, runtime: Runtime, query: Query, upload: Upload, body_format: BodyFormat) -> Query:
-    """Merge the parameters with the fields of a form. Raises BadParameter if the form must not have fields."""
+async def _merge_form_fields(
+    request: Request, runtime: Runtime, query: Query, upload: Upload, body_format: BodyFormat
+) -> Query:
+    """Merge the parameters with the fields of a form. Raises BadParameter if the form must contain only files."""
     if body_format.form_field != STACK_FIELD:
         if upload.fields:
-            raise BadParameter("Put the parameters in the URL. This form may only contain files.")
+            raise BadParameter("This form may contain only files. Put the parameters in the URL.")
         return query
     return await admit_form(request, runtime, query, upload.fields) if is_multipart(request) else query
 
@@ -190,10 +194,12 @@ async def _choose_source(
     open_host_file: Callable[[str], Source | RemoteSource],
 ) -> Source | RemoteSource:
     """Return the uploaded file, the stored stack that replaces it, or the host file from `open_host_file`."""
-    if (stack_id := _choose_stack(query, upload)) is not None:
-        stored = await run_in_thread(partial(_adopt, upload, get_stacks(request), stack_id, get_caller(request)))
-        upload.set_name(stored.name)
-    if (input_path := _choose_host_file(query, upload, body_format)) is not None:
+    if (stack_id := _get_stack_id(query, upload)) is not None:
+        stored_stack = await run_in_thread(
+            partial(_adopt_stored_stack, upload, get_stacks(request), stack_id, get_caller(request))
+        )
+        upload.set_name(stored_stack.name)
+    if (input_path := _get_host_path(query, upload, body_format)) is not None:
         return await run_in_thread(partial(open_host_file, input_path), HOST_FILE_THREADS)
     return Source(upload.path, upload.name)
 
@@ -207,33 +213,33 @@ def _open_host_file(
     return resources.enter_context(host_files.open_input(input_path, caller))
 
 
-def _adopt(upload: Upload, stacks: StackStore, stack: str, caller: str | None) -> StoredStack:
-    """Use a stored stack as the upload. It may be evicted while the request waits. Raises UnknownStack."""
-    stored = stacks.find(stack, caller)
-    upload.adopt(stored.path, stored.digest)
-    return stored
+def _adopt_stored_stack(upload: Upload, stacks: StackStore, stack: str, caller: str | None) -> StoredStack:
+    """Use a stored stack as the upload, so that it may be evicted while the request waits. Raises UnknownStack."""
+    stored_stack = stacks.find(stack, caller)
+    upload.adopt(stored_stack.path, stored_stack.digest)
+    return stored_stack
 
 
-def _choose_stack(query: Query, upload: Upload) -> str | None:
-    """Return the id of the stored stack that replaces the body; None without one. Raises BadParameter."""
-    if query.stack is not None and (upload.received or query.input is not None):
+def _get_stack_id(query: Query, upload: Upload) -> str | None:
+    """Return the id of the stored stack that replaces the body, or None if there is none. Raises BadParameter."""
+    if query.stack is not None and (upload.received_bytes or query.input is not None):
         raise BadParameter(
-            "stack: the request selects an uploaded stack and also another file. Send only one of them.",
+            "stack: the request selects an uploaded stack, but also contains or selects another file. Use only one.",
             parameter="stack",
         )
     return query.stack
 
 
-def _choose_host_file(query: Query, upload: Upload, body_format: BodyFormat) -> str | None:
-    """Return the host file that replaces the body; None for a request with a body. Raises BadParameter."""
-    if query.input is None and query.stack is None and not upload.received:
+def _get_host_path(query: Query, upload: Upload, body_format: BodyFormat) -> str | None:
+    """Return the path of the host file that replaces the body, or None if there is none. Raises BadParameter."""
+    if query.input is None and query.stack is None and not upload.received_bytes:
         raise BadParameter(
             f"The request has no file. Send {body_format.name} as the body, or in the form field"
             f" {body_format.form_field!r}."
         )
-    if query.input is not None and upload.received:
+    if query.input is not None and upload.received_bytes:
         raise BadParameter(
-            "input: the request contains a file and also selects a file on the host. Send only one of them.",
+            "input: the request contains a file, but it also selects a file on the host. Send only one of them.",
             parameter="input",
         )
     return query.input

@@ -1,4 +1,4 @@
-"""Accept a request as a job, and respond with the report of this job."""
+"""Accepting a request as a job, and responding with the report of that job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOCATION_HEADER: dict[str, Any] = {
 }
 ACCEPTED_RESPONSES: dict[int | str, dict[str, Any]] = {
     202: {
-        "description": "The job was accepted. It continues after a restart of the service.",
+        "description": "The job has been accepted. It continues after a restart of the service.",
         "model": JobReport,
         "headers": LOCATION_HEADER,
     }
@@ -34,21 +34,23 @@ ACCEPTED_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 async def accept_job(request: Request, runtime: Runtime, async_jobs: JobManager, query: Parameters) -> Response:
-    """Receive the file into the jobs folder, and return a response with the job's report."""
+    """Receive the file into the jobs folder, submit a job, and return the response with the job's report."""
     async with receive_file(request, query, incoming_folder(async_jobs), allow_folders=True) as file:
         select_model(runtime, file.request.query)
 
         async def inspect_and_submit() -> JobView:
-            seconds = file.stages.seconds["receive"]
+            receive_seconds = file.stages.seconds["receive"]
             input_path, host_files = file.request.query.input, runtime.host_files
             is_folder = partial(host_files.is_folder, input_path or "", file.request.caller)
             if input_path is not None and await run_in_thread(is_folder, HOST_FILE_THREADS):
                 await run_in_thread(file.complete)
-                submit = partial(async_jobs.submit_folder, file.request, file.name, seconds)
+                submit = partial(async_jobs.submit_folder, file.request, file.name, receive_seconds)
                 return await run_in_thread(submit, HOST_FILE_THREADS)
             description = await inspect_file(runtime, file)
-            # In a thread, because syncing a large file to disk takes a while.
-            return await run_in_thread(partial(async_jobs.submit, file.request, file.name, description, seconds))
+            # Submit the job in a thread, because syncing a large file to disk takes a while.
+            return await run_in_thread(
+                partial(async_jobs.submit, file.request, file.name, description, receive_seconds)
+            )
 
         view = await run_while_connected(request, inspect_and_submit())
     report = report_job(view, async_jobs.keep_seconds)

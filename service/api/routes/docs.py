@@ -1,6 +1,6 @@
 """GET /docs: Swagger UI, served from local files.
 
-The page works without Internet access, and no scripts of other hosts can see what users enter on it.
+The page works without Internet access, and scripts from other hosts cannot see what users enter on the page.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 router = APIRouter(include_in_schema=False)
 
 RESOURCE_FOLDER = Path(fastapi_swagger.__file__).parent / "resources"
-# Names of the resource files by their names in URLs.
-FILES = {"page.js": "swagger-ui-bundle.js", "page.css": "swagger-ui.css", "icon.png": "favicon-32x32.png"}
+# Names of the resource files, by their names in URLs.
+RESOURCE_FILES = {"page.js": "swagger-ui-bundle.js", "page.css": "swagger-ui.css", "icon.png": "favicon-32x32.png"}
 
-# URLs are relative, so that the page works behind a proxy that adds a path prefix.
-PAGE = """<!DOCTYPE html>
+# The URLs are relative, so that the page works behind a proxy that adds a path prefix.
+PAGE_HTML = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -30,13 +30,13 @@ PAGE = """<!DOCTYPE html>
 </head>
 <body>
 <main id="page"></main>
-<noscript>This page requires JavaScript. The same content is in <a href="openapi.json">openapi.json</a>.</noscript>
+<noscript>This page requires JavaScript. Its content is also in <a href="openapi.json">openapi.json</a>.</noscript>
 <script src="docs/page.js"></script>
 <script src="docs/start.js"></script>
 </body>
 </html>
 """
-START = """SwaggerUIBundle({
+START_SCRIPT = """SwaggerUIBundle({
   url: "openapi.json", dom_id: "#page", deepLinking: true, tryItOutEnabled: true, defaultModelsExpandDepth: 0,
 });
 """
@@ -44,20 +44,20 @@ CACHE_HEADERS = {"Cache-Control": "max-age=3600"}
 
 
 @router.get("/openapi.json")
-async def openapi(request: Request) -> Response:
+async def get_openapi(request: Request) -> Response:
     return Response(request.app.openapi_json, media_type="application/json")
 
 
 @router.get("/docs")
-async def docs() -> HTMLResponse:
-    return HTMLResponse(PAGE)
+async def get_documentation() -> HTMLResponse:
+    return HTMLResponse(PAGE_HTML)
 
 
 @router.get("/docs/{name}")
-async def page_file(name: str) -> Response:
+async def get_resource(name: str) -> Response:
     """Return a script, style sheet or image of the page. Raises HTTPException 404."""
     if name == "start.js":
-        return Response(START, media_type="text/javascript", headers=CACHE_HEADERS)
-    if name not in FILES:
+        return Response(START_SCRIPT, media_type="text/javascript", headers=CACHE_HEADERS)
+    if name not in RESOURCE_FILES:
         raise HTTPException(404)
-    return FileResponse(RESOURCE_FOLDER / FILES[name], headers=CACHE_HEADERS)
+    return FileResponse(RESOURCE_FOLDER / RESOURCE_FILES[name], headers=CACHE_HEADERS)

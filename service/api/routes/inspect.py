@@ -1,4 +1,4 @@
-"""POST /inspect: describe a file, and estimate the work to segment it."""
+"""POST /inspect: describe a file, and estimate the time and memory that its segmentation requires."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ router = APIRouter(tags=["segmentation"])
 
 
 @router.post("/inspect", openapi_extra=STACK_REQUEST)
-async def inspect(request: Request, runtime: RuntimeDependency, query: AdmittedQuery) -> Inspection:
+async def inspect_stack(request: Request, runtime: RuntimeDependency, query: AdmittedQuery) -> Inspection:
     """Inspect a stack without segmenting it.
 
     Reports the axes, voxel size and channels of the file, and estimates the time and memory that its segmentation would
-    take. Accepts the same body and parameters as `/segment`. No pixels are decoded, and the device is not used.
+    require. Accepts the same body and parameters as `/segment`. No pixels are decoded, and no device is used.
     """
     async with receive_file(request, query) as file:
         query = file.request.query

@@ -1,4 +1,4 @@
-"""/jobs: segment a stack in the background. Submit, follow and cancel jobs, and fetch their results."""
+"""/jobs: segmentation in the background. Submit, follow and cancel jobs, and download their results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
-from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_client
+from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_quota_name
 from service.api.messages.jobs import JobList, JobReport, report_job
 from service.api.messages.results import RESULT_RESPONSES, ResultResponse, build_response
 from service.api.requests.admission import STACK_REQUEST, AdmittedQuery
-from service.api.requests.answers import send_part
 from service.api.requests.jobs import ACCEPTED_RESPONSES, accept_job
+from service.api.requests.responses import build_part_response
 from service.core.errors import StorageUnavailable, UnknownJob
 from service.core.files.atomic_files import descriptor_path
 from service.serving.jobs.active_job import JobView
@@ -28,17 +28,17 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["jobs"])
 
-# Interval of checks for changes to a job.
+# Interval between checks whether a job has changed.
 POLL_SECONDS = 0.5
-# After this time without an event, a comment is sent to prevent proxies from closing the connection.
+# Time without events after which a comment is sent, so that proxies do not close the connection.
 KEEPALIVE_SECONDS = 15.0
 
 JobId = Annotated[str, Path(description="The id of the job.", examples=["0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"])]
 
 EVENTS_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "An event with the report of the job, as from `GET /jobs/{job}`, whenever it changes. The last"
-        " event has the final state.",
+        "description": "An event whenever the job changes, with the same report as from `GET /jobs/{job}`. The last"
+        " event reports the final state.",
         "content": {
             "text/event-stream": {
                 "schema": {"type": "string"},
@@ -50,12 +50,12 @@ EVENTS_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 @router.post("/jobs", status_code=202, responses=ACCEPTED_RESPONSES, openapi_extra=STACK_REQUEST)
-async def submit(
+async def submit_job(
     request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, query: AdmittedQuery
 ) -> Response:
     """Segment a 3D stack in the background.
 
-    Accepts the same body and parameters as `/segment` and returns a job. Errors that can be detected without decoding
+    Accepts the same body and parameters as `/segment`, and returns a job. Errors that can be detected without decoding
     pixels are reported immediately.
     """
     return await accept_job(request, runtime, async_jobs, query)
@@ -73,17 +73,17 @@ async def list_jobs(
 
 
 @router.get("/jobs/{job}")
-async def show(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> JobReport:
+async def get_job(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> JobReport:
     """Get the state and progress of a job.
 
-    Includes its position in the queue, the estimated remaining time, the time per stage, and warnings.
+    Includes the position in the queue, the estimated remaining time, the duration of each stage, and warnings.
     """
     view = await run_in_thread(partial(async_jobs.view, job, get_caller(request)))
     return report_job(view, async_jobs.keep_seconds)
 
 
 @router.get("/jobs/{job}/events", response_class=StreamingResponse, responses=EVENTS_RESPONSES)
-async def events(
+async def follow_job(
     request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, job: JobId
 ) -> StreamingResponse:
     """Follow a job with server-sent events until it has ended."""
@@ -97,36 +97,36 @@ async def events(
 
 
 @router.get("/jobs/{job}/result", response_class=FileResponse, responses=RESULT_RESPONSES)
-async def result(
+async def download_result(
     request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, job: JobId
 ) -> ResultResponse:
     """Download the result of a job.
 
-    The response is the same as from `/segment`: the labels with their headers, or the problem document of a failed job.
-    Use `Accept: application/x-npy`, `application/x-nifti` or `application/x-ozx` to get the labels in another file
-    format, and `Accept: image/tiff` or `text/csv` to get a single file of an archive.
+    The response is the same as from `/segment`: the labels with their headers or, if the job has failed, a problem
+    document. Use `Accept: application/x-npy`, `application/x-nifti` or `application/x-ozx` to get the labels in another
+    file format, and `Accept: image/tiff` or `text/csv` to get a single file from an archive.
     """
     file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
     media_type = choose_media_type(request.headers.get("accept", ""), metadata)
     if media_type != metadata.media_type:
-        return await send_part(request, runtime, file, metadata, media_type)
-    # The file is already open, so it is sent completely even if the result is deleted in the meantime to free space.
-    with ExitStack() as opened:
-        opened.callback(file.close)
-        space = opened.enter_context(runtime.scratch_space.new_reservation(get_client(request)))
+        return await build_part_response(request, runtime, file, metadata, media_type)
+    # The file is already open, so it is sent completely even if the result is deleted in the meantime.
+    with ExitStack() as exit_stack:
+        exit_stack.callback(file.close)
+        space = exit_stack.enter_context(runtime.scratch_space.new_reservation(get_quota_name(request)))
         # A client without other requests may download a result of any size.
         space.reserve(min(os.fstat(file.fileno()).st_size, runtime.scratch_space.max_client_bytes))
         response = build_response(descriptor_path(file.fileno()), metadata)
-        response.resources.callback(opened.pop_all().close)
+        response.resources.callback(exit_stack.pop_all().close)
         return response
 
 
 @router.delete("/jobs/{job}", status_code=204)
-async def cancel(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> None:
+async def cancel_job(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> None:
     """Cancel or delete a job.
 
-    A waiting or running job is cancelled, and its computation stops before the next batch of windows. A job that has
-    ended is deleted, together with its result.
+    A waiting or running job is cancelled. A running job stops before the next batch of windows. A job that has ended is
+    deleted, together with its result.
     """
     await run_in_thread(partial(async_jobs.cancel, job, get_caller(request)))
 
@@ -134,13 +134,13 @@ async def cancel(request: Request, async_jobs: AsyncJobsDependency, job: JobId) 
 async def _stream_events(
     runtime: Runtime, async_jobs: JobManager, view: JobView, caller: str | None
 ) -> AsyncIterator[str]:
-    """Yield a server-sent event whenever the job's report changes, until the job has ended or the service stops."""
-    sent, silent_seconds = "", 0.0
+    """Yield a server-sent event whenever the report of a job changes, until the job has ended or the service stops."""
+    last_report, silent_seconds = "", 0.0
     while True:
-        text = report_job(view, async_jobs.keep_seconds).model_dump_json()
-        if text != sent:
-            yield f"data: {text}\n\n"
-            sent, silent_seconds = text, 0.0
+        report = report_job(view, async_jobs.keep_seconds).model_dump_json()
+        if report != last_report:
+            yield f"data: {report}\n\n"
+            last_report, silent_seconds = report, 0.0
         elif silent_seconds > KEEPALIVE_SECONDS:
             yield ": no change\n\n"
             silent_seconds = 0.0

@@ -18,26 +18,28 @@ router = APIRouter(tags=["models"])
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 SAMPLE_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "A TIFF.", "content": {"image/tiff": _BINARY}}
+    200: {"description": "A TIFF file.", "content": {"image/tiff": _BINARY}}
 }
-PICTURE_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"description": "A PNG.", "content": {"image/png": _BINARY}}}
+PICTURE_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "A PNG file.", "content": {"image/png": _BINARY}}
+}
 
 
 @router.get("/models")
 async def list_models(request: Request, runtime: RuntimeDependency) -> ModelList:
-    """List all models with their state.
+    """List all models and their states.
 
-    A model that is not loaded yet is loaded by the first request that uses it.
+    A model that is not loaded yet will be loaded for the first request that uses it.
     """
     caller = identify(request, runtime.settings.access)
     return report_models(runtime, partial(get_trainings(request).trained_models.can_delete, **caller._asdict()))
 
 
 @router.get("/models/{name}")
-async def show_model(request: Request, name: str, runtime: RuntimeDependency) -> ModelInfo:
-    """Get a model.
+async def get_model(request: Request, name: str, runtime: RuntimeDependency) -> ModelInfo:
+    """Get the metadata and state of a model.
 
-    Returns its metadata, the engine, precision and memory format that it runs with, and warnings.
+    If the model is loaded, also returns its engine, precision and memory format, and warnings.
     """
     caller, model = identify(request, runtime.settings.access), runtime.models.get_state(name)
     return report_model(
@@ -46,25 +48,27 @@ async def show_model(request: Request, name: str, runtime: RuntimeDependency) ->
 
 
 @router.delete("/models/{name}", status_code=204)
-async def remove(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, name: str) -> None:
+async def delete_model(
+    request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, name: str
+) -> None:
     """Delete a model that was trained on this service.
 
-    Only the API key that trained the model and admins may delete it. Running requests finish. A model that is still
-    used by a job, a training or the configuration cannot be deleted.
+    A model can be deleted with the API key of the client that trained it, or by an admin. Running requests for the
+    model are still completed. A model that a job, a training run or the configuration needs cannot be deleted.
     """
     access = runtime.settings.access
     if not access.keys:
         check_admin(request, access)
-    owner, everyone = identify(request, access)
-    remove_model = get_trainings(request).trained_models.delete
-    await run_in_thread(partial(remove_model, name, owner, is_admin=everyone, has_jobs=async_jobs.uses_model))
+    owner, is_admin = identify(request, access)
+    delete = get_trainings(request).trained_models.delete
+    await run_in_thread(partial(delete, name, owner, is_admin=is_admin, has_jobs=async_jobs.uses_model))
 
 
 @router.get("/models/{name}/sample", response_class=FileResponse, responses=SAMPLE_RESPONSES)
-async def sample(runtime: RuntimeDependency, name: str) -> FileResponse:
-    """Download the sample stack of a model as a TIFF.
+async def download_sample(runtime: RuntimeDependency, name: str) -> FileResponse:
+    """Download the sample stack of a model as a TIFF file.
 
-    Returns 404 if the model has none.
+    Returns status 404 if the model has no sample stack.
     """
     spec = runtime.models.get_spec(name)
     if spec.sample is None:
@@ -73,10 +77,10 @@ async def sample(runtime: RuntimeDependency, name: str) -> FileResponse:
 
 
 @router.get("/models/{name}/picture", response_class=FileResponse, responses=PICTURE_RESPONSES)
-async def picture(runtime: RuntimeDependency, name: str) -> FileResponse:
-    """Download an image of a model's result for its sample as a PNG.
+async def download_picture(runtime: RuntimeDependency, name: str) -> FileResponse:
+    """Download an image of a model's result for its sample stack as a PNG file.
 
-    Returns 404 if the model has none.
+    Returns status 404 if the model has no such image.
     """
     file = runtime.models.get_spec(name).folder / PICTURE_FILE
     if not file.is_file():
@@ -88,9 +92,9 @@ async def picture(runtime: RuntimeDependency, name: str) -> FileResponse:
 async def reload_models(request: Request, runtime: RuntimeDependency) -> ModelReload:
     """Reload the model folders.
 
-    Adds, replaces and removes models without a restart. Only for admins. The response is sent when all loaded models
-    that have changed are loaded again. Running requests continue with their current model. If a new version cannot be
-    loaded, the previous version stays in use.
+    Adds, replaces and removes models without a restart. Only for admins. The response is sent after all loaded models
+    that have changed have been loaded again. Running requests continue with their current model. If a new version of a
+    model cannot be loaded, the previous version stays in use.
     """
     check_admin(request, runtime.settings.access)
     return ModelReload(**(await run_in_thread(runtime.models.reload))._asdict())

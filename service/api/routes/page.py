@@ -1,4 +1,4 @@
-"""GET /: the web UI. It consists of static files of this package and loads nothing from other hosts."""
+"""GET /: the web UI, which consists of static files in this package and loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -10,46 +10,48 @@ from starlette.responses import FileResponse, Response
 
 router = APIRouter(include_in_schema=False)
 
-FOLDER = Path(__file__).parents[1] / "page"
-INDEX = "index.html"
+PAGE_FOLDER = Path(__file__).parents[1] / "page"
+INDEX_FILE = "index.html"
 MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# Media types of the served files, by path relative to the folder.
-FILES = {
-    file.relative_to(FOLDER).as_posix(): MEDIA_TYPES[file.suffix]
-    for file in FOLDER.rglob("*")
+# Media types of the served files, by path relative to the page folder.
+MEDIA_TYPES_BY_FILE = {
+    file.relative_to(PAGE_FOLDER).as_posix(): MEDIA_TYPES[file.suffix]
+    for file in PAGE_FOLDER.rglob("*")
     if file.suffix in MEDIA_TYPES
 }
 # The page creates images and files as blobs, and thumbnails of earlier jobs as data URLs.
-POLICY = (
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# Browsers must revalidate every file, because modules of different versions do not work together.
-HEADERS = {"Cache-Control": "no-cache"}
+# Browsers must revalidate every file, because JavaScript modules from different versions do not work together.
+CACHE_HEADERS = {"Cache-Control": "no-cache"}
 
 
 @router.get("/")
-async def index() -> FileResponse:
-    return FileResponse(FOLDER / INDEX, headers=HEADERS | {"Content-Security-Policy": POLICY})
+async def get_index() -> FileResponse:
+    return FileResponse(
+        PAGE_FOLDER / INDEX_FILE, headers=CACHE_HEADERS | {"Content-Security-Policy": CONTENT_SECURITY_POLICY}
+    )
 
 
 @router.get("/page/{name}")
-def page_file(name: str) -> Response:
-    """Return a file in the top folder of the page, such as its main module. Raises HTTPException 404."""
+def get_page_file(name: str) -> Response:
+    """Return a file in the page folder, such as the main module. Raises HTTPException 404."""
     return _serve(name)
 
 
 @router.get("/page/{folder}/{name}")
-def page_file_in_folder(folder: str, name: str) -> Response:
-    """Return a module, style sheet or image in a subfolder of the page. Raises HTTPException 404."""
+def get_page_file_in_folder(folder: str, name: str) -> Response:
+    """Return a module, style sheet or image in a subfolder of the page folder. Raises HTTPException 404."""
     return _serve(f"{folder}/{name}")
 
 
 def _serve(file: str) -> Response:
-    """Return a file in one piece. A FileResponse switches threads several times, which takes longer than reading it."""
-    if file not in FILES:
+    """Return a file in one piece. A FileResponse would switch threads several times, which is slower than the read."""
+    if file not in MEDIA_TYPES_BY_FILE:
         raise HTTPException(404)
-    path = FOLDER / file
-    template = FileResponse(path, media_type=FILES[file], headers=HEADERS, stat_result=path.stat())
+    path = PAGE_FOLDER / file
+    template = FileResponse(path, media_type=MEDIA_TYPES_BY_FILE[file], headers=CACHE_HEADERS, stat_result=path.stat())
     headers = {name: value for name, value in template.headers.items() if name != "accept-ranges"}
     return Response(path.read_bytes(), headers=headers)

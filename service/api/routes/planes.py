@@ -1,4 +1,4 @@
-"""GET /stacks/{stack}/planes and GET /jobs/{job}/planes: pixel values of a stack or of labels, for display."""
+"""GET /stacks/{stack}/planes and GET /jobs/{job}/planes: planes of a stack or of labels, for display."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
 from starlette.responses import Response
 
-from service.api.dependencies import RuntimeDependency, get_async_jobs, get_caller, get_client, get_stacks
+from service.api.dependencies import RuntimeDependency, get_async_jobs, get_caller, get_quota_name, get_stacks
 from service.api.http.waiting import run_while_connected
 from service.api.messages.planes import PLANES_RESPONSES, PlaneRangeQuery, PlanesResponse, SelectionQuery
 from service.core.errors import RateLimited
@@ -27,7 +27,7 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter()
 
-# Retry-After of requests that are refused because the memory for planes is in use.
+# Retry-After in the response to requests that are refused because the memory for planes is in use.
 RETRY_SECONDS = 1
 
 StackId = Annotated[str, PathParameter(pattern="^[0-9a-f]{32}$", description="The id of the stack.")]
@@ -36,14 +36,17 @@ JobId = Annotated[str, PathParameter(description="The id of the job.", examples=
 
 JobTime = Annotated[
     int | None,
-    Query(ge=0, description="Index of the time point in the result, counted from 0. Only for several time points."),
+    Query(
+        ge=0,
+        description="Zero-based index of the time point in the result. Required if the result has several time points.",
+    ),
 ]
 
 
 @router.get(
     "/stacks/{stack}/planes", name="planes", tags=["stacks"], response_class=Response, responses=PLANES_RESPONSES
 )
-async def stack_planes(
+async def get_stack_planes(
     request: Request,
     runtime: RuntimeDependency,
     stack: StackId,
@@ -51,21 +54,21 @@ async def stack_planes(
     plane_range: PlaneRangeQuery,
 ) -> Response:
     """Get planes of an uploaded stack as raw pixel values, for display."""
-    stored = await run_in_thread(partial(get_stacks(request).find, stack, get_caller(request)))
+    stored_stack = await run_in_thread(partial(get_stacks(request).find, stack, get_caller(request)))
 
     def read(folder: Path, cancelled: CancellationCheck) -> Volume:
-        return runtime.reader.read(stored.path, selection, folder, cancelled=cancelled)
+        return runtime.reader.read(stored_stack.path, selection, folder, cancelled=cancelled)
 
-    return await answer_planes(await _open_volume(request, runtime, (stack, selection), read), plane_range)
+    return await build_planes_response(await _open_volume(request, runtime, (stack, selection), read), plane_range)
 
 
 @router.get("/jobs/{job}/planes", name="planes", tags=["jobs"], response_class=Response, responses=PLANES_RESPONSES)
-async def label_planes(
+async def get_label_planes(
     request: Request, runtime: RuntimeDependency, job: JobId, plane_range: PlaneRangeQuery, time: JobTime = None
 ) -> Response:
-    """Get planes of a finished job's labels as raw pixel values, for display.
+    """Get planes of the labels from a finished job as raw pixel values, for display.
 
-    For planes of its input, use `GET /stacks/{stack}/planes`.
+    For planes of the segmented stack, use `GET /stacks/{stack}/planes`.
     """
     async_jobs = await get_async_jobs(request)
     file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
@@ -75,13 +78,15 @@ async def label_planes(
 
     with file:
         volume = await _open_volume(request, runtime, (job, time), read)
-    return await answer_planes(volume, plane_range)
+    return await build_planes_response(volume, plane_range)
 
 
 async def _open_volume(
     request: Request, runtime: Runtime, key: Hashable, read: Callable[[Path, CancellationCheck], Volume]
 ) -> Volume:
-    """Return the cached volume for a key, or decode it with `read`, which gets an empty folder, in a decoder thread.
+    """Return the cached volume for a key, or decode the volume in a decoder thread.
+
+    `read` decodes it into an empty folder.
 
     Raises the errors of `read` and `VolumeCache.open`, and Cancelled if the client disconnects.
     """
@@ -97,15 +102,17 @@ async def _open_volume(
             shutil.rmtree(folder, ignore_errors=True)
 
     with translate_disk_errors():
-        opening = partial(runtime.volume_cache.open, key, runtime.scratch_space, decode)
-        threads = runtime.decode_threads.for_client(get_client(request))
-        return await run_while_connected(request, run_in_thread(opening, threads, cancelled))
+        open_volume = partial(runtime.volume_cache.open, key, runtime.scratch_space, decode)
+        threads = runtime.decode_threads.for_client(get_quota_name(request))
+        return await run_while_connected(request, run_in_thread(open_volume, threads, cancelled))
 
 
-async def answer_planes(volume: Volume, plane_range: PlaneRange, memory: MemoryBudget = PLANE_MEMORY) -> Response:
-    """Read planes of the first channel in a thread, and return the response with them.
+async def build_planes_response(
+    volume: Volume, plane_range: PlaneRange, memory: MemoryBudget = PLANE_MEMORY
+) -> Response:
+    """Read planes of the first channel in a thread, and return the response with these planes.
 
-    Raises the errors of `PlaneSelection.select`, and RateLimited if other responses with planes exhaust the memory.
+    Raises the errors of `PlaneSelection.select`, and RateLimited if other responses use up the memory budget.
     """
     planes = PlaneSelection.select(volume, plane_range)
     if not memory.reserve(planes.nbytes):

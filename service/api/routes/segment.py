@@ -16,9 +16,9 @@ from service.api.requests.admission import (
     prefers_async,
     select_model,
 )
-from service.api.requests.answers import send_segmented
 from service.api.requests.body import receive_file
 from service.api.requests.jobs import ACCEPTED_RESPONSES, accept_job
+from service.api.requests.responses import build_stack_response
 from service.core.errors import Cancelled, NotReady
 from service.serving.runtime import Runtime
 from service.serving.segmentation import SegmentationTask
@@ -35,12 +35,12 @@ router = APIRouter(tags=["segmentation"])
 async def segment(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency) -> Response:
     """Segment a 3D stack.
 
-    Send a TIFF as the body (`curl --data-binary @stack.tif`) or in the form field `file`, or select a file on the
-    service's host with `input`. Axes and voxel size are read from the file. If the file does not contain them, set them
-    with parameters. Ambiguous files are rejected instead of guessing.
+    Send a TIFF file as the body (`curl --data-binary @stack.tif`) or in the form field `file`, or select a file on the
+    service's host with `input`. The axes and the voxel size are read from the metadata of the file. If the metadata is
+    missing, set the parameters `axes` and `voxel_size`. Files with ambiguous axes are rejected.
 
-    `Accept` selects the file format of the labels, as for `GET /jobs/{job}/result`. With `Prefer: respond-async`, the
-    response is the same as from `POST /jobs`.
+    The header `Accept` selects the file format of the labels, as for `GET /jobs/{job}/result`. With
+    `Prefer: respond-async`, the response is the same as from `POST /jobs`.
     """
     query, spec = await admit(request, runtime)
     if prefers_async(request):
@@ -59,5 +59,7 @@ async def _run_task(request: Request, runtime: Runtime, task: SegmentationTask) 
     try:
         segmented = await task.run()
     except Cancelled:
-        raise NotReady("The service stopped before the request was finished. Send it again in a moment.") from None
-    return await send_segmented(request, runtime, segmented)
+        raise NotReady(
+            "The service stopped before the request was completed. Send the request again in a moment."
+        ) from None
+    return await build_stack_response(request, runtime, segmented)

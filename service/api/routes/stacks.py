@@ -1,4 +1,4 @@
-"""/stacks: upload a stack once to view and segment it several times."""
+"""/stacks: stacks that are uploaded once, to view and segment them several times."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from service.serving.storage.threads import run_in_thread
 router = APIRouter(tags=["stacks"])
 
 StackId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="The id of the stack.")]
-BODY = {"requestBody": STACK_REQUEST["requestBody"]}
+UPLOAD_BODY = {"requestBody": STACK_REQUEST["requestBody"]}
 
 
-@router.post("/stacks", status_code=201, openapi_extra=BODY)
-async def upload(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency) -> StackReport:
+@router.post("/stacks", status_code=201, openapi_extra=UPLOAD_BODY)
+async def upload_stack(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency) -> StackReport:
     """Upload a stack for later requests.
 
-    Later requests select it with the parameter `stack` instead of sending a body. Accepts the same body as `/segment`.
-    The file is stored without being read. Stacks that have not been used for a while may be deleted.
+    Later requests select the stack with the parameter `stack` instead of sending a body. Accepts the same body as
+    `/segment`. The file is stored without being read. Stacks that have not been used for a while may be deleted.
     """
     runtime.check_admission(get_caller(request))
     if request.query_params:
@@ -37,31 +37,31 @@ async def upload(request: Request, runtime: RuntimeDependency, async_jobs: Async
         if file.request.query != query:
             raise _no_parameters()
 
-        def keep() -> StoredStack:
+        def store() -> StoredStack:
             digest = file.complete() or ""
             return async_jobs.stacks.add(file.request.source, file.name, file.request.caller, digest)
 
-        stack = await run_in_thread(keep)
+        stack = await run_in_thread(store)
     return _report(stack)
 
 
 @router.get("/stacks/{stack}")
-async def show(request: Request, stack: StackId) -> StackReport:
+async def get_stack(request: Request, stack: StackId) -> StackReport:
     """Get the name and size of an uploaded stack."""
     return _report(await run_in_thread(partial(get_stacks(request).find, stack, get_caller(request))))
 
 
 @router.delete("/stacks/{stack}", status_code=204)
-async def delete(request: Request, stack: StackId) -> None:
+async def delete_stack(request: Request, stack: StackId) -> None:
     """Delete an uploaded stack.
 
-    Jobs that use it continue.
+    Jobs that use the stack continue.
     """
     await run_in_thread(partial(get_stacks(request).delete, stack, get_caller(request)))
 
 
 def _no_parameters() -> BadParameter:
-    return BadParameter("POST /stacks has no parameters. Set them in the requests that use the stack.")
+    return BadParameter("POST /stacks has no parameters. Set the parameters in the requests that use the stack.")
 
 
 def _report(stack: StoredStack) -> StackReport:

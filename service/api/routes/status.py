@@ -1,4 +1,4 @@
-"""GET /health, /gpu, /metrics, /limits and /status: the state of the service, and what the caller may do."""
+"""GET /health, /gpu, /metrics, /status and /limits: the state of the service, and what the caller may do."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from service.api.messages.status import (
     Health,
     Liveness,
     Status,
-    report_disks,
+    report_disk_usage,
     report_hardware,
     report_health,
     report_learning,
-    report_recent,
+    report_recent_segmentations,
     report_requests,
 )
 from service.core.errors import FeatureDisabled, NotReady, Unauthorized
@@ -31,13 +31,13 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter()
 
-# Includes the paths of other inference servers, so that existing probes work without changes.
+# Path prefixes of health checks. They include those of other inference servers, so that existing probes also work here.
 HEALTH_PREFIXES = ("", "/v1", "/v2")
 
 
 @router.get("/limits", tags=["operation"])
-async def limits(request: Request, runtime: RuntimeDependency) -> CallerLimits:
-    """Get what the caller may do in addition to segmenting.
+async def get_limits(request: Request, runtime: RuntimeDependency) -> CallerLimits:
+    """Get the limits for annotated stacks and training.
 
     Reports the quota for annotated stacks, and whether the caller may train models.
     """
@@ -58,10 +58,10 @@ async def limits(request: Request, runtime: RuntimeDependency) -> CallerLimits:
 
 
 @router.get("/health", tags=["health"])
-async def health(runtime: RuntimeDependency, response: Response) -> Health:
+async def get_health(runtime: RuntimeDependency, response: Response) -> Health:
     """Get the health of the service and the state of each model.
 
-    Returns 503 while the service is not ready.
+    Returns status 503 while the service is not ready.
     """
     report = report_health(runtime)
     if report.reasons:
@@ -69,19 +69,19 @@ async def health(runtime: RuntimeDependency, response: Response) -> Health:
     return report
 
 
-async def live() -> Liveness:
+async def check_liveness() -> Liveness:
     """Check that the process responds.
 
-    Always returns 200.
+    Always returns status 200.
     """
     return Liveness()
 
 
-async def ready(runtime: RuntimeDependency) -> Liveness:
+async def check_readiness(runtime: RuntimeDependency) -> Liveness:
     """Check that the service is ready for requests.
 
-    Returns 200 when the models that are loaded at startup are ready, and 503 with the reasons before that and during
-    shutdown. The status is `degraded` instead of `ready` if `/health` reports problems.
+    Returns status 200 once all startup models are ready. Returns status 503 with the reasons before that, and during
+    shutdown. The member `status` is `degraded` instead of `ready` if `/health` reports problems.
     """
     reasons = runtime.unready_reasons()
     if reasons:
@@ -90,37 +90,37 @@ async def ready(runtime: RuntimeDependency) -> Liveness:
 
 
 for _prefix in HEALTH_PREFIXES:
-    for _name, _endpoint in (("live", live), ("ready", ready)):
+    for _name, _endpoint in (("live", check_liveness), ("ready", check_readiness)):
         _path = f"{_prefix}/health/{_name}"
         router.add_api_route(_path, _endpoint, include_in_schema=_prefix == "", tags=["health"])
         router.add_api_route(_path, _endpoint, methods=["HEAD"], include_in_schema=False)
 
-# Many load balancers and `wget --spider` send HEAD requests and use only the status.
-router.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
+# Many load balancers, and `wget --spider`, send HEAD requests and use only the status code.
+router.add_api_route("/health", get_health, methods=["HEAD"], include_in_schema=False)
 
 
 @router.get("/gpu", tags=["operation"])
-async def gpu(runtime: RuntimeDependency) -> GpuReport:
-    """Get the hardware and the devices in use.
+async def get_hardware(runtime: RuntimeDependency) -> GpuReport:
+    """Get the state of the hardware and of the devices that the service uses.
 
-    Reports the memory, load and temperature of each GPU, the CPU, the devices, and how each loaded model runs.
+    Reports the memory, load and temperature of each GPU, the CPU, the devices, and the engine of each loaded model.
     """
     return report_hardware(runtime, await asyncio.to_thread(gpus.query_gpus))
 
 
 @router.get("/metrics", tags=["operation"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-async def metrics(runtime: RuntimeDependency) -> Response:
+async def get_metrics(runtime: RuntimeDependency) -> Response:
     """Get metrics in the Prometheus text format."""
     return Response(await asyncio.to_thread(runtime.metrics.format_exposition), media_type=CONTENT_TYPE)
 
 
 @router.get("/status", tags=["operation"])
-async def status(request: Request, runtime: RuntimeDependency) -> Status:
+async def get_status(request: Request, runtime: RuntimeDependency) -> Status:
     """Get the complete state of the service.
 
-    Only for admins. Includes `/health`, `/gpu` and `/models`, running and waiting requests, the most recent 50
-    segmentations since the start of the service with their stage times, trainings, and disk usage. File names and key
-    names are not included.
+    Only for admins. Includes the content of `/health`, `/gpu` and `/models`, running and waiting requests, the 50 most
+    recent segmentations since the start of the service with the duration of each stage, training runs, and disk usage.
+    File names and names of API keys are not included.
     """
     access = runtime.settings.access
     check_admin(request, access)
@@ -132,7 +132,7 @@ async def status(request: Request, runtime: RuntimeDependency) -> Status:
         models=report_models(runtime, can_delete),
         cpu_seconds=time.process_time(),
         requests=list(report_requests(runtime)),
-        recent=report_recent(runtime),
+        recent=report_recent_segmentations(runtime),
         learning=await run_in_thread(partial(report_learning, trainings, get_annotations(request))),
-        disk=await run_in_thread(partial(report_disks, runtime)),
+        disk=await run_in_thread(partial(report_disk_usage, runtime)),
     )

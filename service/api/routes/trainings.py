@@ -1,4 +1,4 @@
-"""/trainings: improve models by training them on annotated stacks in the background."""
+"""/trainings: training runs, which improve models by training them on annotated stacks in the background."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Request
 from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
-from service.api.access.authentication import check_trainer, is_admin
+from service.api.access.authentication import check_trainer, has_admin_rights
 from service.api.dependencies import RuntimeDependency, get_caller, get_trainings
 from service.api.messages.learning import ID_PATTERN, TrainingList, TrainingReport, TrainingRequest, report_training
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
@@ -19,88 +19,91 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["learning"])
 
-# Limit of the JSON body.
+# Maximum size of the JSON body.
 MAX_BODY_BYTES = 2**16
-TrainingId = Annotated[str, Path(pattern=ID_PATTERN, description="The id of the training.")]
+TrainingId = Annotated[str, Path(pattern=ID_PATTERN, description="The id of the training run.")]
 
-BODY = {
+TRAINING_BODY = {
     "requestBody": {"required": True, "content": {"application/json": {"schema": TrainingRequest.model_json_schema()}}}
 }
 ACCEPTED_RESPONSES: dict[int | str, dict[str, Any]] = {
-    202: {"description": "The training was accepted and waits in the queue.", "model": TrainingReport}
+    202: {"description": "The training run has been accepted and is waiting in the queue.", "model": TrainingReport}
 }
 
 
-@router.post("/trainings", status_code=202, responses=ACCEPTED_RESPONSES, openapi_extra=BODY)
-async def submit(request: Request, runtime: RuntimeDependency) -> Response:
+@router.post("/trainings", status_code=202, responses=ACCEPTED_RESPONSES, openapi_extra=TRAINING_BODY)
+async def submit_training(request: Request, runtime: RuntimeDependency) -> Response:
     """Train a model on annotated stacks.
 
-    The new model is available under its own name when the training has ended. One training runs at a time, in a
-    separate process with low priority. Requests continue meanwhile.
+    The new model is available under its own name when the training run has ended. Only one training run is active at a
+    time, in a separate process with low priority. The service continues to process other requests.
     """
     trainings, access = get_trainings(request), runtime.settings.access
     trainings.check_enabled()
     check_trainer(request, access)
     body = await _read_body(request)
     new_training = NewTraining(**body.model_dump())
-    submit_training = partial(trainings.submit, new_training, get_caller(request), is_admin=is_admin(request, access))
-    record = await run_in_thread(submit_training)
+    submit = partial(trainings.submit, new_training, get_caller(request), is_admin=has_admin_rights(request, access))
+    record = await run_in_thread(submit)
     report = await run_in_thread(partial(report_training, trainings, record))
     return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": f"/trainings/{report.id}"})
 
 
 @router.get("/trainings")
 async def list_trainings(request: Request, runtime: RuntimeDependency) -> TrainingList:
-    """List the caller's trainings, newest first.
+    """List the caller's training runs, newest first.
 
-    Admins see the trainings of all API keys.
+    For admins, the list contains the training runs of all API keys.
     """
-    trainings, everyone = get_trainings(request), is_admin(request, runtime.settings.access)
+    trainings, is_admin = get_trainings(request), has_admin_rights(request, runtime.settings.access)
     caller = get_caller(request)
 
     def report_all() -> list[TrainingReport]:
-        return [report_training(trainings, record) for record in trainings.queue.list_newest(caller, is_admin=everyone)]
+        return [report_training(trainings, record) for record in trainings.queue.list_newest(caller, is_admin=is_admin)]
 
     return TrainingList(trainings=await run_in_thread(report_all))
 
 
 @router.get("/trainings/{training}")
-async def show(request: Request, runtime: RuntimeDependency, training: TrainingId) -> TrainingReport:
-    """Get the state and progress of a training.
+async def get_training(request: Request, runtime: RuntimeDependency, training: TrainingId) -> TrainingReport:
+    """Get the state and progress of a training run.
 
     Includes the loss curves, and whether the new model is better than the base model.
     """
-    trainings, everyone = get_trainings(request), is_admin(request, runtime.settings.access)
-    record = trainings.queue.find(training, get_caller(request), is_admin=everyone)
+    trainings, is_admin = get_trainings(request), has_admin_rights(request, runtime.settings.access)
+    record = trainings.queue.find(training, get_caller(request), is_admin=is_admin)
     return await run_in_thread(partial(report_training, trainings, record))
 
 
 @router.delete("/trainings/{training}", status_code=204)
-async def cancel(request: Request, runtime: RuntimeDependency, training: TrainingId) -> None:
-    """Cancel or delete a training.
+async def cancel_training(request: Request, runtime: RuntimeDependency, training: TrainingId) -> None:
+    """Cancel or delete a training run.
 
-    A waiting or running training is cancelled. A training that has ended is deleted, but its model is kept.
+    A waiting or running training run is cancelled. A training run that has ended is deleted, but its model is kept.
     """
-    everyone = is_admin(request, runtime.settings.access)
-    await run_in_thread(partial(get_trainings(request).cancel, training, get_caller(request), is_admin=everyone))
+    is_admin = has_admin_rights(request, runtime.settings.access)
+    await run_in_thread(partial(get_trainings(request).cancel, training, get_caller(request), is_admin=is_admin))
 
 
 async def _read_body(request: Request) -> TrainingRequest:
-    """Read the JSON body. Raises UnsupportedMedia, TooLarge, BadParameter, and Cancelled if the client disconnects."""
-    # Browsers send some other media types to other origins without a CORS preflight request.
+    """Read the JSON body of a request.
+
+    Raises UnsupportedMedia, TooLarge, BadParameter, and Cancelled if the client disconnects.
+    """
+    # Refuse other media types, because browsers send some of them to other origins without a CORS preflight request.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise UnsupportedMedia("Send the parameters of the training as JSON, with Content-Type: application/json.")
-    body, more = bytearray(), True
-    while more:
+        raise UnsupportedMedia("Send the parameters of the training run as JSON, with Content-Type: application/json.")
+    body, has_more = bytearray(), True
+    while has_more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise Cancelled("The client disconnected while sending the request.")
+            raise Cancelled("The client disconnected while it was sending the request.")
         body += message.get("body", b"")
-        more = message.get("more_body", False)
+        has_more = message.get("more_body", False)
         if len(body) > MAX_BODY_BYTES:
-            raise TooLarge(f"The request has more than {MAX_BODY_BYTES:,} bytes. Select fewer annotated stacks.")
+            raise TooLarge(f"The body has more than {MAX_BODY_BYTES:,} bytes. Select fewer annotated stacks.")
     try:
         return TrainingRequest.model_validate_json(bytes(body))
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False, include_input=False)
-        raise describe_validation_errors(faults, TrainingRequest) from error
+        validation_errors = error.errors(include_url=False, include_context=False, include_input=False)
+        raise describe_validation_errors(validation_errors, TrainingRequest) from error

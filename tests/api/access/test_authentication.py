@@ -22,12 +22,12 @@ ADA, BOB = "stackseg_ada", "stackseg_bob"
 KEYS = {"ada": hash_key(ADA), "bob": hash_key(BOB)}
 
 
-def bearer(key: str) -> dict[str, str]:
+def make_bearer_header(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
 def segment(service: Service, key: str) -> int:
-    return int(service.segment(headers=TIFF | bearer(key)).status_code)
+    return int(service.segment(headers=TIFF | make_bearer_header(key)).status_code)
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +43,19 @@ def protected_client(protected_service: Service) -> TestClient:
     return protected_service.client
 
 
-def problem_of(response: Any) -> tuple[int, str]:
+def get_problem(response: Any) -> tuple[int, str]:
     assert response.headers["x-request-id"] in response.json()["instance"]
     return problem(response)
 
 
-@pytest.mark.parametrize("headers", [bearer(ADA), {"Authorization": f"bearer  {ADA} "}, {"X-API-Key": ADA}])
+@pytest.mark.parametrize("headers", [make_bearer_header(ADA), {"Authorization": f"bearer  {ADA} "}, {"X-API-Key": ADA}])
 def test_valid_key_is_accepted(protected_service: Service, headers: dict[str, str]) -> None:
     assert protected_service.segment(headers=TIFF | headers).status_code == 200
 
 
 def test_bearer_token_takes_precedence_over_x_api_key(protected_client: TestClient) -> None:
     api_key = {"X-API-Key": BOB}
-    assert protected_client.get("/models", headers=bearer("stackseg_eve") | api_key).status_code == 401
+    assert protected_client.get("/models", headers=make_bearer_header("stackseg_eve") | api_key).status_code == 401
     assert protected_client.get("/models", headers={"Authorization": "Basic a"} | api_key).status_code == 200
 
 
@@ -63,13 +63,13 @@ def test_bearer_token_takes_precedence_over_x_api_key(protected_client: TestClie
     "headers",
     [
         {},
-        bearer("stackseg_eve"),
-        bearer(""),
-        bearer("x" * 10_000),
-        bearer(ADA[:-1]),
+        make_bearer_header("stackseg_eve"),
+        make_bearer_header(""),
+        make_bearer_header("x" * 10_000),
+        make_bearer_header(ADA[:-1]),
         {"X-API-Key": "ключ"},
         {"Authorization": f"Basic {ADA}"},
-        bearer(KEYS["ada"]),
+        make_bearer_header(KEYS["ada"]),
     ],
 )
 @pytest.mark.parametrize("method_and_path", ["POST /segment", "GET /models", "GET /metrics", "GET /nowhere"])
@@ -79,7 +79,7 @@ def test_request_without_a_valid_key_is_rejected(
     method, path = method_and_path.split()
     encoded = {name: value.encode() for name, value in headers.items()}
     response = protected_client.request(method, path, headers=encoded)
-    assert problem_of(response) == (401, "unauthorized")
+    assert get_problem(response) == (401, "unauthorized")
     assert response.headers["www-authenticate"] == 'Bearer realm="stackseg"'
 
 
@@ -111,12 +111,12 @@ def test_metrics_and_log_contain_names_of_callers_but_not_their_keys(
 ) -> None:
     with caplog.at_level(logging.INFO, "service.access"):
         segment(protected_service, BOB)
-        protected_client.get("/models", headers=bearer("stackseg_eve"))
-    entry, refused = (json.loads(telemetry.JsonFormatter().format(record)) for record in caplog.records)
+        protected_client.get("/models", headers=make_bearer_header("stackseg_eve"))
+    entry, rejected = (json.loads(telemetry.JsonFormatter().format(record)) for record in caplog.records)
     assert (entry["caller"], entry["model"], entry["status"], entry["route"]) == ("bob", "bands/1", 200, "/segment")
     assert entry["stages"].keys() == {"receive", "read", "queue", "windows", "write", "total"}
-    assert (refused["caller"], refused["problem"]) == ("nobody", "unauthorized")
-    text = protected_client.get("/metrics", headers=bearer(BOB)).text
+    assert (rejected["caller"], rejected["problem"]) == ("nobody", "unauthorized")
+    text = protected_client.get("/metrics", headers=make_bearer_header(BOB)).text
     assert 'stackseg_caller_requests_total{caller="bob"}' in text
     assert 'stackseg_errors_total{type="unauthorized"}' in text
     assert "stackseg_eve" not in text + caplog.text
@@ -126,11 +126,11 @@ def test_metrics_and_log_contain_names_of_callers_but_not_their_keys(
 def test_rate_limit_applies_to_each_key_separately(bands_repository: Path, tmp_path: Path) -> None:
     with start(bands_repository, tmp_path, access={"keys": KEYS, "requests_per_minute": 3}) as service:
         client = service.client
-        assert [client.get("/models", headers=bearer(ADA)).status_code for _ in range(3)] == [200] * 3
-        refused = client.get("/models", headers=bearer(ADA))
-        assert problem_of(refused) == (429, "rate-limited")
-        assert 1 <= int(refused.headers["retry-after"]) <= 20
-        assert client.get("/models", headers=bearer(BOB)).status_code == 200
+        assert [client.get("/models", headers=make_bearer_header(ADA)).status_code for _ in range(3)] == [200] * 3
+        rejected = client.get("/models", headers=make_bearer_header(ADA))
+        assert get_problem(rejected) == (429, "rate-limited")
+        assert 1 <= int(rejected.headers["retry-after"]) <= 20
+        assert client.get("/models", headers=make_bearer_header(BOB)).status_code == 200
         assert client.get("/health").status_code == 200
 
 
@@ -140,8 +140,8 @@ def test_concurrency_limit_applies_to_each_key_until_the_response(bands_reposito
         service.fake.gate.clear()
         first = pool.submit(segment, service, ADA)
         until(lambda: service.runtime.devices.running_jobs)
-        assert problem_of(service.segment(headers=TIFF | bearer(ADA))) == (429, "rate-limited")
-        assert service.client.get("/models", headers=bearer(ADA)).status_code == 200
+        assert get_problem(service.segment(headers=TIFF | make_bearer_header(ADA))) == (429, "rate-limited")
+        assert service.client.get("/models", headers=make_bearer_header(ADA)).status_code == 200
         other = pool.submit(segment, service, BOB)
         service.fake.gate.set()
         assert [first.result(), other.result(), segment(service, ADA)] == [200] * 3
@@ -166,13 +166,13 @@ def test_concurrency_limit_applies_to_each_key_until_the_response(bands_reposito
         ("", 421),
     ],
 )
-def test_requests_for_other_hosts_than_the_configured_ones_are_rejected(
+def test_requests_for_hosts_that_are_not_configured_are_rejected(
     protected_client: TestClient, host: str, status: int
 ) -> None:
-    response = protected_client.get("/models", headers={"Host": host} | bearer(ADA))
+    response = protected_client.get("/models", headers={"Host": host} | make_bearer_header(ADA))
     assert response.status_code == status
     if status == 421:
-        assert problem_of(response) == (421, "misdirected")
+        assert get_problem(response) == (421, "misdirected")
     assert protected_client.get("/health/live", headers={"Host": host}).status_code == 200
 
 
@@ -180,15 +180,17 @@ def test_cors_allows_configured_origins_to_read_all_documented_headers(protected
     preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-filename"}
     allowed = protected_client.options("/segment", headers={"Origin": "https://viewer.example.org"} | preflight)
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://viewer.example.org")
-    response = protected_client.get("/models", headers={"Origin": "https://viewer.example.org"} | bearer(ADA))
+    response = protected_client.get(
+        "/models", headers={"Origin": "https://viewer.example.org"} | make_bearer_header(ADA)
+    )
     readable = set(response.headers["access-control-expose-headers"].split(", "))
     paths = protected_client.get("/openapi.json").json()["paths"]
     operations = [operation for methods in paths.values() for operation in methods.values()]
     responses = [response for operation in operations for response in operation["responses"].values()]
     documented = {name for response in responses for name in response.get("headers", {})}
     assert {"X-StackSeg-Objects", "X-StackSeg-Shape"} <= documented <= readable
-    refused = protected_client.get("/models", headers={"Origin": "https://viewer.example.org"})
-    assert (refused.status_code, "access-control-allow-origin" in refused.headers) == (401, True)
+    rejected = protected_client.get("/models", headers={"Origin": "https://viewer.example.org"})
+    assert (rejected.status_code, "access-control-allow-origin" in rejected.headers) == (401, True)
     other = protected_client.options("/segment", headers={"Origin": "https://evil.org"} | preflight)
     assert other.status_code == 400
     assert "access-control-allow-origin" not in other.headers
@@ -206,9 +208,9 @@ ADMIN_REQUESTS = [("GET", "/status", 200), ("POST", "/models/reload", 200)]
 def test_admin_requests_need_the_key_of_an_admin(bands_repository: Path, tmp_path: Path) -> None:
     with start(bands_repository, tmp_path, access={"keys": KEYS, "admins": ["ada"]}) as service:
         for method, path, success in ADMIN_REQUESTS:
-            for headers in (bearer(BOB), bearer("stackseg_eve"), {}):
-                assert problem_of(service.client.request(method, path, headers=headers)) == (401, "unauthorized")
-            response = service.client.request(method, path, headers=bearer(ADA))
+            for headers in (make_bearer_header(BOB), make_bearer_header("stackseg_eve"), {}):
+                assert get_problem(service.client.request(method, path, headers=headers)) == (401, "unauthorized")
+            response = service.client.request(method, path, headers=make_bearer_header(ADA))
             assert (response.status_code, "ada" in response.text) == (success, False)
 
 
@@ -216,18 +218,20 @@ def test_without_keys_admin_requests_are_accepted_only_from_the_same_host(servic
     local, remote = (TestClient(service.app, client=(host, 1)) for host in ("127.0.0.1", "192.0.2.7"))
     for method, path, status in (*ADMIN_REQUESTS, ("DELETE", "/models/bands", 409)):
         assert local.request(method, path).status_code == status
-        assert problem_of(remote.request(method, path)) == (401, "unauthorized")
+        assert get_problem(remote.request(method, path)) == (401, "unauthorized")
 
 
 def test_without_configured_keys_none_is_required_or_documented(service: Service) -> None:
-    assert service.client.get("/models", headers={"Host": "any.where"} | bearer("whatever")).status_code == 200
+    assert (
+        service.client.get("/models", headers={"Host": "any.where"} | make_bearer_header("whatever")).status_code == 200
+    )
     assert "security" not in service.client.get("/openapi.json").json()
 
 
 def test_every_response_has_security_headers(service: Service) -> None:
     service.fake.error = KeyError("unforeseen")
     crashed = service.segment()
-    assert problem_of(crashed) == (500, "internal-error")
+    assert get_problem(crashed) == (500, "internal-error")
     for response in (
         crashed,
         service.client.get("/models"),

@@ -42,15 +42,15 @@ def test_rate_limit_allows_a_burst_and_then_the_configured_rate() -> None:
 def test_request_is_accepted_after_waiting_for_retry_after() -> None:
     clock = Clock()
     rate_limit = RateLimit(7, 0, clock)
-    refused = 0
+    rejection_count = 0
     for _ in range(200):
         try:
             rate_limit.count_request()
         except RateLimited as error:
-            refused += 1
+            rejection_count += 1
             clock.now += error.retry_after
             rate_limit.count_request()
-    assert refused > 20
+    assert rejection_count > 20
 
 
 def test_number_of_concurrent_requests_is_limited() -> None:

@@ -25,9 +25,9 @@ def test_rate_is_averaged_over_windows(bytes_by_second: list[int]) -> None:
 
 def test_connection_that_transferred_all_outstanding_bytes_is_not_too_slow() -> None:
     rate = DataRate()
-    assert not rate.is_too_low(LIMITS, 0, 0, outstanding=30)
-    assert not rate.is_too_low(LIMITS, 10, 30, outstanding=40)
-    assert rate.is_too_low(LIMITS, 20, 69, outstanding=50)
+    assert not rate.is_too_low(LIMITS, 0, 0, outstanding_bytes=30)
+    assert not rate.is_too_low(LIMITS, 10, 30, outstanding_bytes=40)
+    assert rate.is_too_low(LIMITS, 20, 69, outstanding_bytes=50)
 
 
 def test_reset_starts_a_new_window_and_an_unknown_count_is_ignored() -> None:

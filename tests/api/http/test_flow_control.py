@@ -6,15 +6,15 @@ from service.api.http.flow_control import CloseOnceTransport
 
 
 class Transport(asyncio.Transport):
-    """A transport that counts calls of `close`."""
+    """A transport that counts calls to `close`."""
 
-    closes = 0
+    close_count = 0
 
     def close(self) -> None:
-        self.closes += 1
+        self.close_count += 1
 
     def is_closing(self) -> bool:
-        return self.closes > 0
+        return self.close_count > 0
 
 
 def test_transport_is_closed_only_once() -> None:
@@ -23,5 +23,5 @@ def test_transport_is_closed_only_once() -> None:
     assert not close_once.is_closing()
     close_once.close()
     close_once.close()
-    assert transport.closes == 1
+    assert transport.close_count == 1
     assert close_once.is_closing()

@@ -191,7 +191,7 @@ def test_stalled_tls_handshakes_are_closed_for_new_connections_and_after_a_timeo
 
 
 def test_connections_are_accepted_again_after_the_process_ran_out_of_descriptors() -> None:
-    """The server runs in a separate process with a low limit of open files."""
+    """The server runs in a separate process with a low limit on open files."""
     program = (
         "import resource, sys; sys.path[:0] = ['tests', 'tests/api/http']\n"
         "from test_listener import *\n"

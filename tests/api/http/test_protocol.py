@@ -38,7 +38,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.access.middleware import RequestLog
 from service.api.http.flow_control import READ_AHEAD_BYTES
-from service.api.http.protocol import MAX_UNANSWERED, PROBE_SECONDS, READ_BYTES, Connection
+from service.api.http.protocol import MAX_PIPELINED_REQUESTS, PROBE_SECONDS, READ_BUFFER_BYTES, Connection
 from service.api.http.refusals import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PARAMETERS
 from service.api.messages.problems import Problem
 from service.api.server import build_config
@@ -60,19 +60,19 @@ def limit_send_buffer(client: socket.socket) -> socket.socket:
 
 
 def test_consecutive_bodies_arrive_complete_and_in_large_pieces() -> None:
-    echo, body = Echo(), random.Random(0).randbytes(3 * READ_BYTES + 12345)
+    echo, body = Echo(), random.Random(0).randbytes(3 * READ_BUFFER_BYTES + 12345)
     with served(echo) as address, socket.create_connection(address, SECONDS) as client:
         for part in (body, b"", body[:1000], body):
             client.sendall(head(f"Content-Length: {len(part)}") + part)
             assert answer(client) == part
-    assert max(echo.pieces) > READ_BYTES // 8
+    assert max(echo.pieces) > READ_BUFFER_BYTES // 8
 
 
 @needs_openssl
 def test_bodies_arrive_complete_over_tls(tmp_path: Path) -> None:
     """The TLS transport requests the buffer once and fills it record by record."""
     files = key_and_certificate(tmp_path)
-    body = random.Random(2).randbytes(2 * READ_BYTES + 12345)
+    body = random.Random(2).randbytes(2 * READ_BUFFER_BYTES + 12345)
     with served(Echo(), **files) as address:
         plain = socket.create_connection(address, SECONDS)
         with ssl.create_default_context(cafile=files["ssl_certfile"]).wrap_socket(
@@ -111,7 +111,7 @@ def test_buffered_pieces_of_a_body_are_extended_in_place() -> None:
 def test_tls_connection_without_a_socket_has_no_descriptor() -> None:
     """An error here would stop the server, which checks all connections every second."""
     connection = Connection.__new__(Connection)
-    # The transport after the connection is lost.
+    # This is the transport after the connection has been lost.
     loop = asyncio.new_event_loop()
     lost = SSLProtocol(loop, connection, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), None, server_side=True)
     connection.transport = lost._get_app_transport()
@@ -136,7 +136,7 @@ def test_body_that_does_not_fit_in_memory_is_rejected_with_507() -> None:
 
 
 def test_concurrent_uploads_do_not_mix_their_bytes() -> None:
-    bodies = [random.Random(seed).randbytes(2 * READ_BYTES) for seed in range(4)]
+    bodies = [random.Random(seed).randbytes(2 * READ_BUFFER_BYTES) for seed in range(4)]
     with served(Echo()) as address:
         clients = [socket.create_connection(address, SECONDS) for _ in bodies]
         for client, body in zip(clients, bodies, strict=True):
@@ -169,13 +169,15 @@ def test_body_is_not_read_until_the_application_receives_it() -> None:
         sent = send_until_blocked(client, bytes(2**16), max_bytes=64 * 2**20)
         ended.set()
     # The buffers of the operating system hold a few megabytes on either side.
-    assert sent < 16 * 2**20 + READ_BYTES
+    assert sent < 16 * 2**20 + READ_BUFFER_BYTES
 
 
-@pytest.mark.parametrize("ahead", [b"", head(), head() * (MAX_UNANSWERED - 2)], ids=["the first", "next", "last"])
-def test_few_bytes_are_read_of_bodies_that_the_application_does_not_receive(ahead: bytes) -> None:
+@pytest.mark.parametrize(
+    "ahead", [b"", head(), head() * (MAX_PIPELINED_REQUESTS - 2)], ids=["the first", "next", "last"]
+)
+def test_only_few_bytes_of_a_body_are_read_if_the_application_does_not_receive_it(ahead: bytes) -> None:
     """Otherwise, many connections would need much more memory than the limit for uploads."""
-    ended, busy, not_receiving, number, body = threading.Event(), threading.Event(), 0, 20, bytes(READ_BYTES)
+    ended, busy, not_receiving, number, body = threading.Event(), threading.Event(), 0, 20, bytes(READ_BUFFER_BYTES)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         nonlocal not_receiving
@@ -209,9 +211,9 @@ def test_few_bytes_are_read_of_bodies_that_the_application_does_not_receive(ahea
         assert 0 < sum(bodies) < number * 2 * READ_AHEAD_BYTES
 
 
-def test_few_bytes_are_read_of_the_next_body_while_the_first_request_waits_for_a_disconnect() -> None:
+def test_only_few_bytes_of_the_next_body_are_read_while_a_request_waits_for_a_disconnect() -> None:
     """Waiting for a disconnect calls `receive`, but this must not read the body of the next request."""
-    ended, listening, body = threading.Event(), threading.Event(), bytes(2 * READ_BYTES)
+    ended, listening, body = threading.Event(), threading.Event(), bytes(2 * READ_BUFFER_BYTES)
 
     async def app(_scope: Scope, receive: Receive, send: Send) -> None:
         while (await receive()).get("more_body"):
@@ -247,7 +249,7 @@ def test_unread_body_does_not_block_the_next_request() -> None:
         await send({"type": "http.response.body", "body": b"ok"})
 
     with served(respond_immediately) as address, socket.create_connection(address, SECONDS) as client:
-        client.sendall(head(f"Content-Length: {READ_BYTES}") + bytes(READ_BYTES) + head())
+        client.sendall(head(f"Content-Length: {READ_BUFFER_BYTES}") + bytes(READ_BUFFER_BYTES) + head())
         content = b""
         while content.count(b"\r\n\r\nok") < 2:
             content += client.recv(2**16)
@@ -310,13 +312,13 @@ def test_answered_requests_and_closed_connections_leave_memory_without_garbage_c
 def test_pipelined_requests_are_answered_one_after_the_other() -> None:
     gated = Gated()
     with served(gated) as address, socket.create_connection(address, SECONDS) as client:
-        client.sendall(head() * MAX_UNANSWERED)
+        client.sendall(head() * MAX_PIPELINED_REQUESTS)
         until(lambda: gated.asked == 1, SECONDS)
         gated.opened.set()
         content = b""
-        while content.count(b"\r\n\r\nok") < MAX_UNANSWERED:
+        while content.count(b"\r\n\r\nok") < MAX_PIPELINED_REQUESTS:
             content += client.recv(2**16)
-        assert gated.asked == MAX_UNANSWERED
+        assert gated.asked == MAX_PIPELINED_REQUESTS
         client.sendall(head())
         assert answer(client) == b"ok"
 
@@ -342,7 +344,7 @@ class EchoPath:
         await Pieces(scope["path"].encode())(scope, _receive, send)
 
 
-def numbered_head(number: int, *headers: str) -> bytes:
+def make_numbered_head(number: int, *headers: str) -> bytes:
     """Return the head of a request for the path `/NUMBER`."""
     return head(*headers).replace(b" / ", b" /%d " % number)
 
@@ -350,12 +352,12 @@ def numbered_head(number: int, *headers: str) -> bytes:
 def test_only_a_limited_number_of_pipelined_requests_is_answered() -> None:
     """Each request takes memory, although it has only a few bytes."""
     with served(EchoPath()) as address, socket.create_connection(address, SECONDS) as client:
-        client.sendall(b"".join(numbered_head(number) for number in range(40)))
+        client.sendall(b"".join(make_numbered_head(number) for number in range(40)))
         responses = read_all(client)
-        # The last response is not followed by an error, which the client would take for the next response.
-        paths = [b"/%d" % number for number in range(MAX_UNANSWERED)]
+        # The last response is not followed by an error, which the client would mistake for the next response.
+        paths = [b"/%d" % number for number in range(MAX_PIPELINED_REQUESTS)]
         assert [body.split(b"\r\n")[1] for body in split_bodies(responses)] == paths
-        assert responses.count(b"connection: close") == responses.count(b"HTTP/1.1 ") - MAX_UNANSWERED + 1 == 1
+        assert responses.count(b"connection: close") == responses.count(b"HTTP/1.1 ") - MAX_PIPELINED_REQUESTS + 1 == 1
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
@@ -377,8 +379,8 @@ def test_client_that_shuts_down_its_sending_side_gets_its_response(version: byte
 
 def test_client_that_shuts_down_its_sending_side_gets_responses_to_all_complete_requests() -> None:
     with served(EchoPath()) as address, socket.create_connection(address, SECONDS) as client:
-        incomplete = numbered_head(3, "Content-Length: 5") + b"half"
-        client.sendall(b"".join(numbered_head(number) for number in range(3)) + incomplete)
+        incomplete = make_numbered_head(3, "Content-Length: 5") + b"half"
+        client.sendall(b"".join(make_numbered_head(number) for number in range(3)) + incomplete)
         client.shutdown(socket.SHUT_WR)
         assert [body.split(b"\r\n")[1] for body in split_bodies(read_all(client))] == [b"/0", b"/1", b"/2"]
 
@@ -411,7 +413,7 @@ def test_http_1_0_client_is_not_sent_100_continue() -> None:
     [(head(), False), (head(), True), (head() * 2, False), (head().replace(b"1.1", b"1.0"), True)],
     ids=["closed", "half-closed first", "pipelined", "half-closed first, HTTP/1.0"],
 )
-def test_disconnected_client_is_noticed(sent: bytes, *, half_closed: bool) -> None:
+def test_disconnected_client_is_detected(sent: bytes, *, half_closed: bool) -> None:
     gated = Gated()
     with served(gated) as address:
         with socket.create_connection(address, SECONDS) as client:
@@ -421,8 +423,8 @@ def test_disconnected_client_is_noticed(sent: bytes, *, half_closed: bool) -> No
                 client.shutdown(socket.SHUT_WR)
                 time.sleep(3 * PROBE_SECONDS)
                 assert gated.left == 0
-                # Close with a reset: an HTTP/1.0 client is sent nothing, and its system answers keepalive probes for
-                # another minute.
+                # Close with a reset, because an HTTP/1.0 client receives no data and its system answers keepalive
+                # probes for another minute.
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         until(lambda: gated.left == 1, SECONDS)
     assert gated.asked == 1
@@ -504,7 +506,7 @@ def test_rejection_has_the_id_of_its_own_request() -> None:
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
 def test_upgrade_header_is_ignored(protocol: str) -> None:
-    body = random.Random(3).randbytes(READ_BYTES + 12345)
+    body = random.Random(3).randbytes(READ_BUFFER_BYTES + 12345)
     upgrade = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAEAAEAA")
     plain, chunked = head(*upgrade, f"Content-Length: {len(body)}"), head(*upgrade, "Transfer-Encoding: chunked")
     chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)

@@ -5,7 +5,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from service.api.http.sockets import count_acknowledged, count_unsent
+from service.api.http.sockets import count_acknowledged_bytes, count_unsent_bytes
 
 
 def test_acknowledged_and_unsent_bytes_are_counted() -> None:
@@ -15,7 +15,7 @@ def test_acknowledged_and_unsent_bytes_are_counted() -> None:
         listener.accept()[0] as end,
     ):
         transport: Any = SimpleNamespace(get_write_buffer_size=lambda: 7, get_extra_info={"socket": end}.get)
-        assert (count_acknowledged(transport), count_unsent(transport)) == (None, 7)
+        assert (count_acknowledged_bytes(transport), count_unsent_bytes(transport)) == (None, 7)
         end.settimeout(0.2)
         sent = 0
         try:
@@ -23,11 +23,11 @@ def test_acknowledged_and_unsent_bytes_are_counted() -> None:
                 sent += end.send(bytes(2**16))
         except TimeoutError:
             pass
-        acknowledged = count_acknowledged(transport)
+        acknowledged = count_acknowledged_bytes(transport)
         assert acknowledged is not None
-        assert count_unsent(transport) == sent - acknowledged + 7
+        assert count_unsent_bytes(transport) == sent - acknowledged + 7
         while sent:
             sent -= len(client.recv(2**20))
         time.sleep(0.5)
-        assert count_unsent(transport) == 7
-    assert (count_acknowledged(transport), count_unsent(transport)) == (None, 7)
+        assert count_unsent_bytes(transport) == 7
+    assert (count_acknowledged_bytes(transport), count_unsent_bytes(transport)) == (None, 7)

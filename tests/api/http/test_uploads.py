@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from service.api.http import uploads
 from service.api.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
-from service.api.http.uploads import BLOCK_BYTES, UPLOAD_MEMORY, Upload, receive, sanitize_file_name
+from service.api.http.uploads import BLOCK_BYTES, UPLOAD_MEMORY, Upload, receive_upload, sanitize_file_name
 from service.core.errors import BadParameter, Cancelled, RateLimited, StackSegError, TooLarge, UnsupportedMedia
 from service.serving.storage.memory_budget import MemoryBudget
 from service.serving.storage.scratch import ScratchSpace, SpaceReservation
@@ -57,7 +57,7 @@ def post(
     upload = Upload(folder / "request" / "upload.tif", limit, make_quota(), budget)
     folder.mkdir(exist_ok=True)
     try:
-        asyncio.run(receive(request, upload))
+        asyncio.run(receive_upload(request, upload))
     except BaseException:
         upload.close()
         raise
@@ -67,19 +67,23 @@ def post(
     return upload
 
 
-def part(name: str, content: bytes, filename: str | None = None) -> bytes:
-    named = f'; filename="{filename}"' if filename is not None else ""
-    return f'--frontier\r\nContent-Disposition: form-data; name="{name}"{named}\r\n\r\n'.encode() + content + b"\r\n"
+def encode_part(name: str, content: bytes, filename: str | None = None) -> bytes:
+    file_name_option = f'; filename="{filename}"' if filename is not None else ""
+    return (
+        f'--frontier\r\nContent-Disposition: form-data; name="{name}"{file_name_option}\r\n\r\n'.encode()
+        + content
+        + b"\r\n"
+    )
 
 
-def form(*parts: bytes) -> bytes:
+def encode_form(*parts: bytes) -> bytes:
     return b"".join(parts) + b"--frontier--\r\n"
 
 
 def test_raw_body_is_written_to_disk(tmp_path: Path) -> None:
     upload = post([b"II*\0", b"", b"rest"], TIFF | {"x-filename": "cells.tif"}, tmp_path)
     assert upload.path.read_bytes() == b"II*\0rest"
-    assert (upload.name, upload.received, upload.fields) == ("cells.tif", 8, {})
+    assert (upload.name, upload.received_bytes, upload.fields) == ("cells.tif", 8, {})
 
 
 def test_small_body_stays_in_memory_until_its_content_is_dropped(tmp_path: Path) -> None:
@@ -108,7 +112,7 @@ def test_bodies_that_exceed_the_memory_budget_are_written_to_disk(tmp_path: Path
 
 
 def test_received_bytes_of_stalled_uploads_count_against_the_memory_budget(tmp_path: Path) -> None:
-    """The number of uploads does not matter, nor whether they are to stay in memory."""
+    """The limit does not depend on the number of uploads, or on whether they are kept in memory."""
     budget = MemoryBudget(20)
     uploads = [Upload(tmp_path / str(n) / "upload.tif", 100, make_quota(), budget) for n in range(5)]
 
@@ -149,7 +153,7 @@ def test_written_chunk_of_a_stalled_upload_leaves_memory(tmp_path: Path) -> None
 
         request = Request({"type": "http", "method": "POST", "headers": []}, next_message)
         upload = Upload(tmp_path / "upload.tif", 2**20, make_quota(), MemoryBudget(0))
-        receiving = asyncio.ensure_future(receive(request, upload))
+        receiving = asyncio.ensure_future(receive_upload(request, upload))
         async with asyncio.timeout(10):
             # The writing thread may still hold a reference.
             while calls.qsize() < 2 or sys.getrefcount(message["body"]) > references:
@@ -169,7 +173,7 @@ def test_memory_is_released_after_a_body_is_written_or_its_client_disconnects(tm
 
 
 def test_memory_of_form_boundaries_and_fields_is_released(tmp_path: Path) -> None:
-    body = form(part("file", b"II*\0", "a"), part("model", b"bands"))
+    body = encode_form(encode_part("file", b"II*\0", "a"), encode_part("model", b"bands"))
     budget = MemoryBudget(len(body))
     upload = post([body], FORM, tmp_path, in_memory=True, budget=budget)
     assert upload.source == b"II*\0"
@@ -220,7 +224,11 @@ def test_body_with_many_blocks_keeps_their_order(tmp_path: Path) -> None:
     cuts=st.lists(st.integers(0, 500), max_size=12),
 )
 def test_form_is_parsed_in_chunks_of_any_size(tmp_path: Path, content: bytes, cuts: list[int]) -> None:
-    body = form(part("overlap", b"0.5"), part("file", content, "my cells.tif"), part("model", "zellen µ".encode()))
+    body = encode_form(
+        encode_part("overlap", b"0.5"),
+        encode_part("file", content, "my cells.tif"),
+        encode_part("model", "zellen µ".encode()),
+    )
     edges = sorted({0, *(min(cut, len(body)) for cut in cuts), len(body)})
     chunks = [body[start:end] for start, end in pairwise(edges)]
     upload = post(chunks, FORM, tmp_path)
@@ -231,11 +239,21 @@ def test_form_is_parsed_in_chunks_of_any_size(tmp_path: Path, content: bytes, cu
 @pytest.mark.parametrize(
     ("body", "headers", "error", "word"),
     [
-        (form(part("file", b"a", "a"), part("file", b"b", "b")), FORM, BadParameter, "more than one"),
-        (form(part("file", b"a", "a"), part("x", b"1"), part("x", b"2")), FORM, BadParameter, "twice"),
-        (part("file", b"II*", "a"), FORM, BadParameter, "truncated"),
-        (form(part("image", b"I" * (MAX_FIELD_BYTES + 1))), FORM, BadParameter, "'file'"),
-        (form(*(part(str(n), b"1") for n in range(MAX_FIELDS + 1))), FORM, BadParameter, "fields"),
+        (
+            encode_form(encode_part("file", b"a", "a"), encode_part("file", b"b", "b")),
+            FORM,
+            BadParameter,
+            "more than one",
+        ),
+        (
+            encode_form(encode_part("file", b"a", "a"), encode_part("x", b"1"), encode_part("x", b"2")),
+            FORM,
+            BadParameter,
+            "twice",
+        ),
+        (encode_part("file", b"II*", "a"), FORM, BadParameter, "truncated"),
+        (encode_form(encode_part("image", b"I" * (MAX_FIELD_BYTES + 1))), FORM, BadParameter, "'file'"),
+        (encode_form(*(encode_part(str(n), b"1") for n in range(MAX_FIELDS + 1))), FORM, BadParameter, "fields"),
         (b"nonsense", FORM, BadParameter, "malformed"),
         (b"--frontier\r\n" + b"a: b\r\n" * 5000, FORM, BadParameter, "malformed"),
         (b"x", {"content-type": "multipart/form-data"}, BadParameter, "no boundary"),
@@ -258,19 +276,19 @@ def test_content_length_beyond_the_limit_is_rejected_before_the_upload(tmp_path:
 
 @pytest.mark.parametrize("headers", [TIFF, TIFF | {"content-length": "5"}, TIFF | {"content-length": "-5"}])
 def test_limit_applies_without_a_correct_content_length(tmp_path: Path, headers: dict[str, str]) -> None:
-    assert post([b"x" * 60, b"x" * 40], headers, tmp_path, 100).received == 100
+    assert post([b"x" * 60, b"x" * 40], headers, tmp_path, 100).received_bytes == 100
     with pytest.raises(TooLarge):
         post([b"x" * 60, b"x" * 41], headers, tmp_path, 100)
 
 
-def test_limit_of_a_form_applies_to_the_file_only(tmp_path: Path) -> None:
-    body = form(part("file", b"x" * 100, "a"), part("model", b"bands"))
-    assert post([body], FORM | {"content-length": str(len(body))}, tmp_path, 100).received == 100
+def test_limit_applies_only_to_the_file_in_a_form(tmp_path: Path) -> None:
+    body = encode_form(encode_part("file", b"x" * 100, "a"), encode_part("model", b"bands"))
+    assert post([body], FORM | {"content-length": str(len(body))}, tmp_path, 100).received_bytes == 100
     with pytest.raises(TooLarge):
-        post([form(part("file", b"x" * 101, "a"))], FORM, tmp_path, 100)
+        post([encode_form(encode_part("file", b"x" * 101, "a"))], FORM, tmp_path, 100)
 
 
-def test_disconnect_during_the_upload_is_noticed(tmp_path: Path) -> None:
+def test_disconnect_during_the_upload_is_detected(tmp_path: Path) -> None:
     with pytest.raises(Cancelled):
         post([b"II*\0"], TIFF | {"content-length": "100"}, tmp_path, disconnected=True)
 
@@ -307,7 +325,7 @@ def test_disk_space_is_reserved_for_expected_or_received_bytes(tmp_path: Path, h
         headers = [(b"content-type", b"image/tiff"), (b"content-length", str(length).encode())]
         request = Request({"type": "http", "method": "POST", "headers": headers[: 1 + has_length]}, next_message)
         upload = Upload(tmp_path / "upload.tif", 2**30, quota)
-        receiving = asyncio.ensure_future(receive(request, upload))
+        receiving = asyncio.ensure_future(receive_upload(request, upload))
         await asyncio.wait([receiving, asyncio.ensure_future(stalled.wait())], return_when="FIRST_COMPLETED")
         receiving.cancel()
         try:
@@ -337,7 +355,7 @@ def test_memory_is_released_if_a_request_ends_before_its_block_is_written(tmp_pa
     async def end_early() -> None:
         upload = Upload(tmp_path / "upload.tif", 2**30, make_quota(), budget)
         sending = asyncio.ensure_future(send(upload))
-        # After the first step of `sending`, and before the first step of the task that writes the first block.
+        # Cancel after the first step of `sending`, but before the first step of the task that writes the first block.
         asyncio.get_running_loop().call_soon(sending.cancel)
         with pytest.raises(asyncio.CancelledError):
             await sending

@@ -14,7 +14,7 @@ from service.serving.storage.threads import run_in_thread
 pytestmark = pytest.mark.anyio
 
 
-def connected(disconnected: asyncio.Event) -> Request:
+def make_request(disconnected: asyncio.Event) -> Request:
     """Return a request whose client disconnects when `disconnected` is set."""
 
     async def receive() -> Any:
@@ -32,7 +32,7 @@ async def test_result_and_error_of_the_work_are_passed_on() -> None:
     async def fail() -> int:
         raise BadParameter("odd")
 
-    request = connected(asyncio.Event())
+    request = make_request(asyncio.Event())
     assert await run_while_connected(request, succeed()) == 7
     with pytest.raises(BadParameter, match="odd"):
         await run_while_connected(request, fail())
@@ -50,14 +50,14 @@ async def test_disconnect_cancels_the_work_after_its_thread_has_ended() -> None:
     async def disconnect(disconnected: asyncio.Event) -> None:
         await asyncio.to_thread(begun.wait, 20)
         disconnected.set()
-        # Long enough for the work to be abandoned, if the thread were not awaited.
+        # If the thread were not awaited, this would be long enough for the work to be abandoned.
         await asyncio.sleep(0.2)
         release.set()
 
     disconnected = asyncio.Event()
     disconnecting = asyncio.ensure_future(disconnect(disconnected))
     with pytest.raises(Cancelled):
-        await run_while_connected(connected(disconnected), run_in_thread(slow))
+        await run_while_connected(make_request(disconnected), run_in_thread(slow))
     events.append("work cancelled")
     await disconnecting
     assert events == ["thread ended", "work cancelled"]
@@ -73,7 +73,7 @@ async def test_disconnect_at_the_end_of_the_work_does_not_affect_later_work() ->
         return 7
 
     async def finish() -> int:
-        result = await run_while_connected(connected(disconnected), work())
+        result = await run_while_connected(make_request(disconnected), work())
         await asyncio.sleep(0.01)
         return result
 
@@ -93,7 +93,7 @@ async def test_cancelling_the_caller_cancels_the_work() -> None:
         finally:
             ended.set()
 
-    task = asyncio.ensure_future(run_while_connected(connected(asyncio.Event()), endless()))
+    task = asyncio.ensure_future(run_while_connected(make_request(asyncio.Event()), endless()))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

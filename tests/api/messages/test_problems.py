@@ -15,13 +15,13 @@ from job_service import Service, start
 from live import STACK, problem
 from model_files import copy_model
 
-from service.api.messages.problems import STATUS, status_of
+from service.api.messages.problems import STATUS_BY_ERROR, get_status_code
 from service.core import errors
 from service.formats.sandbox.reader import Reader
 
 
 def make_error(error_type: type[errors.StackSegError]) -> errors.StackSegError:
-    """Create an error of any class of the tree."""
+    """Create an error of any class in the tree."""
     match error_type:
         case errors.QueueFull | errors.NotReady | errors.RateLimited:
             return error_type("try later", 7)
@@ -56,15 +56,15 @@ def list_tree(error_type: type[errors.StackSegError]) -> list[type[errors.StackS
     ],
 )
 def test_error_classes_have_the_expected_status(status: int, error_types: list[type[errors.StackSegError]]) -> None:
-    assert {status_of(error_type) for error_type in error_types} == {status}
+    assert {get_status_code(error_type) for error_type in error_types} == {status}
 
 
 def test_unlisted_error_class_inherits_the_status_of_its_parent() -> None:
     class UnlistedError(errors.UnsupportedMedia):
         pass
 
-    assert UnlistedError not in STATUS
-    assert status_of(UnlistedError) == 415
+    assert UnlistedError not in STATUS_BY_ERROR
+    assert get_status_code(UnlistedError) == 415
 
 
 # Cancelled is never sent to a client, and DeviceLost makes the service unready.
@@ -80,7 +80,7 @@ def test_device_error_is_reported_as_a_problem_document(
     error = service.fake.error = make_error(error_type)
     response = service.segment()
     document = response.json()
-    assert problem(response) == (document["status"], error_type.slug) == (status_of(error_type), error_type.slug)
+    assert problem(response) == (document["status"], error_type.slug) == (get_status_code(error_type), error_type.slug)
     assert document["detail"] == str(error)
     assert document["instance"] == f"urn:uuid:{response.headers['x-request-id']}"
     assert document.get("needed_bytes") == (123 if error_type is errors.OutOfMemory else None)
@@ -157,7 +157,7 @@ def test_extension_members_are_absent_if_unknown(service: Service) -> None:
 def test_documented_statuses_match_the_error_classes(service: Service) -> None:
     document = service.client.get("/openapi.json").json()
     responses = document["paths"]["/segment"]["post"]["responses"]
-    possible = {str(status_of(error_type)) for error_type in list_tree(errors.StackSegError)} - {"400", "499"}
+    possible = {str(get_status_code(error_type)) for error_type in list_tree(errors.StackSegError)} - {"400", "499"}
     assert possible | {"200", "202"} == set(responses)
     for status in possible:
         (media,) = responses[status]["content"]

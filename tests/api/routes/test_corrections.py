@@ -46,7 +46,7 @@ def stack(service: Service) -> Iterator[str]:
     service.caller = None
 
 
-def npy(labels: Any = TRUTH) -> bytes:
+def encode_npy(labels: Any = TRUTH) -> bytes:
     file = io.BytesIO()
     np.save(file, labels)
     return file.getvalue()
@@ -56,13 +56,13 @@ def post_labels(service: Service, content: bytes, headers: dict[str, str] = NPY,
     return service.post("/annotations", content, headers, **query)
 
 
-def load(service: Service, stored: dict[str, Any], part: str) -> Answer:
+def download(service: Service, stored: dict[str, Any], part: str) -> Answer:
     """Download the image or the labels of an annotated stack."""
     return Answer(service.client.get(f"/annotations/{stored['id']}/{part}").content)
 
 
 def test_stored_image_and_labels_can_be_downloaded(service: Service, stack: str) -> None:
-    response = post_labels(service, npy(), stack=stack, name="corrected", changes=12, region="1:6,0:8,0:10")
+    response = post_labels(service, encode_npy(), stack=stack, name="corrected", changes=12, region="1:6,0:8,0:10")
     assert response.status_code == 201, response.text
     stored = response.json()
     assert response.headers["location"] == f"/annotations/{stored['id']}"
@@ -79,9 +79,13 @@ def test_stored_image_and_labels_can_be_downloaded(service: Service, stack: str)
     labels = service.client.get(f"{response.headers['location']}/labels")
     assert labels.headers["content-disposition"] == 'attachment; filename="corrected_labels.ome.tif"'
     for part, pixels in (("image", PIXELS), ("labels", TRUTH)):
-        read = load(service, stored, part)
-        assert np.array_equal(read.pixels, pixels)
-        assert (read.pixels.dtype, read.axes, read.voxel_size) == (pixels.dtype, "ZYX", (0.5, 0.2, 0.2))
+        downloaded = download(service, stored, part)
+        assert np.array_equal(downloaded.pixels, pixels)
+        assert (downloaded.pixels.dtype, downloaded.axes, downloaded.voxel_size) == (
+            pixels.dtype,
+            "ZYX",
+            (0.5, 0.2, 0.2),
+        )
     assert service.client.delete(response.headers["location"]).status_code == 204
     assert problem(service.client.get(response.headers["location"])) == (404, "unknown-annotation")
     assert service.leftovers() == []
@@ -90,9 +94,9 @@ def test_stored_image_and_labels_can_be_downloaded(service: Service, stack: str)
 @pytest.mark.parametrize(
     ("content", "headers"),
     [
-        (gzip.compress(npy(TRUTH.astype(np.uint8)), mtime=0), NPY | {"Content-Encoding": "gzip"}),
-        (gzip.compress(npy(TRUTH.astype(np.int32)), mtime=0), {"Content-Type": "application/gzip"}),
-        (npy(TRUTH.astype(">u4")), {"Content-Type": "application/octet-stream"}),
+        (gzip.compress(encode_npy(TRUTH.astype(np.uint8)), mtime=0), NPY | {"Content-Encoding": "gzip"}),
+        (gzip.compress(encode_npy(TRUTH.astype(np.int32)), mtime=0), {"Content-Type": "application/gzip"}),
+        (encode_npy(TRUTH.astype(">u4")), {"Content-Type": "application/octet-stream"}),
         (as_tiff(TRUTH.astype(np.uint8)), TIFF),
         (as_tiff(TRUTH.astype(np.uint8), compression="zlib"), TIFF),
     ],
@@ -107,28 +111,28 @@ def test_labels_are_accepted_in_all_supported_formats(
 @pytest.mark.parametrize(
     ("labels", "query", "expected"),
     [
-        (npy(TRUTH[:5]), {}, "5x8x10"),
-        (npy(TRUTH[0]), {}, "8x10"),
-        (npy(TRUTH.astype(np.float32)), {}, "uint32"),
-        (npy(TRUTH.astype(np.int32) - 1), {}, "negative numbers"),
-        (npy(np.asfortranarray(TRUTH)), {}, "ascontiguousarray"),
-        (npy()[:-1], {}, "damaged"),
-        (gzip.compress(npy(), mtime=0)[:-30], {}, "truncated"),
+        (encode_npy(TRUTH[:5]), {}, "5x8x10"),
+        (encode_npy(TRUTH[0]), {}, "8x10"),
+        (encode_npy(TRUTH.astype(np.float32)), {}, "uint32"),
+        (encode_npy(TRUTH.astype(np.int32) - 1), {}, "negative numbers"),
+        (encode_npy(np.asfortranarray(TRUTH)), {}, "ascontiguousarray"),
+        (encode_npy()[:-1], {}, "damaged"),
+        (gzip.compress(encode_npy(), mtime=0)[:-30], {}, "truncated"),
         (gzip.compress(b"no array", mtime=0), {}, "Only .npy"),
-        (npy()[:20], {}, ".npy"),
+        (encode_npy()[:20], {}, ".npy"),
         (np.lib.format.MAGIC_PREFIX + b"\2\0" + struct.pack("<I", 2**32 - 1), {}, "memory"),
         (as_tiff(np.zeros((7, 16, 20), np.uint16), compression="zlib"), {}, "larger"),
         (as_tiff(np.zeros((3, 2, 8, 10), np.uint8), metadata={"axes": "ZCYX"}), {}, "2 channels"),
         (as_tiff(TRUTH[:5].astype(np.uint8)), {}, "5x8x10"),
         (b"", {}, "no file"),
         (b"nothing known", {}, "TIFF"),
-        (npy(), {"region": "0:7,0:8,0:10"}, "region"),
-        (npy(), {"region": "0:6,3:3,0:10"}, "region"),
-        (npy(), {"region": "all"}, "region"),
-        (npy(), {"channel": "1"}, "channel"),
-        (npy(), {"time": "all"}, "time"),
-        (npy(), {"stack": "0" * 32}, "no such stack"),
-        (npy(), {"job": "0" * 32}, "no such job"),
+        (encode_npy(), {"region": "0:7,0:8,0:10"}, "region"),
+        (encode_npy(), {"region": "0:6,3:3,0:10"}, "region"),
+        (encode_npy(), {"region": "all"}, "region"),
+        (encode_npy(), {"channel": "1"}, "channel"),
+        (encode_npy(), {"time": "all"}, "time"),
+        (encode_npy(), {"stack": "0" * 32}, "no such stack"),
+        (encode_npy(), {"job": "0" * 32}, "no such job"),
     ],
 )
 def test_invalid_labels_are_rejected_with_a_reason(
@@ -141,18 +145,18 @@ def test_invalid_labels_are_rejected_with_a_reason(
 
 
 def test_decompression_bomb_is_rejected(service: Service, stack: str) -> None:
-    bomb = gzip.compress(npy(np.zeros((64, 512, 512), np.uint16)))
+    bomb = gzip.compress(encode_npy(np.zeros((64, 512, 512), np.uint16)))
     assert problem(post_labels(service, bomb, stack=stack)) == (422, "bad-parameter")
 
 
 def test_stack_is_read_with_the_parameters_of_the_job(service: Service, stack: str) -> None:
     two = as_tiff(np.stack([PIXELS, PIXELS + 1], 1), metadata={"axes": "ZCYX", "spacing": 0.5, "unit": "um"})
     other = service.post("/stacks", two).json()["id"]
-    assert "2 channels" in post_labels(service, npy(), stack=other).json()["detail"]
+    assert "2 channels" in post_labels(service, encode_npy(), stack=other).json()["detail"]
     job = service.run(b"", stack=other, channel="1")
-    stored = post_labels(service, npy(), job=job["id"]).json()
+    stored = post_labels(service, encode_npy(), job=job["id"]).json()
     assert (stored["base_model"], stored["job"], stored["stack"]) == ("bands/1", job["id"], other)
-    assert np.array_equal(load(service, stored, "image").pixels, PIXELS + 1)
+    assert np.array_equal(download(service, stored, "image").pixels, PIXELS + 1)
 
 
 def post_form(service: Service, files: dict[str, tuple[str, bytes]], data: Any = None, **query: str) -> Any:
@@ -169,10 +173,10 @@ def test_form_with_a_stack_and_its_labels_is_stored(service: Service, stack: str
         stored = post_form(service, {part: sent[part] for part in parts}, region="0:6,0:200,0:1000").json()
         expected_members = {"name": "embryo.tif", "shape": [6, 256, 1024], "objects": 1, "voxel_size": [0.5, 0.2, 0.2]}
         assert stored == stored | expected_members | {"stack": None, "job": None}, stored
-        assert np.array_equal(load(service, stored, "image").pixels, large)
-        assert np.array_equal(load(service, stored, "labels").pixels, labels)
+        assert np.array_equal(download(service, stored, "image").pixels, large)
+        assert np.array_equal(download(service, stored, "labels").pixels, labels)
         assert service.client.delete(f"/annotations/{stored['id']}").status_code == 204
-    assert post_form(service, {"labels": ("a.npy", npy())}, stack=stack).json()["name"] == "cells.tif"
+    assert post_form(service, {"labels": ("a.npy", encode_npy())}, stack=stack).json()["name"] == "cells.tif"
     assert service.leftovers() == []
     assert service.runtime.scratch_space.used_bytes == 0
 
@@ -181,7 +185,7 @@ def test_form_with_a_stack_and_its_labels_is_stored(service: Service, stack: str
     ("change", "query", "expected"),
     [
         ({"labels": ("a.tif", as_tiff(TRUTH[1:].astype(np.uint8)))}, {}, "5x8x10"),
-        ({"labels": ("a.npy", npy(TRUTH.astype(np.int64)))}, {}, "labels.astype('uint32')"),
+        ({"labels": ("a.npy", encode_npy(TRUTH.astype(np.int64)))}, {}, "labels.astype('uint32')"),
         ({"labels": ("a.tif", as_tiff(TRUTH.astype(np.float32), imagej=False))}, {}, "labels.astype('uint32')"),
         (
             {"labels": ("a.tif", THICKER)},
@@ -199,7 +203,7 @@ def test_form_with_a_stack_and_its_labels_is_stored(service: Service, stack: str
 def test_invalid_form_is_rejected_with_a_reason(
     service: Service, stack: str, change: dict[str, Any], query: dict[str, str], expected: str
 ) -> None:
-    files = {"file": ("a.tif", as_tiff(PIXELS)), "labels": ("b.npy", npy())} | change
+    files = {"file": ("a.tif", as_tiff(PIXELS)), "labels": ("b.npy", encode_npy())} | change
     parameters = dict.fromkeys(query, stack)
     response = post_form(service, {part: sent for part, sent in files.items() if sent is not None}, **parameters)
     assert 400 <= response.status_code < 500, response.text
@@ -218,22 +222,22 @@ def test_labels_of_one_time_point_are_stored_with_its_image(service: Service, st
     series = np.stack([PIXELS, PIXELS + 1, PIXELS + 2])
     movie = as_tiff(series, metadata={"axes": "TZYX", "spacing": 0.5, "unit": "um"})
     job = service.run(b"", stack=service.post("/stacks", movie).json()["id"], time="1:3")
-    assert "one time point. Specify which" in post_labels(service, npy(), job=job["id"]).json()["detail"]
-    assert "time" in post_labels(service, npy(), job=job["id"], time="3").json()["detail"]
-    stored = [post_labels(service, npy(), job=job["id"], time=str(time)).json() for time in (1, 2, 2)]
-    for k, each in enumerate(stored[:2]):
-        assert np.array_equal(load(service, each, "image").pixels, PIXELS + 1 + k)
-    assert [each["time"] for each in stored] == [1, 2, 2]
-    assert [each["overlaps"] for each in stored] == [[], [], [stored[1]["id"]]]
+    assert "one time point. Specify which" in post_labels(service, encode_npy(), job=job["id"]).json()["detail"]
+    assert "time" in post_labels(service, encode_npy(), job=job["id"], time="3").json()["detail"]
+    stored = [post_labels(service, encode_npy(), job=job["id"], time=str(time)).json() for time in (1, 2, 2)]
+    for k, annotation in enumerate(stored[:2]):
+        assert np.array_equal(download(service, annotation, "image").pixels, PIXELS + 1 + k)
+    assert [annotation["time"] for annotation in stored] == [1, 2, 2]
+    assert [annotation["overlaps"] for annotation in stored] == [[], [], [stored[1]["id"]]]
 
 
-def test_annotated_stacks_of_others_are_hidden_and_each_key_has_its_own_quota(service: Service, stack: str) -> None:
+def test_annotated_stacks_of_other_keys_are_hidden_and_each_key_has_its_own_quota(service: Service, stack: str) -> None:
     noise = np.random.default_rng(0).integers(0, 2**16, (6, 64, 100), np.uint16)
     ids = {}
     for owner in ("ann", "bob"):
         service.caller = owner
         ids[owner] = service.post("/stacks", as_tiff(noise)).json()["id"]
-    labels = npy(np.ones(noise.shape, np.uint8))
+    labels = encode_npy(np.ones(noise.shape, np.uint8))
     service.caller = "ann"
     stored = post_labels(service, labels, stack=ids["ann"]).json()
     full = post_labels(service, labels, stack=ids["ann"])
@@ -249,14 +253,14 @@ def test_annotated_stacks_of_others_are_hidden_and_each_key_has_its_own_quota(se
 def test_annotated_stacks_survive_a_restart_and_damaged_folders_are_ignored(
     service: Service, stack: str, folder: Path
 ) -> None:
-    stored = post_labels(service, npy(), stack=stack).json()
-    places = folder / "jobs" / "annotations"
-    damaged = places / f"{3:032x}"
+    stored = post_labels(service, encode_npy(), stack=stack).json()
+    annotations_folder = folder / "jobs" / "annotations"
+    damaged = annotations_folder / f"{3:032x}"
     damaged.mkdir()
     (damaged / "annotation.json").write_text("[1]")
-    store = AnnotationStore(places, quota_bytes=100_000)
+    store = AnnotationStore(annotations_folder, quota_bytes=100_000)
     assert [found.id for found in store.list_newest("ann")] == [stored["id"]]
-    again = post_labels(service, npy(), stack=stack, region="0:2,0:8,0:10").json()
+    again = post_labels(service, encode_npy(), stack=stack, region="0:2,0:8,0:10").json()
     assert again["overlaps"] == [stored["id"]]
     listed = service.client.get("/annotations").json()["annotations"]
     assert [report["overlaps"] for report in listed] == [[stored["id"]], [again["id"]]]
@@ -274,4 +278,4 @@ def test_annotations_folder_and_quota_are_configurable(bands_repository: Path, t
     with start(bands_repository, tmp_path, annotations={"quota_bytes": 0}) as service:
         assert service.client.get("/limits").json()["corrections"] is False
         stack = service.post("/stacks", as_tiff(PIXELS)).json()["id"]
-        assert problem(post_labels(service, npy(), stack=stack)) == (403, "switched-off")
+        assert problem(post_labels(service, encode_npy(), stack=stack)) == (403, "switched-off")

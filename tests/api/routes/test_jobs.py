@@ -33,8 +33,8 @@ from service.serving.jobs.store import JobStore
 ONES = np.ones((3, 8, 8))
 
 
-def pixels(answer: Any) -> Any:
-    return tifffile.imread(io.BytesIO(answer.content))
+def read_pixels(response: Any) -> Any:
+    return tifffile.imread(io.BytesIO(response.content))
 
 
 def test_job_is_accepted_immediately_and_its_result_is_fetched_later(service: Service) -> None:
@@ -57,7 +57,7 @@ def test_job_is_accepted_immediately_and_its_result_is_fetched_later(service: Se
     assert {"receive", "read", "queue", "windows", "write"} <= done["seconds"].keys()
     assert done["expires"] > done["ended"] >= done["started"] >= done["created"]
     result = service.client.get(done["result"])
-    assert np.array_equal(pixels(result), ONES)
+    assert np.array_equal(read_pixels(result), ONES)
     assert "cells_classes.ome.tif" in result.headers["content-disposition"]
     assert result.headers["x-stackseg-voxel-size"] == "0.5,0.2,0.2"
     assert result.headers["x-stackseg-note"] == "a note"
@@ -72,7 +72,7 @@ def test_time_is_estimated_from_earlier_requests(service: Service) -> None:
 
 def test_result_equals_the_response_of_segment(service: Service) -> None:
     direct, from_job = service.segment(), service.result(service.run())
-    assert np.array_equal(pixels(direct), pixels(from_job))
+    assert np.array_equal(read_pixels(direct), read_pixels(from_job))
     ignored = {"server-timing", "x-request-id", "content-length", "last-modified", "etag", "x-cache"}
     assert {k: v for k, v in from_job.headers.items() if k not in ignored} == {
         k: v for k, v in direct.headers.items() if k not in ignored
@@ -199,9 +199,9 @@ def test_queue_is_shared_fairly_between_keys(keyed_service: Service) -> None:
     keyed_service.hold()
     jobs_of_ada = [keyed_service.submit() for _ in range(3)]
     for path in ("/jobs", "/segment"):
-        refused = keyed_service.post(path, STACK)
-        assert problem(refused) == (503, "queue-full")
-        assert int(refused.headers["retry-after"]) >= 1
+        response = keyed_service.post(path, STACK)
+        assert problem(response) == (503, "queue-full")
+        assert int(response.headers["retry-after"]) >= 1
     keyed_service.caller = "bob"
     jobs_of_bob = [keyed_service.submit() for _ in range(2)]
     until(lambda: [keyed_service.show(job)["position"] for job in jobs_of_bob] == [1, 3])
@@ -263,16 +263,16 @@ def test_result_larger_than_the_scratch_quota_can_be_downloaded(bands_repository
     limits = {"limits": {"scratch_bytes": 2 * len(STACK)}}
     with start(bands_repository, tmp_path, **limits) as service:
         job = service.run()
-        answer = service.result(job)
-        assert len(answer.content) > service.runtime.scratch_space.max_client_bytes
-        assert answer.status_code == 200
+        response = service.result(job)
+        assert len(response.content) > service.runtime.scratch_space.max_client_bytes
+        assert response.status_code == 200
         assert service.runtime.scratch_space.used_bytes == 0
 
 
 def test_job_response_has_the_documented_headers_and_members(service: Service) -> None:
     paths = service.client.get("/openapi.json").json()
-    answer = paths["paths"]["/jobs"]["post"]["responses"]["202"]
-    assert answer["headers"].keys() == {"Location"}
+    response = paths["paths"]["/jobs"]["post"]["responses"]["202"]
+    assert response["headers"].keys() == {"Location"}
     schema = paths["components"]["schemas"]["JobReport"]
     assert service.submit().keys() == schema["properties"].keys()
     assert schema["example"].keys() <= schema["properties"].keys()

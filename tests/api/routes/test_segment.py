@@ -35,20 +35,20 @@ ONES = np.ones((3, 8, 8))
 FORM = {"file": b"II*"}
 
 
-def pixels(content: bytes) -> Any:
+def read_pixels(content: bytes) -> Any:
     return tifffile.imread(io.BytesIO(content))
 
 
 def test_stack_is_segmented_and_its_labels_are_returned(service: Service) -> None:
     response = service.segment()
     assert response.status_code == 200
-    assert np.array_equal(pixels(response.content), ONES)
+    assert np.array_equal(read_pixels(response.content), ONES)
     assert int(response.headers["content-length"]) == len(response.content)
     assert response.headers["x-stackseg-voxel-size"] == "0.5,0.2,0.2"
     assert response.headers["cache-control"] == "no-store"
 
 
-def block(folder: Path) -> None:
+def make_unwritable(folder: Path) -> None:
     """Make an empty folder unwritable, even for root. (The service would create a deleted folder again.)"""
     folder.rmdir()
     folder.symlink_to("/proc/self")
@@ -59,18 +59,18 @@ def test_small_request_needs_no_disk(service: Service) -> None:
     scratch = service.runtime.scratch.requests_folder
     # Start the reader process.
     assert service.post("/inspect", STACK).status_code == 200
-    block(scratch)
+    make_unwritable(scratch)
     try:
         response = service.segment()
         assert response.status_code == 200, response.text
-        assert np.array_equal(pixels(response.content), ONES)
+        assert np.array_equal(read_pixels(response.content), ONES)
         compressed = as_tiff(np.full((3, 8, 8), 200, np.uint8), compression="zlib")
         for content in (STACK + bytes(BLOCK_BYTES), compressed):
             assert problem(service.segment(content)) == (503, "storage-unavailable")
     finally:
         scratch.unlink()
         scratch.mkdir()
-    assert np.array_equal(pixels(service.segment(compressed).content), ONES)
+    assert np.array_equal(read_pixels(service.segment(compressed).content), ONES)
     assert service.segment(STACK + bytes(BLOCK_BYTES)).status_code == 200
     assert service.leftovers() == []
 
@@ -102,15 +102,15 @@ def test_bad_parameter_is_rejected_before_the_body_is_read(service: Service, que
     ],
 )
 def test_bad_form_field_is_rejected(service: Service, data: dict[str, str], query: str, status: int, word: str) -> None:
-    refused = service.client.post(f"/segment{query}", files={"file": ("a.tif", STACK)}, data=data)
-    assert (refused.status_code, word in refused.json()["detail"]) == (status, True)
+    response = service.client.post(f"/segment{query}", files={"file": ("a.tif", STACK)}, data=data)
+    assert (response.status_code, word in response.json()["detail"]) == (status, True)
 
 
 def test_form_fields_are_parameters_and_blank_fields_are_ignored(service: Service) -> None:
     data = {"voxel_size": "3,2,1", "model": "", "channel": ""}
-    answer = service.client.post("/segment", files={"file": ("my cells.tif", STACK, "image/tiff")}, data=data)
-    assert answer.headers["x-stackseg-voxel-size"] == "3,2,1"
-    assert answer.headers["content-disposition"] == 'attachment; filename="my cells_classes.ome.tif"'
+    response = service.client.post("/segment", files={"file": ("my cells.tif", STACK, "image/tiff")}, data=data)
+    assert response.headers["x-stackseg-voxel-size"] == "3,2,1"
+    assert response.headers["content-disposition"] == 'attachment; filename="my cells_classes.ome.tif"'
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def instance_service(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPath
         yield running
 
 
-def two_channels() -> bytes:
+def make_two_channel_stack() -> bytes:
     """Return a stack whose channel 0 exceeds the fake segmenter's threshold in two of four planes.
 
     The values of channel 1 are the indices of the planes.
@@ -132,7 +132,7 @@ def two_channels() -> bytes:
 
 
 def test_measurements_include_all_channels_of_the_file(instance_service: Service) -> None:
-    response = instance_service.segment(two_channels(), measurements="csv", channel=0)
+    response = instance_service.segment(make_two_channel_stack(), measurements="csv", channel=0)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/csv")
     assert "stack_measurements.csv" in response.headers["content-disposition"]
@@ -145,14 +145,14 @@ def test_measurements_include_all_channels_of_the_file(instance_service: Service
 
 
 def test_archive_contains_labels_and_measurements(instance_service: Service) -> None:
-    response = instance_service.segment(two_channels(), measurements="zip", channel=0)
+    response = instance_service.segment(make_two_channel_stack(), measurements="zip", channel=0)
     assert response.headers["content-type"] == "application/zip"
     with zipfile.ZipFile(io.BytesIO(response.content)) as archive:
         assert archive.namelist() == ["labels.ome.tif", "measurements.csv"]
-        labels = pixels(archive.read("labels.ome.tif"))
+        labels = read_pixels(archive.read("labels.ome.tif"))
         table = archive.read("measurements.csv").decode()
     assert np.count_nonzero(labels) == 12
-    assert table == instance_service.segment(two_channels(), measurements="csv", channel=0).text
+    assert table == instance_service.segment(make_two_channel_stack(), measurements="csv", channel=0).text
     assert instance_service.leftovers() == []
 
 
@@ -178,9 +178,9 @@ def test_repeated_request_is_answered_from_the_cache(caching_service: Service) -
     assert "b_classes.ome.tif" in again.headers["content-disposition"]
     assert again.headers["x-stackseg-voxel-size"] == first.headers["x-stackseg-voxel-size"]
     assert again.headers["server-timing"].startswith("receive;")
-    others = post(as_tiff(np.full((3, 8, 8), 201, np.uint8))), post(query="?overlap=0.5")
-    assert {other.headers["x-cache"] for other in others} == {"miss"}
-    assert len({first.headers["etag"], *(other.headers["etag"] for other in others)}) == 3
+    other_responses = post(as_tiff(np.full((3, 8, 8), 201, np.uint8))), post(query="?overlap=0.5")
+    assert {other.headers["x-cache"] for other in other_responses} == {"miss"}
+    assert len({first.headers["etag"], *(other.headers["etag"] for other in other_responses)}) == 3
     metrics = caching_service.client.get("/metrics").text
     assert 'stackseg_cache_total{outcome="hit"} 1.0' in metrics
     assert 'stackseg_cache_total{outcome="miss"} 3.0' in metrics
@@ -190,7 +190,7 @@ def test_repeated_request_is_answered_from_the_cache(caching_service: Service) -
 def test_result_that_cannot_be_cached_is_still_returned(
     caching_service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    block(caching_service.runtime.scratch.path / "cache")
+    make_unwritable(caching_service.runtime.scratch.path / "cache")
     for _ in range(2):
         response = caching_service.segment()
         assert (response.status_code, response.headers["x-cache"]) == (200, "miss")
@@ -256,26 +256,26 @@ def test_volume_and_labels_leave_memory_with_their_request(service: Service) -> 
         assert len(seen) == 2
 
 
-def key(caller: str | None, spec: ModelSpec, query: Query, **execution: Any) -> str:
+def make_key(caller: str | None, spec: ModelSpec, query: Query, **execution: Any) -> str:
     """Return the cache key of a request."""
     return compute_fingerprint(caller, "0" * 64, spec.model_dump_json(), query, execution)
 
 
 def test_cache_key_depends_on_the_caller(bands: ModelSpec) -> None:
-    assert len({key(caller, bands, Query()) for caller in ("ada", "bob", None)}) == 3
-    assert key("ada", bands, Query()) == key("ada", bands, Query(model="bands"))
+    assert len({make_key(caller, bands, Query()) for caller in ("ada", "bob", None)}) == 3
+    assert make_key("ada", bands, Query()) == make_key("ada", bands, Query(model="bands"))
 
 
 def test_cache_key_depends_on_everything_that_affects_labels(bands: ModelSpec) -> None:
     new_version = bands.model_copy(update={"version": "2"})
     other_activation = bands.model_copy(update={"activation": "none"})
-    keys = {key(None, spec, Query()) for spec in (bands, new_version, other_activation)}
-    keys |= {key(None, bands, Query(overlap=0.5)), key(None, bands, Query(), windows={"overlap": 0.5})}
-    keys |= {key(None, bands, Query(diameter=text)) for text in ("auto", "none", "15px")}
-    keys |= {key(None, bands, Query(skip_below=text)) for text in ("auto", "none", "15")}
-    keys.add(key(None, bands, Query(quality="best")))
+    keys = {make_key(None, spec, Query()) for spec in (bands, new_version, other_activation)}
+    keys |= {make_key(None, bands, Query(overlap=0.5)), make_key(None, bands, Query(), windows={"overlap": 0.5})}
+    keys |= {make_key(None, bands, Query(diameter=text)) for text in ("auto", "none", "15px")}
+    keys |= {make_key(None, bands, Query(skip_below=text)) for text in ("auto", "none", "15")}
+    keys.add(make_key(None, bands, Query(quality="best")))
     options = {"threshold": 0.4, "minimum_size": "9", "border": "drop", "fill_holes": True, "min_confidence": 0.4}
-    keys |= {key(None, bands, Query.model_validate({name: value})) for name, value in options.items()}
+    keys |= {make_key(None, bands, Query.model_validate({name: value})) for name, value in options.items()}
     assert len(keys) == 17
 
 
@@ -308,11 +308,11 @@ def test_waiting_request_is_rejected_at_shutdown(service: Service) -> None:
     devices = service.runtime.devices
     service.fake.gate.clear()
     with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(service.segment) for _ in range(2)]
+        responses = [pool.submit(service.segment) for _ in range(2)]
         # The first request is also waiting until the worker takes it.
         until(lambda: devices.running_jobs and devices.waiting_count == 1)
         devices.all[0].scheduler.queue.cancel_all()
-        assert [problem(answer.result(20)) for answer in answers] == [(503, "not-ready")] * 2
+        assert [problem(response.result(20)) for response in responses] == [(503, "not-ready")] * 2
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +334,7 @@ def test_host_file_is_segmented_without_an_upload(host: Service) -> None:
     assert problem(host.segment()) == (413, "too-large")
     response = host.segment(b"", input="scans/stack.tif")
     assert response.status_code == 200, response.text
-    assert np.array_equal(pixels(response.content), ONES)
+    assert np.array_equal(read_pixels(response.content), ONES)
     assert 'filename="stack_classes.ome.tif"' in response.headers["content-disposition"]
     assert "x-cache" not in response.headers
     assert host.post("/inspect", b"", input="scans/stack.tif").json()["file"]["shape"] == [1, 3, 8, 8]
@@ -346,7 +346,7 @@ def test_ome_zarr_is_segmented_from_host_folder_remote_store_and_archive(
     host: Service, service: Service, version: str
 ) -> None:
     store = host.folder / "scans" / f"{version}.ome.zarr"
-    write_zarr(store, pixels(STACK), version=version, chunks=(2, 5, 5))
+    write_zarr(store, read_pixels(STACK), version=version, chunks=(2, 5, 5))
     packed = pack(store).read_bytes()
     url = host.runtime.settings.references.stores["far"].url
     paths = [f"scans/{store.name}", f"far/{store.name}"]
@@ -354,7 +354,7 @@ def test_ome_zarr_is_segmented_from_host_folder_remote_store_and_archive(
     responses.append(service.segment(packed, headers={"Content-Type": "application/zip", "X-Filename": "a.ozx"}))
     for response in responses:
         assert response.status_code == 200, response.text
-        assert np.array_equal(pixels(response.content), ONES)
+        assert np.array_equal(read_pixels(response.content), ONES)
         assert response.headers["x-stackseg-voxel-size"].startswith("0.5,")
     assert 'filename="a_classes.ome.tif"' in response.headers["content-disposition"]
     for path in paths:
@@ -415,9 +415,9 @@ def test_invalid_host_file_parameters_are_rejected(
     (existing.parent / "folder.tif").mkdir(exist_ok=True)
     for endpoint, body in itertools.product(("/segment", "/jobs", "/inspect"), sent):
         options = {"files": body} if body is FORM else {"content": body, "headers": TIFF}
-        refused = host.client.post(f"{endpoint}?{query}", **options)
-        assert (refused.status_code, word in refused.json()["detail"]) == (status, True), refused.text
-        assert str(host.folder) not in refused.text
+        response = host.client.post(f"{endpoint}?{query}", **options)
+        assert (response.status_code, word in response.json()["detail"]) == (status, True), response.text
+        assert str(host.folder) not in response.text
     assert existing.read_text() == "precious"
     assert host.leftovers() == []
 
@@ -472,8 +472,8 @@ def test_result_is_named_after_the_input(name: str, expected: str) -> None:
 def test_blocked_threads_do_not_block_inspections_and_new_jobs(service: Service) -> None:
     """Decoding may be slow, and folders may be on a file server that does not respond."""
     gate, runtime = threading.Event(), service.runtime
-    others = runtime.read_threads.for_client("others"), runtime.decode_threads.for_client("testclient")
-    stuck = [pool.submit(gate.wait, 60) for pool in (*others, HOST_FILE_THREADS) for _ in range(16)]
+    read_and_decode_threads = runtime.read_threads.for_client("others"), runtime.decode_threads.for_client("testclient")
+    stuck = [pool.submit(gate.wait, 60) for pool in (*read_and_decode_threads, HOST_FILE_THREADS) for _ in range(16)]
     try:
         assert service.post("/inspect", STACK).json()["file"]["shape"] == [1, 3, 8, 8]
         service.submit()
@@ -486,9 +486,9 @@ def test_blocked_threads_do_not_block_inspections_and_new_jobs(service: Service)
 def test_channels_too_large_to_measure_are_rejected_before_the_computation(
     random_nuclei: ModelSpec, tmp_path: Path
 ) -> None:
-    """One channel of the file has 512 bytes, both channels have 1024 bytes."""
+    """One channel of the file has 512 bytes, and both channels together have 1024 bytes."""
     with start(random_nuclei.folder.parent, tmp_path, limits={"decoded_bytes": 600}) as service:
         service.fake.error = AssertionError("nothing must be computed")
-        assert problem(service.segment(two_channels(), measurements="csv", channel=0)) == (413, "too-large")
+        assert problem(service.segment(make_two_channel_stack(), measurements="csv", channel=0)) == (413, "too-large")
         service.fake.error = None
-        assert service.segment(two_channels(), channel=0).status_code == 200
+        assert service.segment(make_two_channel_stack(), channel=0).status_code == 200

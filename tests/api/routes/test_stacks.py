@@ -13,7 +13,7 @@ from fakes import until
 from job_service import Service
 from live import TIFF, as_tiff, problem
 
-from service.api.routes.planes import answer_planes
+from service.api.routes.planes import build_planes_response
 from service.core.errors import BadParameter, RateLimited
 from service.core.types import Volume
 from service.serving.results.media_types import choose_media_type
@@ -28,15 +28,17 @@ MEDIA_TYPES = ("application/x-npy", "application/x-nifti", "application/gzip", "
 
 @pytest.fixture
 def stack(service: Service) -> str:
-    answer = service.post("/stacks", STACK, TIFF | {"X-Filename": "cells.tif"})
-    assert (answer.status_code, answer.json()["name"], answer.json()["bytes"]) == (201, "cells.tif", len(STACK))
-    return str(answer.json()["id"])
+    response = service.post("/stacks", STACK, TIFF | {"X-Filename": "cells.tif"})
+    assert (response.status_code, response.json()["name"], response.json()["bytes"]) == (201, "cells.tif", len(STACK))
+    return str(response.json()["id"])
 
 
-def planes(answer: Any) -> np.ndarray[Any, Any]:
-    assert answer.status_code == 200, answer.text
-    shape = [int(size) for size in answer.headers["x-stackseg-shape"].split(",")]
-    return np.frombuffer(answer.content, np.dtype(answer.headers["x-stackseg-dtype"]).newbyteorder("<")).reshape(shape)
+def parse_planes(response: Any) -> np.ndarray[Any, Any]:
+    assert response.status_code == 200, response.text
+    shape = [int(size) for size in response.headers["x-stackseg-shape"].split(",")]
+    return np.frombuffer(response.content, np.dtype(response.headers["x-stackseg-dtype"]).newbyteorder("<")).reshape(
+        shape
+    )
 
 
 def get_planes(service: Service, stack: str, **query: Any) -> Any:
@@ -49,8 +51,8 @@ def upload(service: Service, content: bytes) -> str:
 
 
 def test_uploaded_stack_replaces_a_body(service: Service, stack: str) -> None:
-    answers = service.segment(STACK), service.segment(b"", stack=stack)
-    labels = [tifffile.imread(io.BytesIO(answer.content)) for answer in answers]
+    responses = service.segment(STACK), service.segment(b"", stack=stack)
+    labels = [tifffile.imread(io.BytesIO(response.content)) for response in responses]
     assert np.array_equal(*labels)
     assert service.post("/inspect", b"", stack=stack).json()["file"]["shape"] == [1, 6, 8, 10]
     job = service.run(b"", stack=stack)
@@ -79,8 +81,8 @@ def test_waiting_request_keeps_its_stack_after_deletion(service: Service, stack:
             service.client.delete(f"/stacks/{stack}")
         finally:
             free.set()
-        answer = waiting.result()
-    assert (answer.status_code, answer.json().get("detail")) == (200, None)
+        response = waiting.result()
+    assert (response.status_code, response.json().get("detail")) == (200, None)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +95,9 @@ def test_waiting_request_keeps_its_stack_after_deletion(service: Service, stack:
     ],
 )
 def test_planes_have_the_selected_pixels(service: Service, stack: str, query: dict[str, Any], expected: Any) -> None:
-    answer = get_planes(service, stack, **query)
-    assert answer.headers["x-stackseg-volume"] == "6,8,10"
-    assert np.array_equal(planes(answer), expected)
+    response = get_planes(service, stack, **query)
+    assert response.headers["x-stackseg-volume"] == "6,8,10"
+    assert np.array_equal(parse_planes(response), expected)
 
 
 def test_nonexistent_planes_are_rejected(service: Service, stack: str) -> None:
@@ -112,19 +114,19 @@ def test_nonexistent_planes_are_rejected(service: Service, stack: str) -> None:
 async def test_planes_being_sent_share_a_memory_budget() -> None:
     volume = Volume.from_array(PIXELS[np.newaxis])
     memory = MemoryBudget(PIXELS.nbytes + 1)
-    first = await answer_planes(volume, PlaneRange(0, None, (1, 1, 1)), memory)
+    first = await build_planes_response(volume, PlaneRange(0, None, (1, 1, 1)), memory)
     with pytest.raises(RateLimited):
-        await answer_planes(volume, PlaneRange(0, 1, (1, 1, 1)), memory)
-    for refused in (PlaneRange(0, 99, (1, 1, 1)), PlaneRange(9, None, (1, 1, 1))):
+        await build_planes_response(volume, PlaneRange(0, 1, (1, 1, 1)), memory)
+    for plane_range in (PlaneRange(0, 99, (1, 1, 1)), PlaneRange(9, None, (1, 1, 1))):
         with pytest.raises(BadParameter):
-            await answer_planes(volume, refused, memory)
+            await build_planes_response(volume, plane_range, memory)
 
-    async def hang_up(message: Any) -> None:
+    async def disconnect(message: Any) -> None:
         raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        await first({}, no_messages, hang_up)
-    second = await answer_planes(volume, PlaneRange(0, None, (1, 1, 1)), memory)
+        await first({}, no_messages, disconnect)
+    second = await build_planes_response(volume, PlaneRange(0, None, (1, 1, 1)), memory)
     assert second.headers["content-length"] == str(PIXELS.nbytes)
     assert not memory.reserve(2)
     assert memory.reserve(1)
@@ -134,23 +136,23 @@ async def no_messages() -> Any:
     raise AssertionError
 
 
-def test_too_large_planes_are_rejected(service: Service) -> None:
+def test_planes_larger_than_the_limit_are_rejected(service: Service) -> None:
     large = as_tiff(np.zeros((5, 2048, 2048), np.uint16), compression="zlib")
     stack = upload(service, large)
     assert problem(get_planes(service, stack)) == (422, "bad-parameter")
-    assert planes(get_planes(service, stack, step="1,4,4")).shape == (5, 512, 512)
+    assert parse_planes(get_planes(service, stack, step="1,4,4")).shape == (5, 512, 512)
 
 
 @pytest.mark.parametrize(("dtype", "sent"), [("float64", "float32"), ("int16", "int16"), (">u2", "uint16")])
-def test_planes_are_converted_to_data_types_of_browsers(service: Service, dtype: str, sent: str) -> None:
+def test_planes_are_converted_to_data_types_that_browsers_support(service: Service, dtype: str, sent: str) -> None:
     file = io.BytesIO()
     tifffile.imwrite(file, (PIXELS - 100.0).clip(0).astype(dtype), photometric="minisblack", metadata={"axes": "ZYX"})
-    answer = get_planes(service, upload(service, file.getvalue()))
-    assert answer.headers["x-stackseg-dtype"] == sent
-    assert np.array_equal(planes(answer), (PIXELS - 100.0).clip(0))
+    response = get_planes(service, upload(service, file.getvalue()))
+    assert response.headers["x-stackseg-dtype"] == sent
+    assert np.array_equal(parse_planes(response), (PIXELS - 100.0).clip(0))
 
 
-def test_stacks_of_others_are_hidden(service: Service, stack: str) -> None:
+def test_stacks_of_other_callers_are_hidden(service: Service, stack: str) -> None:
     service.client.get(f"/stacks/{stack}/planes")
     service.caller = "bob"
     for method, path in (("GET", ""), ("GET", "/planes"), ("DELETE", "")):
@@ -159,13 +161,13 @@ def test_stacks_of_others_are_hidden(service: Service, stack: str) -> None:
 
 
 def test_stack_excludes_a_body_and_its_upload_accepts_no_parameters(service: Service, stack: str) -> None:
-    for refused in (
+    for response in (
         service.segment(STACK, stack=stack),
         service.segment(b"", stack="../jobs"),
         service.post("/stacks", b""),
         service.post("/stacks", STACK, channel=1),
     ):
-        assert problem(refused) == (422, "bad-parameter")
+        assert problem(response) == (422, "bad-parameter")
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -181,7 +183,7 @@ def test_accept_header_selects_the_file_format_of_labels(service: Service, direc
         tiff = request(accepted)
         assert tiff.headers["content-type"] == "image/tiff"
     labels = tifffile.imread(io.BytesIO(tiff.content))
-    assert np.array_equal(planes(service.client.get(f"/jobs/{job['id']}/planes")), labels)
+    assert np.array_equal(parse_planes(service.client.get(f"/jobs/{job['id']}/planes")), labels)
     for media_type in MEDIA_TYPES:
         assert request(f"{media_type}, */*;q=0.1").headers["content-type"] == media_type
     assert np.array_equal(np.load(io.BytesIO(request(MEDIA_TYPES[0]).content)), labels)
@@ -225,8 +227,8 @@ def test_conversion_without_a_scratch_folder_is_reported_as_unavailable(service:
     requests = service.runtime.scratch.requests_folder
     requests.rename(requests.with_name("moved"))
     try:
-        answer = service.result(job, Accept="application/x-npy")
+        response = service.result(job, Accept="application/x-npy")
     finally:
         if not requests.exists():
             requests.with_name("moved").rename(requests)
-    assert problem(answer) == (503, "storage-unavailable")
+    assert problem(response) == (503, "storage-unavailable")

@@ -41,8 +41,8 @@ def test_status_lists_running_waiting_and_finished_requests(live: Live) -> None:
     report = status()
     assert report["requests"] == []
     assert len(report["recent"]) == 2
-    newest, before = report["recent"]
-    assert newest["ended"] >= before["ended"]
+    newest, previous = report["recent"]
+    assert newest["ended"] >= previous["ended"]
     assert (newest["model"], newest["voxels"]) == ("bands", 3 * 8 * 8)
     assert list(newest["seconds"])[:3] == ["receive", "read", "queue"]
     assert newest["seconds"]["windows"] == 0.5

@@ -4,7 +4,7 @@ import { element } from "../core/elements.js";
 import { formatNumber } from "../core/format.js";
 import { table } from "./card.js";
 
-/** @typedef {import("openapi").SegmentedReport} Segmented */
+/** @typedef {import("openapi").SegmentationReport} Segmented */
 
 /** Groups of stages with the same color. @type {[string, string[]][]} */
 const GROUPS = [

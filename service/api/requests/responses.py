@@ -1,4 +1,4 @@
-"""Build the response with a result: as stored, or the part or file format of it that the request prefers."""
+"""Responses with a result: the stored file, or the part or file format that the client prefers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from fastapi import Request
 
-from service.api.dependencies import get_client
+from service.api.dependencies import get_quota_name
 from service.api.messages.headers import get_header
 from service.api.messages.results import ResultResponse, build_response
 from service.serving.results.media_types import choose_media_type, convert_result
@@ -20,8 +20,8 @@ from service.serving.storage.disk import translate_disk_errors
 from service.serving.storage.threads import run_in_thread
 
 
-async def send_segmented(request: Request, runtime: Runtime, stack: StackResult) -> ResultResponse:
-    """Return the response with a segmented stack in the format that the `Accept` header prefers."""
+async def build_stack_response(request: Request, runtime: Runtime, stack: StackResult) -> ResultResponse:
+    """Return the response with the result for a stack, in the format that the `Accept` header prefers."""
     response = build_response(stack.path, stack.metadata, stack.content, stack.status)
     if stack.file is not None:
         response.resources.callback(stack.file.close)
@@ -32,32 +32,32 @@ async def send_segmented(request: Request, runtime: Runtime, stack: StackResult)
     else:
         async with response.resources:
             file = await run_in_thread(response.open)
-            response = await send_part(request, runtime, file, stack.metadata, media_type)
+            response = await build_part_response(request, runtime, file, stack.metadata, media_type)
     if stack.cache is not None:
         response.headers["X-Cache"] = stack.cache
     return response
 
 
-async def send_part(
+async def build_part_response(
     request: Request, runtime: Runtime, file: BinaryIO, metadata: AnswerMetadata, media_type: str
 ) -> ResultResponse:
-    """Return the response with one file of a result archive, or with the labels converted to another format.
+    """Return the response with one file from a result archive, or with the labels converted to another format.
 
-    The requested content is written to a temporary file, which is deleted after the response. Closes `file`.
+    The content is written to a temporary file, which is deleted after the response has been sent. Closes `file`.
     """
-    with translate_disk_errors(), ExitStack() as opened:
-        opened.callback(file.close)
-        space = opened.enter_context(runtime.scratch_space.new_reservation(get_client(request)))
+    with translate_disk_errors(), ExitStack() as exit_stack:
+        exit_stack.callback(file.close)
+        space = exit_stack.enter_context(runtime.scratch_space.new_reservation(get_quota_name(request)))
         folder = runtime.scratch.make_request_folder()
-        opened.callback(partial(shutil.rmtree, folder, ignore_errors=True))
-        extract_part = partial(convert_result, runtime.reader, file, metadata, media_type, folder)
-        path, part_metadata = await run_in_thread(extract_part, runtime.decode_threads.for_client(space.client))
+        exit_stack.callback(partial(shutil.rmtree, folder, ignore_errors=True))
+        convert = partial(convert_result, runtime.reader, file, metadata, media_type, folder)
+        path, part_metadata = await run_in_thread(convert, runtime.decode_threads.for_client(space.client))
         space.reserve(path.stat().st_size)
         response = build_response(path, part_metadata)
-        response.resources.callback(opened.pop_all().close)
+        response.resources.callback(exit_stack.pop_all().close)
         return response
 
 
 def make_etag(key: str) -> str:
-    """Return a strong ETag: equal keys mean equal labels, although the times in the headers may differ."""
+    """Return a strong ETag for a cache key. Results with the same key have the same labels; stage times may differ."""
     return f'"{key[:32]}"'
