@@ -1,4 +1,4 @@
-"""Readers with child processes, for tests of reading and of rejecting files."""
+"""Readers with child processes, for tests that read or reject files."""
 
 from __future__ import annotations
 
