@@ -34,7 +34,7 @@ def test_exit_status_is_zero_if_the_network_runs_as_configured(bench: list[str],
     ("options", "message"),
     [(["--repeats", "0"], "--repeats"), (["--hosts", "--plot", "bench.png"], "Remove --plot or --hosts")],
 )
-def test_invalid_options_are_refused(bench: list[str], stackseg: Any, options: list[str], message: str) -> None:
+def test_invalid_options_are_rejected(bench: list[str], stackseg: Any, options: list[str], message: str) -> None:
     assert message in stackseg(*bench, *options, status=1)
 
 
@@ -86,5 +86,5 @@ def test_each_row_of_hosts_is_printed_immediately(
     monkeypatch.setattr(hosts, "measure", measure)
     json_path = tmp_path / "hosts.json"
     assert main([*bench, "--hosts", "--json", str(json_path)]) == 0
-    assert printed == [f"{hosts.HEAD}\n| 1 | 10.0 | 100% |\n", "| 2 | 16.0 | 80% |\n"]
+    assert printed == [f"{hosts.TABLE_HEADER}\n| 1 | 10.0 | 100% |\n", "| 2 | 16.0 | 80% |\n"]
     assert [row["workers"] for row in json.loads(json_path.read_text())] == [1, 2]

@@ -30,18 +30,18 @@ from service.models.spec import ModelSpec
 
 # Number of rounds of a comparison, and their time limit.
 ROUNDS = 12
-SECONDS = 60.0
-# Time limit for the rounds of one pair of runners.
+MAX_SECONDS = 60.0
+# Time limit for the rounds of one pair of networks.
 PAIR_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
 
 class Runner(NamedTuple):
-    """Network that is ready for timing. `call` runs one batch of `windows` windows.
+    """Network to be timed. `call` runs one batch of `windows` windows.
 
-    precision  selects the peak speed to which the network is compared
-    exact      whether that peak is measured without TF32, as the network runs
+    precision  selects the peak speed with which the network is compared
+    exact      whether that peak is measured without TF32, because the network runs without it
     """
 
     name: str
@@ -55,9 +55,9 @@ class Runner(NamedTuple):
 class Row:
     """Result for one engine.
 
-    problem     reason if there are no measurements
+    problem     reason why there are no measurements, or None
     ratio       windows per second relative to the first row of the group, round by round
-    peak_share  speed relative to a large matrix product in this precision; above 1 if an engine reduces the arithmetic
+    peak_share  speed relative to a large matrix product in this precision; above 1 if an engine needs fewer operations
     """
 
     group: str
@@ -75,9 +75,9 @@ class Row:
 class DevicePeak:
     """Peak speed of a device, used as a reference for networks.
 
-    gflop  arithmetic of one window of the network
+    gflop  floating-point operations of the network per window, in units of 1e9
     peaks  GFLOP/s of a large matrix product by precision; "fp32 exact" is without TF32
-    clock  `time.process_time` excludes the time of other processes on a busy machine, for a single thread
+    clock  timer; on a busy machine, use `time.process_time` for a single thread, since it excludes other processes
     """
 
     device: torch.device
@@ -85,43 +85,45 @@ class DevicePeak:
     peaks: dict[str, float] = field(default_factory=dict)
     clock: Callable[[], float] = time.perf_counter
 
-    def measure(self, name: str, *, exact: bool = False) -> float:
+    def measure(self, precision_name: str, *, exact: bool = False) -> float:
         """Measure the peak and return the highest value so far, which excludes moments when the device was busy.
 
         exact  measure without TF32
         """
         with tf32.disable_tf32() if exact else nullcontext():
-            latest = measure_matrix_peak(DTYPES[name], self.device, clock=self.clock) / 1e9
-        key = f"{name} exact" if exact else name
+            latest = measure_matrix_peak(DTYPES[precision_name], self.device, clock=self.clock) / 1e9
+        key = f"{precision_name} exact" if exact else precision_name
         self.peaks[key] = max(self.peaks.get(key, 0.0), latest)
         return self.peaks[key]
 
 
-def compare_runners(group: str, runners: Sequence[Runner], peak: DevicePeak, seconds: float = SECONDS) -> Iterator[Row]:
-    """Time all runners alternately and compare them with the first one. Rows are yielded after all timings."""
-    times = time_alternately([runner.call for runner in runners], ROUNDS, seconds, peak.clock)
-    kinds = {(runner.precision, runner.exact) for runner in runners}
-    peaks = {(name, exact): peak.measure(name, exact=exact) for name, exact in kinds}
+def compare_runners(
+    group: str, networks: Sequence[Runner], peak: DevicePeak, seconds: float = MAX_SECONDS
+) -> Iterator[Row]:
+    """Time all networks alternately and compare them with the first one. Rows are yielded after all timings."""
+    times = time_alternately([network.call for network in networks], ROUNDS, seconds, peak.clock)
+    precisions = {(network.precision, network.exact) for network in networks}
+    peaks = {(precision_name, exact): peak.measure(precision_name, exact=exact) for precision_name, exact in precisions}
     seconds_per_window = [
-        [t / runner.windows for t in durations] for runner, durations in zip(runners, times, strict=True)
+        [t / network.windows for t in durations] for network, durations in zip(networks, times, strict=True)
     ]
-    for runner, durations in zip(runners, seconds_per_window, strict=True):
-        spread = Spread.of([1000 * t for t in durations])
-        speed = 1000 / spread.median
+    for network, durations in zip(networks, seconds_per_window, strict=True):
+        spread = Spread.from_values([1000 * t for t in durations])
+        windows_per_second = 1000 / spread.median
         yield Row(
             group,
-            runner.name,
-            runner.windows,
+            network.name,
+            network.windows,
             ms_per_window=spread,
-            windows_per_second=speed,
-            gflop_per_second=speed * peak.gflop,
-            peak_share=speed * peak.gflop / peaks[runner.precision, runner.exact],
-            ratio=Spread.ratio(seconds_per_window[0], durations),
+            windows_per_second=windows_per_second,
+            gflop_per_second=windows_per_second * peak.gflop,
+            peak_share=windows_per_second * peak.gflop / peaks[network.precision, network.exact],
+            ratio=Spread.from_ratios(seconds_per_window[0], durations),
         )
 
 
 class RunnerBuilder(NamedTuple):
-    """Builder of a `Runner`. `build` raises one of `backends.ENGINE_ERRORS` if the engine does not run here.
+    """Builder of a `Runner`. `build` raises one of `backends.ENGINE_ERRORS` if the engine does not run on the device.
 
     compiled  whether building calls torch.compile, which is slow
     """
@@ -140,41 +142,41 @@ def compare_with_first(
     build_seconds: float = math.inf,
     pair_seconds: float = PAIR_SECONDS,
 ) -> Iterator[Row]:
-    """Yield the row of `first`. Then build each runner, time it alternately with `first`, and yield its row.
+    """Yield the row of `first`. Then build each network, time it alternately with `first`, and yield its row.
 
-    Each runner is released before the next one is built. The row of a runner that fails contains the reason.
+    Each network is released before the next one is built. The row of a network that fails contains the reason.
 
-    build_seconds  time limit for building all runners; no other runner is built after it
+    build_seconds  time limit for building all networks; once it has passed, no more networks are built
     pair_seconds   time limit for the rounds of each pair
     """
     group = "engines"
     yield from compare_runners(group, [first], peak, pair_seconds)
-    elapsed = 0.0
+    total_build_seconds = 0.0
     for builder in builders:
-        if elapsed > build_seconds:
+        if total_build_seconds > build_seconds:
             yield Row(group, builder.name, builder.windows, f"not built: the limit of {build_seconds:g} s was reached")
             continue
-        start = time.monotonic()
+        build_start = time.monotonic()
         try:
-            row, build_duration = _compare_pair(group, first, builder, peak, pair_seconds)
+            row, duration = _compare_pair(group, first, builder, peak, pair_seconds)
         except backends.ENGINE_ERRORS as error:
-            row, build_duration = (
+            row, duration = (
                 Row(group, builder.name, builder.windows, backends.get_first_line(error)),
-                time.monotonic() - start,
+                time.monotonic() - build_start,
             )
-        elapsed += build_duration
+        total_build_seconds += duration
         yield row
 
 
 def _compare_pair(
     group: str, first: Runner, builder: RunnerBuilder, peak: DevicePeak, seconds: float
 ) -> tuple[Row, float]:
-    """Return the row of a built runner, timed alternately with `first`, and the seconds that building took."""
+    """Build a network and time it alternately with `first`. Return its row and the seconds that building took."""
     log.info("building %s x%d", builder.name, builder.windows)
     start = time.monotonic()
-    runner = builder.build()
+    network = builder.build()
     build_duration = time.monotonic() - start
-    _, row = compare_runners(group, [first, runner], peak, seconds)
+    _, row = compare_runners(group, [first, network], peak, seconds)
     return row, build_duration
 
 
@@ -188,25 +190,25 @@ def collect_rows(rows: Iterable[Row], collected: list[Row]) -> Iterator[Row]:
 def list_engines(
     spec: ModelSpec, settings: Settings, device: torch.device, batch_sizes: Iterable[int]
 ) -> Iterator[RunnerBuilder]:
-    """List builders for every engine that the settings allow and that suits the network, at every batch size."""
+    """Yield builders for every engine that the settings allow and that suits the network, at every batch size."""
     network, selector = load_selector(spec, settings, device)
-    names = precision.list_precisions(settings.engine.precision, devices.native_precisions(device))
+    precisions = precision.list_precisions(settings.engine.precision, devices.native_precisions(device))
     with_tf32 = allows_tf32(settings.engine, device)
 
-    def build(choice: EngineConfig) -> Runner:
-        window = selector.build(choice).window
+    def build(config: EngineConfig) -> Runner:
+        window = selector.build(config).window
         return Runner(
-            format_config(choice, with_tf32=with_tf32),
-            choice.sw_batch_size,
-            choice.precision,
+            format_config(config, with_tf32=with_tf32),
+            config.sw_batch_size,
+            config.precision,
             make_call(window.network, window.batch, device),
         )
 
     for size in batch_sizes:
-        for choice in backends.list_configs(settings.engine, device, names, size):
-            if backends.BACKENDS[choice.engine].can_improve(network):
-                name = format_config(choice, with_tf32=with_tf32)
-                yield RunnerBuilder(name, size, partial(build, choice), compiled=choice.compile_mode is not None)
+        for config in backends.list_configs(settings.engine, device, precisions, size):
+            if backends.BACKENDS[config.engine].can_improve(network):
+                name = format_config(config, with_tf32=with_tf32)
+                yield RunnerBuilder(name, size, partial(build, config), compiled=config.compile_mode is not None)
 
 
 def load_selector(spec: ModelSpec, settings: Settings, device: torch.device) -> tuple[nn.Module, EngineSelector]:
@@ -217,23 +219,23 @@ def load_selector(spec: ModelSpec, settings: Settings, device: torch.device) -> 
 
 
 def allows_tf32(settings: EngineSettings, device: torch.device) -> bool:
-    """Return whether float32 products may use TF32: on GPUs since Ampere, unless disabled in the settings."""
+    """Return whether float32 matrix products may use TF32: on GPUs since Ampere, unless disabled in the settings."""
     if device.type != "cuda" or settings.matmul_precision == "highest":
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def format_config(choice: EngineConfig, *, with_tf32: bool = False) -> str:
+def format_config(config: EngineConfig, *, with_tf32: bool = False) -> str:
     """Format an engine configuration without its batch size.
 
-    with_tf32  whether float32 products may use TF32; if so, the text of a float32 configuration includes it
+    with_tf32  whether float32 matrix products may use TF32, which is then shown for float32 configurations
     """
-    mode = f" ({choice.compile_mode})" if choice.compile_mode else ""
-    return f"{choice.engine}{mode} {format_precision(choice.precision, with_tf32=with_tf32)} {choice.memory_format}"
+    mode = f" ({config.compile_mode})" if config.compile_mode else ""
+    return f"{config.engine}{mode} {format_precision(config.precision, with_tf32=with_tf32)} {config.memory_format}"
 
 
 def format_precision(name: str, *, with_tf32: bool) -> str:
-    """Format a precision, with TF32 if float32 products may use it."""
+    """Format a precision, with TF32 if float32 matrix products may use it."""
     return f"{name} (TF32)" if with_tf32 and name == "fp32" else name
 
 

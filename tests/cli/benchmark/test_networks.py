@@ -125,23 +125,23 @@ def ampere(monkeypatch):
     """Simulate a GPU with TF32, which cannot run anything."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     monkeypatch.setattr(devices, "native_precisions", lambda _device: devices.cuda_precisions((8, 0)))
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    previous = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
     yield
-    torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before[1:]
+    torch.set_float32_matmul_precision(previous[0])
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = previous[1:]
 
 
 @pytest.mark.usefixtures("ampere")
 def test_names_on_a_gpu_show_whether_tf32_is_allowed(bands):
-    def names(**engine):
+    def list_names(**engine):
         settings = Settings.model_validate({"engine": {"kind": "eager", "channels_last": False, **engine}})
         return [builder.name for builder in networks.list_engines(bands, settings, CUDA, (8,))]
 
-    assert names(precision="fp32") == ["eager fp32 (TF32) contiguous"]
-    assert names(precision="fp32", matmul_precision="highest") == ["eager fp32 contiguous"]
-    assert names(precision="bf16") == ["eager bf16 contiguous"]
-    recorded = EngineConfig("cudagraph", "fp32", "contiguous", 8, "default")
-    assert format_config(recorded, with_tf32=True) == "cudagraph (default) fp32 (TF32) contiguous"
+    assert list_names(precision="fp32") == ["eager fp32 (TF32) contiguous"]
+    assert list_names(precision="fp32", matmul_precision="highest") == ["eager fp32 contiguous"]
+    assert list_names(precision="bf16") == ["eager bf16 contiguous"]
+    config = EngineConfig("cudagraph", "fp32", "contiguous", 8, "default")
+    assert format_config(config, with_tf32=True) == "cudagraph (default) fp32 (TF32) contiguous"
 
 
 def test_tf32_requires_a_gpu_that_supports_it(monkeypatch):
@@ -161,13 +161,13 @@ def test_exact_runner_is_compared_with_the_peak_without_tf32(peak, monkeypatch):
         return (2e15 if allowed else 1e15) * 1.0
 
     monkeypatch.setattr(networks, "measure_matrix_peak", measure_matrix_peak)
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    previous = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     tf32._set("high")
     try:
         fast, exact = networks.compare_runners("", [IN_USE, IN_USE._replace(exact=True)], peak)
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+        torch.set_float32_matmul_precision(previous[0])
+        torch.backends.cudnn.allow_tf32 = previous[1]
     assert matmul_precisions == {True: "high", False: "highest"}
     assert peak.peaks == {"fp32": 2e6, "fp32 exact": 1e6}
     assert fast.peak_share == pytest.approx(fast.gflop_per_second / 2e6)
