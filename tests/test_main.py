@@ -126,7 +126,7 @@ def test_existing_results_are_replaced_with_force(config: Path, stack: Path, tmp
     [
         ((3, 2, 40, 50), [], "for example --axes ZCYX."),
         ((4, 40, 50), ["--axes", "TYX"], "Choose one with --time 0 to --time 3, or all with --time all."),
-        ((4, 40, 50), ["--axes", "CYX"], "choose with --channel"),
+        ((4, 40, 50), ["--axes", "CYX"], "--channel (index or name)"),
         ((4, 40, 50), ["--axes", "ZYX", "--channel", "DAPI"], "--channel 'DAPI' does not exist: the file has 1"),
         ((4, 40, 50), ["--voxel-size", "1"], "--voxel-size: Expected three positive numbers"),
         ((4, 40, 50), ["--sw-batch-size", "0"], "--sw-batch-size: "),
@@ -212,7 +212,7 @@ def test_invalid_header_is_rejected_before_weights_are_loaded(
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     spec.write_text(re.sub(r"(?<=sha256: )\w+", digest, spec.read_text()))
     stack.write_bytes(as_tiff(np.zeros((8, 3, 16, 16), np.uint16), metadata={"axes": "ZCYX"}))
-    assert "choose with --channel" in stackseg(
+    assert "--channel (index or name)" in stackseg(
         "segment", stack, tmp_path / "out.tif", "--config", config, "--models", models, status=1
     )
 
@@ -269,7 +269,7 @@ def test_missing_model_folder_exits_with_status_two(
     monkeypatch.chdir(tmp_path)
     arguments = command.format(stack=stack).split()
     (line,) = stackseg(*arguments, "--config", config, "--models", "nowhere", status=2).splitlines()
-    assert line.startswith("stackseg: The model repository nowhere is not a folder of the working directory; name")
+    assert line.startswith("stackseg: The model repository nowhere is not a folder in the working directory; ")
 
 
 def test_models_option_overrides_the_configuration(config: Path, random_nuclei: ModelSpec, stackseg: Any) -> None:
@@ -344,8 +344,8 @@ def test_unusable_certificate_exits_with_status_two(config: Path, stackseg: Any,
 @pytest.mark.parametrize("arguments", [["--help"], ["models"], ["key", "ada"]])
 def test_commands_without_a_model_do_not_import_torch(arguments: list[str]) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "service", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in completed.stderr.splitlines()}
     assert "argparse" in imported
     assert imported.isdisjoint({"torch", "monai", "tifffile", "fastapi"})
 

@@ -55,9 +55,9 @@ def get_part_shape(layout: Layout, part: StackPart) -> StackShape:
 
 def expand(pixels: Array, letters: str) -> Array:
     """Transpose pixels whose axes are a subset of CSZYX to [C, S, Z, Y, X], with length 1 for the missing axes."""
-    missing = "".join(axis for axis in "CSZYX" if axis not in letters)
-    pixels = pixels[(np.newaxis,) * len(missing)]
-    return pixels.transpose([(missing + letters).index(axis) for axis in "CSZYX"])
+    missing_axes = "".join(axis for axis in "CSZYX" if axis not in letters)
+    pixels = pixels[(np.newaxis,) * len(missing_axes)]
+    return pixels.transpose([(missing_axes + letters).index(axis) for axis in "CSZYX"])
 
 
 def find_channels(

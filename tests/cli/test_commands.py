@@ -150,8 +150,8 @@ def test_suffix_selects_the_format_of_labels(config: list[str], stack: Path, tmp
         stackseg("segment", stack / "image.tif", tmp_path / name, *config)
     labels = read(tmp_path / "labels.tif").array()[0]
     assert np.array_equal(np.load(tmp_path / "labels.npy"), labels)
-    stored = gzip.decompress((tmp_path / "labels.nii.gz").read_bytes())[352:]
-    assert np.array_equal(np.frombuffer(stored, labels.dtype).reshape(labels.shape), labels)
+    nifti_content = gzip.decompress((tmp_path / "labels.nii.gz").read_bytes())[352:]
+    assert np.array_equal(np.frombuffer(nifti_content, labels.dtype).reshape(labels.shape), labels)
     command = ["segment", str(stack / "image.tif"), str(tmp_path / "scores.npy"), "--output", "probabilities", *config]
     assert "only TIFF and OME-Zarr support probabilities" in stackseg(*command, status=1)
 

@@ -66,10 +66,10 @@ def test_suggested_axes_are_valid(stored: str, data: st.DataObject) -> None:
     try:
         axes.resolve_axes(stored, shape, None, "the metadata is damaged")
     except AmbiguousAxes as error:
-        found = re.search(r"axes=(\w*)", str(error))
-        assert bool(found) == (len(stored) <= len(axes.LETTERS))
-        if found:
-            axes.resolve_axes(stored, shape, found[1])
+        match = re.search(r"axes=(\w*)", str(error))
+        assert bool(match) == (len(stored) <= len(axes.LETTERS))
+        if match:
+            axes.resolve_axes(stored, shape, match[1])
 
 
 def test_unusable_metadata_is_rejected_for_stacks_and_noted_for_planes() -> None:
@@ -103,9 +103,9 @@ def test_error_for_invalid_override_contains_stored_shape_or_letters(override: s
 
 @given(st.text(max_size=7), st.lists(st.integers(1, 5), min_size=2, max_size=6))
 def test_any_override_is_valid_or_a_bad_parameter(override: str, shape: list[int]) -> None:
-    stored = "TZCYXS"[-len(shape) :]
+    stored_axes = "TZCYXS"[-len(shape) :]
     try:
-        layout = axes.resolve_axes("QQQQYX"[-len(stored) :], shape, override)
+        layout = axes.resolve_axes("QQQQYX"[-len(stored_axes) :], shape, override)
     except BadParameter:
         return
     assert len(layout.axes) == len(layout.shape)

@@ -123,7 +123,7 @@ def compare_runners(
 
 
 class RunnerBuilder(NamedTuple):
-    """Builder of a `Runner`. `build` raises one of `backends.ENGINE_ERRORS` if the engine does not run on the device.
+    """Builder of a `Runner`. `build` raises one of `backends.ENGINE_ERRORS` on failure.
 
     compiled  whether building calls torch.compile, which is slow
     """

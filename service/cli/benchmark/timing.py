@@ -47,8 +47,8 @@ def time_alternately(
     """Return the seconds that every call took in every round. After `seconds`, only the second round still starts."""
     times: list[list[float]] = [[] for _ in calls]
     deadline = time.monotonic() + seconds
-    for done in range(rounds):
-        if done >= 2 and time.monotonic() > deadline:
+    for round_number in range(rounds):
+        if round_number >= 2 and time.monotonic() > deadline:
             break
         for call, durations in zip(calls, times, strict=True):
             start = clock()

@@ -74,8 +74,8 @@ class ChunkCodec:
                 raise BadFile(f"A chunk of the Zarr array cannot be decoded: {str(error)[:160]}") from error
         if len(content) != nbytes:
             raise BadFile(f"A chunk of the Zarr array decodes to {len(content)} bytes instead of {nbytes}.")
-        stored = np.frombuffer(content, self.dtype).reshape([shape[axis] for axis in self.order])
-        return stored.transpose(np.argsort(self.order))
+        stored_pixels = np.frombuffer(content, self.dtype).reshape([shape[axis] for axis in self.order])
+        return stored_pixels.transpose(np.argsort(self.order))
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ def _parse_index(data: bytes | None, sharding: Sharding) -> Array:
 
 def _verify_checksum(data: bytes, subject: str) -> bytes:
     """Verify and remove the CRC-32C at the end of the data. Raises BadFile if it does not match."""
-    content, expected = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
-    if google_crc32c.value(content).to_bytes(_CHECKSUM_BYTES, "little") != expected:
+    content, expected_checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+    if google_crc32c.value(content).to_bytes(_CHECKSUM_BYTES, "little") != expected_checksum:
         raise BadFile(
             f"{subject} of the Zarr array does not match its checksum (CRC-32C). Copy or export the store again."
         )

@@ -155,17 +155,19 @@ class ZarrStack(OpenStack):
         blocks = [self._decode_chunk(chunk_index, data) for chunk_index, data in zip(row, encoded_chunks, strict=True)]
         row_pixels = np.concatenate(blocks, axis=4) if len(blocks) > 1 else blocks[0]
         steps = zip(self._axes, row[0], self.image.array.chunks, strict=True)
-        first = {axis: index * step for axis, index, step in steps}
+        first_indices = {axis: index * step for axis, index, step in steps}
         start, slices = list[int](), list[slice]()
         for axis, extent, length in zip("ZYX", region, row_pixels.shape[2:], strict=True):
-            first_voxel = max(first.get(axis, 0), extent.start)
+            first_voxel = max(first_indices.get(axis, 0), extent.start)
             start.append(first_voxel - extent.start)
-            slices.append(slice(first_voxel - first.get(axis, 0), min(length, extent.stop - first.get(axis, 0))))
+            slices.append(
+                slice(first_voxel - first_indices.get(axis, 0), min(length, extent.stop - first_indices.get(axis, 0)))
+            )
         z, y, x = start
-        cropped: Array = row_pixels[:, :, slices[0], slices[1], slices[2]]
-        first_channel = first.get("C", 0), first.get("S", 0)
+        cropped_pixels: Array = row_pixels[:, :, slices[0], slices[1], slices[2]]
+        first_channel = first_indices.get("C", 0), first_indices.get("S", 0)
         for position, channel in axes.find_channels(self.layout, self.part, first_channel, row_pixels):
-            store(position, (z, y, x), np.ascontiguousarray(cropped[channel]))
+            store(position, (z, y, x), np.ascontiguousarray(cropped_pixels[channel]))
 
     def _decode_chunk(self, chunk_index: ChunkIndex, encoded_chunk: bytes | None) -> Array:
         """Decode one chunk at the selected time as [C, S, Z, Y, X], without the padding beyond the end of the array."""

@@ -142,8 +142,8 @@ def partial_path(path: Path) -> Path:
 def _choose_steps(segmentation: Segmentation) -> Iterator[tuple[int, int, int]]:
     """Yield the steps along z, y, x of each resolution, beginning with the full resolution.
 
-    Y and X are halved until the planes are small. Z is halved at the same time unless its voxels are already longer
-    than those along Y and X.
+    Y and X are halved until the planes are small. Z is halved at the same time unless the planes are
+    farther apart than the resulting pixels.
     """
     sizes = np.array(tuple(segmentation.voxel_size or (np.inf, 1.0, 1.0)))
     steps, shape = np.ones(3, int), np.array(segmentation.pixels.shape[-3:])

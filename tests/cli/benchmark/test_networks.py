@@ -125,10 +125,14 @@ def ampere(monkeypatch):
     """Simulate a GPU with TF32, which cannot run anything."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     monkeypatch.setattr(devices, "native_precisions", lambda _device: devices.cuda_precisions((8, 0)))
-    previous = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    previous_settings = (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+    )
     yield
-    torch.set_float32_matmul_precision(previous[0])
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = previous[1:]
+    torch.set_float32_matmul_precision(previous_settings[0])
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = previous_settings[1:]
 
 
 @pytest.mark.usefixtures("ampere")
@@ -161,13 +165,13 @@ def test_exact_runner_is_compared_with_the_peak_without_tf32(peak, monkeypatch):
         return (2e15 if allowed else 1e15) * 1.0
 
     monkeypatch.setattr(networks, "measure_matrix_peak", measure_matrix_peak)
-    previous = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    previous_settings = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     tf32._set("high")
     try:
         fast, exact = networks.compare_runners("", [IN_USE, IN_USE._replace(exact=True)], peak)
     finally:
-        torch.set_float32_matmul_precision(previous[0])
-        torch.backends.cudnn.allow_tf32 = previous[1]
+        torch.set_float32_matmul_precision(previous_settings[0])
+        torch.backends.cudnn.allow_tf32 = previous_settings[1]
     assert matmul_precisions == {True: "high", False: "highest"}
     assert peak.peaks == {"fp32": 2e6, "fp32 exact": 1e6}
     assert fast.peak_share == pytest.approx(fast.gflop_per_second / 2e6)
