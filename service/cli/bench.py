@@ -41,6 +41,12 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Also measure a plain MONAI script, alternating with the requests (requires a git clone)",
     )
+    _add_comparison_options(bench)
+    bench.set_defaults(run=run)
+
+
+def _add_comparison_options(bench: argparse.ArgumentParser) -> None:
+    """Add the options for comparing engines and for writing results to files."""
     bench.add_argument(
         "--compare-engines",
         action="store_true",
@@ -65,7 +71,6 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--plot", type=Path, metavar="PNG", help="Plot stages and comparisons as bar charts (requires the demo extra)"
     )
-    bench.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
