@@ -44,12 +44,12 @@ from torch import Tensor, nn
 from service.cli.benchmark.networks import (
     DevicePeak,
     Row,
-    Runner,
-    RunnerBuilder,
-    allows_tf32,
-    compare_runners,
+    TimedNetwork,
+    TimedNetworkBuilder,
+    compare_networks,
     format_config,
-    list_engines,
+    is_tf32_allowed,
+    iter_builders,
     load_selector,
     make_call,
 )
@@ -174,7 +174,7 @@ BARE_LOOPS: dict[str, Callable[[nn.Module, Tensor, str], Network]] = {
 
 def build_bare_loops(
     network: nn.Module, spec: ModelSpec, sizes: list[int], device: torch.device, precisions: list[str]
-) -> Iterator[Runner]:
+) -> Iterator[TimedNetwork]:
     """Build a bare loop for each runtime, precision and batch size; print an error for each that fails."""
     with torch.inference_mode():
         for size in sizes:
@@ -188,7 +188,7 @@ def build_bare_loops(
                 except (ImportError, RuntimeError) as error:
                     print(f"bare {name} {precision}: {backends.get_first_line(error)}")
                 else:
-                    yield Runner(f"bare {name} {precision}", size, precision, make_call(run, batch, device))
+                    yield TimedNetwork(f"bare {name} {precision}", size, precision, make_call(run, batch, device))
 
 
 def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, list[Row]]:
@@ -204,8 +204,8 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
     shape = (spec.input.channels, *spec.input.roi_size)
     selected = selector.tune(options.tune_seconds)
     window, size = selected.window, selected.config.sw_batch_size
-    format_name = partial(format_config, with_tf32=allows_tf32(settings.engine, device))
-    auto = Runner(
+    format_name = partial(format_config, tf32_allowed=is_tf32_allowed(settings.engine, device))
+    auto = TimedNetwork(
         f"auto: {format_name(selected.config)}",
         size,
         selected.config.precision,
@@ -225,14 +225,14 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
     }
     others = (
         builder
-        for builder in list_engines(spec, settings, device, sizes)
+        for builder in iter_builders(spec, settings, device, sizes)
         if (builder.name, builder.windows) not in excluded
     )
     rows = compare_twice([auto, *bare_loops], others, peak)
     return f"{spec.identifier}, {peak.gflop:.1f} GFLOP per window, tuned in {selected.seconds:.0f} s", rows
 
 
-def compare_twice(first: list[Runner], builders: Iterable[RunnerBuilder], peak: DevicePeak) -> list[Row]:
+def compare_twice(first: list[TimedNetwork], builders: Iterable[TimedNetworkBuilder], peak: DevicePeak) -> list[Row]:
     """Compare all engines, then compare the first and those close to the fastest again for longer.
 
     Returns rows of the engines that could not be built, then a row for each other engine.
@@ -243,10 +243,10 @@ def compare_twice(first: list[Runner], builders: Iterable[RunnerBuilder], peak: 
             runners.append(builder.build())
         except backends.ENGINE_ERRORS as error:
             failed.append(Row("engines", builder.name, builder.windows, backends.get_first_line(error)))
-    rows = list(compare_runners("engines", runners, peak))
+    rows = list(compare_networks("engines", runners, peak))
     ratios = [row.ratio.median for row in rows if row.ratio is not None]
     finalists = [index for index, ratio in enumerate(ratios) if index == 0 or ratio > MIN_SPEED_FOR_FINAL * max(ratios)]
-    final_rows = compare_runners("engines", [runners[index] for index in finalists], peak, FINAL_SECONDS)
+    final_rows = compare_networks("engines", [runners[index] for index in finalists], peak, FINAL_SECONDS)
     for index, row in zip(finalists, final_rows, strict=True):
         rows[index] = row
     return [*failed, *rows]

@@ -45,11 +45,11 @@ from gpu_checks import load, make_settings, plain_settings, run_checks
 from service.cli.benchmark.networks import (
     DevicePeak,
     Row,
-    Runner,
-    RunnerBuilder,
+    TimedNetwork,
+    TimedNetworkBuilder,
     collect_rows,
     compare_with_first,
-    list_engines,
+    iter_builders,
     load_selector,
     make_call,
 )
@@ -70,7 +70,7 @@ from service.models.spec import ModelSpec
 LIBRARIES = ("numpy", "triton", "monai", "tifffile", "imagecodecs", "pydantic", "starlette", "uvicorn")
 CLIENTS = 8
 # Seconds for comparing a runner with the reference.
-PAIR_SECONDS = 4.0
+MAX_PAIR_SECONDS = 4.0
 # Number of rows in each table of the profile.
 PROFILE_ROWS = 30
 # Do not wait for the last requests when the server is stopped.
@@ -150,7 +150,7 @@ def compare_engines(options: argparse.Namespace) -> int:
     return compare(options, settings, include_compiled=True)
 
 
-def build_reference(spec: ModelSpec, settings: Settings, device: torch.device, batch_size: int) -> Runner:
+def build_reference(spec: ModelSpec, settings: Settings, device: torch.device, batch_size: int) -> TimedNetwork:
     """Build the reference: the network as loaded, in eager float32, without TF32 regardless of the settings.
 
     Raises one of `backends.ENGINE_ERRORS` if the network does not run on this device.
@@ -160,7 +160,7 @@ def build_reference(spec: ModelSpec, settings: Settings, device: torch.device, b
     call = make_call(window.network, window.batch, device)
     for _ in range(WARM_UP_CALLS):
         call()
-    return Runner("eager fp32 contiguous", batch_size, "fp32", call, exact=device.type == "cuda")
+    return TimedNetwork("eager fp32 contiguous", batch_size, "fp32", call, exact=device.type == "cuda")
 
 
 def compare(options: argparse.Namespace, settings: Settings, *, include_compiled: bool) -> int:
@@ -169,17 +169,17 @@ def compare(options: argparse.Namespace, settings: Settings, *, include_compiled
     spec = choose_model(None, settings)
     peak = DevicePeak(device, count_window_flop(load_network(spec), (spec.input.channels, *spec.input.roi_size)) / 1e9)
     reference = build_reference(spec, settings, device, options.batch_sizes[0])
-    builders = list(list_engines(spec, settings, device, options.batch_sizes))
+    builders = list(iter_builders(spec, settings, device, options.batch_sizes))
     rows = list[Row]()
 
-    def order_builders() -> Iterator[RunnerBuilder]:
+    def order_builders() -> Iterator[TimedNetworkBuilder]:
         # Engines without compilation take only seconds, so they are first.
         yield from (builder for builder in builders if not builder.compiled)
         if include_compiled:
             best = min(rows[1:], key=lambda row: row.ms_per_window.median if row.ms_per_window else math.inf).windows
             yield from (builder for builder in builders if builder.compiled and builder.windows == best)
 
-    measured = compare_with_first(reference, order_builders(), peak, pair_seconds=PAIR_SECONDS)
+    measured = compare_with_first(reference, order_builders(), peak, pair_seconds=MAX_PAIR_SECONDS)
     for line in format_table("engine", collect_rows(measured, rows)):
         print(line, flush=True)
     return int(any(row.problem for row in rows))

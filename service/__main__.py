@@ -47,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if options.extra is None:
             raise
-        extra = f"pip install 'stackseg[{options.extra}]'"
+        command = f"pip install 'stackseg[{options.extra}]'"
         sys.stderr.write(
-            f"stackseg: {error.name} is not installed. Install it with the extra {options.extra}: {extra}\n"
+            f"stackseg: {error.name} is not installed. Install it with the {options.extra} extra: {command}\n"
         )
         return 1
     except KeyboardInterrupt:

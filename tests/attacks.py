@@ -190,7 +190,7 @@ def attack_from_reader(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     path = folder / "hostile.tif"
     with (
         open_targets(folder) as targets,
-        Reader(memory_bytes=2**30, seconds=30, decoded_bytes=2**20, processes=1, module="attacks") as reader,
+        Reader(memory_bytes=2**30, seconds=30, decoded_bytes=2**20, process_count=1, module="attacks") as reader,
     ):
         reader.await_start()
         targets["attempts"] = list_blocked_attacks(confinement.LAYERS.keys() - reader.missing_layers)

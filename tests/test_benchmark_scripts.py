@@ -12,7 +12,7 @@ import tifffile
 import torch
 
 from service.cli.benchmark import timing
-from service.cli.benchmark.networks import DevicePeak, Runner, RunnerBuilder
+from service.cli.benchmark.networks import DevicePeak, TimedNetwork, TimedNetworkBuilder
 from service.core.errors import NonFiniteScores
 from service.core.types import Segmentation, Selection
 
@@ -88,8 +88,8 @@ def test_engines_that_cannot_be_built_are_listed_first_with_the_error(monkeypatc
         raise RuntimeError("too large\nmore")
 
     monkeypatch.setattr(timing, "MATRIX_EDGE", 256)
-    working = Runner("working", 1, "fp32", lambda: None)
-    builders = [RunnerBuilder("working", 1, lambda: working), RunnerBuilder("broken", 2, fail)]
+    working = TimedNetwork("working", 1, "fp32", lambda: None)
+    builders = [TimedNetworkBuilder("working", 1, lambda: working), TimedNetworkBuilder("broken", 2, fail)]
     peak = DevicePeak(torch.device("cpu"), 1.0, {"fp32": 1.0})
     rows = engines.compare_twice([working._replace(name="first")], builders, peak)
     assert [(row.name, row.problem) for row in rows] == [("broken", "too large"), ("first", None), ("working", None)]

@@ -88,12 +88,12 @@ def test_objects_are_measured_without_a_service(
         ("out.tif", ["--measurements", "out.tif"], "labels and measurements at the same time"),
         ("out.png", [], "must end with .tif or .tiff"),
         ("out.tif", ["--measurements", "objects.xlsx"], "must end with .csv"),
-        ("old.tif", [], "old.tif already exists. Choose another name, or replace it with --force"),
+        ("old.tif", [], "old.tif already exists. Choose another name, or use --force to replace the file"),
         ("out.tif", ["--measurements", "old.csv"], "old.csv already exists"),
         ("stack.tif", ["--force"], "would replace the input stack"),
     ],
 )
-def test_unwritable_results_are_refused_before_work_starts(
+def test_unwritable_results_are_rejected_before_work_starts(
     config: Path,
     stack: Path,
     stackseg: Any,
@@ -104,10 +104,10 @@ def test_unwritable_results_are_refused_before_work_starts(
 ) -> None:
     monkeypatch.chdir(stack.parent)
     Path("linked.tif").symlink_to(stack)
-    for old in ("old.tif", "old.csv"):
-        Path(old).touch()
+    for name in ("old.tif", "old.csv"):
+        Path(name).touch()
     content = stack.read_bytes()
-    # The unknown model would be refused first if anything had been read before this check.
+    # The unknown model would be rejected first if anything had been read before this check.
     assert text in stackseg(
         "segment", stack, result, "--config", config, "--model", "livers", *extra_arguments, status=1
     )
@@ -126,7 +126,7 @@ def test_existing_results_are_replaced_with_force(config: Path, stack: Path, tmp
     [
         ((3, 2, 40, 50), [], "for example --axes ZCYX."),
         ((4, 40, 50), ["--axes", "TYX"], "Choose one with --time 0 to --time 3, or all with --time all."),
-        ((4, 40, 50), ["--axes", "CYX"], "Use --channel (index or name)"),
+        ((4, 40, 50), ["--axes", "CYX"], "--channel (index or name)"),
         ((4, 40, 50), ["--axes", "ZYX", "--channel", "DAPI"], "--channel 'DAPI' does not exist: the file has 1"),
         ((4, 40, 50), ["--voxel-size", "1"], "--voxel-size: Expected three positive numbers"),
         ((4, 40, 50), ["--sw-batch-size", "0"], "--sw-batch-size: "),
@@ -170,17 +170,17 @@ def test_help_explains_each_option_with_its_default(command: str, capsys: pytest
 def test_progress_is_on_the_terminal_and_the_result_on_standard_output(
     config: Path, stack: Path, tmp_path: Path
 ) -> None:
-    terminal, end = pty.openpty()
-    termios.tcsetwinsize(end, (24, 80))
+    terminal, terminal_input = pty.openpty()
+    termios.tcsetwinsize(terminal_input, (24, 80))
     os.set_blocking(terminal, False)
     command = [sys.executable, "-m", "service", "segment", stack, tmp_path / "out.tif", "--config", config]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=end, text=True, check=True)
+    completed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=terminal_input, text=True, check=True)
     output = os.read(terminal, 2**16).decode()
-    for descriptor in (terminal, end):
+    for descriptor in (terminal, terminal_input):
         os.close(descriptor)
     for step in ("reading", "loading bands/1", "windows"):
         assert step in output
-    assert done.stdout.startswith(f"{tmp_path / 'out.tif'}: bands/1 (")
+    assert completed.stdout.startswith(f"{tmp_path / 'out.tif'}: bands/1 (")
 
 
 def interrupt(process: subprocess.Popen[str]) -> str:
@@ -203,7 +203,7 @@ def test_unknown_option_shows_usage_and_suggestion(capsys: pytest.CaptureFixture
     assert "--modle membranes; did you mean --model?" in output
 
 
-def test_invalid_header_is_refused_before_weights_are_loaded(
+def test_invalid_header_is_rejected_before_weights_are_loaded(
     bands_repository: Path, config: Path, tmp_path: Path, stackseg: Any
 ) -> None:
     models, stack = shutil.copytree(bands_repository, tmp_path / "models"), tmp_path / "channels.tif"
@@ -212,7 +212,7 @@ def test_invalid_header_is_refused_before_weights_are_loaded(
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     spec.write_text(re.sub(r"(?<=sha256: )\w+", digest, spec.read_text()))
     stack.write_bytes(as_tiff(np.zeros((8, 3, 16, 16), np.uint16), metadata={"axes": "ZCYX"}))
-    assert "Use --channel (index or name)" in stackseg(
+    assert "--channel (index or name)" in stackseg(
         "segment", stack, tmp_path / "out.tif", "--config", config, "--models", models, status=1
     )
 
@@ -235,8 +235,8 @@ def test_interruption_prints_one_line(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         until(is_read, 120)
         err = interrupt(process)
-    for end in descriptors:
-        os.close(end)
+    for descriptor in descriptors:
+        os.close(descriptor)
     assert (process.returncode, err) == (130, "stackseg: interrupted\n")
 
 
@@ -269,7 +269,7 @@ def test_missing_model_folder_exits_with_status_two(
     monkeypatch.chdir(tmp_path)
     arguments = command.format(stack=stack).split()
     (line,) = stackseg(*arguments, "--config", config, "--models", "nowhere", status=2).splitlines()
-    assert line.startswith("stackseg: The model repository nowhere is not a folder in the working directory; set")
+    assert line.startswith("stackseg: The model repository nowhere is not a folder in the working directory; ")
 
 
 def test_models_option_overrides_the_configuration(config: Path, random_nuclei: ModelSpec, stackseg: Any) -> None:
@@ -280,8 +280,8 @@ def test_models_option_overrides_the_configuration(config: Path, random_nuclei: 
 
 def test_import_requires_a_folder_for_the_model(stack: Path, stackseg: Any) -> None:
     assert "--models FOLDER" in stackseg("models", "import", stack, status=1)
-    for before, after in ((["--models", stack.parent], []), ([], ["--models", stack.parent])):
-        assert "--models FOLDER" not in stackseg("models", *before, "import", stack, *after, status=1)
+    for options_before, options_after in ((["--models", stack.parent], []), ([], ["--models", stack.parent])):
+        assert "--models FOLDER" not in stackseg("models", *options_before, "import", stack, *options_after, status=1)
 
 
 def test_serve_reports_an_unusable_address(config: Path, stackseg: Any) -> None:
@@ -307,7 +307,7 @@ def test_key_command_prints_key_and_configuration(stackseg: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["", "two words", "-x", "a" * 65, "a\n"])
-def test_invalid_key_names_are_refused(stackseg: Any, name: str) -> None:
+def test_invalid_key_names_are_rejected(stackseg: Any, name: str) -> None:
     assert "letters, digits" in stackseg("key", "--", name, status=1)
 
 
@@ -325,8 +325,8 @@ def test_public_address_without_keys_logs_a_warning(
     stackseg: Any,
 ) -> None:
     config = configure(bands_repository, access={"keys": keys})
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        stackseg("serve", "--config", config, "--host", host, "--port", taken.getsockname()[1], status=2)
+    with socket.create_server(("127.0.0.1", 0)) as occupied_socket:
+        stackseg("serve", "--config", config, "--host", host, "--port", occupied_socket.getsockname()[1], status=2)
     assert ("there are no access.keys" in caplog.text) == has_warning
 
 
@@ -344,8 +344,8 @@ def test_unusable_certificate_exits_with_status_two(config: Path, stackseg: Any,
 @pytest.mark.parametrize("arguments", [["--help"], ["models"], ["key", "ada"]])
 def test_commands_without_a_model_do_not_import_torch(arguments: list[str]) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "service", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in completed.stderr.splitlines()}
     assert "argparse" in imported
     assert imported.isdisjoint({"torch", "monai", "tifffile", "fastapi"})
 

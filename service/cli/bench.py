@@ -16,8 +16,10 @@ from service.core.errors import BadParameter
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg bench`."""
-    bench.add_argument("--model", help="Name or folder of the model (default: setting models.default, else nuclei)")
-    bench.add_argument("--device", help="Device: auto, cpu, cuda or cuda:N (default: setting device.name)")
+    bench.add_argument(
+        "--model", help="Name or folder of the model (default: the setting models.default, or nuclei if it is not set)"
+    )
+    bench.add_argument("--device", help="Device: auto, cpu, cuda or cuda:N (default: the setting device.name)")
     bench.add_argument(
         "--shape",
         type=int,
@@ -27,20 +29,36 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         help="Shape of the test stack in voxels (default: 64 512 512)",
     )
     bench.add_argument(
-        "--repeats", type=int, default=3, help="Number of measured requests after a first one (default: %(default)s)"
+        "--repeats",
+        type=int,
+        default=3,
+        help="Number of timed requests after the warm-up request (default: %(default)s)",
     )
     bench.add_argument("--hosts", action="store_true", help="Measure only the throughput of 1, 2, ... cluster workers")
-    bench.add_argument("--cold", action="store_true", help="Measure two starts, the first with an empty cache folder")
+    bench.add_argument("--cold", action="store_true", help="Measure two startups, the first with an empty cache folder")
     bench.add_argument(
-        "--baseline", action="store_true", help="Also measure a plain MONAI script, alternately (requires a git clone)"
+        "--baseline",
+        action="store_true",
+        help="Also measure a plain MONAI script, alternating with the requests (requires a git clone)",
     )
+    _add_comparison_options(bench)
+    bench.set_defaults(run=run)
+
+
+def _add_comparison_options(bench: argparse.ArgumentParser) -> None:
+    """Add the options for comparing engines and for writing results to files."""
     bench.add_argument(
         "--compare-engines",
         action="store_true",
         help="Also compare all engines on the network without pre- and postprocessing",
     )
     bench.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=(), metavar="N", help="Batch sizes for the comparison of engines"
+        "--batch-sizes",
+        type=int,
+        nargs="+",
+        default=(),
+        metavar="N",
+        help="Batch sizes at which engines are compared (implies --compare-engines)",
     )
     bench.add_argument(
         "--build-seconds",
@@ -51,13 +69,12 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--profile", type=Path, metavar="JSON", help="Write a torch profiler trace of one request")
     bench.add_argument("--json", type=Path, metavar="JSON", help="Write all measurements as JSON")
     bench.add_argument(
-        "--plot", type=Path, metavar="PNG", help="Plot stages and comparisons as bar charts (requires the extra demo)"
+        "--plot", type=Path, metavar="PNG", help="Plot stages and comparisons as bar charts (requires the demo extra)"
     )
-    bench.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Measure one model in this process, and print each line of the Markdown report as soon as it is measured.
+    """Measure one model in this process, and print each line of the Markdown report as soon as its values are known.
 
     Returns 1 if the network did not run with the configured `engine` settings.
     """
@@ -106,7 +123,7 @@ def _run_hosts(options: argparse.Namespace, settings: Settings) -> int:
     rows: list[hosts.HostsRow] = []
     for row in hosts.measure(spec, settings, tuple(options.shape), options.repeats):
         if not rows:
-            _print_line(hosts.HEAD)
+            _print_line(hosts.TABLE_HEADER)
         rows.append(row)
         _print_line(hosts.format_row(row, rows[0]))
     if options.json is not None:
@@ -115,6 +132,6 @@ def _run_hosts(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def _print_line(line: str) -> None:
-    """Print a line and flush it, so that it also appears immediately in a file."""
+    """Print a line and flush it, so that it appears immediately even if the output is a file."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

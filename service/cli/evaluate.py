@@ -19,24 +19,26 @@ def add_arguments(evaluate: argparse.ArgumentParser) -> None:
     )
     evaluate.add_argument("--images", type=Path, nargs="+", default=[], help="Stacks to segment")
     evaluate.add_argument(
-        "--labels", type=Path, nargs="+", default=[], help="Annotated labels of --images, in the same order"
+        "--labels", type=Path, nargs="+", default=[], help="Ground-truth labels for --images, in the same order"
     )
-    evaluate.add_argument("--model", help="Name or folder of the model (default: setting models.default, else nuclei)")
+    evaluate.add_argument(
+        "--model", help="Name or folder of the model (default: the setting models.default, or nuclei if it is not set)"
+    )
     evaluate.add_argument("--channel", help="Index or name of the channel, if the stacks have several channels")
     evaluate.add_argument(
         "--diameter",
         nargs="+",
         default=[],
-        help="Object diameters to evaluate, each in a separate row: as in POST /segment, or mean or extents of the"
-        " annotated objects",
+        help="Object diameters to evaluate, one row each: a diameter as in POST /segment, or mean or extents for the"
+        " mean diameter or the median extents of the annotated objects",
     )
     evaluate.add_argument("--no-floor", action="store_true", help="Skip the classical method, which can be slow")
-    evaluate.add_argument("--json", action="store_true", help="Print JSON with one object per stack and method")
+    evaluate.add_argument("--json", action="store_true", help="Print a JSON array with one entry per stack and method")
     evaluate.set_defaults(run=run, extra="train")
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Print a table row by row. Requires the extra `train`."""
+    """Print a table of scores, row by row. Requires the `train` extra."""
     from service.cli.benchmark import scores  # noqa: PLC0415
 
     scores.run(options, settings)

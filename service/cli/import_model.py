@@ -1,4 +1,4 @@
-"""`stackseg models import PATH`: import a model. Options or answers on a terminal provide missing metadata."""
+"""`stackseg models import PATH`: import a model. Options, or answers on a terminal, provide missing metadata."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _parse_decoding(text: str) -> dict[str, Any]:
 
 
 class Question(NamedTuple):
-    """Metadata that a package may lack: its option, the key in model.yaml, an explanation and an example.
+    """Metadata that a package may lack, with its option, its key in model.yaml, an explanation and an example.
 
     is_optional  whether the model works without it
     """
@@ -77,8 +77,8 @@ QUESTIONS = (
     Question(
         "--architecture",
         "architecture",
-        "Call that creates the network, one of ShuffleUNet, UNet, BasicUNet, DynUNet or SegResNet with its arguments; "
-        "other networks have to be imported as torch.export or ONNX files",
+        "Constructor call for the network: ShuffleUNet, UNet, BasicUNet, DynUNet or SegResNet, with arguments; "
+        "other networks have to be imported from torch.export or ONNX files",
         "BasicUNet(spatial_dims=3, in_channels=1, out_channels=2)",
         _parse_architecture,
     ),
@@ -94,7 +94,7 @@ QUESTIONS = (
     Question(
         "--roi-size",
         "input.roi_size",
-        "Window size Z,Y,X in voxels, as the crops in training",
+        "Window size Z,Y,X in voxels, the same as that of the training crops",
         "64,64,64",
         _make_triple_parser(int),
     ),
@@ -108,7 +108,7 @@ QUESTIONS = (
     Question(
         "--activation",
         "activation",
-        "Function that converts scores to probabilities: softmax, sigmoid, or none if the network applies it",
+        "Function that converts scores to probabilities: softmax, sigmoid, or none if the network already applies one",
         "softmax",
         _make_choice_parser("softmax", "sigmoid", "none"),
     ),
@@ -123,7 +123,7 @@ QUESTIONS = (
     Question(
         "--voxel-size",
         "input.voxel_size",
-        "Voxel size Z,Y,X in um to which stacks are resampled, or none",
+        "Voxel size Z,Y,X in um to which stacks are resampled, or none to keep the original resolution",
         "0.5,0.2,0.2",
         lambda text: None if text.strip() == "none" else _make_triple_parser(float)(text),
         is_optional=True,
@@ -142,7 +142,10 @@ QUESTIONS = (
 def add_arguments(import_parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg models import`."""
     import_parser.add_argument(
-        "package", type=Path, metavar="PATH", help="Folder, zip archive or file of the model; nothing is downloaded"
+        "package",
+        type=Path,
+        metavar="PATH",
+        help="Folder, zip archive or file that contains the model; nothing is downloaded",
     )
     import_parser.add_argument("--name", help="Name of the model (default: the name in the package)")
     for question in QUESTIONS:
@@ -165,7 +168,7 @@ def add_arguments(import_parser: argparse.ArgumentParser) -> None:
 
 
 def run_import(options: argparse.Namespace, settings: Settings) -> int:
-    """Import one package into the folder of `--models` or `models.folder`, and print notes for the operator."""
+    """Import one package into the folder set by `--models` or `models.folder`, and print notes for the operator."""
     from service.inference.preprocessing.resample import prepare_tensor  # noqa: PLC0415
     from service.models.importers.import_model import import_model  # noqa: PLC0415
 
@@ -173,12 +176,12 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
         raise BadParameter("Specify the folder for the model with --models FOLDER. It is created if it does not exist.")
     folder = settings.models.folder
     key_file = {} if options.key_file is None else _read_key_file(options.key_file)
-    option_texts = {
+    option_values = {
         question.option: text for question in QUESTIONS if (text := getattr(options, question.key)) is not None
     }
 
     def run() -> None:
-        keys = _merge_keys(key_file, option_texts) | ({} if options.name is None else {"name": options.name})
+        keys = _merge_keys(key_file, option_values) | ({} if options.name is None else {"name": options.name})
         spec, notes = import_model(options.package, folder, keys, prepare=prepare_tensor, trust=options.trust)
         sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network_name}\n")
         for note in notes:
@@ -189,32 +192,32 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
     except MissingKeys as missing:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise BadParameter(
-                _explain_missing_keys(options, folder, missing.package, missing.problems, option_texts)
+                _explain_missing_keys(options, folder, missing.package, missing.problems, option_values)
             ) from missing
-        sys.stderr.write(f"{missing.package}. It lacks information about how to use the network.\n")
-        option_texts |= ask_questions(missing.problems, option_texts, _ask_on_terminal)
-        sys.stderr.write(f"The same command without questions:\n  {_format_command(options, folder, option_texts)}\n")
+        sys.stderr.write(f"{missing.package}. The package lacks information about how to use the network.\n")
+        option_values |= ask_questions(missing.problems, option_values, _ask_on_terminal)
+        sys.stderr.write(f"The same command without questions:\n  {_format_command(options, folder, option_values)}\n")
         run()
     return 0
 
 
 def ask_questions(
-    problems: Collection[str], option_texts: Mapping[str, str], answer: Callable[[str], str]
+    problems: Collection[str], option_values: Mapping[str, str], ask: Callable[[str], str]
 ) -> dict[str, str]:
-    """Return answers by option for all keys in `problems`, and for optional keys if the user provides them.
+    """Return answers by option, for all keys in `problems` and for the optional keys that the user provides.
 
-    `answer` is called with a prompt until it returns a valid text.
+    `ask` is called with a prompt until it returns a valid string.
     """
     answers: dict[str, str] = {}
     for question in QUESTIONS:
         is_required = question.key in problems
-        if question.option in option_texts or not (
+        if question.option in option_values or not (
             is_required or question.key in {"input.voxel_size", "input.diameter"}
         ):
             continue
         default = "" if is_required else "; empty: stacks are not resampled"
         prompt = f"{question.option[2:]}: {question.meaning}\n  for example {question.example}{default}\n> "
-        while (text := answer(prompt).strip()) or is_required:
+        while (text := ask(prompt).strip()) or is_required:
             try:
                 _parse_answer(question, text)
             except BadParameter as error:
@@ -240,47 +243,49 @@ def _explain_missing_keys(
     folder: Path,
     package: str,
     problems: Mapping[str, str],
-    option_texts: Mapping[str, str],
+    option_values: Mapping[str, str],
 ) -> str:
-    """Return a message with the missing keys and a command that specifies them."""
-    missing = [question for question in QUESTIONS if question.key in problems]
-    extra = [question.option for question in QUESTIONS if question.is_optional and question not in missing]
+    """Return a message with the missing keys and an example command that specifies them."""
+    missing_questions = [question for question in QUESTIONS if question.key in problems]
+    optional_options = [
+        question.option for question in QUESTIONS if question.is_optional and question not in missing_questions
+    ]
     command = _format_command(
-        options, folder, {**option_texts, **{question.option: question.example for question in missing}}
+        options, folder, {**option_values, **{question.option: question.example for question in missing_questions}}
     )
     lines = [
         f"{package}. The following information is missing:",
-        *_explain_problems(missing, problems),
-        f"Optional: {', '.join(extra)}. Replace the examples in this command:",
+        *_explain_problems(missing_questions, problems),
+        f"Optional: {', '.join(optional_options)}. Replace the examples in this command:",
         f"  {command}",
     ]
     return "\n".join(lines)
 
 
-def _explain_problems(missing: Collection[Question], problems: Mapping[str, str]) -> Iterator[str]:
-    """Yield lines about missing options, and about keys without an option."""
-    yield from (f"  {question.option} ({question.key}): {question.meaning}" for question in missing)
-    missing_problems = [problems[question.key] for question in missing]
+def _explain_problems(missing_questions: Collection[Question], problems: Mapping[str, str]) -> Iterator[str]:
+    """Yield lines about missing options, and about missing keys that have no option."""
+    yield from (f"  {question.option} ({question.key}): {question.meaning}" for question in missing_questions)
+    missing_problems = [problems[question.key] for question in missing_questions]
     yield from (f"    {problem}" for problem in missing_problems if "files do not contain it" not in problem)
-    others = problems.keys() - {question.key for question in QUESTIONS}
-    yield from (f"  {key}: {problem}" for key, problem in problems.items() if key in others)
+    other_keys = problems.keys() - {question.key for question in QUESTIONS}
+    yield from (f"  {key}: {problem}" for key, problem in problems.items() if key in other_keys)
 
 
-def _format_command(options: argparse.Namespace, folder: Path, option_texts: Mapping[str, str]) -> str:
+def _format_command(options: argparse.Namespace, folder: Path, option_values: Mapping[str, str]) -> str:
     parts = ["stackseg", "models", "import", str(options.package), "--models", str(folder)]
-    parts += [part for option, text in option_texts.items() for part in (option, text)]
+    parts += [part for option, text in option_values.items() for part in (option, text)]
     parts += ["--with", str(options.key_file)] if options.key_file is not None else []
     parts += ["--name", options.name] if options.name is not None else []
     return shlex.join(parts) + (" --trust" if options.trust else "")
 
 
-def _merge_keys(key_file: Mapping[str, Any], option_texts: Mapping[str, str]) -> dict[str, Any]:
+def _merge_keys(key_file: Mapping[str, Any], option_values: Mapping[str, str]) -> dict[str, Any]:
     """Return the keys of model.yaml from a file and from options, which take precedence. Raises BadParameter."""
     merged = dict(key_file)
     for question in QUESTIONS:
-        if question.option in option_texts:
+        if question.option in option_values:
             section, _, key = question.key.rpartition(".")
-            value = _parse_answer(question, option_texts[question.option])
+            value = _parse_answer(question, option_values[question.option])
             merged |= {section: {**merged.get(section, {}), key: value}} if section else {key: value}
     return merged
 

@@ -37,7 +37,10 @@ def add_arguments(models: argparse.ArgumentParser) -> None:
 def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
     # SUPPRESS, because the default of the subparser would overwrite a value that the parent parser has set.
     parser.add_argument(
-        "--json", action="store_true", default=argparse.SUPPRESS, help="Print JSON with the complete model files"
+        "--json",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="Print the full contents of every model.yaml as JSON",
     )
 
 
@@ -47,10 +50,10 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
 
     specs = read_repository(settings.models.folder, settings.models.serve, settings.trained_folder)
     folder = plans.resolve_folder(settings.engine.cache_folder)
-    stored = {spec.name: plans.find_all(folder, spec.name, spec.weights.sha256) for spec in specs.values()}
+    plans_by_name = {spec.name: plans.find_all(folder, spec.name, spec.weights.sha256) for spec in specs.values()}
     if getattr(options, "json", False):
         content = [
-            spec.model_dump(mode="json") | {"plans": [asdict(plan) for plan in stored[spec.name]]}
+            spec.model_dump(mode="json") | {"plans": [asdict(plan) for plan in plans_by_name[spec.name]]}
             for spec in specs.values()
         ]
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
@@ -58,21 +61,23 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
     for spec in specs.values():
         window = "x".join(map(str, spec.input.roi_size))
         sys.stdout.write(f"{spec.identifier:20} {spec.decoding.kind:10} window {window:12} {spec.summary}\n")
-        for plan in stored[spec.name]:
+        for plan in plans_by_name[spec.name]:
             sys.stdout.write("".join(f"  {line}\n" for line in plan.format_lines()))
     return 0
 
 
 def run_remove(options: argparse.Namespace, settings: Settings) -> int:
     """Delete the folder of a trained model. Raises UnknownModel."""
-    trained = {file.parent.name: file.parent for file in sorted(settings.trained_folder.glob(f"*/{FILE_NAME}"))}
-    if options.name not in trained:
+    trained_folders = {file.parent.name: file.parent for file in sorted(settings.trained_folder.glob(f"*/{FILE_NAME}"))}
+    if options.name not in trained_folders:
         raise UnknownModel(
             f"There is no trained model {options.name!r} in {settings.trained_folder}. Trained models:"
-            f" {', '.join(trained) or 'none'}. To remove another model, delete its folder."
+            f" {', '.join(trained_folders) or 'none'}. To remove another model, delete its folder."
         )
-    shutil.rmtree(trained[options.name])
-    sys.stdout.write(f"Removed {trained[options.name]}. Running services list it until POST /models/reload.\n")
+    shutil.rmtree(trained_folders[options.name])
+    sys.stdout.write(
+        f"Removed {trained_folders[options.name]}. Running services list the model until POST /models/reload.\n"
+    )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Options that all commands share, and the parser of a command."""
+"""Options that all commands share, and the argument parser of a command."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def add_settings_options(command: argparse.ArgumentParser, default: str | None =
         type=Path,
         default=default,
         metavar="FOLDER",
-        help="Folder with one subfolder per model (default: setting models.folder, else the bundled models)",
+        help="Folder with one subfolder per model (default: the setting models.folder, or the bundled models if it is"
+        " not set)",
     )
 
 

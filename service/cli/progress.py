@@ -23,7 +23,7 @@ class ProgressBar:
         self._bar.set_description_str(name)
 
     def show_windows(self, done: int, total: int) -> None:
-        """Show the number of computed windows, and after the last one the decoding step, whose progress is unknown."""
+        """Show the number of computed windows, and then the decoding step, whose progress is unknown."""
         if done == total:
             self.begin_step("decoding")
             return

@@ -41,8 +41,8 @@ def _add_file_arguments(segment: argparse.ArgumentParser) -> None:
     segment.add_argument(
         "--glob",
         metavar="PATTERN",
-        help="Pattern of the stacks in the folder IN, for example '**/*.tif' (default: all TIFFs in it, but not in its"
-        " subfolders)",
+        help="Glob pattern for the stacks in the folder IN, for example '**/*.tif' (default: all TIFFs in the folder,"
+        " but not in its subfolders)",
     )
     segment.add_argument(
         "--format",
@@ -70,25 +70,26 @@ def _add_block_options(segment: argparse.ArgumentParser) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="Segment an OME-Zarr of any size block by block with this number of processes (default: as a whole)",
+        help="Segment an OME-Zarr image of any size block by block with this number of processes (default: in one"
+        " piece)",
     )
     segment.add_argument(
         "--ray",
         metavar="HOST:PORT",
         help="Run the --workers processes on a Ray cluster; stack, result and scratch folder must be on storage that"
-        " all of its hosts mount (default: this host)",
+        " all of the cluster's hosts mount (default: run on this host)",
     )
     segment.add_argument(
         "--scratch",
         type=Path,
         metavar="FOLDER",
-        help="Folder for intermediate results of --workers; repeat the same command to resume an interrupted run"
+        help="Folder for intermediate results of --workers; to resume an interrupted run, repeat the command"
         " (default: OUT.blocks)",
     )
 
 
 def _parse_input(text: str) -> Path | str:
-    """Return a URL as text, and anything else as a path."""
+    """Return a URL as a string, and anything else as a path."""
     from service.formats.sandbox.remote_store import is_url  # noqa: PLC0415
 
     return text if is_url(text) else Path(text)
@@ -96,6 +97,6 @@ def _parse_input(text: str) -> Path | str:
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Segment a file, a store or a folder, and print the number of objects and the seconds of each stage."""
-    from service.cli.segmentation import source as segment_source  # noqa: PLC0415 - its imports take seconds
+    from service.cli.segmentation import dispatch  # noqa: PLC0415 - its imports take seconds
 
-    return segment_source.run(options, settings)
+    return dispatch.run(options, settings)

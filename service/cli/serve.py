@@ -17,24 +17,28 @@ log = logging.getLogger(__name__)
 def add_arguments(serve: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg serve`."""
     server = Server()
-    serve.add_argument("--host", help=f"Address to listen on (default: setting server.host, else {server.host})")
+    serve.add_argument(
+        "--host", help=f"Address to listen on (default: the setting server.host, or {server.host} if it is not set)"
+    )
     serve.add_argument(
         "--port",
         type=int,
-        help=f"Port to listen on, or 0 for any free port (default: setting server.port, else {server.port})",
+        help="Port to listen on, or 0 for any free port (default: the setting server.port, or"
+        f" {server.port} if it is not set)",
     )
     for name, meaning in (("keyfile", "Private key"), ("certfile", "Certificate")):
         serve.add_argument(
             f"--ssl-{name}",
             type=Path,
             metavar="PEM",
-            help=f"{meaning} for HTTPS in PEM format (default: setting server.ssl_{name}, else plain HTTP)",
+            help=f"{meaning} for HTTPS in PEM format (default: the setting server.ssl_{name}, or plain HTTP if it is"
+            " not set)",
         )
     serve.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Serve until a signal arrives. Raises ConfigError if the address or a folder cannot be used."""
+    """Run the service until a signal arrives. Raises ConfigError if the address or a folder cannot be used."""
     # torch reads this variable when it is imported. By default, its idle threads spin, and would occupy cores that
     # decode other requests.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -47,7 +51,8 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     host = settings.server.host
     if is_public(host) and not settings.access.keys:
         log.warning(
-            "%s is a public address and there are no access.keys: anyone who can reach it can use the service", host
+            "%s is a public address and there are no access.keys: anyone who can reach it can use the service",
+            host,
         )
     if not serve(settings, host, settings.server.port):
         # Threads that compile or run native code cannot be stopped. A normal exit would wait for them or crash.

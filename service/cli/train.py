@@ -16,7 +16,7 @@ def add_arguments(train: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg train`. The defaults are the settings under `training`."""
     train.add_argument("--images", type=Path, nargs="+", required=True, help="Stacks with a single channel")
     train.add_argument(
-        "--labels", type=Path, nargs="+", required=True, help="Annotated labels of --images, in the same order"
+        "--labels", type=Path, nargs="+", required=True, help="Ground-truth labels for --images, in the same order"
     )
     train.add_argument("--out", type=Path, help="Folder of the new model, for example models/mine")
     train.add_argument("--from", dest="base", metavar="MODEL", help="Name or folder of the model to start from")
@@ -29,17 +29,19 @@ def add_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument("--edge", type=int, help="Edge length of a crop in voxels")
     train.add_argument("--validation", type=float, help="Fraction of every stack that is reserved for validation")
     train.add_argument("--patience", type=int, help="Stop after this number of validations without improvement")
-    train.add_argument("--workers", type=int, help="Number of processes for augmentation; 0 uses a thread")
+    train.add_argument("--workers", type=int, help="Number of processes for augmentation; 0 uses a thread instead")
     train.add_argument("--seed", type=int, help="Random seed; the same seed gives the same model")
     train.add_argument("--resume", action="store_true", help="Resume from the checkpoint in --out")
     train.add_argument(
-        "--benchmark", action="store_true", help="Only measure training steps, with and without mixed precision"
+        "--benchmark",
+        action="store_true",
+        help="Only measure the speed of training steps, with and without mixed precision",
     )
     train.set_defaults(run=run, extra="train")
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Train a model and write its folder, or measure training steps. Requires the extra `train`."""
+    """Train a model and write its folder, or measure the speed of training steps. Requires the `train` extra."""
     overrides = {name: value for name in Training.model_fields if (value := getattr(options, name, None)) is not None}
     settings = override_settings(settings, "training", overrides)
     base = None if options.base is None else choose_model(options.base, settings)

@@ -15,19 +15,21 @@ from service.models.repository import read_repository
 def add_arguments(tune: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg tune`."""
     selection = tune.add_mutually_exclusive_group()
-    selection.add_argument("--model", help="Name or folder of the model (default: setting models.default, else nuclei)")
+    selection.add_argument(
+        "--model", help="Name or folder of the model (default: the setting models.default, or nuclei if it is not set)"
+    )
     selection.add_argument("--all", action="store_true", help="Tune all served models, one after the other")
     tune.add_argument(
         "--minutes",
         type=float,
-        help="Time limit per model; no measurement begins after it (default: setting engine.tune_seconds)",
+        help="Time limit per model; no new measurement starts after that (default: the setting engine.tune_seconds)",
     )
-    tune.add_argument("--device", help="Device: auto, cpu, cuda or cuda:N (default: setting device.name)")
+    tune.add_argument("--device", help="Device: auto, cpu, cuda or cuda:N (default: the setting device.name)")
     tune.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Compare the engines for each model, store the fastest for later starts, and print the results.
+    """Compare the engines for each model, store the fastest one for later startups, and print the results.
 
     Raises ConfigError.
     """

@@ -1,6 +1,7 @@
 """Resolve the axes of stored arrays, from the file or from the `axes` parameter, and select channels and time points.
 
-There is only one guess: the pages of a plain grayscale stack without any metadata are read as z planes, with a note.
+Axes are never guessed, with one exception: the pages of a plain grayscale stack without any metadata are read as z
+planes, and a note says so.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Layout:
 class StackPart:
     """Selected part of a stack.
 
-    time      index of the time point, or None if a range or nothing is selected and the stack has several
+    time      index of the time point; None if a range is selected, or if none of several time points is selected
     channels  channel numbers; sample s of channel c has the number c * samples + s
     """
 
@@ -47,28 +48,28 @@ class StackPart:
     channels: tuple[int, ...]
 
 
-def part_shape(layout: Layout, part: StackPart) -> StackShape:
+def get_part_shape(layout: Layout, part: StackPart) -> StackShape:
     """Return the shape (C, Z, Y, X) of the selected part."""
     return len(part.channels), layout.length("Z"), layout.length("Y"), layout.length("X")
 
 
 def expand(pixels: Array, letters: str) -> Array:
     """Transpose pixels whose axes are a subset of CSZYX to [C, S, Z, Y, X], with length 1 for the missing axes."""
-    missing = "".join(axis for axis in "CSZYX" if axis not in letters)
-    pixels = pixels[(np.newaxis,) * len(missing)]
-    return pixels.transpose([(missing + letters).index(axis) for axis in "CSZYX"])
+    missing_axes = "".join(axis for axis in "CSZYX" if axis not in letters)
+    pixels = pixels[(np.newaxis,) * len(missing_axes)]
+    return pixels.transpose([(missing_axes + letters).index(axis) for axis in "CSZYX"])
 
 
 def find_channels(
-    layout: Layout, part: StackPart, first: tuple[int, int], block: Array
+    layout: Layout, part: StackPart, block_start: tuple[int, int], block: Array
 ) -> Iterator[tuple[int, tuple[int, int]]]:
     """Yield the position in the selection and the index (c, s) of each selected channel in a block [C, S, ...].
 
-    `first` has the channel number and the sample number at which the block begins.
+    `block_start` contains the numbers of the first channel and of the first sample in the block.
     """
     for position, number in enumerate(part.channels):
         c, s = divmod(number, layout.length("S"))
-        c, s = c - first[0], s - first[1]
+        c, s = c - block_start[0], s - block_start[1]
         if 0 <= c < block.shape[0] and 0 <= s < block.shape[1]:
             yield position, (c, s)
 
@@ -91,7 +92,7 @@ def resolve_axes(axes: str, shape: Sequence[int], override: str | None, metadata
     if override is not None:
         return _apply_override(override.upper(), axes, shape)
     axes, shape = squeeze(axes, shape)
-    if not _has_valid_plane(axes) or _makes_axes_ambiguous(metadata_problem, axes):
+    if not _has_valid_plane(axes) or _has_ambiguous_axes(metadata_problem, axes):
         raise _make_ambiguous_axes_error(axes, shape, metadata_problem)
     notes = (f"The file's metadata is ignored: {metadata_problem}.",) if metadata_problem else ()
     if set(axes) <= set(LETTERS):
@@ -105,8 +106,8 @@ def resolve_axes(axes: str, shape: Sequence[int], override: str | None, metadata
     raise _make_ambiguous_axes_error(axes, shape)
 
 
-def _makes_axes_ambiguous(metadata_problem: str, axes: str) -> bool:
-    """Return whether unusable metadata leaves the axes open. A single plane is unambiguous without metadata."""
+def _has_ambiguous_axes(metadata_problem: str, axes: str) -> bool:
+    """Return whether unusable metadata makes the axes ambiguous. A single plane is never ambiguous."""
     return bool(metadata_problem) and len(axes.replace("S", "")) > 2
 
 
@@ -133,8 +134,8 @@ def _make_ambiguous_axes_error(axes: str, shape: Sequence[int], metadata_problem
 
 def squeeze(axes: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
     """Return the axes and shape without dimensions of length 1, except Y and X."""
-    remaining = [(axis, n) for axis, n in zip(axes, shape, strict=True) if n > 1 or axis in "YX"]
-    return "".join(axis for axis, _ in remaining), tuple(n for _, n in remaining)
+    dimensions = [(axis, n) for axis, n in zip(axes, shape, strict=True) if n > 1 or axis in "YX"]
+    return "".join(axis for axis, _ in dimensions), tuple(n for _, n in dimensions)
 
 
 def _apply_override(override: str, axes: str, shape: Sequence[int]) -> Layout:
@@ -143,19 +144,19 @@ def _apply_override(override: str, axes: str, shape: Sequence[int]) -> Layout:
             f"axes={override!r} is not valid. Use each letter of {LETTERS} at most once, and include Y and X.",
             parameter="axes",
         )
-    squeezed = squeeze(axes, shape)[1]
-    for lengths in (squeezed, tuple(shape), tuple(n for n in shape if n > 1)):
+    squeezed_shape = squeeze(axes, shape)[1]
+    for lengths in (squeezed_shape, tuple(shape), tuple(n for n in shape if n > 1)):
         if len(lengths) == len(override):
             return Layout(override, lengths)
     raise BadParameter(
-        f"axes={override!r} names {len(override)} dimensions, but the stored array has {len(squeezed)}:"
-        f" {_format_shape(squeezed)}.",
+        f"axes={override!r} names {len(override)} dimensions, but the stored array has {len(squeezed_shape)}:"
+        f" {_format_shape(squeezed_shape)}.",
         parameter="axes",
     )
 
 
 def select(layout: Layout, names: Sequence[str], selection: Selection) -> StackPart:
-    """Select a time point and channels. By default all channels are selected, and the time point if there is only one.
+    """Select a time point and channels. By default, select all channels, and the time point if the stack has only one.
 
     Raises BadParameter if the file does not have the time point or channel. The message lists the existing ones.
     """
@@ -178,46 +179,46 @@ def select_times(layout: Layout, times: TimeRange) -> range:
 
 def explain_time_choice(layout: Layout) -> str:
     """Return the message for a file with several time points if the request selects none."""
-    times = layout.length("T")
-    text = f"The file has {times} time points. Choose one with time=0 to time={times - 1}, or all with time=all."
+    count = layout.length("T")
+    message = f"The file has {count} time points. Choose one with time=0 to time={count - 1}, or all with time=all."
     if layout.length("Z") == 1:
-        other = layout.axes.replace("Z", "").replace("T", "Z")
-        text += f" If they are the planes of one stack, set axes={other}."
-    return text
+        other_axes = layout.axes.replace("Z", "").replace("T", "Z")
+        message += f" If they are the planes of one stack, set axes={other_axes}."
+    return message
 
 
 def _select_time(layout: Layout, time: int | TimeRange | None) -> int | None:
-    times = layout.length("T")
+    count = layout.length("T")
     if isinstance(time, TimeRange):
         select_times(layout, time)
         return None
     if time is None:
-        return 0 if times == 1 else None
-    if not 0 <= time < times:
+        return 0 if count == 1 else None
+    if not 0 <= time < count:
         raise BadParameter(
-            f"time={time} is out of range: the file has {_format_times(times)}.",
+            f"time={time} is out of range: the file has {_format_times(count)}.",
             parameter="time",
             suggested={"time": "0"},
         )
     return time
 
 
-def _format_times(times: int) -> str:
-    return "one time point: time=0" if times == 1 else f"{times} time points: time=0 to time={times - 1}"
+def _format_times(count: int) -> str:
+    return "one time point: time=0" if count == 1 else f"{count} time points: time=0 to time={count - 1}"
 
 
 def _select_channels(names: Sequence[str], channel: int | str | None) -> tuple[int, ...]:
     if channel is None:
         return tuple(range(len(names)))
-    wanted = str(channel).strip()
-    named = _find_by_name(names, wanted)
-    if len(named) > 1:
+    requested_name = str(channel).strip()
+    matches = _find_by_name(names, requested_name)
+    if len(matches) > 1:
         raise BadParameter(
-            f"channel={channel!r} is ambiguous: {len(named)} channels have this name. Choose one by its number.",
+            f"channel={channel!r} is ambiguous: {len(matches)} channels have this name. Choose one by its number.",
             parameter="channel",
-            suggested={"channel": str(named[0])},
+            suggested={"channel": str(matches[0])},
         )
-    index = named[0] if named else _parse_index(wanted)
+    index = matches[0] if matches else _parse_index(requested_name)
     if index is None or not 0 <= index < len(names):
         raise BadParameter(
             f"channel={channel!r} does not exist: the file has {_format_channels(names)}.", parameter="channel"
@@ -225,10 +226,12 @@ def _select_channels(names: Sequence[str], channel: int | str | None) -> tuple[i
     return (index,)
 
 
-def _find_by_name(names: Sequence[str], wanted: str) -> list[int]:
+def _find_by_name(names: Sequence[str], name: str) -> list[int]:
     """Return the channels with exactly this name, or if there are none, those whose name differs only in case."""
-    exact = [index for index, name in enumerate(names) if name and name == wanted]
-    return exact or [index for index, name in enumerate(names) if name and name.lower() == wanted.lower()]
+    exact_matches = [index for index, channel in enumerate(names) if channel and channel == name]
+    return exact_matches or [
+        index for index, channel in enumerate(names) if channel and channel.lower() == name.lower()
+    ]
 
 
 def _parse_index(text: str) -> int | None:
@@ -239,10 +242,10 @@ def _parse_index(text: str) -> int | None:
 
 
 def _format_channels(names: Sequence[str]) -> str:
-    """Return text such as "2 channels: 0 (DAPI), 1"."""
-    listed = ", ".join(f"{index} ({name})" if name else str(index) for index, name in enumerate(names[:16]))
-    more = f" and {len(names) - 16} more" if len(names) > 16 else ""
-    return f"{len(names)} channel{'s' * (len(names) > 1)}: {listed}{more}"
+    """Return a string such as "2 channels: 0 (DAPI), 1"."""
+    channel_list = ", ".join(f"{index} ({name})" if name else str(index) for index, name in enumerate(names[:16]))
+    suffix = f" and {len(names) - 16} more" if len(names) > 16 else ""
+    return f"{len(names)} channel{'s' * (len(names) > 1)}: {channel_list}{suffix}"
 
 
 def _format_shape(shape: Sequence[int]) -> str:
@@ -253,15 +256,15 @@ def _assign_plane_axes(letters: list[str]) -> None:
     """Assign X and Y to the innermost unnamed dimensions. Color samples are used only if no other dimension is left."""
     for plane_axis in "XY":
         if plane_axis not in letters:
-            free = [index for index, letter in enumerate(letters) if letter not in ("X", "Y")]
-            letters[max(free, key=lambda index: (letters[index] != "S", index))] = plane_axis
+            candidates = [index for index, letter in enumerate(letters) if letter not in ("X", "Y")]
+            letters[max(candidates, key=lambda index: (letters[index] != "S", index))] = plane_axis
 
 
 def _suggest_axes(axes: str, shape: Sequence[int]) -> str | None:
-    """Suggest axes for an override, or return None if there are more dimensions than letters.
+    """Suggest axes for an override. Return None if there are more dimensions than letters.
 
-    Letters from the file are retained if possible. The shortest of several unnamed dimensions becomes the channels if
-    it is short enough. The innermost of the remaining ones becomes z, and the next one time.
+    Letters from the file are retained if possible. The shortest of several unnamed dimensions becomes the channel
+    axis if it is short enough. The innermost of the remaining dimensions becomes z, and the next one time.
     """
     if len(axes) > len(LETTERS):
         return None
@@ -272,12 +275,12 @@ def _suggest_axes(axes: str, shape: Sequence[int]) -> str | None:
 
 
 def _assign_remaining_axes(letters: list[str], shape: Sequence[int]) -> None:
-    """Assign letters to the other dimensions: C to the shortest of several, then Z, T and others, innermost first."""
-    unnamed = [index for index, letter in enumerate(letters) if not letter]
-    shortest = min(unnamed, key=lambda index: shape[index], default=0)
-    if len(unnamed) > 1 and "C" not in letters and shape[shortest] <= _MAX_SUGGESTED_CHANNELS:
-        letters[shortest] = "C"
-        unnamed.remove(shortest)
-    unused = [letter for letter in "ZTCS" if letter not in letters]
-    for index, letter in zip(reversed(unnamed), unused, strict=False):
+    """Assign C to the shortest of several remaining dimensions, then Z, T, C and S to the others, innermost first."""
+    unnamed_indices = [index for index, letter in enumerate(letters) if not letter]
+    shortest_index = min(unnamed_indices, key=lambda index: shape[index], default=0)
+    if len(unnamed_indices) > 1 and "C" not in letters and shape[shortest_index] <= _MAX_SUGGESTED_CHANNELS:
+        letters[shortest_index] = "C"
+        unnamed_indices.remove(shortest_index)
+    unused_letters = [letter for letter in "ZTCS" if letter not in letters]
+    for index, letter in zip(reversed(unnamed_indices), unused_letters, strict=False):
         letters[index] = letter

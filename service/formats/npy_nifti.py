@@ -1,4 +1,4 @@
-"""Write arrays as NumPy's .npy and as NIfTI-1 for medical image viewers, and compress arrays sent between processes."""
+"""Write .npy files and NIfTI-1 for medical image viewers, and compress arrays that are sent between processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.core.types import Array, Volume
 # Codes of the NIfTI-1 standard, https://nifti.nimh.nih.gov/pub/dist/src/niftilib/nifti1.h
 _DATATYPES = {"u1": 2, "i2": 4, "i4": 8, "f4": 16, "f8": 64, "i1": 256, "u2": 512, "u4": 768}
 _INTENT_LABEL = 1002
-_MICROMETERS = 3
+_MICROMETER_UNIT = 3
 _HEADER_BYTES = 352
 _MAX_AXIS_LENGTH = 2**15 - 1
 _SCANNER_COORDINATES = 1
@@ -37,21 +37,21 @@ def write_npy(volume: Volume, path: Path) -> None:
 
 
 def write_nifti(volume: Volume, path: Path) -> None:
-    """Write the first channel as NIfTI-1 (.nii.gz), with the voxel size in micrometers. Integers are marked as labels.
+    """Write the first channel as NIfTI-1 (.nii.gz), with the voxel size in micrometers.
 
-    If the voxel size is unknown, it is written as 1 in every direction. Raises BadParameter if an axis has more than
-    32767 voxels.
+    Integer volumes are marked as labels. An unknown voxel size is written as 1 along each axis. Raises BadParameter if
+    an axis has more than 32767 voxels.
     """
     # NIfTI stores x fastest, as does a C-ordered [Z, Y, X] array.
     compressor = isal_zlib.compressobj(1, isal_zlib.DEFLATED, _GZIP_WBITS)
     with path.open("wb") as file:
-        file.write(compressor.compress(nifti_header(volume)))
+        file.write(compressor.compress(make_nifti_header(volume)))
         for slab in _read_slabs(volume):
             file.write(compressor.compress(np.ascontiguousarray(slab, volume.dtype.newbyteorder("<")).tobytes()))
         file.write(compressor.flush())
 
 
-def nifti_header(volume: Volume) -> bytes:
+def make_nifti_header(volume: Volume) -> bytes:
     """Return the NIfTI-1 header of a volume's first channel, including the four bytes for "no extension".
 
     Raises BadParameter if an axis is too long for the format.
@@ -71,7 +71,7 @@ def nifti_header(volume: Volume) -> bytes:
     struct.pack_into("<4h", header, 68, intent, _DATATYPES[volume.dtype.str[1:]], 8 * volume.dtype.itemsize, 0)
     struct.pack_into("<8f", header, 76, 1.0, step_x, step_y, step_z, 1.0, 1.0, 1.0, 1.0)
     struct.pack_into("<3f", header, 108, _HEADER_BYTES, 1.0, 0.0)
-    header[123] = 0 if voxel_size is None else _MICROMETERS
+    header[123] = 0 if voxel_size is None else _MICROMETER_UNIT
     struct.pack_into("<h", header, 254, _SCANNER_COORDINATES)
     for row, step in enumerate((step_x, step_y, step_z)):
         struct.pack_into("<f", header, 280 + 20 * row, step)
@@ -80,7 +80,7 @@ def nifti_header(volume: Volume) -> bytes:
 
 
 def _read_slabs(volume: Volume) -> Iterator[Array]:
-    """Yield a few planes of the first channel at a time, [z, Y, X]."""
+    """Yield slabs [z, Y, X] of up to `SLAB_PLANES` planes of the first channel."""
     for z in range(0, volume.shape[1], SLAB_PLANES):
         yield volume.read(z, min(z + SLAB_PLANES, volume.shape[1]))[0]
 

@@ -1,4 +1,4 @@
-"""Base class of opened stacks: the image, its axes and the selected part, before any pixels are decoded."""
+"""Base class of open stacks: an image, its axes and the selected part, before any pixels are decoded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.core.quantities import TimeInterval, TimeRange, VoxelSize
 from service.core.types import Description, Selection, StackShape
 from service.formats import axes
 from service.formats.axes import Layout, StackPart
-from service.formats.placement import Placement, StoreBlock, native_dtype
+from service.formats.placement import Placement, StoreBlock, get_native_dtype
 from service.formats.sampling import Calibration
 
 
@@ -59,7 +59,7 @@ class OpenStack(ABC):
     @property
     @abstractmethod
     def decoded_bytes(self) -> int:
-        """Bytes to decode for the selected part if `locate` cannot find it in the file."""
+        """Number of bytes to decode for the selected part if `locate` returns None."""
 
     @cached_property
     def placement(self) -> Placement | None:
@@ -73,7 +73,7 @@ class OpenStack(ABC):
 
     @abstractmethod
     def locate(self) -> Placement | None:
-        """Locate the selected pixels. Return None unless they are stored uncompressed and at regular distances."""
+        """Locate the selected pixels. Return None unless they are stored uncompressed and with constant strides."""
 
     @abstractmethod
     def decode(self, store: StoreBlock) -> None:
@@ -85,40 +85,40 @@ class OpenStack(ABC):
     @property
     def dtype(self) -> np.dtype[Any]:
         """Dtype of the volume, in native byte order."""
-        return native_dtype(self.image.dtype)
+        return get_native_dtype(self.image.dtype)
 
     @property
     def shape(self) -> StackShape:
         """Shape (C, Z, Y, X) of the selected part."""
-        return axes.part_shape(self.layout, self.part)
+        return axes.get_part_shape(self.layout, self.part)
 
     @property
     def channels(self) -> tuple[str, ...]:
         """Names of the selected channels."""
         return tuple(self.names[number] for number in self.part.channels)
 
-    def voxel_size(self, selection: Selection) -> VoxelSize | None:
-        """Return the voxel size of the request, or else that of the file."""
-        return selection.voxel_size or self.image.calibration.voxel_size()
+    def choose_voxel_size(self, selection: Selection) -> VoxelSize | None:
+        """Return the voxel size from the request or, if the request has none, from the file."""
+        return selection.voxel_size or self.image.calibration.get_voxel_size()
 
-    def notes(self, selection: Selection) -> tuple[str, ...]:
+    def list_notes(self, selection: Selection) -> tuple[str, ...]:
         """Return notes for the user about how the file was interpreted."""
         notes = [*self.image.notes, *self.layout.notes]
         if selection.voxel_size is None:
-            notes += self.image.calibration.user_notes()
+            notes += self.image.calibration.list_user_notes()
         if self.layout.length("Z") == 1:
             notes.append("The selection is a single plane. It is segmented as a stack with one plane.")
         return tuple(notes)
 
     def volume_metadata(self, selection: Selection) -> tuple[VoxelSize | None, tuple[str, ...], tuple[str, ...]]:
         """Return the voxel size, the channel names and the notes of a volume."""
-        return self.voxel_size(selection), self.channels, self.notes(selection)
+        return self.choose_voxel_size(selection), self.channels, self.list_notes(selection)
 
     def describe(self, selection: Selection) -> Description:
         """Describe the file and the selected part."""
-        times = axes.select_times(self.layout, selection.time) if isinstance(selection.time, TimeRange) else None
-        is_time_open = self.part.time is None and times is None
-        voxel_size = self.voxel_size(selection)
+        time_range = axes.select_times(self.layout, selection.time) if isinstance(selection.time, TimeRange) else None
+        needs_time_choice = self.part.time is None and time_range is None
+        voxel_size = self.choose_voxel_size(selection)
         source = self.image.calibration.source if voxel_size else "not stated"
         return Description(
             container=self.image.container,
@@ -131,8 +131,8 @@ class OpenStack(ABC):
             channels=self.names,
             colours=self.colors,
             times=self.layout.length("T"),
-            notes=self.notes(selection),
+            notes=self.list_notes(selection),
             time_interval=self.image.time_interval,
-            time_points=None if times is None else (times.start, times.stop),
-            problem=axes.explain_time_choice(self.layout) if is_time_open else "",
+            time_points=None if time_range is None else (time_range.start, time_range.stop),
+            problem=axes.explain_time_choice(self.layout) if needs_time_choice else "",
         )

@@ -1,6 +1,7 @@
-"""Location of a volume's pixels in a file, and volumes that read them from there.
+"""Location of a volume's pixels in a file, and volumes that read the pixels from the file.
 
-Uncompressed pixels at regular distances are not copied: a `Placement` locates them, and the volume maps the file.
+Uncompressed pixels with constant strides are not copied: a `Placement` locates them, and the volume memory-maps the
+file.
 Decoded pixels are written to a separate file, which is read in the same way.
 """
 
@@ -51,7 +52,7 @@ def make_file(folder: Path, nbytes: int) -> IO[bytes]:
 
 
 def map_file(file: Path | int) -> mmap.mmap:
-    """Map a whole file copy-on-write, which is several times as fast as `numpy.memmap`.
+    """Memory-map a whole file copy-on-write. This is several times as fast as `numpy.memmap`.
 
     `file` is a path, or a descriptor, which stays open. Raises ValueError for an empty file.
     """
@@ -71,7 +72,7 @@ class Placement:
     strides: StackShape
 
     @classmethod
-    def dense(cls, dtype: np.dtype[Any], shape: StackShape) -> Placement:
+    def make_dense(cls, dtype: np.dtype[Any], shape: StackShape) -> Placement:
         """Return the placement of C-ordered pixels that fill a whole file."""
         _, z, y, x = shape
         size = dtype.itemsize
@@ -89,49 +90,50 @@ class Placement:
         channels: tuple[str, ...],
         notes: tuple[str, ...],
     ) -> Volume:
-        """Return a volume that reads from the content of a whole file, which is mapped or in memory.
+        """Return a volume that reads from the content of a whole file, which is memory-mapped or held in memory.
 
         Slabs are views. They are copied only if the stored byte order is not native or the pixels are not aligned.
         Raises ValueError if the placement extends beyond the file.
         """
         pixels: Array = np.ndarray(self.shape, np.dtype(self.dtype), content, self.offset, self.strides)
-        native = pixels.dtype.newbyteorder("=")
+        dtype = pixels.dtype.newbyteorder("=")
 
         def read(z0: int, z1: int) -> Array:
-            return np.require(pixels[:, z0:z1], native, ["ALIGNED"])
+            return np.require(pixels[:, z0:z1], dtype, ["ALIGNED"])
 
-        return Volume(self.shape, native, read, voxel_size, channels, notes)
+        return Volume(self.shape, dtype, read, voxel_size, channels, notes)
 
     def stream_volume(
         self, file: int, voxel_size: VoxelSize | None, channels: tuple[str, ...], notes: tuple[str, ...]
     ) -> Volume:
         """Return a volume that reads each slab from an open file into new memory.
 
-        The volume keeps its own duplicate of the descriptor. Reading a slab raises BadFile if the file has become
-        shorter.
+        The volume keeps its own duplicate of the descriptor. Reading a slab raises BadFile if the file has been
+        truncated.
+
         Raises ValueError if the placement extends beyond the file.
         """
-        stored = np.dtype(self.dtype)
-        native = stored.newbyteorder("=")
-        if min(self.offset, *self.strides) < 0 or self.offset + self._extent(0) > os.fstat(file).st_size:
+        stored_dtype = np.dtype(self.dtype)
+        dtype = stored_dtype.newbyteorder("=")
+        if min(self.offset, *self.strides) < 0 or self.offset + self._compute_extent(0) > os.fstat(file).st_size:
             raise ValueError("the pixels extend beyond the end of the file")
         file = os.dup(file)
-        is_direct = stored == native and self.strides[2:] == Placement.dense(native, self.shape).strides[2:]
+        is_direct = stored_dtype == dtype and self.strides[2:] == Placement.make_dense(dtype, self.shape).strides[2:]
 
         def read(z0: int, z1: int) -> Array:
-            slab = np.empty((self.shape[0], z1 - z0, *self.shape[2:]), native)
-            block = np.empty(0 if is_direct else self._extent(2), np.uint8)
+            slab = np.empty((self.shape[0], z1 - z0, *self.shape[2:]), dtype)
+            block = np.empty(0 if is_direct else self._compute_extent(2), np.uint8)
             for channel, z in np.ndindex(slab.shape[:2]):
                 start = self.offset + channel * self.strides[0] + (z0 + z) * self.strides[1]
                 _read_all(file, slab[channel, z] if is_direct else block, start)
                 if not is_direct:
-                    slab[channel, z] = np.ndarray(self.shape[2:], stored, block, 0, self.strides[2:])
+                    slab[channel, z] = np.ndarray(self.shape[2:], stored_dtype, block, 0, self.strides[2:])
             return slab
 
         weakref.finalize(read, os.close, file)
-        return Volume(self.shape, native, read, voxel_size, channels, notes)
+        return Volume(self.shape, dtype, read, voxel_size, channels, notes)
 
-    def _extent(self, axis: int) -> int:
+    def _compute_extent(self, axis: int) -> int:
         """Return the number of bytes from the first pixel to the end of the last one, over the axes from `axis` on."""
         steps = zip(self.shape[axis:], self.strides[axis:], strict=True)
         return sum((length - 1) * stride for length, stride in steps) + np.dtype(self.dtype).itemsize
@@ -139,30 +141,30 @@ class Placement:
 
 @dataclass(frozen=True)
 class VolumeLocation:
-    """Location and metadata of a volume, in the source file or in the file that it was decoded to."""
+    """Location and metadata of a volume, in the source file or in the file to which it was decoded."""
 
     placement: Placement
     voxel_size: VoxelSize | None
     channels: tuple[str, ...]
     notes: tuple[str, ...]
-    decoded: bool
+    is_decoded: bool
 
 
-def _read_all(file: int, into: Array, offset: int) -> None:
-    rest = memoryview(into.data).cast("B")
+def _read_all(file: int, buffer: Array, offset: int) -> None:
+    rest = memoryview(buffer.data).cast("B")
     while rest:
         count = os.preadv(file, [rest], offset)
         if not count:
             raise BadFile(
-                "The file became shorter while it was read. Send the request again when the file is complete."
+                "The file was truncated while it was being read. Send the request again when the file is complete."
             )
         rest, offset = rest[count:], offset + count
 
 
-def native_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
+def get_native_dtype(stored_dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype of a volume: the stored dtype in native byte order, or uint8 (0 and 1) for 1-bit pixels."""
-    native = stored.newbyteorder("=")
-    return np.dtype(np.uint8) if native.kind == "b" else native
+    dtype = stored_dtype.newbyteorder("=")
+    return np.dtype(np.uint8) if dtype.kind == "b" else dtype
 
 
 def check_size(nbytes: int, limit_bytes: int, subject: str = "The selected volume") -> None:

@@ -1,7 +1,7 @@
 """Voxel sizes and time intervals from file metadata, which uses many units and names and is often missing or wrong.
 
 Voxel sizes are converted to micrometers. A wrong voxel size never makes a file unreadable: a value that is not a
-positive number of a known unit counts as unknown, and an unknown voxel size adds a note.
+positive number in a known unit is treated as unknown, and an unknown voxel size adds a note.
 """
 
 from __future__ import annotations
@@ -70,30 +70,32 @@ class Calibration:
     source: str
     notes: tuple[str, ...] = ()
 
-    def voxel_size(self) -> VoxelSize | None:
-        """Return the voxel size, or None unless all three edges are known."""
+    def get_voxel_size(self) -> VoxelSize | None:
+        """Return the voxel size, or None if any of its three edge lengths is unknown."""
         if self.z is None or self.y is None or self.x is None:
             return None
         return VoxelSize(self.z, self.y, self.x)
 
-    def user_notes(self) -> tuple[str, ...]:
-        """Return the notes, and one more if the voxel size is not completely known."""
-        known = {axis: size for axis, size in zip("zyx", (self.z, self.y, self.x), strict=True) if size is not None}
-        if len(known) == 3:
+    def list_user_notes(self) -> tuple[str, ...]:
+        """Return the notes, with an additional one if the voxel size is not completely known."""
+        known_sizes = {
+            axis: size for axis, size in zip("zyx", (self.z, self.y, self.x), strict=True) if size is not None
+        }
+        if len(known_sizes) == 3:
             return self.notes
-        if not known:
+        if not known_sizes:
             return (*self.notes, NO_VOXEL_SIZE)
-        stated = ", ".join(f"{axis} {size:g} um" for axis, size in known.items())
+        known_text = ", ".join(f"{axis} {size:g} um" for axis, size in known_sizes.items())
         return (
             *self.notes,
-            f"The file has only a part of the voxel size ({stated}), so it is not used. Set voxel_size=Z,Y,X in"
+            f"The voxel size in the file is incomplete ({known_text}), so it is not used. Set voxel_size=Z,Y,X in"
             " micrometers.",
         )
 
 
 NO_VOXEL_SIZE = (
-    "The file has no voxel size. Planes are assumed to be as far apart as pixels, and sizes are given in voxels. Set"
-    " voxel_size=Z,Y,X in micrometers."
+    "The file has no voxel size. The plane spacing is assumed to equal the pixel size, and sizes are given in voxels."
+    " Set voxel_size=Z,Y,X in micrometers."
 )
 UNKNOWN_CALIBRATION = Calibration(None, None, None, "not stated")
 
@@ -109,15 +111,15 @@ def normalize_unit(unit: str) -> str:
     return name
 
 
-def micrometers_per_unit(unit: str) -> float | None:
+def get_micrometers_per_unit(unit: str) -> float | None:
     """Return the length of a unit in micrometers, or None for "pixel", "reference frame" and unknown units."""
     name = normalize_unit(unit)
     return MICROMETERS_PER_UNIT.get(name, MICROMETERS_PER_UNIT.get(name.lower()))
 
 
-def to_micrometers(value: Any, unit: str) -> float | None:
-    """Convert a value to micrometers. Return None unless it is a number within `PLAUSIBLE_LENGTHS`."""
-    factor = micrometers_per_unit(unit)
+def convert_to_micrometers(value: Any, unit: str) -> float | None:
+    """Convert a value to micrometers. Return None if the result is not a number within `PLAUSIBLE_LENGTHS`."""
+    factor = get_micrometers_per_unit(unit)
     try:
         size = float(value) * factor if factor is not None else math.nan
     except (TypeError, ValueError, OverflowError):
@@ -126,13 +128,15 @@ def to_micrometers(value: Any, unit: str) -> float | None:
 
 
 def _convert_edge(axis: str, value: Any, unit: str, notes: list[str]) -> float | None:
-    """Convert one edge of a voxel to micrometers, and add a note if the value is not a plausible length."""
+    """Convert one edge length of a voxel to micrometers, and add a note if the value is not a plausible length."""
     if value in (None, ""):
         return None
-    size = to_micrometers(value, unit)
+    size = convert_to_micrometers(value, unit)
     if size is None:
-        stated = f"{str(value)[:32]} {unit[:16] or '(no unit)'}"
-        notes.append(f"The file has a voxel size of {stated} along {axis}, which is not plausible and is not used.")
+        length_text = f"{str(value)[:32]} {unit[:16] or '(no unit)'}"
+        notes.append(
+            f"The file has a voxel size of {length_text} along {axis}, which is not plausible and is not used."
+        )
     return size
 
 
@@ -143,34 +147,37 @@ class Resolution:
     ratios: tuple[tuple[int, int] | None, tuple[int, int] | None]
     unit: str
 
-    def pixel_size(self, index: int) -> float | str | None:
-        """Return the pixel size in units along x (0) or y (1), or "1/0" if the ratio is not a number."""
+    def get_pixel_size(self, index: int) -> float | str | None:
+        """Return the pixel size in `unit` along x (0) or y (1): None if unknown, "1/0" if it is not a number."""
         ratio = self.ratios[index]
         if ratio is None:
             return None
         return ratio[1] / ratio[0] if ratio[0] else "1/0"
 
-    def calibration(self) -> Calibration:
-        """Return the pixel size in the plane if the tags have a plausible one.
+    def get_calibration(self) -> Calibration:
+        """Return the in-plane pixel size if the tags contain a plausible one.
 
-        Image editors and screens write meaningless dots per inch (72, 96, 300). Therefore only tags in centimeters and
-        pixels below 20 um are used. There is no tag for the distance between planes.
+        Image editors write meaningless dots per inch (72, 96, 300). Therefore, the tags are used only if their unit is
+        the centimeter and the pixels are smaller than 20 um. No tag contains the distance between planes.
         """
-        y, x = to_micrometers(self.pixel_size(1), self.unit), to_micrometers(self.pixel_size(0), self.unit)
+        y, x = (
+            convert_to_micrometers(self.get_pixel_size(1), self.unit),
+            convert_to_micrometers(self.get_pixel_size(0), self.unit),
+        )
         if self.unit != "cm" or not y or not x or max(y, x) > 20:
             return UNKNOWN_CALIBRATION
         return Calibration(None, y, x, "resolution tags")
 
 
-def from_spacing(metadata: Mapping[str, Any], tags: Resolution, source: str) -> Calibration:
+def parse_spacing(metadata: Mapping[str, Any], tags: Resolution, source: str) -> Calibration:
     """Convert ImageJ's `spacing` and `unit`: z is a length, but x and y are pixels per unit in the resolution tags."""
     unit = str(metadata.get("unit") or "")
-    if micrometers_per_unit(unit) is None:
-        return tags.calibration() if not unit else UNKNOWN_CALIBRATION
+    if get_micrometers_per_unit(unit) is None:
+        return tags.get_calibration() if not unit else UNKNOWN_CALIBRATION
     notes: list[str] = []
     z = _convert_edge("z", metadata.get("spacing"), str(metadata.get("zunit") or unit), notes)
-    y = _convert_edge("y", tags.pixel_size(1), str(metadata.get("yunit") or unit), notes)
-    x = _convert_edge("x", tags.pixel_size(0), unit, notes)
+    y = _convert_edge("y", tags.get_pixel_size(1), str(metadata.get("yunit") or unit), notes)
+    x = _convert_edge("x", tags.get_pixel_size(0), unit, notes)
     if tags.ratios == ((1, 1), (1, 1)):
         notes.append(
             f"The file has exactly one pixel per {unit[:16]} in the plane. Some programs write this if they do not know"
@@ -179,8 +186,8 @@ def from_spacing(metadata: Mapping[str, Any], tags: Resolution, source: str) -> 
     return Calibration(z, y, x, source, tuple(notes)) if any((z, y, x)) else UNKNOWN_CALIBRATION
 
 
-def from_lengths(sizes: Sequence[Any], units: str | Sequence[str], source: str) -> Calibration:
-    """Convert voxel edges along z, y and x, given in one common unit or each in its own unit."""
+def parse_lengths(sizes: Sequence[Any], units: str | Sequence[str], source: str) -> Calibration:
+    """Convert voxel edge lengths along z, y and x, given in one common unit or each in its own unit."""
     notes: list[str] = []
     axis_units = (units,) * 3 if isinstance(units, str) else units
     z, y, x = (_convert_edge(a, s, u, notes) for a, s, u in zip("zyx", sizes, axis_units, strict=True))
@@ -188,7 +195,7 @@ def from_lengths(sizes: Sequence[Any], units: str | Sequence[str], source: str) 
 
 
 def parse_time_interval(value: Any, unit: str) -> TimeInterval | None:
-    """Return a time interval, or None unless `value` is a positive number of a known unit."""
+    """Return a time interval, or None unless `value` is a positive number in a known unit."""
     name = normalize_unit(unit)
     # In OME, Ms means 10**6 seconds.
     known_unit = None if name == "Ms" else TIME_UNITS.get(name.lower())

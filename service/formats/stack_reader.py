@@ -31,23 +31,23 @@ Source = Path | int | Store
 """Path of a file or folder, descriptor of an open file, or a Zarr store."""
 
 
-def inspect(file: Source, selection: Selection, limit_bytes: int, *, keep: bool = False) -> Description:
+def inspect(file: Source, selection: Selection, limit_bytes: int, *, keep_open: bool = False) -> Description:
     """Describe a file and the selected part without decoding pixels.
 
-    A descriptor is closed unless `keep` is set. If the file has several time points and none is selected, this is
+    A descriptor is closed unless `keep_open` is set. If the file has several time points and none is selected, this is
     reported in `problem`.
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
-    with _open(file, selection, limit_bytes, keep=keep) as stack:
+    with _open(file, selection, limit_bytes, keep_open=keep_open) as stack:
         return stack.describe(selection)
 
 
 def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Path | None = None) -> Volume:
     """Read the selected channels and time point as a volume [C, Z, Y, X].
 
-    The dtype is the stored one in native byte order, or uint8 for 1-bit pixels. Uncompressed pixels at regular
-    distances are mapped, so the file must not be deleted before the volume. Other pixels are decoded to memory, or to a
-    file in the folder `scratch`.
+    The dtype is the stored one in native byte order, or uint8 for 1-bit pixels. Uncompressed pixels with
+    constant strides are memory-mapped, so the file must not be deleted before the volume is released. Other pixels are
+    decoded to memory, or to a file in the folder `scratch`.
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
     if scratch is not None:
@@ -63,7 +63,7 @@ def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Pa
 
 @contextmanager
 def open_blocks(path: Path, selection: Selection) -> Iterator[ZarrStack]:
-    """Open the selected part of an OME-Zarr image to read it region by region. Raises the errors of `inspect`."""
+    """Open the selected part of an OME-Zarr image to read it block by block. Raises the errors of `inspect`."""
     with ExitStack() as files:
         if not path.is_dir():
             raise BadParameter(f"{path} is not an OME-Zarr folder. Block-wise processing requires one.")
@@ -71,21 +71,22 @@ def open_blocks(path: Path, selection: Selection) -> Iterator[ZarrStack]:
 
 
 def extract(
-    file: Source, selection: Selection, limit_bytes: int, make_output: Callable[[int], int], small_bytes: int
+    file: Source, selection: Selection, limit_bytes: int, make_output: Callable[[int], int], max_decoded_bytes: int
 ) -> VolumeLocation | Description:
     """Locate the selected pixels in the file, or decode them to another file.
 
     `make_output` receives the size of the decoded pixels in bytes and returns the descriptor of a file of that size. It
-    is called only if pixels have to be decoded. Descriptors are closed. If more than `small_bytes` would have to be
-    decoded, nothing is decoded and the description is returned. Raises the errors of `read` and of `make_output`.
+    is called only if pixels have to be decoded. The descriptors of both files are closed. If more than
+    `max_decoded_bytes` would have to be decoded, nothing is decoded and the description is returned. Raises the errors
+    of `read` and of `make_output`.
     """
     with _open(file, selection, limit_bytes) as stack:
-        if stack.placement is None and stack.decoded_bytes > small_bytes:
+        if stack.placement is None and stack.decoded_bytes > max_decoded_bytes:
             return stack.describe(selection)
         return _extract(stack, selection, make_output)
 
 
-def extract_all(
+def extract_unlimited(
     file: Source, selection: Selection, limit_bytes: int, make_output: Callable[[int], int]
 ) -> VolumeLocation:
     """Locate or decode the selected pixels like `extract`, without a limit on the size of the decoded pixels."""
@@ -96,20 +97,20 @@ def extract_all(
 def _extract(stack: OpenStack, selection: Selection, make_output: Callable[[int], int]) -> VolumeLocation:
     metadata, placement = stack.volume_metadata(selection), stack.placement
     if placement is not None:
-        return VolumeLocation(placement, *metadata, decoded=False)
-    placement = Placement.dense(stack.dtype, stack.shape)
+        return VolumeLocation(placement, *metadata, is_decoded=False)
+    placement = Placement.make_dense(stack.dtype, stack.shape)
     with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
 
         def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
             # Bytes are contiguous in the output only within a row, a plane or a whole block, depending on what the
             # block covers.
             separate_axes = 2 if block.shape[2] < stack.shape[3] else int(block.shape[1] < stack.shape[2])
-            for place in np.ndindex(block.shape[:separate_axes]):
-                origin = np.add(start, (*place, 0, 0, 0)[:3])
-                _write_all(output.fileno(), block[place], np.dot((channel, *origin), placement.strides))
+            for index in np.ndindex(block.shape[:separate_axes]):
+                block_start = np.add(start, (*index, 0, 0, 0)[:3])
+                _write_all(output.fileno(), block[index], np.dot((channel, *block_start), placement.strides))
 
         stack.decode(store)
-    return VolumeLocation(placement, *metadata, decoded=True)
+    return VolumeLocation(placement, *metadata, is_decoded=True)
 
 
 def _read_to_file(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Path) -> Volume:
@@ -122,7 +123,7 @@ def _read_to_file(path: Path | Store, selection: Selection, limit_bytes: int, sc
 
         with _open(path, selection, limit_bytes) as stack:
             location = _extract(stack, selection, make_output)
-        content = map_file(path if isinstance(path, Path) and not location.decoded else outputs[0].fileno())
+        content = map_file(path if isinstance(path, Path) and not location.is_decoded else outputs[0].fileno())
     return location.placement.map_volume(content, location.voxel_size, location.channels, location.notes)
 
 
@@ -134,35 +135,35 @@ def _write_all(descriptor: int, block: Array, offset: int) -> None:
 
 
 @contextmanager
-def _open(file: Source, selection: Selection, limit_bytes: int, *, keep: bool = False) -> Iterator[OpenStack]:
-    """Open a file or folder in the format that its content has."""
+def _open(file: Source, selection: Selection, limit_bytes: int, *, keep_open: bool = False) -> Iterator[OpenStack]:
+    """Open a file or folder in the format that is detected from its content."""
     with ExitStack() as files:
-        opened = _open_source(file, files, keep=keep)
-        store = _open_archive(opened) if isinstance(opened, BufferedReader) else opened
+        source = _open_source(file, files, keep_open=keep_open)
+        store = _open_archive(source) if isinstance(source, BufferedReader) else source
         if store is not None:
             yield zarr_reader.open_stack(store, selection, limit_bytes)
-        elif isinstance(opened, BufferedReader):
-            yield tiff_reader.open_stack(opened, selection, limit_bytes)
+        elif isinstance(source, BufferedReader):
+            yield tiff_reader.open_stack(source, selection, limit_bytes)
 
 
-def _open_source(file: Source, files: ExitStack, *, keep: bool) -> Store | BufferedReader:
+def _open_source(file: Source, files: ExitStack, *, keep_open: bool) -> Store | BufferedReader:
     """Return the store itself, the store in a folder, or an open file."""
     if isinstance(file, int):
-        return files.enter_context(os.fdopen(file, "rb", closefd=not keep))
+        return files.enter_context(os.fdopen(file, "rb", closefd=not keep_open))
     if not isinstance(file, Path):
         return file
     return _open_folder(file, files) if file.is_dir() else files.enter_context(file.open("rb"))
 
 
-def _open_folder(file: Path, files: ExitStack) -> Store:
+def _open_folder(path: Path, files: ExitStack) -> Store:
     """Return the store in a folder."""
-    folder = os.open(file, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    files.callback(os.close, folder)
-    return FolderStore(partial(open_file, folder))
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    files.callback(os.close, descriptor)
+    return FolderStore(partial(open_file, descriptor))
 
 
 def _open_archive(stream: BinaryIO) -> Store | None:
-    """Return the store in a zip archive, or None for any other file, which is rewound."""
+    """Return the store in a zip archive, or None for any other file. Rewind the stream."""
     # The process that passed the descriptor may have moved its position.
     stream.seek(0)
     is_zip = stream.read(len(_ZIP)) == _ZIP

@@ -6,15 +6,16 @@ import numpy as np
 from imagecodecs import png_encode
 
 from service.core.types import Segmentation, Volume
-from service.formats.tiff.imagej_writer import label_colors
+from service.formats.tiff.imagej_writer import make_label_colors
 
 MAX_EDGE_PIXELS = 256
 
 
 def draw(volume: Volume, segmentation: Segmentation) -> bytes:
-    """Draw the first channel of the middle plane in gray as a PNG of at most `MAX_EDGE_PIXELS` along an edge.
+    """Draw the first channel of the middle plane as a PNG with at most `MAX_EDGE_PIXELS` pixels along each edge.
 
-    The volume is [C, Z, Y, X]. Borders of labels and classes [Z, Y, X] are drawn in the colors of the label file.
+    The volume [C, Z, Y, X] is drawn in gray, and the borders of labels and classes [Z, Y, X] in the colors of the label
+    file.
     """
     z = volume.shape[1] // 2
     step = -(-max(volume.shape[2:]) // MAX_EDGE_PIXELS)
@@ -27,7 +28,7 @@ def draw(volume: Volume, segmentation: Segmentation) -> bytes:
         border = np.zeros(labels.shape, bool)
         border[:-1] |= labels[:-1] != labels[1:]
         border[:, :-1] |= labels[:, :-1] != labels[:, 1:]
-        colors = np.reshape(label_colors(), (3, 256)).T // 257
+        colors = np.reshape(make_label_colors(), (3, 256)).T // 257
         border_labels = np.maximum(labels[border], 1).astype(np.int64)
         image[border] = colors[(border_labels - 1) % 255 + 1]
     return bytes(png_encode(image))

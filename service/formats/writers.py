@@ -22,24 +22,25 @@ def is_tiff(path: Path) -> bool:
 
 
 def is_zarr(path: Path) -> bool:
-    """Return whether `write` would write OME-Zarr to this path, as a separate store or among the labels of an image."""
+    """Return whether `write` would write OME-Zarr to this path, as a separate store or as labels inside an image."""
     return path.name.lower().endswith(".zarr") or find_labeled_image(path) is not None
 
 
-def write(segmentation: Segmentation, path: Path, origin: Mapping[str, str]) -> None:
+def write(segmentation: Segmentation, path: Path, provenance: Mapping[str, str]) -> None:
     """Write OME-TIFF, OME-Zarr, .npy or NIfTI, depending on the suffix of the file name.
 
-    origin  describes how the segmentation was made; it cannot be stored in .npy and NIfTI
+    provenance  describes how the segmentation was made; it cannot be stored in .npy or NIfTI files
 
-    Raises BadParameter if OME-Zarr is requested and the extra `zarr` is not installed, and OSError.
+    Raises BadParameter if OME-Zarr is requested and the `zarr` extra is not installed, and OSError if the file
+    cannot be written.
     """
     if is_tiff(path):
-        tiff_writer.write(segmentation, path, origin)
+        tiff_writer.write(segmentation, path, provenance)
     elif is_zarr(path):
-        from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - requires the extra `zarr`
+        from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - requires the `zarr` extra
 
-        zarr_writer.write(segmentation, path, origin)
+        zarr_writer.write(segmentation, path, provenance)
     else:
         (write_array,) = (write for suffix, write in ARRAY_WRITERS.items() if path.name.lower().endswith(suffix))
-        with write_atomically(path) as partial:
-            write_array(Volume.from_array(segmentation.pixels[None], segmentation.voxel_size), partial)
+        with write_atomically(path) as partial_path:
+            write_array(Volume.from_array(segmentation.pixels[None], segmentation.voxel_size), partial_path)

@@ -109,7 +109,7 @@ def _register_gauges(runtime: Runtime, loading_lock: torch_compile.LoadingLock) 
         "stackseg_ready": lambda: float(not runtime.unready_reasons()),
         "stackseg_compiled_graphs": torch_compile.count_graphs,
         "stackseg_recompilations": lambda: loading_lock.recompilations,
-        "stackseg_reader_kills": lambda: float(runtime.reader.killed_children),
+        "stackseg_reader_kills": lambda: float(runtime.reader.killed_child_count),
     }
     labeled_values: Mapping[str, Callable[[], Mapping[str, float]]] = {
         "stackseg_disk_used_bytes": lambda: _disk_bytes(runtime, "used"),

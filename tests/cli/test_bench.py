@@ -34,7 +34,7 @@ def test_exit_status_is_zero_if_the_network_runs_as_configured(bench: list[str],
     ("options", "message"),
     [(["--repeats", "0"], "--repeats"), (["--hosts", "--plot", "bench.png"], "Remove --plot or --hosts")],
 )
-def test_invalid_options_are_refused(bench: list[str], stackseg: Any, options: list[str], message: str) -> None:
+def test_invalid_options_are_rejected(bench: list[str], stackseg: Any, options: list[str], message: str) -> None:
     assert message in stackseg(*bench, *options, status=1)
 
 
@@ -76,15 +76,15 @@ def test_each_line_is_flushed_before_the_next_measurement(
 def test_each_row_of_hosts_is_printed_immediately(
     bench: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed = []
+    outputs = []
 
     def measure(*_: object) -> Any:
         for row in (HostsRow(1, 100, 10.0), HostsRow(2, 200, 12.5)):
             yield row
-            printed.append(capsys.readouterr().out)
+            outputs.append(capsys.readouterr().out)
 
     monkeypatch.setattr(hosts, "measure", measure)
     json_path = tmp_path / "hosts.json"
     assert main([*bench, "--hosts", "--json", str(json_path)]) == 0
-    assert printed == [f"{hosts.HEAD}\n| 1 | 10.0 | 100% |\n", "| 2 | 16.0 | 80% |\n"]
+    assert outputs == [f"{hosts.TABLE_HEADER}\n| 1 | 10.0 | 100% |\n", "| 2 | 16.0 | 80% |\n"]
     assert [row["workers"] for row in json.loads(json_path.read_text())] == [1, 2]

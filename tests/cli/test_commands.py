@@ -47,7 +47,7 @@ def base(random_nuclei_content: dict[str, Any], write_model: Callable[..., Model
     return write_model(random_nuclei_content | {"activation": "sigmoid"})
 
 
-# Expected labels of a model are made in float32. After 20 training steps, BF16 gives other labels.
+# The expected labels of a model are computed in float32. After 20 training steps, BF16 gives different labels.
 FLOAT32 = {"kind": "eager", "precision": "fp32"}
 
 
@@ -70,7 +70,7 @@ def training_command(stack: Path, base: ModelSpec) -> list[str]:
     return ["train", *annotation_options(stack), "--edge", "16", "--from", str(base.folder)]
 
 
-def test_unsupported_crop_size_is_refused_with_supported_sizes(
+def test_unsupported_crop_size_is_rejected_with_supported_sizes(
     base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, stackseg: Any
 ) -> None:
     output = stackseg(*training_command(stack, base), "--edge", "17", "--out", tmp_path / "out", *config, status=1)
@@ -100,11 +100,11 @@ def test_evaluate_uses_each_requested_diameter(
     model = write_model(random_nuclei_content | {"input": model_input}).folder
     options = ["--model", model, "--config", configure(tmp_path / "nowhere", engine=FLOAT32), "--json"]
     *lines, classical = json.loads(stackseg("evaluate", stack, *options, "--diameter", "none", "mean", "extents"))
-    sampled, mean, extents = (line["diameter"] for line in lines)
-    assert sampled == "as sampled"
+    original, mean, extents = (line["diameter"] for line in lines)
+    assert original == "as sampled"
     # A ball of the same volume spans half as many planes as pixels.
-    widths = [float(text.removesuffix("px")) for text in (mean, classical["diameter"])]
-    assert widths[0] == pytest.approx(widths[1] * 2 ** (1 / 3), rel=0.01)
+    diameters = [float(text.removesuffix("px")) for text in (mean, classical["diameter"])]
+    assert diameters[0] == pytest.approx(diameters[1] * 2 ** (1 / 3), rel=0.01)
     assert extents.count(",") == 2
     assert {line["true"] for line in lines} == {classical["true"]}
 
@@ -113,20 +113,20 @@ def test_trained_model_is_available_immediately(
     base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, stackseg: Any, capsys: Any
 ) -> None:
     out, training_options = base.folder.parent / "mine", ["--learning-rate", "0.01", "--steps", "20"]
-    train = [*training_command(stack, base), *training_options, "--out", str(out), *config]
-    assert main(train) == 0
+    command = [*training_command(stack, base), *training_options, "--out", str(out), *config]
+    assert main(command) == 0
     output = capsys.readouterr()
     assert "mine/1, 20 steps, validation loss " in output.out
     assert "nan" not in output.out + output.err + (out / "training.csv").read_text()
     spec = read_spec(out)
     assert spec.weights.sha256 != base.weights.sha256
     assert (spec.architecture, spec.decoding) == (base.architecture, base.decoding)
-    written = {"model.yaml", "weights.safetensors", "training.csv", "sample.tif", "expected.tif"}
-    assert {file.name for file in out.iterdir()} == written
+    expected_files = {"model.yaml", "weights.safetensors", "training.csv", "sample.tif", "expected.tif"}
+    assert {file.name for file in out.iterdir()} == expected_files
     labels_path = tmp_path / "labels.tif"
     stackseg("segment", out / "sample.tif", labels_path, "--model", "mine", *config)
     assert np.array_equal(read(labels_path).array(), read(out / "expected.tif").array())
-    assert "is not empty" in stackseg(*train, status=1)
+    assert "is not empty" in stackseg(*command, status=1)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def test_suffix_selects_the_format_of_labels(config: list[str], stack: Path, tmp
         stackseg("segment", stack / "image.tif", tmp_path / name, *config)
     labels = read(tmp_path / "labels.tif").array()[0]
     assert np.array_equal(np.load(tmp_path / "labels.npy"), labels)
-    stored = gzip.decompress((tmp_path / "labels.nii.gz").read_bytes())[352:]
-    assert np.array_equal(np.frombuffer(stored, labels.dtype).reshape(labels.shape), labels)
+    nifti_content = gzip.decompress((tmp_path / "labels.nii.gz").read_bytes())[352:]
+    assert np.array_equal(np.frombuffer(nifti_content, labels.dtype).reshape(labels.shape), labels)
     command = ["segment", str(stack / "image.tif"), str(tmp_path / "scores.npy"), "--output", "probabilities", *config]
     assert "only TIFF and OME-Zarr support probabilities" in stackseg(*command, status=1)
 
@@ -178,15 +178,15 @@ def test_model_name_is_found_in_the_repository_before_a_folder(
     base: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings.model_validate({"models": {"folder": base.folder.parent, "trained_folder": tmp_path / "none"}})
-    here, other = (shutil.copytree(base.folder, tmp_path / name) for name in (base.name, "other"))
+    same_name_folder, other_folder = (shutil.copytree(base.folder, tmp_path / name) for name in (base.name, "other"))
     monkeypatch.chdir(tmp_path)
     assert choose_model(base.name, settings).folder == base.folder
-    assert choose_model(f"./{base.name}", settings).folder.resolve() == here
-    assert choose_model("other", settings).folder.resolve() == other
+    assert choose_model(f"./{base.name}", settings).folder.resolve() == same_name_folder
+    assert choose_model("other", settings).folder.resolve() == other_folder
 
 
 @pytest.mark.parametrize("length", [65, 300, 5000])
-def test_long_unknown_model_name_is_refused(
+def test_long_unknown_model_name_is_rejected(
     config: list[str], stack: Path, tmp_path: Path, stackseg: Any, length: int
 ) -> None:
     command = ["segment", str(stack / "image.tif"), str(tmp_path / "labels.tif"), "--model", "m" * length]
@@ -233,11 +233,11 @@ def test_train_requires_a_model_folder(stack: Path, stackseg: Any) -> None:
 def test_training_benchmark_measures_both_precisions_and_writes_no_files(
     base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, stackseg: Any
 ) -> None:
-    before = set(tmp_path.rglob("*"))
+    previous_files = set(tmp_path.rglob("*"))
     _head, _rule, *rows = stackseg(
         *training_command(stack, base), "--batch-size", "3", "--benchmark", *config
     ).splitlines()
-    assert set(tmp_path.rglob("*")) == before
+    assert set(tmp_path.rglob("*")) == previous_files
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [row[0] for row in cells] == ["fp32", "bf16"]
     for _, rate, milliseconds, memory in cells:
@@ -301,7 +301,7 @@ def test_tuning_result_is_used_by_all_devices_of_a_kind(
     ("options", "engine", "status", "message"),
     [(["--minutes", "0"], "auto", 1, "positive"), ([], "eager", 2, "Set it to auto")],
 )
-def test_invalid_tuning_options_are_refused(
+def test_invalid_tuning_options_are_rejected(
     base: ModelSpec, configure: Any, stackseg: Any, options: list[str], engine: str, status: int, message: str
 ) -> None:
     path = configure(base.folder.parent, engine={"kind": engine})

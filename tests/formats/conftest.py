@@ -1,4 +1,4 @@
-"""Readers with child processes, for tests of reading and of rejecting files."""
+"""Readers with child processes, for tests that read or reject files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_compromised_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 encoding="ascii",
             )
             compromised = Reader(
-                memory_bytes=2**29, seconds=seconds, decoded_bytes=2**28, processes=1, module="compromised"
+                memory_bytes=2**29, seconds=seconds, decoded_bytes=2**28, process_count=1, module="compromised"
             )
             return readers.enter_context(compromised)
 

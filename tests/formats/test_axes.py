@@ -53,7 +53,7 @@ def test_axes_of_the_file_are_used(stored: str, shape: tuple[int, ...], expected
         ("ZZYX", (2, 5, 6, 7), r"\w{4}"),
     ],
 )
-def test_ambiguous_axes_are_refused_with_a_suggestion(stored: str, shape: tuple[int, ...], suggested: str) -> None:
+def test_ambiguous_axes_are_rejected_with_a_suggestion(stored: str, shape: tuple[int, ...], suggested: str) -> None:
     with pytest.raises(AmbiguousAxes, match=f"axes={suggested}[.]") as caught:
         axes.resolve_axes(stored, shape, None)
 
@@ -66,13 +66,13 @@ def test_suggested_axes_are_valid(stored: str, data: st.DataObject) -> None:
     try:
         axes.resolve_axes(stored, shape, None, "the metadata is damaged")
     except AmbiguousAxes as error:
-        found = re.search(r"axes=(\w*)", str(error))
-        assert bool(found) == (len(stored) <= len(axes.LETTERS))
-        if found:
-            axes.resolve_axes(stored, shape, found[1])
+        match = re.search(r"axes=(\w*)", str(error))
+        assert bool(match) == (len(stored) <= len(axes.LETTERS))
+        if match:
+            axes.resolve_axes(stored, shape, match[1])
 
 
-def test_unusable_metadata_is_refused_for_stacks_and_noted_for_planes() -> None:
+def test_unusable_metadata_is_rejected_for_stacks_and_noted_for_planes() -> None:
     with pytest.raises(AmbiguousAxes, match=r"the metadata is damaged.*axes="):
         axes.resolve_axes("IYX", (5, 6, 7), None, "the metadata is damaged")
 
@@ -103,9 +103,9 @@ def test_error_for_invalid_override_contains_stored_shape_or_letters(override: s
 
 @given(st.text(max_size=7), st.lists(st.integers(1, 5), min_size=2, max_size=6))
 def test_any_override_is_valid_or_a_bad_parameter(override: str, shape: list[int]) -> None:
-    stored = "TZCYXS"[-len(shape) :]
+    stored_axes = "TZCYXS"[-len(shape) :]
     try:
-        layout = axes.resolve_axes("QQQQYX"[-len(stored) :], shape, override)
+        layout = axes.resolve_axes("QQQQYX"[-len(stored_axes) :], shape, override)
     except BadParameter:
         return
     assert len(layout.axes) == len(layout.shape)
@@ -113,7 +113,7 @@ def test_any_override_is_valid_or_a_bad_parameter(override: str, shape: list[int
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 5), (3, 0, 5), (3, 5, 0)])
-def test_empty_dimensions_are_refused(shape: tuple[int, ...]) -> None:
+def test_empty_dimensions_are_rejected(shape: tuple[int, ...]) -> None:
     with pytest.raises(BadFile, match="has no pixels"):
         axes.resolve_axes("ZYX", shape, None)
 
@@ -143,7 +143,7 @@ def test_single_time_point_is_selected_by_default() -> None:
 
 
 @pytest.mark.parametrize("time", [-1, 5])
-def test_missing_time_point_is_refused(time: int) -> None:
+def test_missing_time_point_is_rejected(time: int) -> None:
     with pytest.raises(BadParameter, match="time=0 to time=4"):
         axes.select(Layout("TYX", (5, 6, 7)), ("",), Selection(time=time))
     with pytest.raises(BadParameter, match="one time point"):

@@ -1,4 +1,4 @@
-"""Public test files in all formats are read in the same way as by tifffile, or refused with the expected error.
+"""Public test files in all formats are read as tifffile reads them, or rejected with the expected error.
 
 The files are in a folder next to the repository. `pixel_sha256` in the manifest is the hash of the whole stored array.
 The test reads every channel of every time point and restores the stored order to compute the hash.
@@ -65,7 +65,7 @@ def read_stored_array(path: Path, description: Description) -> NDArray[Any]:
 
 
 @parametrize_entries(read_manifest("formats"))
-def test_every_format_is_read_or_refused_as_expected(entry: dict[str, Any]) -> None:
+def test_every_format_is_read_or_rejected_as_expected(entry: dict[str, Any]) -> None:
     path = DATA / "formats" / entry["file"]
     if entry["file"] in EXPECTED_ERRORS:
         with pytest.raises(EXPECTED_ERRORS[entry["file"]]) as caught:
@@ -107,7 +107,7 @@ def test_all_containers_contain_the_same_volume(entry: dict[str, Any], tmp_path:
         ("synthetic_nuclei_stardist", "ZYX", None),
     ],
 )
-def test_recorded_volumes(name: str, axes: str, voxel_size: tuple[float, ...] | None) -> None:
+def test_descriptions_of_real_volumes(name: str, axes: str, voxel_size: tuple[float, ...] | None) -> None:
     (entry,) = (entry for entry in read_manifest("real") if entry["name"] == name)
 
     description = stack_reader.inspect(DATA / "real" / name / "image.tif", Selection(), LIMIT)

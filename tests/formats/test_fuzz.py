@@ -1,6 +1,6 @@
 """Short deterministic fuzz tests, and regression tests for files found by fuzzing.
 
-Each file is either refused or read as described. `benchmarks/fuzz_tiff.py` fuzzes longer, guided by coverage.
+Each file is either rejected or read as described. `benchmarks/fuzz_tiff.py` runs longer, coverage-guided fuzzing.
 """
 
 from __future__ import annotations
@@ -64,23 +64,23 @@ OTHER_SEEDS = [
 
 
 def check_inspect_and_read(data: bytes) -> None:
-    """Check that a file is refused with a `RequestError`, or read as described."""
+    """Check that a file is rejected with a `RequestError`, or read as described."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "fuzzed.tif"
         path.write_bytes(data)
         try:
-            described = stack_reader.inspect(path, Selection(), LIMIT)
+            description = stack_reader.inspect(path, Selection(), LIMIT)
             volume = stack_reader.read(path, Selection(), LIMIT, Path(folder))
         except RequestError:
             return
-        assert min(described.shape) >= 1
-        assert volume.array().shape == described.shape
-        assert volume.array().dtype == np.dtype(described.dtype)
+        assert min(description.shape) >= 1
+        assert volume.array().shape == description.shape
+        assert volume.array().dtype == np.dtype(description.dtype)
 
 
 @pytest.mark.parametrize(("tag", "value"), [(LENGTH_TAG, 0xA0), (WIDTH_TAG, 0x80), (WIDTH_TAG, 0xFF)])
 @pytest.mark.parametrize("compression", [None, "zlib"])
-def test_negative_image_size_is_refused(tmp_path: Path, compression: str | None, tag: int, value: int) -> None:
+def test_negative_image_size_is_rejected(tmp_path: Path, compression: str | None, tag: int, value: int) -> None:
     path = tmp_path / "negative.tif"
     tifffile.imwrite(path, np.zeros((8, 16), np.uint16), metadata=None, compression=compression)
     data = path.read_bytes()
@@ -101,7 +101,7 @@ CHANGES = st.fixed_dictionaries(
 
 @settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, len(SEEDS) - 1), st.lists(st.tuples(st.integers(0, 30), CHANGES), min_size=1, max_size=3))
-def test_changed_tags_are_refused_or_read_as_described(seed: int, edits: list[tuple[int, dict[str, int]]]) -> None:
+def test_changed_tags_are_rejected_or_read_as_described(seed: int, edits: list[tuple[int, dict[str, int]]]) -> None:
     data = SEEDS[seed]
     for index, changes in edits:
         data = change_entry(data, index % len(read_tag_codes(SEEDS[seed])), **changes)
@@ -110,7 +110,7 @@ def test_changed_tags_are_refused_or_read_as_described(seed: int, edits: list[tu
 
 @settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(SEEDS + OTHER_SEEDS), st.lists(st.tuples(st.integers(0, 1999), st.integers(0, 255)), min_size=1))
-def test_changed_bytes_are_refused_or_read_as_described(seed: bytes, edits: list[tuple[int, int]]) -> None:
+def test_changed_bytes_are_rejected_or_read_as_described(seed: bytes, edits: list[tuple[int, int]]) -> None:
     data = bytearray(seed)
     for offset, value in edits[:4]:
         data[offset % len(data)] = value

@@ -34,22 +34,22 @@ UNITS = {
 
 @pytest.mark.parametrize(("micrometers", "unit"), [(length, unit) for length, units in UNITS.items() for unit in units])
 def test_units_of_length(unit: str, micrometers: float) -> None:
-    assert sampling.micrometers_per_unit(unit) == pytest.approx(micrometers, rel=1e-12)
+    assert sampling.get_micrometers_per_unit(unit) == pytest.approx(micrometers, rel=1e-12)
 
 
 @pytest.mark.parametrize("unit", ["pixel", "pixels", "reference frame", "", "s", "furlong", "µ", "2 um"])
 def test_other_units_are_unknown(unit: str) -> None:
-    assert sampling.micrometers_per_unit(unit) is None
+    assert sampling.get_micrometers_per_unit(unit) is None
 
 
 @pytest.mark.parametrize("value", [0, -1, "nan", "inf", float("nan"), "abc", None, [], 10**400, 1e-30, 1e30, "1e999"])
 def test_implausible_sizes_are_unknown(value: object) -> None:
-    assert sampling.to_micrometers(value, "um") is None
+    assert sampling.convert_to_micrometers(value, "um") is None
 
 
 @given(st.floats(1e-5, 1e6))
 def test_sizes_in_micrometers_are_unchanged(size: float) -> None:
-    assert sampling.to_micrometers(repr(size), "µm") == size
+    assert sampling.convert_to_micrometers(repr(size), "µm") == size
 
 
 @pytest.mark.parametrize(
@@ -64,32 +64,32 @@ def test_sizes_in_micrometers_are_unchanged(size: float) -> None:
     ],
 )
 def test_imagej_unit_may_differ_per_axis(metadata: dict[str, Any], size: VoxelSize | None) -> None:
-    calibration = sampling.from_spacing(metadata, RESOLUTION, "ImageJ metadata")
+    calibration = sampling.parse_spacing(metadata, RESOLUTION, "ImageJ metadata")
 
-    assert calibration.voxel_size() == size
-    assert calibration.user_notes() == (() if size else (sampling.NO_VOXEL_SIZE,))
+    assert calibration.get_voxel_size() == size
+    assert calibration.list_user_notes() == (() if size else (sampling.NO_VOXEL_SIZE,))
 
 
 @pytest.mark.parametrize("spacing", [0, -0.5, float("nan"), "x"])
 def test_invalid_spacing_is_noted_and_other_edges_are_reported(spacing: object) -> None:
-    calibration = sampling.from_spacing({"spacing": spacing, "unit": "um"}, RESOLUTION, "ImageJ metadata")
+    calibration = sampling.parse_spacing({"spacing": spacing, "unit": "um"}, RESOLUTION, "ImageJ metadata")
 
-    assert calibration.voxel_size() is None
+    assert calibration.get_voxel_size() is None
     assert "along z" in calibration.notes[0]
-    assert "y 0.25 um, x 0.2 um" in calibration.user_notes()[-1]
-    assert "voxel_size=" in calibration.user_notes()[-1]
+    assert "y 0.25 um, x 0.2 um" in calibration.list_user_notes()[-1]
+    assert "voxel_size=" in calibration.list_user_notes()[-1]
 
 
 def test_zero_resolution_is_unknown() -> None:
-    calibration = sampling.from_spacing({"spacing": 1, "unit": "um"}, Resolution(((0, 1), None), ""), "")
+    calibration = sampling.parse_spacing({"spacing": 1, "unit": "um"}, Resolution(((0, 1), None), ""), "")
 
     assert (calibration.z, calibration.y, calibration.x) == (1, None, None)
 
 
 def test_one_pixel_per_unit_is_used_with_a_note() -> None:
-    calibration = sampling.from_spacing({"spacing": 2, "unit": "um"}, Resolution(((1, 1), (1, 1)), ""), "")
+    calibration = sampling.parse_spacing({"spacing": 2, "unit": "um"}, Resolution(((1, 1), (1, 1)), ""), "")
 
-    assert calibration.voxel_size() == VoxelSize(2, 1, 1)
+    assert calibration.get_voxel_size() == VoxelSize(2, 1, 1)
     assert "exactly one pixel per um" in calibration.notes[0]
 
 
@@ -108,15 +108,15 @@ def test_one_pixel_per_unit_is_used_with_a_note() -> None:
 def test_resolution_tags_are_used_only_if_plausible_for_a_microscope(
     ratio: tuple[int, int], unit: str, pixel: float | None
 ) -> None:
-    calibration = Resolution((ratio, ratio), unit).calibration()
+    calibration = Resolution((ratio, ratio), unit).get_calibration()
 
     assert calibration.x == pixel
-    assert calibration.voxel_size() is None
+    assert calibration.get_voxel_size() is None
 
 
 def test_lengths_in_vendor_headers() -> None:
-    calibration = sampling.from_lengths((1e-6, 2e-7, 3e-7), "m", "LSM header").voxel_size()
+    calibration = sampling.parse_lengths((1e-6, 2e-7, 3e-7), "m", "LSM header").get_voxel_size()
 
     assert calibration is not None
     assert tuple(calibration) == pytest.approx((1, 0.2, 0.3))
-    assert sampling.from_lengths((None, None, None), "m", "LSM header").voxel_size() is None
+    assert sampling.parse_lengths((None, None, None), "m", "LSM header").get_voxel_size() is None

@@ -10,7 +10,7 @@ from service.core.sections.computing import Engine as EngineSettings
 from service.engine import backends
 from service.inference.types import EngineReport
 
-# Engines that use `engine.compile_mode`. The mode has no effect on eager and openvino. winograd is always compiled once
+# Engines that use `engine.compile_mode`. The mode has no effect on eager and openvino. winograd is always compiled if
 # a mode is set.
 COMPILED_KINDS = frozenset({"compiled", "cudagraph"})
 

@@ -1,4 +1,4 @@
-"""`stackseg bench --hosts`: throughput of a cluster depending on the number of workers."""
+"""`stackseg bench --hosts`: throughput of a cluster by the number of workers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from service.serving.devices.queue.job import Job
 from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics
 
-HEAD = "| workers | windows/s | efficiency relative to one worker |\n|---|---|---|"
+TABLE_HEADER = "| workers | windows/s | efficiency relative to one worker |\n|---|---|---|"
 
-# Time limit for threads to end after the measurement.
-JOIN_SECONDS = 4.0
+# Time limit for threads to stop after the measurement.
+MAX_JOIN_SECONDS = 4.0
 
 
 class HostsRow(NamedTuple):
-    """Number of windows computed by a number of workers, and the seconds from the first request to the last result."""
+    """Number of windows that the workers computed, and the seconds from the first request to the last result."""
 
     workers: int
     windows: int
@@ -45,9 +45,9 @@ def measure(
     repeats: int,
     connect: ClusterConnector = DEFAULT_FACTORIES.connect,
 ) -> Iterator[HostsRow]:
-    """Measure 1, 2, ... workers of a cluster, each of which segments a stack `repeats` times, all concurrently.
+    """Measure 1, 2, ... workers of a cluster. Each worker segments a stack `repeats` times, and all run concurrently.
 
-    Pixels and labels are passed through the shared folder, as in the service. The measurement begins when all workers
+    Pixels and labels are passed through the shared folder, as in the service. The measurement starts when all workers
     are ready. Each row is yielded as soon as it is measured. Raises ConfigError if there is no cluster, and the errors
     of segmentation.
     """
@@ -82,7 +82,7 @@ def _start_workers(spec: ModelSpec, settings: Settings, connect: ClusterConnecto
     finally:
         for device in cluster.devices:
             device.scheduler.cancel_requests()
-            device.stop(JOIN_SECONDS)
+            device.stop(MAX_JOIN_SECONDS)
         cluster.close()
 
 

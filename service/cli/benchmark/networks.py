@@ -30,18 +30,18 @@ from service.models.spec import ModelSpec
 
 # Number of rounds of a comparison, and their time limit.
 ROUNDS = 12
-SECONDS = 60.0
-# Time limit for the rounds of one pair of runners.
-PAIR_SECONDS = 10.0
+MAX_SECONDS = 60.0
+# Time limit for the rounds of one pair of networks.
+MAX_PAIR_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
 
-class Runner(NamedTuple):
-    """Network that is ready for timing. `call` runs one batch of `windows` windows.
+class TimedNetwork(NamedTuple):
+    """Network to be timed. `call` runs one batch of `windows` windows.
 
-    precision  selects the peak speed to which the network is compared
-    exact      whether that peak is measured without TF32, as the network runs
+    precision  selects the peak speed with which the network is compared
+    exact      whether that peak is measured without TF32, because the network runs without it
     """
 
     name: str
@@ -55,9 +55,9 @@ class Runner(NamedTuple):
 class Row:
     """Result for one engine.
 
-    problem     reason if there are no measurements
+    problem     reason why there are no measurements, or None
     ratio       windows per second relative to the first row of the group, round by round
-    peak_share  speed relative to a large matrix product in this precision; above 1 if an engine reduces the arithmetic
+    peak_share  speed relative to a large matrix product in this precision; above 1 if an engine needs fewer operations
     """
 
     group: str
@@ -75,9 +75,9 @@ class Row:
 class DevicePeak:
     """Peak speed of a device, used as a reference for networks.
 
-    gflop  arithmetic of one window of the network
+    gflop  floating-point operations of the network per window, in units of 1e9
     peaks  GFLOP/s of a large matrix product by precision; "fp32 exact" is without TF32
-    clock  `time.process_time` excludes the time of other processes on a busy machine, for a single thread
+    clock  timer; on a busy machine, use `time.process_time` for a single thread, since it excludes other processes
     """
 
     device: torch.device
@@ -85,96 +85,98 @@ class DevicePeak:
     peaks: dict[str, float] = field(default_factory=dict)
     clock: Callable[[], float] = time.perf_counter
 
-    def measure(self, name: str, *, exact: bool = False) -> float:
+    def measure(self, precision_name: str, *, exact: bool = False) -> float:
         """Measure the peak and return the highest value so far, which excludes moments when the device was busy.
 
         exact  measure without TF32
         """
         with tf32.disable_tf32() if exact else nullcontext():
-            latest = measure_matrix_peak(DTYPES[name], self.device, clock=self.clock) / 1e9
-        key = f"{name} exact" if exact else name
+            latest = measure_matrix_peak(DTYPES[precision_name], self.device, clock=self.clock) / 1e9
+        key = f"{precision_name} exact" if exact else precision_name
         self.peaks[key] = max(self.peaks.get(key, 0.0), latest)
         return self.peaks[key]
 
 
-def compare_runners(group: str, runners: Sequence[Runner], peak: DevicePeak, seconds: float = SECONDS) -> Iterator[Row]:
-    """Time all runners alternately and compare them with the first one. Rows are yielded after all timings."""
-    times = time_alternately([runner.call for runner in runners], ROUNDS, seconds, peak.clock)
-    kinds = {(runner.precision, runner.exact) for runner in runners}
-    peaks = {(name, exact): peak.measure(name, exact=exact) for name, exact in kinds}
+def compare_networks(
+    group: str, networks: Sequence[TimedNetwork], peak: DevicePeak, seconds: float = MAX_SECONDS
+) -> Iterator[Row]:
+    """Time all networks alternately and compare them with the first one. Rows are yielded after all timings."""
+    times = time_alternately([network.call for network in networks], ROUNDS, seconds, peak.clock)
+    precisions = {(network.precision, network.exact) for network in networks}
+    peaks = {(precision_name, exact): peak.measure(precision_name, exact=exact) for precision_name, exact in precisions}
     seconds_per_window = [
-        [t / runner.windows for t in durations] for runner, durations in zip(runners, times, strict=True)
+        [t / network.windows for t in durations] for network, durations in zip(networks, times, strict=True)
     ]
-    for runner, durations in zip(runners, seconds_per_window, strict=True):
-        spread = Spread.of([1000 * t for t in durations])
-        speed = 1000 / spread.median
+    for network, durations in zip(networks, seconds_per_window, strict=True):
+        spread = Spread.from_values([1000 * t for t in durations])
+        windows_per_second = 1000 / spread.median
         yield Row(
             group,
-            runner.name,
-            runner.windows,
+            network.name,
+            network.windows,
             ms_per_window=spread,
-            windows_per_second=speed,
-            gflop_per_second=speed * peak.gflop,
-            peak_share=speed * peak.gflop / peaks[runner.precision, runner.exact],
-            ratio=Spread.ratio(seconds_per_window[0], durations),
+            windows_per_second=windows_per_second,
+            gflop_per_second=windows_per_second * peak.gflop,
+            peak_share=windows_per_second * peak.gflop / peaks[network.precision, network.exact],
+            ratio=Spread.from_ratios(seconds_per_window[0], durations),
         )
 
 
-class RunnerBuilder(NamedTuple):
-    """Builder of a `Runner`. `build` raises one of `backends.ENGINE_ERRORS` if the engine does not run here.
+class TimedNetworkBuilder(NamedTuple):
+    """Builder of a `TimedNetwork`. `build` raises one of `backends.ENGINE_ERRORS` on failure.
 
     compiled  whether building calls torch.compile, which is slow
     """
 
     name: str
     windows: int
-    build: Callable[[], Runner]
+    build: Callable[[], TimedNetwork]
     compiled: bool = False
 
 
 def compare_with_first(
-    first: Runner,
-    builders: Iterable[RunnerBuilder],
+    first: TimedNetwork,
+    builders: Iterable[TimedNetworkBuilder],
     peak: DevicePeak,
     *,
     build_seconds: float = math.inf,
-    pair_seconds: float = PAIR_SECONDS,
+    pair_seconds: float = MAX_PAIR_SECONDS,
 ) -> Iterator[Row]:
-    """Yield the row of `first`. Then build each runner, time it alternately with `first`, and yield its row.
+    """Yield the row of `first`. Then build each network, time it alternately with `first`, and yield its row.
 
-    Each runner is released before the next one is built. The row of a runner that fails contains the reason.
+    Each network is released before the next one is built. The row of a network that fails contains the reason.
 
-    build_seconds  time limit for building all runners; no other runner is built after it
+    build_seconds  time limit for building all networks; once it has passed, no more networks are built
     pair_seconds   time limit for the rounds of each pair
     """
     group = "engines"
-    yield from compare_runners(group, [first], peak, pair_seconds)
-    elapsed = 0.0
+    yield from compare_networks(group, [first], peak, pair_seconds)
+    total_build_seconds = 0.0
     for builder in builders:
-        if elapsed > build_seconds:
+        if total_build_seconds > build_seconds:
             yield Row(group, builder.name, builder.windows, f"not built: the limit of {build_seconds:g} s was reached")
             continue
-        start = time.monotonic()
+        build_start = time.monotonic()
         try:
-            row, build_duration = _compare_pair(group, first, builder, peak, pair_seconds)
+            row, duration = _compare_pair(group, first, builder, peak, pair_seconds)
         except backends.ENGINE_ERRORS as error:
-            row, build_duration = (
+            row, duration = (
                 Row(group, builder.name, builder.windows, backends.get_first_line(error)),
-                time.monotonic() - start,
+                time.monotonic() - build_start,
             )
-        elapsed += build_duration
+        total_build_seconds += duration
         yield row
 
 
 def _compare_pair(
-    group: str, first: Runner, builder: RunnerBuilder, peak: DevicePeak, seconds: float
+    group: str, first: TimedNetwork, builder: TimedNetworkBuilder, peak: DevicePeak, seconds: float
 ) -> tuple[Row, float]:
-    """Return the row of a built runner, timed alternately with `first`, and the seconds that building took."""
+    """Build a network and time it alternately with `first`. Return its row and the seconds that building took."""
     log.info("building %s x%d", builder.name, builder.windows)
     start = time.monotonic()
-    runner = builder.build()
+    network = builder.build()
     build_duration = time.monotonic() - start
-    _, row = compare_runners(group, [first, runner], peak, seconds)
+    _, row = compare_networks(group, [first, network], peak, seconds)
     return row, build_duration
 
 
@@ -185,28 +187,28 @@ def collect_rows(rows: Iterable[Row], collected: list[Row]) -> Iterator[Row]:
         yield row
 
 
-def list_engines(
+def iter_builders(
     spec: ModelSpec, settings: Settings, device: torch.device, batch_sizes: Iterable[int]
-) -> Iterator[RunnerBuilder]:
-    """List builders for every engine that the settings allow and that suits the network, at every batch size."""
+) -> Iterator[TimedNetworkBuilder]:
+    """Yield builders for every engine that the settings allow and that suits the network, at every batch size."""
     network, selector = load_selector(spec, settings, device)
-    names = precision.list_precisions(settings.engine.precision, devices.list_native_precisions(device))
-    with_tf32 = allows_tf32(settings.engine, device)
+    precisions = precision.list_precisions(settings.engine.precision, devices.list_native_precisions(device))
+    tf32_allowed = is_tf32_allowed(settings.engine, device)
 
-    def build(choice: EngineConfig) -> Runner:
-        window = selector.build(choice).window
-        return Runner(
-            format_config(choice, with_tf32=with_tf32),
-            choice.sw_batch_size,
-            choice.precision,
+    def build(config: EngineConfig) -> TimedNetwork:
+        window = selector.build(config).window
+        return TimedNetwork(
+            format_config(config, tf32_allowed=tf32_allowed),
+            config.sw_batch_size,
+            config.precision,
             make_call(window.network, window.batch, device),
         )
 
     for size in batch_sizes:
-        for choice in backends.list_configs(settings.engine, device, names, size):
-            if backends.BACKENDS[choice.engine].can_improve(network):
-                name = format_config(choice, with_tf32=with_tf32)
-                yield RunnerBuilder(name, size, partial(build, choice), compiled=choice.compile_mode is not None)
+        for config in backends.list_configs(settings.engine, device, precisions, size):
+            if backends.BACKENDS[config.engine].can_improve(network):
+                name = format_config(config, tf32_allowed=tf32_allowed)
+                yield TimedNetworkBuilder(name, size, partial(build, config), compiled=config.compile_mode is not None)
 
 
 def load_selector(spec: ModelSpec, settings: Settings, device: torch.device) -> tuple[nn.Module, EngineSelector]:
@@ -216,25 +218,27 @@ def load_selector(spec: ModelSpec, settings: Settings, device: torch.device) -> 
     return network, EngineSelector(spec, settings, device, network, window_bytes)
 
 
-def allows_tf32(settings: EngineSettings, device: torch.device) -> bool:
-    """Return whether float32 products may use TF32: on GPUs since Ampere, unless disabled in the settings."""
+def is_tf32_allowed(settings: EngineSettings, device: torch.device) -> bool:
+    """Return whether float32 matrix products may use TF32: on GPUs since Ampere, unless disabled in the settings."""
     if device.type != "cuda" or settings.matmul_precision == "highest":
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def format_config(choice: EngineConfig, *, with_tf32: bool = False) -> str:
+def format_config(config: EngineConfig, *, tf32_allowed: bool = False) -> str:
     """Format an engine configuration without its batch size.
 
-    with_tf32  whether float32 products may use TF32; if so, the text of a float32 configuration includes it
+    tf32_allowed  whether float32 matrix products may use TF32, which is then shown for float32 configurations
     """
-    mode = f" ({choice.compile_mode})" if choice.compile_mode else ""
-    return f"{choice.engine}{mode} {format_precision(choice.precision, with_tf32=with_tf32)} {choice.memory_format}"
+    mode = f" ({config.compile_mode})" if config.compile_mode else ""
+    return (
+        f"{config.engine}{mode} {format_precision(config.precision, tf32_allowed=tf32_allowed)} {config.memory_format}"
+    )
 
 
-def format_precision(name: str, *, with_tf32: bool) -> str:
-    """Format a precision, with TF32 if float32 products may use it."""
-    return f"{name} (TF32)" if with_tf32 and name == "fp32" else name
+def format_precision(name: str, *, tf32_allowed: bool) -> str:
+    """Format a precision, with TF32 if float32 matrix products may use it."""
+    return f"{name} (TF32)" if tf32_allowed and name == "fp32" else name
 
 
 def make_call(network: Network, batch: Tensor, device: torch.device) -> Callable[[], None]:

@@ -17,7 +17,7 @@ from service.core.quantities import Size
 from service.inference.types import EngineReport
 
 DERIVED_VALUES = ("voxels_per_second", "gflop_per_second", "peak_share")
-TABLE_HEAD = "| {} | batch size | ms per window | windows/s | GFLOP/s | share of peak | speed relative to the first |"
+TABLE_HEADER = "| {} | batch size | ms per window | windows/s | GFLOP/s | share of peak | speed relative to the first |"
 
 
 def format_device(name: str, threads: int) -> str:
@@ -25,14 +25,14 @@ def format_device(name: str, threads: int) -> str:
     return f"{name}, {threads} threads, torch {torch.__version__}"
 
 
-def format_start(seconds: float, selection: str) -> str:
-    """Return the line for one start. `selection` describes how the engine was selected."""
-    return f"ready after {seconds:.1f} s ({selection})"
+def format_start(seconds: float, engine_label: str) -> str:
+    """Return the line for one startup. `engine_label` describes how the engine was selected."""
+    return f"ready after {seconds:.1f} s ({engine_label})"
 
 
-def format_engine(model: str, engine: EngineReport, *, with_tf32: bool) -> Iterator[str]:
+def format_engine(model: str, engine: EngineReport, *, tf32_allowed: bool) -> Iterator[str]:
     """Return the line for the engine in use, and one line for each of its warnings."""
-    precision = format_precision(engine.precision, with_tf32=with_tf32)
+    precision = format_precision(engine.precision, tf32_allowed=tf32_allowed)
     network = f"{engine.engine} {precision} {engine.memory_format}, compile_mode {engine.compile_mode or 'none'}"
     yield f"{model}: {network}, batch size {engine.sw_batch_size}, streams {engine.streams}"
     yield from format_warnings(engine.warnings)
@@ -49,11 +49,11 @@ def format_first_request(shape: Size, windows: int, seconds: float) -> Iterator[
     yield f"{'x'.join(map(str, shape))} voxels, {windows} windows; first request {seconds:.2f} s"
 
 
-def format_repeat_head(repeat: Repeat) -> Iterator[str]:
-    """Return the head of the table of repeats with the columns of this repeat."""
+def format_repeat_header(repeat: Repeat) -> Iterator[str]:
+    """Return the header of the table of repeats, with the columns of this repeat."""
     names = ["repeat", *(f"{stage} s" for stage in repeat.stages), "windows per second / bare loop"]
     if repeat.plain:
-        names += [f"{_name_plain_script(tf32=repeat.plain_tf32)}, total s", "plain script / total"]
+        names += [f"{_get_baseline(tf32=repeat.plain_tf32)}, total s", "baseline script / total"]
     yield ""
     yield f"| {' | '.join(names)} |"
     yield "|---" * len(names) + "|"
@@ -70,16 +70,16 @@ def format_repeat(number: int, repeat: Repeat) -> str:
 def format_summary(report: Report) -> Iterator[str]:
     """Return the lines that summarize all repeats."""
     times, peak = report.answered, report.peaks[report.engine.precision]
-    plain = _name_plain_script(tf32=times.plain_tf32)
+    baseline = _get_baseline(tf32=times.plain_tf32)
     yield ""
-    yield "| stage | median s (minimum to maximum) |" + (f" {plain} |" if times.plain else "")
+    yield "| stage | median s (minimum to maximum) |" + (f" {baseline} |" if times.plain else "")
     yield "|---|---|" + ("---|" if times.plain else "")
     for stage in dict.fromkeys((*times.stages, *times.plain)):
         columns = [times.stages, times.plain] if times.plain else [times.stages]
         yield f"| {stage} | " + " | ".join(_format_seconds(column.get(stage)) for column in columns) + " |"
     yield ""
     yield f"{times.windows_per_second:.1f} windows/s, {report.voxels_per_second / 1e6:.2f} M voxels/s"
-    precision = format_precision(report.engine.precision, with_tf32=report.tf32)
+    precision = format_precision(report.engine.precision, tf32_allowed=report.tf32)
     share = f"{report.peak_share:.0%} of the {peak:.0f} GFLOP/s of a large {precision} matrix product"
     yield f"{report.gflop:.2f} GFLOP per window, {report.gflop_per_second:.0f} GFLOP/s: {share}"
     loops = f"{_format_seconds(times.stitched)} s; a bare loop of their forward passes: {_format_seconds(times.bare)} s"
@@ -87,19 +87,19 @@ def format_summary(report: Report) -> Iterator[str]:
     ratios = f"{_format_ratio(times.stitching)}, in CPU seconds {_format_ratio(times.cpu_stitching)}"
     yield f"windows per second / bare loop: {ratios}"
     if times.speedup is not None:
-        yield f"speed relative to the {plain}: {_format_ratio(times.speedup)}"
+        yield f"speed relative to the {baseline}: {_format_ratio(times.speedup)}"
     device = f", {report.device_bytes / 2**30:.2f} GiB on the device" if report.device_bytes else ""
     yield f"peak memory: {report.peak_bytes / 2**30:.2f} GiB{device}"
 
 
-def _name_plain_script(*, tf32: bool) -> str:
-    return "plain script (eager FP32; torch's defaults allow TF32)" if tf32 else "plain script"
+def _get_baseline(*, tf32: bool) -> str:
+    return "baseline script (eager FP32; torch's defaults allow TF32)" if tf32 else "baseline script"
 
 
 def format_table(title: str, rows: Iterable[Row]) -> Iterator[str]:
-    """Return the lines of a comparison table. Each row is yielded as soon as `rows` provides it."""
-    yield TABLE_HEAD.format(title)
-    yield "|---" * TABLE_HEAD.count(" |") + "|"
+    """Return the lines of a comparison table. Each row is yielded as soon as `rows` yields it."""
+    yield TABLE_HEADER.format(title)
+    yield "|---" * TABLE_HEADER.count(" |") + "|"
     for row in rows:
         name = f"| {row.name} | {row.windows} |"
         if row.ms_per_window is None or row.ratio is None:
@@ -126,16 +126,16 @@ def to_json(report: Report) -> str:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Plot stages and comparisons as bar charts. Requires the extra `demo`."""
+    """Plot stages and comparisons as bar charts. Requires the `demo` extra."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - optional
 
     rows = [row for row in report.rows if row.windows_per_second]
     figure = Figure(figsize=(12 if rows else 6, 4 + 0.15 * len(rows)), layout="constrained")
-    first, *others = figure.subplots(1, 2 if rows else 1, squeeze=False)[0]
+    stage_axes, *engine_axes = figure.subplots(1, 2 if rows else 1, squeeze=False)[0]
     stages = {stage: spread.median for stage, spread in report.answered.stages.items() if stage != "total"}
-    _draw_bars(first, list(stages), list(stages.values()))
-    first.set(title=f"{report.model}, {'x'.join(map(str, report.shape))}", xlabel="seconds, median")
-    for axes in others:
+    _draw_bars(stage_axes, list(stages), list(stages.values()))
+    stage_axes.set(title=f"{report.model}, {'x'.join(map(str, report.shape))}", xlabel="seconds, median")
+    for axes in engine_axes:
         _draw_engines(axes, rows)
     figure.suptitle(f"{report.device}, {report.threads} threads")
     figure.savefig(path, dpi=100)

@@ -34,15 +34,15 @@ from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow
 from service.models.spec import ModelSpec
 
-LIMIT_BYTES = 2**40
+MAX_STACK_BYTES = 2**40
 
-# Processes the stack at its original resolution, so that the measurement does not depend on the object diameter.
+# Process the stack at its original resolution, so that the measurement does not depend on the object diameter.
 ORIGINAL_RESOLUTION = Options(diameter="none")
-PLAIN_SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "plain.py"
+BASELINE_SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "plain.py"
 
 
-class PlainRun(NamedTuple):
-    """Seconds of the plain script by stage, and whether it was allowed to use TF32."""
+class BaselineRun(NamedTuple):
+    """Seconds of the baseline script by stage, and whether it was allowed to use TF32."""
 
     seconds: dict[str, float]
     tf32: bool = False
@@ -52,12 +52,12 @@ class RequestRunner:
     """Runner of complete requests for one stack, of its windows alone, or of their forward passes alone.
 
     windows         number of windows of the stack, known after the first request
-    threads         number of threads of all streams of the device together
+    threads         total number of threads of all streams of the device
     fallback_notes  unique notes of requests that used a smaller batch or repeated the computation in float32
     """
 
-    def __init__(self, model: ModelRunner, stack: Path, folder: Path, device: WindowBatcher, threads: int) -> None:
-        self._model, self._stack, self._folder, self._device = model, stack, folder, device
+    def __init__(self, model: ModelRunner, stack: Path, folder: Path, batcher: WindowBatcher, threads: int) -> None:
+        self._model, self._stack, self._folder, self._batcher = model, stack, folder, batcher
         self._threads = threads
         self._latest_request: tuple[SlidingWindow, Image, float] | None = None
         self._stream_pool: ThreadPoolExecutor | None = None
@@ -80,7 +80,7 @@ class RequestRunner:
         """
         stages = Stages()
         with stages.measure("read"):
-            volume = stack_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
+            volume = stack_reader.read(self._stack, Selection(), MAX_STACK_BYTES, self._folder)
         result = segment(
             self._model, volume, ORIGINAL_RESOLUTION, callbacks=Callbacks(self._run, progress=self._record_window_count)
         )
@@ -97,7 +97,9 @@ class RequestRunner:
         """Compute the windows of the latest request again, from pixels to scores, without decoding."""
         window, image, overlap = self._latest
         with torch.inference_mode():
-            deque(self._device.run(window, image, overlap, cancelled=lambda: False, progress=lambda *_: None), maxlen=0)
+            deque(
+                self._batcher.run(window, image, overlap, cancelled=lambda: False, progress=lambda *_: None), maxlen=0
+            )
 
     def run_bare_loop(self) -> None:
         """Run only the forward passes of `run_windows`, with the same number of streams and threads.
@@ -105,10 +107,10 @@ class RequestRunner:
         All threads together compute the remaining batches, as on the device.
         """
         window = self._latest[0]
-        batches, last_batch_windows = divmod(self.windows, window.capacity)
+        batch_count, last_batch_windows = divmod(self.windows, window.capacity)
         if last_batch_windows and not window.accepts_any_batch_size:
-            batches, last_batch_windows = batches + 1, 0
-        batches_per_stream, remaining_batches = divmod(batches, window.streams)
+            batch_count, last_batch_windows = batch_count + 1, 0
+        batches_per_stream, remaining_batches = divmod(batch_count, window.streams)
         if window.streams > 1:
             # All threads start together, so that no thread processes the work of another stream.
             start = Barrier(window.streams)
@@ -120,37 +122,37 @@ class RequestRunner:
             list(self._streams.map(compute, range(window.streams)))
             self.run_forward(remaining_batches)
         else:
-            self.run_forward(batches)
+            self.run_forward(batch_count)
         if last_batch_windows:
             self.run_forward(1, last_batch_windows)
 
-    def run_forward(self, times: int = 1, windows: int | None = None) -> None:
+    def run_forward(self, repeats: int = 1, window_count: int | None = None) -> None:
         """Run the network on the batch of the first stream with all threads, and wait until the device has finished.
 
-        windows  number of windows in the batch, for networks that accept fewer; None: all
+        window_count  number of windows in the batch, for networks that accept smaller batches; None: all
         """
 
         def run() -> None:
             previous_threads = torch.get_num_threads()
             devices.set_torch_threads(self._threads)
             try:
-                self._run_forwards(0, times, windows)
+                self._run_forwards(0, repeats, window_count)
             finally:
                 # The device expects that the number of threads does not change.
                 devices.set_torch_threads(previous_threads)
 
-        self._device.call(run)
+        self._batcher.call(run)
 
     @property
     def batch(self) -> Tensor:
         """Batch of the first stream, [B, C, *roi]."""
         return self._latest[0].batch
 
-    def _run_forwards(self, stream: int, times: int, windows: int | None = None) -> None:
+    def _run_forwards(self, stream: int, repeats: int, window_count: int | None = None) -> None:
         window = self._latest[0]
         with torch.inference_mode():
-            for _ in range(times):
-                window.network(window.batches[stream][:windows])
+            for _ in range(repeats):
+                window.network(window.batches[stream][:window_count])
         synchronize(self.batch.device)
 
     @property
@@ -173,45 +175,55 @@ class RequestRunner:
         progress: Callable[[int, int], None],
     ) -> Iterator[Slab]:
         self._latest_request = window, image, overlap
-        return self._device.run(window, image, overlap, cancelled=cancelled, progress=progress)
+        return self._batcher.run(window, image, overlap, cancelled=cancelled, progress=progress)
 
-    def run_plain_script(self) -> PlainRun:
+    def run_baseline_script(self) -> BaselineRun:
         """Run `benchmarks/plain.py` in a separate process. Raises BadParameter."""
-        model, result = self._model.spec.folder, self._folder / "plain.tif"
-        command = [sys.executable, str(PLAIN_SCRIPT), str(self._stack), str(result), "--model", str(model)]
+        model_folder, result_path = self._model.spec.folder, self._folder / "plain.tif"
+        command = [
+            sys.executable,
+            str(BASELINE_SCRIPT),
+            str(self._stack),
+            str(result_path),
+            "--model",
+            str(model_folder),
+        ]
         command += ["--threads", str(self._threads), "--device", str(self.batch.device)]
-        done = subprocess.run(command, cwd=PLAIN_SCRIPT.parents[1], capture_output=True, text=True, check=False)  # noqa: S603
-        if done.returncode:
+        completed = subprocess.run(command, cwd=BASELINE_SCRIPT.parents[1], capture_output=True, text=True, check=False)  # noqa: S603
+        if completed.returncode:
             raise BadParameter(
-                f"The plain script failed: {(done.stderr.strip().splitlines() or ['no error message'])[-1]}"
+                f"The baseline script failed: {(completed.stderr.strip().splitlines() or ['no error message'])[-1]}"
             )
-        printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        stages: dict[str, float] = printed["stages"]
+        output: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
+        stages: dict[str, float] = output["stages"]
         seconds = {{"decode": "postprocess"}.get(name, name): duration for name, duration in stages.items()}
-        return PlainRun(seconds | {"total": sum(stages.values())}, printed.get("tf32", False))
+        return BaselineRun(seconds | {"total": sum(stages.values())}, output.get("tf32", False))
 
     def write_profile(self, trace: Path) -> None:
         """Write a trace of one request in one stream, for chrome://tracing or Perfetto."""
-        volume = stack_reader.read(self._stack, Selection(), LIMIT_BYTES, self._folder)
-        with torch.profiler.profile() as recorded:
+        volume = stack_reader.read(self._stack, Selection(), MAX_STACK_BYTES, self._folder)
+        with torch.profiler.profile() as profiler:
             segment(self._model, volume, ORIGINAL_RESOLUTION)
-        recorded.export_chrome_trace(str(trace))
+        profiler.export_chrome_trace(str(trace))
 
     def _record_window_count(self, _done: int, total: int) -> None:
         self.windows = total
 
 
 def tile_sample(spec: ModelSpec, shape: Size) -> Array:
-    """Return a stack [Z, Y, X] of uint16 that repeats the model's sample. Raises BadParameter for several channels."""
+    """Return a stack [Z, Y, X] of uint16 that repeats the model's sample.
+
+    Raises BadParameter if the model has several input channels.
+    """
     if spec.input.channels != 1:
         raise BadParameter(
             f"{spec.name} requires {spec.input.channels} channels, but bench supports only models with one channel."
         )
     image = load_sample_image(spec)[0, 0].numpy()
-    counts = ((image - image.min()) / max(float(np.ptp(image)), 1e-6) * 4000 + 300).astype(np.uint16)
-    padding = [(0, max(edge - length, 0)) for edge, length in zip(shape, counts.shape, strict=True)]
+    pixels = ((image - image.min()) / max(float(np.ptp(image)), 1e-6) * 4000 + 300).astype(np.uint16)
+    padding = [(0, max(edge - length, 0)) for edge, length in zip(shape, pixels.shape, strict=True)]
     z, y, x = shape
-    return np.pad(counts, padding, mode="symmetric")[:z, :y, :x]
+    return np.pad(pixels, padding, mode="symmetric")[:z, :y, :x]
 
 
 def write_stack(spec: ModelSpec, shape: Size, path: Path) -> None:

@@ -40,8 +40,8 @@ class Repeat:
     stages       seconds of the request by stage, including `total`
     windows      wall-clock seconds of the windows alone
     cpu_windows  CPU seconds of the windows alone
-    plain        seconds of the plain script by stage; empty without `--baseline`
-    plain_tf32   whether the plain script was allowed to use TF32
+    plain        seconds of the baseline script by stage; empty without `--baseline`
+    plain_tf32   whether the baseline script was allowed to use TF32
     """
 
     stages: Seconds
@@ -52,7 +52,7 @@ class Repeat:
 
     @property
     def speedup(self) -> float:
-        """Total seconds of the plain script divided by those of the request."""
+        """Total seconds of the baseline script divided by those of the request."""
         return self.plain["total"] / self.stages["total"]
 
 
@@ -65,9 +65,9 @@ class RequestTimes:
     bare           seconds of a bare loop of their forward passes
     stitching      windows per second of `stitched` relative to `bare`, pair by pair
     cpu_stitching  the same ratio in CPU seconds
-    plain          seconds of the plain script by stage
-    speedup        time of the plain script divided by that of the request, repeat by repeat
-    plain_tf32     whether the plain script was allowed to use TF32
+    plain          seconds of the baseline script by stage
+    speedup        time of the baseline script divided by that of the request, repeat by repeat
+    plain_tf32     whether the baseline script was allowed to use TF32
     """
 
     windows: int
@@ -89,12 +89,12 @@ class RequestTimes:
             windows=windows,
             first=first,
             stages=_summarize_stages([repeat.stages for repeat in repeats]),
-            stitched=Spread.of([repeat.windows.stitched for repeat in repeats]),
-            bare=Spread.of([repeat.windows.bare for repeat in repeats]),
-            stitching=Spread.of([repeat.windows.ratio for repeat in repeats]),
-            cpu_stitching=Spread.of([repeat.cpu_windows.ratio for repeat in repeats]),
+            stitched=Spread.from_values([repeat.windows.stitched for repeat in repeats]),
+            bare=Spread.from_values([repeat.windows.bare for repeat in repeats]),
+            stitching=Spread.from_values([repeat.windows.ratio for repeat in repeats]),
+            cpu_stitching=Spread.from_values([repeat.cpu_windows.ratio for repeat in repeats]),
             plain=_summarize_stages([repeat.plain for repeat in repeats]),
-            speedup=Spread.of([repeat.speedup for repeat in repeats]) if has_plain else None,
+            speedup=Spread.from_values([repeat.speedup for repeat in repeats]) if has_plain else None,
             plain_tf32=any(repeat.plain_tf32 for repeat in repeats),
         )
 
@@ -108,13 +108,13 @@ class RequestTimes:
 class Report:
     """Results of a complete run.
 
-    starts        seconds for loading the model and preparing its network, by how its engine was selected
-    gflop         arithmetic of one window
+    starts        seconds for loading the model and preparing its network, by the way its engine was selected
+    gflop         floating-point operations of one window, in units of 1e9
     peaks         GFLOP/s of a large matrix product by precision
-    peak_bytes    peak resident memory of the process until the last request
+    peak_bytes    peak resident memory of the process up to the last request
     device_bytes  peak memory on a GPU
-    tf32          whether float32 products of the engine may use TF32
-    rows          of the comparisons
+    tf32          whether float32 matrix products of the engine may use TF32
+    rows          results of the comparison of engines
     """
 
     model: str
@@ -146,4 +146,4 @@ class Report:
 
 
 def _summarize_stages(runs: Sequence[Seconds]) -> dict[str, Spread]:
-    return {stage: Spread.of([run[stage] for run in runs]) for stage in runs[0]}
+    return {stage: Spread.from_values([run[stage] for run in runs]) for stage in runs[0]}

@@ -25,19 +25,19 @@ from service.training.evaluate import HEADER, ScoreRow, format_row, get_stack_na
 def run(options: argparse.Namespace, settings: Settings) -> None:
     """Print the scores of each stack, row by row, or all at the end if the output is JSON. Raises BadParameter."""
     results: list[dict[str, Any]] = []
-    for stack, line in _score_all(options, settings):
+    for stack, row in _score_all(options, settings):
         if not results and not options.json:
             sys.stdout.write(HEADER + "\n")
-        results.append({"stack": stack, "method": line.method, "diameter": line.diameter, **line.scores._asdict()})
+        results.append({"stack": stack, "method": row.method, "diameter": row.diameter, **row.scores._asdict()})
         if not options.json:
-            sys.stdout.write(format_row(stack, line) + "\n")
+            sys.stdout.write(format_row(stack, row) + "\n")
             sys.stdout.flush()
     if options.json:
         sys.stdout.write(json.dumps(results, indent=2) + "\n")
 
 
 def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[str, ScoreRow]]:
-    """Yield the scores of each stack by each method."""
+    """Yield the scores of each method on each stack."""
     pairs = _list_pairs(options)
     runner = ModelRunner(choose_model(options.model, settings), settings)
     if runner.spec.decoding.kind != "instances":
@@ -65,9 +65,9 @@ def _list_pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
 def _read_pair(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:
     """Read one channel of a stack, and its labels [Z, Y, X]. Raises BadFile, and BadParameter if the shapes differ."""
     channel_selection = int(channel) if channel and is_index(channel) else channel
-    limit = settings.limits.decoded_bytes
-    volume = stack_reader.read(image, Selection(channel=channel_selection), limit)
-    truth = stack_reader.read(labels, Selection(), limit)
+    limit_bytes = settings.limits.decoded_bytes
+    volume = stack_reader.read(image, Selection(channel=channel_selection), limit_bytes)
+    truth = stack_reader.read(labels, Selection(), limit_bytes)
     if truth.shape != (1, *volume.shape[1:]):
         raise BadParameter(
             f"{image} and {labels} must have the same shape, but have {volume.shape[1:]} and {truth.shape}."

@@ -1,4 +1,4 @@
-"""Run `stackseg bench`: starts, requests, and the requested comparisons."""
+"""Run `stackseg bench`: time startups and requests, and run the selected comparisons."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 from service.cli.benchmark import report, requests
 from service.cli.benchmark.networks import (
     DevicePeak,
-    Runner,
-    allows_tf32,
+    TimedNetwork,
     collect_rows,
     compare_with_first,
     format_config,
-    list_engines,
+    is_tf32_allowed,
+    iter_builders,
 )
-from service.cli.benchmark.requests import PlainRun, RequestRunner
+from service.cli.benchmark.requests import BaselineRun, RequestRunner
 from service.cli.benchmark.results import Repeat, Report, RequestTimes, Seconds, WindowSeconds
 from service.cli.benchmark.timing import count_window_flop, peak_bytes
 from service.core.config import Settings, override_settings
@@ -43,9 +43,9 @@ PrintLine = Callable[[str], object]
 class BenchPlan:
     """Selected measurements.
 
-    cold           measure two starts, with an empty cache folder and with the cache of the first start
-    baseline       also run the plain script, alternately with the requests
-    batch_sizes    for the comparison of engines; by default the one in use
+    cold           measure two startups, with an empty cache folder and with the cache of the first startup
+    baseline       also run the baseline script, alternating with the requests
+    batch_sizes    batch sizes at which engines are compared; by default only the one in use
     build_seconds  time limit for building the compared engines
     profile        file for a trace of one request
     """
@@ -60,13 +60,13 @@ class BenchPlan:
     profile: Path | None = None
 
     @property
-    def compares_engines(self) -> bool:
+    def should_compare_engines(self) -> bool:
         """Whether engines are compared. Batch sizes imply a comparison."""
         return self.compare_engines or bool(self.batch_sizes)
 
 
 def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintLine) -> Report:
-    """Measure one model, and print each line of the report as soon as it is measured.
+    """Measure one model, and print each line of the report as soon as its values are known.
 
     Raises the errors of `ModelRunner`, and BadParameter.
     """
@@ -74,19 +74,19 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintL
     torch_device = devices.choose_device(settings.device.name)
     threads = settings.device.threads or host.count_usable_cores()
     print_line(report.format_device(devices.get_device_name(torch_device), threads))
-    with tempfile.TemporaryDirectory(prefix="bench-") as name, open_batcher(settings) as device:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder_name, open_batcher(settings) as batcher:
+        folder = Path(folder_name)
         requests.write_stack(spec, plan.shape, folder / "stack.tif")
         if plan.cold:
             settings = override_settings(settings, "engine", {"cache_folder": folder / "cache"})
-        starts, model = device.call(lambda: _time_starts(spec, settings, plan, print_line))
-        engine, with_tf32 = model.report(), allows_tf32(settings.engine, torch_device)
-        _print_lines(print_line, report.format_engine(spec.identifier, engine, with_tf32=with_tf32))
+        starts, model = batcher.call(lambda: _time_starts(spec, settings, plan, print_line))
+        engine, tf32_allowed = model.report(), is_tf32_allowed(settings.engine, torch_device)
+        _print_lines(print_line, report.format_engine(spec.identifier, engine, tf32_allowed=tf32_allowed))
         # Normalization and decoding in this thread may use all cores, because nothing else runs.
         devices.set_torch_threads(threads)
-        runner = RequestRunner(model, folder / "stack.tif", folder, device, threads)
-        answered = _time_requests(runner, plan, print_line)
-        peak = _measure_peak(spec, torch_device, engine.precision)
+        runner = RequestRunner(model, folder / "stack.tif", folder, batcher, threads)
+        request_times = _time_requests(runner, plan, print_line)
+        peak_speed = _measure_peak_speed(spec, torch_device, engine.precision)
         result = Report(
             model=spec.identifier,
             shape=plan.shape,
@@ -94,43 +94,43 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintL
             threads=threads,
             engine=replace(engine, warnings=(*engine.warnings, *runner.fallback_notes)),
             starts=starts,
-            answered=answered,
-            gflop=peak.gflop,
-            peaks=peak.peaks,
+            answered=request_times,
+            gflop=peak_speed.gflop,
+            peaks=peak_speed.peaks,
             peak_bytes=peak_bytes(),
-            device_bytes=_device_bytes(torch_device),
-            tf32=with_tf32,
+            device_bytes=_get_peak_device_bytes(torch_device),
+            tf32=tf32_allowed,
         )
         _print_lines(print_line, report.format_summary(result))
         if plan.profile is not None:
             runner.write_profile(plan.profile)
-        if plan.compares_engines:
-            in_use = _make_runner_in_use(runner, result)
-            builders = list_engines(spec, settings, torch_device, plan.batch_sizes or (in_use.windows,))
-            rows = compare_with_first(in_use, builders, peak, build_seconds=plan.build_seconds)
+        if plan.should_compare_engines:
+            current_runner = _make_current_runner(runner, result)
+            builders = iter_builders(spec, settings, torch_device, plan.batch_sizes or (current_runner.windows,))
+            rows = compare_with_first(current_runner, builders, peak_speed, build_seconds=plan.build_seconds)
             _print_lines(print_line, chain([""], report.format_table("engine", collect_rows(rows, result.rows))))
         return result
 
 
-def _device_bytes(device: torch.device) -> int:
+def _get_peak_device_bytes(device: torch.device) -> int:
     """Return the peak memory on a GPU in bytes, or 0 for other devices."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _check_plan(plan: BenchPlan) -> None:
-    """Raise BadParameter if the plan requires files of a git clone that do not exist."""
-    if plan.baseline and not requests.PLAIN_SCRIPT.exists():
+    """Raise BadParameter if the plan requires files from a git clone, and they do not exist."""
+    if plan.baseline and not requests.BASELINE_SCRIPT.exists():
         raise BadParameter(
-            f"--baseline requires benchmarks/{requests.PLAIN_SCRIPT.name}, which is only part of a git clone."
+            f"--baseline requires benchmarks/{requests.BASELINE_SCRIPT.name}, which is only part of a git clone."
         )
 
 
-def _measure_peak(spec: ModelSpec, device: torch.device, precision: str) -> DevicePeak:
-    """Measure the speed of a large matrix product, and count the arithmetic of one window."""
+def _measure_peak_speed(spec: ModelSpec, device: torch.device, precision: str) -> DevicePeak:
+    """Measure the speed of a large matrix product, and count the floating-point operations of one window."""
     shape = (spec.input.channels, *spec.input.roi_size)
-    peak = DevicePeak(device, count_window_flop(load_network(spec), shape) / 1e9)
-    peak.measure(precision)
-    return peak
+    peak_speed = DevicePeak(device, count_window_flop(load_network(spec), shape) / 1e9)
+    peak_speed.measure(precision)
+    return peak_speed
 
 
 def _print_lines(print_line: PrintLine, lines: Iterable[str]) -> None:
@@ -149,25 +149,25 @@ def _time_starts(
         model = ModelRunner(spec, settings)
         model.warm_up(tune=True)
         engine = model.report()
-        selection = f"{engine.planned}, cached" if engine.cached else engine.planned
-        starts[selection] = time.perf_counter() - start
-        print_line(report.format_start(starts[selection], selection))
+        engine_label = f"{engine.planned}, cached" if engine.cached else engine.planned
+        starts[engine_label] = time.perf_counter() - start
+        print_line(report.format_start(starts[engine_label], engine_label))
     return starts, model
 
 
 def _time_requests(runner: RequestRunner, plan: BenchPlan, print_line: PrintLine) -> RequestTimes:
     first = runner.run_request()["total"]
     _print_lines(print_line, report.format_first_request(plan.shape, runner.windows, first))
-    # Warm up: in its first loop, each stream allocates memory for its layers.
+    # Warm up, because each stream allocates memory for its layers in its first loop.
     runner.run_bare_loop()
     repeats: list[Repeat] = []
     for number in range(1, plan.repeats + 1):
         stages = runner.run_request()
         windows, cpu_windows = _time_windows(runner)
-        plain = runner.run_plain_script() if plan.baseline else PlainRun({})
-        repeat = Repeat(stages, windows, cpu_windows, plain.seconds, plain.tf32)
+        baseline = runner.run_baseline_script() if plan.baseline else BaselineRun({})
+        repeat = Repeat(stages, windows, cpu_windows, baseline.seconds, baseline.tf32)
         if not repeats:
-            _print_lines(print_line, report.format_repeat_head(repeat))
+            _print_lines(print_line, report.format_repeat_header(repeat))
         repeats.append(repeat)
         print_line(report.format_repeat(number, repeat))
     if runner.fallback_notes:
@@ -178,8 +178,8 @@ def _time_requests(runner: RequestRunner, plan: BenchPlan, print_line: PrintLine
 def _time_windows(runner: RequestRunner) -> tuple[WindowSeconds, WindowSeconds]:
     """Return the wall-clock seconds and the CPU seconds of the windows of a stack.
 
-    The bare loop and the windows from pixels to scores are each timed twice, in mirrored order. A machine that becomes
-    slower then affects both equally.
+    The forward passes alone and the complete window stage are each timed twice, in the order A B B A. A slowdown of the
+    machine then affects both equally.
     """
     seconds = {runner.run_bare_loop: [0.0, 0.0], runner.run_windows: [0.0, 0.0]}
     for call in (runner.run_bare_loop, runner.run_windows, runner.run_windows, runner.run_bare_loop):
@@ -187,12 +187,12 @@ def _time_windows(runner: RequestRunner) -> tuple[WindowSeconds, WindowSeconds]:
         call()
         seconds[call][0] += (time.perf_counter() - start) / 2
         seconds[call][1] += (time.process_time() - cpu_start) / 2
-    (bare, cpu_bare), (run_windows, cpu_stitched) = seconds.values()
-    return WindowSeconds(bare, run_windows), WindowSeconds(cpu_bare, cpu_stitched)
+    (bare, cpu_bare), (stitched, cpu_stitched) = seconds.values()
+    return WindowSeconds(bare, stitched), WindowSeconds(cpu_bare, cpu_stitched)
 
 
-def _make_runner_in_use(runner: RequestRunner, result: Report) -> Runner:
+def _make_current_runner(runner: RequestRunner, result: Report) -> TimedNetwork:
     engine, windows = result.engine, len(runner.batch)
-    choice = EngineConfig(engine.engine, engine.precision, engine.memory_format, windows, engine.compile_mode)
-    name = f"in use: {format_config(choice, with_tf32=result.tf32)}"
-    return Runner(name, windows, engine.precision, runner.run_forward)
+    config = EngineConfig(engine.engine, engine.precision, engine.memory_format, windows, engine.compile_mode)
+    name = f"in use: {format_config(config, tf32_allowed=result.tf32)}"
+    return TimedNetwork(name, windows, engine.precision, runner.run_forward)

@@ -1,7 +1,7 @@
 """Alternating timing of calls, statistics of the timings, and the peak speed of a device.
 
 Machines are shared and clock frequencies vary. Calls that are compared therefore run alternately, and a ratio is the
-median of the ratios of single rounds.
+median of the per-round ratios.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Spread:
     most: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def from_values(cls, values: Sequence[float]) -> Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     @classmethod
-    def ratio(cls, values: Sequence[float], others: Sequence[float]) -> Spread:
-        """Return the spread of the ratios of `values` to `others`, round by round."""
-        return cls.of([value / other for value, other in zip(values, others, strict=True)])
+    def from_ratios(cls, values: Sequence[float], references: Sequence[float]) -> Spread:
+        """Return the spread of the ratios of `values` to `references`, round by round."""
+        return cls.from_values([value / reference for value, reference in zip(values, references, strict=True)])
 
 
 def time_alternately(
@@ -44,11 +44,11 @@ def time_alternately(
     seconds: float = math.inf,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Return the seconds of every call in every round. After `seconds`, no round begins except the second one."""
+    """Return the seconds that every call took in every round. After `seconds`, only the second round still starts."""
     times: list[list[float]] = [[] for _ in calls]
     deadline = time.monotonic() + seconds
-    for done in range(rounds):
-        if done >= 2 and time.monotonic() > deadline:
+    for round_number in range(rounds):
+        if round_number >= 2 and time.monotonic() > deadline:
             break
         for call, durations in zip(calls, times, strict=True):
             start = clock()

@@ -19,7 +19,7 @@ from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter, LowConfidenceResult, StackSegError
 from service.core.hardware import host
 from service.core.types import Objects, PostprocessingOptions, Segmentation
-from service.formats.zarr import writer as zarr_writer  # noqa: F401 (Fails before any computation if the extra is missing.)
+from service.formats.zarr import writer as zarr_writer  # noqa: F401 (Fails before any computation if the `zarr` extra is missing.)
 from service.inference.blockwise import output
 from service.inference.blockwise.driver import Driver, Progress, make_plan
 from service.inference.blockwise.run_folder import OpenRun, RunFolder, open_run
@@ -162,16 +162,16 @@ def _read_strongest_windows(run: OpenRun) -> list[Tensor]:
 
 def read_objects(folder: RunFolder) -> Objects:
     """Return the joined statistics of the objects from decoding."""
-    voxels, certainties, peaks = folder.read_array("objects.npy")
-    return Objects(voxels.astype(np.int64), certainties.astype(np.float32), peaks.astype(np.float32))
+    voxel_counts, certainties, peaks = folder.read_array("objects.npy")
+    return Objects(voxel_counts.astype(np.int64), certainties.astype(np.float32), peaks.astype(np.float32))
 
 
 def read_result_metadata(folder: RunFolder, spec: ModelSpec) -> Result:
     """Return the metadata of the result without its pixels."""
     survey = folder.survey
-    confidence, doubt = None, None
+    confidence, quality_warning = None, None
     if folder.find_finished_blocks("join"):
-        confidence, doubt = assess_confidence(open_run(str(folder.path)), survey.diameter_estimate)
+        confidence, quality_warning = assess_confidence(open_run(str(folder.path)), survey.diameter_estimate)
     no_pixels = np.zeros((0, 0, 0), np.uint8)
     return Result(
         Segmentation(no_pixels, folder.plan.output),
@@ -181,7 +181,7 @@ def read_result_metadata(folder: RunFolder, spec: ModelSpec) -> Result:
         spec=spec,
         engine=survey.engine,
         confidence=confidence,
-        quality_warning=doubt,
+        quality_warning=quality_warning,
         diameter=folder.plan.diameter if survey.diameter_estimate is None else survey.diameter_estimate.diameter,
         is_diameter_estimated=survey.diameter_estimate is not None and survey.diameter_estimate.diameter is not None,
     )

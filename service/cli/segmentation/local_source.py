@@ -11,7 +11,9 @@ from service.serving.parameters import Query
 from service.serving.reading import PixelSource
 
 
-def local_source(path: Path | Store, query: Query, limit_bytes: int, scratch: Path, *, measured: bool) -> PixelSource:
+def make_local_source(
+    path: Path | Store, query: Query, limit_bytes: int, scratch: Path, *, measured: bool
+) -> PixelSource:
     """Return a source that reads a file in this process and decodes pixels to the folder `scratch`."""
 
     def read(selection: Selection) -> Volume:

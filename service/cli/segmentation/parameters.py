@@ -6,32 +6,32 @@ import re
 
 from service.core.errors import StackSegError
 
-# Parameters that the command shares with POST /segment, by their names in the API: placeholder and help text.
+# Parameters that the command shares with POST /segment, by their names in the API, with placeholder and help text.
 PARAMETERS = {
     "model": (
         "MODEL",
-        "Name or folder of the model (default: setting models.default, else nuclei)",
+        "Name or folder of the model (default: the setting models.default, or nuclei if it is not set)",
     ),
     "channel": (
         "CHANNEL",
-        "Index from 0 or name of the channel, or all if the model has several input channels (default: the only"
-        " channel, or all if the model has as many input channels)",
+        "Name or zero-based index of the channel, or all if the model has several input channels (default: the only"
+        " channel, or all if the model has the same number of input channels)",
     ),
     "time": (
         "INDEX",
-        "Time point from 0, or all or a range such as 2:5 (without its end) for a time series as result (default: the"
-        " only time point)",
+        "Zero-based time point; all, or a range such as 2:5 (end excluded), segments a time series (default: the only"
+        " time point)",
     ),
     "link": (
         "HOW",
-        "Method to link objects of several time points: overlap gives each object the same label at all time points"
+        "Method for linking objects across time points: overlap gives each object the same label at all time points"
         " (default: objects are not linked)",
     ),
     "axes": (
         "AXES",
-        "Axes of the file, one letter of TZCYXS per stored dimension, for example ZCYX (default: from the file)",
+        "Axes of the file, one letter of TZCYXS per stored dimension, for example ZCYX (default: the axes in the file)",
     ),
-    "voxel_size": ("Z,Y,X", "Voxel size in micrometers, for example 0.5,0.2,0.2 (default: from the file)"),
+    "voxel_size": ("Z,Y,X", "Voxel size in micrometers, for example 0.5,0.2,0.2 (default: the voxel size in the file)"),
     "diameter": (
         "DIAMETER",
         "Object diameter, for example 15px, 6.5um, or 7,15,15px along z, y, x; auto estimates it, none processes the"
@@ -39,8 +39,8 @@ PARAMETERS = {
     ),
     "skip_below": (
         "INTENSITY",
-        "Skip windows without brighter voxels; auto uses the background level, none computes all windows (default:"
-        " setting windows.skip_below, else none)",
+        "Skip windows that have no voxel brighter than this value; auto uses the background level, and none computes"
+        " all windows (default: the setting windows.skip_below, or none if it is not set)",
     ),
     "threshold": (
         "PROBABILITY",
@@ -49,8 +49,8 @@ PARAMETERS = {
     ),
     "minimum_size": (
         "SIZE",
-        "Remove objects below this number of voxels or volume, for example 60 or 12.5um3 (default: the model's setting,"
-        " 1/64 of a complete object for nuclei)",
+        "Remove objects with fewer voxels, or a smaller volume, than this, for example 60 or 12.5um3 (default: the"
+        " model's setting, 1/64 of a typical object for nuclei)",
     ),
     "border": (
         "keep|drop",
@@ -67,11 +67,11 @@ PARAMETERS = {
     ),
     "output": (
         "KIND",
-        "Result: labels, classes or probabilities (default: labels if the model separates objects, else classes)",
+        "Result: labels, classes or probabilities (default: labels if the model separates objects, otherwise classes)",
     ),
     "sw_batch_size": (
         "N",
-        "Number of windows per batch (default: setting windows.sw_batch_size, else suitable for the device)",
+        "Number of windows per batch (default: the setting windows.sw_batch_size, or a number chosen for the device)",
     ),
     "roi_size": (
         "Z,Y,X",
@@ -85,15 +85,16 @@ PARAMETERS = {
     ),
     "overlap": (
         "FRACTION",
-        "Overlap of neighboring windows as a fraction of the window (default: setting windows.overlap, else 0.25)",
+        "Overlap of neighboring windows as a fraction of the window (default: the setting windows.overlap, or 0.25"
+        " if it is not set)",
     ),
 }
-# An assignment of a parameter as it occurs in messages, such as time=0.
+# Assignment of a parameter in a message, such as time=0.
 _ASSIGNMENT = re.compile(rf"\b({'|'.join(PARAMETERS)})=([\w'\"-]?)")
 
 
 def use_option_names(message: str | StackSegError) -> str:
-    """Replace request parameters in a message by the options of the command, for example `time=0` by `--time 0`."""
+    """Replace request parameters in a message with the options of the command, for example `time=0` with `--time 0`."""
     text, parameter = str(message), message.parameter if isinstance(message, StackSegError) else None
     if parameter is not None and text.startswith(f"{parameter}: "):
         text = format_option(parameter) + text.removeprefix(parameter)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from service.cli.progress import ProgressBar, show_progress
-from service.cli.segmentation.local_source import local_source
+from service.cli.segmentation.local_source import make_local_source
 from service.cli.segmentation.parameters import use_option_names
 from service.core.config import Settings
 from service.core.errors import BadParameter
@@ -36,31 +36,31 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     stages, limit = Stages(), settings.limits.decoded_bytes
     with (
         tempfile.TemporaryDirectory(prefix="segment-") as scratch,
-        open_batcher(settings) as device,
+        open_batcher(settings) as batcher,
         show_progress() as bar,
     ):
         bar.begin_step("reading")
         with stages.measure("read"):
             measured = options.measurements is not None
             _check_header(options, query, Estimator(spec, settings), limit)
-            source = local_source(options.input, query, limit, Path(scratch), measured=measured)
+            source = make_local_source(options.input, query, limit, Path(scratch), measured=measured)
             pixels = source.read_pixels()
         bar.begin_step(f"loading {spec.identifier}")
         with stages.measure("load"):
             runner = ModelRunner(spec, settings)
-            device.call(runner.warm_up)
+            batcher.call(runner.warm_up)
         bar.begin_step("windows")
-        result = LocalRun(runner, device, Path(scratch), bar).segment(pixels.segmentation_input, query.options)
+        result = LocalRun(runner, batcher, Path(scratch), bar).segment(pixels.segmentation_input, query.options)
         stages.update(result.seconds)
         bar.begin_step("writing")
         with stages.measure("write"):
             digest = hash_file(options.input) if isinstance(options.input, Path) else None
-            origin = describe_provenance(query, result, options.input.name, digest)
-            writers.write(result.segmentation, options.result, origin)
+            provenance = describe_provenance(query, result, options.input.name, digest)
+            writers.write(result.segmentation, options.result, provenance)
         if options.measurements is not None:
             with stages.measure("measure"):
                 table = measure_objects(result, pixels.measurement_input)
-                assert table is not None  # noqa: S101 - `_check_header` refuses other outputs
+                assert table is not None  # noqa: S101 - `_check_header` rejects other outputs
                 write_csv(table, options.measurements)
     return print_result(_summarize(str(options.result), spec, result, stages), result)
 
@@ -68,13 +68,13 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
 class LocalRun(NamedTuple):
     """A model that runs in this process.
 
-    device   batcher that computes its windows
+    batcher  batcher that computes its windows
     scratch  folder for the labels of a time series
     bar      progress bar
     """
 
     runner: ModelRunner
-    device: WindowBatcher
+    batcher: WindowBatcher
     scratch: Path
     bar: ProgressBar
 
@@ -85,22 +85,24 @@ class LocalRun(NamedTuple):
         return segment_series(
             pixels,
             options,
-            PointSegmenter(self._segment_volume, self.estimate_diameter if self.is_estimated(options) else None),
+            PointSegmenter(
+                self._segment_volume, self.estimate_diameter if self.needs_diameter_estimate(options) else None
+            ),
             self.scratch,
             on_time_point=lambda number: self.bar.begin_step(f"time point {number + 1} of {len(pixels.times)}"),
             progress=self.bar.show_windows,
         )
 
     def _segment_volume(self, volume: Volume, options: Options, progress: Progress) -> Result:
-        return segment(self.runner, volume, options, callbacks=Callbacks(self.device.run, progress=progress))
+        return segment(self.runner, volume, options, callbacks=Callbacks(self.batcher.run, progress=progress))
 
-    def is_estimated(self, options: Options) -> bool:
+    def needs_diameter_estimate(self, options: Options) -> bool:
         """Return whether the object diameter is estimated."""
         return self.runner.estimator.plan(options).needs_diameter_estimate
 
     def estimate_diameter(self, volume: Volume, options: Options) -> DiameterEstimate | None:
         """Estimate the object diameter of a volume with `service.inference.segment.estimate_diameter`."""
-        return estimate_diameter(self.runner, volume, options, Callbacks(self.device.run))
+        return estimate_diameter(self.runner, volume, options, Callbacks(self.batcher.run))
 
 
 def _check_header(options: argparse.Namespace, query: Query, estimator: Estimator, limit_bytes: int) -> None:
@@ -134,11 +136,11 @@ def _check_format(kind: OutputKind, query: Query, path: Path) -> None:
 def _summarize(path: str, spec: ModelSpec, result: Result, stages: Stages) -> str:
     """Return one line with the number of objects and the seconds of each stage."""
     count = result.segmentation.count
-    objects = "" if count is None else f"{count} objects, "
+    object_text = "" if count is None else f"{count} objects, "
     if result.series is not None:
-        objects += f"{result.series.num_time_points} of {result.series.total} time points, "
-    times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages.seconds.items())
-    return f"{path}: {objects}{spec.identifier} ({times})"
+        object_text += f"{result.series.num_time_points} of {result.series.total} time points, "
+    stage_text = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages.seconds.items())
+    return f"{path}: {object_text}{spec.identifier} ({stage_text})"
 
 
 def print_result(summary: str, result: Result) -> int:

@@ -1,7 +1,7 @@
 """Child process that parses and decodes stacks, with limits on memory and file size.
 
 It communicates through JSON messages and file descriptors. `service.formats.sandbox.reader` starts it with `python -m`.
-It imports neither torch nor other parts of the service.
+It does not import torch, and imports only the parts of the service that read files.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def handle_request(request: dict[str, Any], file: Source, make_output: Callable[[int], int]) -> dict[str, Any]:
-    """Handle one request about a store or an open file. The descriptors of the file and of `make_output` are closed.
+    """Handle one request about a store or an open file. The descriptors of the file and of the output file are closed.
 
-    Only errors that a file or folder can cause are caught. A reply has a `result`, or the slug or errno of an error.
+    Only errors that a file or folder can cause are caught. The reply contains a `result`, or the slug or errno of an
+    error.
     """
     fields = request["selection"]
     time = TimeRange(**fields["time"]) if isinstance(fields["time"], dict) else fields["time"]
@@ -56,7 +57,7 @@ def handle_request(request: dict[str, Any], file: Source, make_output: Callable[
                 raise TypeError("labels must be a file")
             location = label_reader.extract(file, (z, y, x), make_output)
         else:
-            location = stack_reader.extract(file, selection, limit_bytes, make_output, request["small_bytes"])
+            location = stack_reader.extract(file, selection, limit_bytes, make_output, request["max_decoded_bytes"])
     except RequestError as error:
         advice = {"parameter": error.parameter, "suggested": error.suggested}
         return {"error": error.slug, "message": str(error), **advice}
@@ -69,7 +70,7 @@ def handle_request(request: dict[str, Any], file: Source, make_output: Callable[
         return {"errno": error.errno, "message": error.strerror}
     if isinstance(location, Description):
         return {"result": {"description": location}}
-    fields_to_send = ("voxel_size", "channels", "notes", "decoded")
+    fields_to_send = ("voxel_size", "channels", "notes", "is_decoded")
     return {"result": vars(location.placement) | {name: getattr(location, name) for name in fields_to_send}}
 
 
@@ -78,13 +79,13 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
 
     Messages are lines of JSON. The first message to the parent contains the layers of confinement that are not in
     force, with reasons. Each request comes with the descriptor of a file, or without one for a folder. Replies are
-    results, errors or questions. `output_bytes` asks for the descriptor of an output file of this size, `open` for the
-    descriptor of the file with this key in the folder, and `fetch` for ranges of objects in a remote store. The answer
-    to `fetch` contains their sizes and the descriptor of a file with their contents.
+    results, errors or questions. `output_bytes` asks for the descriptor of an output file of this size, `open` for that
+    of the file with this key in the folder, and `fetch` for ranges of objects in a remote store. The answer to `fetch`
+    contains their sizes and the descriptor of a file with their contents.
     """
     with socket.socket(fileno=0) as channel:
         _set_limits(memory_bytes, decoded_bytes)
-        missing = confine()
+        missing_layers = confine()
         messages = _receive(channel)
 
         channel_lock = threading.Lock()
@@ -97,7 +98,7 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
         def request_file(question: dict[str, Any]) -> tuple[dict[str, Any], int]:
             reply, file = send_question(question)
             if file is None:
-                raise EOFError("the parent answered without a file")
+                raise EOFError("the parent replied without a file")
             return reply, file
 
         def make_output(nbytes: int) -> int:
@@ -108,7 +109,7 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
             signal.setitimer(signal.ITIMER_REAL, seconds + 5)
             return reply["sizes"], content
 
-        _send(channel, {"missing": missing})
+        _send(channel, {"missing": missing_layers})
         for request, file in messages:
             signal.setitimer(signal.ITIMER_REAL, seconds + 5)
             store = (
@@ -129,18 +130,18 @@ def _receive(channel: socket.socket) -> Iterator[tuple[dict[str, Any], int | Non
     """Yield each message with its descriptor or None, until the other side closes the socket."""
     line, files = b"", list[int]()
     while True:
-        data, received, _, _ = socket.recv_fds(channel, 1 << 16, 1)
+        data, received_files, _, _ = socket.recv_fds(channel, 1 << 16, 1)
         if not data:
             return
-        line, files = line + data, files + received
+        line, files = line + data, files + received_files
         if line.endswith(b"\n"):
             yield json.loads(line), next(iter(files), None)
             line, files = b"", []
 
 
 def _set_limits(memory_bytes: int, decoded_bytes: int) -> None:
-    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, used + memory_bytes))
+    current_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (current_bytes + memory_bytes, current_bytes + memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (decoded_bytes, decoded_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

@@ -1,4 +1,4 @@
-"""A child process that parses and decodes stacks for `Reader`, and is replaced when it has ended.
+"""Child process that parses and decodes stacks for `Reader`. A process that has ended is replaced.
 
 Requests and replies are lines of JSON on a socket. Files are passed with them as open descriptors.
 """
@@ -27,7 +27,7 @@ from service.formats.sandbox.remote_store import POLL_SECONDS
 from service.formats.sandbox.request_files import INVALID_REPLY_MESSAGE, RequestFiles
 
 STARTUP_SECONDS = 60.0
-# Time that a process may take to exit after it has closed its end of the socket. A compromised process may stay.
+# Time that a process may take to exit after it has closed its end of the socket. A compromised process may not exit.
 EXIT_SECONDS = 1.0
 # Maximum size of a reply in bytes, far more than any file needs.
 MAX_REPLY_BYTES = 2**26
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReaderProcess:
-    """A child process, started when needed and restarted after it ends. Only one thread may use it at a time."""
+    """Child process that is started when needed and restarted after it ends. Only one thread may use it at a time."""
 
     def __init__(self, module: str, memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
         self._arguments = [module, str(memory_bytes), str(decoded_bytes), str(seconds)]
@@ -53,7 +53,7 @@ class ReaderProcess:
         self.missing_layers: dict[str, str] | None = None
         self.kill_count = 0
         self._process: subprocess.Popen[bytes] | None = None
-        # Files that stay open as long as the process runs.
+        # Files that stay open while the process runs.
         self._files = ExitStack()
         self._is_ready = False
 
@@ -63,7 +63,7 @@ class ReaderProcess:
         self._process, self._is_ready = self._start(), False
 
     def call(self, request: dict[str, Any], files: RequestFiles, cancelled: CancellationCheck) -> dict[str, Any]:
-        """Send a request with the descriptor of its file and wait for the reply. Errors restart the process."""
+        """Send a request with the descriptor of its file, and wait for the reply. Restart the process on errors."""
         self.await_start()
         try:
             return self._exchange_messages(request, files, cancelled)
@@ -84,13 +84,13 @@ class ReaderProcess:
             raise
 
     def shut_down(self) -> None:
-        """Kill the process permanently. Callers that wait for a reply get NotReady."""
+        """Kill the process permanently. Callers that are waiting for a reply get NotReady."""
         self._is_shut_down = True
         if self._process is not None:
             self._process.kill()
 
     def kill(self) -> None:
-        """Kill the process if it runs, and close its files."""
+        """Kill the process if it is running, and close its files."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -100,15 +100,16 @@ class ReaderProcess:
         self, request: dict[str, Any], files: RequestFiles, cancelled: CancellationCheck
     ) -> dict[str, Any]:
         deadline = time.monotonic() + self._seconds
-        self._send(request, files.input)
+        self._send(request, files.input_fd)
         while True:
             reply = self._receive(deadline, cancelled)
             if "output_bytes" in reply:
                 self._send({}, files.make_output(reply["output_bytes"]))
             elif "open" in reply:
-                # `_receive` checks for cancellation only while the child is silent, and this child may not be.
+                # `_receive` checks for cancellation only while no data arrives, but a child can send
+                # messages continuously.
                 if cancelled():
-                    raise Cancelled("cancelled while its file was read")
+                    raise Cancelled("The request was cancelled while its file was being read.")
                 with files.open_file_in_folder(reply["open"]) as descriptor:
                     self._send({}, descriptor)
             elif "fetch" in reply:
@@ -132,16 +133,16 @@ class ReaderProcess:
             self.missing_layers = self._receive(time.monotonic() + STARTUP_SECONDS)["missing"]
         except (EOFError, ConnectionError, TimeoutError):
             self._log_exit()
-            raise NotReady("The process that reads files does not start. See the log of the service.") from None
+            raise NotReady("The process that reads files did not start. See the log of the service.") from None
         self._is_ready = True
         for layer, reason in self.missing_layers.items():
             _warn_about_missing_layer(layer, reason)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        with ExitStack() as opened:
-            self._error_output = opened.enter_context(tempfile.TemporaryFile())
+        with ExitStack() as open_files:
+            self._error_output = open_files.enter_context(tempfile.TemporaryFile())
             self._channel, remote = socket.socketpair()
-            opened.enter_context(self._channel)
+            open_files.enter_context(self._channel)
             with remote:
                 process = subprocess.Popen(  # noqa: S603 - this interpreter with a module of this package
                     # -P: do not import modules from the working directory, which others may be able to write to.
@@ -151,7 +152,7 @@ class ReaderProcess:
                     stderr=self._error_output,
                     env=child_environment(),
                 )
-            self._files = opened.pop_all()
+            self._files = open_files.pop_all()
         return process
 
     def _send(self, message: dict[str, Any], file: int | None) -> None:
@@ -161,10 +162,10 @@ class ReaderProcess:
     def _receive(self, deadline: float, cancelled: CancellationCheck = never_cancelled) -> dict[str, Any]:
         """Receive the next line from the child.
 
-        Raises EOFError if the child has ended, TimeoutError if it does not reply in time, Cancelled if the caller has
+        Raises EOFError if the child has ended, TimeoutError if it does not reply in time, Cancelled if the request was
         cancelled, and ValueError if the reply is invalid.
         """
-        # select.select does not support descriptors above 1023, which a busy server has.
+        # select.select does not support descriptors above 1023, which are common on a busy server.
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
         line = bytearray()
@@ -173,7 +174,7 @@ class ReaderProcess:
                 if time.monotonic() >= deadline:
                     raise TimeoutError
                 if cancelled():
-                    raise Cancelled("cancelled while its file was read")
+                    raise Cancelled("The request was cancelled while its file was being read.")
                 continue
             chunk = self._channel.recv(1 << 16)
             if not chunk:
@@ -189,7 +190,7 @@ class ReaderProcess:
     def _explain_exit(self) -> StackSegError:
         status = self._log_exit()
         if status >= 0 or -status in _CRASH_SIGNALS:
-            return BadFile("The file is damaged: decoding it crashed. Export it again without compression.")
+            return BadFile("The file is damaged: decoding it crashed. Export the file again without compression.")
         self.kill_count += 1
         return ReaderKilled(
             f"The process that reads files was killed twice by signal {-status}. Most likely the host ran"

@@ -32,7 +32,7 @@ _FILE_ACCESS_TYPES = {1: 13, 2: 14, 3: 15, 4: 15}
 _READ_ACCESS = 1 << 2 | 1 << 3  # files and folders
 
 # The system calls that Python, NumPy and the codecs use after startup. Calls that truncate files are not included, even
-# for open files, because the service maps output files, and a mapped file that becomes shorter kills the process.
+# for open files. The service maps output files, and accessing a mapped file that was truncated kills the process.
 _ALLOWED_CALLS = """
     read readv pread64 preadv write writev pwrite64 pwritev lseek recvmsg sendto close dup
     fstat newfstatat stat lstat statx access faccessat faccessat2 readlink readlinkat getcwd getdents64
@@ -49,21 +49,21 @@ def confine(layers: Iterable[str] | None = None) -> dict[str, str]:
 
     `layers` selects names of `LAYERS`; the default is all. Returns the reason for each layer that could not be applied.
     """
-    missing: dict[str, str] = {}
-    prepared = {layer: LAYERS[layer]() for layer in (LAYERS if layers is None else layers)}
+    missing_layers: dict[str, str] = {}
+    steps_by_layer = {layer: LAYERS[layer]() for layer in (LAYERS if layers is None else layers)}
     for _ in ("prepare", "apply"):
-        for layer, steps in prepared.items():
-            with _report_failure(layer, missing):
+        for layer, steps in steps_by_layer.items():
+            with _report_failure(layer, missing_layers):
                 next(steps, None)
-    return missing
+    return missing_layers
 
 
 @contextmanager
-def _report_failure(layer: str, missing: dict[str, str]) -> Iterator[None]:
+def _report_failure(layer: str, missing_layers: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except (OSError, ImportError, AttributeError, RuntimeError) as error:
-        missing[layer] = getattr(error, "strerror", None) or str(error)
+        missing_layers[layer] = getattr(error, "strerror", None) or str(error)
 
 
 # Each layer is prepared up to its `yield`, when no other layer is in force yet, and then applied.
@@ -72,13 +72,13 @@ def _report_failure(layer: str, missing: dict[str, str]) -> Iterator[None]:
 def _enter_new_namespaces() -> Iterator[None]:
     """Enter a network namespace without devices, and a user namespace whose privileges have no effect outside."""
     yield
-    _check(_libc().unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC))
+    _check(_load_libc().unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC))
 
 
 def _disable_new_privileges() -> Iterator[None]:
     """Prevent setuid programs from gaining privileges."""
     yield
-    _check(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _check(_load_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 
 
 def _restrict_files() -> Iterator[None]:
@@ -89,11 +89,11 @@ def _restrict_files() -> Iterator[None]:
     attributes = ctypes.create_string_buffer(struct.pack("=QQQ", rights, network, scopes), 24)
     ruleset = _syscall(_CREATE_RULESET, ctypes.addressof(attributes), len(attributes), 0)
     try:
-        for folder in _library_folders():
-            handle = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-            rule = ctypes.create_string_buffer(struct.pack("=Qi", _READ_ACCESS, handle), 12)
+        for folder in _find_library_folders():
+            folder_fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+            rule = ctypes.create_string_buffer(struct.pack("=Qi", _READ_ACCESS, folder_fd), 12)
             _syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, ctypes.addressof(rule), 0)
-            os.close(handle)
+            os.close(folder_fd)
         yield
         if len(list(Path("/proc/self/task").iterdir())) > 1:
             raise OSError(errno.EBUSY, "landlock would apply to only one of several threads")
@@ -102,28 +102,31 @@ def _restrict_files() -> Iterator[None]:
         os.close(ruleset)
 
 
-def _library_folders() -> set[Path]:
+def _find_library_folders() -> set[Path]:
     """Return the folders of Python, of installed packages, and of the packages and libraries in use."""
-    installed = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return {folder for folder in _package_folders() | _linked_folders() | installed if folder.is_dir()}
+    installed_folders = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return {
+        folder for folder in _find_package_folders() | _find_linked_folders() | installed_folders if folder.is_dir()
+    }
 
 
-def _package_folders() -> set[Path]:
+def _find_package_folders() -> set[Path]:
     """Return the folders of the imported packages."""
     packages = [module for name, module in sys.modules.items() if name != "__main__" and "." not in name]
     return {Path(file).parent for package in packages if (file := getattr(package, "__file__", None))}
 
 
-def _linked_folders() -> set[Path]:
+def _find_linked_folders() -> set[Path]:
     """Return the folders of the loaded shared libraries."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    mapped = (Path(line[line.index("/") :]) for line in maps if "/" in line)
-    return {path.parent for path in mapped if ".so" in path.suffixes}
+    mapped_paths = (Path(line[line.index("/") :]) for line in maps if "/" in line)
+    return {path.parent for path in mapped_paths if ".so" in path.suffixes}
 
 
 def _filter_system_calls() -> Iterator[None]:
-    """Allow the calls in `_ALLOWED_CALLS`, opening files for reading, creating threads, and limits of this process.
+    """Allow the calls in `_ALLOWED_CALLS`, and those that the rules below restrict.
 
+    The rules allow opening files for reading, creating threads, and changing the resource limits of this process.
     All other calls fail as if the kernel did not support them, which libraries can handle.
     """
     # pyseccomp needs the system's libseccomp, and runs programs to find it.
@@ -138,19 +141,19 @@ def _filter_system_calls() -> Iterator[None]:
     rules.append(("prlimit64", [seccomp.Arg(0, seccomp.EQ, 0)]))
     for name, conditions in rules:
         number = seccomp.resolve_syscall(seccomp.Arch.NATIVE, name)
-        # Older libraries do not know newer calls, and some calls do not exist on all processors.
+        # Older versions of libseccomp do not know newer calls, and some calls do not exist on all processors.
         if number >= 0:
             system_calls.add_rule(seccomp.ALLOW, number, *conditions)
     yield
     system_calls.load()
 
 
-def _libc() -> ctypes.CDLL:
+def _load_libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
 def _syscall(number: int, *arguments: int) -> int:
-    return _check(_libc().syscall(*map(ctypes.c_long, (number, *arguments))))
+    return _check(_load_libc().syscall(*map(ctypes.c_long, (number, *arguments))))
 
 
 def _check(result: int) -> int:

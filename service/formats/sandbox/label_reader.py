@@ -1,4 +1,4 @@
-"""Read uploaded labels: a TIFF, or NumPy's .npy with or without gzip. Runs in the confined child process."""
+"""Read uploaded labels from a TIFF or a .npy file, with or without gzip. Runs in the confined child process."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def extract(file: int, shape: Size, make_output: Callable[[int], int]) -> Volume
     """Locate labels with a single channel in an open file, or decode them to another file, like `stack_reader.extract`.
 
     `file` is a descriptor, which is closed. `shape` (Z, Y, X) is the shape of the stack to which the labels belong.
-    Labels of another shape are not decoded. Raises BadFile, BadParameter, and the errors of `stack_reader.extract`.
+    Labels of a different shape are not decoded. Raises BadFile, BadParameter, and the errors of `stack_reader.extract`.
     """
-    start = os.pread(file, len(_NPY_MAGIC), 0)
-    if start == _NPY_MAGIC or start.startswith(_GZIP_MAGIC):
+    magic = os.pread(file, len(_NPY_MAGIC), 0)
+    if magic == _NPY_MAGIC or magic.startswith(_GZIP_MAGIC):
         with os.fdopen(file, "rb") as stream:
-            if start == _NPY_MAGIC:
-                return _make_location(_parse_npy_header(stream, shape), decoded=False)
+            if magic == _NPY_MAGIC:
+                return _make_location(_parse_npy_header(stream, shape), is_decoded=False)
             return _decompress(stream, shape, make_output)
     return _extract_tiff(file, shape, make_output)
 
@@ -46,7 +46,7 @@ def _extract_tiff(file: int, shape: Size, make_output: Callable[[int], int]) -> 
     limit = 4 * math.prod(shape)
     try:
         selection = _choose_axes(file, shape, limit)
-        location = stack_reader.extract_all(file, selection, limit, make_output)
+        location = stack_reader.extract_unlimited(file, selection, limit, make_output)
     except TooLarge as error:
         raise BadParameter(
             f"The labels are larger than the stack, {'x'.join(map(str, shape))} (ZYX), or have more than 32 bits per"
@@ -64,17 +64,17 @@ def _choose_axes(file: int, shape: Size, limit: int) -> Selection:
 
     A three-dimensional array with the shape of the stack is read as ZYX, regardless of its metadata. `file` stays open.
     """
-    planes = Selection(axes="ZYX")
+    zyx_selection = Selection(axes="ZYX")
     try:
-        has_stack_shape = stack_reader.inspect(file, planes, limit, keep=True).shape == (1, *shape)
+        has_stack_shape = stack_reader.inspect(file, zyx_selection, limit, keep_open=True).shape == (1, *shape)
     except RequestError:
         has_stack_shape = False
     os.lseek(file, 0, os.SEEK_SET)
-    return planes if has_stack_shape else Selection()
+    return zyx_selection if has_stack_shape else Selection()
 
 
-def _make_location(placement: Placement, *, decoded: bool) -> VolumeLocation:
-    return VolumeLocation(placement, voxel_size=None, channels=("",), notes=(), decoded=decoded)
+def _make_location(placement: Placement, *, is_decoded: bool) -> VolumeLocation:
+    return VolumeLocation(placement, voxel_size=None, channels=("",), notes=(), is_decoded=is_decoded)
 
 
 def _parse_npy_header(stream: IO[bytes], shape: Size) -> Placement:
@@ -88,19 +88,19 @@ def _parse_npy_header(stream: IO[bytes], shape: Size) -> Placement:
             header = np.lib.format.read_array_header_2_0(stream, _MAX_HEADER_BYTES)
     except (ValueError, EOFError) as error:
         raise BadFile(f"The .npy file cannot be read: {error}") from error
-    stored, fortran_order, dtype = header
-    _check_labels(dtype, stored, shape)
+    stored_shape, fortran_order, dtype = header
+    _check_labels(dtype, stored_shape, shape)
     if fortran_order and min(sorted(shape)[1:]) > 1:
         raise BadFile("The .npy file is in Fortran order. Save numpy.ascontiguousarray(labels) instead.")
-    return replace(Placement.dense(dtype, (1, *shape)), offset=stream.tell())
+    return replace(Placement.make_dense(dtype, (1, *shape)), offset=stream.tell())
 
 
-def _check_labels(dtype: np.dtype[Any], stored: tuple[int, ...], shape: Size) -> None:
-    if stored != shape:
-        text = "x".join(map(str, stored)) or "a scalar"
+def _check_labels(dtype: np.dtype[Any], stored_shape: tuple[int, ...], shape: Size) -> None:
+    if stored_shape != shape:
+        shape_text = "x".join(map(str, stored_shape)) or "a scalar"
         raise BadParameter(
-            f"The labels are {text}, but the selected part of the stack is {'x'.join(map(str, shape))} (ZYX). Upload"
-            " labels of the whole stack, and set region= if only a part of it was corrected."
+            f"The labels are {shape_text}, but the selected part of the stack is {'x'.join(map(str, shape))} (ZYX)."
+            " Upload labels of the whole stack, and set region= if only a part of them was corrected."
         )
     if dtype.name not in _LABEL_TYPES:
         raise BadFile(f"Labels of type {dtype.name} are not supported. {_SAVE_ADVICE}")
@@ -120,7 +120,7 @@ def _decompress(stream: IO[bytes], shape: Size, make_output: Callable[[int], int
                 _copy(content, output, placement.nbytes)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise BadFile(f"The gzip stream is truncated or damaged: {error}") from error
-    return _make_location(placement, decoded=True)
+    return _make_location(placement, is_decoded=True)
 
 
 def _copy(content: IO[bytes], output: IO[bytes], nbytes: int) -> None:

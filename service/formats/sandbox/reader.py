@@ -1,6 +1,6 @@
 """Read untrusted stacks in child processes. If a child crashes, hangs, or is compromised, the service is not affected.
 
-A `Reader` keeps several started child processes that parse and decode files. Requests and replies are JSON messages on
+A `Reader` keeps several child processes that parse and decode files. Requests and replies are JSON messages on
 a socket. Files are passed as open descriptors, and files in a folder are passed when the child requests them. A child
 returns the location of the pixels in one of these files, which this process maps. A child that crashes or takes too
 long is replaced. `confinement` describes what a child is prevented from doing.
@@ -36,12 +36,12 @@ from service.formats.sandbox.child_process import ReaderProcess
 from service.formats.sandbox.remote_store import RemoteStore
 from service.formats.sandbox.request_files import INVALID_REPLY_MESSAGE, RequestFiles, make_unnamed_file
 
-# Not imported here, because only the child may run code that parses files.
+# This module is not imported here, because only the child may run code that parses files.
 CHILD_MODULE = "service.formats.sandbox.child_main"
 # Number of processes that start before the first request. Each uses 20 MB, and its start takes 0.2 s.
-PRESTARTED_PROCESSES = 2
+NUM_PRESTARTED_PROCESSES = 2
 # Files that decode to at most this size are decoded immediately, usually in less than a second.
-SMALL_FILE_BYTES = 2**25
+MAX_SMALL_FILE_BYTES = 2**25
 _ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
 _DESCRIPTION_ADAPTER = TypeAdapter(Description)
 _LOCATION_ADAPTER = TypeAdapter(VolumeLocation)
@@ -62,12 +62,12 @@ class Reader:
             seconds: time limit for one file
             decoded_bytes: maximum decoded size of a selection from an upload
             shared_bytes: maximum decoded size of a selection from a shared file; None: `decoded_bytes`
-            processes: number of files that can be read at the same time; additional callers wait
+            process_count: number of files that can be read at the same time; additional callers wait
             module: module that the children run; it must accept the arguments and the socket of `CHILD_MODULE`
 
-    small_bytes  maximum decoded size of the selections that `read_small` decodes
+    max_small_bytes  maximum decoded size of the selections that `read_small` decodes
 
-    If `cancelled` returns True while a file is read, its child is killed and Cancelled is raised.
+    If `cancelled` returns True while a file is being read, the child is killed and Cancelled is raised.
     """
 
     def __init__(  # noqa: PLR0913
@@ -77,16 +77,16 @@ class Reader:
         seconds: float,
         decoded_bytes: int,
         shared_bytes: int | None = None,
-        processes: int = 2,
+        process_count: int = 2,
         module: str = CHILD_MODULE,
     ) -> None:
-        self.small_bytes = SMALL_FILE_BYTES
+        self.max_small_bytes = MAX_SMALL_FILE_BYTES
         self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
         max_bytes = max(self._decoded_bytes, self._shared_bytes)
-        self._children = [ReaderProcess(module, memory_bytes, max_bytes, seconds) for _ in range(processes)]
+        self._children = [ReaderProcess(module, memory_bytes, max_bytes, seconds) for _ in range(process_count)]
         # The child that became idle last is used first.
         self._idle: queue.LifoQueue[ReaderProcess] = queue.LifoQueue()
-        for number, child in enumerate(reversed(self._children), 1 + PRESTARTED_PROCESSES - processes):
+        for number, child in enumerate(reversed(self._children), 1 + NUM_PRESTARTED_PROCESSES - process_count):
             if number > 0:
                 child.restart()
             self._idle.put(child)
@@ -101,11 +101,12 @@ class Reader:
     ) -> Description:
         """Describe a file and the selected part like `stack_reader.inspect`.
 
-        Raises its errors, BadFile if the child crashes, TooLarge if it runs out of time, and ReaderKilled.
+        Raises the errors of `stack_reader.inspect`, BadFile if the child crashes, TooLarge if it takes too long, and
+        ReaderKilled if it is killed twice.
         """
-        request = self._request("inspect", selection, source, shared=shared)
+        request = self._make_request("inspect", selection, source, shared=shared)
         with _open_source(source) as file:
-            return self._call(request, RequestFiles(file), cancelled, _DESCRIPTION_ADAPTER.validate_python)
+            return self._run_request(request, RequestFiles(file), cancelled, _DESCRIPTION_ADAPTER.validate_python)
 
     def read(
         self,
@@ -120,13 +121,13 @@ class Reader:
 
         Decoded pixels are written to an unnamed file in the folder `scratch`, which is created if necessary. The volume
         maps that file or the uploaded one, or shares the memory of `source`. Other processes can change a `shared` file
-        at any time. Such a file is read and never mapped, because access to a mapped file that became shorter kills the
+        at any time. Such a file is read and never mapped, because accessing a mapped file that was truncated kills the
         process.
 
-        Raises the errors of `stack_reader.read`, BadFile if the child crashes, TooLarge if it runs out of time, and
-        ReaderKilled.
+        Raises the errors of `stack_reader.read`, BadFile if the child crashes, TooLarge if it takes too long, and
+        ReaderKilled if it is killed twice.
         """
-        request = self._request("extract", selection, source, shared=shared, small_bytes=sys.maxsize)
+        request = self._make_request("extract", selection, source, shared=shared, max_decoded_bytes=sys.maxsize)
         volume = self._extract(request, source, scratch, cancelled, shared=shared)
         if not isinstance(volume, Volume):
             raise BadFile(INVALID_REPLY_MESSAGE)
@@ -141,8 +142,10 @@ class Reader:
         shared: bool = False,
         cancelled: CancellationCheck = never_cancelled,
     ) -> Volume | Description:
-        """Read the selected part like `read` if it decodes to at most `small_bytes`, else only describe it."""
-        request = self._request("extract", selection, source, shared=shared, small_bytes=self.small_bytes)
+        """Read the selected part like `read`, or only describe it if it decodes to more than `max_small_bytes`."""
+        request = self._make_request(
+            "extract", selection, source, shared=shared, max_decoded_bytes=self.max_small_bytes
+        )
         return self._extract(request, source, scratch, cancelled, shared=shared)
 
     def read_labels(
@@ -150,17 +153,17 @@ class Reader:
     ) -> Volume:
         """Read labels for a stack of the given shape (Z, Y, X) from a TIFF, or from .npy with or without gzip.
 
-        Raises BadParameter if the labels have another shape, and the errors of `read`.
+        Raises BadParameter if the labels have a different shape, and the errors of `read`.
         """
-        request = self._request("labels", Selection(), source, shared=False) | {"shape": shape}
+        request = self._make_request("labels", Selection(), source, shared=False) | {"shape": shape}
         volume = self._extract(request, source, scratch, cancelled, shared=False)
         if not isinstance(volume, Volume) or volume.shape != (1, *shape):
             raise BadFile(INVALID_REPLY_MESSAGE)
         return volume
 
     @property
-    def killed_children(self) -> int:
-        """Number of children that were killed from outside while they read a file."""
+    def killed_child_count(self) -> int:
+        """Number of children that were killed from outside while they were reading a file."""
         return sum(child.kill_count for child in self._children)
 
     @property
@@ -177,7 +180,7 @@ class Reader:
             self._idle.put(child)
 
     def close(self) -> None:
-        """End the child processes. Callers that still wait for a reply get NotReady."""
+        """Stop the child processes. Callers that are still waiting for a reply get NotReady."""
         for child in self._children:
             child.shut_down()
         for child in [self._idle.get() for _ in self._children]:
@@ -200,31 +203,31 @@ class Reader:
                 if "description" in result:
                     return _DESCRIPTION_ADAPTER.validate_python(result["description"])
                 location = _parse_location(result, limit)
-                stored = source if isinstance(source, bytearray) else file
-                if isinstance(stored, RemoteStore):
-                    return location, files.output
-                return location, files.output if location.decoded else stored
+                input_content = source if isinstance(source, bytearray) else file
+                if isinstance(input_content, RemoteStore):
+                    return location, files.output_fd
+                return location, files.output_fd if location.is_decoded else input_content
 
-            result = self._call(request, files, cancelled, parse)
+            result = self._run_request(request, files, cancelled, parse)
             if isinstance(result, Description):
                 return result
             location, content = result
             try:
-                return _make_volume(location, content, is_streamed=shared and not location.decoded)
+                return _make_volume(location, content, is_streamed=shared and not location.is_decoded)
             except (ValueError, OverflowError) as error:
                 raise BadFile(
-                    "The file is damaged: its pixels extend beyond its end. Copy or export it again."
+                    "The file is damaged: its pixels extend beyond its end. Copy or export the file again."
                 ) from error
 
-    def _request(
-        self, call: str, selection: Selection, source: Source, *, shared: bool, small_bytes: int | None = None
+    def _make_request(
+        self, call: str, selection: Selection, source: Source, *, shared: bool, max_decoded_bytes: int | None = None
     ) -> dict[str, Any]:
         limit_bytes = self._shared_bytes if shared else self._decoded_bytes
-        remote = isinstance(source, RemoteStore)
-        request = {"call": call, "selection": selection, "limit_bytes": limit_bytes, "remote": remote}
-        return request if small_bytes is None else request | {"small_bytes": small_bytes}
+        is_remote = isinstance(source, RemoteStore)
+        request = {"call": call, "selection": selection, "limit_bytes": limit_bytes, "remote": is_remote}
+        return request if max_decoded_bytes is None else request | {"max_decoded_bytes": max_decoded_bytes}
 
-    def _call(
+    def _run_request(
         self,
         request: dict[str, Any],
         files: RequestFiles,
@@ -281,8 +284,8 @@ def _raise_error(reply: dict[str, Any]) -> None:
 def _parse_error(reply: dict[str, Any]) -> RequestError:
     """Parse the error in a child's reply. Raises ValueError if the reply is invalid."""
     parameter, suggested = _ADVICE_ADAPTER.validate_python((reply.get("parameter"), reply.get("suggested", {})))
-    kind: type[RequestError] = _ERRORS.get(str(reply["error"]), BadFile)
-    return kind(str(reply["message"]), parameter=parameter, suggested=suggested)
+    error_type: type[RequestError] = _ERRORS.get(str(reply["error"]), BadFile)
+    return error_type(str(reply["message"]), parameter=parameter, suggested=suggested)
 
 
 def _parse_location(reply: dict[str, Any], limit_bytes: int) -> VolumeLocation:
@@ -295,14 +298,14 @@ def _parse_location(reply: dict[str, Any], limit_bytes: int) -> VolumeLocation:
 
 
 def _make_volume(location: VolumeLocation, content: bytearray | int, *, is_streamed: bool) -> Volume:
-    """Return the volume in memory or in an open file. Large or `is_streamed` files are read instead of mapped.
+    """Return a volume over content in memory or in an open file. A large or streamed file is read, not mapped.
 
     Raises ValueError if the content ends before the pixels.
     """
     placement, volume_metadata = location.placement, (location.voxel_size, location.channels, location.notes)
     if isinstance(content, bytearray):
         return placement.map_volume(content, *volume_metadata)
-    # The pages of a large mapped file would fill the memory and count as used.
+    # The pages of a large mapped file would fill the memory and count as used memory.
     if placement.nbytes >= LARGE_BYTES or is_streamed:
         return placement.stream_volume(content, *volume_metadata)
     return placement.map_volume(map_file(content), *volume_metadata)

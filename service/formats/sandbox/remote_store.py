@@ -1,7 +1,7 @@
-"""Remote Zarr stores: on S3, Google and Azure with obstore (the extra `remote`), and on web servers.
+"""Remote Zarr stores: on S3, Google Cloud and Azure with obstore (the `remote` extra), and on web servers.
 
-Credentials come only from the environment. Only objects below the URL of the store are requested. Redirects of web
-servers are not followed, because they could lead to any address. Redirects of object storage are followed, because
+Credentials come only from the environment. Only objects below the URL of the store are requested. Redirects from web
+servers are not followed, because they could lead to any address. Redirects from object storage are followed, because
 obstore cannot disable them. However, obstore stays on https and does not send credentials to other hosts. The contents
 are parsed in a child process of `sandbox.reader`.
 """
@@ -37,8 +37,9 @@ _MAX_CONCURRENT_REQUESTS = 16
 _MAX_FETCH_BYTES = 2**29
 _RECEIVE_CHUNK_BYTES = 2**18
 _CONNECTION_TYPES = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-# Schemes of obstore, and environment variables that indicate the presence of credentials. Requests are anonymous if
-# none of them is set. Otherwise the libraries would search for credentials at addresses in the host's network.
+# Schemes that obstore supports, and environment variables that indicate the presence of credentials. Requests are
+# anonymous if none of them is set. Otherwise the libraries would search for credentials at addresses in the host's
+# network.
 _CREDENTIAL_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_"),
     "gs": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BEARER_TOKEN"),
@@ -79,8 +80,9 @@ def check_url(url: str) -> str:
         is_plain = is_supported = False
     if not is_supported or not is_plain:
         raise BadParameter(
-            f"The URL of the store is not valid. Use s3://BUCKET/PATH or one of {', '.join(SCHEMES[1:])}, without"
-            " credentials, query and fragment. Set credentials in the environment of the service."
+            "The URL of the store is not valid. Use s3://BUCKET/PATH or one of the schemes"
+            f" {', '.join(SCHEMES[1:])}, without credentials, a query or a fragment. Set credentials in the environment"
+            " of the service."
         )
     return url.rstrip("/")
 
@@ -88,7 +90,7 @@ def check_url(url: str) -> str:
 class RemoteStore:
     """Store at a URL that implements `formats.zarr.store.Store`; thread-safe.
 
-    Raises BadParameter if the URL is not supported, or if it needs the extra `remote` and this is not installed.
+    Raises BadParameter if the URL is not supported, or if it requires the `remote` extra, which is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -110,21 +112,21 @@ class RemoteStore:
         """
         if sum(max(file_range.size, 0) for file_range in ranges) > _MAX_FETCH_BYTES:
             raise TooLarge(
-                "The chunks of the store are too large: one read requires more than 512 MiB. Save it with smaller"
-                " chunks."
+                "The chunks of the store are too large: one read requires more than 512 MiB. Save the image with"
+                " smaller chunks."
             )
         for file_range in ranges:
             split_key(file_range.key)
         futures: list[Future[bytes | None]] = [
             self._threads.submit(self._backend.get, file_range) for file_range in ranges
         ]
-        rest: set[Future[bytes | None]] = set(futures)
-        while rest:
-            done, rest = wait(rest, POLL_SECONDS, FIRST_EXCEPTION)
-            for future in done:
+        pending_futures: set[Future[bytes | None]] = set(futures)
+        while pending_futures:
+            done_futures, pending_futures = wait(pending_futures, POLL_SECONDS, FIRST_EXCEPTION)
+            for future in done_futures:
                 future.result()
             if cancelled():
-                raise Cancelled("cancelled while its store was read")
+                raise Cancelled("The request was cancelled while the Zarr store was being read.")
         return [future.result() for future in futures]
 
     def close(self) -> None:
@@ -146,7 +148,7 @@ class _WebServer:
         self._url = urlsplit(url)
         self._local = threading.local()
         self._connections = list[http.client.HTTPConnection]()
-        self._closed = False
+        self._is_closed = False
 
     def get(self, file_range: FileRange) -> bytes | None:
         """Return a range of a file, or None if the file does not exist. Raises BadFile, StorageUnavailable."""
@@ -166,7 +168,7 @@ class _WebServer:
 
     def close(self) -> None:
         """Close all connections, which cancels running requests."""
-        self._closed = True
+        self._is_closed = True
         for connection in self._connections:
             if (open_socket := connection.sock) is not None:
                 with suppress(OSError):
@@ -174,8 +176,8 @@ class _WebServer:
             connection.close()
 
     def _get(self, file_range: FileRange) -> bytes | None:
-        if self._closed:
-            raise Cancelled("cancelled while its store was read")
+        if self._is_closed:
+            raise Cancelled("The request was cancelled while the Zarr store was being read.")
         connection = self._get_connection()
         try:
             content = self._request(connection, file_range)
@@ -216,7 +218,7 @@ def _receive(response: http.client.HTTPResponse, file_range: FileRange) -> bytes
         blocks.append(block)
         size += len(block)
         if size > file_range.size:
-            raise BadFile(f"{file_range.key[:80]} of the Zarr store is larger than {file_range.size} bytes.")
+            raise BadFile(f"{file_range.key[:80]} in the Zarr store is larger than {file_range.size} bytes.")
         if time.monotonic() > deadline:
             raise TimeoutError
     if (file_range.start is not None and size != file_range.size) or response.length:
@@ -227,35 +229,37 @@ def _receive(response: http.client.HTTPResponse, file_range: FileRange) -> bytes
 
 
 class _ObjectStorage:
-    """Objects below an S3, Google or Azure URL."""
+    """Objects below an S3, Google Cloud or Azure URL."""
 
     def __init__(self, url: str) -> None:
         try:
             import obstore  # noqa: PLC0415 - optional
         except ImportError:
             raise BadParameter(
-                "Stores on S3, Google and Azure require the extra `remote`: pip install 'stackseg[remote]'."
+                "Stores on S3, Google Cloud and Azure require the `remote` extra: pip install 'stackseg[remote]'."
             ) from None
         open_url: Callable[..., Any] = obstore.store.from_url
         self._library, self._error = obstore, obstore.exceptions.BaseError
         variables = _CREDENTIAL_VARIABLES[urlsplit(url).scheme]
         has_credentials = any(name.startswith(variables) and value for name, value in os.environ.items())
         # Client options override the environment, including variables such as AWS_ALLOW_HTTP.
-        http = os.environ.get(variables[0].partition("_")[0] + "_ALLOW_HTTP", "").lower() == "true"
-        limits = {
+        allow_http = os.environ.get(variables[0].partition("_")[0] + "_ALLOW_HTTP", "").lower() == "true"
+        client_options = {
             "timeout": f"{OBJECT_TIMEOUT_SECONDS:g}s",
             "connect_timeout": f"{RESPONSE_TIMEOUT_SECONDS:g}s",
-            "allow_http": http,
+            "allow_http": allow_http,
         }
-        retries = {"max_retries": 2, "retry_timeout": timedelta(seconds=OBJECT_TIMEOUT_SECONDS)}
-        options: dict[str, Any] = {} if has_credentials else {"skip_signature": True}
+        retry_config = {"max_retries": 2, "retry_timeout": timedelta(seconds=OBJECT_TIMEOUT_SECONDS)}
+        signature_options: dict[str, Any] = {} if has_credentials else {"skip_signature": True}
         try:
             # obstore reads environment variables such as AWS_ENDPOINT.
-            self._store: Any = open_url(url, client_options=limits, retry_config=retries, **options)
+            self._store: Any = open_url(
+                url, client_options=client_options, retry_config=retry_config, **signature_options
+            )
         except (self._error, ValueError) as error:
             reason = str(error).partition("\n")[0][:160]
             raise BadParameter(
-                f"The store cannot be opened. Check the environment variables of the service: {reason}"
+                f"The store cannot be opened: {reason}. Check the environment variables of the service."
             ) from error
 
     def get(self, file_range: FileRange) -> bytes | None:
@@ -289,7 +293,7 @@ class _ObjectStorage:
         return content
 
     def close(self) -> None:
-        """Do nothing: running requests end by their time limits."""
+        """Do nothing: running requests end when they reach their time limits."""
 
 
 def _make_status_error(key: str, status: int) -> StackSegError:
@@ -314,7 +318,7 @@ def _make_status_error(key: str, status: int) -> StackSegError:
 
 
 def _make_truncated_error(key: str) -> BadFile:
-    return BadFile(f"{key[:80]} of the Zarr store is truncated. Copy or export it again.")
+    return BadFile(f"{key[:80]} in the Zarr store is truncated. Copy or export the store again.")
 
 
 def _make_unavailable_error(key: str, reason: str) -> StorageUnavailable:

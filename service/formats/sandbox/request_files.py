@@ -1,4 +1,4 @@
-"""The open files that a child process may use while it handles one request."""
+"""Open files that a child process may use while it handles a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service.formats.placement import make_file
 from service.formats.sandbox.remote_store import RemoteStore
 from service.formats.zarr.store import FileRange, open_file
 
-INVALID_REPLY_MESSAGE = "The file is damaged: reading it gave an invalid result. Export it again."
+INVALID_REPLY_MESSAGE = "The file is damaged: reading it gave an invalid result. Export the file again."
 _FILE_RANGES = TypeAdapter(list[FileRange])
 
 
@@ -31,24 +31,24 @@ def make_unnamed_file() -> IO[bytes]:
 
 
 class RequestFiles:
-    """The input of a request, and the output file for decoded pixels, which is created when the child needs it.
+    """Input of a request, and the output file for decoded pixels, which is created when the child needs it.
 
-    input  descriptor of the input file, or None for a folder or a remote store
+    input_fd  descriptor of the input file, or None for a folder or a remote store
 
     The child receives the descriptor of an input file. From a folder it receives only the regular files that it
     requests, and from a remote store copies of the ranges that it requests.
     """
 
     def __init__(self, source: int | RemoteStore, scratch: Path | None = None, limit_bytes: int = 0) -> None:
-        self._folder: int | None = None
+        self._folder_fd: int | None = None
         self._store: RemoteStore | None = None
-        self.input: int | None = None
+        self.input_fd: int | None = None
         if isinstance(source, RemoteStore):
             self._store = source
         elif stat.S_ISDIR(os.fstat(source).st_mode):
-            self._folder = source
+            self._folder_fd = source
         else:
-            self.input = source
+            self.input_fd = source
         self._scratch, self._limit_bytes = scratch, limit_bytes
         self._files = ExitStack()
         self._output_file: IO[bytes] | None = None
@@ -63,9 +63,9 @@ class RequestFiles:
     @contextmanager
     def open_file_in_folder(self, key: str) -> Iterator[int | None]:
         """Yield the descriptor of a file in the folder, or None if the file does not exist. Raises BadFile."""
-        if self._folder is None or not isinstance(key, str):
+        if self._folder_fd is None or not isinstance(key, str):
             raise BadFile(INVALID_REPLY_MESSAGE)
-        descriptor = open_file(self._folder, key)
+        descriptor = open_file(self._folder_fd, key)
         try:
             yield descriptor
         finally:
@@ -88,7 +88,7 @@ class RequestFiles:
             yield [-1 if content is None else len(content) for content in contents], file.fileno()
 
     @property
-    def output(self) -> int:
+    def output_fd(self) -> int:
         """Descriptor of the output file. Raises ValueError if the child has not requested one."""
         if self._output_file is None:
             raise ValueError(INVALID_REPLY_MESSAGE)

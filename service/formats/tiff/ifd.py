@@ -1,8 +1,8 @@
 """Validate the header and the chain of image file directories (IFDs) of a TIFF before anything else is read.
 
-Common TIFF readers accept a chain that points beyond the end of the file as complete, and so read half a stack without
-an error. They also assume that all pages have the layout of the first one. Both cases are detected here. The file
-layout is that of TIFF revision 6.0 (1992) and BigTIFF (libtiff).
+Common TIFF readers accept a chain that points beyond the end of the file as complete, and therefore read only a part of
+the stack without an error. They also assume that all pages have the layout of the first one. Both cases are detected
+here. The file layout is that of TIFF revision 6.0 (1992) and BigTIFF (libtiff).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
 from service.core.errors import BadFile, TooLarge, UnsupportedMedia
-from service.formats.tiff import foreign_formats
+from service.formats.tiff import unsupported_formats
 
 MAX_PAGES = 1_000_000
 MAX_TAGS = 4096
@@ -54,8 +54,8 @@ class DirectoryFormat:
 def scan(stream: BinaryIO, max_pages: int = MAX_PAGES) -> Structure:
     """Follow the chain of page directories of a classic TIFF or BigTIFF in either byte order.
 
-    Raises UnsupportedMedia if the file is not a TIFF, BadFile if the chain leaves the file or contains a loop, and
-    TooLarge if there are more than `max_pages` pages.
+    Raises UnsupportedMedia if the file is not a TIFF, BadFile if the chain points outside the file or contains a loop,
+    and TooLarge if there are more than `max_pages` pages.
     """
     size = stream.seek(0, os.SEEK_END)
     directory_format, offset = _read_header(stream)
@@ -64,14 +64,16 @@ def scan(stream: BinaryIO, max_pages: int = MAX_PAGES) -> Structure:
     directories = _DirectoryReader(stream, directory_format, size)
     while offset:
         if offset in layouts:
-            raise BadFile("The file is damaged: its list of pages contains a loop. Save it again with another program.")
+            raise BadFile(
+                "The file is damaged: its list of pages contains a loop. Save the file again with another program."
+            )
         if len(offsets) == max_pages:
             raise TooLarge(f"The file has more than {max_pages} pages. Split it into smaller files.")
-        layouts[offset], following = directories.read(offset, len(offsets))
+        layouts[offset], next_offset = directories.read(offset, len(offsets))
         offsets.append(offset)
-        offset = following
+        offset = next_offset
     if not offsets:
-        raise BadFile("The file is a TIFF without pages. Export it again.")
+        raise BadFile("The file is a TIFF without pages. Export the file again.")
     return Structure(size, tuple(offsets), layouts)
 
 
@@ -87,9 +89,12 @@ def _read_header(stream: BinaryIO) -> tuple[DirectoryFormat, int]:
         if len(header) >= 2 * width:
             return directory_format, directory_format.offset.unpack_from(header, width)[0]
         raise BadFile(
-            f"The file is truncated: it contains only a part of a TIFF header ({len(header)} bytes). Copy it again."
+            f"The file is truncated: it contains only a part of a TIFF header ({len(header)} bytes). Copy the file"
+            " again."
         )
-    raise UnsupportedMedia(foreign_formats.explain(header + stream.read(foreign_formats.HEAD_BYTES - len(header))))
+    raise UnsupportedMedia(
+        unsupported_formats.describe_file(header + stream.read(unsupported_formats.HEAD_BYTES - len(header)))
+    )
 
 
 class _DirectoryPattern(NamedTuple):
@@ -99,14 +104,14 @@ class _DirectoryPattern(NamedTuple):
     mask      selects the bits that define the layout and the lengths of values, as a little-endian number
     bits      the directory under this mask
     layout    key of the page in `Structure.layouts`
-    external  (tag, position of the offset in the directory, size in bytes) of each value outside the directory
+    external_values  (tag, position of the offset in the directory, size in bytes) of each value outside the directory
     """
 
     length: int
     mask: int
     bits: int
     layout: bytes
-    external: tuple[tuple[int, int, int], ...]
+    external_values: tuple[tuple[int, int, int], ...]
 
     def matches(self, data: bytes) -> bool:
         """Return whether another directory has the same layout, and values of the same sizes at the same positions."""
@@ -122,22 +127,22 @@ class _DirectoryReader:
 
     def __init__(self, stream: BinaryIO, directory_format: DirectoryFormat, size: int) -> None:
         self._stream, self._format, self._size = stream, directory_format, size
-        self._last: _DirectoryPattern | None = None
+        self._last_pattern: _DirectoryPattern | None = None
 
     def read(self, offset: int, index: int) -> tuple[bytes, int]:
         """Return the layout of one page and the offset of the next directory, or 0 after the last one."""
-        pattern = self._last
+        pattern = self._last_pattern
         data = b"" if pattern is None else self._read_bytes(offset, pattern.length)
         if pattern is None or not pattern.matches(data):
             data = self._read_directory(offset, index)
-            pattern = self._last = self._parse(data, index)
+            pattern = self._last_pattern = self._parse(data, index)
         else:
-            for tag, position, length in pattern.external:
+            for tag, position, length in pattern.external_values:
                 self._check_inside(data, position, length, tag, index)
         return pattern.layout, self._format.offset.unpack_from(data, len(data) - self._format.offset.size)[0]
 
     def _read_bytes(self, offset: int, length: int) -> bytes:
-        """Read up to `length` bytes, or fewer at the end of the file."""
+        """Read `length` bytes, or fewer at the end of the file."""
         if offset >= self._size:
             return b""
         self._stream.seek(offset)
@@ -150,44 +155,44 @@ class _DirectoryReader:
         count = directory_format.count.unpack(data)[0] if len(data) == directory_format.count.size else 0
         if count > MAX_TAGS:
             raise BadFile(
-                f"The file is damaged: page {index} claims to have {count} tags, but at most {MAX_TAGS} are accepted."
+                f"The file is damaged: page {index} declares {count} tags, but at most {MAX_TAGS} are accepted."
             )
         length = directory_format.count.size + count * directory_format.entry.size + directory_format.offset.size
         data = self._read_bytes(offset, length)
         if len(data) < length:
             raise BadFile(
-                f"The file is truncated or damaged: the tags of page {index}, at byte {offset}, are outside its"
-                f" {self._size} bytes. Copy or export it again."
+                f"The file is truncated or damaged: the tags of page {index}, at byte {offset}, are outside"
+                f" the file of {self._size} bytes. Copy or export the file again."
             )
         return data
 
     def _parse(self, data: bytes, index: int) -> _DirectoryPattern:
         """Parse a directory entry by entry."""
-        entry, width, first = (
+        entry, offset_bytes, first_entry = (
             self._format.entry,
             self._format.offset.size,
             self._format.count.size,
         )
-        layout, external, mask = [], [], bytearray(b"\xff" * first)
-        for start in range(first, len(data) - width, entry.size):
-            tag, kind, number, value = entry.unpack_from(data, start)
-            position, length = start + entry.size - width, number * _TYPE_SIZES.get(kind, 0)
-            if length > width:
-                self._check_inside(data, position, length, tag, index)
-                external.append((tag, position, length))
+        layout, external_values, mask = [], [], bytearray(b"\xff" * first_entry)
+        for start in range(first_entry, len(data) - offset_bytes, entry.size):
+            tag, type_code, value_count, value = entry.unpack_from(data, start)
+            value_position, value_bytes = start + entry.size - offset_bytes, value_count * _TYPE_SIZES.get(type_code, 0)
+            if value_bytes > offset_bytes:
+                self._check_inside(data, value_position, value_bytes, tag, index)
+                external_values.append((tag, value_position, value_bytes))
             defines_layout = tag in _LAYOUT_TAGS
-            mask += b"\xff" * (entry.size - width) + (b"\xff" if defines_layout else b"\0") * width
+            mask += b"\xff" * (entry.size - offset_bytes) + (b"\xff" if defines_layout else b"\0") * offset_bytes
             if defines_layout:
-                if width < length <= _MAX_LAYOUT_VALUE_BYTES:
-                    value = self._read_bytes(self._format.offset.unpack(value)[0], length)
-                layout.append(struct.pack("=HHQ", tag, kind, number) + value)
+                if offset_bytes < value_bytes <= _MAX_LAYOUT_VALUE_BYTES:
+                    value = self._read_bytes(self._format.offset.unpack(value)[0], value_bytes)
+                layout.append(struct.pack("=HHQ", tag, type_code, value_count) + value)
         bits = int.from_bytes(mask, "little")
         return _DirectoryPattern(
-            len(data), bits, int.from_bytes(data, "little") & bits, b"".join(sorted(layout)), tuple(external)
+            len(data), bits, int.from_bytes(data, "little") & bits, b"".join(sorted(layout)), tuple(external_values)
         )
 
     def _check_inside(self, data: bytes, position: int, length: int, tag: int, index: int) -> None:
         if self._format.offset.unpack_from(data, position)[0] + length > self._size:
             raise BadFile(
-                f"The file is truncated: tag {tag} of page {index} is beyond the end of the file. Copy it again."
+                f"The file is truncated: tag {tag} of page {index} is beyond the end of the file. Copy the file again."
             )

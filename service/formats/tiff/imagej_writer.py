@@ -1,4 +1,4 @@
-"""A second ImageDescription for ImageJ's built-in TIFF reader, which ignores OME-XML and would lose the voxel depth.
+"""Second ImageDescription for ImageJ's built-in TIFF reader, which ignores OME-XML and would lose the voxel depth.
 
 OME-TIFF readers use the first ImageDescription of a page. ImageJ uses the one that begins with "ImageJ=".
 Micro-Manager writes both descriptions as well.
@@ -18,7 +18,9 @@ COLOR_MAP_TAG = 320
 
 
 def describe(segmentation: Segmentation) -> str:
-    """Return dimensions and sampling in ImageJ's syntax. Lengths are in cm, the smallest unit of the resolution tags.
+    """Return the dimensions and the voxel size in ImageJ's syntax.
+
+    Lengths are in cm, the smallest unit of the resolution tags.
 
     The display range of labels is chosen so that up to 255 labels have distinct colors.
     """
@@ -38,14 +40,14 @@ def describe(segmentation: Segmentation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def describe_origin(origin: Mapping[str, str]) -> str:
-    """Return the origin of an image as additional description lines, which ImageJ displays with Image > Show Info."""
-    lines = (f"stackseg_{name}={''.join(filter(str.isprintable, value))}\n" for name, value in origin.items())
+def describe_provenance(provenance: Mapping[str, str]) -> str:
+    """Return the provenance of an image as additional description lines, which Image > Show Info displays in ImageJ."""
+    lines = (f"stackseg_{name}={''.join(filter(str.isprintable, value))}\n" for name, value in provenance.items())
     return "".join(lines).encode("ascii", "replace").decode()
 
 
 @cache
-def label_colors() -> tuple[int, ...]:
+def make_label_colors() -> tuple[int, ...]:
     """Return the ColorMap tag for labels: 256 red, 256 green and 256 blue values of 16 bits. Color 0 is black.
 
     Hues follow the golden ratio, so any run of consecutive labels is spread over the color circle.

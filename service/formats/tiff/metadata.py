@@ -25,7 +25,7 @@ CONTAINERS = {
 
 
 def count_expected_planes(tiff: TiffFile, kind: str) -> int:
-    """Return the number of planes that the metadata promises, or 0 if it contains no such number."""
+    """Return the number of planes that the metadata declares, or 0 if it declares none."""
     page = tiff.pages.first
     if kind == "imagej":
         metadata = tiff.imagej_metadata or {}
@@ -40,20 +40,20 @@ def _read_shaped_metadata(page: TiffPage) -> dict[str, Any]:
     return shaped_description_metadata(page.shaped_description or "{}")
 
 
-def resolution(page: TiffPage) -> Resolution:
+def read_resolution(page: TiffPage) -> Resolution:
     """Read the resolution tags."""
     ratios = [page.tags.valueof(tag) for tag in ("XResolution", "YResolution")]
     x, y = (ratio if isinstance(ratio, tuple) and len(ratio) == 2 else None for ratio in ratios)
     return Resolution((x, y), {2: "inch", 3: "cm"}.get(page.tags.valueof("ResolutionUnit", 2), ""))
 
 
-def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
-    """Read the voxel size from the container's metadata, or else from the resolution tags."""
+def read_calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
+    """Read the voxel size from the container's metadata or, for other containers, from the resolution tags."""
     match kind:
         case "imagej":
-            return sampling.from_spacing(tiff.imagej_metadata or {}, resolution(page), "ImageJ metadata")
+            return sampling.parse_spacing(tiff.imagej_metadata or {}, read_resolution(page), "ImageJ metadata")
         case "shaped":
-            return sampling.from_spacing(_read_shaped_metadata(page), resolution(page), "tifffile metadata")
+            return sampling.parse_spacing(_read_shaped_metadata(page), read_resolution(page), "tifffile metadata")
         case "lsm":
             return _read_zeiss(tiff)
         case "stk":
@@ -61,12 +61,12 @@ def calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
         case "mmstack":
             return _read_micromanager(tiff)
         case _:
-            return resolution(page).calibration()
+            return read_resolution(page).get_calibration()
 
 
 def _read_zeiss(tiff: TiffFile) -> Calibration:
     header = tiff.lsm_metadata or {}
-    return sampling.from_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
+    return sampling.parse_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
 
 
 def _read_metamorph(tiff: TiffFile) -> Calibration:
@@ -74,13 +74,13 @@ def _read_metamorph(tiff: TiffFile) -> Calibration:
     distances = header.get("ZDistance", ())
     z = float(distances[0]) if len(distances) else None
     sizes = [z, header.get("YCalibration"), header.get("XCalibration")]
-    return sampling.from_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
+    return sampling.parse_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
 
 
 def _read_micromanager(tiff: TiffFile) -> Calibration:
     summary = _read_micromanager_summary(tiff)
     sizes = [summary.get(key) or None for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
-    return sampling.from_lengths(sizes, "um", "Micro-Manager metadata")
+    return sampling.parse_lengths(sizes, "um", "Micro-Manager metadata")
 
 
 def _read_micromanager_summary(tiff: TiffFile) -> Mapping[str, Any]:
@@ -108,7 +108,7 @@ def find_time_interval(tiff: TiffFile, kind: str) -> TimeInterval | None:
             return None
 
 
-def channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:
+def read_channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:
     """Read channel names from a vendor's header, or return () if it has none."""
     names: Any = ()
     if kind == "lsm":
@@ -118,7 +118,7 @@ def channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:
     return tuple(str(name) for name in names) if isinstance(names, list | tuple) else ()
 
 
-def channel_colors(tiff: TiffFile, kind: str) -> tuple[str, ...]:
+def read_channel_colors(tiff: TiffFile, kind: str) -> tuple[str, ...]:
     """Read channel colors as #rrggbb, or return () if the container has no readable colors."""
     try:
         return _read_colors(tiff, kind)
@@ -155,15 +155,15 @@ def _format_color(parts: Sequence[int]) -> str:
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
-def sample_names(page: TiffPage, count: int) -> tuple[str, ...]:
-    """Return the names of `count` samples per pixel in the color space of the page. An extra sample is named alpha."""
+def get_sample_names(page: TiffPage, count: int) -> tuple[str, ...]:
+    """Return the names of `count` samples per pixel in the color space of the page. One extra sample is named alpha."""
     spaces = {2: ("red", "green", "blue"), 6: ("red", "green", "blue"), 5: ("cyan", "magenta", "yellow", "black")}
     space = spaces.get(int(page.photometric), ("grey",) if count == 2 else ())[:count]
     names = space + ("alpha",) * (0 < len(space) == count - 1)
     return names + ("",) * (count - len(names))
 
 
-def pixel_value_notes(page: TiffPage) -> tuple[str, ...]:
+def get_pixel_value_notes(page: TiffPage) -> tuple[str, ...]:
     """Return notes for pages whose stored values are not proportional to brightness."""
     if page.photometric == 3:
         return ("The image has a color palette. The stored values are used instead of the colors.",)

@@ -1,4 +1,4 @@
-"""Parse OME-XML: the images of an OME-TIFF, and the page of each plane.
+"""Parse the OME-XML of an OME-TIFF: the images, and the page of each plane.
 
 Schema: OME 2016-06, https://docs.openmicroscopy.org/ome-model/. Only this module parses XML. It rejects entities and
 document types, and never follows references to other files.
@@ -17,7 +17,7 @@ from service.core.errors import BadFile
 
 
 class UnusableOme(Exception):
-    """The OME-XML does not describe the pages. The message is a clause. The exception does not leave this package."""
+    """OME-XML that does not describe the pages. The message is a clause. The exception stays within this package."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class OmeImage:
 
 
 def parse(text: str, page_count: int) -> list[OmeImage]:
-    """Parse the images of an OME-XML, in their order.
+    """Parse the images of an OME-XML document, in document order.
 
-    Raises BadFile if the XML declares entities, contradicts itself, or promises planes that the file does not have.
+    Raises BadFile if the XML declares entities, contradicts itself, or declares planes that the file does not have.
     Raises UnusableOme if the XML is malformed, points to another file, or describes planes in other files.
     """
     root = _parse_root(text)
@@ -83,7 +83,7 @@ def _parse_root(text: str) -> Element:
 
 
 def _has_other_files(root: Element) -> bool:
-    """Return whether planes are in other files. Compares UUIDs because the file may have been renamed."""
+    """Return whether planes are in other files. UUIDs are compared because the file may have been renamed."""
     elements = [element for element in root.iter() if _get_local_name(element) == "TiffData"]
     uuids = {
         _find_children(element, "UUID")[0].text if _find_children(element, "UUID") else None for element in elements
@@ -142,18 +142,18 @@ def _parse_image(element: Element, page_count: int) -> OmeImage:
     )
 
 
-def _check_planes(planes: int, page_count: int) -> None:
-    if planes == 0:
+def _check_planes(plane_count: int, page_count: int) -> None:
+    if plane_count == 0:
         raise BadFile("The OME-XML is damaged: an image has no planes.")
-    if planes > page_count:
+    if plane_count > page_count:
         raise BadFile(
-            f"The OME-XML promises {planes} planes, but the file has {page_count} pages. It is truncated or one of"
-            " several files. Export the whole image as one file."
+            f"The OME-XML declares {plane_count} planes, but the file has {page_count} pages. The file is truncated or"
+            " one of several files. Export the whole image as one file."
         )
 
 
 def _count_samples(channels: list[Element]) -> int:
-    """Return the samples per pixel. Raises UnusableOme if channels have different numbers of samples."""
+    """Return the number of samples per pixel. Raises UnusableOme if channels have different numbers of samples."""
     sample_counts = {_parse_integer(channel, "SamplesPerPixel", 1) for channel in channels} or {1}
     if len(sample_counts) > 1:
         raise UnusableOme("its OME-XML has channels with different numbers of samples")
@@ -161,38 +161,40 @@ def _count_samples(channels: list[Element]) -> int:
 
 
 def _parse_pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, ...]:
-    """Return the page of every plane. Raises BadFile unless exactly one TiffData element places each plane."""
-    planes = math.prod(shape)
-    if not elements and planes == page_count:
-        return tuple(range(planes))
+    """Return the page of every plane. Raises BadFile unless each plane is assigned exactly one page."""
+    plane_count = math.prod(shape)
+    if not elements and plane_count == page_count:
+        return tuple(range(plane_count))
     pages: dict[int, int] = {}
     for element in elements:
-        first, page, count = _parse_tiff_data(element, axes, shape, page_count)
-        for plane in range(first, first + count):
+        first_plane, first_page, count = _parse_tiff_data(element, axes, shape, page_count)
+        for plane in range(first_plane, first_plane + count):
             if plane in pages:
                 raise BadFile(f"The OME-XML assigns plane {plane} to two pages. Export the file again.")
-            pages[plane] = page + plane - first
-    if len(pages) < planes:
+            pages[plane] = first_page + plane - first_plane
+    if len(pages) < plane_count:
         raise BadFile(
-            f"The OME-XML promises {planes} planes but assigns pages to {len(pages)} of them. Export the file again."
+            f"The OME-XML declares {plane_count} planes but assigns pages to {len(pages)} of them. Export the file"
+            " again."
         )
-    return tuple(pages[plane] for plane in range(planes))
+    return tuple(pages[plane] for plane in range(plane_count))
 
 
 def _parse_tiff_data(element: Element, axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, int, int]:
     """Return the first plane, its page, and the number of consecutive planes. Raises BadFile."""
-    planes, first = math.prod(shape), _parse_first_plane(element, axes, shape)
-    page = _parse_integer(element, "IFD", 0)
+    plane_count, first_plane = math.prod(shape), _parse_first_plane(element, axes, shape)
+    first_page = _parse_integer(element, "IFD", 0)
     count = _parse_integer(
         element, "PlaneCount", _parse_integer(element, "NumPlanes", 0 if element.get("IFD") is None else 1)
     )
-    count = count or min(planes - first, page_count - page)
-    if first + count > planes or page + count > page_count:
+    count = count or min(plane_count - first_plane, page_count - first_page)
+    if first_plane + count > plane_count or first_page + count > page_count:
         raise BadFile(
-            f"The OME-XML assigns planes {first} to {first + count - 1} of {planes} to pages {page} to"
-            f" {page + count - 1}, but the file has {page_count} pages. It is truncated or damaged. Export it again."
+            f"The OME-XML assigns planes {first_plane} to {first_plane + count - 1} of {plane_count} to pages"
+            f" {first_page} to {first_page + count - 1}, but the file has {page_count} pages. The file is truncated or"
+            " damaged. Export it again."
         )
-    return first, page, count
+    return first_plane, first_page, count
 
 
 def _parse_first_plane(element: Element, axes: str, shape: tuple[int, ...]) -> int:

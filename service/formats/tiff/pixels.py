@@ -1,4 +1,4 @@
-"""Locate the selected pixels in a TIFF, and decode pixels that are compressed or scattered.
+"""Locate the selected pixels in a TIFF, and decode pixels that are compressed or scattered across the file.
 
 Pages are decoded in as many threads as there are cores. Each thread holds one page in memory.
 """
@@ -19,7 +19,7 @@ from service.core.hardware import host
 from service.core.types import Array
 from service.formats import axes
 from service.formats.axes import Layout, StackPart
-from service.formats.placement import Placement, StoreBlock, check_size, native_dtype
+from service.formats.placement import Placement, StoreBlock, check_size, get_native_dtype
 from service.formats.tiff.ifd import Structure
 from service.formats.tiff.series import Page, StoredImage, translate_errors
 
@@ -27,14 +27,14 @@ _STRIP_BYTE_COUNTS_TAG = 279
 _TILE_BYTE_COUNTS_TAG = 325
 
 
-def check(image: StoredImage, structure: Structure, layout: Layout, part: StackPart, limit_bytes: int) -> None:
+def check_image(image: StoredImage, structure: Structure, layout: Layout, part: StackPart, limit_bytes: int) -> None:
     """Validate every page and offset that decoding uses, before any pixels are read.
 
     Raises TooLarge if the selection, or a single page of it, decodes to more than `limit_bytes`, BadFile if a plane has
-    no pixels or lies outside the file, and BadParameter if Y and X are not within a page.
+    no pixels or is outside the file, and BadParameter if Y and X are not within a page.
     """
-    needed = math.prod(axes.part_shape(layout, part)) * native_dtype(image.dtype).itemsize
-    check_size(max(needed, 0 if image.is_contiguous else image.page.nbytes), limit_bytes)
+    needed_bytes = math.prod(axes.get_part_shape(layout, part)) * get_native_dtype(image.dtype).itemsize
+    check_size(max(needed_bytes, 0 if image.is_contiguous else image.page.nbytes), limit_bytes)
     if image.is_contiguous:
         _check_inside(image.page.dataoffsets[0] + math.prod(image.shape) * image.dtype.itemsize, structure, 0)
         return
@@ -42,8 +42,8 @@ def check(image: StoredImage, structure: Structure, layout: Layout, part: StackP
         raise BadFile(
             "The planes in the file do not match the size of the stack in its metadata. Export the file again."
         )
-    for index, stored in enumerate(image.pages):
-        _check_page(image, stored, index, structure)
+    for index, page in enumerate(image.pages):
+        _check_page(image, page, index, structure)
     # All time points have the same layout, so it is enough to check one.
     if locate(image, layout, replace(part, time=part.time or 0)) is None:
         _check_axes(image, layout)
@@ -51,11 +51,12 @@ def check(image: StoredImage, structure: Structure, layout: Layout, part: StackP
 
 def _check_axes(image: StoredImage, layout: Layout) -> None:
     """Raise BadParameter unless Y and X lie within a page. Each page is decoded to whole planes."""
-    inner = layout.axes[_count_outer_axes(image, layout) :]
-    if not {*"YX"} <= {*inner}:
+    inner_axes = layout.axes[_count_outer_axes(image, layout) :]
+    if not {*"YX"} <= {*inner_axes}:
         raise BadParameter(
-            f"axes={layout.axes} is not possible: each page of this file would contain {inner or 'a single pixel'}, but"
-            " it must contain Y and X. Correct axes, or save the stack uncompressed.",
+            f"axes={layout.axes} is not possible: each page of this file would contain"
+            f" {inner_axes or 'a single pixel'}, but it must contain Y and X. Correct the axes, or save the stack"
+            " uncompressed.",
             parameter="axes",
         )
 
@@ -76,7 +77,10 @@ def _check_page(image: StoredImage, page: Page, index: int, structure: Structure
 
 
 def _read_byte_counts(page: TiffPage) -> tuple[int, ...]:
-    """Return the byte counts of the strips or tiles from the tag. tifffile would replace 0 by the rest of the file."""
+    """Return the byte counts of the strips or tiles from the tag.
+
+    They are not read through tifffile, which would replace 0 with the size of the rest of the file.
+    """
     tag = page.tags.get(_STRIP_BYTE_COUNTS_TAG) or page.tags.get(_TILE_BYTE_COUNTS_TAG)
     return () if tag is None else tuple(np.atleast_1d(tag.value).tolist())
 
@@ -90,22 +94,22 @@ def _check_inside(end: int, structure: Structure, index: int) -> None:
 
 
 def locate(image: StoredImage, layout: Layout, part: StackPart) -> Placement | None:
-    """Locate the selected pixels in the file. Return None if they are compressed or not at regular distances."""
+    """Locate the selected pixels in the file. Return None if they are compressed or do not have constant strides."""
     if part.time is None or not image.page.is_final or image.dtype.kind not in "uif":
         return None
-    starts = [page.dataoffsets[0] for page in image.pages]
-    page_distance = _find_page_distance(starts)
+    page_offsets = [page.dataoffsets[0] for page in image.pages]
+    page_distance = _find_page_distance(page_offsets)
     if page_distance is None:
         return None
-    stride = _compute_strides(image, layout, page_distance)
-    channel = _find_channel_stride(layout, part, stride)
-    if channel is None:
+    axis_strides = _compute_strides(image, layout, page_distance)
+    channel_stride = _find_channel_stride(layout, part, axis_strides)
+    if channel_stride is None:
         return None
     c, s = divmod(part.channels[0], layout.length("S"))
-    first = {"T": part.time, "C": c, "S": s}
-    offset = starts[0] + sum(index * stride.get(axis, 0) for axis, index in first.items())
-    strides = (channel, stride.get("Z", 0), stride["Y"], stride["X"])
-    return Placement(image.dtype.str, offset, axes.part_shape(layout, part), strides)
+    indices = {"T": part.time, "C": c, "S": s}
+    offset = page_offsets[0] + sum(index * axis_strides.get(axis, 0) for axis, index in indices.items())
+    strides = (channel_stride, axis_strides.get("Z", 0), axis_strides["Y"], axis_strides["X"])
+    return Placement(image.dtype.str, offset, axes.get_part_shape(layout, part), strides)
 
 
 def count_decoded_bytes(image: StoredImage, layout: Layout, part: StackPart) -> int:
@@ -114,61 +118,61 @@ def count_decoded_bytes(image: StoredImage, layout: Layout, part: StackPart) -> 
         return math.prod(layout.shape) * image.dtype.itemsize
     page = image.page
     # A page can be much smaller than its tiles.
-    tiles = math.prod(page.chunked) * math.prod(page.chunks) * image.dtype.itemsize
-    stored = tiles if page.is_tiled else page.nbytes
-    return stored * sum(1 for _ in _iterate_pages(layout, part, _count_outer_axes(image, layout)))
+    tile_bytes = math.prod(page.chunked) * math.prod(page.chunks) * image.dtype.itemsize
+    page_bytes = tile_bytes if page.is_tiled else page.nbytes
+    return page_bytes * sum(1 for _ in _iterate_pages(layout, part, _count_outer_axes(image, layout)))
 
 
-def _find_page_distance(starts: Sequence[int]) -> int | None:
-    """Return the distance of consecutive pages, 0 for a single page, or None if it is irregular or negative."""
-    distances = {b - a for a, b in itertools.pairwise(starts)} or {0}
+def _find_page_distance(page_offsets: Sequence[int]) -> int | None:
+    """Return the distance between consecutive pages, 0 for a single page, or None if it is irregular or negative."""
+    distances = {b - a for a, b in itertools.pairwise(page_offsets)} or {0}
     page_distance = distances.pop()
     return None if distances or page_distance < 0 else page_distance
 
 
 def _compute_strides(image: StoredImage, layout: Layout, page_distance: int) -> dict[str, int]:
     """Return the stride of every axis in bytes: contiguous inside a page, multiples of the page distance outside."""
-    outer = _count_outer_axes(image, layout)
-    steps = [
-        page_distance * math.prod(layout.shape[index + 1 : outer])
-        if index < outer
+    outer_count = _count_outer_axes(image, layout)
+    strides = [
+        page_distance * math.prod(layout.shape[index + 1 : outer_count])
+        if index < outer_count
         else image.dtype.itemsize * math.prod(layout.shape[index + 1 :])
         for index in range(len(layout.shape))
     ]
-    return dict(zip(layout.axes, steps, strict=True))
+    return dict(zip(layout.axes, strides, strict=True))
 
 
-def _find_channel_stride(layout: Layout, part: StackPart, stride: dict[str, int]) -> int | None:
+def _find_channel_stride(layout: Layout, part: StackPart, axis_strides: dict[str, int]) -> int | None:
     """Return the stride of the selected channels in bytes, 0 for a single channel, or None if it is irregular."""
     samples = layout.length("S")
     if len(part.channels) == 1:
         return 0
     if samples == 1:
-        return stride["C"]
-    if layout.length("C") == 1 or stride["C"] == samples * stride["S"]:
-        return stride["S"]
+        return axis_strides["C"]
+    if layout.length("C") == 1 or axis_strides["C"] == samples * axis_strides["S"]:
+        return axis_strides["S"]
     return None
 
 
 def _count_outer_axes(image: StoredImage, layout: Layout) -> int:
     """Count the leading axes that run across pages. Raises BadFile if an axis is only partly within a page."""
-    size = math.prod(layout.shape) if image.is_contiguous else image.page.size
-    for outer in range(len(layout.shape) + 1):
-        if math.prod(layout.shape[outer:]) == size:
-            return outer
+    page_size = math.prod(layout.shape) if image.is_contiguous else image.page.size
+    for outer_count in range(len(layout.shape) + 1):
+        if math.prod(layout.shape[outer_count:]) == page_size:
+            return outer_count
     raise BadFile("The pages of the file do not match the axes of the stack. Export the file again.")
 
 
 def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: StackPart, store: StoreBlock) -> None:
-    """Decode each voxel of the selected part once and pass blocks [z, Y, X] of `native_dtype` to `store`.
+    """Decode each voxel of the selected part once and pass blocks [z, Y, X] in the dtype of the volume to `store`.
 
     Raises BadFile, BadParameter, TooLarge.
     """
     lock = threading.RLock()
-    dtype = native_dtype(image.dtype)
+    dtype = get_native_dtype(image.dtype)
     _check_axes(image, layout)
-    outer = _count_outer_axes(image, layout)
-    pages_to_decode = list(_iterate_pages(layout, part, outer))
+    outer_count = _count_outer_axes(image, layout)
+    pages_to_decode = list(_iterate_pages(layout, part, outer_count))
     is_single = len(pages_to_decode) == 1
 
     def decode_page(page_to_decode: _PageToDecode) -> None:
@@ -179,11 +183,11 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: StackPart, 
                 pixels = image.pages[page_to_decode.index].asarray(
                     lock=lock, maxworkers=host.CORE_COUNT if is_single else 1
                 )
-            pixels = pixels.reshape(layout.shape[outer:]).astype(dtype, copy=False)
+            pixels = pixels.reshape(layout.shape[outer_count:]).astype(dtype, copy=False)
         for channel, block in _select_blocks(pixels, layout, part, page_to_decode):
             store(channel, (page_to_decode.z, 0, 0), block)
 
-    host.run_in_threads(decode_page, pages_to_decode, math.prod(axes.part_shape(layout, part)) * dtype.itemsize)
+    host.run_in_threads(decode_page, pages_to_decode, math.prod(axes.get_part_shape(layout, part)) * dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -197,17 +201,17 @@ class _PageToDecode:
     z: int
 
 
-def _iterate_pages(layout: Layout, part: StackPart, outer: int) -> Iterator[_PageToDecode]:
+def _iterate_pages(layout: Layout, part: StackPart, outer_count: int) -> Iterator[_PageToDecode]:
     """Yield the pages that contain a part of the selection."""
     samples = layout.length("S")
-    wanted = {divmod(number, samples) for number in part.channels}
-    for index, position in enumerate(np.ndindex(layout.shape[:outer])):
+    selected_channels = {divmod(number, samples) for number in part.channels}
+    for index, position in enumerate(np.ndindex(layout.shape[:outer_count])):
         indices = dict(zip(layout.axes, position, strict=False))
         if indices.get("T", part.time) != part.time:
             continue
-        if any(indices.get("C", c) == c and indices.get("S", s) == s for c, s in wanted):
+        if any(indices.get("C", c) == c and indices.get("S", s) == s for c, s in selected_channels):
             yield _PageToDecode(
-                index, layout.axes[outer:], indices.get("C", 0), indices.get("S", 0), indices.get("Z", 0)
+                index, layout.axes[outer_count:], indices.get("C", 0), indices.get("S", 0), indices.get("Z", 0)
             )
 
 
@@ -220,5 +224,5 @@ def _select_blocks(
         pixels = pixels.take(part.time or 0, axis=letters.index("T"))
         letters = letters.replace("T", "")
     pixels = axes.expand(pixels, letters)
-    for number, place in axes.find_channels(layout, part, (page_to_decode.channel, page_to_decode.sample), pixels):
-        yield number, np.ascontiguousarray(pixels[place])
+    for channel, index in axes.find_channels(layout, part, (page_to_decode.channel, page_to_decode.sample), pixels):
+        yield channel, np.ascontiguousarray(pixels[index])

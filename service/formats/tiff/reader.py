@@ -1,6 +1,6 @@
-"""Read TIFF: ImageJ hyperstacks, OME-TIFF, plain pages and TIFFs of microscope vendors, with the codecs of imagecodecs.
+"""Read TIFF: ImageJ hyperstacks, OME-TIFF, plain pages and microscope vendors' TIFFs, with the codecs of imagecodecs.
 
-Classic TIFF and BigTIFF are supported in both byte orders. Files that are referenced by a file are never opened.
+Classic TIFF and BigTIFF are supported in both byte orders. Referenced files are never opened.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TiffStack(OpenStack):
     @property
     def colors(self) -> tuple[str, ...]:
         """One color per stored channel, or "" if unknown."""
-        return _channel_colors(self.image, self.layout)
+        return _get_channel_colors(self.image, self.layout)
 
     @property
     def decoded_bytes(self) -> int:
@@ -37,7 +37,7 @@ class TiffStack(OpenStack):
         return pixels.count_decoded_bytes(self.image, self.layout, self.part)
 
     def locate(self) -> Placement | None:
-        """Locate the selected pixels, or return None if they are compressed or scattered."""
+        """Locate the selected pixels, or return None if they are compressed or scattered across the file."""
         return pixels.locate(self.image, self.layout, self.part)
 
     def decode(self, store: StoreBlock) -> None:
@@ -46,7 +46,7 @@ class TiffStack(OpenStack):
 
 
 def open_stack(stream: BinaryIO, selection: Selection, limit_bytes: int) -> OpenStack:
-    """Open a TIFF from a stream, which must stay open, and validate it as far as possible without decoding pixels.
+    """Open a TIFF from a stream, which must stay open, and validate all that can be checked without decoding pixels.
 
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
@@ -56,24 +56,24 @@ def open_stack(stream: BinaryIO, selection: Selection, limit_bytes: int) -> Open
         tiff = series.open_pages(stream)
         image = series.find_image(tiff, structure, use_metadata=selection.axes is None)
         layout = axes.resolve_axes(image.axes, image.shape, selection.axes, image.metadata_problem)
-        names = _channel_names(image, layout)
+        names = _get_channel_names(image, layout)
         part = axes.select(layout, names, selection)
-        pixels.check(image, structure, layout, part, limit_bytes)
+        pixels.check_image(image, structure, layout, part, limit_bytes)
     return TiffStack(image, layout, part, names, tiff)
 
 
-def _channel_colors(image: StoredImage, layout: Layout) -> tuple[str, ...]:
+def _get_channel_colors(image: StoredImage, layout: Layout) -> tuple[str, ...]:
     """Return one color per channel, or "" if the file has none. Color samples are red, green and blue."""
-    channels, samples = layout.length("C"), layout.length("S")
-    if samples > 1:
-        rgb = ("#ff0000", "#00ff00", "#0000ff") if samples in {3, 4} else ()
-        return (*rgb, *("",) * (samples - len(rgb))) * channels
-    return image.colors if len(image.colors) == channels else ("",) * channels
+    channel_count, sample_count = layout.length("C"), layout.length("S")
+    if sample_count > 1:
+        rgb = ("#ff0000", "#00ff00", "#0000ff") if sample_count in {3, 4} else ()
+        return (*rgb, *("",) * (sample_count - len(rgb))) * channel_count
+    return image.colors if len(image.colors) == channel_count else ("",) * channel_count
 
 
-def _channel_names(image: StoredImage, layout: Layout) -> tuple[str, ...]:
+def _get_channel_names(image: StoredImage, layout: Layout) -> tuple[str, ...]:
     """Return one name per channel and color sample, such as "DAPI" or "GFP red", or "" if the file has none."""
-    channels, samples = layout.length("C"), layout.length("S")
-    channel_names = image.channels if len(image.channels) == channels else ("",) * channels
-    sample_names = metadata.sample_names(image.page, samples) if samples > 1 else ("",)
+    channel_count, sample_count = layout.length("C"), layout.length("S")
+    channel_names = image.channels if len(image.channels) == channel_count else ("",) * channel_count
+    sample_names = metadata.get_sample_names(image.page, sample_count) if sample_count > 1 else ("",)
     return tuple(f"{channel} {sample}".strip() for channel in channel_names for sample in sample_names)

@@ -1,4 +1,4 @@
-"""Choose the image in a TIFF and locate its planes: OME-TIFF, ImageJ, vendors' TIFFs and plain pages.
+"""Choose the image in a TIFF and locate its planes: OME-TIFF, ImageJ, TIFFs from microscope vendors, and plain pages.
 
 tifffile parses tags and containers. Its results are checked against the existing pages, and other files are never
 opened.
@@ -26,7 +26,7 @@ from service.formats.tiff.ifd import Structure
 
 Page = TiffPage | TiffFrame
 
-# tifffile logs defects and works around them. Here such files are rejected with an error.
+# tifffile logs defects and works around them. Here, such files are rejected with an error.
 logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)
 
 # Errors that tifffile, its codecs and NumPy raise for damaged files.
@@ -87,7 +87,7 @@ def _get_keyframe(pages: Sequence[Page]) -> TiffPage:
 
 @contextmanager
 def translate_errors(activity: str) -> Iterator[None]:
-    """Translate errors of tifffile, its codecs and NumPy to BadFile, and a lack of memory to TooLarge."""
+    """Translate errors from tifffile, its codecs and NumPy to BadFile, and MemoryError to TooLarge."""
     try:
         yield
     except MemoryError as error:
@@ -106,45 +106,46 @@ def open_pages(stream: BinaryIO) -> TiffFile:
 
 
 def find_image(tiff: TiffFile, structure: Structure, *, use_metadata: bool = True) -> StoredImage:
-    """Find the image of a file. If there are several, choose the largest, and the first of equally large ones.
+    """Find the image in a file. If there are several, choose the largest, or the first of several equally large ones.
 
     If `use_metadata` is false, a container whose metadata cannot be used is read as plain pages. Callers wrap this in
     `translate_errors`. Raises BadFile if planes are missing, differ, or contain pixels of an unsupported type.
     """
-    image = _from_container(tiff, structure)
+    image = _read_container(tiff, structure)
     if image.metadata_problem and not use_metadata:
         image = replace(_read_plain_pages(tiff, structure), container=image.container)
     _check_same_layout([page.offset for page in image.pages], structure)
     _check_decodable(image.page)
-    return replace(image, notes=(*image.notes, *metadata.pixel_value_notes(image.page)))
+    return replace(image, notes=(*image.notes, *metadata.get_pixel_value_notes(image.page)))
 
 
-def _from_container(tiff: TiffFile, structure: Structure) -> StoredImage:
+def _read_container(tiff: TiffFile, structure: Structure) -> StoredImage:
     description = tiff.pages.first.description
     if tiff.is_mmstack:
-        return _from_tifffile(tiff, structure, "mmstack")
+        return _read_with_tifffile(tiff, structure, "mmstack")
     if tiff.pages.first.is_ome:
         try:
-            return _from_ome(tiff, structure, ome.parse(description, len(structure.offsets)))
+            return _read_ome(tiff, structure, ome.parse(description, len(structure.offsets)))
         except ome.UnusableOme as error:
             return replace(_read_plain_pages(tiff, structure), container="OME-TIFF", metadata_problem=str(error))
     if "<OME" in description[:2000]:
         raise BadFile("The OME-XML in the file is truncated. Export the file again.")
     for kind in metadata.CONTAINERS:
         if getattr(tiff, f"is_{kind}"):
-            return _from_tifffile(tiff, structure, kind)
+            return _read_with_tifffile(tiff, structure, kind)
     return _read_plain_pages(tiff, structure)
 
 
-def _from_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage]) -> StoredImage:
+def _read_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage]) -> StoredImage:
     image = max(images, key=lambda image: math.prod(image.shape) * image.size_y * image.size_x)
     pages = _get_pages(tiff, structure, image.pages)
     page = _get_keyframe(pages)
-    stored = dict(zip(page.axes, page.shape, strict=True))
-    expected = {"Y": image.size_y, "X": image.size_x, "S": image.samples}
-    if any(stored.get(axis, 1) != length for axis, length in expected.items()):
+    stored_lengths = dict(zip(page.axes, page.shape, strict=True))
+    expected_lengths = {"Y": image.size_y, "X": image.size_x, "S": image.samples}
+    if any(stored_lengths.get(axis, 1) != length for axis, length in expected_lengths.items()):
         raise BadFile(
-            f"The OME-XML promises planes of size {expected}, but the pages have {stored}. Export the file again."
+            f"The OME-XML declares planes of size {expected_lengths}, but the pages have {stored_lengths}. Export the"
+            " file again."
         )
     return StoredImage(
         container="OME-TIFF",
@@ -153,16 +154,16 @@ def _from_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImag
         pages=pages,
         channels=image.channels,
         colors=tuple(map(metadata.parse_ome_color, image.colors)),
-        calibration=sampling.from_lengths(image.sizes, image.units, "OME-XML"),
+        calibration=sampling.parse_lengths(image.sizes, image.units, "OME-XML"),
         time_interval=sampling.parse_time_interval(*image.time_increment),
         notes=_note_choice(len(images), image.name),
     )
 
 
-def _from_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredImage:
+def _read_with_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredImage:
     container = metadata.CONTAINERS[kind]
-    expected = metadata.count_expected_planes(tiff, kind)
-    _check_complete(tiff, structure, expected, container)
+    expected_count = metadata.count_expected_planes(tiff, kind)
+    _check_complete(tiff, structure, expected_count, container)
     if kind == "imagej":
         _check_same_layout(structure.offsets, structure)
     candidates = [series for series in _list_series(tiff, kind) if math.prod(series.shape)]
@@ -178,19 +179,19 @@ def _from_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredIma
         shape=shape,
         pages=(series.keyframe,) if is_contiguous else _check_all_present(list(series)),
         is_contiguous=is_contiguous,
-        metadata_problem=metadata_problem if kind == "imagej" and 1 < expected < len(structure.offsets) else "",
-        channels=metadata.channel_names(tiff, kind),
-        colors=metadata.channel_colors(tiff, kind),
-        calibration=metadata.calibration(tiff, series.keyframe, kind),
+        metadata_problem=metadata_problem if kind == "imagej" and 1 < expected_count < len(structure.offsets) else "",
+        channels=metadata.read_channel_names(tiff, kind),
+        colors=metadata.read_channel_colors(tiff, kind),
+        calibration=metadata.read_calibration(tiff, series.keyframe, kind),
         time_interval=metadata.find_time_interval(tiff, kind),
         notes=_note_choice(len(candidates), series.name),
     )
 
 
-# tifffile 2026.5 can select the kind of series and keep dimensions of length 1. The last version for Python 3.11
-# cannot.
+# tifffile 2026.5 can select the kind of series and keep dimensions of length 1. The last version that supports
+# Python 3.11 cannot.
 def _list_series(tiff: TiffFile, kind: str) -> Sequence[TiffPageSeries]:
-    """Return the images of a container. Older versions of tifffile may return another kind."""
+    """Return the images of a container. Older versions of tifffile may return a different kind."""
     return tiff.series(kind=kind, squeeze=False) if callable(tiff.series) else tiff.series
 
 
@@ -217,7 +218,7 @@ def _read_plain_pages(tiff: TiffFile, structure: Structure) -> StoredImage:
         axes="I" * (count > 1) + page.axes,
         shape=(count,) * (count > 1) + page.shape,
         pages=pages,
-        calibration=metadata.resolution(page).calibration(),
+        calibration=metadata.read_resolution(page).get_calibration(),
         notes=_note_choice(len(images), ""),
     )
 
@@ -240,27 +241,27 @@ def _get_pages(tiff: TiffFile, structure: Structure, indices: Sequence[int]) -> 
 
 
 def _check_all_present(pages: Sequence[Page | None]) -> tuple[Page, ...]:
-    present = tuple(page for page in pages if page is not None)
-    if len(present) < len(pages):
-        missing = len(pages) - len(present)
-        raise BadFile(f"The file lacks {missing} of {len(pages)} planes. Export the whole image as one file.")
-    return present
+    present_pages = tuple(page for page in pages if page is not None)
+    if len(present_pages) < len(pages):
+        missing_count = len(pages) - len(present_pages)
+        raise BadFile(f"The file lacks {missing_count} of {len(pages)} planes. Export the whole image as one file.")
+    return present_pages
 
 
-def _check_complete(tiff: TiffFile, structure: Structure, expected: int, container: str) -> None:
+def _check_complete(tiff: TiffFile, structure: Structure, expected_count: int, container: str) -> None:
     """Raise BadFile if planes are missing. tifffile would read a truncated stack as a single plane."""
-    page, stored = tiff.pages.first, len(structure.offsets)
-    if stored == 1 and page.is_final and page.nbytes:
-        stored = max(1, (structure.size - page.dataoffsets[0]) // page.nbytes)
-    if expected > stored:
+    page, stored_count = tiff.pages.first, len(structure.offsets)
+    if stored_count == 1 and page.is_final and page.nbytes:
+        stored_count = max(1, (structure.size - page.dataoffsets[0]) // page.nbytes)
+    if expected_count > stored_count:
         raise BadFile(
-            f"The metadata ({container}) promises {expected} planes, but the file has {stored}. It is truncated or"
-            " damaged. Copy or export it again."
+            f"The metadata ({container}) declares {expected_count} planes, but the file has {stored_count}. The file is"
+            " truncated or damaged. Copy or export it again."
         )
 
 
 def _check_same_layout(offsets: Sequence[int], structure: Structure) -> None:
-    """Raise BadFile if planes have different layouts. tifffile would decode all of them with the tags of the first."""
+    """Raise BadFile if planes have different layouts. tifffile would decode them all with the tags of the first."""
     layout = structure.layouts.get(offsets[0])
     for index, offset in enumerate(offsets):
         if structure.layouts.get(offset, layout) != layout:
@@ -272,9 +273,9 @@ def _check_same_layout(offsets: Sequence[int], structure: Structure) -> None:
 
 def _check_decodable(page: TiffPage) -> None:
     if page.dtype is None or np.dtype(page.dtype).kind not in "buif":
-        kind = np.dtype(page.dtype).name if page.dtype is not None else f"{page.bitspersample}-bit"
+        pixel_type = np.dtype(page.dtype).name if page.dtype is not None else f"{page.bitspersample}-bit"
         raise BadFile(
-            f"The pixel type {kind} is not supported. Save the stack with 8, 16 or 32-bit integers or floats."
+            f"The pixel type {pixel_type} is not supported. Save the stack with 8, 16 or 32-bit integers or floats."
         )
     if page.compression != 1 and page.compression not in TIFF.DECOMPRESSORS:
         name = getattr(page.compression, "name", page.compression)

@@ -24,12 +24,12 @@ from service.core.quantities import TimeInterval, VoxelSize
 from service.core.types import Array, OutputKind, Segmentation, Volume
 from service.formats.tiff import imagej_writer
 
-NO_ORIGIN: Mapping[str, str] = MappingProxyType({})
-ORIGIN_NAMESPACE = "stackseg/origin"
+NO_PROVENANCE: Mapping[str, str] = MappingProxyType({})
+PROVENANCE_NAMESPACE = "stackseg/origin"
 
 # A classic TIFF has 32-bit offsets. With more than this many bytes of pixels, its pages might not fit.
 _MAX_CLASSIC_TIFF_BYTES = 2**32 - 2**26
-# Files with up to this many bytes of pixels are encoded in memory. On two cores, threads do not pay off for them.
+# Files with up to this many bytes of pixels are encoded in memory. On two cores, threads do not make this faster.
 _MAX_IN_MEMORY_BYTES = 4 * 2**20
 # Maximum number of compression threads. More were not faster on a host with 16 cores.
 _MAX_THREADS = 8
@@ -40,7 +40,7 @@ _RELEASE_BYTES = 2**24
 
 
 class _FileLayout(NamedTuple):
-    """Properties of a file except its pixels and origin."""
+    """Properties of a file except its pixels and provenance."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -51,7 +51,7 @@ class _FileLayout(NamedTuple):
     time_interval: TimeInterval | None = None
 
     @property
-    def pages(self) -> int:
+    def page_count(self) -> int:
         return math.prod(self.shape[:-2])
 
     @property
@@ -59,36 +59,36 @@ class _FileLayout(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write(segmentation: Segmentation, path: Path, origin: Mapping[str, str] = NO_ORIGIN) -> None:
-    """Write labels or classes [Z, Y, X], or probabilities [K, Z, Y, X], as OME-TIFF. `path` appears only when complete.
+def write(segmentation: Segmentation, path: Path, provenance: Mapping[str, str] = NO_PROVENANCE) -> None:
+    """Write labels or classes [Z, Y, X], or probabilities [K, Z, Y, X], as OME-TIFF.
 
-    The array of a time series has an additional first axis T.
+    The array of a time series has an additional first axis T. The file appears only when complete.
 
     The file has one page per plane, compressed with Deflate without a predictor, which every reader supports. It is a
     BigTIFF only if a classic TIFF might be too small. The voxel size is stored as PhysicalSizeX, Y, Z in um, in the
-    resolution tags, and in a second description for ImageJ's built-in reader. `origin` describes how the segmentation
-    was made as names and values. It is stored as an annotation of the image in the OME-XML, and as lines of the second
-    description. Labels and classes have a color map.
+    resolution tags, and in a second description for ImageJ's built-in reader. `provenance` describes how the
+    segmentation was made as names and values. It is stored as an annotation of the image in the OME-XML, and as lines
+    of the second description. Labels and classes have a color map.
     """
     # Most files are sent to a client and deleted, so syncing to disk is left to callers that keep them.
-    with write_atomically(path, sync=False) as partial, partial.open("w+b") as file:
-        _write_segmentation(file, segmentation, origin)
+    with write_atomically(path, sync=False) as partial_path, partial_path.open("w+b") as file:
+        _write_segmentation(file, segmentation, provenance)
 
 
-def encode(segmentation: Segmentation, origin: Mapping[str, str] = NO_ORIGIN) -> bytes | None:
+def encode(segmentation: Segmentation, provenance: Mapping[str, str] = NO_PROVENANCE) -> bytes | None:
     """Return the bytes of the file that `write` would write, or None if it is too large to be encoded in memory."""
     if segmentation.pixels.nbytes > _MAX_IN_MEMORY_BYTES:
         return None
     file = io.BytesIO()
-    _write_segmentation(file, segmentation, origin)
+    _write_segmentation(file, segmentation, provenance)
     return file.getvalue()
 
 
 def write_image(volume: Volume, path: Path) -> None:
-    """Write the first channel of a stack as OME-TIFF ZYX with its voxel size. `path` appears only when complete."""
+    """Write the first channel of a stack as OME-TIFF ZYX with its voxel size. The file appears only when complete."""
     shape = volume.shape[1:]
     planes = (volume.read(z, z + 1)[0, 0] for z in range(shape[0]))
-    with write_atomically(path, sync=False) as partial, partial.open("w+b") as file:
+    with write_atomically(path, sync=False) as partial_path, partial_path.open("w+b") as file:
         _write_pages(file, _FileLayout(shape, volume.dtype, "image", volume.voxel_size, "ZYX"), planes, {})
 
 
@@ -97,7 +97,7 @@ def write_uncompressed(pixels: Array, path: Path) -> None:
     imwrite(path, pixels, imagej=True, metadata={"axes": "ZYX"})
 
 
-def _write_segmentation(file: BinaryIO, segmentation: Segmentation, origin: Mapping[str, str]) -> None:
+def _write_segmentation(file: BinaryIO, segmentation: Segmentation, provenance: Mapping[str, str]) -> None:
     pixels = segmentation.pixels
     layout = _FileLayout(
         pixels.shape,
@@ -108,16 +108,16 @@ def _write_segmentation(file: BinaryIO, segmentation: Segmentation, origin: Mapp
         segmentation.names,
         segmentation.time_interval,
     )
-    description = imagej_writer.describe(segmentation) + imagej_writer.describe_origin(origin)
-    _write_pages(file, layout, _iterate_planes(pixels), _remove_control_characters(origin), description)
+    description = imagej_writer.describe(segmentation) + imagej_writer.describe_provenance(provenance)
+    _write_pages(file, layout, _iterate_planes(pixels), _remove_control_characters(provenance), description)
 
 
-def _remove_control_characters(origin: Mapping[str, str]) -> dict[str, str]:
+def _remove_control_characters(provenance: Mapping[str, str]) -> dict[str, str]:
     """Remove control characters, which XML cannot represent."""
-    return {name: "".join(filter(str.isprintable, value)) for name, value in origin.items()}
+    return {name: "".join(filter(str.isprintable, value)) for name, value in provenance.items()}
 
 
-def _describe(layout: _FileLayout, origin: Mapping[str, str]) -> dict[str, object]:
+def _describe(layout: _FileLayout, provenance: Mapping[str, str]) -> dict[str, object]:
     """Return the metadata from which tifffile makes the OME-XML of a file."""
     # XML cannot represent control characters.
     names = ["".join(filter(str.isprintable, name)) for name in layout.names]
@@ -128,8 +128,8 @@ def _describe(layout: _FileLayout, origin: Mapping[str, str]) -> dict[str, objec
         "Name": layout.kind,
         "Channel": {"Name": names if "C" in layout.axes else layout.kind},
     }
-    if origin:
-        metadata["MapAnnotation"] = {"Namespace": ORIGIN_NAMESPACE, "Value": dict(origin)}
+    if provenance:
+        metadata["MapAnnotation"] = {"Namespace": PROVENANCE_NAMESPACE, "Value": dict(provenance)}
     if layout.time_interval is not None:
         metadata |= {"TimeIncrement": layout.time_interval.length, "TimeIncrementUnit": layout.time_interval.unit}
     for axis, edge in zip("ZYX", layout.voxel_size or (), strict=False):
@@ -138,15 +138,15 @@ def _describe(layout: _FileLayout, origin: Mapping[str, str]) -> dict[str, objec
 
 
 def _write_pages(
-    file: BinaryIO, layout: _FileLayout, planes: Iterator[Array], origin: Mapping[str, str], description: str = ""
+    file: BinaryIO, layout: _FileLayout, planes: Iterator[Array], provenance: Mapping[str, str], description: str = ""
 ) -> None:
     """Write an OME-TIFF from planes [Y, X]. `description` is the second description for ImageJ."""
     voxel_size, tags = layout.voxel_size, list[tuple[int | str, str, int, Any, bool]]()
     if description:
-        # Given by name, because tifffile reserves the tag number for the description that it writes itself.
+        # The tag is given by name because tifffile reserves the tag number for the description that it writes itself.
         tags.append(("ImageDescription", "s", 0, description, True))
     if layout.kind in {"labels", "classes"}:
-        colors = imagej_writer.label_colors()
+        colors = imagej_writer.make_label_colors()
         tags.append((imagej_writer.COLOR_MAP_TAG, "H", len(colors), colors, True))
     with TiffWriter(file, ome=True, bigtiff=layout.nbytes > _MAX_CLASSIC_TIFF_BYTES) as writer:
         writer.write(
@@ -158,7 +158,7 @@ def _write_pages(
             rowsperstrip=layout.shape[-2],
             resolution=None if voxel_size is None else (1e4 / voxel_size.x, 1e4 / voxel_size.y),
             resolutionunit=None if voxel_size is None else "CENTIMETER",
-            metadata=_describe(layout, origin),
+            metadata=_describe(layout, provenance),
             software="StackSeg",
             extratags=tags,
         )
@@ -166,27 +166,27 @@ def _write_pages(
 
 def _iterate_planes(pixels: Array) -> Iterator[Array]:
     """Yield the planes [Y, X] of an array. Only a few planes of a mapped array are held in memory."""
-    step = math.ceil(_RELEASE_BYTES / (math.prod(pixels.shape[-2:]) * pixels.itemsize))
+    planes_per_release = math.ceil(_RELEASE_BYTES / (math.prod(pixels.shape[-2:]) * pixels.itemsize))
     for number, index in enumerate(np.ndindex(pixels.shape[:-2])):
-        if number % step == 0:
+        if number % planes_per_release == 0:
             release_pages(pixels)
         yield pixels[index]
 
 
 def _compress_planes(planes: Iterator[Array], layout: _FileLayout) -> Iterator[bytes]:
-    """Yield compressed planes in order. Unless the file is small, threads compress the next planes in the meantime."""
+    """Yield compressed planes in order. Unless the file is small, threads compress planes ahead of time."""
     if layout.nbytes <= _MAX_IN_MEMORY_BYTES:
         yield from map(_compress, planes)
         return
-    workers = min(host.count_usable_cores(), _MAX_THREADS)
-    planes_per_task = max(1, _TASK_BYTES * layout.pages // layout.nbytes)
-    pending: deque[Future[list[bytes]]] = deque()
-    with ThreadPoolExecutor(workers, "compress") as threads:
+    thread_count = min(host.count_usable_cores(), _MAX_THREADS)
+    planes_per_task = max(1, _TASK_BYTES * layout.page_count // layout.nbytes)
+    futures: deque[Future[list[bytes]]] = deque()
+    with ThreadPoolExecutor(thread_count, "compress") as executor:
         while batch := list(itertools.islice(planes, planes_per_task)):
-            pending.append(threads.submit(_compress_batch, batch))
-            if len(pending) > 2 * workers:
-                yield from pending.popleft().result()
-        for compressed in pending:
+            futures.append(executor.submit(_compress_batch, batch))
+            if len(futures) > 2 * thread_count:
+                yield from futures.popleft().result()
+        for compressed in futures:
             yield from compressed.result()
 
 

@@ -1,4 +1,4 @@
-"""Arrays of a Zarr store in format 2 or 3: their metadata, and decoding of single chunks to a bounded size.
+"""Arrays of a Zarr store in format 2 or 3: their metadata, and the decoding of single chunks to a bounded size.
 
 Specifications: https://zarr-specs.readthedocs.io, and the codecs of numcodecs that are common in microscopy.
 zarr-python is not used here because it runs an event loop and threads, and its codecs allocate as much memory as a
@@ -24,11 +24,11 @@ from service.core.types import Array
 from service.formats.zarr.store import FileRange, Store, read_json, translate_errors
 
 _MAX_DIMENSIONS = 16
-# Maximum length of a dimension. It is beyond any stored data, and the product of all dimensions still fits a float.
+# Maximum length of a dimension. No stored array is this long, and the product of all dimensions is a finite float.
 _MAX_LENGTH = 2**60
 # Maximum number of chunks in a shard. The index of a shard has 16 bytes per chunk.
 _MAX_CHUNKS_PER_SHARD = 2**20
-# Size of the shard indices that are cached.
+# Maximum total size of the cached shard indices.
 _MAX_INDEX_BYTES = 2**26
 _SUPPORTED_KINDS = "buif"
 _MISSING_CHUNK = 2**64 - 1
@@ -63,7 +63,7 @@ class ChunkCodec:
 
     def decode(self, data: bytes, shape: Sequence[int]) -> Array:
         """Decode the bytes of a chunk. Raises BadFile if they do not match the shape or the checksum."""
-        data = _verify(data, "A chunk") if self.has_checksum else data
+        data = _verify_checksum(data, "A chunk") if self.has_checksum else data
         nbytes = math.prod(shape) * self.dtype.itemsize
         content: Any = data
         if self.compressor is not None:
@@ -74,13 +74,13 @@ class ChunkCodec:
                 raise BadFile(f"A chunk of the Zarr array cannot be decoded: {str(error)[:160]}") from error
         if len(content) != nbytes:
             raise BadFile(f"A chunk of the Zarr array decodes to {len(content)} bytes instead of {nbytes}.")
-        stored = np.frombuffer(content, self.dtype).reshape([shape[axis] for axis in self.order])
-        return stored.transpose(np.argsort(self.order))
+        stored_pixels = np.frombuffer(content, self.dtype).reshape([shape[axis] for axis in self.order])
+        return stored_pixels.transpose(np.argsort(self.order))
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Shards, files that contain several chunks and an index.
+    """Layout of shards, which are files that contain several chunks and an index.
 
     chunks_per_shard   along each dimension
     is_index_at_start  whether the index is at the start of the file, rather than at its end
@@ -132,21 +132,23 @@ class ZarrArray:
         sharding = self.sharding
         shard_keys = [self.chunk_key(tuple(map(floordiv, index, sharding.chunks_per_shard))) for index in chunk_indices]
         shards = self._read_shard_indices(set(shard_keys), sharding)
-        located = [self._locate(index, key, shards[key]) for index, key in zip(chunk_indices, shard_keys, strict=True)]
-        stored = iter(self.store.read([file_range for file_range in located if file_range is not None]))
-        return [None if file_range is None else next(stored) for file_range in located]
+        file_ranges = [
+            self._locate(index, key, shards[key]) for index, key in zip(chunk_indices, shard_keys, strict=True)
+        ]
+        encoded_chunks = iter(self.store.read([file_range for file_range in file_ranges if file_range is not None]))
+        return [None if file_range is None else next(encoded_chunks) for file_range in file_ranges]
 
     def _read_shard_indices(self, keys: set[str], sharding: Sharding) -> dict[str, Array]:
         """Return the indices of shards, from the cache if possible. The index of a missing shard is empty."""
         indices = {key: index for key in keys if (index := self._shard_indices.get(key)) is not None}
-        missing = sorted(keys - indices.keys())
+        missing_keys = sorted(keys - indices.keys())
         start = 0 if sharding.is_index_at_start else -sharding.index_bytes
         # The encoded indices are read in batches to limit memory.
-        step = max(1, _MAX_INDEX_BYTES // sharding.index_bytes)
-        for batch in (missing[first : first + step] for first in range(0, len(missing), step)):
-            found = self.store.read([FileRange(key, sharding.index_bytes, start) for key in batch])
-            indices |= {key: _parse_index(data, sharding) for key, data in zip(batch, found, strict=True)}
-        if (len(self._shard_indices) + len(missing)) * sharding.index_bytes > _MAX_INDEX_BYTES:
+        batch_size = max(1, _MAX_INDEX_BYTES // sharding.index_bytes)
+        for batch in (missing_keys[first : first + batch_size] for first in range(0, len(missing_keys), batch_size)):
+            encoded_indices = self.store.read([FileRange(key, sharding.index_bytes, start) for key in batch])
+            indices |= {key: _parse_index(data, sharding) for key, data in zip(batch, encoded_indices, strict=True)}
+        if (len(self._shard_indices) + len(missing_keys)) * sharding.index_bytes > _MAX_INDEX_BYTES:
             self._shard_indices.clear()
         self._shard_indices.update(indices)
         return indices
@@ -160,7 +162,7 @@ class ZarrArray:
             return None
         if length > self.max_stored_bytes:
             raise BadFile(
-                f"A chunk of the Zarr array has {length} bytes, which is too much for {self.chunk_bytes} decoded bytes."
+                f"A chunk of the Zarr array has {length} bytes, which is too many for {self.chunk_bytes} decoded bytes."
                 " Export the image again."
             )
         return FileRange(shard_key, length, start)
@@ -169,15 +171,17 @@ class ZarrArray:
 def _parse_index(data: bytes | None, sharding: Sharding) -> Array:
     if data is None:
         return np.empty(0, "<u8")
-    content = _verify(data, "The index of a shard") if sharding.has_checksum else data
+    content = _verify_checksum(data, "The index of a shard") if sharding.has_checksum else data
     return np.frombuffer(content, "<u8").reshape(*sharding.chunks_per_shard, 2)
 
 
-def _verify(data: bytes, subject: str) -> bytes:
+def _verify_checksum(data: bytes, subject: str) -> bytes:
     """Verify and remove the CRC-32C at the end of the data. Raises BadFile if it does not match."""
-    content, expected = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
-    if google_crc32c.value(content).to_bytes(_CHECKSUM_BYTES, "little") != expected:
-        raise BadFile(f"{subject} of the Zarr array does not match its checksum (CRC-32C). Copy or export it again.")
+    content, expected_checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+    if google_crc32c.value(content).to_bytes(_CHECKSUM_BYTES, "little") != expected_checksum:
+        raise BadFile(
+            f"{subject} of the Zarr array does not match its checksum (CRC-32C). Copy or export the store again."
+        )
     return content
 
 
@@ -189,12 +193,14 @@ def open_array(store: Store, path: str) -> ZarrArray:
         if content is not None:
             with translate_errors(prefix + name):
                 array = parse(store, prefix, content)
-            _check(array)
+            _check_array(array)
             return array
-    raise BadFile(f"The Zarr store has no array {path!r}, although its metadata lists it. Copy or export it again.")
+    raise BadFile(
+        f"The Zarr store has no array {path!r}, although its metadata lists it. Copy or export the store again."
+    )
 
 
-def _check(array: ZarrArray) -> None:
+def _check_array(array: ZarrArray) -> None:
     """Raise BadFile if the array cannot be read, and TooLarge if a shard has too many chunks."""
     if len(array.chunks) != len(array.shape) or not 2 <= len(array.shape) <= _MAX_DIMENSIONS:
         raise BadFile(
@@ -207,8 +213,8 @@ def _check(array: ZarrArray) -> None:
         raise BadFile(f"The Zarr array has the invalid dimension order {array.codec.order}.")
     if array.sharding is not None and math.prod(array.sharding.chunks_per_shard) > _MAX_CHUNKS_PER_SHARD:
         raise TooLarge(
-            f"A shard of the Zarr array has {math.prod(array.sharding.chunks_per_shard)} chunks. Save it with larger"
-            " chunks."
+            f"A shard of the Zarr array has {math.prod(array.sharding.chunks_per_shard)} chunks. Save the image"
+            " with larger chunks."
         )
 
 
@@ -259,28 +265,30 @@ def _parse_sharding(codecs: Any, shard: tuple[int, ...]) -> tuple[Sharding, tupl
     """Return the sharding, the shape of a chunk, and the codecs of the chunks."""
     if len(codecs) > 1:
         raise BadFile(f"The Zarr array compresses whole shards ({_format_names(codecs, 'name')}). {_CODEC_ADVICE}")
-    inner = codecs[0]["configuration"]
-    chunks = _parse_lengths(inner["chunk_shape"])
-    index_codecs = [codec["name"] for codec in inner["index_codecs"]]
+    configuration = codecs[0]["configuration"]
+    chunks = _parse_lengths(configuration["chunk_shape"])
+    index_codecs = [codec["name"] for codec in configuration["index_codecs"]]
     if len(chunks) != len(shard) or min(*chunks, *shard) < 1 or any(starmap(mod, zip(shard, chunks, strict=True))):
-        raise BadFile(f"The Zarr array has shards of {shard}, which is not a multiple of its chunks of {chunks}.")
+        raise BadFile(
+            f"The Zarr array has shards of shape {shard}, which is not a multiple of the chunk shape {chunks}."
+        )
     if index_codecs not in (["bytes"], ["bytes", "crc32c"]):
         raise BadFile(
             f"The Zarr array encodes the index of its shards with the codecs {index_codecs}, which are not supported."
             f" {_CODEC_ADVICE}"
         )
     chunks_per_shard = tuple(map(floordiv, shard, chunks))
-    is_at_start = inner.get("index_location", "end") == "start"
-    return Sharding(chunks_per_shard, is_at_start, "crc32c" in index_codecs), chunks, inner["codecs"]
+    is_at_start = configuration.get("index_location", "end") == "start"
+    return Sharding(chunks_per_shard, is_at_start, "crc32c" in index_codecs), chunks, configuration["codecs"]
 
 
-def _parse_codecs(codecs: Any, data_type: Any, dimensions: int) -> ChunkCodec:
+def _parse_codecs(codecs: Any, data_type: Any, dimension_count: int) -> ChunkCodec:
     """Parse a chain of codecs: an optional transposition, bytes, an optional compressor, and an optional checksum."""
     codec_names = [codec["name"] for codec in codecs]
-    order, rest = tuple(range(dimensions)), list(codecs)
+    order, rest = tuple(range(dimension_count)), list(codecs)
     if codec_names[0] == "transpose":
         order = tuple(int(axis) for axis in rest.pop(0)["configuration"]["order"])
-    is_little = rest[0].get("configuration", {}).get("endian", "little") == "little"
+    is_little_endian = rest[0].get("configuration", {}).get("endian", "little") == "little"
     remaining_names = [codec["name"] for codec in rest[1:]]
     has_checksum = remaining_names[-1:] == ["crc32c"]
     compressors = remaining_names[:-1] if has_checksum else remaining_names
@@ -288,7 +296,7 @@ def _parse_codecs(codecs: Any, data_type: Any, dimensions: int) -> ChunkCodec:
         raise BadFile(
             f"The Zarr array has the codecs {_format_names(codecs, 'name')}, which are not supported. {_CODEC_ADVICE}"
         )
-    dtype = _parse_dtype(data_type).newbyteorder("<" if is_little else ">")
+    dtype = _parse_dtype(data_type).newbyteorder("<" if is_little_endian else ">")
     return ChunkCodec(dtype, order, _check_compressor(compressors[0]) if compressors else None, has_checksum)
 
 

@@ -1,4 +1,4 @@
-"""Find the image of an OME-Zarr store and parse its metadata: axes, channels, colors and voxel size."""
+"""Find the image in an OME-Zarr store and parse its metadata: axes, channels, colors and voxel size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IMAGE_ADVICE = "Choose the folder of a single image, whose metadata contains `m
 
 @dataclass(frozen=True)
 class ZarrImage:
-    """The full resolution of an OME-Zarr image. `axes` has one letter per stored dimension."""
+    """Full resolution of an OME-Zarr image. `axes` has one letter per stored dimension."""
 
     container: str
     array: ZarrArray
@@ -40,21 +40,21 @@ class ZarrImage:
 
 
 def find_image(store: Store) -> ZarrImage:
-    """Find the image of a store and open its full resolution. Raises BadFile, TooLarge."""
+    """Find the image in a store and open its full resolution. Raises BadFile, TooLarge."""
     folder, attributes, notes = _find_group(store)
     with translate_errors("its OME metadata"):
         multiscales = attributes["multiscales"]
         if len(multiscales) > 1:
             notes.append(f"The store describes {len(multiscales)} images in one group. The first one is used.")
-        described = multiscales[0]
-        dataset = described["datasets"][0]
+        multiscale = multiscales[0]
+        dataset = multiscale["datasets"][0]
         path = zarr_store.join(folder, dataset["path"])
     array = open_array(store, path)
     with translate_errors("its OME metadata"):
-        version = attributes.get("version") or described.get("version") or ""
-        letters, units = _parse_axes(described.get("axes"), len(array.shape))
-        scale = _parse_scale(dataset, described, len(array.shape))
-        steps = dict(zip(letters, zip(scale, units, strict=True), strict=True)) if scale else {}
+        version = attributes.get("version") or multiscale.get("version") or ""
+        letters, units = _parse_axes(multiscale.get("axes"), len(array.shape))
+        scale = _parse_scale(dataset, multiscale, len(array.shape))
+        scale_by_axis = dict(zip(letters, zip(scale, units, strict=True), strict=True)) if scale else {}
         names, colors = _parse_channels(attributes)
         return ZarrImage(
             f"OME-Zarr {version}".strip(),
@@ -62,14 +62,14 @@ def find_image(store: Store) -> ZarrImage:
             letters,
             names,
             colors,
-            _parse_calibration(steps),
-            sampling.parse_time_interval(*steps["T"]) if "T" in steps else None,
+            _parse_calibration(scale_by_axis),
+            sampling.parse_time_interval(*scale_by_axis["T"]) if "T" in scale_by_axis else None,
             tuple(notes),
         )
 
 
 def _find_group(store: Store) -> tuple[str, dict[str, Any], list[str]]:
-    """Return the group of the image, its OME metadata, and notes about the choice of the image. Raises BadFile."""
+    """Return the group of the image, its OME metadata, and notes about which image was chosen. Raises BadFile."""
     folder, attributes, notes = "", _read_attributes(store, ""), list[str]()
     if "multiscales" not in attributes and "bioformats2raw.layout" in attributes:
         folder, notes = "0", ["The store is a collection of images. The first one is used."]
@@ -92,38 +92,42 @@ def _read_attributes(store: Store, folder: str) -> dict[str, Any]:
     return read_json(store, f"{prefix}.zattrs") or {}
 
 
-def _parse_axes(value: Any, dimensions: int) -> tuple[str, list[str]]:
+def _parse_axes(metadata: Any, dimension_count: int) -> tuple[str, list[str]]:
     """Return the letter and the unit of each dimension. Dimensions that are not supported get the letter Q."""
-    if value is None and dimensions == 5:
+    if metadata is None and dimension_count == 5:
         return "TCZYX", [""] * 5
     letters, units = "", []
-    for axis in value or ["?"] * dimensions:
+    for axis in metadata or ["?"] * dimension_count:
         fields = axis if isinstance(axis, dict) else {"name": axis}
         name = str(fields["name"]).upper()
         letters += {"time": "T", "channel": "C"}.get(str(fields.get("type")), name if name in {*"TCZYX"} else "Q")
         units.append(str(fields.get("unit") or ""))
-    if len(letters) != dimensions:
-        raise BadFile(f"The OME metadata has {len(letters)} axes, but the array has {dimensions} dimensions.")
+    if len(letters) != dimension_count:
+        raise BadFile(f"The OME metadata has {len(letters)} axes, but the array has {dimension_count} dimensions.")
     return letters, units
 
 
-def _parse_scale(dataset: dict[str, Any], described: dict[str, Any], dimensions: int) -> list[float]:
+def _parse_scale(dataset: dict[str, Any], multiscale: dict[str, Any], dimension_count: int) -> list[float]:
     """Return the pixel size along each dimension, or [] if the metadata has no scale."""
-    steps: list[float] = []
-    for transformations in (dataset.get("coordinateTransformations"), described.get("coordinateTransformations")):
+    pixel_sizes: list[float] = []
+    for transformations in (dataset.get("coordinateTransformations"), multiscale.get("coordinateTransformations")):
         for transformation in transformations or ():
             if transformation.get("type") == "scale":
                 factors = [float(factor) for factor in transformation["scale"]]
-                if len(factors) != dimensions:
-                    raise BadFile(f"The OME metadata has a scale of {len(factors)} numbers for {dimensions} axes.")
-                steps = [step * factor for step, factor in zip(steps or [1.0] * dimensions, factors, strict=True)]
-    return steps
+                if len(factors) != dimension_count:
+                    raise BadFile(f"The OME metadata has a scale of {len(factors)} numbers for {dimension_count} axes.")
+                pixel_sizes = [
+                    size * factor for size, factor in zip(pixel_sizes or [1.0] * dimension_count, factors, strict=True)
+                ]
+    return pixel_sizes
 
 
-def _parse_calibration(steps: Mapping[str, tuple[float, str]]) -> Calibration:
+def _parse_calibration(scale_by_axis: Mapping[str, tuple[float, str]]) -> Calibration:
     """Return the voxel size from the pixel size and unit along each axis."""
-    edges = [steps.get(axis, (None, "")) for axis in "ZYX"]
-    return sampling.from_lengths([size for size, _ in edges], [unit for _, unit in edges], "OME-Zarr")
+    sizes_and_units = [scale_by_axis.get(axis, (None, "")) for axis in "ZYX"]
+    return sampling.parse_lengths(
+        [size for size, _ in sizes_and_units], [unit for _, unit in sizes_and_units], "OME-Zarr"
+    )
 
 
 def _parse_channels(attributes: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:

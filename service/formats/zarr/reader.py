@@ -1,4 +1,4 @@
-"""Read the full resolution of OME-Zarr 0.4, 0.5 and earlier versions chunk by chunk.
+"""Read the full resolution of OME-Zarr up to version 0.5 chunk by chunk.
 
 Specification: https://ngff.openmicroscopy.org. Read untrusted stores with `service.formats.sandbox.reader` instead.
 """
@@ -22,15 +22,15 @@ from service.formats.placement import Placement, StoreBlock, check_size, store_i
 from service.formats.zarr.image import ZarrImage, find_image
 from service.formats.zarr.store import Store
 
-# Maximum number of chunks of a selection. Each chunk is a file or a byte range of one.
+# Maximum number of chunks in a selection. Each chunk is a file or a byte range of a file.
 _MAX_CHUNKS = 2**21
 _MAX_CHANNELS = 2**16
-# Decoded size of the neighboring chunks along X that are stored together, so that whole rows or planes are written.
+# Maximum decoded size of neighboring chunks along X that are stored together, so that whole rows are written.
 _MAX_ROW_BYTES = 2**26
-# Decoded size and number of the chunks that are read from the store together.
+# Maximum decoded size and number of the chunks that are read from the store together.
 _MAX_BATCH_BYTES = 2**25
 _MAX_BATCH_CHUNKS = 64
-# Memory of all decoding threads.
+# Maximum total memory of the decoding threads.
 _MAX_DECODING_BYTES = 2**29
 
 ChunkIndex = tuple[int, ...]
@@ -57,7 +57,7 @@ class ZarrStack(OpenStack):
         return math.prod(len(indices) for indices in self._selected_chunks) * self.image.array.chunk_bytes
 
     def locate(self) -> Placement | None:
-        """Return None, because the pixels of a chunked image are never at regular distances in one file."""
+        """Return None, because the pixels of a chunked image never have constant strides in one file."""
         return None
 
     def check(self, limit_bytes: int) -> None:
@@ -69,10 +69,13 @@ class ZarrStack(OpenStack):
                 f"{error} To segment an OME-Zarr of any size, run `stackseg segment IN OUT --workers N`."
             ) from None
         check_size(self.image.array.chunk_bytes, limit_bytes, "A chunk of the selected volume")
-        chunks = math.prod(len(indices) for indices in self._selected_chunks)
-        if chunks > _MAX_CHUNKS:
-            size = "x".join(map(str, self.image.array.chunks))
-            raise TooLarge(f"The selected volume has {chunks} chunks of {size} voxels. Save it with larger chunks.")
+        chunk_count = math.prod(len(indices) for indices in self._selected_chunks)
+        if chunk_count > _MAX_CHUNKS:
+            chunk_size = "x".join(map(str, self.image.array.chunks))
+            raise TooLarge(
+                f"The selected volume has {chunk_count} chunks of {chunk_size} voxels. Save the image with larger"
+                " chunks."
+            )
 
     def decode(self, store: StoreBlock) -> None:
         """Decode the selected part by rows of chunks along X, or chunk by chunk if rows are too large."""
@@ -94,21 +97,23 @@ class ZarrStack(OpenStack):
 
     def _decode(self, region: Region, store: StoreBlock) -> None:
         """Decode a region of the selection. Positions passed to `store` are relative to the region."""
-        array, x = self.image.array, self._axes.index("X")
-        chunks_by_axis = self._chunks_of_region(region)
-        count = len(chunks_by_axis[x]) if len(chunks_by_axis[x]) * array.chunk_bytes <= _MAX_ROW_BYTES else 1
-        rows = _split_rows(chunks_by_axis, x, count)
+        array, x_axis = self.image.array, self._axes.index("X")
+        chunks_by_axis = self._find_chunks(region)
+        chunks_per_row = (
+            len(chunks_by_axis[x_axis]) if len(chunks_by_axis[x_axis]) * array.chunk_bytes <= _MAX_ROW_BYTES else 1
+        )
+        rows = _split_rows(chunks_by_axis, x_axis, chunks_per_row)
         # Reading many chunks together hides the latency of remote stores.
-        step = max(1, min(_MAX_BATCH_BYTES // array.chunk_bytes, _MAX_BATCH_CHUNKS) // count)
-        batches = [rows[first : first + step] for first in range(0, len(rows), step)]
+        rows_per_batch = max(1, min(_MAX_BATCH_BYTES // array.chunk_bytes, _MAX_BATCH_CHUNKS) // chunks_per_row)
+        batches = [rows[first : first + rows_per_batch] for first in range(0, len(rows), rows_per_batch)]
 
         def decode_batch(batch: list[list[ChunkIndex]]) -> None:
-            stored = iter(array.read_chunks([chunk_index for row in batch for chunk_index in row]))
+            encoded_chunks = iter(array.read_chunks([chunk_index for row in batch for chunk_index in row]))
             for row in batch:
-                self._decode_row(row, list(itertools.islice(stored, len(row))), region, store)
+                self._decode_row(row, list(itertools.islice(encoded_chunks, len(row))), region, store)
 
         # Each thread holds an encoded batch and a decoded row of chunks.
-        max_threads = max(1, _MAX_DECODING_BYTES // ((step + 2) * count * array.chunk_bytes))
+        max_threads = max(1, _MAX_DECODING_BYTES // ((rows_per_batch + 2) * chunks_per_row * array.chunk_bytes))
         host.run_in_threads(decode_batch, batches, math.prod(map(len, region)) * self.dtype.itemsize, max_threads)
 
     @property
@@ -125,9 +130,9 @@ class ZarrStack(OpenStack):
     @property
     def _selected_chunks(self) -> list[Sequence[int]]:
         """Indices of the chunks along each dimension that contain a part of the selection."""
-        return self._chunks_of_region(self._full_region)
+        return self._find_chunks(self._full_region)
 
-    def _chunks_of_region(self, region: Region) -> list[Sequence[int]]:
+    def _find_chunks(self, region: Region) -> list[Sequence[int]]:
         """Return the indices of the chunks along each dimension that contain a part of a region of the selection."""
         samples = self.layout.length("S")
         channels = [divmod(number, samples) for number in self.part.channels]
@@ -144,34 +149,36 @@ class ZarrStack(OpenStack):
         ]
 
     def _decode_row(
-        self, row: Sequence[ChunkIndex], stored: Sequence[bytes | None], region: Region, store: StoreBlock
+        self, row: Sequence[ChunkIndex], encoded_chunks: Sequence[bytes | None], region: Region, store: StoreBlock
     ) -> None:
         """Decode neighboring chunks along X, and store the pixels inside the region."""
-        blocks = [self._decode_chunk(chunk_index, data) for chunk_index, data in zip(row, stored, strict=True)]
+        blocks = [self._decode_chunk(chunk_index, data) for chunk_index, data in zip(row, encoded_chunks, strict=True)]
         row_pixels = np.concatenate(blocks, axis=4) if len(blocks) > 1 else blocks[0]
         steps = zip(self._axes, row[0], self.image.array.chunks, strict=True)
-        first = {axis: index * step for axis, index, step in steps}
+        first_indices = {axis: index * step for axis, index, step in steps}
         start, slices = list[int](), list[slice]()
         for axis, extent, length in zip("ZYX", region, row_pixels.shape[2:], strict=True):
-            begin = max(first.get(axis, 0), extent.start)
-            start.append(begin - extent.start)
-            slices.append(slice(begin - first.get(axis, 0), min(length, extent.stop - first.get(axis, 0))))
+            first_voxel = max(first_indices.get(axis, 0), extent.start)
+            start.append(first_voxel - extent.start)
+            slices.append(
+                slice(first_voxel - first_indices.get(axis, 0), min(length, extent.stop - first_indices.get(axis, 0)))
+            )
         z, y, x = start
-        cropped: Array = row_pixels[:, :, slices[0], slices[1], slices[2]]
-        first_channel = first.get("C", 0), first.get("S", 0)
-        for number, channel in axes.find_channels(self.layout, self.part, first_channel, row_pixels):
-            store(number, (z, y, x), np.ascontiguousarray(cropped[channel]))
+        cropped_pixels: Array = row_pixels[:, :, slices[0], slices[1], slices[2]]
+        first_channel = first_indices.get("C", 0), first_indices.get("S", 0)
+        for position, channel in axes.find_channels(self.layout, self.part, first_channel, row_pixels):
+            store(position, (z, y, x), np.ascontiguousarray(cropped_pixels[channel]))
 
-    def _decode_chunk(self, chunk_index: ChunkIndex, stored: bytes | None) -> Array:
+    def _decode_chunk(self, chunk_index: ChunkIndex, encoded_chunk: bytes | None) -> Array:
         """Decode one chunk at the selected time as [C, S, Z, Y, X], without the padding beyond the end of the array."""
         array, letters = self.image.array, self._axes
         inner_shape = tuple(
             min(step, n - i * step) for i, n, step in zip(chunk_index, array.shape, array.chunks, strict=True)
         )
-        if stored is None:
+        if encoded_chunk is None:
             chunk: Array = np.broadcast_to(array.fill_value, inner_shape)
         else:
-            chunk = array.codec.decode(stored, array.chunks)
+            chunk = array.codec.decode(encoded_chunk, array.chunks)
         chunk = chunk[tuple(slice(length) for length in inner_shape)].astype(self.dtype, copy=False)
         for axis in reversed(range(len(letters))):
             if letters[axis] in ".T":
@@ -181,26 +188,29 @@ class ZarrStack(OpenStack):
 
 
 def open_stack(store: Store, selection: Selection, limit_bytes: int) -> ZarrStack:
-    """Find the image of a store and check the selected part. Raises BadFile, AmbiguousAxes, BadParameter, TooLarge."""
+    """Find the image in a store and check the selected part. Raises BadFile, AmbiguousAxes, BadParameter, TooLarge."""
     image = find_image(store)
     layout = axes.resolve_axes(image.axes, image.array.shape, selection.axes)
-    channels = layout.length("C") * layout.length("S")
-    if channels > _MAX_CHANNELS:
-        raise TooLarge(f"The image has {channels} channels, but at most {_MAX_CHANNELS} are supported.")
-    names = image.channels if len(image.channels) == channels else ("",) * channels
+    channel_count = layout.length("C") * layout.length("S")
+    if channel_count > _MAX_CHANNELS:
+        raise TooLarge(f"The image has {channel_count} channels, but at most {_MAX_CHANNELS} are supported.")
+    names = image.channels if len(image.channels) == channel_count else ("",) * channel_count
     stack = ZarrStack(image, layout, axes.select(layout, names, selection), names)
     stack.check(limit_bytes)
     return stack
 
 
-def _split_rows(chunks_by_axis: Sequence[Sequence[int]], x: int, count: int) -> list[list[ChunkIndex]]:
+def _split_rows(chunks_by_axis: Sequence[Sequence[int]], x_axis: int, chunks_per_row: int) -> list[list[ChunkIndex]]:
     """Return the indices of chunks in rows of up to `count` chunks along the dimension `x`."""
     return [
-        [(*chunk_index[:x], index, *chunk_index[x + 1 :]) for index in chunks_by_axis[x][first : first + count]]
+        [
+            (*chunk_index[:x_axis], index, *chunk_index[x_axis + 1 :])
+            for index in chunks_by_axis[x_axis][first : first + chunks_per_row]
+        ]
         for chunk_index in itertools.product(
-            *(indices if axis != x else range(1) for axis, indices in enumerate(chunks_by_axis))
+            *(indices if axis != x_axis else range(1) for axis, indices in enumerate(chunks_by_axis))
         )
-        for first in range(0, len(chunks_by_axis[x]), count)
+        for first in range(0, len(chunks_by_axis[x_axis]), chunks_per_row)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Read the files of a Zarr store by key, from a folder or a zip archive, and parse their JSON."""
+"""Read the files of a Zarr store by key, from a folder or a zip archive, and parse JSON files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ZIP_LIMITS = ZipLimits(entries=2**18, directory_bytes=2**25, comment=True)
 
 
 class FileRange(NamedTuple):
-    """Byte range of one file of a store.
+    """Byte range of one file in a store.
 
     start  of the range; negative values count from the end; None selects the whole file
     size   of the range in bytes; for a whole file its maximum size
@@ -48,7 +48,7 @@ class FileRange(NamedTuple):
 
 
 class Store(Protocol):
-    """Read-only files with keys such as `0/c/0/0/0`; thread-safe."""
+    """Collection of read-only files with keys such as `0/c/0/0/0`; thread-safe."""
 
     def read(self, ranges: Sequence[FileRange]) -> list[bytes | None]:
         """Read ranges of files. The result is None for each file that does not exist.
@@ -58,16 +58,18 @@ class Store(Protocol):
 
 
 def resolve_range(file_range: FileRange, size: int) -> tuple[int, int]:
-    """Return start and length of a range in its file of `size` bytes. Raises BadFile if it extends beyond the file."""
+    """Return the start and length of a range in a file of `size` bytes. Raises BadFile if it extends beyond the end."""
     if file_range.start is None:
         if size > file_range.size:
             raise BadFile(
-                f"{file_range.key[:80]} of the Zarr store has {size} bytes, but at most {file_range.size} are accepted."
+                f"{file_range.key[:80]} in the Zarr store has {size} bytes, but at most {file_range.size} are accepted."
             )
         return 0, size
     start = file_range.start if file_range.start >= 0 else size + file_range.start
     if not 0 <= start <= start + file_range.size <= size:
-        raise BadFile("The Zarr store is damaged: a chunk extends beyond the end of its file. Copy or export it again.")
+        raise BadFile(
+            "The Zarr store is damaged: a chunk extends beyond the end of its file. Copy or export the store again."
+        )
     return start, file_range.size
 
 
@@ -78,19 +80,19 @@ def read_exactly(descriptor: int, start: int, length: int) -> bytes:
         chunks.append(chunk)
         rest -= len(chunk)
     if rest:
-        raise BadFile("A file of the Zarr store is truncated. Copy or export it again.")
+        raise BadFile("A file in the Zarr store is truncated. Copy or export the store again.")
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def is_zarr_folder(folder: Path) -> bool:
-    """Return whether a path is a Zarr folder."""
+    """Return whether a path is a folder that contains a Zarr store."""
     return folder.is_dir() and any((folder / name).is_file() for name in METADATA_NAMES)
 
 
-def find_labeled_image(labels: Path) -> Path | None:
+def find_labeled_image(path: Path) -> Path | None:
     """Return the image to which labels with a path such as `image.ome.zarr/labels/nuclei` belong, or None."""
-    image = labels.parent.parent
-    return image if labels.parent.name == "labels" and is_zarr_folder(image) else None
+    image = path.parent.parent
+    return image if path.parent.name == "labels" and is_zarr_folder(image) else None
 
 
 def join(folder: str, path: str) -> str:
@@ -101,7 +103,7 @@ def join(folder: str, path: str) -> str:
         or not all(_PATH_COMPONENT.match(component) for component in components)
         or path.startswith("/")
     ):
-        raise BadFile(f"The Zarr store names {path[:80]!r}, which is not a path inside the store.")
+        raise BadFile(f"The Zarr store refers to {path[:80]!r}, which is not a path inside the store.")
     return "/".join([*filter(None, [folder]), *components])
 
 
@@ -117,27 +119,27 @@ def split_key(key: str) -> tuple[list[str], str]:
     *folders, name = key.split("/")
     components = [*folders, *([] if name in METADATA_NAMES else [name])]
     if len(components) > _MAX_PATH_DEPTH or not all(_PATH_COMPONENT.match(component) for component in components):
-        raise BadFile(f"The Zarr store names {key[:80]!r}, which is not a path inside the store.")
+        raise BadFile(f"The Zarr store refers to {key[:80]!r}, which is not a path inside the store.")
     return folders, name
 
 
-def open_file(folder: int, key: str) -> int | None:
+def open_file(folder_fd: int, key: str) -> int | None:
     """Open a regular file in a folder for reading, without following links. Return None if it does not exist.
 
     Raises BadFile for links, folders and devices, and for keys that could lead outside the folder.
     """
     folders, name = split_key(key)
     try:
-        with open_subfolder(folder, folders) as opened:
-            file = os.open(name, _OPEN_FILE, dir_fd=opened)
+        with open_subfolder(folder_fd, folders) as subfolder_fd:
+            file_fd = os.open(name, _OPEN_FILE, dir_fd=subfolder_fd)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise BadFile(f"{key[:80]} of the Zarr store cannot be opened, or is a link ({error.strerror}).") from error
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise BadFile(f"{key[:80]} of the Zarr store is a folder or a device, not a file.")
-    return file
+        raise BadFile(f"{key[:80]} in the Zarr store cannot be opened, or is a link ({error.strerror}).") from error
+    if not stat.S_ISREG(os.fstat(file_fd).st_mode):
+        os.close(file_fd)
+        raise BadFile(f"{key[:80]} in the Zarr store is a folder or a device, not a file.")
+    return file_fd
 
 
 @contextmanager
@@ -147,7 +149,7 @@ def translate_errors(subject: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise BadFile(
-            f"The Zarr store is damaged: {subject} is not valid ({repr(error)[:120]}). Copy or export it again."
+            f"The Zarr store is damaged: {subject} is not valid ({repr(error)[:120]}). Copy or export the store again."
         ) from error
 
 
@@ -159,12 +161,14 @@ def read_json(store: Store, key: str) -> dict[str, Any] | None:
     with translate_errors(key):
         content = json.loads(text)
     if not isinstance(content, dict):
-        raise BadFile(f"The Zarr store is damaged: {key} does not contain a JSON object. Copy or export it again.")
+        raise BadFile(
+            f"The Zarr store is damaged: {key} does not contain a JSON object. Copy or export the store again."
+        )
     return content
 
 
 class FolderStore:
-    """Zarr store in a folder. `open_file` returns the descriptor for a key or None, like the function of this name."""
+    """Zarr store in a folder. `open_file(key)` returns the descriptor of a file, or None if it does not exist."""
 
     def __init__(self, open_file: Callable[[str], int | None]) -> None:
         self._open_file = open_file
@@ -174,8 +178,8 @@ class FolderStore:
 
         A file is opened only once for consecutive ranges, such as the chunks of a shard.
         """
-        files = itertools.groupby(ranges, attrgetter("key"))
-        return [content for key, ranges_of_file in files for content in self._read(key, list(ranges_of_file))]
+        ranges_by_key = itertools.groupby(ranges, attrgetter("key"))
+        return [content for key, file_ranges in ranges_by_key for content in self._read(key, list(file_ranges))]
 
     def _read(self, key: str, ranges: Sequence[FileRange]) -> list[bytes | None]:
         descriptor = self._open_file(key)
@@ -221,7 +225,8 @@ class ZipStore:
         roots = sorted(folder for folder in folders if folder.count("/") + bool(folder) == depth)
         if len(roots) > 1:
             raise BadFile(
-                f"The archive contains {len(roots)} Zarr stores, {roots[0]} and others. Upload an archive of one store."
+                f"The archive contains {len(roots)} Zarr stores, {roots[0]} and others. Upload an"
+                " archive with one store."
             )
         self.has_zarr = bool(roots)
         self._prefix = f"{roots[0]}/" if roots and roots[0] else ""

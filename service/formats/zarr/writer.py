@@ -1,6 +1,6 @@
 """Write a segmentation as OME-Zarr, as a separate store or as labels of an existing image.
 
-Separate stores have version 0.5. Labels have the version of their image, 0.4 or 0.5. The extra `zarr` is required.
+Separate stores have version 0.5. Labels have the version of their image, 0.4 or 0.5. The `zarr` extra is required.
 Specification: https://ngff.openmicroscopy.org.
 """
 
@@ -19,14 +19,14 @@ import zarr
 
 from service.core.files.atomic_files import write_atomically
 from service.core.types import Array, Segmentation
-from service.formats.tiff.writer import NO_ORIGIN, ORIGIN_NAMESPACE
+from service.formats.tiff.writer import NO_PROVENANCE, PROVENANCE_NAMESPACE
 from service.formats.zarr.store import find_labeled_image
 
 OME_VERSIONS = {2: "0.4", 3: "0.5"}
-# Shapes along z, y, x. A shard is one file with several chunks. It is held in memory while it is written.
+# Shapes along z, y, x. A shard is one file with several chunks. It is held in memory while it is being written.
 _CHUNK_SHAPE = (16, 256, 256)
 _SHARD_SHAPE = (64, 512, 512)
-# Maximum edge of the planes at the coarsest resolution.
+# Maximum edge length of the planes at the coarsest resolution.
 _MAX_COARSEST_EDGE = 256
 _TIME_UNITS = {
     "s": "second", "ms": "millisecond", "µs": "microsecond", "ns": "nanosecond", "min": "minute", "h": "hour",
@@ -36,33 +36,34 @@ _AXIS_TYPES = {"T": "time", "C": "channel"}
 _ARCHIVE_COMMENT = b'{"ome": {"version": "0.5", "zipFile": {"centralDirectory": {"jsonFirst": true}}}}'
 
 
-def write(segmentation: Segmentation, path: Path, origin: Mapping[str, str] = NO_ORIGIN) -> None:
-    """Write labels, classes or probabilities with a pyramid and the voxel size. `path` appears only when complete.
+def write(segmentation: Segmentation, path: Path, provenance: Mapping[str, str] = NO_PROVENANCE) -> None:
+    """Write labels, classes or probabilities with a pyramid and the voxel size.
 
-    Coarser resolutions contain every second voxel, because averages of labels are meaningless. An existing store is
-    replaced. `origin` describes how the segmentation was made. It is stored in the group attribute `ORIGIN_NAMESPACE`.
+    Each coarser resolution contains every second voxel, because averages of labels are meaningless. An existing store
+    is replaced. The store appears only when complete. `provenance` describes how the segmentation was made. It is
+    stored in the group attribute `PROVENANCE_NAMESPACE`.
     """
-    partial = partial_path(path)
+    temporary_path = get_partial_path(path)
     try:
-        for level in create(segmentation, path, origin):
+        for level in create(segmentation, path, provenance):
             for block in level.blocks:
                 level.array[block] = level.reduce(segmentation.pixels)[block]
         finish(path)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(temporary_path, ignore_errors=True)
 
 
 def write_archive(segmentation: Segmentation, path: Path) -> None:
-    """Write the store as a single zip archive (.ozx) according to RFC 9 of OME-Zarr: uncompressed, with metadata first.
+    """Write labels as a store in a single zip archive (.ozx), uncompressed and with the metadata first.
 
-    https://ngff.openmicroscopy.org/rfc/9
+    This is the format of RFC 9 of OME-Zarr, https://ngff.openmicroscopy.org/rfc/9.
     """
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".zarr-") as folder:
         store = Path(folder) / "labels.ome.zarr"
         write(segmentation, store)
         files = [file for file in store.rglob("*") if file.is_file()]
         files.sort(key=lambda file: (file.name != "zarr.json", len(file.parts), file))
-        with write_atomically(path, sync=False) as partial, ZipFile(partial, "w", ZIP_STORED) as archive:
+        with write_atomically(path, sync=False) as archive_path, ZipFile(archive_path, "w", ZIP_STORED) as archive:
             archive.comment = _ARCHIVE_COMMENT
             for file in files:
                 archive.write(file, file.relative_to(store))
@@ -73,7 +74,7 @@ class Level(NamedTuple):
     """One resolution of a store that is being written.
 
     steps  distance of its voxels along z, y, x in the full resolution
-    block  shape of the blocks that may be written independently, by several processes; one file each if sharded
+    block  shape of the blocks that may be written independently, by several processes; if sharded, each is one file
     """
 
     array: Any
@@ -95,53 +96,54 @@ class Level(NamedTuple):
         return pixels[..., ::z, ::y, ::x]
 
 
-def create(segmentation: Segmentation, path: Path, origin: Mapping[str, str] = NO_ORIGIN) -> list[Level]:
-    """Create a store without pixels for labels, classes or probabilities at `partial_path(path)`.
+def create(segmentation: Segmentation, path: Path, provenance: Mapping[str, str] = NO_PROVENANCE) -> list[Level]:
+    """Create a store without pixels for labels, classes or probabilities at `get_partial_path(path)`.
 
-    Only the shape and dtype of `segmentation.pixels` are used. An existing store is replaced. `origin` is as in
+    Only the shape and dtype of `segmentation.pixels` are used. An existing store is replaced. `provenance` is as in
     `write`.
     """
     image = find_labeled_image(path)
     version: Literal[2, 3] = 2 if image is not None and not (image / "zarr.json").exists() else 3
-    partial = partial_path(path)
+    temporary_path = get_partial_path(path)
     path.parent.mkdir(exist_ok=True)
-    shutil.rmtree(partial, ignore_errors=True)
-    group = zarr.open_group(partial, mode="w-", zarr_format=version)
+    shutil.rmtree(temporary_path, ignore_errors=True)
+    group = zarr.open_group(temporary_path, mode="w-", zarr_format=version)
     levels = [
         _create_level(group, number, segmentation, steps) for number, steps in enumerate(_choose_steps(segmentation))
     ]
     datasets = [_describe_level(number, segmentation, level.steps) for number, level in enumerate(levels)]
     group.attrs.update(_describe(segmentation, datasets, version, path.name, is_in_image=image is not None))
-    if origin:
-        group.attrs[ORIGIN_NAMESPACE] = dict(origin)
+    if provenance:
+        group.attrs[PROVENANCE_NAMESPACE] = dict(provenance)
     return levels
 
 
 def open_level(path: Path, number: int) -> Any:
-    """Open one resolution of the store that `create` made for `path`, for reading and writing."""
-    return zarr.open_array(partial_path(path) / str(number), mode="r+")
+    """Open one resolution of the store that `create` created for `path`, for reading and writing."""
+    return zarr.open_array(get_partial_path(path) / str(number), mode="r+")
 
 
 def finish(path: Path) -> None:
-    """Rename the store that `create` made to its final name, and list it among the labels of its image."""
+    """Rename the store created by `create` to its final name, and list it among the labels of its image."""
     if path.exists():
         shutil.rmtree(path)
-    partial_path(path).rename(path)
+    get_partial_path(path).rename(path)
     image = find_labeled_image(path)
     if image is not None:
         version: Literal[2, 3] = 3 if (image / "zarr.json").exists() else 2
         _register_label(zarr.open_group(path.parent, mode="a", zarr_format=version), path.name, version)
 
 
-def partial_path(path: Path) -> Path:
-    """Return the path of a store until it is complete."""
+def get_partial_path(path: Path) -> Path:
+    """Return the path that a store has until it is complete."""
     return path.with_name(f".{path.name}.part")
 
 
 def _choose_steps(segmentation: Segmentation) -> Iterator[tuple[int, int, int]]:
     """Yield the steps along z, y, x of each resolution, beginning with the full resolution.
 
-    Planes are halved until they are small. z is halved if its voxels are no longer than the edges of a plane's voxels.
+    Y and X are halved until the planes are small. Z is halved at the same time unless the planes are
+    farther apart than the resulting pixels.
     """
     sizes = np.array(tuple(segmentation.voxel_size or (np.inf, 1.0, 1.0)))
     steps, shape = np.ones(3, int), np.array(segmentation.pixels.shape[-3:])
@@ -192,19 +194,21 @@ def _describe(
     segmentation: Segmentation, datasets: list[dict[str, Any]], version: int, name: str, *, is_in_image: bool
 ) -> dict[str, Any]:
     """Return the OME attributes of the group."""
-    number = {"version": OME_VERSIONS[version]}
+    version_attribute = {"version": OME_VERSIONS[version]}
     axes = _describe_axes(segmentation)
     multiscales = {"name": name, "axes": axes, "datasets": datasets, "type": "nearest"}
-    ome: dict[str, Any] = {"multiscales": [multiscales | (number if version == 2 else {})]}
+    ome: dict[str, Any] = {"multiscales": [multiscales | (version_attribute if version == 2 else {})]}
     if segmentation.kind == "probabilities":
         ome["omero"] = {"channels": [_describe_channel(label) for label in segmentation.names]}
     else:
-        ome["image-label"] = (number if version == 2 else {}) | ({"source": {"image": "../../"}} if is_in_image else {})
+        ome["image-label"] = (version_attribute if version == 2 else {}) | (
+            {"source": {"image": "../../"}} if is_in_image else {}
+        )
         if segmentation.names:
             ome["image-label"]["properties"] = [
                 {"label-value": value, "name": label} for value, label in enumerate(segmentation.names)
             ]
-    return ome if version == 2 else {"ome": number | ome}
+    return ome if version == 2 else {"ome": version_attribute | ome}
 
 
 def _describe_axes(segmentation: Segmentation) -> list[dict[str, str]]:

@@ -61,7 +61,7 @@ class Driver:
 
     def _has_partial_result(self, out: Path) -> bool:
         """Return whether blocks of the result have already been written to `out`, not to a different path."""
-        has_blocks = bool(self._folder.find_finished_blocks("labels")) and zarr_writer.partial_path(out).exists()
+        has_blocks = bool(self._folder.find_finished_blocks("labels")) and zarr_writer.get_partial_path(out).exists()
         return has_blocks and self._folder.levels["out"] == str(out)
 
     def _survey(self) -> None:

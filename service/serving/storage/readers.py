@@ -37,7 +37,7 @@ class FileReaders:
             seconds=limits.read_seconds,
             decoded_bytes=limits.decoded_bytes,
             shared_bytes=self._settings.references.decoded_bytes,
-            processes=SMALL_FILE_READER_COUNT + LARGE_FILE_READER_COUNT,
+            process_count=SMALL_FILE_READER_COUNT + LARGE_FILE_READER_COUNT,
         )
         # Wait for the start in the background, so that `reader.missing_layers` is set soon.
         self.read_threads.submit("", self.reader.await_start)

@@ -176,7 +176,7 @@ def test_killed_reader_process_is_reported(
         before = client.get("/health").json()["degraded"]
         service.runtime.reader.close()
         service.runtime._readers.reader = Reader(
-            memory_bytes=2**29, seconds=30, decoded_bytes=2**20, processes=1, module=doomed_reader.__name__
+            memory_bytes=2**29, seconds=30, decoded_bytes=2**20, process_count=1, module=doomed_reader.__name__
         )
         response = service.segment(packed.getvalue(), axes="ZYX")
         assert problem(response) == (503, "reader-killed")

@@ -32,7 +32,7 @@ def test_table_compares_with_one_worker() -> None:
     assert [format_row(row, rows[0]) for row in rows] == ["| 1 | 10.0 | 100% |", "| 2 | 16.0 | 80% |"]
 
 
-def test_missing_cluster_is_refused(bands_repository: Path) -> None:
+def test_missing_cluster_is_rejected(bands_repository: Path) -> None:
     spec = read_repository(bands_repository)["bands"]
     with pytest.raises(ConfigError, match=r"Set cluster\.address"):
         next(measure(spec, eager(bands_repository), (16, 32, 32), 1))

@@ -5,11 +5,11 @@ from fake_backends import change
 from service.cli.benchmark import networks, timing
 from service.cli.benchmark.networks import (
     DevicePeak,
-    Runner,
-    RunnerBuilder,
-    allows_tf32,
+    TimedNetwork,
+    TimedNetworkBuilder,
     compare_with_first,
     format_config,
+    is_tf32_allowed,
 )
 from service.core.config import Settings
 from service.core.hardware import devices
@@ -19,7 +19,7 @@ from service.engine.cuda import tf32
 from service.engine.tuning.plans import EngineConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
-IN_USE = Runner("in use", 1, "fp32", lambda: None)
+IN_USE = TimedNetwork("in use", 1, "fp32", lambda: None)
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +34,9 @@ def peak():
 
 def test_rows_are_compared_with_the_first_row(peak):
     batch = torch.zeros(2, 1, 4, 4, 4)
-    slow = Runner("slow", 2, "fp32", lambda: [batch + 1 for _ in range(2000)])
-    fast = Runner("fast", 2, "fp32", lambda: None)
-    first, second = networks.compare_runners("engines", [slow, fast], peak)
+    slow = TimedNetwork("slow", 2, "fp32", lambda: [batch + 1 for _ in range(2000)])
+    fast = TimedNetwork("fast", 2, "fp32", lambda: None)
+    first, second = networks.compare_networks("engines", [slow, fast], peak)
     assert (first.name, first.ratio.median) == ("slow", 1.0)
     assert second.ratio.least > 1
     for row in (first, second):
@@ -52,7 +52,7 @@ def test_device_peak_keeps_the_highest_value(peak):
 
 def test_engines_are_compared_with_the_one_in_use_at_every_batch_size(bands, peak):
     settings = Settings.model_validate({"engine": {"kind": "eager", "precision": "fp32"}})
-    builders = networks.list_engines(bands, settings, CPU, (1, 2))
+    builders = networks.iter_builders(bands, settings, CPU, (1, 2))
     rows = list(compare_with_first(IN_USE, builders, peak))
     assert [row.name for row in rows[:1]] == ["in use"]
     assert {(row.name, row.windows) for row in rows[1:]} == {
@@ -65,14 +65,14 @@ def test_row_of_a_missing_engine_contains_the_reason(bands, peak, monkeypatch):
     settings = Settings.model_validate({"engine": {"kind": "openvino", "precision": "fp32"}})
     missing_engine = change(backends.BACKENDS["openvino"], explain_unavailability=lambda: "not installed")
     monkeypatch.setitem(backends.BACKENDS, "openvino", missing_engine)
-    other, row = compare_with_first(IN_USE, networks.list_engines(bands, settings, CPU, (3,)), peak)
+    other, row = compare_with_first(IN_USE, networks.iter_builders(bands, settings, CPU, (3,)), peak)
     assert (row.name, row.windows, row.problem) == ("openvino fp32 contiguous", 3, "not installed")
     assert row.ms_per_window is None
     assert other.name == "in use"
 
 
 def test_no_engine_is_built_after_the_time_limit(peak):
-    builders = [RunnerBuilder("slow", 2, lambda: pytest.fail("was built"))]
+    builders = [TimedNetworkBuilder("slow", 2, lambda: pytest.fail("was built"))]
     _, row = compare_with_first(IN_USE, builders, peak, build_seconds=-1.0)
     assert (row.name, row.windows, row.ms_per_window) == ("slow", 2, None)
     assert "not built" in row.problem
@@ -83,10 +83,10 @@ def test_each_runner_is_timed_before_the_next_one_is_built(peak):
 
     def build(name):
         calls.append(f"build {name}")
-        return Runner(name, 1, "fp32", lambda: calls.append(name))
+        return TimedNetwork(name, 1, "fp32", lambda: calls.append(name))
 
-    first = Runner("first", 1, "fp32", lambda: calls.append("first"))
-    builders = [RunnerBuilder(name, 1, lambda name=name: build(name)) for name in ("one", "two")]
+    first = TimedNetwork("first", 1, "fp32", lambda: calls.append("first"))
+    builders = [TimedNetworkBuilder(name, 1, lambda name=name: build(name)) for name in ("one", "two")]
     rows = compare_with_first(first, builders, peak)
     assert next(rows).name == "first"
     assert set(calls) == {"first"}
@@ -102,8 +102,8 @@ def test_failed_runner_has_a_row_and_the_next_one_runs(peak, phase):
     def fail():
         raise RuntimeError("too large")
 
-    broken = fail if phase == "build" else lambda: Runner("broken", 4, "fp32", fail)
-    builders = [RunnerBuilder("broken", 4, broken), RunnerBuilder("working", 1, lambda: IN_USE)]
+    broken = fail if phase == "build" else lambda: TimedNetwork("broken", 4, "fp32", fail)
+    builders = [TimedNetworkBuilder("broken", 4, broken), TimedNetworkBuilder("working", 1, lambda: IN_USE)]
     _, failed, working = compare_with_first(IN_USE, builders, peak)
     assert (failed.name, failed.windows, failed.problem, failed.ms_per_window) == ("broken", 4, "too large", None)
     assert working.ms_per_window is not None
@@ -111,7 +111,7 @@ def test_failed_runner_has_a_row_and_the_next_one_runs(peak, phase):
 
 def test_builders_report_whether_they_compile(bands):
     settings = Settings.model_validate({"engine": {"precision": "fp32"}})
-    builders = list(networks.list_engines(bands, settings, CPU, (1, 2)))
+    builders = list(networks.iter_builders(bands, settings, CPU, (1, 2)))
     plain, compiled = (
         {builder.name for builder in builders if builder.compiled is is_compiled} for is_compiled in (False, True)
     )
@@ -125,31 +125,35 @@ def ampere(monkeypatch):
     """Simulate a GPU with TF32, which cannot run anything."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     monkeypatch.setattr(devices, "list_native_precisions", lambda _device: devices.list_cuda_precisions((8, 0)))
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    previous_settings = (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+    )
     yield
-    torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before[1:]
+    torch.set_float32_matmul_precision(previous_settings[0])
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = previous_settings[1:]
 
 
 @pytest.mark.usefixtures("ampere")
 def test_names_on_a_gpu_show_whether_tf32_is_allowed(bands):
-    def names(**engine):
+    def list_names(**engine):
         settings = Settings.model_validate({"engine": {"kind": "eager", "channels_last": False, **engine}})
-        return [builder.name for builder in networks.list_engines(bands, settings, CUDA, (8,))]
+        return [builder.name for builder in networks.iter_builders(bands, settings, CUDA, (8,))]
 
-    assert names(precision="fp32") == ["eager fp32 (TF32) contiguous"]
-    assert names(precision="fp32", matmul_precision="highest") == ["eager fp32 contiguous"]
-    assert names(precision="bf16") == ["eager bf16 contiguous"]
-    recorded = EngineConfig("cudagraph", "fp32", "contiguous", 8, "default")
-    assert format_config(recorded, with_tf32=True) == "cudagraph (default) fp32 (TF32) contiguous"
+    assert list_names(precision="fp32") == ["eager fp32 (TF32) contiguous"]
+    assert list_names(precision="fp32", matmul_precision="highest") == ["eager fp32 contiguous"]
+    assert list_names(precision="bf16") == ["eager bf16 contiguous"]
+    config = EngineConfig("cudagraph", "fp32", "contiguous", 8, "default")
+    assert format_config(config, tf32_allowed=True) == "cudagraph (default) fp32 (TF32) contiguous"
 
 
 def test_tf32_requires_a_gpu_that_supports_it(monkeypatch):
     for capability, expected in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, known=capability: known)
-        assert allows_tf32(Engine(), CUDA) is expected
-    assert not allows_tf32(Engine(matmul_precision="highest"), CUDA)
-    assert not allows_tf32(Engine(), CPU)
+        assert is_tf32_allowed(Engine(), CUDA) is expected
+    assert not is_tf32_allowed(Engine(matmul_precision="highest"), CUDA)
+    assert not is_tf32_allowed(Engine(), CPU)
 
 
 def test_exact_runner_is_compared_with_the_peak_without_tf32(peak, monkeypatch):
@@ -161,13 +165,13 @@ def test_exact_runner_is_compared_with_the_peak_without_tf32(peak, monkeypatch):
         return (2e15 if allowed else 1e15) * 1.0
 
     monkeypatch.setattr(networks, "measure_matrix_peak", measure_matrix_peak)
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    previous_settings = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     tf32._set("high")
     try:
-        fast, exact = networks.compare_runners("", [IN_USE, IN_USE._replace(exact=True)], peak)
+        fast, exact = networks.compare_networks("", [IN_USE, IN_USE._replace(exact=True)], peak)
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+        torch.set_float32_matmul_precision(previous_settings[0])
+        torch.backends.cudnn.allow_tf32 = previous_settings[1]
     assert matmul_precisions == {True: "high", False: "highest"}
     assert peak.peaks == {"fp32": 2e6, "fp32 exact": 1e6}
     assert fast.peak_share == pytest.approx(fast.gflop_per_second / 2e6)

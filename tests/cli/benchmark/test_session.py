@@ -158,31 +158,31 @@ def test_report_has_header_rows_and_summary_and_json_has_all_values(finished, tm
 def test_row_of_a_repeat_contains_its_ratios():
     windows = WindowSeconds(bare=1.5, stitched=2.0)
     repeat = Repeat({"windows": 2.25, "total": 2.5}, windows, windows, {"windows": 9.0, "total": 10.0})
-    _, head, rule = report_module.format_repeat_head(repeat)
+    _, head, rule = report_module.format_repeat_header(repeat)
     names = ["repeat", "windows s", "total s", "windows per second / bare loop"]
-    assert head == f"| {' | '.join([*names, 'plain script, total s', 'plain script / total'])} |"
+    assert head == f"| {' | '.join([*names, 'baseline script, total s', 'baseline script / total'])} |"
     assert rule == "|---|---|---|---|---|---|"
     assert report_module.format_repeat(3, repeat) == "| 3 | 2.250 | 2.500 | 0.75 | 10.000 | 4.00 |"
-    _, head, _ = report_module.format_repeat_head(replace(repeat, plain={}))
+    _, head, _ = report_module.format_repeat_header(replace(repeat, plain={}))
     assert head == f"| {' | '.join(names)} |"
     assert report_module.format_repeat(3, replace(repeat, plain={})) == "| 3 | 2.250 | 2.500 | 0.75 |"
 
 
 def test_report_shows_where_tf32_is_allowed(report):
-    engine_lines = report_module.format_engine("bands/1", replace(report.engine, device="cuda:0"), with_tf32=True)
+    engine_lines = report_module.format_engine("bands/1", replace(report.engine, device="cuda:0"), tf32_allowed=True)
     assert next(engine_lines).startswith("bands/1: eager fp32 (TF32) channels_last_3d, ")
-    bf16_lines = report_module.format_engine("bands/1", replace(report.engine, precision="bf16"), with_tf32=True)
+    bf16_lines = report_module.format_engine("bands/1", replace(report.engine, precision="bf16"), tf32_allowed=True)
     assert next(bf16_lines).startswith("bands/1: eager bf16 channels_last_3d, ")
     answered = replace(report.answered, plain=report.answered.stages, plain_tf32=True)
     text = "\n".join(report_module.format_summary(replace(report, tf32=True, answered=answered)))
     assert "GFLOP/s of a large fp32 (TF32) matrix product" in text
-    assert "| plain script (eager FP32; torch's defaults allow TF32) |" in text
+    assert "| baseline script (eager FP32; torch's defaults allow TF32) |" in text
     assert "TF32" not in "\n".join(report_module.format_summary(report))
 
 
 def test_compile_mode_and_each_warning_are_printed(report):
     engine = replace(report.engine, compile_mode="reduce-overhead", warnings=("It is slow.", "It is old."))
-    head, *warnings = report_module.format_engine("bands/1", engine, with_tf32=False)
+    head, *warnings = report_module.format_engine("bands/1", engine, tf32_allowed=False)
     assert ", compile_mode reduce-overhead, " in head
     assert warnings == ["warning: It is slow.", "warning: It is old."]
 
@@ -222,9 +222,9 @@ def test_stack_of_any_shape_is_tiled_from_the_sample(bands):
         requests.tile_sample(multichannel_spec, (3, 4, 5))
 
 
-def test_plain_script_runs_if_it_exists(bands, monkeypatch, tmp_path):
+def test_baseline_script_runs_if_it_exists(bands, monkeypatch, tmp_path):
     script, lines = tmp_path / "plain.py", []
-    monkeypatch.setattr(requests, "PLAIN_SCRIPT", script)
+    monkeypatch.setattr(requests, "BASELINE_SCRIPT", script)
     plan = BenchPlan((16, 32, 32), repeats=1, baseline=True)
     with pytest.raises(BadParameter, match=r"plain\.py"):
         run(bands, SETTINGS, plan, ignore)

@@ -25,8 +25,8 @@ def test_only_two_rounds_run_after_the_time_limit():
 
 
 def test_ratio_is_computed_round_by_round():
-    assert Spread.ratio([1, 4, 9], [2, 2, 3]) == Spread(2.0, 0.5, 3.0)
-    assert Spread.of([3, 1, 2]) == Spread(2, 1, 3)
+    assert Spread.from_ratios([1, 4, 9], [2, 2, 3]) == Spread(2.0, 0.5, 3.0)
+    assert Spread.from_values([3, 1, 2]) == Spread(2, 1, 3)
 
 
 def test_flop_count_of_a_network():

@@ -30,7 +30,7 @@ CONFIDENCE = {"intercept": -9, "certainty": 0, "peak": 0, "size": 0, "giants": 0
         (NOISE, Options(), "The labels may be wrong"),
     ],
 )
-def test_warnings_equal_those_of_the_volume_as_a_whole(
+def test_warnings_are_the_same_as_for_the_volume_in_one_piece(
     tmp_path: Path, write_model, random_nuclei_content, pixels: np.ndarray, options: Options, message: str
 ) -> None:
     model_input = random_nuclei_content["input"] | {"diameter": 8, "estimate_diameter": True}
@@ -38,10 +38,10 @@ def test_warnings_equal_those_of_the_volume_as_a_whole(
     source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(8, 16, 16))
     folder = begin(tmp_path / "run", source, spec, options, settings_of())
     segment_blocks(folder, tmp_path / "out.zarr")
-    whole = segment_whole(source, spec, options, settings_of())
-    assert whole.quality_warning is not None
-    assert message in whole.quality_warning.detail
-    assert read_result_metadata(folder, spec).warnings == whole.warnings
+    whole_result = segment_whole(source, spec, options, settings_of())
+    assert whole_result.quality_warning is not None
+    assert message in whole_result.quality_warning.detail
+    assert read_result_metadata(folder, spec).warnings == whole_result.warnings
 
 
 def test_unusable_cluster_is_reported_before_a_run_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ def config(random_nuclei: ModelSpec, configure: Any) -> Path:
 
 
 def read_recorded_stacks(out: Path) -> list[str]:
-    """Return the recorded stacks in the order in which they were added."""
+    """Return the stacks recorded so far, in the order in which they were added."""
     path = out / "stacks.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [content["stack"] for content in map(json.loads, lines) if "stack" in content]
@@ -73,8 +73,8 @@ def test_interrupted_folder_is_resumed(folder: Path, config: Path, tmp_path: Pat
         process.send_signal(signal.SIGINT)
         _output, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "stackseg: interrupted\n")
-    previous = read_recorded_stacks(out)
-    assert 4 <= len(previous) < 20
+    previous_stacks = read_recorded_stacks(out)
+    assert 4 <= len(previous_stacks) < 20
     assert "not processed" in (out / "report.html").read_text()
 
     with run() as process:
@@ -85,13 +85,13 @@ def test_interrupted_folder_is_resumed(folder: Path, config: Path, tmp_path: Pat
     assert sorted(read_recorded_stacks(out)) == sorted(
         [*(f"{name}.tif" for name in STACKS), "broken.tif", "broken.tif"]
     )
-    assert output.startswith(f"{out / 'report.html'}: 19 of 20 stacks, {len(previous) - 1} of them previously, ")
+    assert output.startswith(f"{out / 'report.html'}: 19 of 20 stacks, {len(previous_stacks) - 1} of them previously, ")
 
     table, report = read_table(out / "objects.csv"), (out / "report.html").read_text()
     for name in STACKS:
         labels = tifffile.imread(out / f"{name}_labels.ome.tif")
-        found = [row for row in table if row["stack"] == f"{name}.tif"]
-        assert [int(row["label"]) for row in found] == list(range(1, labels.max() + 1))
+        rows = [row for row in table if row["stack"] == f"{name}.tif"]
+        assert [int(row["label"]) for row in rows] == list(range(1, labels.max() + 1))
         assert f">{name}.tif</a></td><td>{labels.max()}</td>" in report
         assert png_decode((out / f"{name}.png").read_bytes()).shape == (48, 64, 3)
     assert "truncated" in report
@@ -100,43 +100,43 @@ def test_interrupted_folder_is_resumed(folder: Path, config: Path, tmp_path: Pat
 
 def copy_few_stacks(folder: Path, tmp_path: Path, names: Sequence[str] = STACKS[:3]) -> Path:
     """Copy some of the stacks to a new folder, and return it."""
-    chosen = tmp_path / "few"
-    chosen.mkdir()
+    copied_folder = tmp_path / "few"
+    copied_folder.mkdir()
     for name in names:
-        (chosen / f"{name}.tif").write_bytes((folder / f"{name}.tif").read_bytes())
-    return chosen
+        (copied_folder / f"{name}.tif").write_bytes((folder / f"{name}.tif").read_bytes())
+    return copied_folder
 
 
 def test_completed_stacks_are_skipped_unless_parameters_or_files_changed(
     folder: Path, config: Path, tmp_path: Path, stackseg: Any
 ) -> None:
-    chosen, out = copy_few_stacks(folder, tmp_path), tmp_path / "out"
+    copied_folder, out = copy_few_stacks(folder, tmp_path), tmp_path / "out"
 
-    def previous(*arguments: object) -> str:
-        output = stackseg("segment", chosen, out, "--config", config, *arguments).partition(" stacks, ")[2]
+    def count_previous_stacks(*arguments: object) -> str:
+        output = stackseg("segment", copied_folder, out, "--config", config, *arguments).partition(" stacks, ")[2]
         return output.partition(" of them")[0] if "previously" in output else "0"
 
-    assert previous() == "0"
-    assert previous() == "3"
-    assert previous("--overlap", "0.5") == "0"
-    assert previous("--overlap", "0.5") == "3"
-    (chosen / f"{STACKS[1]}.tif").write_bytes((folder / f"{STACKS[5]}.tif").read_bytes())
-    assert previous("--overlap", "0.5") == "2"
+    assert count_previous_stacks() == "0"
+    assert count_previous_stacks() == "3"
+    assert count_previous_stacks("--overlap", "0.5") == "0"
+    assert count_previous_stacks("--overlap", "0.5") == "3"
+    (copied_folder / f"{STACKS[1]}.tif").write_bytes((folder / f"{STACKS[5]}.tif").read_bytes())
+    assert count_previous_stacks("--overlap", "0.5") == "2"
     (out / f"{STACKS[0]}_labels.ome.tif").unlink()
-    assert previous("--overlap", "0.5") == "2"
+    assert count_previous_stacks("--overlap", "0.5") == "2"
 
 
 def test_labels_of_a_folder_are_written_as_ome_zarr_on_request(
     folder: Path, config: Path, tmp_path: Path, stackseg: Any
 ) -> None:
-    chosen, out = copy_few_stacks(folder, tmp_path), tmp_path / "out"
-    names = sorted(path.stem for path in chosen.glob("*.tif"))
-    stackseg("segment", chosen, out, "--config", config)
-    for previous in (0, len(names) - 1):
-        if previous:
+    copied_folder, out = copy_few_stacks(folder, tmp_path), tmp_path / "out"
+    names = sorted(path.stem for path in copied_folder.glob("*.tif"))
+    stackseg("segment", copied_folder, out, "--config", config)
+    for previous_count in (0, len(names) - 1):
+        if previous_count:
             (out / f"{names[0]}_labels.ome.zarr" / "zarr.json").unlink()
-        output = stackseg("segment", chosen, out, "--config", config, "--format", "zarr")
-        assert (f", {previous} of them previously" in output) == (previous > 0)
+        output = stackseg("segment", copied_folder, out, "--config", config, "--format", "zarr")
+        assert (f", {previous_count} of them previously" in output) == (previous_count > 0)
         for name in names:
             store = out / f"{name}_labels.ome.zarr"
             yaozarrs.validate_zarr_store(str(store))
@@ -149,13 +149,16 @@ def test_labels_of_a_folder_are_written_as_ome_zarr_on_request(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{few}", "{few}"], "is the folder of the stacks"),
-        (["{few}", "{full}"], "already contains other files. Choose another folder, or use it anyway with --force"),
+        (["{few}", "{few}"], "is the folder that contains the stacks"),
+        (
+            ["{few}", "{full}"],
+            "already contains other files. Choose another folder, or use --force to write to it anyway",
+        ),
         (["{few}", "{few}/stack 00.tif"], "is a file. Choose a folder"),
         (["{few}", "out", "--diameter", "auto"], "has no object diameter"),
         (["{few}", "out", "--glob", "*.lsm"], "contains no stacks that match *.lsm"),
         (["{full}", "out"], "contains no stacks that match *.tif"),
-        (["{few}", "out", "--measurements", "objects.csv"], "objects.csv among the results"),
+        (["{few}", "out", "--measurements", "objects.csv"], "objects.csv in the results folder"),
         (["{few}"], "Specify the result exactly once"),
         (["{few}", "out", "-o", "out"], "Specify the result exactly once"),
         (["{few}/stack 00.tif", "out.tif", "--glob", "*"], "is not a folder"),
@@ -165,7 +168,7 @@ def test_labels_of_a_folder_are_written_as_ome_zarr_on_request(
         (["{zarr}", "out.tif", "--workers", "2"], "must end with .zarr"),
     ],
 )
-def test_invalid_arguments_are_refused(
+def test_invalid_arguments_are_rejected(
     folder: Path, config: Path, tmp_path: Path, stackseg: Any, monkeypatch: Any, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Attacks by a compromised codec in a child process fail, and each confinement layer stops its part of them."""
+"""Attacks by a compromised codec in a child process fail, and each confinement layer stops some of them on its own."""
 
 from __future__ import annotations
 
@@ -52,27 +52,27 @@ def attack_with_layers(layers: list[str], attempts: list[str], folder: Path) -> 
         arguments = [",".join(layers), json.dumps(targets | {"attempts": attempts})]
         command = [sys.executable, "-P", attacks.__file__, "alone", *arguments]
         environment = child_process.child_environment()
-        done = subprocess.run(command, capture_output=True, check=True, timeout=60, env=environment)
-    missing, outcomes = json.loads(done.stdout)
-    return missing, outcomes
+        completed = subprocess.run(command, capture_output=True, check=True, timeout=60, env=environment)
+    missing_layers, outcomes = json.loads(completed.stdout)
+    return missing_layers, outcomes
 
 
 @pytest.mark.parametrize("name", attacks.ATTACKS)
 def test_attack_by_a_codec_fails(attack_results: tuple[dict[str, str], dict[str, str]], name: str) -> None:
-    missing, outcomes = attack_results
+    missing_layers, outcomes = attack_results
     if name not in outcomes:
-        pytest.skip(f"no layer that stops it is in force on this host: {missing}")
+        pytest.skip(f"no layer that stops it is in force on this host: {missing_layers}")
     assert outcomes[name] in {"EACCES", "EPERM", "ENOSYS", "ENETUNREACH"}
 
 
 @pytest.mark.parametrize("layer", ["namespaces", "landlock", "seccomp"])
 def test_single_layer_stops_its_attacks(layer: str, tmp_path: Path) -> None:
-    attempts = attacks.list_blocked_attacks([layer])
-    missing, outcomes = attack_with_layers([layer], attempts, tmp_path)
-    if missing:
-        pytest.skip(f"this host does not support the layer: {missing}")
+    attempts = attacks.attempts_that_fail([layer])
+    missing_layers, outcomes = attack_with_layers([layer], attempts, tmp_path)
+    if missing_layers:
+        pytest.skip(f"this host does not support the layer: {missing_layers}")
     assert outcomes.keys() == set(attempts)
-    assert {name for name, refused in outcomes.items() if not refused} == set()
+    assert {name for name, error in outcomes.items() if not error} == set()
 
 
 def test_attacks_succeed_without_confinement(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_attacks_succeed_without_confinement(tmp_path: Path) -> None:
 
 
 def test_reported_layers_match_the_process(tmp_path: Path) -> None:
-    with Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, processes=1) as reader:
+    with Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, process_count=1) as reader:
         reader.await_start()
         process = Path(f"/proc/{reader._children[0]._process.pid}")
         status = dict(line.split(":\t") for line in (process / "status").read_text(encoding="ascii").splitlines())
@@ -120,14 +120,14 @@ def test_landlock_is_not_applied_to_one_of_several_threads(tmp_path: Path) -> No
         "threading.Thread(target=time.sleep, args=[5], daemon=True).start()\n"
         "print(confinement.confine(['landlock']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, timeout=60)
-    assert "landlock" in done.stdout
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, timeout=60)
+    assert "landlock" in completed.stdout
 
 
 def test_all_layers_are_applied_by_default() -> None:
     code = (
         "import service.formats.sandbox.confinement as c; print(c.confine().keys() <= c.LAYERS.keys(), c.confine([]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, timeout=60)
-    assert done.stdout == "True {}\n"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, timeout=60)
+    assert completed.stdout == "True {}\n"
     assert list(confinement.LAYERS) == ["namespaces", "no_new_privs", "landlock", "seccomp"]

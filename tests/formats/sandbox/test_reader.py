@@ -1,4 +1,4 @@
-"""Child processes return the same results as reading in process, and no file can harm the service."""
+"""Child processes return the same results as in-process reading, and no file can harm the service."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def stack() -> np.ndarray:
 
 
 def make_single_child_reader(**options: Any) -> Reader:
-    return Reader(**{"memory_bytes": 2**29, "seconds": 30, "decoded_bytes": LIMIT, "processes": 1} | options)
+    return Reader(**{"memory_bytes": 2**29, "seconds": 30, "decoded_bytes": LIMIT, "process_count": 1} | options)
 
 
 def first_child(reader: Reader) -> subprocess.Popen[bytes]:
@@ -67,15 +67,15 @@ def first_child(reader: Reader) -> subprocess.Popen[bytes]:
 
 def has_pending_request(reader: Reader) -> bool:
     """Return whether a request waits in the socket of the only child, which is stopped."""
-    (process,), waiting = reader._children, array("i", [0])
-    fcntl.ioctl(process._channel.fileno(), termios.TIOCOUTQ, waiting)
-    return waiting[0] > 0
+    (process,), pending_bytes = reader._children, array("i", [0])
+    fcntl.ioctl(process._channel.fileno(), termios.TIOCOUTQ, pending_bytes)
+    return pending_bytes[0] > 0
 
 
-def stop_process(number: int) -> None:
+def stop_process(pid: int) -> None:
     """Stop a child process and wait until it is stopped."""
-    os.kill(number, signal.SIGSTOP)
-    os.waitid(os.P_PID, number, os.WSTOPPED)
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
 
 
 def write_ome_tiff(path: Path, stack: np.ndarray, **options: Any) -> Path:
@@ -114,14 +114,14 @@ def test_file_in_memory_is_read_like_a_file_on_disk(
     if not has_memfd:
         monkeypatch.delattr(os, "memfd_create")
     with make_single_child_reader() as reader:
-        described = reader.inspect(content, Selection())
+        description = reader.inspect(content, Selection())
         volumes = [reader.read(content, Selection(), tmp_path) for _ in range(2)]
         with pytest.raises(UnsupportedMedia):
             reader.read(bytearray(), Selection(), tmp_path)
-    assert described == stack_reader.inspect(path, Selection(), LIMIT)
+    assert description == stack_reader.inspect(path, Selection(), LIMIT)
     for volume in volumes:
         np.testing.assert_array_equal(volume.array(), stack)
-        assert volume.voxel_size == described.voxel_size
+        assert volume.voxel_size == description.voxel_size
 
 
 def test_color_samples_of_a_shared_file(reader: Reader, tmp_path: Path) -> None:
@@ -138,14 +138,14 @@ def test_shared_file_that_becomes_shorter_is_an_error(reader: Reader, tmp_path: 
     volume = reader.read(path, Selection(channel=0), tmp_path, shared=True)
     os.truncate(path, path.stat().st_size * 2 // 5)
     volume.read(0, 1)
-    with pytest.raises(BadFile, match="shorter"):
+    with pytest.raises(BadFile, match="truncated"):
         volume.read(0, 6)
 
 
 def test_shared_files_have_a_separate_size_limit(tmp_path: Path, stack: np.ndarray) -> None:
     path = write_ome_tiff(tmp_path / "stack.tif", stack)
     limits = {"decoded_bytes": stack.nbytes - 1, "shared_bytes": stack.nbytes}
-    with Reader(memory_bytes=2**29, seconds=10, processes=1, **limits) as reader:
+    with Reader(memory_bytes=2**29, seconds=10, process_count=1, **limits) as reader:
         assert reader.inspect(path, Selection(), shared=True).shape == stack.shape
         np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path, shared=True).array(), stack)
         for call in (reader.inspect, functools.partial(reader.read, scratch=tmp_path)):
@@ -163,16 +163,16 @@ def test_errors_keep_their_type_and_message(reader: Reader, tmp_path: Path, stac
     text.write_text("not a TIFF", encoding="ascii")
     os.truncate(truncated, 10_000)
 
-    for path, selection, kind, words in (
+    for path, selection, error_type, words in (
         (unnamed, Selection(), AmbiguousAxes, "axes=CZYX"),
         (unnamed, Selection(axes="ZYX"), BadParameter, "2 x 6 x 40 x 50"),
         (text, Selection(), UnsupportedMedia, "Send a TIFF"),
         (truncated, Selection(), BadFile, "truncated"),
     ):
         for call in (reader.inspect, functools.partial(reader.read, scratch=tmp_path)):
-            with pytest.raises(kind, match=words) as caught:
+            with pytest.raises(error_type, match=words) as caught:
                 call(path, selection)
-            advice = ("axes", {"axes": "CZYX"}) if kind is AmbiguousAxes else (selection.axes and "axes", {})
+            advice = ("axes", {"axes": "CZYX"}) if error_type is AmbiguousAxes else (selection.axes and "axes", {})
             assert (caught.value.parameter, caught.value.suggested) == advice
 
 
@@ -199,21 +199,21 @@ def test_crash_is_a_bad_file_and_external_kill_is_retried(
         reader.inspect(path, Selection())
         child = first_child(reader)
         stop_process(child.pid)
-        reading = pool.submit(reader.inspect, path, Selection())
+        future = pool.submit(reader.inspect, path, Selection())
         until(lambda: has_pending_request(reader))
         os.kill(child.pid, signal_number)
         os.kill(child.pid, signal.SIGCONT)
         if signal_number == signal.SIGSEGV:
             with pytest.raises(BadFile, match="crashed"):
-                reading.result()
+                future.result()
         else:
-            assert reading.result().shape == stack.shape
-        assert reader.killed_children == (signal_number == signal.SIGKILL)
+            assert future.result().shape == stack.shape
+        assert reader.killed_child_count == (signal_number == signal.SIGKILL)
         assert reader.inspect(path, Selection()).shape == stack.shape
     assert caplog.text.count(f"exited with status -{signal_number}") == 1
 
 
-def test_second_external_kill_is_reported_as_such(
+def test_second_external_kill_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(doomed_reader.__file__).parent))
@@ -222,7 +222,7 @@ def test_second_external_kill_is_reported_as_such(
     with make_single_child_reader(module=doomed_reader.__name__) as reader:
         with pytest.raises(ReaderKilled, match="killed twice by signal 9"):
             reader.read(path, Selection(axes="ZYX"), tmp_path)
-        assert reader.killed_children == 2
+        assert reader.killed_child_count == 2
         assert reader.inspect(path, Selection(axes="ZYX")).shape == (1, 3, 8, 8)
     assert caplog.text.count("exited with status -9") == 2
 
@@ -252,7 +252,7 @@ def test_memory_of_a_child_is_limited(tmp_path: Path, stack: np.ndarray) -> None
             stack_reader.read(bomb, Selection(), 2**27)
 
 
-def test_strip_that_decodes_to_too_many_bytes_is_refused(tmp_path: Path) -> None:
+def test_strip_that_decodes_to_too_many_bytes_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "bomb.tif"
     zeros = np.zeros((16_000, 16_000), np.uint8)
     tifffile.imwrite(path, zeros, compression="zlib", rowsperstrip=16_000, metadata=None)
@@ -278,7 +278,7 @@ def test_concurrent_callers_get_their_own_results(reader: Reader, tmp_path: Path
     assert all((volume.array() == volume.array().flat[0]).all() for volume in volumes)
 
 
-def test_close_ends_children_and_refuses_later_calls(tmp_path: Path, stack: np.ndarray) -> None:
+def test_close_stops_children_and_rejects_later_calls(tmp_path: Path, stack: np.ndarray) -> None:
     path = write_ome_tiff(tmp_path / "stack.tif", stack)
     reader = Reader(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT)
     reader.inspect(path, Selection())
@@ -295,13 +295,13 @@ def test_close_answers_waiting_callers(tmp_path: Path, stack: np.ndarray) -> Non
     path = write_ome_tiff(tmp_path / "stack.tif", stack)
     reader = make_single_child_reader()
     reader.inspect(path, Selection())
-    # Prevents the child from replying before `close`.
+    # Prevent the child from replying before `close`.
     stop_process(first_child(reader).pid)
     with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(reader.inspect, path, Selection()) for _ in range(3)]
+        futures = [pool.submit(reader.inspect, path, Selection()) for _ in range(3)]
         until(lambda: has_pending_request(reader))
         reader.close()
-        errors = [future.exception(timeout=20) for future in waiting]
+        errors = [future.exception(timeout=20) for future in futures]
 
     assert all(isinstance(error, NotReady) for error in errors)
 
@@ -312,7 +312,7 @@ def test_child_that_cannot_start_is_not_a_bad_file(
     path = write_ome_tiff(tmp_path / "stack.tif", stack)
     with make_single_child_reader(memory_bytes=2**70) as reader:
         for _ in range(2):
-            with pytest.raises(NotReady, match="does not start"):
+            with pytest.raises(NotReady, match="did not start"):
                 reader.inspect(path, Selection())
     assert "OverflowError" in caplog.text
 
@@ -338,10 +338,10 @@ HOSTILE_FILES = json.loads((DATA / "manifest.json").read_text(encoding="utf-8"))
 
 @pytest.mark.skipif(not HOSTILE_FILES, reason="the folder of public test files, ../shared/data, does not exist")
 @pytest.mark.parametrize("entry", HOSTILE_FILES or [None], ids=[entry["file"] for entry in HOSTILE_FILES] or ["none"])
-def test_every_hostile_file_is_refused_or_read(reader: Reader, tmp_path: Path, entry: dict[str, Any]) -> None:
+def test_every_hostile_file_is_rejected_or_read(reader: Reader, tmp_path: Path, entry: dict[str, Any]) -> None:
     path, start = DATA / entry["file"], time.perf_counter()
 
-    def outcome(**arguments: Any) -> tuple[object, ...]:
+    def read_outcome(**arguments: Any) -> tuple[object, ...]:
         try:
             volume = reader.read(path, Selection(time=0), tmp_path, **arguments)
         except RequestError as error:
@@ -349,11 +349,11 @@ def test_every_hostile_file_is_refused_or_read(reader: Reader, tmp_path: Path, e
         assert volume.array().nbytes == volume.nbytes <= LIMIT
         return volume.shape, volume.dtype, volume.voxel_size, volume.channels, volume.array().tobytes()
 
-    first = outcome()
-    # Includes the start of a process.
+    first_outcome = read_outcome()
+    # The time limit includes the start of a process.
     assert time.perf_counter() - start < 30
     # Repeated and shared reads have the same outcome.
-    assert outcome() == first == outcome(shared=True)
+    assert read_outcome() == first_outcome == read_outcome(shared=True)
 
 
 @pytest.mark.parametrize("compression", ["zlib", "lzw", "zstd", "packbits", "jpeg"])
@@ -364,13 +364,13 @@ def test_large_compressed_stack_is_described_but_not_decoded(
     bomb.write_bytes(make_bomb(64, (1024, 2048), compression))
     selection = Selection(axes="ZYX")
 
-    described = reader.read_small(bomb, selection, scratch)
+    description = reader.read_small(bomb, selection, scratch)
 
-    assert described == reader.inspect(bomb, selection)
-    assert isinstance(described, Description)
-    assert (described.shape, described.nbytes) == ((1, 64, 1024, 2048), 2**27)
+    assert description == reader.inspect(bomb, selection)
+    assert isinstance(description, Description)
+    assert (description.shape, description.nbytes) == ((1, 64, 1024, 2048), 2**27)
     assert not scratch.exists()
-    monkeypatch.setattr(reader, "small_bytes", 2**27)
+    monkeypatch.setattr(reader, "max_small_bytes", 2**27)
     volume = reader.read_small(bomb, selection, scratch)
     assert isinstance(volume, Volume)
     assert not volume.read(63, 64).any()
@@ -389,10 +389,10 @@ def test_decoded_size_includes_whole_tiles_and_pages(
         (inner, Selection(axes="ZYXS", channel=0), 3 * 2**20),
         (plain, Selection(axes="ZYX"), 0),
     ):
-        monkeypatch.setattr(reader, "small_bytes", nbytes)
+        monkeypatch.setattr(reader, "max_small_bytes", nbytes)
         assert isinstance(reader.read_small(path, selection, tmp_path), Volume)
         if nbytes:
-            monkeypatch.setattr(reader, "small_bytes", nbytes - 1)
+            monkeypatch.setattr(reader, "max_small_bytes", nbytes - 1)
             assert isinstance(reader.read_small(path, selection, tmp_path), Description)
 
 
@@ -404,19 +404,19 @@ def test_cancellation_kills_the_child_and_the_next_file_is_read(tmp_path: Path, 
             child = first_child(reader)
             # Stopping the child makes the test independent of the speed of the machine.
             stop_process(child.pid)
-            reading = pool.submit(call, path, Selection(), cancelled=cancelled.is_set)
+            future = pool.submit(call, path, Selection(), cancelled=cancelled.is_set)
             until(lambda: has_pending_request(reader))
-            assert not reading.done()
+            assert not future.done()
             cancelled.set()
             with pytest.raises(Cancelled):
-                reading.result(20)
+                future.result(20)
             assert child.poll() is not None
             cancelled.clear()
         np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).array(), stack)
 
 
 PLACEMENT = {"dtype": "<u1", "offset": 0, "shape": [1, 1, 4, 4], "strides": [16, 16, 4, 1]}
-LOCATION = PLACEMENT | {"voxel_size": None, "channels": ["a"], "notes": [], "decoded": False}
+LOCATION = PLACEMENT | {"voxel_size": None, "channels": ["a"], "notes": [], "is_decoded": False}
 INVALID_REPLIES: list[dict[str, Any]] = [
     {},
     {"error": []},
@@ -443,10 +443,10 @@ INVALID_REPLIES: list[dict[str, Any]] = [
         {"shape": [1, 6, 40_000, 50]},
         {"shape": [10**6] * 4, "strides": [0] * 4},
         {"dtype": "|O"},
-        {"decoded": True},
+        {"is_decoded": True},
     ],
 )
-def test_reply_that_points_outside_its_file_is_refused(
+def test_reply_that_points_outside_its_file_is_rejected(
     make_compromised_reader: Callable[..., Reader],
     tmp_path: Path,
     stack: np.ndarray,

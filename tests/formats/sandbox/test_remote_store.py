@@ -1,4 +1,4 @@
-"""Remote stores on object storage and web servers are read in the sandbox, or refused with the right error."""
+"""Remote stores on object storage and web servers are read in the sandbox, or rejected with the right error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from service.formats.zarr.store import FileRange
 
 LIMIT = 2**28
 PIXELS = np.random.default_rng(0).integers(0, 60_000, (2, 9, 40, 50)).astype(np.uint16)
-# Key of the file to which all server faults apply. The selected channel of the sharded store is only in this file.
+# Key of the file to which all server faults apply. Only this file contains the selected channel of the sharded store.
 SHARD = "sharded.zarr/0/c/1/0/0/0"
 
 
@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
         yield server
 
 
-# Environment variables with which each kind of object storage uses another endpoint.
+# Environment variables that set a different endpoint for each kind of object storage.
 ENDPOINT_VARIABLES = {
     "s3": {"AWS_ENDPOINT": "{url}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "eu-central-1"},
     "gs": {"GOOGLE_BASE_URL": "{url}", "GOOGLE_ALLOW_HTTP": "true"},
@@ -165,8 +165,8 @@ def test_reader_recovers_after_a_server_error(server: ObjectServer, reader: Read
 
 def test_store_of_20_gb_is_described_from_two_objects(server: ObjectServer, reader: Reader) -> None:
     path = write_zarr(server.folder / "data" / "big.zarr", np.ones((4, 64, 64), np.uint16), chunks=(4, 64, 64))
-    described = json.loads((path / "0" / "zarr.json").read_text()) | {"shape": [1024, 3200, 3200]}
-    (path / "0" / "zarr.json").write_text(json.dumps(described))
+    array_metadata = json.loads((path / "0" / "zarr.json").read_text()) | {"shape": [1024, 3200, 3200]}
+    (path / "0" / "zarr.json").write_text(json.dumps(array_metadata))
     server.asked.clear()
     with RemoteStore(f"{server.url}/data/big.zarr") as store:
         with pytest.raises(TooLarge, match=r"decodes to 20\.97 GB"):
@@ -177,7 +177,7 @@ def test_store_of_20_gb_is_described_from_two_objects(server: ObjectServer, read
     assert chunks == ["/data/big.zarr/0/c/0/0/0", "/data/big.zarr/0/c/0/1/0"]
 
 
-def test_redirects_of_web_servers_are_not_followed(server: ObjectServer, reader: Reader, tmp_path: Path) -> None:
+def test_redirects_from_web_servers_are_not_followed(server: ObjectServer, reader: Reader, tmp_path: Path) -> None:
     server.faults = {"zarr.json": f"{server.url}/secret.json"}
     server.asked.clear()
     with (
@@ -190,7 +190,7 @@ def test_redirects_of_web_servers_are_not_followed(server: ObjectServer, reader:
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
-def test_redirects_of_object_storage_are_https_only_and_without_credentials(
+def test_redirects_from_object_storage_are_https_only_and_without_credentials(
     is_encrypted: bool, server: ObjectServer, certificate: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", certificate["ssl_certfile"])
@@ -219,13 +219,13 @@ def test_cancelled_request_does_not_wait_for_a_slow_store(
     server.faults = {SHARD: 3.0}
     cancelled = threading.Event()
     with RemoteStore(f"{prefix}/sharded.zarr") as store, ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(reader.read, store, Selection(channel=1), tmp_path, cancelled=cancelled.is_set)
+        future = pool.submit(reader.read, store, Selection(channel=1), tmp_path, cancelled=cancelled.is_set)
         with pytest.raises(TimeoutError):
-            reading.result(0.5)
+            future.result(0.5)
         start = time.monotonic()
         cancelled.set()
         with pytest.raises(Cancelled):
-            reading.result(10)
+            future.result(10)
         assert time.monotonic() - start < 2
     server.faults = {}
 
@@ -277,12 +277,12 @@ def test_fetched_size_is_limited(prefix: str, server: ObjectServer) -> None:
         "http://host/a#b", "http://host:port/a", "http://[::1/a", "gopher://host",
     ],
 )  # fmt: skip
-def test_unsupported_urls_are_refused(url: str) -> None:
+def test_unsupported_urls_are_rejected(url: str) -> None:
     with pytest.raises(BadParameter, match="Set credentials in the environment"):
         check_url(url)
 
 
-def test_missing_storage_account_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_storage_account_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(BadParameter, match="Account must be specified"):
         RemoteStore("az://container/a.zarr")

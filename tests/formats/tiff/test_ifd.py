@@ -54,7 +54,7 @@ def test_different_pages_have_different_layouts(first: np.ndarray, second: np.nd
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.2, 0.5, 0.7])
-def test_chain_beyond_the_end_of_the_file_is_refused(fraction: float) -> None:
+def test_chain_beyond_the_end_of_the_file_is_rejected(fraction: float) -> None:
     data = write_pages([np.arange(200, dtype=np.uint16).reshape(10, 20)] * 5).getvalue()
 
     with pytest.raises(BadFile, match="truncated"):
@@ -75,7 +75,7 @@ def test_chain_beyond_the_end_of_the_file_is_refused(fraction: float) -> None:
         (b"II*\x00" + struct.pack("<IH", 8, 5000) + bytes(100), BadFile, "5000 tags"),
     ],
 )
-def test_other_files_and_damaged_tiffs_are_refused(data: bytes, error: type[RequestError], words: str) -> None:
+def test_other_files_and_damaged_tiffs_are_rejected(data: bytes, error: type[RequestError], words: str) -> None:
     with pytest.raises(error, match=words):
         ifd.scan(io.BytesIO(data))
 
@@ -91,24 +91,24 @@ def test_number_of_pages_is_limited() -> None:
 @pytest.mark.parametrize("bigtiff", [False, True])
 @pytest.mark.parametrize("byteorder", ["<", ">"])
 @pytest.mark.parametrize("tag", [256, 259, 262])
-def test_page_that_differs_in_one_tag_has_another_layout(bigtiff: bool, byteorder: str, tag: int) -> None:
+def test_page_that_differs_in_one_tag_has_a_different_layout(bigtiff: bool, byteorder: str, tag: int) -> None:
     stream = write_pages([np.zeros((4, 5), np.uint16)] * 5, bigtiff=bigtiff, byteorder=byteorder)
     with tifffile.TiffFile(io.BytesIO(stream.getvalue())) as tiff:
-        place = tiff.pages[2].tags[tag].valueoffset
+        position = tiff.pages[2].tags[tag].valueoffset
     content = bytearray(stream.getvalue())
-    content[place if byteorder == "<" else place + 1] += 1
+    content[position if byteorder == "<" else position + 1] += 1
 
     layouts = list(ifd.scan(io.BytesIO(content)).layouts.values())
 
     assert [layout == layouts[0] for layout in layouts] == [True, True, False, True, True]
 
 
-def test_tag_values_beyond_the_end_of_the_file_are_refused() -> None:
+def test_tag_values_beyond_the_end_of_the_file_are_rejected() -> None:
     stream = write_pages([np.zeros((4, 5), np.uint16)] * 5, resolution=(3.5, 4.5))
     with tifffile.TiffFile(io.BytesIO(stream.getvalue())) as tiff:
-        entry = tiff.pages[3].tags["YResolution"].offset
+        entry_offset = tiff.pages[3].tags["YResolution"].offset
     content = bytearray(stream.getvalue())
-    content[entry + 8 : entry + 12] = struct.pack("<I", len(content) - 4)
+    content[entry_offset + 8 : entry_offset + 12] = struct.pack("<I", len(content) - 4)
 
     with pytest.raises(BadFile, match="tag 283 of page 3 is beyond the end"):
         ifd.scan(io.BytesIO(content))

@@ -1,4 +1,4 @@
-"""Parse OME-XML: dimensions, the page of every plane, and refused documents."""
+"""Parse OME-XML: dimensions, the page of every plane, and invalid documents."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_samples_are_not_planes() -> None:
     [
         (
             make_xml("<TiffData/>", sizes='SizeX="8" SizeY="6" SizeZ="1000000" SizeC="2" SizeT="1"'),
-            "promises 2000000 planes",
+            "declares 2000000 planes",
         ),
         (make_xml("<TiffData/>", sizes='SizeX="8" SizeY="6" SizeZ="0" SizeC="2" SizeT="1"'), "has no planes"),
         (make_xml("<TiffData/>", sizes='SizeX="8" SizeY="6" SizeZ="-3" SizeC="2" SizeT="1"'), "SizeZ='-3'"),

@@ -20,7 +20,7 @@ from service.core.types import Selection
 from service.formats import stack_reader
 
 LIMIT = 2**28
-EVERYTHING = Selection()
+DEFAULT_SELECTION = Selection()
 
 WriteTiff = Callable[..., Path]
 
@@ -29,16 +29,16 @@ WriteTiff = Callable[..., Path]
 def write_tiff(tmp_path: Path) -> WriteTiff:
     """write_tiff(array, **options of tifffile.imwrite): write a TIFF and return its path."""
 
-    def write(read_pixels: NDArray[Any], name: str = "stack.tif", **options: Any) -> Path:
+    def write(pixels: NDArray[Any], name: str = "stack.tif", **options: Any) -> Path:
         path = tmp_path / name
         options.setdefault("photometric", "minisblack")
-        tifffile.imwrite(path, read_pixels, **options)
+        tifffile.imwrite(path, pixels, **options)
         return path
 
     return write
 
 
-def read_pixels(path: Path, selection: Selection = EVERYTHING, scratch: Path | None = None) -> NDArray[Any]:
+def read_pixels(path: Path, selection: Selection = DEFAULT_SELECTION, scratch: Path | None = None) -> NDArray[Any]:
     return stack_reader.read(path, selection, LIMIT, scratch).array()
 
 
@@ -48,7 +48,7 @@ def test_every_dtype_in_both_byte_orders(write_tiff: WriteTiff, dtype: str, byte
     stack = noise(3, 9, 11, dtype=dtype)
     path = write_tiff(stack, byteorder=byteorder, metadata={"axes": "ZYX"})
 
-    volume = stack_reader.read(path, EVERYTHING, LIMIT)
+    volume = stack_reader.read(path, DEFAULT_SELECTION, LIMIT)
 
     assert volume.dtype == np.dtype(dtype)
     assert volume.array().dtype.isnative
@@ -88,14 +88,14 @@ def test_one_bit_pixels_become_zero_and_one(write_tiff: WriteTiff) -> None:
     stack = noise(3, 9, 11) > 60
     path = write_tiff(stack, metadata={"axes": "ZYX"})
 
-    assert stack_reader.inspect(path, EVERYTHING, LIMIT).dtype == "bool"
+    assert stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT).dtype == "bool"
     assert read_pixels(path).dtype == np.uint8
     np.testing.assert_array_equal(read_pixels(path)[0], stack)
 
 
-def test_complex_pixels_are_refused(write_tiff: WriteTiff) -> None:
+def test_complex_pixels_are_rejected(write_tiff: WriteTiff) -> None:
     with pytest.raises(BadFile, match="complex64"):
-        stack_reader.inspect(write_tiff(np.zeros((3, 9, 11), np.complex64)), EVERYTHING, LIMIT)
+        stack_reader.inspect(write_tiff(np.zeros((3, 9, 11), np.complex64)), DEFAULT_SELECTION, LIMIT)
 
 
 @pytest.mark.parametrize("compression", [None, "adobe_deflate"])
@@ -126,20 +126,20 @@ def test_imagej_hyperstack_by_channel_and_time_point(
     for time in range(2):
         np.testing.assert_array_equal(read_pixels(path, Selection(time=time)), stack[time].swapaxes(0, 1))
         for channel in range(3):
-            one = read_pixels(path, Selection(time=time, channel=channel))
-            np.testing.assert_array_equal(one, stack[time, :, channel][np.newaxis])
+            pixels = read_pixels(path, Selection(time=time, channel=channel))
+            np.testing.assert_array_equal(pixels, stack[time, :, channel][np.newaxis])
 
 
 def test_time_series_is_described_but_not_read_without_a_time_point(write_tiff: WriteTiff) -> None:
     path = write_tiff(noise(5, 9, 11), metadata={"axes": "TYX"}, ome=True)
 
-    description = stack_reader.inspect(path, EVERYTHING, LIMIT)
+    description = stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
 
     assert (description.shape, description.times) == ((1, 1, 9, 11), 5)
     assert "time=0 to time=4" in description.problem
     assert "axes=ZYX" in description.problem
     with pytest.raises(BadParameter, match=r"time=0 to time=4.*axes=ZYX"):
-        stack_reader.read(path, EVERYTHING, LIMIT)
+        stack_reader.read(path, DEFAULT_SELECTION, LIMIT)
     assert stack_reader.read(path, Selection(axes="ZYX"), LIMIT).shape == (1, 5, 9, 11)
 
 
@@ -156,14 +156,14 @@ def test_range_of_time_points_is_described_but_not_read(write_tiff: WriteTiff) -
 
 
 def test_channel_colors(write_tiff: WriteTiff) -> None:
-    read_pixels = np.zeros((2, 3, 8, 8), np.uint16)
+    pixels = np.zeros((2, 3, 8, 8), np.uint16)
     red_and_cyan = [np.outer(colour, np.arange(256)).astype(np.uint8) for colour in ((1, 0, 0), (0, 1, 1))]
-    imagej = write_tiff(read_pixels.swapaxes(0, 1), imagej=True, metadata={"axes": "ZCYX", "LUTs": red_and_cyan})
-    assert stack_reader.inspect(imagej, EVERYTHING, LIMIT).colours == ("#ff0000", "#00ffff")
+    imagej = write_tiff(pixels.swapaxes(0, 1), imagej=True, metadata={"axes": "ZCYX", "LUTs": red_and_cyan})
+    assert stack_reader.inspect(imagej, DEFAULT_SELECTION, LIMIT).colours == ("#ff0000", "#00ffff")
     colours = {"Channel": {"Name": ["a", "b"], "Color": [-16776961, 0x00FF00FF]}}
-    ome = write_tiff(read_pixels, ome=True, metadata={"axes": "CZYX", **colours})
-    assert stack_reader.inspect(ome, EVERYTHING, LIMIT).colours == ("#ff0000", "#00ff00")
-    assert stack_reader.inspect(write_tiff(read_pixels, metadata={"axes": "CZYX"}), EVERYTHING, LIMIT).colours == (
+    ome = write_tiff(pixels, ome=True, metadata={"axes": "CZYX", **colours})
+    assert stack_reader.inspect(ome, DEFAULT_SELECTION, LIMIT).colours == ("#ff0000", "#00ff00")
+    assert stack_reader.inspect(write_tiff(pixels, metadata={"axes": "CZYX"}), DEFAULT_SELECTION, LIMIT).colours == (
         "",
         "",
     )
@@ -188,7 +188,7 @@ def test_channel_colors(write_tiff: WriteTiff) -> None:
 def test_time_intervals(write_tiff: WriteTiff, metadata: dict[str, Any], interval: TimeInterval | None) -> None:
     kind = "ome" if "TimeIncrement" in metadata else "imagej"
     path = write_tiff(noise(2, 3, 9, 11), metadata={"axes": "TZYX", **metadata}, **{kind: True})
-    assert stack_reader.inspect(path, EVERYTHING, LIMIT).time_interval == interval
+    assert stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT).time_interval == interval
 
 
 @pytest.mark.parametrize("axes", ["ZYX", "CZYX", "ZCYX", "TCZYX", "TZCYX", "ZTCYX", "CTZYX"])
@@ -197,12 +197,12 @@ def test_ome_in_every_order(write_tiff: WriteTiff, axes: str, compression: str |
     lengths = {"T": 2, "C": 3, "Z": 4, "Y": 9, "X": 11}
     stack = noise(*(lengths[axis] for axis in axes))
     path = write_tiff(stack, "stack.ome.tif", ome=True, metadata={"axes": axes}, compression=compression)
-    here = "".join(axis for axis in "TCZYX" if axis in axes)
-    ordered = np.moveaxis(stack, [axes.index(axis) for axis in here], range(len(here)))
+    file_axes = "".join(axis for axis in "TCZYX" if axis in axes)
+    ordered_stack = np.moveaxis(stack, [axes.index(axis) for axis in file_axes], range(len(file_axes)))
 
-    assert stack_reader.inspect(path, EVERYTHING, LIMIT).axes == axes
+    assert stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT).axes == axes
     for time in range(2 if "T" in axes else 1):
-        expected = ordered[time] if "T" in axes else ordered
+        expected = ordered_stack[time] if "T" in axes else ordered_stack
         np.testing.assert_array_equal(read_pixels(path, Selection(time=time)), expected.reshape(-1, 4, 9, 11))
 
 
@@ -214,7 +214,7 @@ def test_channel_names(write_tiff: WriteTiff) -> None:
 
     assert volume.channels == ("GFP",)
     np.testing.assert_array_equal(volume.array()[0], stack[1])
-    assert stack_reader.read(path, EVERYTHING, LIMIT).channels == ("DAPI", "GFP")
+    assert stack_reader.read(path, DEFAULT_SELECTION, LIMIT).channels == ("DAPI", "GFP")
 
 
 @pytest.mark.parametrize("planar", ["contig", "separate"])
@@ -225,7 +225,7 @@ def test_color_samples_are_channels(write_tiff: WriteTiff, planar: str, compress
     path = write_tiff(stack, photometric="rgb", planarconfig=planar, compression=compression, metadata={"axes": axes})
     channels = np.moveaxis(stack, axes.index("S"), 0)
 
-    assert stack_reader.inspect(path, EVERYTHING, LIMIT).channels == ("red", "green", "blue")
+    assert stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT).channels == ("red", "green", "blue")
     np.testing.assert_array_equal(read_pixels(path), channels)
     np.testing.assert_array_equal(read_pixels(path, Selection(channel="green")), channels[1:2])
 
@@ -246,12 +246,12 @@ def test_plain_grayscale_pages_are_read_as_z_with_a_note(write_tiff: WriteTiff, 
     stack = noise(5, 9, 11)
     path = write_tiff(stack, **options)
 
-    description = stack_reader.inspect(path, EVERYTHING, LIMIT)
+    description = stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
 
     assert (description.axes, description.shape) == ("ZYX", (1, 5, 9, 11))
     assert any("read as z planes" in note and "axes=" in note for note in description.notes)
     np.testing.assert_array_equal(read_pixels(path)[0], stack)
-    assert stack_reader.read(path, EVERYTHING, LIMIT).notes == description.notes
+    assert stack_reader.read(path, DEFAULT_SELECTION, LIMIT).notes == description.notes
 
 
 def test_four_unnamed_dimensions_are_ambiguous(write_tiff: WriteTiff) -> None:
@@ -259,7 +259,7 @@ def test_four_unnamed_dimensions_are_ambiguous(write_tiff: WriteTiff) -> None:
     path = write_tiff(stack)
 
     with pytest.raises(AmbiguousAxes, match=r"2 x 5 x 9 x 11.*axes=CZYX"):
-        stack_reader.inspect(path, EVERYTHING, LIMIT)
+        stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
     np.testing.assert_array_equal(read_pixels(path, Selection(axes="CZYX")), stack)
     np.testing.assert_array_equal(read_pixels(path, Selection(axes="ZCYX")), stack.swapaxes(0, 1))
 
@@ -279,7 +279,7 @@ def test_largest_of_several_images_is_read(tmp_path: Path) -> None:
         writer.write(stack, photometric="minisblack", metadata={"axes": "ZYX", "Name": "volume"})
 
     assert any(
-        "2 images" in note and "'volume'" in note for note in stack_reader.inspect(path, EVERYTHING, LIMIT).notes
+        "2 images" in note and "'volume'" in note for note in stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT).notes
     )
     np.testing.assert_array_equal(read_pixels(path)[0], stack)
 
@@ -313,7 +313,7 @@ def test_voxel_size_of_the_request_takes_precedence(write_tiff: WriteTiff) -> No
     assert stack_reader.inspect(path, selection, LIMIT).voxel_size == VoxelSize(3, 2, 1)
     assert stack_reader.inspect(path, selection, LIMIT).voxel_size_from == "the request"
     assert stack_reader.read(path, selection, LIMIT).voxel_size == VoxelSize(3, 2, 1)
-    assert stack_reader.inspect(path, EVERYTHING, LIMIT).voxel_size_from == "ImageJ metadata"
+    assert stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT).voxel_size_from == "ImageJ metadata"
 
 
 @pytest.mark.parametrize(("unit", "is_known"), [("nm", True), ("pixel", False)])
@@ -322,51 +322,53 @@ def test_ome_units(write_tiff: WriteTiff, unit: str, is_known: bool) -> None:
     units = {f"PhysicalSize{axis}Unit": unit for axis in "ZYX"}
     path = write_tiff(noise(5, 9, 11), ome=True, metadata={"axes": "ZYX", **sizes, **units})
 
-    description = stack_reader.inspect(path, EVERYTHING, LIMIT)
+    description = stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
 
     assert tuple(description.voxel_size or ()) == (pytest.approx((2e-3, 5e-4, 2.5e-4)) if is_known else ())
     assert description.voxel_size_from == ("OME-XML" if is_known else "not stated")
 
 
-def test_uncompressed_pixels_are_mapped_and_compressed_ones_decoded_once(write_tiff: WriteTiff, tmp_path: Path) -> None:
+def test_uncompressed_pixels_are_mapped_and_compressed_pixels_are_decoded_once(
+    write_tiff: WriteTiff, tmp_path: Path
+) -> None:
     output_sizes, scratch, stack = list[int](), tmp_path / "scratch", noise(5, 9, 11)
-    plain, packed = write_tiff(stack, byteorder=">"), write_tiff(stack, "packed.tif", compression="zlib")
+    plain_path, compressed_path = write_tiff(stack, byteorder=">"), write_tiff(stack, "packed.tif", compression="zlib")
 
     def make_output(nbytes: int) -> int:
         output_sizes.append(nbytes)
         return os.open(tmp_path / "raw", os.O_RDWR | os.O_CREAT)
 
-    assert not stack_reader.extract(plain, EVERYTHING, LIMIT, make_output, LIMIT).decoded
+    assert not stack_reader.extract(plain_path, DEFAULT_SELECTION, LIMIT, make_output, LIMIT).is_decoded
     assert not output_sizes
-    assert stack_reader.extract(packed, EVERYTHING, LIMIT, make_output, LIMIT).decoded
+    assert stack_reader.extract(compressed_path, DEFAULT_SELECTION, LIMIT, make_output, LIMIT).is_decoded
     assert output_sizes == [stack.nbytes]
     assert (tmp_path / "raw").read_bytes() == stack.tobytes()
-    stack_reader.read(plain, EVERYTHING, LIMIT, scratch)
+    stack_reader.read(plain_path, DEFAULT_SELECTION, LIMIT, scratch)
     assert not scratch.exists()
-    volume = stack_reader.read(packed, EVERYTHING, LIMIT, scratch)
+    volume = stack_reader.read(compressed_path, DEFAULT_SELECTION, LIMIT, scratch)
     assert not list(scratch.iterdir()), "the file for decoded pixels has no name"
     np.testing.assert_array_equal(volume.array()[0], stack)
 
 
-def test_changes_of_a_volume_do_not_reach_the_file(write_tiff: WriteTiff) -> None:
+def test_changes_to_a_volume_do_not_reach_the_file(write_tiff: WriteTiff) -> None:
     path = write_tiff(np.zeros((5, 9, 11), np.uint16))
 
-    stack_reader.read(path, EVERYTHING, LIMIT).array()[:] = 7
+    stack_reader.read(path, DEFAULT_SELECTION, LIMIT).array()[:] = 7
 
     assert not read_pixels(path).any()
 
 
 @pytest.mark.parametrize("limit", [1, 2 * 5 * 9 * 11 - 1])
 @pytest.mark.parametrize("compression", [None, "zlib"])
-def test_selection_above_the_limit_is_refused_before_decoding(
+def test_selection_above_the_limit_is_rejected_before_decoding(
     write_tiff: WriteTiff, limit: int, compression: str | None
 ) -> None:
     path = write_tiff(noise(5, 9, 11), compression=compression)
 
     for call in (stack_reader.inspect, stack_reader.read):
         with pytest.raises(TooLarge, match="990 bytes"):
-            call(path, EVERYTHING, limit)
-    assert stack_reader.read(path, EVERYTHING, 990).nbytes == 990
+            call(path, DEFAULT_SELECTION, limit)
+    assert stack_reader.read(path, DEFAULT_SELECTION, 990).nbytes == 990
     two_channels = write_tiff(noise(2, 5, 9, 11), metadata={"axes": "CZYX"}, compression=compression)
     assert stack_reader.read(two_channels, Selection(channel=1), 990).shape == (1, 5, 9, 11)
 
@@ -383,18 +385,18 @@ WRITERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS.keys())
-def test_truncated_stack_is_refused_and_never_read_partially(write_tiff: WriteTiff, options: dict[str, Any]) -> None:
+def test_truncated_stack_is_rejected_and_never_read_partially(write_tiff: WriteTiff, options: dict[str, Any]) -> None:
     path = write_tiff(noise(5, 2, 9, 11), **options)
-    whole = path.read_bytes()
+    content = path.read_bytes()
     np.testing.assert_array_equal(read_pixels(path), noise(5, 2, 9, 11).swapaxes(0, 1))
 
-    for end in sorted({*range(0, len(whole), max(1, len(whole) // 60)), len(whole) - 1}):
-        path.write_bytes(whole[:end])
+    for end in sorted({*range(0, len(content), max(1, len(content) // 60)), len(content) - 1}):
+        path.write_bytes(content[:end])
         try:
-            description = stack_reader.read(path, EVERYTHING, LIMIT).array()
+            pixels = stack_reader.read(path, DEFAULT_SELECTION, LIMIT).array()
         except RequestError:
             continue
-        np.testing.assert_array_equal(description, noise(5, 2, 9, 11).swapaxes(0, 1), f"cut at byte {end}")
+        np.testing.assert_array_equal(pixels, noise(5, 2, 9, 11).swapaxes(0, 1), f"cut at byte {end}")
 
 
 @pytest.mark.parametrize("slices", [2, 9])
@@ -405,27 +407,27 @@ def test_imagej_plane_count_must_match_the_pages(write_tiff: WriteTiff, slices: 
     )
 
     if slices > 6:
-        with pytest.raises(BadFile, match="promises 9 planes, but the file has 6"):
+        with pytest.raises(BadFile, match="declares 9 planes, but the file has 6"):
             stack_reader.inspect(path, Selection(axes="ZYX"), LIMIT)
     else:
         with pytest.raises(AmbiguousAxes, match=r"contradict.*axes="):
-            stack_reader.inspect(path, EVERYTHING, LIMIT)
+            stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
         np.testing.assert_array_equal(read_pixels(path, Selection(axes="ZYX"))[0], noise(6, 8, 8))
 
 
 @pytest.mark.parametrize("axes", ["YZX", "XZY", "YXZ"])
 def test_compressed_pages_must_contain_y_and_x(write_tiff: WriteTiff, axes: str) -> None:
-    packed = write_tiff(noise(3, 9, 11), "packed.tif", compression="zlib", metadata=None)
+    compressed_path = write_tiff(noise(3, 9, 11), "packed.tif", compression="zlib", metadata=None)
     with pytest.raises(BadParameter, match=f"axes={axes}.*must contain Y and X"):
-        stack_reader.inspect(packed, Selection(axes=axes), LIMIT)
-    plain = write_tiff(noise(3, 9, 11), metadata=None)
-    assert sorted(stack_reader.read(plain, Selection(axes=axes), LIMIT).shape) == [1, 3, 9, 11]
+        stack_reader.inspect(compressed_path, Selection(axes=axes), LIMIT)
+    plain_path = write_tiff(noise(3, 9, 11), metadata=None)
+    assert sorted(stack_reader.read(plain_path, Selection(axes=axes), LIMIT).shape) == [1, 3, 9, 11]
 
 
 @pytest.mark.parametrize(
     ("compression", "count", "message"), [("zlib", 0, "byte count is 0"), (None, 2**32 - 16, "truncated")]
 )
-def test_impossible_strip_byte_counts_are_refused(
+def test_impossible_strip_byte_counts_are_rejected(
     write_tiff: WriteTiff, compression: str | None, count: int, message: str
 ) -> None:
     path = write_tiff(np.ones((9, 11), np.uint16), compression=compression, metadata=None)
@@ -436,7 +438,7 @@ def test_impossible_strip_byte_counts_are_refused(
         stack_reader.inspect(path, Selection(), LIMIT)
 
 
-def test_planes_of_different_sizes_are_refused(tmp_path: Path) -> None:
+def test_planes_of_different_sizes_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "mixed.tif"
     description = "ImageJ=1.54f\nimages=2\nslices=2\n"
     with tifffile.TiffWriter(path) as writer:
@@ -444,7 +446,7 @@ def test_planes_of_different_sizes_are_refused(tmp_path: Path) -> None:
         writer.write(noise(8, 16), photometric="minisblack", metadata=None)
 
     with pytest.raises(BadFile, match="Plane 1 differs from the first plane"):
-        stack_reader.inspect(path, EVERYTHING, LIMIT)
+        stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
 
 
 def test_failed_decoding_leaves_no_files(write_tiff: WriteTiff, tmp_path: Path) -> None:
@@ -458,7 +460,7 @@ def test_failed_decoding_leaves_no_files(write_tiff: WriteTiff, tmp_path: Path) 
     path.write_bytes(data)
 
     with pytest.raises(BadFile, match="decoding its pixels failed"):
-        stack_reader.read(path, EVERYTHING, LIMIT, scratch)
+        stack_reader.read(path, DEFAULT_SELECTION, LIMIT, scratch)
     assert not list(scratch.iterdir())
 
 
@@ -477,7 +479,7 @@ def _audit_hook() -> None:
 
 @pytest.fixture
 def opened_paths(_audit_hook: None) -> Iterator[list[str]]:
-    """Return the list of all files that are opened and folders that are listed during the test."""
+    """Return a list of the files that are opened and the folders that are listed during the test."""
     OPENED_PATHS.clear()
     yield OPENED_PATHS
     OPENED_PATHS.clear()
@@ -506,12 +508,12 @@ def test_files_referenced_by_ome_xml_are_never_opened(tmp_path: Path, opened_pat
         tifffile.imwrite(location / "secret.tif", np.full((3, 9, 11), 999, np.uint16), photometric="minisblack")
     path = folder / "evil.ome.tif"
     write_tiff_that_references(path, other.format(folder=folder))
-    # From version 2026.11 on, tifffile does so only in the folder of the file.
+    # From version 2026.11 on, tifffile follows references only to files in the same folder.
     assert (tifffile.imread(path) == 999).any() or ".." in other, "tifffile itself follows the reference"
     opened_paths.clear()
 
     with pytest.raises(AmbiguousAxes, match=r"several files.*axes="):
-        stack_reader.inspect(path, EVERYTHING, LIMIT)
+        stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
     stack = read_pixels(path, Selection(axes="ZYX"))
 
     np.testing.assert_array_equal(stack[0], noise(3, 9, 11))

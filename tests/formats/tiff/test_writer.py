@@ -25,19 +25,19 @@ from service.formats import stack_reader
 from service.formats.tiff import writer as tiff_writer
 
 LIMIT = 2**28
-EVERYTHING = Selection()
+DEFAULT_SELECTION = Selection()
 
 
 @pytest.fixture(params=[False, True], ids=["classic", "big"])
 def is_big(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Return whether files are forced to be BigTIFFs, as if a classic TIFF could be too small for their pixels."""
+    """Return whether files are forced to be BigTIFFs, as if a classic TIFF were too small for their pixels."""
     if request.param:
         monkeypatch.setattr(tiff_writer, "_MAX_CLASSIC_TIFF_BYTES", 100)
     return bool(request.param)
 
 
 def read_pixels(path: Path) -> NDArray[Any]:
-    return stack_reader.read(path, EVERYTHING, LIMIT).array()
+    return stack_reader.read(path, DEFAULT_SELECTION, LIMIT).array()
 
 
 def test_other_readers_read_the_same_data(tmp_path: Path, is_big: bool) -> None:
@@ -92,7 +92,10 @@ def test_any_segmentation_is_read_back_unchanged(
 
     tiff_writer.write(Segmentation(array, kind, voxel_size, names=channels), path)
 
-    description, volume = stack_reader.inspect(path, EVERYTHING, LIMIT), stack_reader.read(path, EVERYTHING, LIMIT)
+    description, volume = (
+        stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT),
+        stack_reader.read(path, DEFAULT_SELECTION, LIMIT),
+    )
     printable = tuple("".join(filter(str.isprintable, name)) for name in channels)
     assert (description.container, volume.channels) == ("OME-TIFF", printable or (kind,))
     assert (volume.dtype, volume.voxel_size) == (array.dtype, voxel_size)
@@ -112,7 +115,7 @@ def test_time_series_keeps_axes_and_interval(tmp_path: Path, kind: Any, interval
 
     tiff_writer.write(segmentation, path)
 
-    description = stack_reader.inspect(path, EVERYTHING, LIMIT)
+    description = stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
     assert (description.axes, description.stored_shape, description.times) == (axes, array.shape, 3)
     assert (description.voxel_size, description.time_interval) == (VoxelSize(0.5, 0.2, 0.1), interval)
     for time in range(3):
@@ -147,32 +150,34 @@ def test_pages_are_little_endian_zlib_streams(tmp_path: Path, dtype: str) -> Non
     with tifffile.TiffFile(path) as file:
         np.testing.assert_array_equal(file.asarray(), stack)
         for page, plane in zip(file.pages, stack, strict=True):
-            (begin,), (count,) = page.dataoffsets, page.databytecounts
-            little = plane.astype(plane.dtype.newbyteorder("<"))
-            assert zlib.decompress(content[begin : begin + count]) == little.tobytes()
+            (offset,), (byte_count,) = page.dataoffsets, page.databytecounts
+            little_endian_plane = plane.astype(plane.dtype.newbyteorder("<"))
+            assert zlib.decompress(content[offset : offset + byte_count]) == little_endian_plane.tobytes()
 
 
 @pytest.mark.parametrize(("shape", "is_small"), [((4, 512, 1024), True), ((5, 512, 1024), False)])
 def test_only_small_files_are_encoded_in_memory(tmp_path: Path, shape: tuple[int, int, int], is_small: bool) -> None:
     labels, path = noise(*shape), tmp_path / "labels.ome.tif"
-    content = tiff_writer.encode(Segmentation(labels, "labels"), ORIGIN)
+    content = tiff_writer.encode(Segmentation(labels, "labels"), PROVENANCE)
     assert (content is not None) == is_small
     if content is not None:
         path.write_bytes(content)
         np.testing.assert_array_equal(tifffile.imread(path), labels)
-        assert read_origin(path)[0] == ORIGIN
+        assert read_provenance(path)[0] == PROVENANCE
 
 
 def test_memory_of_mapped_arrays_is_released_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    released = list[Any]()
+    released_arrays = list[Any]()
     monkeypatch.setattr(tiff_writer, "_RELEASE_BYTES", 2**21)
-    monkeypatch.setattr(tiff_writer, "release_pages", lambda array: (released.append(array), release_pages(array)))
+    monkeypatch.setattr(
+        tiff_writer, "release_pages", lambda array: (released_arrays.append(array), release_pages(array))
+    )
     labels, path = noise(12, 512, 1024), tmp_path / "labels.ome.tif"
     mapped = allocate_on_disk(labels.shape, labels.dtype, tmp_path)
     mapped[:] = labels
     tiff_writer.write(Segmentation(mapped, "labels"), path)
     assert path.stat().st_size < labels.nbytes / 1.5
-    assert [array is mapped for array in released] == [True] * 6
+    assert [array is mapped for array in released_arrays] == [True] * 6
     np.testing.assert_array_equal(tifffile.imread(path), labels)
 
 
@@ -188,8 +193,8 @@ def test_large_files_are_not_completely_in_memory(tmp_path: Path, monkeypatch: p
     assert peak < path.stat().st_size / 2
 
 
-def read_origin(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the origin in the OME-XML and the origin in the description for ImageJ. The file has one image."""
+def read_provenance(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the provenance in the OME-XML and that in the description for ImageJ. The file has one image."""
     with tifffile.TiffFile(path) as file:
         root = ElementTree.fromstring(str(file.ome_metadata))
         imagej = file.imagej_metadata or {}
@@ -204,28 +209,34 @@ def read_origin(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     return description, lines
 
 
-ORIGIN = {"model": "nuclei/1", "parameters": '{"overlap": 0.5, "channel": "<DAPI> & \u00b5"}', "source": "Stück 1.tif"}
+PROVENANCE = {
+    "model": "nuclei/1",
+    "parameters": '{"overlap": 0.5, "channel": "<DAPI> & \u00b5"}',
+    "source": "Stück 1.tif",
+}
 
 
 @pytest.mark.usefixtures("is_big")
-def test_origin_is_stored_in_both_descriptions(tmp_path: Path) -> None:
+def test_provenance_is_stored_in_both_descriptions(tmp_path: Path) -> None:
     labels, path = noise(5, 17, 23), tmp_path / "labels.ome.tif"
-    origin = ORIGIN | {"warnings": "Too few objects. " * 60}
-    tiff_writer.write(Segmentation(labels, "labels", VoxelSize(3, 2, 1), count=7), path, origin)
-    in_xml, for_imagej = read_origin(path)
-    assert in_xml == origin
-    assert for_imagej == {name: text.strip().replace("µ", "?").replace("ü", "?") for name, text in origin.items()}
-    assert stack_reader.inspect(path, EVERYTHING, LIMIT).voxel_size == VoxelSize(3, 2, 1)
+    provenance = PROVENANCE | {"warnings": "Too few objects. " * 60}
+    tiff_writer.write(Segmentation(labels, "labels", VoxelSize(3, 2, 1), count=7), path, provenance)
+    xml_provenance, imagej_provenance = read_provenance(path)
+    assert xml_provenance == provenance
+    assert imagej_provenance == {
+        name: text.strip().replace("µ", "?").replace("ü", "?") for name, text in provenance.items()
+    }
+    assert stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT).voxel_size == VoxelSize(3, 2, 1)
     np.testing.assert_array_equal(read_pixels(path)[0], labels)
 
 
 @given(st.dictionaries(st.sampled_from(["model", "source", "warnings"]), st.text(max_size=900)))
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_origin_text_is_stored(tmp_path: Path, origin: dict[str, str]) -> None:
+def test_any_provenance_is_stored(tmp_path: Path, provenance: dict[str, str]) -> None:
     path = tmp_path / "any.ome.tif"
-    tiff_writer.write(Segmentation(noise(2, 3, 4), "labels", count=1), path, origin)
-    expected = {name: "".join(filter(str.isprintable, text)) for name, text in origin.items()}
-    assert read_origin(path)[0] == expected
+    tiff_writer.write(Segmentation(noise(2, 3, 4), "labels", count=1), path, provenance)
+    expected = {name: "".join(filter(str.isprintable, text)) for name, text in provenance.items()}
+    assert read_provenance(path)[0] == expected
 
 
 def test_labels_have_distinct_colors_in_imagej(tmp_path: Path) -> None:

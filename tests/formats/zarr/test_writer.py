@@ -1,4 +1,4 @@
-"""Written OME-Zarr is valid, is read back unchanged, and keeps label ids at every resolution."""
+"""Written OME-Zarr is valid, is read back unchanged, and keeps label IDs at every resolution."""
 
 from __future__ import annotations
 

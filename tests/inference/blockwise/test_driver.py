@@ -172,8 +172,8 @@ def test_run_resumed_with_another_output_path_writes_the_whole_result(tmp_path, 
     folder = begin(tmp_path / "run", source, bands, Options(), settings_of())
     labels = segment_blocks(folder, tmp_path / "first.zarr")
     # Left behind by another interrupted run.
-    shutil.copytree(tmp_path / "first.zarr", zarr_writer.partial_path(tmp_path / "out.zarr"))
-    partial = zarr.open_group(zarr_writer.partial_path(tmp_path / "out.zarr"))
+    shutil.copytree(tmp_path / "first.zarr", zarr_writer.get_partial_path(tmp_path / "out.zarr"))
+    partial = zarr.open_group(zarr_writer.get_partial_path(tmp_path / "out.zarr"))
     partial["0"][...] = 1  # type: ignore[index]
     assert np.array_equal(segment_blocks(folder, tmp_path / "out.zarr"), labels)
 

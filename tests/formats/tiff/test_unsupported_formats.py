@@ -15,7 +15,7 @@ import pytest
 from imagecodecs import jpeg_encode, png_encode
 
 from service.core.errors import UnsupportedMedia
-from service.formats.tiff import foreign_formats, ifd
+from service.formats.tiff import ifd, unsupported_formats
 
 PLANE = np.zeros((8, 9), np.uint8)
 
@@ -56,7 +56,7 @@ FILES = {
     "gzip": (gzip.compress(b"II*\0", mtime=0), "gunzip"),
     "tar": (make_tar(), "tar -xf"),
     "NumPy": (make_npy(np.zeros((2, 3, 4))), "numpy.load"),
-    "HTML": (b"<!DOCTYPE html><html>", "instead of the stack"),
+    "HTML": (b"<!DOCTYPE html><html>", "not a stack"),
     "OME-XML": (b"<?xml version='1.0'?>\n<OME xmlns='...'>", "one OME-TIFF"),
 }
 
@@ -64,7 +64,9 @@ FILES = {
 @pytest.mark.parametrize("name", FILES)
 def test_error_names_the_format_and_explains_the_conversion(name: str) -> None:
     content, advice = FILES[name]
-    with pytest.raises(UnsupportedMedia, match=re.escape(f"This file is {name}, which is not supported. ")) as caught:
+    with pytest.raises(
+        UnsupportedMedia, match=re.escape(f"The file has the format {name}, which is not supported. ")
+    ) as caught:
         ifd.scan(io.BytesIO(content))
     assert advice in str(caught.value)
 
@@ -73,7 +75,7 @@ def test_suggested_python_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     np.save("stack.npy", np.arange(24, dtype=np.uint16).reshape(2, 3, 4))
     for name in ("HDF5", "NIfTI", "NumPy"):
-        line = re.findall(r"in Python: (import .*?\))\. Then", foreign_formats.explain(FILES[name][0]))[0]
+        line = re.findall(r"in Python: (import .*?\))\. Then", unsupported_formats.describe_file(FILES[name][0]))[0]
         code = compile(line, name, "exec")
     exec(code, {})
     assert ifd.scan(io.BytesIO(Path("stack.tif").read_bytes())).offsets

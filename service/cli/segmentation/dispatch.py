@@ -1,4 +1,4 @@
-"""Validate the arguments of `stackseg segment` and select how to run it: single stack, folder, or block by block."""
+"""Validate the arguments of `stackseg segment` and run it for a single stack, a folder, or block by block."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from service.formats.writers import is_zarr
 from service.formats.zarr.store import Store, find_labeled_image, is_zarr_folder
 from service.serving.parameters import Query, describe_validation_errors
 
-# Suffixes of result files, compared without case.
+# Suffixes of result files, compared case-insensitively.
 _LABEL_SUFFIXES = (".tif", ".tiff", ".npy", ".nii.gz", ".zarr")
 _TABLE_SUFFIXES = (".csv",)
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Read, segment and write one file or folder, and print the number of objects and the seconds of each stage."""
+    """Segment one file or folder, and print the number of objects and the seconds of each stage."""
     query = _parse_query(options)
     if (options.result is None) == (options.out is None):
         raise BadParameter("Specify the result exactly once: stackseg segment IN OUT.")
     options.result = options.result or options.out
-    _check_block_options(options, is_folder=isinstance(options.input, Path) and is_zarr_folder(options.input))
+    _check_block_options(options, is_zarr_input=isinstance(options.input, Path) and is_zarr_folder(options.input))
     if isinstance(options.input, str):
         with RemoteStore(options.input) as options.input:
             return _run(options, query, settings)
     if options.input.is_dir() and not is_zarr_folder(options.input):
         if options.measurements is not None:
             raise BadParameter(
-                "--measurements is not supported for a folder. Its table is always written to objects.csv among the"
-                " results."
+                "--measurements is not supported for a folder. The table is always written to objects.csv in the"
+                " results folder."
             )
         return segment_folder.run(options, query, settings)
     for name in ("glob", "format"):
@@ -54,14 +54,14 @@ def _run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
     spec = choose_model(options.model, settings)
     if options.workers is None:
         return segment_stack.run(options, query, spec, settings)
-    from service.cli.segmentation import blocks as segment_blocks  # noqa: PLC0415 - requires the extra `zarr`
+    from service.cli.segmentation import blocks as segment_blocks  # noqa: PLC0415 - requires the `zarr` extra
 
     return segment_blocks.run(options, query, spec, settings)
 
 
-def _check_block_options(options: argparse.Namespace, *, is_folder: bool) -> None:
+def _check_block_options(options: argparse.Namespace, *, is_zarr_input: bool) -> None:
     """Raise BadParameter for --workers without an OME-Zarr folder, and for its additional options without --workers."""
-    if options.workers is not None and not is_folder:
+    if options.workers is not None and not is_zarr_input:
         raise BadParameter(f"--workers requires an OME-Zarr folder, but {options.input} is not one.")
     for name in ("ray", "scratch"):
         if options.workers is None and getattr(options, name) is not None:
@@ -80,7 +80,7 @@ def _check_result_names(options: argparse.Namespace) -> None:
         results[options.measurements] = _TABLE_SUFFIXES
     check_results(options.input, results, force=options.force)
     if is_zarr(options.result):
-        # Fail before any computation if the extra is missing.
+        # Fail before any computation if the `zarr` extra is missing.
         from service.formats.zarr import writer as zarr_writer  # noqa: F401, PLC0415
 
 
@@ -97,8 +97,8 @@ def _parse_query(options: argparse.Namespace) -> Query:
 def check_results(stack: Path | Store, results: Mapping[Path, tuple[str, ...]], *, force: bool) -> None:
     """Check the paths and suffixes of the results.
 
-    Raises BadParameter if a result cannot be written, would replace the stack, exists and `force` is not set, or has a
-    suffix of another format.
+    Raises BadParameter if a result cannot be written, would replace the stack, already exists without `force`, or has
+    the suffix of a different format.
     """
     for path, suffixes in results.items():
         is_inside_image = _check_location(path, suffixes)
@@ -107,7 +107,7 @@ def check_results(stack: Path | Store, results: Mapping[Path, tuple[str, ...]], 
         if not is_inside_image and not path.name.lower().endswith(suffixes):
             raise BadParameter(f"The name {path} must end with {' or '.join(suffixes)}.")
         if path.exists() and not force:
-            raise BadParameter(f"{path} already exists. Choose another name, or replace it with --force.")
+            raise BadParameter(f"{path} already exists. Choose another name, or use --force to replace the file.")
 
 
 def _check_location(path: Path, suffixes: tuple[str, ...]) -> bool:
@@ -124,5 +124,5 @@ def _check_location(path: Path, suffixes: tuple[str, ...]) -> bool:
 
 
 def _would_replace(path: Path, stack: Path) -> bool:
-    """Return whether writing to a path would replace the stack, also through a link or as part of a folder."""
+    """Return whether writing to a path would replace the stack, including through a link or a parent folder."""
     return path.samefile(stack) or path.resolve() in stack.resolve().parents

@@ -1,0 +1,108 @@
+"""Recognize unsupported file formats by their first bytes, and suggest how to convert them to TIFF."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Number of bytes at the beginning of a file that `describe_file` needs.
+HEAD_BYTES = 4096
+
+ACCEPTED_FORMATS_ADVICE = "Send a TIFF (ImageJ, OME-TIFF, BigTIFF or plain pages), or OME-Zarr in a zip archive"
+
+
+class _Format(NamedTuple):
+    """A file format that is not supported.
+
+    name    the vendor's name of the format
+    magic   alternative signatures and their positions in the file
+    advice  how to convert the file to TIFF
+    """
+
+    name: str
+    magic: tuple[tuple[bytes, int], ...]
+    advice: str
+
+
+def _make_bioformats_advice(suffix: str, plugin: str | None = None) -> str:
+    """Return the commands that convert a file in the format of a microscope vendor."""
+    advice = f"Convert it with Bio-Formats: bfconvert -series 0 stack.{suffix} stack.ome.tif"
+    if plugin is None:
+        return f"{advice}."
+    install = f"pip install bioio bioio-ome-tiff {plugin}"
+    return (
+        f"{advice}, or in Python after `{install}`: import bioio;"
+        f" bioio.BioImage('stack.{suffix}').save('stack.ome.tif')."
+    )
+
+
+def _make_python_advice(modules: str, pixels: str) -> str:
+    """Return Python code that converts a file to TIFF. The expression `pixels` reads it as [Z, Y, X]."""
+    write = f"tifffile.imwrite('stack.tif', {pixels}, imagej=True, metadata={{'axes': 'ZYX'}})"
+    return f"Convert it in Python: import {modules}, tifffile; {write}. Then set voxel_size=Z,Y,X in micrometers."
+
+
+def _make_unpacking_advice(command: str) -> str:
+    return f"Unpack it first: {command}."
+
+
+_COMBINE_PLANES_ADVICE = (
+    "Such a file contains a single plane. Open the planes in Fiji with File > Import > Image Sequence, set the voxel"
+    " size under Image > Properties, and save them as one TIFF."
+)
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+
+_FORMATS = (
+    _Format("Zeiss CZI", ((b"ZISRAWFILE", 0),), _make_bioformats_advice("czi", "bioio-czi")),
+    _Format("Nikon ND2", ((b"\xda\xce\xbe\x0a", 0),), _make_bioformats_advice("nd2", "bioio-nd2")),
+    _Format("JPEG 2000 or an early Nikon ND2", ((b"jP  ", 4),), _make_bioformats_advice("nd2", "bioio-nd2")),
+    _Format("Leica LIF", ((b"\x70\0\0\0", 0),), _make_bioformats_advice("lif", "bioio-lif")),
+    _Format("Olympus OIR", ((b"OLYMPUSRAWFORMAT", 0),), _make_bioformats_advice("oir")),
+    _Format("Olympus OIB or Zeiss ZVI", ((b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", 0),), _make_bioformats_advice("oib")),
+    _Format("DeltaVision", ((b"\xa0\xc0", 96), (b"\xc0\xa0", 96)), _make_bioformats_advice("dv", "bioio-dv")),
+    _Format(
+        "NIfTI",
+        ((b"n+1\0", 344), (b"ni1\0", 344), (b"n+2\0", 4), (b"ni2\0", 4)),
+        _make_python_advice("nibabel", "nibabel.load('stack.nii').get_fdata(dtype='float32').T"),
+    ),
+    _Format("NRRD", ((b"NRRD", 0),), _make_python_advice("nrrd", "nrrd.read('stack.nrrd')[0].T.astype('float32')")),
+    _Format("MRC", ((b"MAP ", 208),), _make_python_advice("mrcfile", "mrcfile.read('stack.mrc').astype('float32')")),
+    _Format("NumPy", ((b"\x93NUMPY", 0),), _make_python_advice("numpy", "numpy.load('stack.npy').astype('float32')")),
+    _Format("DICOM", ((b"DICM", 128),), _make_bioformats_advice("dcm")),
+    _Format("PNG", ((b"\x89PNG\r\n\x1a\n", 0),), _COMBINE_PLANES_ADVICE),
+    _Format("JPEG", ((b"\xff\xd8\xff", 0),), _COMBINE_PLANES_ADVICE),
+    _Format("gzip", ((b"\x1f\x8b", 0),), _make_unpacking_advice("gunzip stack.gz")),
+    _Format("bzip2", ((b"BZh", 0),), _make_unpacking_advice("bunzip2 stack.bz2")),
+    _Format("xz", ((b"\xfd7zXZ\0", 0),), _make_unpacking_advice("unxz stack.xz")),
+    _Format("Zstandard", ((b"\x28\xb5\x2f\xfd", 0),), _make_unpacking_advice("unzstd stack.zst")),
+    _Format("zip", ((b"PK\x03\x04", 0),), _make_unpacking_advice("unzip stacks.zip")),
+    _Format("tar", ((b"ustar", 257),), _make_unpacking_advice("tar -xf stacks.tar")),
+    _Format(
+        "HTML",
+        ((b"<!DOCTYPE", 0), (b"<!doctype", 0), (b"<html", 0)),
+        "It is a web page, not a stack. Check the address from which the file was downloaded.",
+    ),
+)
+_IMARIS = _Format("Imaris IMS", (), _make_bioformats_advice("ims", "bioio-bioformats"))
+_OTHER_HDF5 = _Format("HDF5", (), _make_python_advice("h5py", "h5py.File('stack.h5')['DATASET'][:].astype('float32')"))
+_OME_XML = _Format("OME-XML", (), "It describes the image files in its folder. Export the image as one OME-TIFF.")
+
+
+def describe_file(head: bytes) -> str:
+    """Return a message with the format of a file that begins with these `HEAD_BYTES` bytes and how to convert it."""
+    if not head:
+        return f"The file is empty. {ACCEPTED_FORMATS_ADVICE}."
+    file_format = _identify(head)
+    if file_format is None:
+        return f"The file is not a TIFF: it begins with {head[:4]!r}. {ACCEPTED_FORMATS_ADVICE}."
+    return f"The file has the format {file_format.name}, which is not supported. {file_format.advice}"
+
+
+def _identify(head: bytes) -> _Format | None:
+    if head.startswith(_HDF5):
+        return _IMARIS if b"ImarisDataSet" in head else _OTHER_HDF5
+    if head.lstrip().startswith((b"<?xml", b"<OME")) and b"<OME" in head:
+        return _OME_XML
+    for file_format in _FORMATS:
+        if any(head.startswith(magic, position) for magic, position in file_format.magic):
+            return file_format
+    return None
