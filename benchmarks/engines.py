@@ -41,7 +41,7 @@ import torch
 from common import ROOT, describe_model, make_model
 from torch import Tensor, nn
 
-from service.cli.benchmark.networks import (
+from service.cli.benchmark.engine_comparison import (
     DevicePeak,
     Row,
     TimedNetwork,

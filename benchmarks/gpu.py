@@ -42,7 +42,7 @@ from common import ROOT, request, run_server
 from end_to_end import read_metrics
 from gpu_checks import load, make_settings, plain_settings, run_checks
 
-from service.cli.benchmark.networks import (
+from service.cli.benchmark.engine_comparison import (
     DevicePeak,
     Row,
     TimedNetwork,
@@ -54,7 +54,7 @@ from service.cli.benchmark.networks import (
     make_call,
 )
 from service.cli.benchmark.report import format_table
-from service.cli.benchmark.requests import LIMIT_BYTES, ORIGINAL_RESOLUTION, write_stack
+from service.cli.benchmark.requests import MAX_STACK_BYTES, ORIGINAL_RESOLUTION, write_stack
 from service.cli.benchmark.timing import count_window_flop
 from service.cli.models import choose_model
 from service.core.config import Settings, override_settings
@@ -191,7 +191,7 @@ def profile_request(options: argparse.Namespace) -> int:
     runner = load(plain_settings(options.device))
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         write_stack(runner.spec, tuple(options.shape), Path(name, "stack.tif"))
-        volume = stack_reader.read(Path(name, "stack.tif"), Selection(), LIMIT_BYTES, Path(name))
+        volume = stack_reader.read(Path(name, "stack.tif"), Selection(), MAX_STACK_BYTES, Path(name))
         for _ in range(2):
             segment(runner, volume, ORIGINAL_RESOLUTION)
         with torch.profiler.profile() as recorded:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from service.cli.benchmark.networks import load_selector
+from service.cli.benchmark.engine_comparison import load_selector
 from service.cli.benchmark.timing import measure_matrix_peak, synchronize, time_alternately
 from service.cli.models import choose_model
 from service.core.config import Settings, override_settings, read_settings

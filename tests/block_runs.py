@@ -20,24 +20,24 @@ from service.inference.blockwise.workers import Workers, run_block
 from service.inference.segment import segment
 from service.inference.types import Result
 from service.models.spec import ModelSpec
-from tests.segmenters import started
+from tests.segmenters import start_runner
 
-WHOLE = Selection()
+FULL_SELECTION = Selection()
 
 
 class InlineWorkers:
     """A replacement for worker processes that computes each task in the submitting thread.
 
-    seen  step and block number of every submitted task
+    submitted  step and block number of every submitted task
     """
 
     count = 1
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str, int]] = []
+        self.submitted: list[tuple[str, int]] = []
 
     def submit(self, task: BlockTask) -> Future[dict[str, Any]]:
-        self.seen.append((task.step, task.number))
+        self.submitted.append((task.step, task.number))
         future: Future[dict[str, Any]] = Future()
         try:
             future.set_result(run_block(task))
@@ -49,14 +49,14 @@ class InlineWorkers:
         pass
 
 
-def begin(
+def create_run(
     scratch: Path,
     source: Path,
     spec: ModelSpec,
     options: Options,
     settings: Settings,
     windows: Size | None = None,
-    selection: Selection = WHOLE,
+    selection: Selection = FULL_SELECTION,
     *,
     measured: bool = False,
 ) -> RunFolder:
@@ -79,7 +79,7 @@ def segment_blocks(folder: RunFolder, out: Path, workers: Workers | None = None)
 
 
 def segment_whole(
-    source: Path, spec: ModelSpec, options: Options, settings: Settings, selection: Selection = WHOLE
+    source: Path, spec: ModelSpec, options: Options, settings: Settings, selection: Selection = FULL_SELECTION
 ) -> Result:
     """Segment the whole volume at once, without blocks."""
-    return segment(started(spec, settings), stack_reader.read(source, selection, 2**40), options)
+    return segment(start_runner(spec, settings), stack_reader.read(source, selection, 2**40), options)

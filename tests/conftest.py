@@ -106,7 +106,7 @@ def random_nuclei(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 @pytest.fixture(scope="session")
-def trainable(tmp_path_factory: pytest.TempPathFactory, random_nuclei: ModelSpec) -> ModelSpec:
+def trainable_model(tmp_path_factory: pytest.TempPathFactory, random_nuclei: ModelSpec) -> ModelSpec:
     """A copy of `random_nuclei` that can be the base model of a training."""
     folder = tmp_path_factory.mktemp("trainable") / random_nuclei.name
     return read_spec(copy_model(random_nuclei.folder, folder, activation="sigmoid"))
@@ -139,8 +139,8 @@ def phantom_maker() -> Callable[..., Phantom]:
 
 
 @pytest.fixture
-def configure(tmp_path: Path) -> Callable[..., Path]:
-    """configure(repository, **sections) -> path of a configuration file with the eager engine and one CPU thread."""
+def write_config(tmp_path: Path) -> Callable[..., Path]:
+    """write_config(repository, **sections) -> path of a configuration file with the eager engine and one CPU thread."""
 
     def write(repository: Path, **sections: Any) -> Path:
         defaults = {"models": {"folder": str(repository)}, "engine": {"kind": "eager"}}
@@ -152,8 +152,8 @@ def configure(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def stackseg(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """stackseg(*arguments, status=0) -> standard output of the command, or standard error if `status` is not 0."""
+def run_stackseg(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """run_stackseg(*arguments, status=0) -> standard output of the command, or standard error if `status` is not 0."""
 
     def run(*arguments: object, status: int = 0) -> str:
         capsys.readouterr()

@@ -25,7 +25,7 @@ class FakeBackend(Backend):
         return self._make(module)
 
 
-def change(backend: Backend, **attributes: Any) -> Backend:
+def copy_with(backend: Backend, **attributes: Any) -> Backend:
     """Return a copy of `backend` with these attributes replaced."""
     changed = copy.copy(backend)
     vars(changed).update(attributes)

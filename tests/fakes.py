@@ -23,7 +23,7 @@ from service.inference.types import EngineReport, Estimate, PlannedRequest, Resu
 Functions = TypeVar("Functions", bound=CppFunctions)
 
 # Number of windows of every request, as many as a large stack has. The queue runs such requests one at a time.
-WINDOWS = 100
+NUM_WINDOWS = 100
 
 
 class Clock:
@@ -36,17 +36,17 @@ class Clock:
         return self.now
 
 
-class SeparateDevice:
+class SeparateMemoryDriver:
     """A driver of the CPU that reports it as a device with its own memory."""
 
     def __init__(self, free: int = 2**30, total: int = 2**30) -> None:
-        self.free, self.total, self.working = free, total, True
+        self.free, self.total, self.is_healthy = free, total, True
 
     def is_on_host(self, _device: torch.device) -> bool:
         return False
 
     def is_working(self, _device: torch.device) -> bool:
-        return self.working
+        return self.is_healthy
 
     def free_bytes(self, _device: torch.device) -> int:
         return self.free
@@ -63,7 +63,7 @@ class FakeEstimator(Estimator):
 
     def plan_request(self, volume: Any, options: Any) -> PlannedRequest:
         plan = self.plan(options)
-        return PlannedRequest(plan, Estimate(WINDOWS, plan.sw_batch_size, plan.overlap, volume.shape[1:], 1000, 0))
+        return PlannedRequest(plan, Estimate(NUM_WINDOWS, plan.sw_batch_size, plan.overlap, volume.shape[1:], 1000, 0))
 
 
 class FakeSegmenter:
@@ -77,17 +77,17 @@ class FakeSegmenter:
         self.notes: tuple[str, ...] = ()
         self.nbytes = 1000
         self.precision = "fp32"
-        self.tuned = False
+        self.was_tuned = False
 
     def warm_up(self, *, tune: bool = False) -> None:
-        self.tuned = tune
+        self.was_tuned = tune
         with step("warming up"):
             self.gate.wait(30)
         if self.error is not None:
             raise self.error
 
     def segment(self, volume: Any, options: Any, _request: Any, callbacks: Callbacks) -> Result:
-        callbacks.progress(0, WINDOWS)
+        callbacks.progress(0, NUM_WINDOWS)
         while not self.gate.wait(0.01):
             if callbacks.cancelled():
                 raise Cancelled("cancelled by the test")
@@ -119,7 +119,7 @@ class FakeSegmenter:
         )
 
 
-class Fakes(list[FakeSegmenter]):
+class FakeSegmenterFactory(list[FakeSegmenter]):
     """Creates fake segmenters, applies `change` to each, and lists them in the order of their creation."""
 
     def __init__(self, change: Callable[[FakeSegmenter], object] = lambda _fake: None) -> None:
@@ -133,12 +133,12 @@ class Fakes(list[FakeSegmenter]):
         return fake
 
 
-def closed(fake: FakeSegmenter) -> None:
+def close_gate(fake: FakeSegmenter) -> None:
     """Close the gate of a fake segmenter, so that its work waits."""
     fake.gate.clear()
 
 
-def until(condition: Any, seconds: float = 20) -> None:
+def wait_until(condition: Any, seconds: float = 20) -> None:
     """Wait until `condition()` is true. Fail the test if that takes longer than `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -146,7 +146,7 @@ def until(condition: Any, seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
-def with_library(functions: Functions, *variants: Variant) -> Functions:
+def bind_to_variants(functions: Functions, *variants: Variant) -> Functions:
     """Return a copy of `functions` from the first of `variants` that exists. Without variants it has no library."""
     copied = object.__new__(type(functions))
     CppFunctions.__init__(copied, functions.signatures, partial(load_library, variants))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import uvicorn
-from fakes import SeparateDevice
+from fakes import SeparateMemoryDriver
 from torch import Tensor, nn
 
 from service.api.app import create_app
@@ -31,7 +31,7 @@ from service.serving.build import ServiceFactories
 from service.serving.devices.local.model import Segmenter
 
 
-class FaultyDevice(SeparateDevice):
+class FaultyDriver(SeparateMemoryDriver):
     """A driver whose device has the faults named by the files in a folder, or no faults if the folder is None."""
 
     def __init__(self, faults: Path | None) -> None:
@@ -70,7 +70,7 @@ class FaultySegmenter(Segmenter):
     """A segmenter whose network fails if its device does."""
 
     def __init__(self, spec: ModelSpec, settings: Settings, driver: Driver) -> None:
-        assert isinstance(driver, FaultyDevice)
+        assert isinstance(driver, FaultyDriver)
         super().__init__(spec, settings, driver)
         self._faulty = driver
 
@@ -102,7 +102,7 @@ def serve(models: Path, faults: Path, port: Connection, grace: float) -> None:
         "server": {"scratch_folder": faults.parent},
     }
     chosen = Settings.model_validate(settings)
-    factories = ServiceFactories(FaultySegmenter, lambda name: FaultyDevice(faults if name == "cpu" else None))
+    factories = ServiceFactories(FaultySegmenter, lambda name: FaultyDriver(faults if name == "cpu" else None))
     app = create_app(chosen, factories)
     with listen("127.0.0.1", 0) as listener:
         port.send(listener.getsockname()[1])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from live import eager
+from live import eager_settings
 
 from service.core.types import Options, Volume
 from service.inference.preprocessing.resample import prepare_tensor
@@ -25,8 +25,8 @@ def import_model(
     return importer.import_model(path, models, keys, prepare=prepare_tensor, trust=trust)
 
 
-def run(spec: ModelSpec, volume: Volume) -> Result:
+def segment_volume(spec: ModelSpec, volume: Volume) -> Result:
     """Segment a volume with the default options."""
-    runner = ModelRunner(spec, eager(spec.folder.parent))
+    runner = ModelRunner(spec, eager_settings(spec.folder.parent))
     runner.warm_up()
     return segment(runner, volume, Options())

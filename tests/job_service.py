@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fakes import FakeSegmenter, until
+from fakes import FakeSegmenter, wait_until
 from live import STACK, ServiceRequests
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -41,7 +41,7 @@ class Service(ServiceRequests):
         return identify
 
     @contextmanager
-    def watch_memory(self) -> Iterator[list[weakref.ref[Any]]]:
+    def check_memory_is_freed(self) -> Iterator[list[weakref.ref[Any]]]:
         """Check that volumes and labels are freed as soon as their requests end. Yield weak references to them.
 
         The garbage collector is disabled: with the many objects of torch, it can take hours until it frees a cycle.
@@ -60,12 +60,12 @@ class Service(ServiceRequests):
         gc.disable()
         try:
             yield references
-            until(lambda: references and not any(reference() is not None for reference in references))
+            wait_until(lambda: references and not any(reference() is not None for reference in references))
         finally:
             gc.enable()
             del fake.segment
 
-    def hold(self, stack: bytes = STACK, /, **parameters: Any) -> dict[str, Any]:
+    def submit_blocked_job(self, stack: bytes = STACK, /, **parameters: Any) -> dict[str, Any]:
         """Submit a job that runs until `fake.gate` is opened, and wait until it runs."""
         self.fake.gate.clear()
         job = self.submit(stack, **parameters)
@@ -76,11 +76,11 @@ class Service(ServiceRequests):
         """Let all work finish, and restore the state after startup."""
         self.caller, self.fake.error, self.fake.notes = None, None, ()
         self.fake.gate.set()
-        until(lambda: self.runtime.devices.waiting_count == 0 and not self.runtime.devices.running_jobs)
+        wait_until(lambda: self.runtime.devices.waiting_count == 0 and not self.runtime.devices.running_jobs)
 
 
 @contextmanager
-def start(repository: Path, folder: Path, load: Any = FakeSegmenter, **sections: Any) -> Iterator[Service]:
+def start_service(repository: Path, folder: Path, load: Any = FakeSegmenter, **sections: Any) -> Iterator[Service]:
     """Start a service that stores its jobs in `folder`. A second service there finds the jobs of the first."""
     (folder / "scratch").mkdir(exist_ok=True)
     defaults = {

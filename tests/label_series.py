@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 Labels = NDArray[np.uint16]
 
 
-def boxes(*times: list[tuple[int, int]]) -> Labels:
+def make_box_series(*times: list[tuple[int, int]]) -> Labels:
     """Return labels [T, 2, 4, 60]. Each pair of a time point is the x range of one box; boxes are numbered from 1."""
     labels = np.zeros((len(times), 2, 4, 60), np.uint16)
     for time, spans in enumerate(times):

@@ -34,7 +34,7 @@ def split_heights(heights: Array, cuts: tuple[int, ...], *, along_y: bool) -> It
         yield landscape.narrow(int(along_y), low, high - low)
 
 
-def basins_of(
+def compute_basins(
     heights: Array,
     persistence: Persistence,
     cuts: tuple[int, ...] = (),
@@ -96,7 +96,7 @@ def get_size(heights: Array) -> Size:
     return depth, height, width
 
 
-def hills(seed: int, size: Size, sigma: float = 2.0) -> Array:
+def make_hills(seed: int, size: Size, sigma: float = 2.0) -> Array:
     """Return smooth random heights: touching objects of many shapes, -inf elsewhere.
 
     The heights are Gaussian noise with standard deviation 1. Values up to 0 are background.
@@ -106,7 +106,7 @@ def hills(seed: int, size: Size, sigma: float = 2.0) -> Array:
     return np.where(noise > 0, noise, -np.inf).astype(np.float32)
 
 
-class CountWaits(TorchDispatchMode):
+class SyncCounter(TorchDispatchMode):
     """Counts operations that synchronize: on an accelerator, the host would wait for their results."""
 
     SYNCHRONIZING_OPERATIONS = (
@@ -120,17 +120,17 @@ class CountWaits(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.waits = 0
+        self.sync_count = 0
 
     def __torch_dispatch__(self, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        self.waits += function.overloadpacket in self.SYNCHRONIZING_OPERATIONS
+        self.sync_count += function.overloadpacket in self.SYNCHRONIZING_OPERATIONS
         return function(*arguments, **(keywords or {}))
 
 
-CENTRES = ((12, 12, 12), (14, 34, 15), (34, 13, 34), (35, 36, 36))
+CENTERS = ((12, 12, 12), (14, 34, 15), (34, 13, 34), (35, 36, 36))
 
 
-def distance_to(*centers: tuple[int, int, int], edge: int = 48) -> NDArray[np.float64]:
+def compute_distances(*centers: tuple[int, int, int], edge: int = 48) -> NDArray[np.float64]:
     """Return the distance of each voxel to the closest center, [edge, edge, edge]."""
     grid = np.indices((edge, edge, edge))
     return np.min(

@@ -14,9 +14,9 @@ import httpx2
 import numpy as np
 import tifffile
 import uvicorn
-from fakes import FakeSegmenter, until
+from fakes import FakeSegmenter, wait_until
 from numpy.typing import NDArray
-from runtimes import caches, loaded_segmenter
+from runtimes import get_loaded_segmenter, list_model_caches
 
 from service.api.app import create_app
 from service.api.server import build_config
@@ -71,7 +71,7 @@ class ServiceRequests:
 
     def wait(self, job: dict[str, Any], *states: str) -> dict[str, Any]:
         # A job that was resumed after a restart may also wait for the process that reads files.
-        until(lambda: self.show(job)["state"] in states, STARTUP_SECONDS)
+        wait_until(lambda: self.show(job)["state"] in states, STARTUP_SECONDS)
         return self.show(job)
 
     def run(self, stack: bytes = STACK, /, **parameters: Any) -> dict[str, Any]:
@@ -87,12 +87,12 @@ class ServiceRequests:
     @property
     def fake(self) -> FakeSegmenter:
         """The fake segmenter of the default model. Waits until the model is loaded."""
-        until(lambda: self.runtime.unready_reasons() == (), READY_SECONDS)
-        fake: FakeSegmenter = loaded_segmenter(self.runtime.models, None)
+        wait_until(lambda: self.runtime.unready_reasons() == (), READY_SECONDS)
+        fake: FakeSegmenter = get_loaded_segmenter(self.runtime.models, None)
         return fake
 
 
-class Live(ServiceRequests):
+class LiveServer(ServiceRequests):
     """A service that listens on a socket."""
 
     def __init__(self, server: uvicorn.Server, runtime: Runtime) -> None:
@@ -102,7 +102,7 @@ class Live(ServiceRequests):
         self.client = httpx2.Client(base_url=f"http://{self.host}:{self.port}", timeout=120)
 
     @contextmanager
-    def sending(self, path: str, body: bytes, length: int | None = None, *headers: str) -> Iterator[socket.socket]:
+    def open_request(self, path: str, body: bytes, length: int | None = None, *headers: str) -> Iterator[socket.socket]:
         """Open a connection, send a POST request, and close the connection when the context exits.
 
         length  the Content-Length header; None: the length of `body`. A larger value makes the request incomplete.
@@ -113,11 +113,13 @@ class Live(ServiceRequests):
             yield connection
 
     def wait_ready(self) -> None:
-        until(lambda: not any("loaded" in reason for reason in self.runtime.unready_reasons()), READY_SECONDS)
+        wait_until(lambda: not any("loaded" in reason for reason in self.runtime.unready_reasons()), READY_SECONDS)
 
     def wait_loaded(self) -> None:
         """Wait until all devices have loaded their models. Until then, requests only go to devices that have."""
-        until(lambda: not any(cache.pending_startup_models for cache in caches(self.runtime)), READY_SECONDS)
+        wait_until(
+            lambda: not any(cache.pending_startup_models for cache in list_model_caches(self.runtime)), READY_SECONDS
+        )
 
 
 @contextmanager
@@ -127,7 +129,7 @@ def serve(
     wait: bool = True,
     make_server: Callable[[uvicorn.Config, Runtime], uvicorn.Server] = lambda config, _runtime: uvicorn.Server(config),
     **factories: Any,
-) -> Iterator[Live]:
+) -> Iterator[LiveServer]:
     """Serve the application until the context exits. `factories` override fields of `ServiceFactories`."""
     app = create_app(settings, ServiceFactories(**factories))
     config = build_config(app, host="127.0.0.1", port=0)
@@ -135,8 +137,8 @@ def serve(
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        until(lambda: server.started, READY_SECONDS)
-        live = Live(server, app.state.runtime)
+        wait_until(lambda: server.started, READY_SECONDS)
+        live = LiveServer(server, app.state.runtime)
         if wait:
             live.wait_ready()
         with live.client:
@@ -146,7 +148,7 @@ def serve(
         thread.join()
 
 
-def eager(folder: Path, **sections: dict[str, Any]) -> Settings:
+def eager_settings(folder: Path, **sections: dict[str, Any]) -> Settings:
     """Return settings for a fast start: the eager engine, one CPU thread, and no result cache."""
     chosen = {
         "models": {"folder": folder},
@@ -167,13 +169,13 @@ def read_descriptor_target(descriptor: Path) -> str:
         return ""
 
 
-def problem(answer: Any) -> tuple[int, str]:
+def parse_problem(answer: Any) -> tuple[int, str]:
     """Return the status and the problem type, without the URN prefix, of an error response."""
     assert answer.headers["content-type"] == "application/problem+json"
     return answer.status_code, answer.json()["type"].removeprefix("urn:stackseg:problem:")
 
 
-class Answer:
+class LabelTiff:
     """A result in OME-TIFF, read with tifffile alone."""
 
     def __init__(self, content: bytes) -> None:
@@ -191,6 +193,6 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def classes(content: bytes) -> NDArray[np.uint8]:
+def read_classes(content: bytes) -> NDArray[np.uint8]:
     """Return the pixels of a class map in OME-TIFF."""
-    return Answer(content).pixels.astype(np.uint8)
+    return LabelTiff(content).pixels.astype(np.uint8)

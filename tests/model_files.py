@@ -49,7 +49,7 @@ def copy_model(folder: Path, copy: Path, **changes: Any) -> Path:
     return copy
 
 
-def changed(path: str, value: Any) -> dict[str, Any]:
+def change_instances(path: str, value: Any) -> dict[str, Any]:
     """Return a copy of INSTANCES in which the key at a dotted path, such as `input.channels`, has this value."""
     *sections, key = path.split(".")
     content = yaml.safe_load(yaml.safe_dump(INSTANCES))

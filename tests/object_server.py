@@ -17,15 +17,15 @@ class ObjectServer(ThreadingHTTPServer):
     """Serves the files of a folder and records the requested paths.
 
     `faults` maps the suffix of a path to a fault: a status (int), a delay in seconds (float), a URL to redirect to, or
-    "cut" to send only half of the bytes. `asked` lists the requested paths in order.
-    `authorized` lists the paths of requests with an Authorization header.
+    "cut" to send only half of the bytes. `requested_paths` lists the requested paths in order.
+    `authorized_paths` lists the paths of requests with an Authorization header.
     """
 
     daemon_threads = True
 
     def __init__(self, folder: Path, certificate: Mapping[str, str] | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.asked, self.authorized = folder, list[str](), list[str]()
+        self.folder, self.requested_paths, self.authorized_paths = folder, list[str](), list[str]()
         self.faults: dict[str, Any] = {}
         self.url = f"http://127.0.0.1:{self.server_port}"
         if certificate is not None:
@@ -47,9 +47,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(self.path.partition("?")[0])
-        self.server.asked.append(path)
+        self.server.requested_paths.append(path)
         if "Authorization" in self.headers:
-            self.server.authorized.append(path)
+            self.server.authorized_paths.append(path)
         fault = next((fault for end, fault in self.server.faults.items() if path.endswith(end)), None)
         if isinstance(fault, float):
             time.sleep(fault)

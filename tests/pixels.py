@@ -7,12 +7,12 @@ DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64
 ]
 
 
-def spec_of(bands, **changes):
+def replace_input(bands, **changes):
     """Return a copy of a model spec with these fields of `input` replaced."""
     return bands.model_copy(update={"input": bands.input.model_copy(update=changes)})
 
 
-def some_pixels(dtype, shape=(3, 7, 11)):
+def make_pixels(dtype, shape=(3, 7, 11)):
     """Return random pixels of any dtype: booleans, or values from 0 to 120."""
     pixels = np.random.default_rng(0).uniform(0, 120, shape)
     return pixels > 60 if dtype == "bool" else pixels.astype(dtype)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import until
-from live import Live
+from fakes import wait_until
+from live import LiveServer
 
 # Time limit in seconds for the start of a node, a worker, or the service.
-STARTING = 120
+START_TIMEOUT_SECONDS = 120
 # ID of the head node in the autoscaler's fake provider.
 HEAD_NODE_ID = "f" * 51 + "00000"
 # Commands that the autoscaler would run on real hosts. They are left empty.
@@ -110,6 +110,6 @@ def autoscaled_cluster(folder: Path, hosts: int, idle_seconds: float) -> Iterato
             yield cluster
 
 
-def wait_ready(live: Live) -> None:
+def wait_ready(live: LiveServer) -> None:
     """Wait until the service is ready, as long as a cluster may take to start."""
-    until(lambda: live.runtime.unready_reasons() == (), STARTING)
+    wait_until(lambda: live.runtime.unready_reasons() == (), START_TIMEOUT_SECONDS)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fakes import FakeSegmenter, until
+from fakes import FakeSegmenter, wait_until
 
 from service.core.config import Settings
 from service.core.errors import NotReady
@@ -33,7 +33,7 @@ def settings(folder: Path, scratch: Path, **sections: Any) -> Settings:
 
 
 @contextmanager
-def running(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = devices) -> Iterator[Runtime]:
+def run_runtime(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = devices) -> Iterator[Runtime]:
     """Run a runtime until the context exits, without waiting for its models."""
     runtime = build_runtime(chosen, ServiceFactories(load, lambda _name: driver))
     runtime.start()
@@ -44,19 +44,19 @@ def running(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = device
 
 
 @contextmanager
-def ready(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = devices) -> Iterator[Runtime]:
+def run_ready_runtime(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = devices) -> Iterator[Runtime]:
     """Start a runtime and wait until its initial models are loaded."""
-    with running(chosen, load, driver) as runtime:
-        until(lambda: runtime.unready_reasons() == ())
+    with run_runtime(chosen, load, driver) as runtime:
+        wait_until(lambda: runtime.unready_reasons() == ())
         yield runtime
 
 
-def caches(runtime: Runtime) -> list[Any]:
+def list_model_caches(runtime: Runtime) -> list[Any]:
     """Return the model caches of all devices."""
     return [device.scheduler.models.cache for device in runtime.devices.all]
 
 
-def submitted(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> Job[Result]:
+def submit_segmentation(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> Job[Result]:
     """Queue a job that segments `volume`."""
 
     def segment(reservation: Reservation, job: Job[Result]) -> Result:
@@ -65,7 +65,7 @@ def submitted(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> 
     return queue_work(runtime, DeviceRequest(spec, volume, options, None), segment)
 
 
-def loaded_segmenter(models: ModelRegistry, name: str | None) -> Any:
+def get_loaded_segmenter(models: ModelRegistry, name: str | None) -> Any:
     """Return the segmenter of a loaded model. None selects the default model.
 
     Raises NotReady if the model is not loaded.

@@ -5,7 +5,7 @@ from service.core.sections.computing import Device, Engine, Windows
 from service.inference.runner.model_runner import ModelRunner
 
 
-def settings_of(kind="eager", **engine) -> Settings:
+def make_settings(kind="eager", **engine) -> Settings:
     """Return settings with this engine. Keyword arguments set other keys of `engine`."""
     return Settings(
         device=Device(name="cpu", threads=1),
@@ -14,15 +14,15 @@ def settings_of(kind="eager", **engine) -> Settings:
     )
 
 
-def started(spec, settings) -> ModelRunner:
+def start_runner(spec, settings) -> ModelRunner:
     """Return a runner that is warmed up."""
     runner = ModelRunner(spec, settings)
     runner.warm_up()
     return runner
 
 
-def with_network(spec, network, settings=None) -> ModelRunner:
+def make_runner_with_network(spec, network, settings=None) -> ModelRunner:
     """Return a runner that computes windows with `network` instead of the model's network."""
-    runner = ModelRunner(spec, settings or settings_of())
+    runner = ModelRunner(spec, settings or make_settings())
     runner.scores.module.network.forward = network
     return runner

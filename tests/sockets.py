@@ -18,16 +18,16 @@ from typing import Any
 
 import pytest
 import uvicorn
-from fakes import until
+from fakes import wait_until
 from starlette.types import Receive, Scope, Send
 
 from service.api.server import Server, build_config
 from service.core.config import Settings
 
-SECONDS = 20
+TIMEOUT_SECONDS = 20
 
 
-class Echo:
+class EchoApp:
     """An application that returns the request body and records the sizes of the received chunks in `pieces`."""
 
     def __init__(self) -> None:
@@ -49,38 +49,38 @@ class Echo:
 
 
 @contextmanager
-def served(app: Any, **more: Any) -> Iterator[tuple[str, int]]:
+def serve_app(app: Any, **more: Any) -> Iterator[tuple[str, int]]:
     """Serve an application with a plain uvicorn server and the configuration of the service. Yield host and port."""
-    with running(uvicorn.Server(build_config(app, host="127.0.0.1", port=0, lifespan="off", **more))) as address:
+    with run_server(uvicorn.Server(build_config(app, host="127.0.0.1", port=0, lifespan="off", **more))) as address:
         yield address
 
 
 @contextmanager
-def running(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> Iterator[tuple[str, int]]:
+def run_server(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> Iterator[tuple[str, int]]:
     """Run a server in a thread until the context exits. Yield host and port."""
     thread = threading.Thread(target=server.run, args=(sockets,))
     thread.start()
     try:
-        until(lambda: server.started, SECONDS)
+        wait_until(lambda: server.started, TIMEOUT_SECONDS)
         yield server.servers[0].sockets[0].getsockname()[:2]
     finally:
         server.should_exit = True
         thread.join()
 
 
-def stopping(app: Any, drain_seconds: float, stalled_seconds: float, **more: Any) -> Server:
+def make_server(app: Any, drain_seconds: float, stalled_seconds: float, **more: Any) -> Server:
     """Return a server of the service around another application, with these time limits for the shutdown."""
     settings = Settings.model_validate({"server": {"drain_seconds": drain_seconds}})
     runtime: Any = SimpleNamespace(settings=settings, is_busy=False)
     return Server(build_config(app, host="127.0.0.1", port=0, lifespan="off", **more), runtime, stalled_seconds)
 
 
-def head(*headers: str) -> bytes:
+def make_request_head(*headers: str) -> bytes:
     """Return the head of a POST request with these header lines."""
     return "\r\n".join(["POST / HTTP/1.1", "Host: here", *headers, "", ""]).encode()
 
 
-def answer(client: socket.socket) -> bytes:
+def read_response_body(client: socket.socket) -> bytes:
     """Read the next response, which must have status 200, and return its body."""
     with client.makefile("rb") as file:
         status, length = file.readline(), 0
@@ -90,7 +90,7 @@ def answer(client: socket.socket) -> bytes:
         return file.read(length)
 
 
-def key_and_certificate(folder: Path) -> dict[str, str]:
+def create_certificate(folder: Path) -> dict[str, str]:
     """Create a private key and a self-signed certificate for localhost. Return their paths as uvicorn options."""
     files = {"ssl_keyfile": str(folder / "key.pem"), "ssl_certfile": str(folder / "certificate.pem")}
     create = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
@@ -111,17 +111,17 @@ needs_openssl = pytest.mark.skipif(
 )
 
 
-class Gated(Echo):
-    """An application that responds when `opened` is set. It counts requests, and clients that disconnect before."""
+class GatedApp(EchoApp):
+    """An application that responds when `gate` is set. It counts requests, and clients that disconnect before."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.opened, self.asked, self.left = threading.Event(), 0, 0
+        self.gate, self.request_count, self.disconnect_count = threading.Event(), 0, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.asked += 1
+        self.request_count += 1
         disconnected = asyncio.ensure_future(self._listen(receive))
-        while not self.opened.is_set() and not disconnected.done():
+        while not self.gate.is_set() and not disconnected.done():
             await asyncio.sleep(0.01)
         disconnected.cancel()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -130,10 +130,10 @@ class Gated(Echo):
     async def _listen(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.left += 1
+        self.disconnect_count += 1
 
 
-def refusal(client: socket.socket, status: int = 400) -> tuple[dict[str, str], dict[str, Any]]:
+def read_error(client: socket.socket, status: int = 400) -> tuple[dict[str, str], dict[str, Any]]:
     """Read an error response, after which the server must close the connection. Return its headers and its JSON."""
     response = HTTPResponse(client)
     response.begin()
@@ -145,19 +145,19 @@ def refusal(client: socket.socket, status: int = 400) -> tuple[dict[str, str], d
 
 
 @contextmanager
-def secured(address: tuple[str, int], files: dict[str, str], **options: Any) -> Iterator[ssl.SSLSocket]:
+def connect_tls(address: tuple[str, int], files: dict[str, str], **options: Any) -> Iterator[ssl.SSLSocket]:
     """Connect with TLS and verify the certificate. `options` are socket options."""
     context = ssl.create_default_context(cafile=files["ssl_certfile"])
     with socket.socket() as plain:
         for option, value in options.items():
             plain.setsockopt(socket.SOL_SOCKET, getattr(socket, option), value)
-        plain.settimeout(SECONDS)
+        plain.settimeout(TIMEOUT_SECONDS)
         plain.connect(address)
         with context.wrap_socket(plain, server_hostname="localhost") as client:
             yield client
 
 
-class Pieces:
+class ChunkedApp:
     """An application that sends a body in several messages.
 
     length  the Content-Length header; None: no header

@@ -12,7 +12,7 @@ import tifffile
 import torch
 
 from service.cli.benchmark import timing
-from service.cli.benchmark.networks import DevicePeak, TimedNetwork, TimedNetworkBuilder
+from service.cli.benchmark.engine_comparison import DevicePeak, TimedNetwork, TimedNetworkBuilder
 from service.core.errors import NonFiniteScores
 from service.core.types import Segmentation, Selection
 

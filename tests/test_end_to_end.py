@@ -21,10 +21,20 @@ import httpx2
 import numpy as np
 import pytest
 import tifffile
-from live import TIFF, Answer, Live, as_tiff, classes, eager, read_descriptor_target, serve, until
+from live import (
+    TIFF,
+    LabelTiff,
+    LiveServer,
+    as_tiff,
+    eager_settings,
+    read_classes,
+    read_descriptor_target,
+    serve,
+    wait_until,
+)
 from paths import ROOT
 from paths import SHARED_DATA as DATA
-from sockets import key_and_certificate, needs_openssl
+from sockets import create_certificate, needs_openssl
 
 from service.api.access.keys import hash_key
 from service.api.http.uploads import BLOCK_BYTES
@@ -41,24 +51,24 @@ LARGE = {"mouse_brain_s2p_large", "celegans_membrane_t046", "fluorescent_beads_i
 
 
 @pytest.fixture(scope="module")
-def live(bands_repository: Path) -> Iterator[Live]:
-    with serve(eager(bands_repository)) as running:
+def live(bands_repository: Path) -> Iterator[LiveServer]:
+    with serve(eager_settings(bands_repository)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def bundled() -> Iterator[Live]:
-    with serve(eager(ROOT / "models", device={"threads": 2})) as running:
+def bundled() -> Iterator[LiveServer]:
+    with serve(eager_settings(ROOT / "models", device={"threads": 2})) as running:
         yield running
 
 
-def test_response_has_classes_and_the_voxel_size_of_the_stack(live: Live, phantom: Any) -> None:
+def test_response_has_classes_and_the_voxel_size_of_the_stack(live: LiveServer, phantom: Any) -> None:
     response = live.segment(as_tiff(phantom.image))
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "image/tiff"
     assert response.headers["x-stackseg-model"] == "bands/1"
     assert "x-stackseg-objects" not in response.headers
-    answer = Answer(response.content)
+    answer = LabelTiff(response.content)
     assert (answer.axes, answer.pixels.shape) == ("ZYX", phantom.image.shape)
     assert answer.voxel_size == pytest.approx((0.5, 0.2, 0.2))
     assert np.mean(answer.pixels == phantom.classes) > 0.97
@@ -77,7 +87,7 @@ def test_response_has_classes_and_the_voxel_size_of_the_stack(live: Live, phanto
     ],
 )
 def test_curl_and_browsers_name_the_result_after_the_uploaded_file(
-    live: Live, phantom: Any, tmp_path: Path, sent: str, saved: str, encoded: str | None
+    live: LiveServer, phantom: Any, tmp_path: Path, sent: str, saved: str, encoded: str | None
 ) -> None:
     stack, folder = tmp_path / "stack", tmp_path / "saved"
     stack.write_bytes(as_tiff(phantom.image))
@@ -89,19 +99,19 @@ def test_curl_and_browsers_name_the_result_after_the_uploaded_file(
     (disposition,) = [line for line in headers.splitlines() if line.lower().startswith("content-disposition")]
     # Browsers prefer this parameter to `filename`.
     assert disposition.partition("filename*=UTF-8''")[2] == (encoded or "")
-    assert classes((folder / saved).read_bytes()).shape == phantom.image.shape
+    assert read_classes((folder / saved).read_bytes()).shape == phantom.image.shape
 
 
-def test_probabilities_have_channel_names_and_sum_to_one(live: Live, phantom: Any) -> None:
+def test_probabilities_have_channel_names_and_sum_to_one(live: LiveServer, phantom: Any) -> None:
     stack = as_tiff(phantom.image)
-    answer = Answer(live.segment(stack, output="probabilities").content)
-    assert np.array_equal(answer.pixels.argmax(0), classes(live.segment(stack).content))
+    answer = LabelTiff(live.segment(stack, output="probabilities").content)
+    assert np.array_equal(answer.pixels.argmax(0), read_classes(live.segment(stack).content))
     assert (answer.axes, answer.pixels.dtype) == ("CZYX", np.float32)
     assert answer.names == ["background", "dim", "bright"]
     assert answer.pixels.sum(0) == pytest.approx(np.ones(phantom.image.shape), abs=1e-5)
 
 
-def test_response_job_and_metrics_report_the_number_of_skipped_windows(live: Live, phantom: Any) -> None:
+def test_response_job_and_metrics_report_the_number_of_skipped_windows(live: LiveServer, phantom: Any) -> None:
     sparse = np.pad(phantom.image, ((0, 0), (0, 90), (0, 60)), constant_values=400)
     answered = live.segment(as_tiff(sparse), skip_below=700)
     skipped_header = answered.headers["x-stackseg-skipped"]
@@ -109,19 +119,19 @@ def test_response_job_and_metrics_report_the_number_of_skipped_windows(live: Liv
         int(number) for number in re.match(r"(\d+) of (\d+) windows; up to 700$", skipped_header).groups()
     )
     assert 0 < skipped < total
-    assert np.mean(Answer(answered.content).pixels[:, :70, :80] == phantom.classes) > 0.97
+    assert np.mean(LabelTiff(answered.content).pixels[:, :70, :80] == phantom.classes) > 0.97
     assert live.run(as_tiff(sparse), skip_below=700)["skipped"] == skipped_header
     assert f'stackseg_skipped_windows_total{{model="bands"}} {2.0 * skipped}' in live.client.get("/metrics").text
 
 
-def test_response_notes_assumptions_about_the_file(live: Live, phantom: Any) -> None:
+def test_response_notes_assumptions_about_the_file(live: LiveServer, phantom: Any) -> None:
     answered = live.segment(as_tiff(phantom.image, imagej=False, metadata=None))
     assert "pages are read as z planes" in answered.headers["x-stackseg-note"]
     assert "has no voxel size" in answered.headers["x-stackseg-note"]
     assert "x-stackseg-note" not in live.segment(as_tiff(phantom.image), voxel_size="1,0.5,0.5").headers
 
 
-def test_inspect_predicts_what_segment_does(live: Live, phantom: Any) -> None:
+def test_inspect_predicts_what_segment_does(live: LiveServer, phantom: Any) -> None:
     report = live.post("/inspect", as_tiff(phantom.image)).json()
     assert report["file"]["axes"] == "ZYX"
     assert report["file"]["shape"] == [1, *phantom.image.shape]
@@ -132,7 +142,7 @@ def test_inspect_predicts_what_segment_does(live: Live, phantom: Any) -> None:
     assert live.leftovers() == []
 
 
-def test_pixels_are_freed_when_the_client_disconnects(live: Live, phantom_maker: Any) -> None:
+def test_pixels_are_freed_when_the_client_disconnects(live: LiveServer, phantom_maker: Any) -> None:
     """The pixels are freed immediately, without the garbage collector."""
 
     def uploads() -> list[str]:
@@ -141,32 +151,32 @@ def test_pixels_are_freed_when_the_client_disconnects(live: Live, phantom_maker:
     large = as_tiff(phantom_maker((64, 400, 400), seed=1).image)
     gc.collect()
     # Wait until the files of the previous test are closed.
-    until(lambda: uploads() == [], 20)
+    wait_until(lambda: uploads() == [], 20)
     gc.disable()
     try:
-        with live.sending("/segment", large):
-            until(lambda: any(job.progress.total > 0 for job in live.runtime.devices.running_jobs), 60)
+        with live.open_request("/segment", large):
+            wait_until(lambda: any(job.progress.total > 0 for job in live.runtime.devices.running_jobs), 60)
             assert uploads() != []
-        until(lambda: uploads() == [], 20)
+        wait_until(lambda: uploads() == [], 20)
     finally:
         gc.enable()
 
 
-def test_client_that_is_still_uploading_receives_the_error(live: Live) -> None:
-    with live.sending("/segment?overlop=1", bytes(20_000_000), None, "Connection: close") as connection:
+def test_client_that_is_still_uploading_receives_the_error(live: LiveServer) -> None:
+    with live.open_request("/segment?overlop=1", bytes(20_000_000), None, "Connection: close") as connection:
         answer = connection.makefile("rb").read()
     assert answer.startswith(b"HTTP/1.1 422 ")
     assert b"overlop" in answer
 
 
-def test_upload_that_is_interrupted_leaves_no_files(live: Live) -> None:
+def test_upload_that_is_interrupted_leaves_no_files(live: LiveServer) -> None:
     # Larger than the uploads that stay in memory.
-    with live.sending("/segment", b"II*\0" + bytes(2 * BLOCK_BYTES), 9_000_000):
-        until(lambda: live.leftovers() != [], 20)
-    until(lambda: live.leftovers() == [], 20)
+    with live.open_request("/segment", b"II*\0" + bytes(2 * BLOCK_BYTES), 9_000_000):
+        wait_until(lambda: live.leftovers() != [], 20)
+    wait_until(lambda: live.leftovers() == [], 20)
 
 
-def test_state_endpoints(live: Live) -> None:
+def test_state_endpoints(live: LiveServer) -> None:
     assert live.client.get("/health").json()["models"] == {"bands": "ready"}
     for path in ("/health", "/health/live", "/v2/health/ready"):
         head = live.client.head(path)
@@ -183,17 +193,17 @@ def test_state_endpoints(live: Live) -> None:
     assert b"stackseg_requests_total" in live.client.get("/metrics").content
 
 
-def test_bundled_models_are_listed_and_give_their_expected_labels(bundled: Live) -> None:
+def test_bundled_models_are_listed_and_give_their_expected_labels(bundled: LiveServer) -> None:
     listed = bundled.client.get("/models").json()
     assert listed["default"] == "nuclei"
     assert {"embryos", "membranes", "nuclei", "tissue"} == {model["name"] for model in listed["models"]}
     for model in listed["models"]:
         folder = ROOT / "models" / model["name"]
-        stack, expected = (folder / "sample.tif").read_bytes(), Answer((folder / "expected.tif").read_bytes())
+        stack, expected = (folder / "sample.tif").read_bytes(), LabelTiff((folder / "expected.tif").read_bytes())
         response = bundled.segment(stack, model=model["name"])
         assert response.status_code == 200, response.text
         assert response.headers["x-stackseg-model"] == f"{model['name']}/1"
-        answer = Answer(response.content)
+        answer = LabelTiff(response.content)
         assert answer.voxel_size == pytest.approx(expected.voxel_size)
         kind = "classes" if model["name"] == "tissue" else "labels"
         assert compute_label_difference(Segmentation(expected.pixels, kind), Segmentation(answer.pixels, kind)) < 1e-3
@@ -203,14 +213,16 @@ def test_bundled_models_are_listed_and_give_their_expected_labels(bundled: Live)
 
 @needs_data
 @pytest.mark.parametrize("name", REAL)
-def test_labels_of_real_volumes_have_their_shape_and_voxel_size(name: str, bundled: Live, live: Live) -> None:
+def test_labels_of_real_volumes_have_their_shape_and_voxel_size(
+    name: str, bundled: LiveServer, live: LiveServer
+) -> None:
     path = DATA / "real" / name / "image.tif"
     server = live if name in LARGE else bundled
     parameters = {"channel": 0} if name == "single_nucleus_confocal_vs_widefield" else {}
     inspected = server.post("/inspect", path.read_bytes(), **parameters).json()
     response = server.segment(path.read_bytes(), **parameters)
     assert response.status_code == 200, response.text
-    answer = Answer(response.content)
+    answer = LabelTiff(response.content)
     with tifffile.TiffFile(path) as file:
         stored = dict(zip(file.series[0].axes.replace("Q", "Z"), file.series[0].shape, strict=True))
     assert answer.pixels.shape == tuple(stored[axis] for axis in "ZYX")
@@ -222,7 +234,7 @@ def test_labels_of_real_volumes_have_their_shape_and_voxel_size(name: str, bundl
 
 
 @needs_data
-def test_hostile_files_do_not_harm_the_service(live: Live, phantom: Any) -> None:
+def test_hostile_files_do_not_harm_the_service(live: LiveServer, phantom: Any) -> None:
     assert len(HOSTILE) > 100
     failures = {}
     for path in HOSTILE:
@@ -255,25 +267,25 @@ def run_serve_command(config: Path, *options: str) -> Iterator[tuple[subprocess.
 
 
 def test_serve_command_finishes_running_requests_before_it_exits(
-    bands_repository: Path, configure: Any, phantom: Any, phantom_maker: Any, tmp_path: Path
+    bands_repository: Path, write_config: Any, phantom: Any, phantom_maker: Any, tmp_path: Path
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    config = configure(bands_repository, server={"scratch_folder": str(scratch)})
+    config = write_config(bands_repository, server={"scratch_folder": str(scratch)})
     (tmp_path / "stack.tif").write_bytes(as_tiff(phantom.image))
     with run_serve_command(config) as (process, address):
-        until(lambda: _curl("-f", f"{address}/health/ready").returncode == 0, 180)
+        wait_until(lambda: _curl("-f", f"{address}/health/ready").returncode == 0, 180)
         done = _curl(
             "--data-binary", f"@{tmp_path / 'stack.tif'}", "-H", "Content-Type: image/tiff",
             f"{address}/segment", "-o", str(tmp_path / "labels.tif"),
         )  # fmt: skip
         assert done.returncode == 0
-        assert np.mean(classes((tmp_path / "labels.tif").read_bytes()) == phantom.classes) > 0.97
+        assert np.mean(read_classes((tmp_path / "labels.tif").read_bytes()) == phantom.classes) > 0.97
         larger = as_tiff(phantom_maker((48, 160, 160), seed=1).image)
         host, port = address.rpartition("/")[2].split(":")
         with ThreadPoolExecutor(1) as pool, socket.create_connection((host, int(port)), 20) as stalled:
             running = pool.submit(httpx2.post, f"{address}/segment", content=larger, headers=TIFF, timeout=60)
-            until(lambda: list(scratch.glob("*/requests/*/upload.tif")) != [], 20)
+            wait_until(lambda: list(scratch.glob("*/requests/*/upload.tif")) != [], 20)
             head = "POST /segment HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
             stalled.sendall(head.encode() + b"half")
             # Wait for the interim response: the server may drop requests that it has not read at shutdown.
@@ -289,16 +301,16 @@ def test_serve_command_finishes_running_requests_before_it_exits(
 
 @needs_openssl
 def test_serve_command_supports_https_api_keys_and_json_logs(
-    bands_repository: Path, configure: Any, tmp_path: Path
+    bands_repository: Path, write_config: Any, tmp_path: Path
 ) -> None:
-    files, access = key_and_certificate(tmp_path), {"keys": {"ada": hash_key("secret")}}
-    config = configure(
+    files, access = create_certificate(tmp_path), {"keys": {"ada": hash_key("secret")}}
+    config = write_config(
         bands_repository, server={"scratch_folder": str(tmp_path)}, access=access, logging={"format": "json"}
     )
     certificate = ["--ssl-keyfile", files["ssl_keyfile"], "--ssl-certfile", files["ssl_certfile"]]
     with run_serve_command(config, *certificate) as (_process, address):
         assert address.startswith("https://")
-        until(lambda: _curl("-kf", f"{address}/health/live").returncode == 0, 60)
+        wait_until(lambda: _curl("-kf", f"{address}/health/live").returncode == 0, 60)
         status = ["-k", "-o", "/dev/null", "-w", "%{http_code}", f"{address}/models"]
         assert _curl(*status).stdout == b"401"
         assert _curl(*status, "-H", "X-API-Key: secret", "-H", "X-Request-ID: first-look").stdout == b"200"

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from live import Live, as_tiff, classes, eager, serve, until
-from runtimes import caches
+from live import LiveServer, as_tiff, eager_settings, read_classes, serve, wait_until
+from runtimes import list_model_caches
 from torch import Tensor
 
 from service.models.network import Network
@@ -42,25 +42,25 @@ class SlowSegmenter(Segmenter):
 
 
 @pytest.fixture(scope="module")
-def live(bands_repository: Path) -> Iterator[Live]:
+def live(bands_repository: Path) -> Iterator[LiveServer]:
     device, watchdog = {"serve": ["cpu", "cpu"], "threads": 1}, {"batch_seconds": 2.5, "grace_seconds": 600}
-    settings = eager(bands_repository, device=device, watchdog=watchdog, limits={"waiting": 40})
+    settings = eager_settings(bands_repository, device=device, watchdog=watchdog, limits={"waiting": 40})
     with serve(settings, load=SlowSegmenter) as running:
         yield running
 
 
-def list_segmenters(live: Live) -> list[Any]:
+def list_segmenters(live: LiveServer) -> list[Any]:
     """Return the segmenter of each device."""
-    return [model.segmenter for cache in caches(live.runtime) if (model := cache.get("bands"))]
+    return [model.segmenter for cache in list_model_caches(live.runtime) if (model := cache.get("bands"))]
 
 
-def test_requests_use_all_devices_with_the_same_labels(live: Live, phantom_maker: Any) -> None:
+def test_requests_use_all_devices_with_the_same_labels(live: LiveServer, phantom_maker: Any) -> None:
     stacks = [as_tiff(phantom_maker((16, 40, 40), seed=seed).image) for seed in range(6)]
-    alone = [classes(live.segment(stack).content) for stack in stacks]
+    alone = [read_classes(live.segment(stack).content) for stack in stacks]
     before = [segmenter.calls for segmenter in list_segmenters(live)]
     with ThreadPoolExecutor(12) as pool:
         for expected, answer in zip(alone * 2, pool.map(live.segment, stacks * 2), strict=True):
-            assert np.array_equal(classes(answer.content), expected)
+            assert np.array_equal(read_classes(answer.content), expected)
     assert all(segmenter.calls > calls for segmenter, calls in zip(list_segmenters(live), before, strict=True))
     metrics = live.client.get("/metrics").text
     windows_by_device = dict(
@@ -74,12 +74,12 @@ def test_requests_use_all_devices_with_the_same_labels(live: Live, phantom_maker
     assert live.leftovers() == []
 
 
-def test_jobs_can_be_cancelled_on_every_device(live: Live, phantom_maker: Any) -> None:
+def test_jobs_can_be_cancelled_on_every_device(live: LiveServer, phantom_maker: Any) -> None:
     stack = as_tiff(phantom_maker((48, 120, 120), seed=1).image)
     for segmenter in list_segmenters(live):
         segmenter.gate.clear()
     jobs = [live.submit(stack) for _ in range(2)]
-    until(lambda: [live.show(job)["state"] for job in jobs] == ["running", "running"], 30)
+    wait_until(lambda: [live.show(job)["state"] for job in jobs] == ["running", "running"], 30)
     report = live.client.get("/gpu").json()["devices"]
     assert [(device["name"], device["running"], device["models"]) for device in report] == [
         ("cpu", 1, ["bands"]),
@@ -89,22 +89,22 @@ def test_jobs_can_be_cancelled_on_every_device(live: Live, phantom_maker: Any) -
         assert live.client.delete(f"/jobs/{job['id']}").status_code == 204
     for segmenter in list_segmenters(live):
         segmenter.gate.set()
-    until(lambda: [live.show(job)["state"] for job in jobs] == ["cancelled", "cancelled"], 20)
-    until(lambda: not live.runtime.devices.running_jobs, 20)
+    wait_until(lambda: [live.show(job)["state"] for job in jobs] == ["cancelled", "cancelled"], 20)
+    wait_until(lambda: not live.runtime.devices.running_jobs, 20)
 
 
-def test_stuck_device_is_reported_and_requests_use_the_other_device(live: Live, phantom_maker: Any) -> None:
+def test_stuck_device_is_reported_and_requests_use_the_other_device(live: LiveServer, phantom_maker: Any) -> None:
     stack = as_tiff(phantom_maker((16, 32, 32), seed=1).image)
     first, second = list_segmenters(live)
     first.gate.clear()
     job = live.submit(stack)
     ready = "/health/ready"
-    until(lambda: live.client.get(ready).status_code == 503, 20)
+    wait_until(lambda: live.client.get(ready).status_code == 503, 20)
     assert "The device cpu is stuck" in live.client.get(ready).json()["detail"]
     assert "stuck" in (live.client.get("/gpu").json()["devices"][0]["problem"] or "")
     calls = second.calls
     assert live.segment(stack).status_code == 200
     assert second.calls > calls
     first.gate.set()
-    until(lambda: live.client.get(ready).status_code == 200, 20)
+    wait_until(lambda: live.client.get(ready).status_code == 200, 20)
     live.wait(job, "done")

@@ -17,8 +17,8 @@ import faulty_server
 import httpx2
 import pytest
 from bands import make_phantom
-from fakes import until
-from live import ServiceRequests, as_tiff, problem
+from fakes import wait_until
+from live import ServiceRequests, as_tiff, parse_problem
 
 from service.serving.devices.local.watchdog import EXIT_STATUS
 
@@ -40,11 +40,11 @@ class Server(ServiceRequests):
 
     def wait_ready(self) -> None:
         self.client = httpx2.Client(base_url=f"http://127.0.0.1:{self._port.recv()}", timeout=TIMEOUT_SECONDS)
-        until(lambda: self.client.get("/health/ready").status_code == 200, TIMEOUT_SECONDS)
+        wait_until(lambda: self.client.get("/health/ready").status_code == 200, TIMEOUT_SECONDS)
 
     def segment_on_first(self, stack: bytes, **parameters: Any) -> httpx2.Response:
         """Wait until all devices are idle, so that the first device computes the request. Then send it."""
-        until(lambda: not any(device["running"] for device in self.client.get("/gpu").json()["devices"]))
+        wait_until(lambda: not any(device["running"] for device in self.client.get("/gpu").json()["devices"]))
         return self.segment(stack, **parameters)
 
     @contextmanager
@@ -97,7 +97,7 @@ def assert_recovers_from_out_of_memory(server: Server, stack: bytes) -> None:
         assert answer.status_code == 200, answer.text
         assert "used a smaller one" in str(answer.headers)
     with server.fault("no-room"):
-        assert problem(server.segment_on_first(stack)) == (507, "out-of-memory")
+        assert parse_problem(server.segment_on_first(stack)) == (507, "out-of-memory")
     answer = server.segment_on_first(stack)
     assert answer.status_code == 200
     assert "used a smaller one" not in str(answer.headers)
@@ -111,7 +111,7 @@ def test_request_that_breaks_its_device_fails_and_the_server_exits(servers: dict
         answers = list(pool.map(lambda _: server.segment(stack), range(4)))
     # The other device answers requests until the process exits.
     assert {answer.status_code for answer in answers} <= {200, 503}
-    assert problem(next(answer for answer in answers if answer.status_code != 200)) == (503, "device-lost")
+    assert parse_problem(next(answer for answer in answers if answer.status_code != 200)) == (503, "device-lost")
     server.assert_exits()
 
 
@@ -119,15 +119,15 @@ def test_next_request_detects_a_device_that_broke_while_idle(servers: dict[str, 
     server = servers["idle"]
     assert_recovers_from_out_of_memory(server, stack)
     (server.faults / "broken").touch()
-    assert problem(server.segment_on_first(stack)) == (503, "device-lost")
+    assert parse_problem(server.segment_on_first(stack)) == (503, "device-lost")
     server.assert_exits()
 
 
 def test_device_that_breaks_while_loading_a_model_is_reported_as_lost(servers: dict[str, Server], stack: bytes) -> None:
     server = servers["load"]
     with server.fault("no-room-load"):
-        assert problem(server.segment_on_first(stack, model="random-nuclei")) == (507, "out-of-memory")
+        assert parse_problem(server.segment_on_first(stack, model="random-nuclei")) == (507, "out-of-memory")
         assert server.segment(stack).status_code == 200
     (server.faults / "break-load").touch()
-    assert problem(server.segment_on_first(stack, model="random-nuclei")) == (503, "device-lost")
+    assert parse_problem(server.segment_on_first(stack, model="random-nuclei")) == (503, "device-lost")
     server.assert_exits()

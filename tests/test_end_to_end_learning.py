@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import until
-from live import TIFF, Answer, Live, as_tiff, eager, problem, serve
+from fakes import wait_until
+from live import TIFF, LabelTiff, LiveServer, as_tiff, eager_settings, parse_problem, serve
 from numpy.typing import NDArray
 
 from scripts.recipes.synthetic_nuclei import synthesize
@@ -30,18 +30,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(trainable: ModelSpec) -> Path:
+def models(trainable_model: ModelSpec) -> Path:
     """A repository with a small trainable model."""
-    return trainable.folder.parent
+    return trainable_model.folder.parent
 
 
 @pytest.fixture(scope="module")
-def live(models: Path, folder: Path) -> Iterator[Live]:
-    with serve(eager(models, jobs={"folder": folder}, training=TRAINING, trainings={"niceness": 0})) as running:
+def live(models: Path, folder: Path) -> Iterator[LiveServer]:
+    with serve(
+        eager_settings(models, jobs={"folder": folder}, training=TRAINING, trainings={"niceness": 0})
+    ) as running:
         yield running
 
 
-def annotate(live: Live, **headers: str) -> str:
+def annotate(live: LiveServer, **headers: str) -> str:
     """Upload a stack with labels and return the ID of the annotated stack."""
     image, labels = synthesize(np.random.default_rng(0), (16, 32, 48))
     stack = live.post("/stacks", as_tiff(image), TIFF | headers).json()["id"]
@@ -50,7 +52,7 @@ def annotate(live: Live, **headers: str) -> str:
     return str(live.post("/annotations", array.getvalue(), npy, stack=stack).json()["id"])
 
 
-def test_training_runs_alongside_requests_and_its_model_can_be_used(live: Live, folder: Path) -> None:
+def test_training_runs_alongside_requests_and_its_model_can_be_used(live: LiveServer, folder: Path) -> None:
     annotation = annotate(live)
     assert live.client.get("/limits").json() == {
         "corrections": True,
@@ -64,7 +66,7 @@ def test_training_runs_alongside_requests_and_its_model_can_be_used(live: Live, 
     assert answer.status_code == 202, answer.text
     address = answer.headers["location"]
     assert live.segment().status_code == 200
-    until(lambda: live.client.get(address).json()["state"] != "waiting")
+    wait_until(lambda: live.client.get(address).json()["state"] != "waiting")
     status_report = live.client.get("/status").json()
     (training,) = status_report["learning"]["trainings"]
     assert (training["name"], training["base_model"], training["state"]) == ("mine", "random-nuclei/1", "running")
@@ -116,7 +118,7 @@ def test_training_runs_alongside_requests_and_its_model_can_be_used(live: Live, 
     ],
 )
 def test_invalid_trainings_are_refused_with_the_reason(
-    live: Live, change: dict[str, Any], status: int, word: str
+    live: LiveServer, change: dict[str, Any], status: int, word: str
 ) -> None:
     request: dict[str, Any] = {"annotations": [annotate(live)], "minutes": 1, "name": "other"} | change
     answer = live.client.post("/trainings", json=request)
@@ -124,7 +126,7 @@ def test_invalid_trainings_are_refused_with_the_reason(
 
 
 @pytest.mark.parametrize(("body", "status"), [(b"", 422), (b"[1]", 422), (b'"' + b"x" * 2**17, 413)])
-def test_invalid_request_bodies_are_refused(live: Live, body: bytes, status: int) -> None:
+def test_invalid_request_bodies_are_refused(live: LiveServer, body: bytes, status: int) -> None:
     headers = {"Content-Type": "application/json; charset=utf-8"}
     assert live.client.post("/trainings", content=body, headers=headers).status_code == status
     assert live.client.post("/trainings", content=body, headers={"Content-Type": "text/plain"}).status_code == 415
@@ -133,7 +135,7 @@ def test_invalid_request_bodies_are_refused(live: Live, body: bytes, status: int
 def test_only_trainers_can_train_and_admins_see_all_trainings(models: Path, tmp_path: Path) -> None:
     names = ("ann", "bob", "eve")
     access = {"keys": {name: hash_key(name) for name in names}, "admins": ["eve"], "trainers": ["ann"]}
-    with serve(eager(models, access=access, jobs={"folder": tmp_path}), wait=False) as live:
+    with serve(eager_settings(models, access=access, jobs={"folder": tmp_path}), wait=False) as live:
         keys = {name: {"X-API-Key": name} for name in names}
         annotation = annotate(live, **keys["ann"])
         request = {"annotations": [annotation], "minutes": 1, "name": "mine"}
@@ -161,13 +163,13 @@ def test_only_trainers_can_train_and_admins_see_all_trainings(models: Path, tmp_
 
 
 def test_operators_can_disable_training(models: Path, tmp_path: Path) -> None:
-    settings = eager(models, jobs={"folder": tmp_path}, trainings={"enabled": False})
+    settings = eager_settings(models, jobs={"folder": tmp_path}, trainings={"enabled": False})
     with serve(settings, wait=False) as live:
         limits = live.client.get("/limits").json()
         assert (limits["training"], "trainings.enabled" in limits["training_problem"]) == (False, True)
         assert live.client.get("/status").json()["learning"]["problem"] == limits["training_problem"]
         answer = live.client.post("/trainings", json={"annotations": ["0" * 32], "minutes": 1, "name": "mine"})
-        assert problem(answer) == (403, "switched-off")
+        assert parse_problem(answer) == (403, "switched-off")
 
 
 @contextmanager
@@ -183,16 +185,16 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def wait(live: Live, address: str) -> Any:
+def wait(live: LiveServer, address: str) -> Any:
     """Wait until a training has ended and return its report."""
-    until(lambda: live.client.get(address).json()["state"] not in {"waiting", "running"}, 1000)
+    wait_until(lambda: live.client.get(address).json()["state"] not in {"waiting", "running"}, 1000)
     return live.client.get(address).json()
 
 
 @pytest.mark.thorough
 def test_full_disks_are_reported_and_the_service_recovers(models: Path, tmp_path: Path) -> None:
     annotations, trained = tmp_path / "annotations", tmp_path / "trained-models"
-    settings = eager(models, jobs={"folder": tmp_path}, training=TRAINING, trainings={"niceness": 0})
+    settings = eager_settings(models, jobs={"folder": tmp_path}, training=TRAINING, trainings={"niceness": 0})
     with small_disk(annotations, 400), small_disk(trained, 2_000), serve(settings) as live:
 
         def assert_healthy() -> None:
@@ -208,7 +210,7 @@ def test_full_disks_are_reported_and_the_service_recovers(models: Path, tmp_path
         assert_healthy()
         request = {"annotations": [annotation], "minutes": 0.5, "name": "mine"}
         address = live.client.post("/trainings", json=request).headers["location"]
-        until(lambda: live.client.get(address).json()["step"] > 0, 300)
+        wait_until(lambda: live.client.get(address).json()["step"] > 0, 300)
         with suppress(OSError), (trained / "filler").open("wb", buffering=0) as filler:
             while filler.write(bytes(2**12)):
                 pass
@@ -247,10 +249,10 @@ def test_training_on_part_of_a_stack_improves_the_rest(models: Path, tmp_path: P
         "dark": (np.where(labels > 0, 60, 200) + noise).astype(np.uint16),
     }
     np.save(array := io.BytesIO(), labels)
-    with serve(eager(models, jobs={"folder": tmp_path}, training=training, trainings={"niceness": 0})) as live:
+    with serve(eager_settings(models, jobs={"folder": tmp_path}, training=training, trainings={"niceness": 0})) as live:
 
         def f1(model: str, contrast: str) -> float:
-            found = Answer(live.segment(as_tiff(images[contrast]), model=model).content).pixels
+            found = LabelTiff(live.segment(as_tiff(images[contrast]), model=model).content).pixels
             return score(labels[..., corrected:], found[..., corrected:]).f1
 
         def learn(contrast: str, base: str) -> Any:

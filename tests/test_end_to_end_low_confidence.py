@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
-from live import Live, as_tiff, eager, problem, serve
+from live import LiveServer, as_tiff, eager_settings, parse_problem, serve
 from paths import ROOT
 from paths import SHARED_DATA as DATA
 
@@ -30,8 +30,8 @@ REAL_STACKS: list[tuple[str, dict[str, Any], str | None]] = [
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with serve(eager(ROOT / "models", device={"threads": 2})) as running:
+def live() -> Iterator[LiveServer]:
+    with serve(eager_settings(ROOT / "models", device={"threads": 2})) as running:
         yield running
 
 
@@ -41,7 +41,7 @@ def membranes() -> bytes:
     return as_tiff(tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88])
 
 
-def test_default_model_suggests_the_membrane_model_for_membranes(live: Live, membranes: bytes) -> None:
+def test_default_model_suggests_the_membrane_model_for_membranes(live: LiveServer, membranes: bytes) -> None:
     response = live.segment(membranes, measurements="zip")
     assert response.status_code == 200, response.text
     warning = json.loads(response.headers["x-stackseg-warning"])
@@ -60,19 +60,19 @@ def test_default_model_suggests_the_membrane_model_for_membranes(live: Live, mem
     assert all(0.5 < float(row.split(",")[column]) <= 1 for row in rows)
 
 
-def test_jobs_have_the_same_warning_and_strict_requests_fail_with_it(live: Live, membranes: bytes) -> None:
+def test_jobs_have_the_same_warning_and_strict_requests_fail_with_it(live: LiveServer, membranes: bytes) -> None:
     done, failed = live.run(membranes), live.wait(live.submit(membranes, strict=True), "failed")
     assert done["doubt"]["try"] == "model=membranes"
     assert done["doubt"]["detail"] == done["warnings"][0]
     assert json.loads(live.result(done).headers["x-stackseg-warning"]) == done["doubt"]
     assert failed["problem"]["type"] == "urn:stackseg:problem:doubtful-result"
     refused = live.segment(membranes, strict=True)
-    assert problem(refused) == (422, "doubtful-result")
+    assert parse_problem(refused) == (422, "doubtful-result")
     assert refused.json()["detail"] == failed["problem"]["detail"] == done["doubt"]["detail"]
 
 
 @pytest.mark.parametrize("model", ["nuclei", "membranes"])
-def test_stack_without_objects_has_a_warning(live: Live, model: str) -> None:
+def test_stack_without_objects_has_a_warning(live: LiveServer, model: str) -> None:
     blank = as_tiff(np.full((16, 48, 48), 7, np.uint16))
     response = live.segment(blank, model=model)
     assert response.headers["x-stackseg-objects"] == "0"
@@ -83,13 +83,13 @@ def test_stack_without_objects_has_a_warning(live: Live, model: str) -> None:
     assert live.segment(blank, model=model, strict=True).json()["detail"] == warning["detail"]
 
 
-def test_membrane_model_suggests_the_nuclei_model_for_nuclei(live: Live) -> None:
+def test_membrane_model_suggests_the_nuclei_model_for_nuclei(live: LiveServer) -> None:
     stack = as_tiff(tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[:, :64, :64])
     warning = json.loads(live.segment(stack, model="membranes").headers["x-stackseg-warning"])
     assert warning["try"] == "model=nuclei"
 
 
-def test_good_results_have_no_warning_and_pass_strict(live: Live) -> None:
+def test_good_results_have_no_warning_and_pass_strict(live: LiveServer) -> None:
     stack = as_tiff(tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[:, :96, :96])
     response = live.segment(stack, strict=True, diameter="12,29,29px")
     assert response.status_code == 200, response.text
@@ -98,14 +98,14 @@ def test_good_results_have_no_warning_and_pass_strict(live: Live) -> None:
 
 
 def test_command_line_warns_on_stderr_and_fails_with_strict(
-    membranes: bytes, configure: Any, tmp_path: Path, stackseg: Any, capsys: pytest.CaptureFixture[str]
+    membranes: bytes, write_config: Any, tmp_path: Path, run_stackseg: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = configure(ROOT / "models")
+    config = write_config(ROOT / "models")
     folder = tmp_path / "stacks"
     folder.mkdir()
     stack, labels = folder / "a.tif", tmp_path / "labels.tif"
     stack.write_bytes(membranes)
-    assert "Try --model membranes" in stackseg("segment", stack, labels, "--strict", "--config", config, status=1)
+    assert "Try --model membranes" in run_stackseg("segment", stack, labels, "--strict", "--config", config, status=1)
     assert not labels.exists()
     assert main(["segment", str(folder), str(tmp_path / "out"), "--config", str(config)]) == 0
     assert "a.tif: warning: The labels may be wrong" in capsys.readouterr().err
@@ -115,7 +115,7 @@ def test_command_line_warns_on_stderr_and_fails_with_strict(
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} does not exist")
 @pytest.mark.parametrize(("name", "parameters", "suggestion"), REAL_STACKS)
 def test_warnings_for_real_stacks_match_manual_review(
-    live: Live, name: str, parameters: dict[str, Any], suggestion: str | None
+    live: LiveServer, name: str, parameters: dict[str, Any], suggestion: str | None
 ) -> None:
     response = live.segment((DATA / "real" / name / "image.tif").read_bytes(), **parameters)
     warning = response.headers.get("x-stackseg-warning")

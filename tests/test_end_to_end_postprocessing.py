@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import tifffile
-from live import Answer, Live, as_tiff, eager, serve
+from live import LabelTiff, LiveServer, as_tiff, eager_settings, serve
 
 from service.__main__ import main
 from service.models.spec import ModelSpec
@@ -28,17 +28,17 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def live(random_nuclei: ModelSpec) -> Iterator[Live]:
-    with serve(eager(random_nuclei.folder.parent, limits={"cache_bytes": 2**20})) as running:
+def live(random_nuclei: ModelSpec) -> Iterator[LiveServer]:
+    with serve(eager_settings(random_nuclei.folder.parent, limits={"cache_bytes": 2**20})) as running:
         yield running
 
 
 @pytest.fixture
-def config(random_nuclei: ModelSpec, configure: Any) -> Path:
-    return configure(random_nuclei.folder.parent)
+def config(random_nuclei: ModelSpec, write_config: Any) -> Path:
+    return write_config(random_nuclei.folder.parent)
 
 
-def test_each_option_changes_the_labels_and_the_cache_key(live: Live) -> None:
+def test_each_option_changes_the_labels_and_the_cache_key(live: LiveServer) -> None:
     plain = live.segment(STACK)
     # With the random network, a threshold of 0.51 does not change the labels, but 0.45 does.
     for name, value in (OPTIONS | {"threshold": "0.45"}).items():
@@ -46,24 +46,26 @@ def test_each_option_changes_the_labels_and_the_cache_key(live: Live) -> None:
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-cache"] == "miss"
         assert answer.headers["etag"] != plain.headers["etag"]
-        assert name == "fill_holes" or not np.array_equal(Answer(answer.content).pixels, Answer(plain.content).pixels)
+        assert name == "fill_holes" or not np.array_equal(
+            LabelTiff(answer.content).pixels, LabelTiff(plain.content).pixels
+        )
     assert live.segment(STACK, **OPTIONS).headers["x-cache"] == "miss"
     assert live.segment(STACK, **OPTIONS).headers["x-cache"] == "hit"
 
 
 def test_jobs_and_the_command_line_give_the_same_labels_and_record_the_options(
-    live: Live, config: Path, tmp_path: Path
+    live: LiveServer, config: Path, tmp_path: Path
 ) -> None:
     answer = live.segment(STACK, **OPTIONS)
     job = live.run(STACK, **OPTIONS)
     assert job["parameters"].keys() == OPTIONS.keys()
     job_result = live.result(job)
-    assert np.array_equal(Answer(job_result.content).pixels, Answer(answer.content).pixels)
+    assert np.array_equal(LabelTiff(job_result.content).pixels, LabelTiff(answer.content).pixels)
     stack, labels = tmp_path / "stack.tif", tmp_path / "labels.tif"
     stack.write_bytes(STACK)
     options = [text for name, value in OPTIONS.items() for text in (f"--{name.replace('_', '-')}", value)]
     assert main(["segment", str(stack), str(labels), *options, "--config", str(config)]) == 0
-    assert np.array_equal(tifffile.imread(labels), Answer(answer.content).pixels)
+    assert np.array_equal(tifffile.imread(labels), LabelTiff(answer.content).pixels)
     assert tifffile.imread(labels).any()
     folder, out = tmp_path / "stacks", tmp_path / "out"
     folder.mkdir()
@@ -88,10 +90,10 @@ def test_model_with_two_channels_accepts_two_channel_stacks(
     spec = write_model(random_nuclei_content | two)
     pixels = np.random.default_rng(0).integers(0, 255, (8, 2, 20, 20), dtype=np.uint8)
     both, three = (as_tiff(stack, metadata={"axes": "ZCYX"}) for stack in (pixels, pixels[:, [0, 1, 1]]))
-    with serve(eager(spec.folder.parent)) as live:
+    with serve(eager_settings(spec.folder.parent)) as live:
         answers = [live.segment(both, **channel) for channel in ({}, {"channel": "all"}, {"channel": "1"})]
         assert [answer.status_code for answer in answers] == [200, 200, 422]
-        assert np.array_equal(*(Answer(answer.content).pixels for answer in answers[:2]))
+        assert np.array_equal(*(LabelTiff(answer.content).pixels for answer in answers[:2]))
         measured = live.segment(both, channel="all", measurements="csv")
         assert {"intensity_mean-0", "intensity_mean-1"} <= set(measured.text.splitlines()[0].split(","))
         refused = live.segment(three, channel="all")
@@ -99,7 +101,7 @@ def test_model_with_two_channels_accepts_two_channel_stacks(
 
 
 def test_invalid_options_are_refused_with_the_name_that_the_client_used(
-    live: Live, config: Path, tmp_path: Path, stackseg: Any
+    live: LiveServer, config: Path, tmp_path: Path, run_stackseg: Any
 ) -> None:
     refused = live.segment(STACK, output="classes", minimum_size="9")
     assert (refused.status_code, refused.json()["detail"][:13]) == (422, "minimum_size:")
@@ -110,5 +112,5 @@ def test_invalid_options_are_refused_with_the_name_that_the_client_used(
     stack = tmp_path / "stack.tif"
     stack.write_bytes(STACK)
     options = ["--config", config, "--output", "probabilities", "--threshold", "0.4"]
-    told = stackseg("segment", stack, tmp_path / "out.tif", *options, status=1)
-    assert "--threshold: this option has no effect on --output probabilities" in told
+    message = run_stackseg("segment", stack, tmp_path / "out.tif", *options, status=1)
+    assert "--threshold: this option has no effect on --output probabilities" in message

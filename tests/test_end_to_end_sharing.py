@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from live import Live, as_tiff, classes, eager, serve, until
-from runtimes import loaded_segmenter
+from live import LiveServer, as_tiff, eager_settings, read_classes, serve, wait_until
+from runtimes import get_loaded_segmenter
 from torch import Tensor
 
 from service.models.network import Network
@@ -48,17 +48,17 @@ class RecordingSegmenter(Segmenter):
 
 
 @pytest.fixture(scope="module")
-def live(bands_repository: Path) -> Iterator[Live]:
-    settings = eager(bands_repository, windows={"sw_batch_size": BATCH_SIZE}, limits={"waiting": 30})
+def live(bands_repository: Path) -> Iterator[LiveServer]:
+    settings = eager_settings(bands_repository, windows={"sw_batch_size": BATCH_SIZE}, limits={"waiting": 30})
     with serve(settings, load=RecordingSegmenter) as running:
         yield running
 
 
 @pytest.fixture
-def calls(live: Live) -> list[float]:
+def calls(live: LiveServer) -> list[float]:
     """The start times of the batches computed from now on. The list grows during the test."""
-    until(lambda: not live.runtime.devices.running_jobs, 20)
-    segmenter: Any = loaded_segmenter(live.runtime.models, None)
+    wait_until(lambda: not live.runtime.devices.running_jobs, 20)
+    segmenter: Any = get_loaded_segmenter(live.runtime.models, None)
     segmenter.calls.clear()
     return segmenter.calls
 
@@ -68,7 +68,7 @@ def large(phantom_maker: Any) -> bytes:
     return as_tiff(phantom_maker((64, 400, 400), seed=1).image)
 
 
-def read_window_counts(live: Live) -> tuple[float, float]:
+def read_window_counts(live: LiveServer) -> tuple[float, float]:
     """Return the number of computed windows, and the number of batch slots."""
     lines = live.client.get("/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
@@ -77,11 +77,11 @@ def read_window_counts(live: Live) -> tuple[float, float]:
 
 
 def test_concurrent_requests_do_not_change_labels_even_if_others_fail_or_are_cancelled(
-    live: Live, calls: list[float], phantom_maker: Any
+    live: LiveServer, calls: list[float], phantom_maker: Any
 ) -> None:
     shapes = [(16, 32, 32), (9, 20, 32), (16, 32, 32), (40, 60, 50), (3, 32, 70), (16, 32, 32)]
     stacks = [as_tiff(phantom_maker(shape, seed=seed).image) for seed, shape in enumerate(shapes)]
-    expected_labels = [classes(live.segment(stack).content) for stack in stacks]
+    expected_labels = [read_classes(live.segment(stack).content) for stack in stacks]
     too_bright = as_tiff(np.full((40, 60, 50), 65535, np.uint16))
     cancelled = as_tiff(phantom_maker((32, 100, 100), seed=7).image)
     calls.clear()
@@ -89,30 +89,32 @@ def test_concurrent_requests_do_not_change_labels_even_if_others_fail_or_are_can
         failing = pool.submit(live.segment, too_bright)
         job = live.submit(cancelled)
         together = [pool.submit(live.segment, stack) for stack in stacks * 2]
-        until(lambda: len(calls) > 2, 20)
+        wait_until(lambda: len(calls) > 2, 20)
         assert live.client.delete(f"/jobs/{job['id']}").status_code == 204
         assert failing.result().json()["type"] == "urn:stackseg:problem:internal-error"
         assert failing.result().headers["connection"] == "close", "the client must not reuse the connection"
     for expected, answer in zip(expected_labels * 2, together, strict=True):
-        assert np.array_equal(classes(answer.result().content), expected)
+        assert np.array_equal(read_classes(answer.result().content), expected)
     assert live.show(job)["state"] == "cancelled"
-    until(lambda: live.leftovers() == [], 20)
+    wait_until(lambda: live.leftovers() == [], 20)
 
 
-def test_batches_contain_windows_of_several_clients(live: Live, calls: list[float], phantom_maker: Any) -> None:
+def test_batches_contain_windows_of_several_clients(live: LiveServer, calls: list[float], phantom_maker: Any) -> None:
     small = [as_tiff(phantom_maker((16, 32, 32), seed=seed).image) for seed in range(8)]
     before = read_window_counts(live)
     live.segment(small[0])
     between = read_window_counts(live)
     assert (between[0] - before[0], between[1] - before[1]) == (1, BATCH_SIZE), "a single window is a batch of its own"
     calls.clear()
-    segmenter: Any = loaded_segmenter(live.runtime.models, None)
+    segmenter: Any = get_loaded_segmenter(live.runtime.models, None)
     with ThreadPoolExecutor(len(small)) as pool:
         for _ in range(2):
             segmenter.gate.clear()
             answers = [pool.submit(live.segment, stack) for stack in small]
             # Wait until all requests have arrived, while the gate holds the first batch.
-            until(lambda: sum(job.progress.total > 0 for job in live.runtime.devices.running_jobs) == len(small), 20)
+            wait_until(
+                lambda: sum(job.progress.total > 0 for job in live.runtime.devices.running_jobs) == len(small), 20
+            )
             segmenter.gate.set()
             assert all(answer.result().status_code == 200 for answer in answers)
     windows, slots = (now - then for now, then in zip(read_window_counts(live), between, strict=True))
@@ -122,10 +124,10 @@ def test_batches_contain_windows_of_several_clients(live: Live, calls: list[floa
 
 
 def test_small_stack_is_segmented_while_a_large_one_is_running(
-    live: Live, calls: list[float], large: bytes, phantom_maker: Any
+    live: LiveServer, calls: list[float], large: bytes, phantom_maker: Any
 ) -> None:
     job = live.submit(large)
-    until(lambda: len(calls) > 1, 20)
+    wait_until(lambda: len(calls) > 1, 20)
     before = len(calls)
     assert live.segment(as_tiff(phantom_maker((16, 32, 32), seed=3).image)).status_code == 200
     progress = live.show(job)["progress"]
@@ -133,27 +135,27 @@ def test_small_stack_is_segmented_while_a_large_one_is_running(
     assert live.client.delete(f"/jobs/{job['id']}").status_code == 204
 
 
-def cancel_job(live: Live, calls: list[float], stack: bytes) -> None:
+def cancel_job(live: LiveServer, calls: list[float], stack: bytes) -> None:
     """Start a job and cancel it."""
     job = live.submit(stack)
-    until(lambda: len(calls) > 1, 20)
+    wait_until(lambda: len(calls) > 1, 20)
     assert live.client.delete(f"/jobs/{job['id']}").status_code == 204
 
 
-def disconnect(live: Live, calls: list[float], stack: bytes) -> None:
+def disconnect(live: LiveServer, calls: list[float], stack: bytes) -> None:
     """Start a request and close its connection."""
-    with live.sending("/segment", stack):
-        until(lambda: len(calls) > 1, 20)
+    with live.open_request("/segment", stack):
+        wait_until(lambda: len(calls) > 1, 20)
         (job,) = live.runtime.devices.running_jobs
-    until(job.cancelled, 20)
+    wait_until(job.cancelled, 20)
 
 
 @pytest.mark.parametrize("abandon", [cancel_job, disconnect])
 def test_cancellation_frees_the_device_within_two_batches(
-    live: Live, calls: list[float], large: bytes, abandon: Callable[[Live, list[float], bytes], None]
+    live: LiveServer, calls: list[float], large: bytes, abandon: Callable[[LiveServer, list[float], bytes], None]
 ) -> None:
     abandon(live, calls, large)
     before = len(calls)
     time.sleep(6 * BATCH_SECONDS)
     assert len(calls) <= before + 2
-    until(lambda: live.leftovers() == [], 20)
+    wait_until(lambda: live.leftovers() == [], 20)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import tifffile
 from common import run_server
-from fakes import until
-from job_service import Service, start
+from fakes import wait_until
+from job_service import Service, start_service
 from live import STACK, as_tiff
 
 from scripts.recipes.synthetic_nuclei import synthesize
@@ -23,10 +23,10 @@ from service.__main__ import main
 from service.models.spec import ModelSpec
 
 NAMES = [f"stack {number:02}.tif" for number in range(19)]
-PLACES = {"input": "scans/day 1", "output_to": "results/day 1"}
+FOLDER_PARAMETERS = {"input": "scans/day 1", "output_to": "results/day 1"}
 
 
-def recorded(out: Path) -> list[str]:
+def read_recorded_stacks(out: Path) -> list[str]:
     """Return the stacks recorded in `stacks.jsonl`, in order."""
     path = out / "stacks.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -34,7 +34,7 @@ def recorded(out: Path) -> list[str]:
 
 
 def test_killed_service_resumes_a_folder_and_agrees_with_the_command_line(
-    random_nuclei: ModelSpec, configure: Any, tmp_path: Path
+    random_nuclei: ModelSpec, write_config: Any, tmp_path: Path
 ) -> None:
     scans, results = tmp_path / "scans", tmp_path / "results"
     stacks, out, cli_out = scans / "day 1", results / "day 1", tmp_path / "own"
@@ -46,31 +46,31 @@ def test_killed_service_resumes_a_folder_and_agrees_with_the_command_line(
     (stacks / "broken.tif").write_bytes(as_tiff(image)[:5000])
     roots = {"inputs": {"scans": {"folder": str(scans)}}, "outputs": {"results": {"folder": str(results)}}}
     jobs = {"folder": str(tmp_path / "jobs"), "attempts": 2}
-    config = configure(random_nuclei.folder.parent, jobs=jobs, references=roots)
+    config = write_config(random_nuclei.folder.parent, jobs=jobs, references=roots)
 
     with run_server(tmp_path, "--config", str(config)) as (process, port):
-        response = httpx2.post(f"http://127.0.0.1:{port}/jobs", params=PLACES)
+        response = httpx2.post(f"http://127.0.0.1:{port}/jobs", params=FOLDER_PARAMETERS)
         assert response.status_code == 202, response.text
         job = response.json()
-        until(lambda: len(recorded(out)) >= 4, 60)
+        wait_until(lambda: len(read_recorded_stacks(out)) >= 4, 60)
         report = httpx2.get(f"http://127.0.0.1:{port}/jobs/{job['id']}").json()
         assert (report["state"], report["stacks"]["total"], report["time_points"]) == ("running", 20, None)
         assert report["stacks"]["done"] >= 3
         assert report["seconds_left"] > 0
         os.kill(process, signal.SIGKILL)
-    before = len(recorded(out))
+    before = len(read_recorded_stacks(out))
     assert before < 20
 
     with run_server(tmp_path, "--config", str(config)) as (_process, port):
         address = f"http://127.0.0.1:{port}/jobs/{job['id']}"
-        until(lambda: httpx2.get(address).json()["state"] not in {"waiting", "loading", "running"}, 120)
+        wait_until(lambda: httpx2.get(address).json()["state"] not in {"waiting", "loading", "running"}, 120)
         report = httpx2.get(address).json()
         result = httpx2.get(f"{address}/result").json()
     assert (report["state"], report["stacks"]) == ("done", {"done": 19, "total": 20})
     assert report["warnings"][0].startswith("broken.tif: ")
-    assert sorted(set(recorded(out))) == sorted([*NAMES, "broken.tif"])
+    assert sorted(set(read_recorded_stacks(out))) == sorted([*NAMES, "broken.tif"])
     # Only the failed stack, and stacks that were not recorded yet, were processed again.
-    assert len(recorded(out)) <= 22
+    assert len(read_recorded_stacks(out)) <= 22
 
     assert main(["segment", str(stacks), str(cli_out), "--config", str(config)]) == 1
     assert {path.name for path in out.iterdir()} == {path.name for path in cli_out.iterdir()}
@@ -86,7 +86,7 @@ def test_killed_service_resumes_a_folder_and_agrees_with_the_command_line(
     assert [stack["problem"] is None for stack in result["stacks"]] == [False, *[True] * 19]
     # The command line does not repeat stacks that the job has finished.
     assert main(["segment", str(stacks), str(out), "--config", str(config)]) == 1
-    assert len(recorded(out)) <= 23
+    assert len(read_recorded_stacks(out)) <= 23
 
 
 @pytest.fixture
@@ -102,13 +102,13 @@ def host(tmp_path: Path) -> Path:
 @pytest.fixture
 def service(bands_repository: Path, host: Path) -> Iterator[Service]:
     roots = {"inputs": {"scans": {"folder": host / "scans"}}, "outputs": {"results": {"folder": host / "results"}}}
-    with start(bands_repository, host, references=roots) as service:
+    with start_service(bands_repository, host, references=roots) as service:
         yield service
 
 
 def submit(service: Service, **parameters: Any) -> dict[str, Any]:
     """Submit a job on the input folder."""
-    return service.submit(b"", **PLACES | parameters)
+    return service.submit(b"", **FOLDER_PARAMETERS | parameters)
 
 
 def test_subfolders_are_processed_but_links_and_other_files_are_not(service: Service, host: Path) -> None:
@@ -159,36 +159,36 @@ def test_cancelled_folder_keeps_its_results_and_shares_the_device(service: Servi
 
     service.fake.segment = segment  # type: ignore[method-assign]
     job = submit(service)
-    until(lambda: len(plane_counts) == 3, 60)
+    wait_until(lambda: len(plane_counts) == 3, 60)
     assert service.show(job)["stacks"] == {"done": 2, "total": 6}
     assert service.runtime.devices.waiting_count + len(service.runtime.devices.running_jobs) == 1
     service.caller = "bob"
     other = service.submit(as_tiff(np.full((5, 8, 8), 200, np.uint8)))
     queue = service.runtime.devices.all[0].scheduler.queue
-    until(lambda: len(queue.jobs) == 2 and all(job.is_ready for job in queue.jobs), 60)
+    wait_until(lambda: len(queue.jobs) == 2 and all(job.is_ready for job in queue.jobs), 60)
     service.fake.gate.set()
-    until(lambda: len(plane_counts) == 5, 60)
+    wait_until(lambda: len(plane_counts) == 5, 60)
     assert plane_counts == [3, 3, 3, 5, 3]
     service.wait(other, "done")
     assert service.client.get(f"/jobs/{job['id']}").status_code == 404
     service.caller = "ann"
     assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
-    until((out / "report.html").exists, 60)
+    wait_until((out / "report.html").exists, 60)
     assert service.show(job)["state"] == "cancelled"
-    assert recorded(out) == NAMES[:3]
+    assert read_recorded_stacks(out) == NAMES[:3]
     assert "not processed" in (out / "report.html").read_text()
 
     # Submitting the folder again resumes it.
     service.fake.gate.set()
     assert service.wait(submit(service), "done")["stacks"] == {"done": 6, "total": 6}
-    assert recorded(out) == NAMES[:6]
+    assert read_recorded_stacks(out) == NAMES[:6]
 
 
 def test_stacks_deleted_or_replaced_during_the_job_fail_individually(service: Service, host: Path) -> None:
     stacks = host / "scans" / "day 1"
     service.fake.gate.clear()
     job = submit(service)
-    until(lambda: service.runtime.devices.running_jobs)
+    wait_until(lambda: service.runtime.devices.running_jobs)
     (stacks / NAMES[1]).unlink()
     (stacks / NAMES[2]).unlink()
     (stacks / NAMES[2]).symlink_to("/etc/passwd")
@@ -199,15 +199,15 @@ def test_stacks_deleted_or_replaced_during_the_job_fail_individually(service: Se
 
 def test_results_in_the_input_folder_are_not_processed_as_stacks(bands_repository: Path, host: Path) -> None:
     roots = {"inputs": {"scans": {"folder": host / "scans"}}, "outputs": {"scans": {"folder": host / "scans"}}}
-    with start(bands_repository, host, references=roots) as service:
+    with start_service(bands_repository, host, references=roots) as service:
         for _ in range(2):
             report = service.wait(submit(service, output_to="scans/day 1/out", glob="**/*.tif"), "done")
             assert report["stacks"] == {"done": 8, "total": 8}
-        response = service.post("/jobs", b"", **PLACES | {"output_to": "scans/day 1"})
+        response = service.post("/jobs", b"", **FOLDER_PARAMETERS | {"output_to": "scans/day 1"})
         assert "is the input folder" in response.json()["detail"]
 
 
-REFUSED: list[tuple[dict[str, str], str]] = [
+INVALID_REQUESTS: list[tuple[dict[str, str], str]] = [
     ({"output_to": ""}, "is a folder. Use POST /jobs for a folder"),
     ({"output_to": "results/no/such"}, "is in a folder that does not exist"),
     ({"output_to": "results/taken"}, "contains other files"),
@@ -232,8 +232,8 @@ def test_invalid_folder_jobs_are_refused(service: Service, host: Path) -> None:
     (host / "results" / "file").touch()
     (host / "results" / "link").symlink_to(host / "scans")
     (host / "scans" / "link").symlink_to(host)
-    for parameters, words in REFUSED:
-        response = service.post("/jobs", b"", **PLACES | parameters)
+    for parameters, words in INVALID_REQUESTS:
+        response = service.post("/jobs", b"", **FOLDER_PARAMETERS | parameters)
         assert response.status_code == 422, parameters
         assert words in response.json()["detail"]
     assert service.client.get("/jobs").json()["jobs"] == []
@@ -250,6 +250,6 @@ def test_labels_of_a_host_file_have_no_source_hash(service: Service, host: Path)
 
 def test_only_jobs_accept_folders(service: Service) -> None:
     for path in ("/segment", "/inspect"):
-        response = service.post(path, b"", **PLACES)
+        response = service.post(path, b"", **FOLDER_PARAMETERS)
         assert response.status_code == 422
         assert "POST /jobs" in response.json()["detail"]

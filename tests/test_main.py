@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
-from fakes import until
+from fakes import wait_until
 from live import as_tiff
 from paths import ROOT
 
@@ -34,8 +34,8 @@ KEY_HASHES = {"ada": hash_key("secret")}
 
 
 @pytest.fixture
-def config(bands_repository: Path, configure: Any) -> Path:
-    return Path(configure(bands_repository))
+def config(bands_repository: Path, write_config: Any) -> Path:
+    return Path(write_config(bands_repository))
 
 
 @pytest.fixture
@@ -45,30 +45,30 @@ def stack(phantom: Any, tmp_path: Path) -> Path:
     return path
 
 
-def test_models_command_lists_models(config: Path, stackseg: Any) -> None:
-    output = stackseg("models", "--config", config)
+def test_models_command_lists_models(config: Path, run_stackseg: Any) -> None:
+    output = run_stackseg("models", "--config", config)
     assert "bands/1" in output
-    assert stackseg("models", "list", "--config", config) == output
-    (model,) = json.loads(stackseg("models", "--config", config, "--json"))
+    assert run_stackseg("models", "list", "--config", config) == output
+    (model,) = json.loads(run_stackseg("models", "--config", config, "--json"))
     assert (model["name"], model["outputs"]) == ("bands", ["background", "dim", "bright"])
 
 
 def test_file_is_segmented_without_a_service(
-    config: Path, stack: Path, phantom: Any, tmp_path: Path, stackseg: Any
+    config: Path, stack: Path, phantom: Any, tmp_path: Path, run_stackseg: Any
 ) -> None:
     result = tmp_path / "classes.tif"
     options = ("--config", config, "--overlap", "0.5", "--sw-batch-size", "1", "--skip-below", "0")
-    output = stackseg("segment", stack, result, *options)
+    output = run_stackseg("segment", stack, result, *options)
     for text in ("bands/1", "read", "windows", "write", "skipped: 0 of "):
         assert text in output
     assert np.mean(tifffile.imread(result) == phantom.classes) > 0.97
 
 
 def test_objects_are_measured_without_a_service(
-    random_nuclei: ModelSpec, configure: Any, stack: Path, tmp_path: Path, stackseg: Any
+    random_nuclei: ModelSpec, write_config: Any, stack: Path, tmp_path: Path, run_stackseg: Any
 ) -> None:
-    config, labels, table = configure(random_nuclei.folder.parent), tmp_path / "labels.tif", tmp_path / "objects.csv"
-    assert "measure" in stackseg("segment", stack, labels, "--measurements", table, "--config", config)
+    config, labels, table = write_config(random_nuclei.folder.parent), tmp_path / "labels.tif", tmp_path / "objects.csv"
+    assert "measure" in run_stackseg("segment", stack, labels, "--measurements", table, "--config", config)
     numbers, sizes = np.unique(tifffile.imread(labels), return_counts=True)
     rows = list(csv.DictReader(io.StringIO(table.read_text())))
     assert [int(row["label"]) for row in rows] == numbers[1:].tolist()
@@ -96,7 +96,7 @@ def test_objects_are_measured_without_a_service(
 def test_unwritable_results_are_rejected_before_work_starts(
     config: Path,
     stack: Path,
-    stackseg: Any,
+    run_stackseg: Any,
     monkeypatch: pytest.MonkeyPatch,
     result: str,
     extra_arguments: list[str],
@@ -108,16 +108,16 @@ def test_unwritable_results_are_rejected_before_work_starts(
         Path(name).touch()
     content = stack.read_bytes()
     # The unknown model would be rejected first if anything had been read before this check.
-    assert text in stackseg(
+    assert text in run_stackseg(
         "segment", stack, result, "--config", config, "--model", "livers", *extra_arguments, status=1
     )
     assert stack.read_bytes() == content
 
 
-def test_existing_results_are_replaced_with_force(config: Path, stack: Path, tmp_path: Path, stackseg: Any) -> None:
+def test_existing_results_are_replaced_with_force(config: Path, stack: Path, tmp_path: Path, run_stackseg: Any) -> None:
     result = tmp_path / "classes.tif"
     result.write_bytes(b"old")
-    stackseg("segment", stack, result, "--config", config, "--force")
+    run_stackseg("segment", stack, result, "--config", config, "--force")
     assert tifffile.imread(result).shape == tifffile.imread(stack).shape
 
 
@@ -139,14 +139,14 @@ def test_existing_results_are_replaced_with_force(config: Path, stack: Path, tmp
 def test_errors_are_one_line_with_option_names(
     config: Path,
     tmp_path: Path,
-    stackseg: Any,
+    run_stackseg: Any,
     shape: tuple[int, ...],
     arguments: list[str],
     text: str,
 ) -> None:
     path = tmp_path / "any.tif"
     tifffile.imwrite(path, np.zeros(shape, np.uint8), photometric="minisblack")
-    (line,) = stackseg("segment", path, tmp_path / "out.tif", "--config", config, *arguments, status=1).splitlines()
+    (line,) = run_stackseg("segment", path, tmp_path / "out.tif", "--config", config, *arguments, status=1).splitlines()
     assert line.startswith("stackseg: ")
     assert text in line
     assert "=" not in line
@@ -204,7 +204,7 @@ def test_unknown_option_shows_usage_and_suggestion(capsys: pytest.CaptureFixture
 
 
 def test_invalid_header_is_rejected_before_weights_are_loaded(
-    bands_repository: Path, config: Path, tmp_path: Path, stackseg: Any
+    bands_repository: Path, config: Path, tmp_path: Path, run_stackseg: Any
 ) -> None:
     models, stack = shutil.copytree(bands_repository, tmp_path / "models"), tmp_path / "channels.tif"
     (weights,), (spec,) = models.glob("*/weights.*"), models.glob("*/model.yaml")
@@ -212,7 +212,7 @@ def test_invalid_header_is_rejected_before_weights_are_loaded(
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     spec.write_text(re.sub(r"(?<=sha256: )\w+", digest, spec.read_text()))
     stack.write_bytes(as_tiff(np.zeros((8, 3, 16, 16), np.uint16), metadata={"axes": "ZCYX"}))
-    assert "--channel (index or name)" in stackseg(
+    assert "--channel (index or name)" in run_stackseg(
         "segment", stack, tmp_path / "out.tif", "--config", config, "--models", models, status=1
     )
 
@@ -233,23 +233,23 @@ def test_interruption_prints_one_line(tmp_path: Path) -> None:
         return bool(descriptors) or process.poll() is not None
 
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        until(is_read, 120)
+        wait_until(is_read, 120)
         err = interrupt(process)
     for descriptor in descriptors:
         os.close(descriptor)
     assert (process.returncode, err) == (130, "stackseg: interrupted\n")
 
 
-def test_missing_input_prints_one_line(config: Path, tmp_path: Path, stackseg: Any) -> None:
-    (line,) = stackseg(
+def test_missing_input_prints_one_line(config: Path, tmp_path: Path, run_stackseg: Any) -> None:
+    (line,) = run_stackseg(
         "segment", tmp_path / "nowhere.tif", tmp_path / "out.tif", "--config", config, status=1
     ).splitlines()
     assert line == f"stackseg: {tmp_path / 'nowhere.tif'}: No such file or directory"
 
 
-def test_invalid_configuration_exits_with_status_two(config: Path, stackseg: Any) -> None:
+def test_invalid_configuration_exits_with_status_two(config: Path, run_stackseg: Any) -> None:
     config.write_text("windows: {overlop: 1}")
-    assert stackseg("models", "--config", config, status=2).startswith("stackseg: ")
+    assert run_stackseg("models", "--config", config, status=2).startswith("stackseg: ")
 
 
 @pytest.mark.parametrize(
@@ -264,28 +264,30 @@ def test_invalid_configuration_exits_with_status_two(config: Path, stackseg: Any
     ],
 )
 def test_missing_model_folder_exits_with_status_two(
-    config: Path, stack: Path, tmp_path: Path, stackseg: Any, monkeypatch: Any, command: str
+    config: Path, stack: Path, tmp_path: Path, run_stackseg: Any, monkeypatch: Any, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = command.format(stack=stack).split()
-    (line,) = stackseg(*arguments, "--config", config, "--models", "nowhere", status=2).splitlines()
+    (line,) = run_stackseg(*arguments, "--config", config, "--models", "nowhere", status=2).splitlines()
     assert line.startswith("stackseg: The model repository nowhere is not a folder in the working directory; ")
 
 
-def test_models_option_overrides_the_configuration(config: Path, random_nuclei: ModelSpec, stackseg: Any) -> None:
-    output = stackseg("models", "--config", config, "--models", random_nuclei.folder.parent)
+def test_models_option_overrides_the_configuration(config: Path, random_nuclei: ModelSpec, run_stackseg: Any) -> None:
+    output = run_stackseg("models", "--config", config, "--models", random_nuclei.folder.parent)
     assert random_nuclei.identifier in output
     assert "bands" not in output
 
 
-def test_import_requires_a_folder_for_the_model(stack: Path, stackseg: Any) -> None:
-    assert "--models FOLDER" in stackseg("models", "import", stack, status=1)
+def test_import_requires_a_folder_for_the_model(stack: Path, run_stackseg: Any) -> None:
+    assert "--models FOLDER" in run_stackseg("models", "import", stack, status=1)
     for options_before, options_after in ((["--models", stack.parent], []), ([], ["--models", stack.parent])):
-        assert "--models FOLDER" not in stackseg("models", *options_before, "import", stack, *options_after, status=1)
+        assert "--models FOLDER" not in run_stackseg(
+            "models", *options_before, "import", stack, *options_after, status=1
+        )
 
 
-def test_serve_reports_an_unusable_address(config: Path, stackseg: Any) -> None:
-    assert "192.0.2.1" in stackseg("serve", "--config", config, "--host", "192.0.2.1", "--port", "1", status=2)
+def test_serve_reports_an_unusable_address(config: Path, run_stackseg: Any) -> None:
+    assert "192.0.2.1" in run_stackseg("serve", "--config", config, "--host", "192.0.2.1", "--port", "1", status=2)
 
 
 @pytest.mark.parametrize(
@@ -296,8 +298,8 @@ def test_is_public(host: str, expected: bool) -> None:
     assert is_public(host) == expected
 
 
-def test_key_command_prints_key_and_configuration(stackseg: Any, tmp_path: Path) -> None:
-    lines = stackseg("key", "microscope-3").splitlines()
+def test_key_command_prints_key_and_configuration(run_stackseg: Any, tmp_path: Path) -> None:
+    lines = run_stackseg("key", "microscope-3").splitlines()
     (key,) = [line for line in lines if line.startswith("stackseg_")]
     path = tmp_path / "config.yaml"
     path.write_text("\n".join(lines[lines.index("access:") :]))
@@ -307,8 +309,8 @@ def test_key_command_prints_key_and_configuration(stackseg: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["", "two words", "-x", "a" * 65, "a\n"])
-def test_invalid_key_names_are_rejected(stackseg: Any, name: str) -> None:
-    assert "letters, digits" in stackseg("key", "--", name, status=1)
+def test_invalid_key_names_are_rejected(run_stackseg: Any, name: str) -> None:
+    assert "letters, digits" in run_stackseg("key", "--", name, status=1)
 
 
 @pytest.mark.parametrize(
@@ -316,17 +318,17 @@ def test_invalid_key_names_are_rejected(stackseg: Any, name: str) -> None:
     [("192.0.2.1", {}, True), ("192.0.2.1", KEY_HASHES, False), ("127.0.0.1", {}, False)],
 )
 def test_public_address_without_keys_logs_a_warning(
-    configure: Any,
+    write_config: Any,
     bands_repository: Path,
     caplog: pytest.LogCaptureFixture,
     host: str,
     keys: Any,
     has_warning: bool,
-    stackseg: Any,
+    run_stackseg: Any,
 ) -> None:
-    config = configure(bands_repository, access={"keys": keys})
+    config = write_config(bands_repository, access={"keys": keys})
     with socket.create_server(("127.0.0.1", 0)) as occupied_socket:
-        stackseg("serve", "--config", config, "--host", host, "--port", occupied_socket.getsockname()[1], status=2)
+        run_stackseg("serve", "--config", config, "--host", host, "--port", occupied_socket.getsockname()[1], status=2)
     assert ("there are no access.keys" in caplog.text) == has_warning
 
 
@@ -337,8 +339,10 @@ def test_public_address_without_keys_logs_a_warning(
         (["--ssl-keyfile", "nowhere.pem", "--ssl-certfile", "nowhere.pem"], "server.ssl_keyfile"),
     ],
 )
-def test_unusable_certificate_exits_with_status_two(config: Path, stackseg: Any, options: list[str], text: str) -> None:
-    assert text in stackseg("serve", "--config", config, "--port", "0", *options, status=2)
+def test_unusable_certificate_exits_with_status_two(
+    config: Path, run_stackseg: Any, options: list[str], text: str
+) -> None:
+    assert text in run_stackseg("serve", "--config", config, "--port", "0", *options, status=2)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["models"], ["key", "ada"]])

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
-from fakes import until
-from live import Answer, Live, as_tiff, eager, serve
+from fakes import wait_until
+from live import LabelTiff, LiveServer, as_tiff, eager_settings, serve
 from numpy.typing import NDArray
 from paths import ROOT
 
@@ -54,22 +54,24 @@ def damaged(pixels: NDArray[np.uint8]) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     scratch = tmp_path_factory.mktemp("scratch")
-    with serve(eager(ROOT / "models", server={"scratch_folder": scratch})) as running:
+    with serve(eager_settings(ROOT / "models", server={"scratch_folder": scratch})) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def individual_labels(live: Live, pixels: NDArray[np.uint8]) -> list[NDArray[Any]]:
+def individual_labels(live: LiveServer, pixels: NDArray[np.uint8]) -> list[NDArray[Any]]:
     """The labels of each time point, segmented in a request of its own."""
     stack = as_series(pixels)
-    return [Answer(live.segment(stack, time=time, diameter=DIAMETER).content).pixels for time in range(NUM_TIME_POINTS)]
+    return [
+        LabelTiff(live.segment(stack, time=time, diameter=DIAMETER).content).pixels for time in range(NUM_TIME_POINTS)
+    ]
 
 
 @pytest.mark.parametrize(("text", "times"), [("all", range(5)), ("1:3", range(1, 3)), ("3:", range(3, 5))])
 def test_series_has_the_labels_of_its_individual_time_points(
-    live: Live,
+    live: LiveServer,
     pixels: NDArray[np.uint8],
     individual_labels: list[NDArray[Any]],
     text: str,
@@ -99,7 +101,7 @@ def test_series_has_the_labels_of_its_individual_time_points(
 
 
 def test_linked_objects_keep_their_labels_over_time(
-    live: Live, pixels: NDArray[np.uint8], individual_labels: list[NDArray[Any]]
+    live: LiveServer, pixels: NDArray[np.uint8], individual_labels: list[NDArray[Any]]
 ) -> None:
     response = live.segment(as_series(pixels), time="all", diameter=DIAMETER, link="overlap", measurements="zip")
 
@@ -128,7 +130,7 @@ def test_linked_objects_keep_their_labels_over_time(
 
 
 def test_job_keeps_the_time_points_before_a_damaged_one(
-    live: Live, damaged: bytes, individual_labels: list[NDArray[Any]]
+    live: LiveServer, damaged: bytes, individual_labels: list[NDArray[Any]]
 ) -> None:
     job = live.submit(damaged, time="all", diameter=DIAMETER)
     report = live.wait(job, "done", "failed")
@@ -142,7 +144,7 @@ def test_job_keeps_the_time_points_before_a_damaged_one(
     np.testing.assert_array_equal(tifffile.imread(io.BytesIO(result.content)), np.stack(individual_labels[:3]))
 
 
-def test_error_suggests_the_time_points_before_the_damaged_one(live: Live, damaged: bytes) -> None:
+def test_error_suggests_the_time_points_before_the_damaged_one(live: LiveServer, damaged: bytes) -> None:
     response = live.segment(damaged, time="1:", diameter=DIAMETER)
     assert response.status_code == 422
     assert "Time point 3" in response.json()["detail"]
@@ -155,7 +157,7 @@ def test_error_suggests_the_time_points_before_the_damaged_one(live: Live, damag
 def test_command_line_keeps_the_time_points_before_a_damaged_one(
     damaged: bytes,
     individual_labels: list[NDArray[Any]],
-    configure: Any,
+    write_config: Any,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -163,7 +165,7 @@ def test_command_line_keeps_the_time_points_before_a_damaged_one(
     stack.write_bytes(damaged)
     command = ["segment", str(stack), str(out), "--time", "all", "--diameter", DIAMETER, "--measurements", str(table)]
 
-    assert main([*command, "--config", str(configure(ROOT / "models"))]) == 1
+    assert main([*command, "--config", str(write_config(ROOT / "models"))]) == 1
 
     printed = capsys.readouterr()
     assert "3 of 5 time points" in printed.out
@@ -173,9 +175,9 @@ def test_command_line_keeps_the_time_points_before_a_damaged_one(
         assert {row["time"] for row in csv.DictReader(file)} == {"0", "1", "2"}
 
 
-def test_series_can_be_cancelled_between_time_points(live: Live, pixels: NDArray[np.uint8]) -> None:
+def test_series_can_be_cancelled_between_time_points(live: LiveServer, pixels: NDArray[np.uint8]) -> None:
     job = live.submit(as_series(np.tile(pixels, (20, 1, 1, 1))), time="all", diameter=DIAMETER)
-    until(lambda: (live.show(job)["time_points"] or {"done": 0})["done"] > 0)
+    wait_until(lambda: (live.show(job)["time_points"] or {"done": 0})["done"] > 0)
     report = live.show(job)
     assert report["time_points"]["total"] == 100
     assert report["progress"]["total"] >= 100
@@ -183,12 +185,12 @@ def test_series_can_be_cancelled_between_time_points(live: Live, pixels: NDArray
     live.client.delete(f"/jobs/{job['id']}")
 
     assert live.show(job)["state"] == "cancelled"
-    until(lambda: not live.runtime.devices.running_jobs and live.leftovers() == [])
+    wait_until(lambda: not live.runtime.devices.running_jobs and live.leftovers() == [])
     assert live.result(job).status_code == 410
 
 
 @pytest.mark.skipif(find_spec("laptrack") is None, reason="laptrack is not installed")
-def test_laptrack_links_objects_over_time(live: Live, pixels: NDArray[np.uint8]) -> None:
+def test_laptrack_links_objects_over_time(live: LiveServer, pixels: NDArray[np.uint8]) -> None:
     """The objects move little, so most tracks span at least all but one of the time points."""
     response = live.segment(as_series(pixels), time="all", diameter=DIAMETER, link="laptrack", measurements="csv")
 
@@ -211,7 +213,7 @@ def test_laptrack_links_objects_over_time(live: Live, pixels: NDArray[np.uint8])
     ],
 )
 def test_invalid_series_parameters_are_refused(
-    live: Live, pixels: NDArray[np.uint8], parameters: dict[str, str], words: str
+    live: LiveServer, pixels: NDArray[np.uint8], parameters: dict[str, str], words: str
 ) -> None:
     for path in ("/segment", "/jobs", "/inspect"):
         response = live.client.post(path, content=as_series(pixels), params=parameters)
@@ -219,7 +221,7 @@ def test_invalid_series_parameters_are_refused(
         assert words in response.json()["detail"]
 
 
-def test_inspect_segment_and_jobs_require_a_time_point(live: Live, pixels: NDArray[np.uint8]) -> None:
+def test_inspect_segment_and_jobs_require_a_time_point(live: LiveServer, pixels: NDArray[np.uint8]) -> None:
     stack = as_series(pixels)
     problem = live.client.post("/inspect", content=stack).json()["problem"]
     for path in ("/segment", "/jobs"):
@@ -230,14 +232,14 @@ def test_inspect_segment_and_jobs_require_a_time_point(live: Live, pixels: NDArr
         assert live.client.post("/inspect", content=stack, params={"time": time}).json()["problem"] is None
 
 
-def test_probabilities_of_a_series_have_a_channel_axis(live: Live, pixels: NDArray[np.uint8]) -> None:
+def test_probabilities_of_a_series_have_a_channel_axis(live: LiveServer, pixels: NDArray[np.uint8]) -> None:
     response = live.segment(as_series(pixels), time=":2", diameter=DIAMETER, output="probabilities")
     with tifffile.TiffFile(io.BytesIO(response.content)) as file:
         assert file.series[0].axes == "TCZYX"
         assert file.series[0].shape[0] == 2
 
 
-def test_planes_of_each_time_point_of_a_result_can_be_read(live: Live, pixels: NDArray[np.uint8]) -> None:
+def test_planes_of_each_time_point_of_a_result_can_be_read(live: LiveServer, pixels: NDArray[np.uint8]) -> None:
     job = live.run(as_series(pixels), time="1:3", link="overlap", diameter=DIAMETER, measurements="zip")
     archive = zipfile.ZipFile(io.BytesIO(live.result(job).content))
     labels = tifffile.imread(io.BytesIO(archive.read("labels.ome.tif")))

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from live import eager
+from live import eager_settings
 
 from service.core.config import Settings
 from service.core.errors import DeviceLost
@@ -19,11 +19,11 @@ from service.serving.devices.cluster.exchange import Outcome
 from service.serving.devices.local.model import Segmenter, load_model
 
 
-def remote(folder: Path, shared: Path, **sections: Any) -> Settings:
+def make_cluster_settings(folder: Path, shared: Path, **sections: Any) -> Settings:
     """Return settings of a service with two workers in a cluster and this shared folder."""
     cluster = {"address": "nowhere:1", "workers": 2, "shared_folder": shared, **sections.pop("cluster", {})}
     limits = {"waiting": 100, **sections.pop("limits", {})}
-    return eager(folder, cluster=cluster, limits=limits, **sections)
+    return eager_settings(folder, cluster=cluster, limits=limits, **sections)
 
 
 def make_device_actor(settings: Settings, load: Any = Segmenter) -> ThreadActor:
@@ -31,7 +31,7 @@ def make_device_actor(settings: Settings, load: Any = Segmenter) -> ThreadActor:
     return ThreadActor(lambda: DeviceActor(make_actor_settings(settings), partial(load_model, load)))
 
 
-class SilentActor:
+class UnresponsiveActor:
     """An actor that never answers, like one that the cluster cannot place on a node."""
 
     def call(self, *_: Any) -> Future[Any]:
@@ -47,7 +47,7 @@ class SilentActor:
 class ThreadActor:
     """An actor that calls its object in threads of this process.
 
-    `lose` fails the pending calls and all later ones. `come_back` restarts the actor with a new object.
+    `lose` fails the pending calls and all later ones. `restart` restarts the actor with a new object.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -55,44 +55,44 @@ class ThreadActor:
         self.device = make()
         self.lost = False
         # Number of following segmentations that fail with DeviceLost.
-        self.lost_devices = 0
+        self.remaining_device_failures = 0
         # Name of a method whose calls fail because the actor is lost.
-        self.lose_at = ""
+        self.failing_method = ""
         self.killed = threading.Event()
-        self._waiting: set[Future[Any]] = set()
+        self._pending: set[Future[Any]] = set()
         self._called_methods: list[str] = []
         self._pool = ThreadPoolExecutor(32)
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         answer: Future[Any] = Future()
-        if self.lost or self.killed.is_set() or method == self.lose_at:
+        if self.lost or self.killed.is_set() or method == self.failing_method:
             answer.set_exception(WorkerLost("The actor is lost."))
             return answer
-        if method == "segment" and self.lost_devices:
-            self.lost_devices -= 1
+        if method == "segment" and self.remaining_device_failures:
+            self.remaining_device_failures -= 1
             answer.set_result(Outcome(error=DeviceLost("cuda:0 has failed.")))
             return answer
         self._called_methods.append(method)
-        self._waiting.add(answer)
+        self._pending.add(answer)
         self._pool.submit(getattr(self.device, method), *arguments).add_done_callback(
             lambda done: self._forward_result(answer, done)
         )
         return answer
 
     def _forward_result(self, answer: Future[Any], done: Future[Any]) -> None:
-        if answer in self._waiting:
-            self._waiting.discard(answer)
+        if answer in self._pending:
+            self._pending.discard(answer)
             answer.set_exception(done.exception()) if done.exception() else answer.set_result(done.result())
 
-    def asked(self, method: str) -> bool:
+    def was_called(self, method: str) -> bool:
         return method in self._called_methods
 
     def lose(self) -> None:
         self.lost = True
-        while self._waiting:
-            self._waiting.pop().set_exception(WorkerLost("The actor is lost."))
+        while self._pending:
+            self._pending.pop().set_exception(WorkerLost("The actor is lost."))
 
-    def come_back(self) -> None:
+    def restart(self) -> None:
         self.device = self._make()
         self.lost = False
 

@@ -52,6 +52,6 @@ def write_zarr(
     return path
 
 
-def pack(folder: Path) -> Path:
+def zip_store(folder: Path) -> Path:
     """Write a ZIP file of a store, including its folder, next to it. Return its path."""
     return Path(shutil.make_archive(str(folder), "zip", folder.parent, folder.name))

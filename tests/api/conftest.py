@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from job_service import Service, start
+from job_service import Service, start_service
 
 
 @pytest.fixture(scope="module")
 def module_service(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with start(bands_repository, tmp_path_factory.mktemp("service")) as service:
+    with start_service(bands_repository, tmp_path_factory.mktemp("service")) as service:
         yield service
 
 

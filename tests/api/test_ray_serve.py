@@ -16,9 +16,9 @@ import httpx2
 import numpy as np
 import pytest
 import yaml
-from fakes import until
-from live import as_tiff, classes, eager, serve
-from ray_clusters import STARTING, ray_cluster, ray_environment
+from fakes import wait_until
+from live import as_tiff, eager_settings, read_classes, serve
+from ray_clusters import START_TIMEOUT_SECONDS, ray_cluster, ray_environment
 from starlette.responses import PlainTextResponse
 
 pytestmark = [
@@ -41,7 +41,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def client(bands_repository: Path, scratch: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     server = {"drain_seconds": 60, "scratch_folder": scratch}
-    settings = eager(bands_repository, server=server).model_dump(mode="json", exclude_unset=True)
+    settings = eager_settings(bands_repository, server=server).model_dump(mode="json", exclude_unset=True)
     config = tmp_path_factory.mktemp("settings") / "config.yaml"
     config.write_text(yaml.safe_dump(settings))
     with ray_environment() as ray, ray_cluster(num_cpus=4) as cluster, socket.socket() as free:
@@ -67,8 +67,8 @@ def stack(phantom_maker: Any) -> bytes:
 
 @pytest.fixture
 def expected(bands_repository: Path, stack: bytes) -> Any:
-    with serve(eager(bands_repository)) as local:
-        return classes(local.segment(stack).content)
+    with serve(eager_settings(bands_repository)) as local:
+        return read_classes(local.segment(stack).content)
 
 
 def segment(client: httpx2.Client, stack: bytes, **headers: str) -> httpx2.Response:
@@ -103,7 +103,7 @@ def test_replicas_are_ready_and_return_the_same_labels_as_other_services(
     assert client.get("/health/ready").json() == {"status": "ready"}
     with ThreadPoolExecutor(4) as pool:
         for response in pool.map(lambda _: segment(client, stack, Prefer="respond-async"), range(4)):
-            assert np.array_equal(classes(response.content), expected)
+            assert np.array_equal(read_classes(response.content), expected)
 
 
 @pytest.mark.parametrize(
@@ -145,10 +145,12 @@ def test_killed_replica_is_replaced(client: httpx2.Client, stack: bytes, expecte
     old_replicas = find_replicas()
     assert len(old_replicas) == REPLICAS
     os.kill(min(old_replicas), signal.SIGKILL)
-    until(lambda: len(find_replicas() - old_replicas) == 1 and len(find_replicas()) == REPLICAS, STARTING)
+    wait_until(
+        lambda: len(find_replicas() - old_replicas) == 1 and len(find_replicas()) == REPLICAS, START_TIMEOUT_SECONDS
+    )
     with ThreadPoolExecutor(4) as pool:
         for response in pool.map(lambda _: segment(client, stack), range(4)):
-            assert np.array_equal(classes(response.content), expected)
+            assert np.array_equal(read_classes(response.content), expected)
 
 
 def test_running_requests_finish_when_the_application_is_deleted(
@@ -160,7 +162,7 @@ def test_running_requests_finish_when_the_application_is_deleted(
     with ThreadPoolExecutor(2 * REPLICAS) as pool:
         responses = [pool.submit(segment, client, large) for _ in range(2 * REPLICAS)]
         # Requests that have not reached a replica would be rejected after the deletion.
-        until(lambda: len(list(scratch.glob("*/requests/*"))) == len(responses), STARTING)
+        wait_until(lambda: len(list(scratch.glob("*/requests/*"))) == len(responses), START_TIMEOUT_SECONDS)
         ray_serve.delete("default")
         assert [response.result().status_code for response in responses] == [200] * len(responses)
-    until(lambda: not find_replicas(), STARTING)
+    wait_until(lambda: not find_replicas(), START_TIMEOUT_SECONDS)

@@ -14,20 +14,20 @@ from typing import Any
 
 import httpx2
 import pytest
-from fakes import FakeSegmenter, until
-from live import STACK, Live, eager, serve
+from fakes import FakeSegmenter, wait_until
+from live import STACK, LiveServer, eager_settings, serve
 from sockets import (
-    SECONDS,
-    Echo,
-    Gated,
-    answer,
-    head,
-    key_and_certificate,
+    TIMEOUT_SECONDS,
+    EchoApp,
+    GatedApp,
+    connect_tls,
+    create_certificate,
+    make_request_head,
+    make_server,
     needs_openssl,
-    refusal,
-    running,
-    secured,
-    stopping,
+    read_error,
+    read_response_body,
+    run_server,
 )
 
 from service.api.access.middleware import RequestLog
@@ -44,9 +44,9 @@ STRICTER_LIMITS = SlowClientLimits(head_seconds=2, bytes_per_second=RATE, window
 
 @contextmanager
 def strict_server(app: Any, **options: Any) -> Iterator[tuple[str, int]]:
-    server = stopping(app, SECONDS, SECONDS, **options)
+    server = make_server(app, TIMEOUT_SECONDS, TIMEOUT_SECONDS, **options)
     server.client_limits = STRICT_LIMITS
-    with running(server) as address:
+    with run_server(server) as address:
         yield address
 
 
@@ -63,51 +63,51 @@ def send_slowly(client: socket.socket, number: int) -> bytes:
 
 
 def test_incomplete_request_heads_time_out_with_a_reason() -> None:
-    with strict_server(Echo(), timeout_keep_alive=SECONDS) as address, ExitStack() as exit_stack:
+    with strict_server(EchoApp(), timeout_keep_alive=TIMEOUT_SECONDS) as address, ExitStack() as exit_stack:
         silent, dripping, used = (
-            exit_stack.enter_context(socket.create_connection(address, SECONDS)) for _ in range(3)
+            exit_stack.enter_context(socket.create_connection(address, TIMEOUT_SECONDS)) for _ in range(3)
         )
-        used.sendall(head())
-        assert answer(used) == b""
+        used.sendall(make_request_head())
+        assert read_response_body(used) == b""
         began = time.monotonic()
-        dripping.sendall(head()[:-2] + b"X: ")
+        dripping.sendall(make_request_head()[:-2] + b"X: ")
         assert send_slowly(dripping, 50)
-        dripping.settimeout(SECONDS)
-        assert refusal(dripping, 408)[1]["type"] == "urn:stackseg:problem:too-slow"
+        dripping.settimeout(TIMEOUT_SECONDS)
+        assert read_error(dripping, 408)[1]["type"] == "urn:stackseg:problem:too-slow"
         assert silent.recv(1) == used.recv(1) == b""
         assert time.monotonic() - began < 2 * STRICT_LIMITS.head_seconds + 2
 
 
 def test_slow_uploads_are_rejected_with_408(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), strict_server(RequestLog(Gated())) as address:
-        with socket.create_connection(address, SECONDS) as client:
-            client.sendall(head("Content-Length: 1000000"))
+    with caplog.at_level(logging.INFO), strict_server(RequestLog(GatedApp())) as address:
+        with socket.create_connection(address, TIMEOUT_SECONDS) as client:
+            client.sendall(make_request_head("Content-Length: 1000000"))
             assert send_slowly(client, 50)
-            client.settimeout(SECONDS)
-            assert refusal(client, 408)[1]["type"] == "urn:stackseg:problem:too-slow"
-        until(lambda: any(" / 408 " in record.getMessage() for record in caplog.records), SECONDS)
+            client.settimeout(TIMEOUT_SECONDS)
+            assert read_error(client, 408)[1]["type"] == "urn:stackseg:problem:too-slow"
+        wait_until(lambda: any(" / 408 " in record.getMessage() for record in caplog.records), TIMEOUT_SECONDS)
 
 
 def test_uploads_at_the_minimum_rate_and_long_computations_do_not_time_out() -> None:
-    gated, echo = Gated(), Echo()
+    gated, echo = GatedApp(), EchoApp()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await (gated if scope["path"] == "/gated" else echo)(scope, receive, send)
 
     with strict_server(app) as address, ExitStack() as exit_stack:
         slow, computing, expecting = (
-            exit_stack.enter_context(socket.create_connection(address, SECONDS)) for _ in range(3)
+            exit_stack.enter_context(socket.create_connection(address, TIMEOUT_SECONDS)) for _ in range(3)
         )
-        computing.sendall(head("Content-Length: 2").replace(b" / ", b" /gated ") + b"ab")
-        expecting.sendall(head("Content-Length: 2", "Expect: 100-continue").replace(b" / ", b" /gated "))
+        computing.sendall(make_request_head("Content-Length: 2").replace(b" / ", b" /gated ") + b"ab")
+        expecting.sendall(make_request_head("Content-Length: 2", "Expect: 100-continue").replace(b" / ", b" /gated "))
         pieces = 3 * STRICT_LIMITS.window_seconds
-        slow.sendall(head(f"Content-Length: {int(2 * pieces) * RATE}"))
+        slow.sendall(make_request_head(f"Content-Length: {int(2 * pieces) * RATE}"))
         for _ in range(int(2 * pieces)):
             slow.sendall(bytes(RATE))
             time.sleep(0.5)
-        assert answer(slow) == bytes(int(2 * pieces) * RATE)
-        gated.opened.set()
-        assert answer(computing) == b"ok"
+        assert read_response_body(slow) == bytes(int(2 * pieces) * RATE)
+        gated.gate.set()
+        assert read_response_body(computing) == b"ok"
 
 
 def post_with_small_buffer(
@@ -115,13 +115,13 @@ def post_with_small_buffer(
 ) -> socket.socket:
     """Post a body to an echo application from a client with a small receive buffer."""
     if files:
-        client: socket.socket = exit_stack.enter_context(secured(address, files, SO_RCVBUF=2**12))
+        client: socket.socket = exit_stack.enter_context(connect_tls(address, files, SO_RCVBUF=2**12))
     else:
         client = exit_stack.enter_context(socket.socket())
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
-        client.settimeout(SECONDS)
+        client.settimeout(TIMEOUT_SECONDS)
         client.connect(address)
-    client.sendall(head(f"Content-Length: {len(body)}") + body)
+    client.sendall(make_request_head(f"Content-Length: {len(body)}") + body)
     return client
 
 
@@ -131,13 +131,13 @@ def post_with_small_buffer(
 def test_connection_is_closed_if_the_client_does_not_receive_the_response(
     tmp_path: Path, size: int, *, secure: bool
 ) -> None:
-    files = key_and_certificate(tmp_path) if secure else {}
-    server = stopping(Echo(), SECONDS, SECONDS, **files)
+    files = create_certificate(tmp_path) if secure else {}
+    server = make_server(EchoApp(), TIMEOUT_SECONDS, TIMEOUT_SECONDS, **files)
     server.client_limits = STRICTER_LIMITS
-    with running(server) as address, ExitStack() as exit_stack:
+    with run_server(server) as address, ExitStack() as exit_stack:
         post_with_small_buffer(exit_stack, address, bytes(size), files)
         began = time.monotonic()
-        until(lambda: not server.server_state.connections, SECONDS)
+        wait_until(lambda: not server.server_state.connections, TIMEOUT_SECONDS)
         # Two windows and the next check, or an earlier close because the connection is idle.
         assert time.monotonic() - began < 3 * STRICTER_LIMITS.window_seconds + 5
 
@@ -145,10 +145,10 @@ def test_connection_is_closed_if_the_client_does_not_receive_the_response(
 @needs_openssl
 @pytest.mark.parametrize("secure", [False, True], ids=["plain", "TLS"])
 def test_slowly_received_responses_are_sent_completely(tmp_path: Path, *, secure: bool) -> None:
-    files, body = key_and_certificate(tmp_path) if secure else {}, random.Random(0).randbytes(2**20)
-    server = stopping(Echo(), SECONDS, SECONDS, **files)
+    files, body = create_certificate(tmp_path) if secure else {}, random.Random(0).randbytes(2**20)
+    server = make_server(EchoApp(), TIMEOUT_SECONDS, TIMEOUT_SECONDS, **files)
     server.client_limits = STRICTER_LIMITS
-    with running(server) as address, ExitStack() as exit_stack:
+    with run_server(server) as address, ExitStack() as exit_stack:
         client, received = post_with_small_buffer(exit_stack, address, body, files), bytearray()
         began = time.monotonic()
         while time.monotonic() - began < 4 * STRICTER_LIMITS.window_seconds:
@@ -177,22 +177,22 @@ def test_address_in_use_is_a_configuration_error() -> None:
 
 
 @pytest.fixture
-def busy_service(bands_repository: Path, tmp_path: Path) -> Iterator[Live]:
+def busy_service(bands_repository: Path, tmp_path: Path) -> Iterator[LiveServer]:
     """A service that is running a job until the end of the test."""
     with serve(
-        eager(bands_repository, server={"scratch_folder": tmp_path}), load=FakeSegmenter, make_server=Server
+        eager_settings(bands_repository, server={"scratch_folder": tmp_path}), load=FakeSegmenter, make_server=Server
     ) as live:
         fake = live.fake
         fake.gate.clear()
         live.submit()
-        until(lambda: live.runtime.devices.running_jobs)
+        wait_until(lambda: live.runtime.devices.running_jobs)
         yield live
         fake.gate.set()
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(f"http://{live.host}:{live.port}/health/live")
 
 
-def test_health_requests_are_answered_during_shutdown(busy_service: Live) -> None:
+def test_health_requests_are_answered_during_shutdown(busy_service: LiveServer) -> None:
     (job,) = busy_service.client.get("/jobs").json()["jobs"]
     busy_service.server.handle_exit(signal.SIGTERM, None)
     for _ in range(3):
@@ -209,9 +209,9 @@ def test_health_requests_are_answered_during_shutdown(busy_service: Live) -> Non
         time.sleep(0.3)
 
 
-def test_first_request_of_an_open_connection_is_answered_during_shutdown(busy_service: Live) -> None:
+def test_first_request_of_an_open_connection_is_answered_during_shutdown(busy_service: LiveServer) -> None:
     with socket.create_connection((busy_service.host, busy_service.port), timeout=10) as client:
-        until(lambda: len(busy_service.server.server_state.connections) > 1)
+        wait_until(lambda: len(busy_service.server.server_state.connections) > 1)
         busy_service.server.handle_exit(signal.SIGTERM, None)
         time.sleep(3 * POLL_SECONDS)
         client.sendall(b"GET /health/live HTTP/1.1\r\nHost: here\r\n\r\n")
@@ -221,7 +221,9 @@ def test_first_request_of_an_open_connection_is_answered_during_shutdown(busy_se
             pass
 
 
-@pytest.mark.parametrize("sent", [head(), head("Content-Length: 9") + b"half"], ids=["running", "uploading"])
+@pytest.mark.parametrize(
+    "sent", [make_request_head(), make_request_head("Content-Length: 9") + b"half"], ids=["running", "uploading"]
+)
 def test_disconnect_is_logged_as_499_even_if_the_application_fails_afterwards(
     sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,13 +232,13 @@ def test_disconnect_is_logged_as_499_even_if_the_application_fails_afterwards(
             pass
         raise RuntimeError("the client has gone")
 
-    for app in (Gated(), failing):
+    for app in (GatedApp(), failing):
         caplog.clear()
         with caplog.at_level(logging.INFO), strict_server(RequestLog(app)) as address:
-            with socket.create_connection(address, SECONDS) as client:
+            with socket.create_connection(address, TIMEOUT_SECONDS) as client:
                 client.sendall(sent)
                 time.sleep(0.2)
-            until(lambda: any("POST / 499 " in record.getMessage() for record in caplog.records), SECONDS)
+            wait_until(lambda: any("POST / 499 " in record.getMessage() for record in caplog.records), TIMEOUT_SECONDS)
 
 
 def test_early_signal_stops_the_service_cleanly() -> None:

@@ -18,14 +18,14 @@ from service.inference.runner.model_runner import ModelRunner
 
 
 @pytest.fixture
-def bench(bands_repository: Path, configure: Any) -> list[str]:
+def bench(bands_repository: Path, write_config: Any) -> list[str]:
     engine = {"kind": "eager", "precision": "fp32", "channels_last": False, "compile_mode": "default"}
-    path = configure(bands_repository, engine=engine)
+    path = write_config(bands_repository, engine=engine)
     return ["bench", "--shape", "4", "20", "20", "--repeats", "1", "--config", str(path)]
 
 
-def test_exit_status_is_zero_if_the_network_runs_as_configured(bench: list[str], stackseg: Any) -> None:
-    lines = stackseg(*bench).splitlines()
+def test_exit_status_is_zero_if_the_network_runs_as_configured(bench: list[str], run_stackseg: Any) -> None:
+    lines = run_stackseg(*bench).splitlines()
     assert "bands/1: eager fp32 contiguous, compile_mode none, batch size 2, streams 1" in lines
     assert lines[-1].startswith("peak memory: ")
 
@@ -34,8 +34,8 @@ def test_exit_status_is_zero_if_the_network_runs_as_configured(bench: list[str],
     ("options", "message"),
     [(["--repeats", "0"], "--repeats"), (["--hosts", "--plot", "bench.png"], "Remove --plot or --hosts")],
 )
-def test_invalid_options_are_rejected(bench: list[str], stackseg: Any, options: list[str], message: str) -> None:
-    assert message in stackseg(*bench, *options, status=1)
+def test_invalid_options_are_rejected(bench: list[str], run_stackseg: Any, options: list[str], message: str) -> None:
+    assert message in run_stackseg(*bench, *options, status=1)
 
 
 def test_deviation_is_printed_after_the_report_with_exit_status_one(

@@ -52,9 +52,9 @@ FLOAT32 = {"kind": "eager", "precision": "fp32"}
 
 
 @pytest.fixture
-def config(base: ModelSpec, configure: Callable[..., Path]) -> list[str]:
+def config(base: ModelSpec, write_config: Callable[..., Path]) -> list[str]:
     """Return the options for a configuration whose only model is `base`."""
-    return ["--config", str(configure(base.folder.parent, engine=FLOAT32))]
+    return ["--config", str(write_config(base.folder.parent, engine=FLOAT32))]
 
 
 def read(path: Path) -> Volume:
@@ -71,35 +71,40 @@ def training_command(stack: Path, base: ModelSpec) -> list[str]:
 
 
 def test_unsupported_crop_size_is_rejected_with_supported_sizes(
-    base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, stackseg: Any
+    base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, run_stackseg: Any
 ) -> None:
-    output = stackseg(*training_command(stack, base), "--edge", "17", "--out", tmp_path / "out", *config, status=1)
+    output = run_stackseg(*training_command(stack, base), "--edge", "17", "--out", tmp_path / "out", *config, status=1)
     assert "--edge 17: the network does not support cubes with edges of 17 voxels. Use one of 8, 16, " in output
 
 
 def test_evaluate_compares_model_and_classical_method(
-    base: ModelSpec, config: list[str], stack: Path, stackseg: Any, capsys: Any
+    base: ModelSpec, config: list[str], stack: Path, run_stackseg: Any, capsys: Any
 ) -> None:
-    model, classical = json.loads(stackseg("evaluate", stack, "--json", *config))
+    model, classical = json.loads(run_stackseg("evaluate", stack, "--json", *config))
     assert (model["method"], classical["method"]) == (base.identifier, "classical")
     assert model["stack"] == stack.name
     assert model["true"] == classical["true"] == len(np.unique(read(stack / "mask.tif").array())) - 1
-    lines = stackseg("evaluate", *annotation_options(stack), "--no-floor", *config).splitlines()
+    lines = run_stackseg("evaluate", *annotation_options(stack), "--no-floor", *config).splitlines()
     assert len(lines) == 3
     assert lines[2].startswith(f"| {stack.name} | {base.identifier} | as sampled | {model['true']} |")
     nowhere = str(stack / "nowhere.tif")
     assert main(["evaluate", "--images", nowhere, "--labels", nowhere, *config]) == 1
     assert capsys.readouterr().out == ""
-    assert "1 images and 0 labels" in stackseg("evaluate", "--images", stack / "image.tif", *config, status=1)
+    assert "1 images and 0 labels" in run_stackseg("evaluate", "--images", stack / "image.tif", *config, status=1)
 
 
 def test_evaluate_uses_each_requested_diameter(
-    write_model: Any, random_nuclei_content: dict[str, Any], configure: Any, stack: Path, tmp_path: Path, stackseg: Any
+    write_model: Any,
+    random_nuclei_content: dict[str, Any],
+    write_config: Any,
+    stack: Path,
+    tmp_path: Path,
+    run_stackseg: Any,
 ) -> None:
     model_input = random_nuclei_content["input"] | {"diameter": 8}
     model = write_model(random_nuclei_content | {"input": model_input}).folder
-    options = ["--model", model, "--config", configure(tmp_path / "nowhere", engine=FLOAT32), "--json"]
-    *lines, classical = json.loads(stackseg("evaluate", stack, *options, "--diameter", "none", "mean", "extents"))
+    options = ["--model", model, "--config", write_config(tmp_path / "nowhere", engine=FLOAT32), "--json"]
+    *lines, classical = json.loads(run_stackseg("evaluate", stack, *options, "--diameter", "none", "mean", "extents"))
     original, mean, extents = (line["diameter"] for line in lines)
     assert original == "as sampled"
     # A ball of the same volume spans half as many planes as pixels.
@@ -110,7 +115,7 @@ def test_evaluate_uses_each_requested_diameter(
 
 
 def test_trained_model_is_available_immediately(
-    base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, stackseg: Any, capsys: Any
+    base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, run_stackseg: Any, capsys: Any
 ) -> None:
     out, training_options = base.folder.parent / "mine", ["--learning-rate", "0.01", "--steps", "20"]
     command = [*training_command(stack, base), *training_options, "--out", str(out), *config]
@@ -124,9 +129,9 @@ def test_trained_model_is_available_immediately(
     expected_files = {"model.yaml", "weights.safetensors", "training.csv", "sample.tif", "expected.tif"}
     assert {file.name for file in out.iterdir()} == expected_files
     labels_path = tmp_path / "labels.tif"
-    stackseg("segment", out / "sample.tif", labels_path, "--model", "mine", *config)
+    run_stackseg("segment", out / "sample.tif", labels_path, "--model", "mine", *config)
     assert np.array_equal(read(labels_path).array(), read(out / "expected.tif").array())
-    assert "is not empty" in stackseg(*command, status=1)
+    assert "is not empty" in run_stackseg(*command, status=1)
 
 
 @pytest.mark.parametrize(
@@ -138,27 +143,27 @@ def test_trained_model_is_available_immediately(
     ],
 )
 def test_error_names_the_invalid_option(
-    stack: Path, tmp_path: Path, stackseg: Any, arguments: list[str], message: str, status: int
+    stack: Path, tmp_path: Path, run_stackseg: Any, arguments: list[str], message: str, status: int
 ) -> None:
-    assert message in stackseg(
+    assert message in run_stackseg(
         "train", *annotation_options(stack), "--out", tmp_path / "mine", *arguments, status=status
     )
 
 
-def test_suffix_selects_the_format_of_labels(config: list[str], stack: Path, tmp_path: Path, stackseg: Any) -> None:
+def test_suffix_selects_the_format_of_labels(config: list[str], stack: Path, tmp_path: Path, run_stackseg: Any) -> None:
     for name in ("labels.tif", "labels.npy", "labels.nii.gz"):
-        stackseg("segment", stack / "image.tif", tmp_path / name, *config)
+        run_stackseg("segment", stack / "image.tif", tmp_path / name, *config)
     labels = read(tmp_path / "labels.tif").array()[0]
     assert np.array_equal(np.load(tmp_path / "labels.npy"), labels)
     nifti_content = gzip.decompress((tmp_path / "labels.nii.gz").read_bytes())[352:]
     assert np.array_equal(np.frombuffer(nifti_content, labels.dtype).reshape(labels.shape), labels)
     command = ["segment", str(stack / "image.tif"), str(tmp_path / "scores.npy"), "--output", "probabilities", *config]
-    assert "only TIFF and OME-Zarr support probabilities" in stackseg(*command, status=1)
+    assert "only TIFF and OME-Zarr support probabilities" in run_stackseg(*command, status=1)
 
 
 @pytest.mark.parametrize("result_arguments", [["labels.tif"], ["out"], ["labels.zarr", "--workers", "1"]])
 def test_model_path_may_be_long(
-    base: ModelSpec, configure: Any, stack: Path, tmp_path: Path, result_arguments: list[str], stackseg: Any
+    base: ModelSpec, write_config: Any, stack: Path, tmp_path: Path, result_arguments: list[str], run_stackseg: Any
 ) -> None:
     model = shutil.copytree(base.folder, tmp_path / ("a" * 100) / ("b" * 100) / base.name)
     source = stack / "image.tif"
@@ -169,8 +174,8 @@ def test_model_path_may_be_long(
     if "--workers" in result_arguments:
         source = write_zarr(tmp_path / "in.zarr", np.zeros((4, 8, 8), np.uint8), chunks=(4, 8, 8))
     result, *options = result_arguments
-    options += ["--model", str(model), "--config", str(configure(tmp_path / "nowhere"))]
-    stackseg("segment", source, tmp_path / result, *options)
+    options += ["--model", str(model), "--config", str(write_config(tmp_path / "nowhere"))]
+    run_stackseg("segment", source, tmp_path / result, *options)
     assert (tmp_path / result).exists()
 
 
@@ -187,37 +192,37 @@ def test_model_name_is_found_in_the_repository_before_a_folder(
 
 @pytest.mark.parametrize("length", [65, 300, 5000])
 def test_long_unknown_model_name_is_rejected(
-    config: list[str], stack: Path, tmp_path: Path, stackseg: Any, length: int
+    config: list[str], stack: Path, tmp_path: Path, run_stackseg: Any, length: int
 ) -> None:
     command = ["segment", str(stack / "image.tif"), str(tmp_path / "labels.tif"), "--model", "m" * length]
-    assert "random-nuclei" in stackseg(*command, *config, status=1)
+    assert "random-nuclei" in run_stackseg(*command, *config, status=1)
 
 
 def test_ome_zarr_labels_are_written_to_a_store_or_into_the_image(
-    config: list[str], stack: Path, tmp_path: Path, stackseg: Any
+    config: list[str], stack: Path, tmp_path: Path, run_stackseg: Any
 ) -> None:
     image = write_zarr(tmp_path / "image.ome.zarr", read(stack / "image.tif").array()[0], chunks=(8, 20, 20))
     size = ["--voxel-size", "0.5,0.2,0.2"]
-    stackseg("segment", stack / "image.tif", tmp_path / "labels.tif", *size, *config)
+    run_stackseg("segment", stack / "image.tif", tmp_path / "labels.tif", *size, *config)
     labels = read(tmp_path / "labels.tif")
     for path in (tmp_path / "labels.ome.zarr", image / "labels" / "nuclei"):
-        stackseg("segment", image, path, *config)
+        run_stackseg("segment", image, path, *config)
         written = read(path)
         assert np.array_equal(written.array(), labels.array())
         assert written.voxel_size == VoxelSize(0.5, 0.2, 0.2)
-        assert "already exists" in stackseg("segment", image, path, *config, status=1)
-        stackseg("segment", image, path, "--force", *config)
+        assert "already exists" in run_stackseg("segment", image, path, *config, status=1)
+        run_stackseg("segment", image, path, "--force", *config)
     with serve_objects(tmp_path) as server:
         remote_result = tmp_path / "far.tif"
-        stackseg(
+        run_stackseg(
             "segment", f"{server.url}/image.ome.zarr", remote_result, "--measurements", f"{remote_result}.csv", *config
         )
         assert np.array_equal(read(remote_result).array(), labels.array())
-        assert "no OME-Zarr image" in stackseg(
+        assert "no OME-Zarr image" in run_stackseg(
             "segment", f"{server.url}/no.zarr", str(tmp_path / "no.tif"), *config, status=1
         )
     for source in (image, image / "labels" / "nuclei"):
-        assert "would replace the input stack" in stackseg("segment", source, image, "--force", *config, status=1)
+        assert "would replace the input stack" in run_stackseg("segment", source, image, "--force", *config, status=1)
 
 
 @pytest.mark.parametrize("name", ["threshold", "min_confidence"])
@@ -226,15 +231,15 @@ def test_help_contains_the_defaults_of_the_default_model(name: str) -> None:
     assert f"the model's setting, {value:g} for nuclei" in PARAMETERS[name][1]
 
 
-def test_train_requires_a_model_folder(stack: Path, stackseg: Any) -> None:
-    assert "--out" in stackseg("train", *annotation_options(stack), status=1)
+def test_train_requires_a_model_folder(stack: Path, run_stackseg: Any) -> None:
+    assert "--out" in run_stackseg("train", *annotation_options(stack), status=1)
 
 
 def test_training_benchmark_measures_both_precisions_and_writes_no_files(
-    base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, stackseg: Any
+    base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, run_stackseg: Any
 ) -> None:
     previous_files = set(tmp_path.rglob("*"))
-    _head, _rule, *rows = stackseg(
+    _head, _rule, *rows = run_stackseg(
         *training_command(stack, base), "--batch-size", "3", "--benchmark", *config
     ).splitlines()
     assert set(tmp_path.rglob("*")) == previous_files
@@ -246,51 +251,53 @@ def test_training_benchmark_measures_both_precisions_and_writes_no_files(
 
 
 @pytest.fixture
-def make_tuning_options(base: ModelSpec, configure: Callable[..., Path], tmp_path: Path) -> Callable[..., list[str]]:
+def make_tuning_options(base: ModelSpec, write_config: Callable[..., Path], tmp_path: Path) -> Callable[..., list[str]]:
     """make_tuning_options(**device): return the options for a configuration with few engines to try."""
     engine = {"precision": "fp32", "streams": 1, "cache_folder": str(tmp_path / "cache")}
 
     def write(**device: Any) -> list[str]:
         sections = {"windows": {"sw_batch_size": 1}, "device": {"name": "cpu", "threads": 1} | device}
-        return ["--config", str(configure(base.folder.parent, engine=engine, **sections))]
+        return ["--config", str(write_config(base.folder.parent, engine=engine, **sections))]
 
     return write
 
 
 @pytest.mark.parametrize("model_options", [[], ["--all"], ["--model", "random-nuclei"]])
 def test_tuning_stores_the_fastest_engine(
-    make_tuning_options: Callable[..., list[str]], model_options: list[str], stackseg: Any
+    make_tuning_options: Callable[..., list[str]], model_options: list[str], run_stackseg: Any
 ) -> None:
     config = make_tuning_options()
     # The time limit only allows the first engine.
-    table = stackseg("tune", *model_options, "--minutes", "0.0001", *config)
+    table = run_stackseg("tune", *model_options, "--minutes", "0.0001", *config)
     assert "random-nuclei/1" in table
     assert "chosen" in table
     assert "time limit reached" in table
-    assert "chosen" in stackseg("models", *config)
+    assert "chosen" in run_stackseg("models", *config)
 
 
-def test_trained_models_are_listed_and_removed(base: ModelSpec, configure: Any, tmp_path: Path, stackseg: Any) -> None:
+def test_trained_models_are_listed_and_removed(
+    base: ModelSpec, write_config: Any, tmp_path: Path, run_stackseg: Any
+) -> None:
     trained_model = tmp_path / "trained" / "mine"
-    path = configure(
+    path = write_config(
         base.folder.parent, models={"folder": str(base.folder.parent), "trained_folder": str(trained_model.parent)}
     )
     copy_model(base.folder, trained_model)
-    assert [line.split("/")[0] for line in stackseg("models", "--config", path).splitlines()] == [
+    assert [line.split("/")[0] for line in run_stackseg("models", "--config", path).splitlines()] == [
         "random-nuclei",
         "mine",
     ]
     for name in ("random-nuclei", "..", "mine/../mine", ""):
-        assert "Trained models: mine" in stackseg("models", "remove", name, "--config", path, status=1)
-    stackseg("models", "remove", "mine", "--config", path)
+        assert "Trained models: mine" in run_stackseg("models", "remove", name, "--config", path, status=1)
+    run_stackseg("models", "remove", "mine", "--config", path)
     assert (trained_model.exists(), base.folder.is_dir()) == (False, True)
 
 
 def test_tuning_result_is_used_by_all_devices_of_a_kind(
-    base: ModelSpec, make_tuning_options: Callable[..., list[str]], stackseg: Any
+    base: ModelSpec, make_tuning_options: Callable[..., list[str]], run_stackseg: Any
 ) -> None:
     config = make_tuning_options(serve=["cpu", "cpu"])
-    assert stackseg("tune", "--minutes", "0.0001", *config).count("random-nuclei/1") == 1
+    assert run_stackseg("tune", "--minutes", "0.0001", *config).count("random-nuclei/1") == 1
     for _name, settings in split_settings(read_settings(Path(config[1]))):
         segmenter = ModelRunner(base, settings)
         segmenter.warm_up()
@@ -302,10 +309,10 @@ def test_tuning_result_is_used_by_all_devices_of_a_kind(
     [(["--minutes", "0"], "auto", 1, "positive"), ([], "eager", 2, "Set it to auto")],
 )
 def test_invalid_tuning_options_are_rejected(
-    base: ModelSpec, configure: Any, stackseg: Any, options: list[str], engine: str, status: int, message: str
+    base: ModelSpec, write_config: Any, run_stackseg: Any, options: list[str], engine: str, status: int, message: str
 ) -> None:
-    path = configure(base.folder.parent, engine={"kind": engine})
-    assert message in stackseg("tune", *options, "--config", path, status=status)
+    path = write_config(base.folder.parent, engine={"kind": engine})
+    assert message in run_stackseg("tune", *options, "--config", path, status=status)
 
 
 @pytest.mark.parametrize(

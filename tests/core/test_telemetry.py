@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from fakes import until
+from fakes import wait_until
 
 from service.core import telemetry
 from service.core.telemetry import Progress, step
@@ -98,7 +98,7 @@ def test_only_long_innermost_steps_are_logged(caplog):
         pass
     progress, prefix = Progress("loading nuclei"), "loading nuclei: outer: inner (for "
     with progress.step("outer", 0.01), progress.step("inner", 0.01):
-        until(lambda: sum(message.startswith(prefix) for message in caplog.messages) > 2)
+        wait_until(lambda: sum(message.startswith(prefix) for message in caplog.messages) > 2)
     # On a busy host, the outer step may be logged before the inner step begins.
     first = [message.startswith(prefix) for message in caplog.messages].index(True)
     assert all(message.startswith(prefix) for message in caplog.messages[first:])

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from fakes import SeparateDevice, until
-from segmenters import settings_of, started, with_network
+from fakes import SeparateMemoryDriver, wait_until
+from segmenters import make_runner_with_network, make_settings, start_runner
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, Cancelled, ConfigError, OutOfMemory, TooLarge
@@ -36,12 +36,12 @@ def with_voxel_size(spec, *voxel_size):
 
 @pytest.fixture(scope="module")
 def eager(bands) -> ModelRunner:
-    return started(bands, settings_of())
+    return start_runner(bands, make_settings())
 
 
 @pytest.fixture(scope="module")
 def compiled(bands) -> ModelRunner:
-    return started(bands, settings_of("compiled"))
+    return start_runner(bands, make_settings("compiled"))
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_warm_engine_does_not_compile_for_new_shapes(compiled, volume):
 
 
 def test_compiled_graphs_are_counted(bands, volume):
-    runner = ModelRunner(bands, settings_of())
+    runner = ModelRunner(bands, make_settings())
     runner.scores.module = torch.compile(runner.scores.module, backend="eager")
     num_graphs = count_graphs()
     segment(runner, volume, Options())
@@ -117,8 +117,10 @@ def test_a_different_window_size_gives_the_result_of_a_model_with_that_window_si
         return bands.model_copy(update={"input": bands.input.model_copy(update=input_keys)})
 
     roi, options = (8, 16, 24), Options(roi_size=(8, 16, 24), overlap=0.5)
-    expected = segment(started(with_input(roi_size=roi), settings_of(kind, streams=1)), volume, Options(overlap=0.5))
-    runner = started(with_input(roi_multiple=(2, 2, 2)), settings_of(kind, streams=1))
+    expected = segment(
+        start_runner(with_input(roi_size=roi), make_settings(kind, streams=1)), volume, Options(overlap=0.5)
+    )
+    runner = start_runner(with_input(roi_multiple=(2, 2, 2)), make_settings(kind, streams=1))
     for result in (segment(runner, volume, options) for _ in range(2)):
         assert np.array_equal(result.segmentation.pixels, expected.segmentation.pixels)
         assert (result.engine, result.notes) == (expected.engine, ())
@@ -143,11 +145,11 @@ def test_a_different_window_size_gives_the_result_of_a_model_with_that_window_si
 def test_a_window_size_that_the_model_does_not_support_is_rejected(bands, volume, roi_multiple, roi, message):
     spec = bands.model_copy(update={"input": bands.input.model_copy(update={"roi_multiple": roi_multiple})})
     with pytest.raises(BadParameter, match=message):
-        segment(started(spec, settings_of()), volume, Options(roi_size=roi))
+        segment(start_runner(spec, make_settings()), volume, Options(roi_size=roi))
 
 
 def test_a_smaller_batch_keeps_an_engine_that_supports_any_batch_size(bands, volume):
-    runner, sizes = started(bands, settings_of("winograd", streams=1)), []
+    runner, sizes = start_runner(bands, make_settings("winograd", streams=1)), []
     expected = segment(runner, volume, Options()).segmentation.pixels
     assert runner._engine.window.accepts_any_batch_size
     runner.instrument(lambda call: lambda x: sizes.append(len(x)) or call(x))
@@ -158,7 +160,7 @@ def test_a_smaller_batch_keeps_an_engine_that_supports_any_batch_size(bands, vol
 
 @pytest.mark.parametrize("engine", [{"precision": "bf16"}, {"channels_last": False}])
 def test_precision_and_memory_layout_barely_change_the_classes(bands, eager, volume, engine):
-    runner = started(bands, settings_of(**engine))
+    runner = start_runner(bands, make_settings(**engine))
     expected = segment(eager, volume, Options()).segmentation.pixels
     assert np.mean(segment(runner, volume, Options()).segmentation.pixels != expected) < 0.01
 
@@ -201,7 +203,7 @@ def test_best_quality_scores_every_window_three_times_with_every_engine(eager, c
 
 
 def test_an_instance_model_gives_labels(random_nuclei, phantom):
-    runner = started(random_nuclei, settings_of())
+    runner = start_runner(random_nuclei, make_settings())
     volume = Volume.from_array(phantom.image[None, :20, :30, :40])
     labels = segment(runner, volume, Options()).segmentation
     assert labels.kind == "labels"
@@ -214,7 +216,7 @@ def test_an_instance_model_gives_labels(random_nuclei, phantom):
 
 def test_the_result_of_a_resampled_volume_has_its_original_grid(bands, phantom, eager, volume):
     doubled = phantom.image.repeat(2, axis=1).repeat(2, axis=2)
-    runner = started(with_voxel_size(bands, *VOXEL), settings_of())
+    runner = start_runner(with_voxel_size(bands, *VOXEL), make_settings())
     fine = Volume.from_array(doubled[None], VoxelSize(0.5, 0.125, 0.125))
     result = segment(runner, fine, Options())
     assert result.segmentation.pixels.shape == doubled.shape
@@ -226,8 +228,8 @@ def test_the_result_of_a_resampled_volume_has_its_original_grid(bands, phantom, 
 
 
 def test_requests_with_more_windows_than_the_operator_allows_are_refused(bands):
-    settings = settings_of().model_copy(update={"limits": Limits(windows=4)})
-    runner = started(bands, settings)
+    settings = make_settings().model_copy(update={"limits": Limits(windows=4)})
+    runner = start_runner(bands, settings)
     edge = bands.input.roi_size[0]
     runner.estimator.estimate(Volume.from_array(np.zeros((1, edge, edge, edge), np.uint8)), Options())
     large = Volume.from_array(np.zeros((1, edge, 4 * edge, 4 * edge), np.uint8))
@@ -296,7 +298,7 @@ def make_estimating_runner(random_nuclei):
             "decoding": Instances(kind="instances", persistence=0.2, minimum_size=4),
         }
     )
-    return lambda settings=None: with_network(spec, score_brightness, settings)
+    return lambda settings=None: make_runner_with_network(spec, score_brightness, settings)
 
 
 def test_the_diameter_is_estimated_if_the_request_does_not_specify_it(make_estimating_runner, balls):
@@ -328,7 +330,7 @@ def test_the_diameter_is_estimated_if_the_request_does_not_specify_it(make_estim
     assert (progress_calls[0], progress_calls[-1]) == ((0, total), (total, total))
     without_diameter = segment(runner, balls, Options(diameter="none"))
     assert (without_diameter.diameter_text, without_diameter.notes) == (None, ())
-    estimator = Estimator(runner.spec, settings_of())
+    estimator = Estimator(runner.spec, make_settings())
     settings_used = [
         estimator.diameter_setting(Options(diameter=setting)) for setting in (None, "none", "auto", estimated.diameter)
     ]
@@ -338,7 +340,7 @@ def test_the_diameter_is_estimated_if_the_request_does_not_specify_it(make_estim
 def test_the_estimator_knows_the_bytes_of_the_scores_after_warm_up(write_model, random_nuclei_content):
     arguments = random_nuclei_content["architecture"]["arguments"] | {"widths": [16, 16]}
     spec = write_model(random_nuclei_content | {"architecture": {"name": "ShuffleUNet", "arguments": arguments}})
-    runner = ModelRunner(spec, settings_of("winograd"))
+    runner = ModelRunner(spec, make_settings("winograd"))
     assert runner.estimator.score_bytes is None
     runner.warm_up()
     assert runner.estimator.score_bytes == 4 * len(spec.outputs) * math.prod(spec.input.roi_size)
@@ -374,7 +376,7 @@ def test_a_diameter_estimate_does_not_depend_on_shared_batches(make_estimating_r
     """The windows of several concurrent estimates share batches."""
     pixels = balls.array()
     stacks = [Volume.from_array(part) for part in (pixels, pixels[:, :30], pixels[:, 5:, ::-1], pixels[..., 2:])]
-    settings = settings_of().model_copy(update={"windows": Windows(sw_batch_size=5)})
+    settings = make_settings().model_copy(update={"windows": Windows(sw_batch_size=5)})
     alone_results = [segment(make_estimating_runner(settings), stack, Options()) for stack in stacks]
     runner, device, images, shares = make_estimating_runner(settings), device_module.WindowBatcher("device"), [], []
 
@@ -385,7 +387,7 @@ def test_a_diameter_estimate_does_not_depend_on_shared_batches(make_estimating_r
     with ThreadPoolExecutor(len(stacks)) as pool:
         shared_results = [pool.submit(segment, runner, stack, Options(), callbacks=Callbacks(run)) for stack in stacks]
         # Computation starts when all requests are waiting.
-        until(lambda: len(device._requests) == len(stacks))
+        wait_until(lambda: len(device._requests) == len(stacks))
         device.start()
         shared_results = [segmentation.result() for segmentation in shared_results]
     device.close()
@@ -405,7 +407,7 @@ def test_a_stack_without_a_diameter_estimate_keeps_its_resolution(make_estimatin
 
 
 def test_a_stack_that_would_become_too_large_keeps_its_resolution(make_estimating_runner, balls):
-    limited_settings = settings_of().model_copy(update={"limits": Limits(windows=4)})
+    limited_settings = make_settings().model_copy(update={"limits": Limits(windows=4)})
     balls = Volume.from_array(balls.array()[:, :32, :32, :32])
     result = segment(make_estimating_runner(limited_settings), balls, Options())
     assert result.diameter_text is not None
@@ -437,7 +439,7 @@ def test_diameter_estimation_can_be_canceled_and_uses_fallbacks(make_estimating_
 def test_only_instance_models_estimate_a_diameter(bands, random_nuclei):
     for spec in (bands, random_nuclei):
         with pytest.raises(BadParameter, match="has no object diameter"):
-            ModelRunner(spec, settings_of()).estimator.output_kind(Options(diameter="auto"))
+            ModelRunner(spec, make_settings()).estimator.output_kind(Options(diameter="auto"))
 
 
 def test_a_huge_volume_is_refused_before_its_pixels_are_read(eager):
@@ -450,7 +452,7 @@ def test_a_huge_volume_is_refused_before_its_pixels_are_read(eager):
 
 
 def test_the_engine_report_before_and_after_warm_up(bands):
-    runner = ModelRunner(bands, settings_of(channels_last=False))
+    runner = ModelRunner(bands, make_settings(channels_last=False))
     assert runner.report().engine == "starting"
     runner.warm_up()
     report = runner.report()
@@ -463,7 +465,7 @@ def test_the_engine_report_before_and_after_warm_up(bands):
 
 def test_warnings_are_reported_and_logged(bands, caplog):
     with caplog.at_level(logging.WARNING):
-        runner = started(bands, settings_of("cudagraph"))
+        runner = start_runner(bands, make_settings("cudagraph"))
     assert runner.report().warnings == ("The cudagraph engine needs a CUDA device; running eagerly.",)
     assert "bands/1: The cudagraph engine needs" in caplog.text
 
@@ -480,16 +482,16 @@ def test_a_device_with_separate_memory_gives_the_same_result(
     image = np.concatenate([phantom.image] * 2)
     for spec in (bands, with_voxel_size(bands, 0.25, 0.25, 0.25), random_nuclei):
         volume = Volume.from_array(image[None, :, :40, :40], VOXEL)
-        runner = ModelRunner(spec, settings_of(), SeparateDevice(total=total))
+        runner = ModelRunner(spec, make_settings(), SeparateMemoryDriver(total=total))
         runner.warm_up()
         request = runner.estimator.plan_request(volume, Options())
         assert request.plan.decode_on_host == (total == 1)
-        expected = segment(started(spec, settings_of()), volume, Options()).segmentation
+        expected = segment(start_runner(spec, make_settings()), volume, Options()).segmentation
         np.testing.assert_array_equal(segment(runner, volume, Options()).segmentation.pixels, expected.pixels)
 
 
 def test_a_stack_that_does_not_fit_on_its_device_is_refused_before_work_starts(bands, volume):
-    runner = ModelRunner(bands, settings_of(), SeparateDevice(free=2**20))
+    runner = ModelRunner(bands, make_settings(), SeparateMemoryDriver(free=2**20))
     runner.warm_up()
     with pytest.raises(OutOfMemory, match="device memory"):
         segment(runner, volume, Options(), callbacks=Callbacks(progress=pytest.fail))
@@ -511,7 +513,7 @@ def test_a_diameter_that_the_voxel_size_already_implies_is_not_suggested(random_
     spec = random_nuclei.model_copy(
         update={"confidence": calibration, "input": random_nuclei.input.model_copy(update=input_changes)}
     )
-    runner = with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
+    runner = make_runner_with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
     # Balls that are brightest at the center.
     positions = np.indices((24, 48, 48)) % 12 - 5.5
     pixels = (1 - np.sqrt(np.square(positions).sum(0)) / 8).clip(0, 1).astype(np.float32)[None]
@@ -527,7 +529,7 @@ def test_only_installed_models_are_suggested(random_nuclei, tmp_path):
     calibration = Calibration(intercept=-9, certainty=0, peak=0, size=0, giants=0, sheets="membranes")
     input_spec = random_nuclei.input.model_copy(update={"roi_size": (32, 32, 32), "diameter": 16.0})
     spec = random_nuclei.model_copy(update={"confidence": calibration, "input": input_spec, "folder": folder})
-    runner = with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
+    runner = make_runner_with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
     radius = np.sqrt(np.square(np.indices((48, 48, 48)) % 24 - 11.5).sum(0))
     shells = Volume.from_array(np.exp(-np.square((radius - 8) / 1.5)).astype(np.float32)[None])
     assert segment(runner, shells, Options()).quality_warning.suggestion != "model=membranes"
@@ -553,12 +555,12 @@ def test_an_error_while_collecting_evidence_does_not_lose_the_labels(random_nucl
 
     volume = Volume.from_array(phantom.image[None])
     result = segment(
-        with_network(spec, network),
+        make_runner_with_network(spec, network),
         volume,
         Options(),
         callbacks=Callbacks(progress=lambda done, total: progress_done.append(True) if done == total else None),
     )
-    expected = segment(with_network(spec, lambda x: torch.cat([x - 0.5, x], 1)), volume, Options())
+    expected = segment(make_runner_with_network(spec, lambda x: torch.cat([x - 0.5, x], 1)), volume, Options())
     assert failed_windows
     np.testing.assert_array_equal(result.segmentation.pixels, expected.segmentation.pixels)
     assert result.confidence == expected.confidence
@@ -567,7 +569,7 @@ def test_an_error_while_collecting_evidence_does_not_lose_the_labels(random_nucl
 
 def test_the_memory_of_a_different_window_size_counts_until_it_is_replaced(bands, volume):
     input_spec = bands.input.model_copy(update={"roi_multiple": (2, 2, 2)})
-    runner = started(bands.model_copy(update={"input": input_spec}), settings_of())
+    runner = start_runner(bands.model_copy(update={"input": input_spec}), make_settings())
     initial_bytes = runner.nbytes
     segment(runner, volume, Options(roi_size=(8, 32, 32)))
     bytes_with_window = runner.nbytes

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from model_files import INSTANCES, WEIGHTS, changed, write_folder
+from model_files import INSTANCES, WEIGHTS, change_instances, write_folder
 
 from service.core.errors import BrokenModel, ConfigError, UnknownModel
 from service.models.repository import read_repository, read_spec, select_model
@@ -56,7 +56,7 @@ def test_keys_that_are_not_strings_are_rejected(tmp_path: Path) -> None:
 
 def test_repository_contains_every_model_by_name(tmp_path: Path) -> None:
     for name in ("zebra", "ants"):
-        write_folder(tmp_path / name, changed("name", name))
+        write_folder(tmp_path / name, change_instances("name", name))
     (tmp_path / "notes").mkdir()
     (tmp_path / "README.md").write_text("no model", encoding="utf-8")
     assert list(read_repository(tmp_path)) == ["ants", "zebra"]
@@ -65,7 +65,7 @@ def test_repository_contains_every_model_by_name(tmp_path: Path) -> None:
 
 def test_broken_model_does_not_affect_other_models(tmp_path: Path) -> None:
     write_folder(tmp_path / "cells")
-    write_folder(tmp_path / "broken", changed("name", "broken"), weights=b"")
+    write_folder(tmp_path / "broken", change_instances("name", "broken"), weights=b"")
     assert list(read_repository(tmp_path, ("cells",))) == ["cells"]
     with pytest.raises(BrokenModel, match="broken"):
         read_repository(tmp_path)

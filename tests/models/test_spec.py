@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model_files import INSTANCES, changed, write_folder
+from model_files import INSTANCES, change_instances, write_folder
 from pydantic import ValidationError
 
 from service.core.errors import BrokenModel
@@ -18,7 +18,7 @@ from service.models.spec import Instances, ModelSpec, Sample
 
 def test_spec_contains_the_keys_of_the_file(tmp_path: Path) -> None:
     sample = {"input": "stack.tif", "expected": "labels.tif"}
-    spec = read_spec(write_folder(tmp_path / "cells", changed("sample", sample)))
+    spec = read_spec(write_folder(tmp_path / "cells", change_instances("sample", sample)))
     assert spec.sample == Sample(**sample)
     assert spec.identifier == "cells/2.1"
     assert spec.weights_path == tmp_path / "cells" / "weights.safetensors"
@@ -34,7 +34,7 @@ def test_spec_contains_the_keys_of_the_file(tmp_path: Path) -> None:
 )
 def test_error_for_an_unknown_key_contains_its_name(key: str, tmp_path: Path) -> None:
     with pytest.raises(BrokenModel, match=rf"model\.yaml: .*{key.rpartition('.')[2]}: Extra inputs"):
-        read_spec(write_folder(tmp_path, changed(key, 1)))
+        read_spec(write_folder(tmp_path, change_instances(key, 1)))
 
 
 @pytest.mark.parametrize("key", [key for key in INSTANCES if key != "decoding"])
@@ -76,7 +76,7 @@ def test_error_for_a_missing_key_contains_its_name(key: str, tmp_path: Path) -> 
 )
 def test_error_for_an_invalid_value_contains_its_key(key: str, value: Any, problem: str, tmp_path: Path) -> None:
     with pytest.raises(BrokenModel) as caught:
-        read_spec(write_folder(tmp_path, changed(key, value)))
+        read_spec(write_folder(tmp_path, change_instances(key, value)))
     assert problem in str(caught.value)
     assert "model.yaml" in str(caught.value)
 
@@ -88,4 +88,4 @@ folder_parts = st.text(st.characters(exclude_characters="/\0", exclude_categorie
 def test_files_outside_the_model_folder_are_rejected(file: str) -> None:
     for key in ("weights.file", "sample.input", "sample.expected"):
         with pytest.raises(ValidationError, match="must be a plain file name inside the model folder"):
-            ModelSpec.model_validate(changed(key, file) | {"folder": Path()})
+            ModelSpec.model_validate(change_instances(key, file) | {"folder": Path()})

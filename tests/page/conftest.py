@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from browsing import CHROMIUM, CHROMIUM_ARGUMENTS, TIMEOUT_SECONDS, OpenPage
 from fakes import FakeSegmenter
-from live import Live, eager, serve
+from live import LiveServer, eager_settings, serve
 from paths import ROOT
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
@@ -28,16 +28,16 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="package")
-def nuclei(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def nuclei(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     models = {"serve": ("nuclei", "membranes"), "load": ("nuclei",)}
     annotations = {"folder": tmp_path_factory.mktemp("annotations")}
-    with serve(eager(ROOT / "models", models=models, annotations=annotations)) as live:
+    with serve(eager_settings(ROOT / "models", models=models, annotations=annotations)) as live:
         yield live
 
 
 @pytest.fixture(scope="package")
-def fake(bands_repository: Path) -> Iterator[Live]:
-    with serve(eager(bands_repository, models={"load": "all"}), load=FakeSegmenter) as live:  # type: ignore[arg-type]
+def fake(bands_repository: Path) -> Iterator[LiveServer]:
+    with serve(eager_settings(bands_repository, models={"load": "all"}), load=FakeSegmenter) as live:  # type: ignore[arg-type]
         yield live
 
 
@@ -50,7 +50,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
     errors: list[str] = []
     contexts = []
 
-    def open_at(live: Live, **options: Any) -> Page:
+    def open_at(live: LiveServer, **options: Any) -> Page:
         origin = f"http://{live.host}:{live.port}"
         context = browser.new_context(base_url=origin, **{"viewport": {"width": 1280, "height": 720}, **options})
         allowed = (origin, "blob:", "data:")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tifffile
 from browsing import OpenPage, central_voxel, check_accessibility
-from live import Answer, Live, as_tiff
+from live import LabelTiff, LiveServer, as_tiff
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from paths import ROOT
@@ -70,7 +70,7 @@ class Result(NamedTuple):
     volume  the image
     """
 
-    live: Live
+    live: LiveServer
     stack: str
     job: str
     labels: NDArray[np.uint16]
@@ -78,7 +78,7 @@ class Result(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def result(nuclei: Live) -> Result:
+def result(nuclei: LiveServer) -> Result:
     sample = tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[12:36, 60:140, 40:120]
     stack = nuclei.post("/stacks", as_tiff(sample)).json()["id"]
     job = nuclei.run(b"", stack=stack, measurements="zip")
@@ -213,7 +213,7 @@ def test_corrections_are_exported_and_survive_a_reload(result: Result, open_page
     open_correct_tab(page)
     expect(hint).to_contain_text("3 saved corrections were restored")
     assert np.array_equal(export_labels(page), parts)
-    file = Answer(download(page, "OME-TIFF"))
+    file = LabelTiff(download(page, "OME-TIFF"))
     assert (file.axes, file.voxel_size) == ("ZYX", (0.5, 0.2, 0.2))
     assert np.array_equal(file.pixels, parts)
 
@@ -323,7 +323,7 @@ def test_corrected_labels_are_saved_as_an_annotated_stack(result: Result, open_p
     (annotation,) = result.live.client.get("/annotations").json()["annotations"]
     assert (annotation["name"], annotation["changes"], annotation["job"]) == ("Zellkörper 1", 1, result.job)
     assert annotation["region"] == "0:20,10:80,0:80"
-    file = Answer(result.live.client.get(f"/annotations/{annotation['id']}/labels").content)
+    file = LabelTiff(result.live.client.get(f"/annotations/{annotation['id']}/labels").content)
     assert np.array_equal(file.pixels, np.where(labels == deleted, 0, labels))
     page.get_by_role("button", name="New stack").click()
     annotated = page.get_by_role("region", name="Annotated stacks")
@@ -377,7 +377,7 @@ def test_corrections_remain_after_their_result_is_deleted(result: Result, open_p
     expect(dialog).to_contain_text("The service no longer stores this result")
     check_accessibility(page)
     assert np.array_equal(export_labels(page), np.where(np.isin(labels, deleted), 0, labels))
-    file = Answer(download(page, "OME-TIFF"))
+    file = LabelTiff(download(page, "OME-TIFF"))
     assert (file.axes, file.voxel_size) == ("ZYX", (0.5, 0.2, 0.2))
     page.on("dialog", lambda prompt: prompt.accept())
     dialog.get_by_role("button", name="Discard the corrections").click()
@@ -458,7 +458,7 @@ def test_all_tools_work_with_the_keyboard(result: Result, open_page: OpenPage) -
     )
 
 
-def test_random_corrections_can_be_undone_redone_and_restored(nuclei: Live, open_page: OpenPage) -> None:
+def test_random_corrections_can_be_undone_redone_and_restored(nuclei: LiveServer, open_page: OpenPage) -> None:
     page = open_page(nuclei)
     for seed in range(3):
         outcome = page.evaluate(CHECK_PROPERTIES, [seed, 60])
@@ -466,7 +466,7 @@ def test_random_corrections_can_be_undone_redone_and_restored(nuclei: Live, open
         assert outcome["kinds"] == ["add", "delete", "erase", "merge", "paint", "split"], seed
 
 
-def test_corrections_of_a_large_stack_are_immediate(nuclei: Live, open_page: OpenPage) -> None:
+def test_corrections_of_a_large_stack_are_immediate(nuclei: LiveServer, open_page: OpenPage) -> None:
     times = open_page(nuclei).evaluate(MEASURE_SPEED)
     print({name: f"{milliseconds:.1f} ms" for name, milliseconds in times.items()})
     assert max(times.values()) < MAX_MILLISECONDS
@@ -480,7 +480,7 @@ def test_subsampled_result_is_corrected_at_full_resolution(result: Result, open_
     assert outcome["paused"] == "The image was reloaded. Your corrections are saved.Continue correcting"
 
 
-def test_labels_too_large_for_the_browser_are_explained(nuclei: Live, open_page: OpenPage) -> None:
+def test_labels_too_large_for_the_browser_are_explained(nuclei: LiveServer, open_page: OpenPage) -> None:
     text = open_page(nuclei).evaluate(
         """async () => {
           const { CorrectView } = await import("/page/correct/correct_view.js");

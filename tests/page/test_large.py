@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tifffile
 from browsing import TURN_WHEEL, OpenPage, press_segment
-from live import Live
+from live import LiveServer
 from playwright.sync_api import Page, expect
 
 SHAPE = (150, 1024, 1024)
@@ -37,7 +37,9 @@ def report(page: Page, start: float, step: str) -> None:
 
 
 @pytest.mark.thorough
-def test_stack_of_300_mb_is_viewed_segmented_and_exported(fake: Live, open_page: OpenPage, tmp_path: Path) -> None:
+def test_stack_of_300_mb_is_viewed_segmented_and_exported(
+    fake: LiveServer, open_page: OpenPage, tmp_path: Path
+) -> None:
     write_stack(stack := tmp_path / "large.tif")
     assert stack.stat().st_size > 300_000_000
     page = open_page(fake, accept_downloads=True)

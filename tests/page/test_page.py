@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import tifffile
 from browsing import TIMEOUT_SECONDS, TURN_WHEEL, OpenPage, check_accessibility, choose_file, press_segment
-from fakes import FakeSegmenter, until
-from live import Live, as_tiff, eager, serve
+from fakes import FakeSegmenter, wait_until
+from live import LiveServer, as_tiff, eager_settings, serve
 from model_files import copy_model
 from numpy.typing import NDArray
 from paths import ROOT
@@ -23,7 +23,9 @@ from service.api.access.keys import hash_key
 from service.core.hardware.host import count_usable_cores
 
 
-def test_sample_is_segmented_and_its_labels_are_downloaded(nuclei: Live, open_page: OpenPage, tmp_path: Path) -> None:
+def test_sample_is_segmented_and_its_labels_are_downloaded(
+    nuclei: LiveServer, open_page: OpenPage, tmp_path: Path
+) -> None:
     page = open_page(nuclei, accept_downloads=True)
     release = hold_requests(page, "**/openapi.json")
     page.reload()
@@ -49,7 +51,7 @@ def test_sample_is_segmented_and_its_labels_are_downloaded(nuclei: Live, open_pa
     expect(page.locator(".readout")).to_contain_text("object 7")
     page.get_by_role("button", name="3D").click()
     expect(page.locator("canvas.solid")).to_be_visible()
-    until(lambda: page.evaluate(COUNT_3D_COLORS) > 50, TIMEOUT_SECONDS)
+    wait_until(lambda: page.evaluate(COUNT_3D_COLORS) > 50, TIMEOUT_SECONDS)
     slices = page.locator(".view[data-axis=z]")
     page.get_by_role("button", name="Enlarge").click()
     expect(slices).to_be_hidden()
@@ -76,7 +78,7 @@ def test_sample_is_segmented_and_its_labels_are_downloaded(nuclei: Live, open_pa
     expect(page.locator("#summary")).to_contain_text(f"{job['objects']} objects")
 
 
-def test_low_confidence_result_suggests_another_model(nuclei: Live, open_page: OpenPage) -> None:
+def test_low_confidence_result_suggests_another_model(nuclei: LiveServer, open_page: OpenPage) -> None:
     page = open_page(nuclei)
     cells = tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88]
     choose_file(page, as_tiff(cells, imagej=False, metadata=None))
@@ -116,7 +118,7 @@ def hold_requests(page: Page, address: str) -> Callable[[], None]:
     return release
 
 
-def test_ambiguous_axes_are_selected_with_a_button(fake: Live, open_page: OpenPage) -> None:
+def test_ambiguous_axes_are_selected_with_a_button(fake: LiveServer, open_page: OpenPage) -> None:
     pixels = np.arange(3 * 5 * 16 * 16, dtype=np.uint16).reshape(3, 5, 16, 16)
     tifffile.imwrite(stack := io.BytesIO(), pixels, photometric="minisblack", metadata={"axes": "QRYX"})
     page = open_page(fake)
@@ -133,7 +135,7 @@ def test_ambiguous_axes_are_selected_with_a_button(fake: Live, open_page: OpenPa
     }  # fmt: skip
 
 
-def test_messages_use_the_terms_of_the_page_and_axes_can_be_overridden(fake: Live, open_page: OpenPage) -> None:
+def test_messages_use_the_terms_of_the_page_and_axes_can_be_overridden(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     choose_file(page, as_tiff(np.full((5, 16, 24), 200, np.uint8), imagej=False, metadata=None))
     notes = page.locator("#settings .notes")
@@ -158,7 +160,7 @@ def test_messages_use_the_terms_of_the_page_and_axes_can_be_overridden(fake: Liv
     assert size == "Voxel size: 0.2 × 0.2 × 0.5 µm"
 
 
-def test_controls_fit_on_laptop_and_tablet_screens(nuclei: Live, open_page: OpenPage) -> None:
+def test_controls_fit_on_laptop_and_tablet_screens(nuclei: LiveServer, open_page: OpenPage) -> None:
     page = open_page(nuclei)
     sample = tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[12:36, 60:140, 40:120]
     pixels = np.stack([sample, sample], 1)
@@ -178,7 +180,7 @@ def test_controls_fit_on_laptop_and_tablet_screens(nuclei: Live, open_page: Open
         assert clipped == []
 
 
-def test_selected_time_point_is_segmented(fake: Live, open_page: OpenPage) -> None:
+def test_selected_time_point_is_segmented(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     pixels = np.full((2, 4, 16, 16), 200, np.uint8)
     choose_file(page, as_tiff(pixels, metadata={"axes": "TZYX", "spacing": 0.5, "unit": "um"}))
@@ -190,7 +192,7 @@ def test_selected_time_point_is_segmented(fake: Live, open_page: OpenPage) -> No
     assert fake.client.get("/jobs").json()["jobs"][0]["parameters"]["time"] in (1, "1")
 
 
-def test_late_responses_do_not_disturb_user_input(fake: Live, open_page: OpenPage) -> None:
+def test_late_responses_do_not_disturb_user_input(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     release = hold_requests(page, "**/inspect?*time=0*")
     choose_file(
@@ -225,7 +227,7 @@ def release_and_wait(page: Page, release: Callable[[], None]) -> None:
     expect(page.locator("#before")).to_have_count(0)
 
 
-def test_large_plane_and_name_with_special_characters_are_shown(fake: Live, open_page: OpenPage) -> None:
+def test_large_plane_and_name_with_special_characters_are_shown(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     page.route(
         "**/inspect?*",
@@ -238,14 +240,14 @@ def test_large_plane_and_name_with_special_characters_are_shown(fake: Live, open
     expect(page.get_by_text("Request fewer planes")).to_have_count(0)
 
 
-def test_unreadable_file_is_explained(fake: Live, open_page: OpenPage) -> None:
+def test_unreadable_file_is_explained(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     choose_file(page, b"%PDF-1.7 no stack at all")
     expect(page.locator("#side")).to_contain_text("cannot be segmented")
     expect(page.get_by_role("button", name="Segment", exact=True)).to_be_disabled()
 
 
-def test_job_continues_after_a_reload_and_can_be_canceled(fake: Live, open_page: OpenPage) -> None:
+def test_job_continues_after_a_reload_and_can_be_canceled(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     choose_file(page, as_tiff(np.full((4, 16, 16), 200, np.uint8)))
     gate = fake.fake.gate
@@ -264,7 +266,7 @@ def test_job_continues_after_a_reload_and_can_be_canceled(fake: Live, open_page:
 
 
 def test_page_prompts_for_a_required_api_key(bands_repository: Path, open_page: OpenPage) -> None:
-    settings = eager(bands_repository, models={"load": "all"}, access={"keys": {"ann": hash_key("ann")}})
+    settings = eager_settings(bands_repository, models={"load": "all"}, access={"keys": {"ann": hash_key("ann")}})
     with serve(settings, load=FakeSegmenter, wait=False) as live:  # type: ignore[arg-type]
         live.wait_ready()
         page = open_page(live)
@@ -279,7 +281,7 @@ def test_page_prompts_for_a_required_api_key(bands_repository: Path, open_page: 
         expect(page.locator("#summary")).to_contain_text("classes")
 
 
-def test_status_shows_running_and_recent_requests_while_it_is_visible(fake: Live, open_page: OpenPage) -> None:
+def test_status_shows_running_and_recent_requests_while_it_is_visible(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     stack = as_tiff(np.full((4, 16, 16), 200, np.uint8))
     assert fake.segment(stack).status_code == 200
@@ -314,7 +316,7 @@ def test_status_shows_running_and_recent_requests_while_it_is_visible(fake: Live
     assert count_requests(page, STATUS_SECONDS) == 0
 
 
-def test_status_shows_the_workers_of_a_cluster(fake: Live, open_page: OpenPage) -> None:
+def test_status_shows_the_workers_of_a_cluster(fake: LiveServer, open_page: OpenPage) -> None:
     states = ({"given_back": True}, {"starting": True, "problem": "Ray has no resources."}, {"host": "node7"})
 
     def add_workers(route: Route) -> None:
@@ -339,7 +341,7 @@ def test_only_admins_see_the_status_and_reload_models(
 ) -> None:
     shutil.copytree(bands_repository / "bands", tmp_path / "models" / "bands")
     access = {"keys": {name: hash_key(name) for name in ("ada", "bob")}, "admins": ["ada"]}
-    settings = eager(tmp_path / "models", models={"load": "all"}, access=access)
+    settings = eager_settings(tmp_path / "models", models={"load": "all"}, access=access)
     with serve(settings, load=FakeSegmenter, wait=False) as live:  # type: ignore[arg-type]
         live.wait_ready()
         page = open_page(live)
@@ -422,7 +424,7 @@ def time_steps(page: Page, step: str) -> NDArray[np.float64]:
     return np.sort(times, 0)
 
 
-def test_next_plane_and_selected_row_appear_immediately(fake: Live, open_page: OpenPage) -> None:
+def test_next_plane_and_selected_row_appear_immediately(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     page.get_by_role("button", name="Try the sample").wait_for()
     page.evaluate(SYNTHETIC, [2000, 64, 512])
@@ -440,7 +442,7 @@ def test_next_plane_and_selected_row_appear_immediately(fake: Live, open_page: O
             assert times[2, 1] < 2 * limit
 
 
-def test_only_visible_rows_of_20_000_objects_are_in_the_document(fake: Live, open_page: OpenPage) -> None:
+def test_only_visible_rows_of_20_000_objects_are_in_the_document(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     page.get_by_role("button", name="Try the sample").wait_for()
     page.evaluate(SYNTHETIC, [20_000, 4, 512])

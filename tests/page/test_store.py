@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from browsing import OpenPage
-from live import Live
+from live import LiveServer
 
 # Returns the notifications of two listeners, and the first and the last state.
 CHANGE_STATE = """async () => {
@@ -21,7 +21,7 @@ CHANGE_STATE = """async () => {
 }"""
 
 
-def test_listeners_are_only_notified_of_changes(fake: Live, open_page: OpenPage) -> None:
+def test_listeners_are_only_notified_of_changes(fake: LiveServer, open_page: OpenPage) -> None:
     outcome = open_page(fake).evaluate(CHANGE_STATE)
     assert outcome["notifications"] == [["one"], 1, ["one", "two"]]
     assert (outcome["first"], outcome["last"]) == ({"one": 1, "two": 2}, {"one": 4, "two": 5})

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from browsing import OpenPage, check_accessibility, press_segment
-from live import Live, as_tiff, eager, serve
+from live import LiveServer, as_tiff, eager_settings, serve
 from model_files import copy_model
 from playwright.sync_api import expect
 
@@ -32,13 +32,13 @@ NPY = {"Content-Type": "application/x-npy"}
 
 
 @pytest.fixture(scope="module")
-def live(trainable: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def live(trainable_model: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Start a service with a small trainable model, and an image with labels saved as two annotated stacks."""
     models = tmp_path_factory.mktemp("models")
     for name in ("random-nuclei", "others"):
-        copy_model(trainable.folder, models / name)
+        copy_model(trainable_model.folder, models / name)
     jobs = {"folder": tmp_path_factory.mktemp("service")}
-    settings = eager(
+    settings = eager_settings(
         models, models={"default": "random-nuclei"}, jobs=jobs, training=TRAINING, trainings={"niceness": 0}
     )
     with serve(settings) as service:
@@ -50,7 +50,7 @@ def live(trainable: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield service
 
 
-def test_model_is_trained_used_and_deleted(live: Live, open_page: OpenPage) -> None:
+def test_model_is_trained_used_and_deleted(live: LiveServer, open_page: OpenPage) -> None:
     page = open_page(live)
     page.get_by_role("button", name="Improve a model with these").click()
     dialog = page.get_by_role("dialog")
@@ -109,7 +109,7 @@ def test_model_is_trained_used_and_deleted(live: Live, open_page: OpenPage) -> N
     )
 
 
-def test_stacks_labeled_by_another_model_family_are_not_preselected(live: Live, open_page: OpenPage) -> None:
+def test_stacks_labeled_by_another_model_family_are_not_preselected(live: LiveServer, open_page: OpenPage) -> None:
     stack = live.client.get("/annotations").json()["annotations"][0]["stack"]
     job = live.run(b"", stack=stack, model="others")
     labels = live.result(job, Accept="application/x-npy").content
@@ -127,7 +127,7 @@ def test_stacks_labeled_by_another_model_family_are_not_preselected(live: Live, 
     live.client.delete(f"/annotations/{annotation}")
 
 
-def test_training_is_stopped(live: Live, open_page: OpenPage) -> None:
+def test_training_is_stopped(live: LiveServer, open_page: OpenPage) -> None:
     page = open_page(live)
     page.get_by_role("button", name="Improve a model with these").click()
     dialog = page.get_by_role("dialog")

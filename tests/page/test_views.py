@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tifffile
 from browsing import TIMEOUT_SECONDS, OpenPage, central_voxel, check_accessibility, choose_file, press_segment
-from fakes import until
-from live import Answer, Live, as_tiff
+from fakes import wait_until
+from live import LabelTiff, LiveServer, as_tiff
 from numpy.typing import NDArray
 from paths import ROOT
 from playwright.sync_api import Page, expect
@@ -49,7 +49,7 @@ def sample() -> NDArray[Any]:
     return np.asarray(tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[12:36, 60:124, 40:104])
 
 
-def test_two_results_are_compared_side_by_side(nuclei: Live, open_page: OpenPage, sample: NDArray[Any]) -> None:
+def test_two_results_are_compared_side_by_side(nuclei: LiveServer, open_page: OpenPage, sample: NDArray[Any]) -> None:
     stack = nuclei.post("/stacks", as_tiff(sample)).json()["id"]
     jobs = [nuclei.run(b"", stack=stack, diameter="15px", minimum_size=size) for size in ("1um3", "60um3")]
     counts = [job["objects"] for job in jobs]
@@ -78,7 +78,7 @@ def test_two_results_are_compared_side_by_side(nuclei: Live, open_page: OpenPage
     expect(page.locator("#side")).to_contain_text(f"{counts[0]} objects")
 
 
-def test_objects_correspond_if_their_iou_exceeds_one_half(fake: Live, open_page: OpenPage) -> None:
+def test_objects_correspond_if_their_iou_exceeds_one_half(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     rng = np.random.default_rng(0)
     first, other = (rng.integers(0, 4, 60).repeat(5) for _ in range(2))
@@ -101,7 +101,9 @@ def test_objects_correspond_if_their_iou_exceeds_one_half(fake: Live, open_page:
     assert (empty["common"], empty["counts"], empty["colorIndices"]) == (0, [3, 0], [[0] * 4, [0]])
 
 
-def test_time_series_is_segmented_tracked_and_viewed(nuclei: Live, open_page: OpenPage, sample: NDArray[Any]) -> None:
+def test_time_series_is_segmented_tracked_and_viewed(
+    nuclei: LiveServer, open_page: OpenPage, sample: NDArray[Any]
+) -> None:
     page = open_page(nuclei)
     points = np.stack([sample[:, shift : shift + 48, :48] for shift in (0, 0, 1, 2)])
     choose_file(page, as_tiff(points, metadata={"axes": "TZYX", "spacing": 0.5, "unit": "um"}))
@@ -132,7 +134,7 @@ def test_time_series_is_segmented_tracked_and_viewed(nuclei: Live, open_page: Op
     compare_a_series(nuclei, page, points.shape[1:])
 
 
-def correct_a_time_point(live: Live, page: Page) -> None:
+def correct_a_time_point(live: LiveServer, page: Page) -> None:
     """Delete an object at time point 2, save the labels as an annotated stack, visit another time point and return."""
     page.get_by_role("tab", name="Correct").click()
     panel = page.get_by_role("tabpanel", name="Correct")
@@ -151,7 +153,7 @@ def correct_a_time_point(live: Live, page: Page) -> None:
     page.get_by_role("dialog").get_by_role("button", name="Save").click()
     expect(panel).to_contain_text("Saved as annotated stack cells, time 2")
     annotation = live.client.get("/annotations").json()["annotations"][0]
-    after = Answer(live.client.get(f"/annotations/{annotation['id']}/labels").content).pixels
+    after = LabelTiff(live.client.get(f"/annotations/{annotation['id']}/labels").content).pixels
     assert annotation["job"] == job
     assert np.array_equal(after, np.where(before == label, 0, before))
     live.client.delete(f"/annotations/{annotation['id']}")
@@ -161,14 +163,14 @@ def correct_a_time_point(live: Live, page: Page) -> None:
     expect(panel).to_contain_text("1 deleted")
 
 
-def fetch_labels(live: Live, job: str, time: int) -> NDArray[Any]:
+def fetch_labels(live: LiveServer, job: str, time: int) -> NDArray[Any]:
     """Return the labels [Z, Y, X] of a job at a time point."""
     answer = live.client.get(f"/jobs/{job}/planes", params={"time": time})
     shape = [int(length) for length in answer.headers["X-StackSeg-Shape"].split(",")]
     return np.frombuffer(answer.content, answer.headers["X-StackSeg-Dtype"]).reshape(shape)
 
 
-def compare_a_series(live: Live, page: Page, shape: tuple[int, ...]) -> None:
+def compare_a_series(live: LiveServer, page: Page, shape: tuple[int, ...]) -> None:
     """Compare a result of three time points with one of the last of them. One slider changes the time of both."""
     job = live.client.get("/jobs").json()["jobs"][0]
     last = live.run(b"", stack=job["parameters"]["stack"], time="3", diameter="none")
@@ -184,7 +186,7 @@ def compare_a_series(live: Live, page: Page, shape: tuple[int, ...]) -> None:
     check_accessibility(page)
 
 
-def test_channel_is_selected_by_its_preview_and_overlaid(fake: Live, open_page: OpenPage) -> None:
+def test_channel_is_selected_by_its_preview_and_overlaid(fake: LiveServer, open_page: OpenPage) -> None:
     pixels = np.zeros((4, 2, 32, 32), np.uint16)
     pixels[:, 0, :20] = pixels[:, 1, 12:] = 900
     channels = {"Name": ["left", "right"], "Color": [-16776961, 0x00FF00FF]}
@@ -199,12 +201,12 @@ def test_channel_is_selected_by_its_preview_and_overlaid(fake: Live, open_page: 
     toggles.get_by_role("button", name="right").click()
     page.get_by_label("Channel whose contrast is adjusted").select_option("1")
     check_accessibility(page)
-    until(lambda: count_colored_pixels(page)[2] > 0, TIMEOUT_SECONDS)
+    wait_until(lambda: count_colored_pixels(page)[2] > 0, TIMEOUT_SECONDS)
     red, green, both = count_colored_pixels(page)
     assert red > both
     assert green > both
     previews.get_by_role("button", name="right").click()
-    until(
+    wait_until(
         lambda: count_colored_pixels(page)[2] == count_colored_pixels(page)[0] == count_colored_pixels(page)[1] > 0,
         TIMEOUT_SECONDS,
     )
@@ -215,7 +217,7 @@ def count_colored_pixels(page: Page) -> list[int]:
     return counts
 
 
-def test_planes_of_a_large_stack_are_fetched_at_full_resolution(fake: Live, open_page: OpenPage) -> None:
+def test_planes_of_a_large_stack_are_fetched_at_full_resolution(fake: LiveServer, open_page: OpenPage) -> None:
     large = as_tiff(np.zeros((7, 1900, 1900), np.uint8), compression="zlib")
     page = open_page(fake)
     with (
@@ -228,7 +230,7 @@ def test_planes_of_a_large_stack_are_fetched_at_full_resolution(fake: Live, open
     expect(page.locator(".caption").nth(1)).to_contain_text("/ 1900")
 
 
-def test_upload_shows_its_progress_and_can_be_canceled(fake: Live, open_page: OpenPage) -> None:
+def test_upload_shows_its_progress_and_can_be_canceled(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     page.route("**/stacks", lambda _route: None)
     choose_file(page, as_tiff(np.zeros((4, 16, 16), np.uint8)))
@@ -239,7 +241,7 @@ def test_upload_shows_its_progress_and_can_be_canceled(fake: Live, open_page: Op
     expect(page.locator("#problem")).to_be_hidden()
 
 
-def test_each_model_shows_an_example_picture(nuclei: Live, open_page: OpenPage, sample: NDArray[Any]) -> None:
+def test_each_model_shows_an_example_picture(nuclei: LiveServer, open_page: OpenPage, sample: NDArray[Any]) -> None:
     for model in nuclei.client.get("/models").json()["models"]:
         picture = nuclei.client.get(model["picture"])
         assert (picture.headers["content-type"], picture.content[:4]) == ("image/png", b"\x89PNG")
@@ -250,6 +252,6 @@ def test_each_model_shows_an_example_picture(nuclei: Live, open_page: OpenPage, 
     expect(page.get_by_role("img", name="Example of objects segmented with membranes")).to_be_visible()
 
 
-def test_model_without_a_picture_is_reported(fake: Live) -> None:
+def test_model_without_a_picture_is_reported(fake: LiveServer) -> None:
     assert [model["picture"] for model in fake.client.get("/models").json()["models"]] == [None]
     assert fake.client.get("/models/bands/picture").status_code == 404

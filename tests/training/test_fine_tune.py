@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from live import eager
+from live import eager_settings
 from numpy.typing import NDArray
 
 from scripts.recipes.synthetic_nuclei import synthesize
@@ -37,7 +37,7 @@ def base(random_nuclei_content: dict[str, Any], write_model: Callable[..., Model
 
 def make_settings(base: ModelSpec) -> Settings:
     training_options = {"edge": 16, "batch_size": 1, "pool": 2, "learning_rate": 0.01}
-    return eager(base.folder.parent, training=training_options)
+    return eager_settings(base.folder.parent, training=training_options)
 
 
 def write_stack(folder: Path, image: NDArray[Any], labels: NDArray[Any], **fields: Any) -> StackFiles:

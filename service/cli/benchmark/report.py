@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from service.cli.benchmark.networks import Row, format_precision
+from service.cli.benchmark.engine_comparison import Row, format_precision
 from service.cli.benchmark.results import Repeat, Report
 from service.cli.benchmark.timing import Spread
 from service.core.quantities import Size

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from service.cli.benchmark.networks import Row
+from service.cli.benchmark.engine_comparison import Row
 from service.cli.benchmark.timing import Spread
 from service.core.quantities import Size
 from service.inference.types import EngineReport

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from service.cli.benchmark import report, requests
-from service.cli.benchmark.networks import (
+from service.cli.benchmark.engine_comparison import (
     DevicePeak,
     TimedNetwork,
     collect_rows,

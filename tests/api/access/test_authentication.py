@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import until
-from job_service import Service, start
-from live import TIFF, problem
+from fakes import wait_until
+from job_service import Service, start_service
+from live import TIFF, parse_problem
 from starlette.testclient import TestClient
 
 from service.api.access.keys import hash_key
@@ -34,7 +34,7 @@ def segment(service: Service, key: str) -> int:
 def protected_service(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     hosts, origins = ["testserver", "*.example.org", "::1"], ["https://viewer.example.org"]
     access = {"keys": KEYS, "hosts": hosts, "origins": origins}
-    with start(bands_repository, tmp_path_factory.mktemp("service"), access=access) as running:
+    with start_service(bands_repository, tmp_path_factory.mktemp("service"), access=access) as running:
         yield running
 
 
@@ -45,7 +45,7 @@ def protected_client(protected_service: Service) -> TestClient:
 
 def get_problem(response: Any) -> tuple[int, str]:
     assert response.headers["x-request-id"] in response.json()["instance"]
-    return problem(response)
+    return parse_problem(response)
 
 
 @pytest.mark.parametrize("headers", [make_bearer_header(ADA), {"Authorization": f"bearer  {ADA} "}, {"X-API-Key": ADA}])
@@ -124,7 +124,7 @@ def test_metrics_and_log_contain_names_of_callers_but_not_their_keys(
 
 
 def test_rate_limit_applies_to_each_key_separately(bands_repository: Path, tmp_path: Path) -> None:
-    with start(bands_repository, tmp_path, access={"keys": KEYS, "requests_per_minute": 3}) as service:
+    with start_service(bands_repository, tmp_path, access={"keys": KEYS, "requests_per_minute": 3}) as service:
         client = service.client
         assert [client.get("/models", headers=make_bearer_header(ADA)).status_code for _ in range(3)] == [200] * 3
         rejected = client.get("/models", headers=make_bearer_header(ADA))
@@ -136,10 +136,10 @@ def test_rate_limit_applies_to_each_key_separately(bands_repository: Path, tmp_p
 
 def test_concurrency_limit_applies_to_each_key_until_the_response(bands_repository: Path, tmp_path: Path) -> None:
     access = {"keys": KEYS, "requests_at_once": 1}
-    with start(bands_repository, tmp_path, access=access) as service, ThreadPoolExecutor(2) as pool:
+    with start_service(bands_repository, tmp_path, access=access) as service, ThreadPoolExecutor(2) as pool:
         service.fake.gate.clear()
         first = pool.submit(segment, service, ADA)
-        until(lambda: service.runtime.devices.running_jobs)
+        wait_until(lambda: service.runtime.devices.running_jobs)
         assert get_problem(service.segment(headers=TIFF | make_bearer_header(ADA))) == (429, "rate-limited")
         assert service.client.get("/models", headers=make_bearer_header(ADA)).status_code == 200
         other = pool.submit(segment, service, BOB)
@@ -206,7 +206,7 @@ ADMIN_REQUESTS = [("GET", "/status", 200), ("POST", "/models/reload", 200)]
 
 
 def test_admin_requests_need_the_key_of_an_admin(bands_repository: Path, tmp_path: Path) -> None:
-    with start(bands_repository, tmp_path, access={"keys": KEYS, "admins": ["ada"]}) as service:
+    with start_service(bands_repository, tmp_path, access={"keys": KEYS, "admins": ["ada"]}) as service:
         for method, path, success in ADMIN_REQUESTS:
             for headers in (make_bearer_header(BOB), make_bearer_header("stackseg_eve"), {}):
                 assert get_problem(service.client.request(method, path, headers=headers)) == (401, "unauthorized")

@@ -13,8 +13,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import until
-from sockets import SECONDS, Echo, Gated, answer, head, key_and_certificate, needs_openssl, running, stopping
+from fakes import wait_until
+from sockets import (
+    TIMEOUT_SECONDS,
+    EchoApp,
+    GatedApp,
+    create_certificate,
+    make_request_head,
+    make_server,
+    needs_openssl,
+    read_response_body,
+    run_server,
+)
 
 from service.api.http.data_rate import SlowClientLimits
 from service.api.http.listener import LOG_INTERVAL_SECONDS, NEW_CONNECTION_SECONDS, Listener, limit_connections
@@ -26,14 +36,14 @@ LIMIT = 8
 @contextmanager
 def limited_server(app: Any, **options: Any) -> Iterator[tuple[Server, tuple[str, int]]]:
     """Run a server that allows at most `LIMIT` connections."""
-    server = stopping(app, SECONDS, SECONDS, **options)
-    with Listener(listen("127.0.0.1", 0), LIMIT) as listener, running(server, [listener]):
+    server = make_server(app, TIMEOUT_SECONDS, TIMEOUT_SECONDS, **options)
+    with Listener(listen("127.0.0.1", 0), LIMIT) as listener, run_server(server, [listener]):
         yield server, listener.getsockname()
 
 
 def connect(exit_stack: ExitStack, address: tuple[str, int]) -> socket.socket:
     """Open a connection that is closed with `exit_stack`."""
-    return exit_stack.enter_context(socket.create_connection(address, SECONDS))
+    return exit_stack.enter_context(socket.create_connection(address, TIMEOUT_SECONDS))
 
 
 def is_closed(client: socket.socket) -> bool:
@@ -48,55 +58,55 @@ def is_closed(client: socket.socket) -> bool:
 
 
 def test_idle_connections_are_closed_for_new_ones_starting_with_the_oldest(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), limited_server(Echo()) as (server, address), ExitStack() as exit_stack:
+    with caplog.at_level(logging.WARNING), limited_server(EchoApp()) as (server, address), ExitStack() as exit_stack:
         clients = [connect(exit_stack, address) for _ in range(LIMIT)]
-        until(lambda: len(server.server_state.connections) == LIMIT, SECONDS)
+        wait_until(lambda: len(server.server_state.connections) == LIMIT, TIMEOUT_SECONDS)
         for _ in range(3):
             clients += [connect(exit_stack, address) for _ in range(LIMIT)]
             busy = connect(exit_stack, address)
-            busy.sendall(head("Content-Length: 2") + b"ab")
-            assert answer(busy) == b"ab"
+            busy.sendall(make_request_head("Content-Length: 2") + b"ab")
+            assert read_response_body(busy) == b"ab"
         assert all(is_closed(client) for client in clients[:LIMIT])
-        until(lambda: len(server.server_state.connections) <= LIMIT, SECONDS)
+        wait_until(lambda: len(server.server_state.connections) <= LIMIT, TIMEOUT_SECONDS)
     lines = [record for record in caplog.records if "server.connections" in record.getMessage()]
     assert len(lines) == 1
-    assert LOG_INTERVAL_SECONDS > SECONDS
+    assert LOG_INTERVAL_SECONDS > TIMEOUT_SECONDS
 
 
 def test_connections_with_incomplete_requests_are_closed_but_not_those_with_running_requests() -> None:
-    gated = Gated()
+    gated = GatedApp()
     with limited_server(gated) as (_, address), ExitStack() as exit_stack:
         working = connect(exit_stack, address)
-        working.sendall(head())
-        until(lambda: gated.asked == 1, SECONDS)
+        working.sendall(make_request_head())
+        wait_until(lambda: gated.request_count == 1, TIMEOUT_SECONDS)
         stalled = [connect(exit_stack, address) for _ in range(LIMIT - 1)]
         for index, client in enumerate(stalled):
-            client.sendall(head("Content-Length: 9") + b"half" if index % 2 else b"GET / HT")
-        until(lambda: gated.asked == 1 + len(stalled) // 2, SECONDS)
+            client.sendall(make_request_head("Content-Length: 9") + b"half" if index % 2 else b"GET / HT")
+        wait_until(lambda: gated.request_count == 1 + len(stalled) // 2, TIMEOUT_SECONDS)
         new = [connect(exit_stack, address) for _ in range(LIMIT)]
-        until(lambda: all(is_closed(client) for client in stalled), SECONDS)
+        wait_until(lambda: all(is_closed(client) for client in stalled), TIMEOUT_SECONDS)
         assert not is_closed(working)
-        working.settimeout(SECONDS)
-        gated.opened.set()
-        assert answer(working) == b"ok"
-        new[-1].sendall(head())
-        assert answer(new[-1]) == b"ok"
+        working.settimeout(TIMEOUT_SECONDS)
+        gated.gate.set()
+        assert read_response_body(working) == b"ok"
+        new[-1].sendall(make_request_head())
+        assert read_response_body(new[-1]) == b"ok"
 
 
 def test_new_connection_is_closed_if_all_others_have_running_requests() -> None:
-    gated = Gated()
+    gated = GatedApp()
     with limited_server(gated) as (_, address), ExitStack() as exit_stack:
         clients = [connect(exit_stack, address) for _ in range(LIMIT)]
         for client in clients:
-            client.sendall(head())
-        until(lambda: gated.asked == LIMIT, SECONDS)
+            client.sendall(make_request_head())
+        wait_until(lambda: gated.request_count == LIMIT, TIMEOUT_SECONDS)
         refused = connect(exit_stack, address)
-        until(lambda: is_closed(refused), SECONDS)
-        gated.opened.set()
-        assert [answer(client) for client in clients] == [b"ok"] * LIMIT
+        wait_until(lambda: is_closed(refused), TIMEOUT_SECONDS)
+        gated.gate.set()
+        assert [read_response_body(client) for client in clients] == [b"ok"] * LIMIT
         again = connect(exit_stack, address)
-        again.sendall(head())
-        assert answer(again) == b"ok"
+        again.sendall(make_request_head())
+        assert read_response_body(again) == b"ok"
 
 
 def test_running_response_is_not_interrupted_while_other_connections_are_idle() -> None:
@@ -110,54 +120,54 @@ def test_running_response_is_not_interrupted_while_other_connections_are_idle() 
 
     with limited_server(large) as (server, address), ExitStack() as exit_stack:
         slow = connect(exit_stack, address)
-        slow.sendall(head())
+        slow.sendall(make_request_head())
         slow.recv(1, socket.MSG_PEEK)
         idle = [connect(exit_stack, address) for _ in range(LIMIT - 1)]
-        until(lambda: len(server.server_state.connections) == LIMIT, SECONDS)
+        wait_until(lambda: len(server.server_state.connections) == LIMIT, TIMEOUT_SECONDS)
         time.sleep(NEW_CONNECTION_SECONDS)
         new = connect(exit_stack, address)
-        until(lambda: any(is_closed(client) for client in idle), SECONDS)
-        assert answer(slow) == content
+        wait_until(lambda: any(is_closed(client) for client in idle), TIMEOUT_SECONDS)
+        assert read_response_body(slow) == content
         assert not is_closed(new)
 
 
 def test_streaming_responses_are_interrupted_last_and_only_for_get_requests() -> None:
-    gated = Gated()
+    gated = GatedApp()
     with limited_server(gated) as (_, address), ExitStack() as exit_stack:
         posting, idle = connect(exit_stack, address), connect(exit_stack, address)
-        posting.sendall(head())
+        posting.sendall(make_request_head())
         getting = [connect(exit_stack, address) for _ in range(LIMIT - 2)]
         for client in getting:
             client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
-        until(lambda: gated.asked == LIMIT - 1, SECONDS)
+        wait_until(lambda: gated.request_count == LIMIT - 1, TIMEOUT_SECONDS)
         time.sleep(NEW_CONNECTION_SECONDS)
         first = connect(exit_stack, address)
-        until(lambda: is_closed(idle), SECONDS)
-        first.sendall(head())
-        until(lambda: gated.asked == LIMIT, SECONDS)
+        wait_until(lambda: is_closed(idle), TIMEOUT_SECONDS)
+        first.sendall(make_request_head())
+        wait_until(lambda: gated.request_count == LIMIT, TIMEOUT_SECONDS)
         assert not any(is_closed(client) for client in getting)
         second = connect(exit_stack, address)
-        until(lambda: sum(is_closed(client) for client in getting) == 1, SECONDS)
-        second.sendall(head())
-        gated.opened.set()
+        wait_until(lambda: sum(is_closed(client) for client in getting) == 1, TIMEOUT_SECONDS)
+        second.sendall(make_request_head())
+        gated.gate.set()
         for client in (posting, first, second):
-            client.settimeout(SECONDS)
-            assert answer(client) == b"ok"
+            client.settimeout(TIMEOUT_SECONDS)
+            assert read_response_body(client) == b"ok"
 
 
 def test_new_connection_is_preferred_to_streaming_responses_and_its_unread_bytes_protect_it() -> None:
-    gated = Gated()
+    gated = GatedApp()
     with limited_server(gated) as (_, address), ExitStack() as exit_stack:
         getting = [connect(exit_stack, address) for _ in range(LIMIT)]
         for client in getting:
             client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
-        until(lambda: gated.asked == LIMIT, SECONDS)
+        wait_until(lambda: gated.request_count == LIMIT, TIMEOUT_SECONDS)
         new = [connect(exit_stack, address) for _ in range(2)]
-        until(lambda: sum(is_closed(client) for client in getting) == 2, SECONDS)
-        gated.opened.set()
+        wait_until(lambda: sum(is_closed(client) for client in getting) == 2, TIMEOUT_SECONDS)
+        gated.gate.set()
         for client in new:
-            client.sendall(head())
-            assert answer(client) == b"ok"
+            client.sendall(make_request_head())
+            assert read_response_body(client) == b"ok"
     with Listener(listen("127.0.0.1", 0), 1) as listener, ExitStack() as exit_stack:
         connect(exit_stack, listener.getsockname()).sendall(b"P")
         sent = exit_stack.enter_context(listener.accept()[0])
@@ -169,25 +179,27 @@ def test_new_connection_is_preferred_to_streaming_responses_and_its_unread_bytes
 
 
 def test_address_with_the_most_connections_loses_connections_first() -> None:
-    with limited_server(Echo()) as (server, address), ExitStack() as exit_stack:
+    with limited_server(EchoApp()) as (server, address), ExitStack() as exit_stack:
         oldest = connect(exit_stack, address)
         time.sleep(0.1)
         for _ in range(2 * LIMIT):
-            exit_stack.enter_context(socket.create_connection(address, SECONDS, source_address=("127.0.0.2", 0)))
-        until(lambda: len(server.server_state.connections) <= LIMIT, SECONDS)
-        oldest.settimeout(SECONDS)
-        oldest.sendall(head("Content-Length: 2") + b"ab")
-        assert answer(oldest) == b"ab"
+            exit_stack.enter_context(
+                socket.create_connection(address, TIMEOUT_SECONDS, source_address=("127.0.0.2", 0))
+            )
+        wait_until(lambda: len(server.server_state.connections) <= LIMIT, TIMEOUT_SECONDS)
+        oldest.settimeout(TIMEOUT_SECONDS)
+        oldest.sendall(make_request_head("Content-Length: 2") + b"ab")
+        assert read_response_body(oldest) == b"ab"
 
 
 @needs_openssl
 def test_stalled_tls_handshakes_are_closed_for_new_connections_and_after_a_timeout(tmp_path: Path) -> None:
-    with limited_server(Echo(), **key_and_certificate(tmp_path)) as (server, address), ExitStack() as exit_stack:
+    with limited_server(EchoApp(), **create_certificate(tmp_path)) as (server, address), ExitStack() as exit_stack:
         clients = [connect(exit_stack, address) for _ in range(2 * LIMIT)]
-        until(lambda: sum(is_closed(client) for client in clients) >= LIMIT, SECONDS)
+        wait_until(lambda: sum(is_closed(client) for client in clients) >= LIMIT, TIMEOUT_SECONDS)
         assert not is_closed(clients[-1])
         server.client_limits = SlowClientLimits(head_seconds=0.5)
-        until(lambda: all(is_closed(client) for client in clients), SECONDS)
+        wait_until(lambda: all(is_closed(client) for client in clients), TIMEOUT_SECONDS)
 
 
 def test_connections_are_accepted_again_after_the_process_ran_out_of_descriptors() -> None:
@@ -196,8 +208,8 @@ def test_connections_are_accepted_again_after_the_process_ran_out_of_descriptors
         "import resource, sys; sys.path[:0] = ['tests', 'tests/api/http']\n"
         "from test_listener import *\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
-        "server = stopping(Echo(), SECONDS, SECONDS)\n"
-        "with Listener(listen('127.0.0.1', 0), 1000) as listener, running(server, [listener]) as address:\n"
+        "server = make_server(EchoApp(), TIMEOUT_SECONDS, TIMEOUT_SECONDS)\n"
+        "with Listener(listen('127.0.0.1', 0), 1000) as listener, run_server(server, [listener]) as address:\n"
         "    print(address[1], flush=True)\n"
         "    sys.stdin.readline()\n"
     )
@@ -214,8 +226,8 @@ def test_connections_are_accepted_again_after_the_process_ran_out_of_descriptors
             for _ in range(100):
                 connect(exit_stack, address)
             client = connect(exit_stack, address)
-            client.sendall(head("Content-Length: 2") + b"ab")
-            assert answer(client) == b"ab"
+            client.sendall(make_request_head("Content-Length: 2") + b"ab")
+            assert read_response_body(client) == b"ab"
         print(file=process.stdin, flush=True)
         assert len(process.stderr.read().splitlines()) < 10
     assert process.returncode == 0

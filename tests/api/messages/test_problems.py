@@ -6,13 +6,13 @@ import io
 import json
 from pathlib import Path
 
-import doomed_reader
+import hanging_reader
 import numpy as np
 import pytest
 import tifffile
-from fakes import until
-from job_service import Service, start
-from live import STACK, problem
+from fakes import wait_until
+from job_service import Service, start_service
+from live import STACK, parse_problem
 from model_files import copy_model
 
 from service.api.messages.problems import STATUS_BY_ERROR, get_status_code
@@ -80,7 +80,11 @@ def test_device_error_is_reported_as_a_problem_document(
     error = service.fake.error = make_error(error_type)
     response = service.segment()
     document = response.json()
-    assert problem(response) == (document["status"], error_type.slug) == (get_status_code(error_type), error_type.slug)
+    assert (
+        parse_problem(response)
+        == (document["status"], error_type.slug)
+        == (get_status_code(error_type), error_type.slug)
+    )
     assert document["detail"] == str(error)
     assert document["instance"] == f"urn:uuid:{response.headers['x-request-id']}"
     assert document.get("needed_bytes") == (123 if error_type is errors.OutOfMemory else None)
@@ -89,24 +93,24 @@ def test_device_error_is_reported_as_a_problem_document(
 
 
 def test_lost_device_makes_the_service_unready_and_sets_retry_after(bands_repository: Path, tmp_path: Path) -> None:
-    with start(bands_repository, tmp_path) as service:
+    with start_service(bands_repository, tmp_path) as service:
         service.fake.error = errors.DeviceLost("cuda:0 has failed.")
         response = service.segment()
-        assert problem(response) == (503, "device-lost")
+        assert parse_problem(response) == (503, "device-lost")
         assert response.headers["retry-after"] == "60"
-        until(lambda: service.client.get("/health/ready").status_code == 503)
+        wait_until(lambda: service.client.get("/health/ready").status_code == 503)
         assert service.client.get("/health/live").status_code == 200
 
 
 def test_work_cancelled_by_the_service_is_reported_as_not_ready(service: Service) -> None:
     service.fake.error = errors.Cancelled("cancelled")
-    assert problem(service.segment()) == (503, "not-ready")
+    assert parse_problem(service.segment()) == (503, "not-ready")
 
 
 def test_unexpected_error_is_reported_with_a_request_id_and_without_details(service: Service) -> None:
     service.fake.error = KeyError("the password")
     response = service.segment()
-    assert problem(response) == (500, "internal-error")
+    assert parse_problem(response) == (500, "internal-error")
     assert "password" not in response.text
     assert response.json()["instance"].startswith("urn:uuid:")
     assert service.leftovers() == []
@@ -118,15 +122,15 @@ def test_out_of_memory_errors_of_all_kinds_are_reported_as_such(
 ) -> None:
     service.fake.error = error
     response = service.segment()
-    assert problem(response) == (507, "out-of-memory")
+    assert parse_problem(response) == (507, "out-of-memory")
     assert "needed_bytes" not in response.json()
     assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_wrong_path_and_method_are_reported_as_problem_documents(service: Service) -> None:
     wrong_path, wrong_method = service.client.get("/nowhere"), service.client.get("/segment")
-    assert problem(wrong_path) == (404, "not-found")
-    assert problem(wrong_method) == (405, "method-not-allowed")
+    assert parse_problem(wrong_path) == (404, "not-found")
+    assert parse_problem(wrong_method) == (405, "method-not-allowed")
     assert wrong_method.headers["allow"] == "POST"
     assert service.client.put("/jobs").headers["allow"] == "GET, POST"
 
@@ -167,19 +171,19 @@ def test_documented_statuses_match_the_error_classes(service: Service) -> None:
 def test_killed_reader_process_is_reported(
     bands_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(doomed_reader.__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(hanging_reader.__file__).parent))
     packed = io.BytesIO()
     tifffile.imwrite(packed, np.zeros((5, 8, 8), np.uint8), photometric="minisblack", compression="packbits")
-    with start(bands_repository, tmp_path) as service:
+    with start_service(bands_repository, tmp_path) as service:
         client = service.client
-        until(lambda: service.runtime.read_threads.waiting_count == 0)
+        wait_until(lambda: service.runtime.read_threads.waiting_count == 0)
         before = client.get("/health").json()["degraded"]
         service.runtime.reader.close()
         service.runtime._readers.reader = Reader(
-            memory_bytes=2**29, seconds=30, decoded_bytes=2**20, process_count=1, module=doomed_reader.__name__
+            memory_bytes=2**29, seconds=30, decoded_bytes=2**20, process_count=1, module=hanging_reader.__name__
         )
         response = service.segment(packed.getvalue(), axes="ZYX")
-        assert problem(response) == (503, "reader-killed")
+        assert parse_problem(response) == (503, "reader-killed")
         assert "damaged" not in response.json()["detail"]
         assert "stackseg_reader_kills 2.0" in client.get("/metrics").text
         degraded = client.get("/health").json()["degraded"]
@@ -208,7 +212,7 @@ def test_responses_do_not_reveal_folders_of_the_host(bands_repository: Path, tmp
     (models / "mute" / "model.yaml").unlink()
     (models / "strange" / "model.yaml").write_text("a: [")
     (models / "light" / "weights.safetensors").write_bytes(b"none")
-    with start(models, tmp_path, models={"folder": models, "default": "bands"}) as service:
+    with start_service(models, tmp_path, models={"folder": models, "default": "bands"}) as service:
         client = service.client
         service.fake.error = OSError(2, "No such file", str(models / "bands" / "weights.safetensors"))
         responses = [

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from job_service import Service, start
-from live import TIFF, Answer, as_tiff, problem
+from job_service import Service, start_service
+from live import TIFF, LabelTiff, as_tiff, parse_problem
 
 from service.core.config import Settings
 from service.serving.learning.annotations import AnnotationStore
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(bands_repository: Path, folder: Path) -> Iterator[Service]:
-    with start(bands_repository, folder, annotations={"quota_bytes": 100_000}) as running:
+    with start_service(bands_repository, folder, annotations={"quota_bytes": 100_000}) as running:
         yield running
 
 
@@ -56,9 +56,9 @@ def post_labels(service: Service, content: bytes, headers: dict[str, str] = NPY,
     return service.post("/annotations", content, headers, **query)
 
 
-def download(service: Service, stored: dict[str, Any], part: str) -> Answer:
+def download(service: Service, stored: dict[str, Any], part: str) -> LabelTiff:
     """Download the image or the labels of an annotated stack."""
-    return Answer(service.client.get(f"/annotations/{stored['id']}/{part}").content)
+    return LabelTiff(service.client.get(f"/annotations/{stored['id']}/{part}").content)
 
 
 def test_stored_image_and_labels_can_be_downloaded(service: Service, stack: str) -> None:
@@ -87,7 +87,7 @@ def test_stored_image_and_labels_can_be_downloaded(service: Service, stack: str)
             (0.5, 0.2, 0.2),
         )
     assert service.client.delete(response.headers["location"]).status_code == 204
-    assert problem(service.client.get(response.headers["location"])) == (404, "unknown-annotation")
+    assert parse_problem(service.client.get(response.headers["location"])) == (404, "unknown-annotation")
     assert service.leftovers() == []
 
 
@@ -146,7 +146,7 @@ def test_invalid_labels_are_rejected_with_a_reason(
 
 def test_decompression_bomb_is_rejected(service: Service, stack: str) -> None:
     bomb = gzip.compress(encode_npy(np.zeros((64, 512, 512), np.uint16)))
-    assert problem(post_labels(service, bomb, stack=stack)) == (422, "bad-parameter")
+    assert parse_problem(post_labels(service, bomb, stack=stack)) == (422, "bad-parameter")
 
 
 def test_stack_is_read_with_the_parameters_of_the_job(service: Service, stack: str) -> None:
@@ -241,13 +241,13 @@ def test_annotated_stacks_of_other_keys_are_hidden_and_each_key_has_its_own_quot
     service.caller = "ann"
     stored = post_labels(service, labels, stack=ids["ann"]).json()
     full = post_labels(service, labels, stack=ids["ann"])
-    assert (problem(full), "Delete some" in full.json()["detail"]) == ((507, "out-of-storage"), True)
+    assert (parse_problem(full), "Delete some" in full.json()["detail"]) == ((507, "out-of-storage"), True)
     service.caller = "bob"
     assert post_labels(service, labels, stack=ids["bob"]).status_code == 201
     assert len(service.client.get("/annotations").json()["annotations"]) == 1
     for method, path in (("GET", ""), ("GET", "/image"), ("GET", "/labels"), ("DELETE", "")):
         response = service.client.request(method, f"/annotations/{stored['id']}{path}")
-        assert problem(response) == (404, "unknown-annotation")
+        assert parse_problem(response) == (404, "unknown-annotation")
 
 
 def test_annotated_stacks_survive_a_restart_and_damaged_folders_are_ignored(
@@ -275,7 +275,7 @@ def test_annotations_folder_and_quota_are_configurable(bands_repository: Path, t
     ):
         settings = Settings.model_validate({"jobs": {"folder": jobs}, "annotations": {"folder": chosen}})
         assert settings.annotations_folder == expected
-    with start(bands_repository, tmp_path, annotations={"quota_bytes": 0}) as service:
+    with start_service(bands_repository, tmp_path, annotations={"quota_bytes": 0}) as service:
         assert service.client.get("/limits").json()["corrections"] is False
         stack = service.post("/stacks", as_tiff(PIXELS)).json()["id"]
-        assert problem(post_labels(service, encode_npy(), stack=stack)) == (403, "switched-off")
+        assert parse_problem(post_labels(service, encode_npy(), stack=stack)) == (403, "switched-off")

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tifffile
 import yaozarrs
-from fakes import WINDOWS, FakeSegmenter, until
-from job_service import Service, start
-from live import STACK, TIFF, as_tiff, problem
+from fakes import NUM_WINDOWS, FakeSegmenter, wait_until
+from job_service import Service, start_service
+from live import STACK, TIFF, as_tiff, parse_problem
 from zarr_files import write_zarr
 
 from service.api.access.keys import hash_key
@@ -46,10 +46,10 @@ def test_job_is_accepted_immediately_and_its_result_is_fetched_later(service: Se
     assert job["state"] == "waiting"
     running = service.wait(job, "running")
     assert (running["progress"]["done"], running["position"], running["result"]) == (0, None, None)
-    assert running["progress"]["total"] > WINDOWS, "decoding counts"
+    assert running["progress"]["total"] > NUM_WINDOWS, "decoding counts"
     assert running["stage"] == "windows"
     assert running["parameters"] == {"overlap": 0.5}
-    assert problem(service.result(job)) == (409, "not-finished")
+    assert parse_problem(service.result(job)) == (409, "not-finished")
     service.fake.gate.set()
     done = service.wait(job, "done")
     assert (done["model"], done["warnings"], done["seconds_left"]) == ("bands/1", ["a note"], None)
@@ -116,7 +116,7 @@ def test_invalid_request_is_rejected_before_a_job_is_created(
     service: Service, path: str, query: str, body: bytes, status: int, slug: str
 ) -> None:
     before = service.client.get("/jobs?limit=1000").json()
-    assert problem(service.post(f"{path}?{query}", body)) == (status, slug)
+    assert parse_problem(service.post(f"{path}?{query}", body)) == (status, slug)
     assert service.client.get("/jobs?limit=1000").json() == before
     assert service.leftovers() == list(service.async_jobs._store._incoming.iterdir()) == []
 
@@ -130,16 +130,16 @@ def test_failed_job_reports_the_same_problem_as_segment(service: Service) -> Non
 
 
 def test_cancelling_jobs_frees_the_device_and_the_queue(service: Service) -> None:
-    running = service.hold()
+    running = service.submit_blocked_job()
     waiting = service.submit()
-    until(lambda: service.show(waiting)["position"] == 1)
+    wait_until(lambda: service.show(waiting)["position"] == 1)
     for job in (waiting, running):
         assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
         assert service.show(job)["state"] == "cancelled"
-    until(lambda: not service.runtime.devices.running_jobs and service.runtime.devices.waiting_count == 0)
-    assert problem(service.result(running)) == (410, "result-gone")
-    until(lambda: service.leftovers() == [])
-    until(lambda: not service.async_jobs._store.input_path(running["id"]).parent.exists())
+    wait_until(lambda: not service.runtime.devices.running_jobs and service.runtime.devices.waiting_count == 0)
+    assert parse_problem(service.result(running)) == (410, "result-gone")
+    wait_until(lambda: service.leftovers() == [])
+    wait_until(lambda: not service.async_jobs._store.input_path(running["id"]).parent.exists())
     service.fake.gate.set()
     assert service.run()
 
@@ -153,7 +153,7 @@ def test_finished_job_is_deleted(service: Service) -> None:
         service.client.get(f"/jobs/{job['id']}/events"),
         service.client.delete(f"/jobs/{job['id']}"),
     ):
-        assert problem(response) == (404, "unknown-job")
+        assert parse_problem(response) == (404, "unknown-job")
 
 
 def test_caller_sees_only_own_jobs(service: Service) -> None:
@@ -189,22 +189,22 @@ def keyed_service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
     """A service with the keys ada and bob and a queue for 7 waiting requests. `caller` selects the caller."""
     access = {"keys": {name: hash_key(name) for name in ("ada", "bob")}}
     jobs = {"folder": tmp_path / "jobs", "quota_bytes": 100 * len(STACK)}
-    with start(bands_repository, tmp_path, limits={"waiting": 7}, access=access, jobs=jobs) as service:
+    with start_service(bands_repository, tmp_path, limits={"waiting": 7}, access=access, jobs=jobs) as service:
         service.client.headers["X-API-Key"] = "ada"
         yield service
 
 
 def test_queue_is_shared_fairly_between_keys(keyed_service: Service) -> None:
     keyed_service.caller = "ada"
-    keyed_service.hold()
+    keyed_service.submit_blocked_job()
     jobs_of_ada = [keyed_service.submit() for _ in range(3)]
     for path in ("/jobs", "/segment"):
         response = keyed_service.post(path, STACK)
-        assert problem(response) == (503, "queue-full")
+        assert parse_problem(response) == (503, "queue-full")
         assert int(response.headers["retry-after"]) >= 1
     keyed_service.caller = "bob"
     jobs_of_bob = [keyed_service.submit() for _ in range(2)]
-    until(lambda: [keyed_service.show(job)["position"] for job in jobs_of_bob] == [1, 3])
+    wait_until(lambda: [keyed_service.show(job)["position"] for job in jobs_of_bob] == [1, 3])
     keyed_service.caller = "ada"
     assert keyed_service.show(jobs_of_ada[0])["position"] == 2
     keyed_service.fake.gate.set()
@@ -213,12 +213,12 @@ def test_queue_is_shared_fairly_between_keys(keyed_service: Service) -> None:
 
 
 def test_unfinished_jobs_continue_after_a_restart(bands_repository: Path, tmp_path: Path) -> None:
-    with start(bands_repository, tmp_path) as service:
+    with start_service(bands_repository, tmp_path) as service:
         done = service.run()
-        running = service.hold(voxel_size="3,2,1")
+        running = service.submit_blocked_job(voxel_size="3,2,1")
         waiting, cancelled = service.submit(), service.submit()
         service.client.delete(f"/jobs/{cancelled['id']}")
-    with start(bands_repository, tmp_path) as service:
+    with start_service(bands_repository, tmp_path) as service:
         for job in (running, waiting):
             assert service.wait(job, "done")["created"] == job["created"]
         assert service.result(running).headers["x-stackseg-voxel-size"] == "3,2,1"
@@ -229,22 +229,22 @@ def test_unfinished_jobs_continue_after_a_restart(bands_repository: Path, tmp_pa
 
 def test_running_job_finishes_during_shutdown(bands_repository: Path, tmp_path: Path) -> None:
     server = {"scratch_folder": tmp_path / "scratch", "drain_seconds": 30}
-    with start(bands_repository, tmp_path, server=server) as service:
-        running = service.hold()
+    with start_service(bands_repository, tmp_path, server=server) as service:
+        running = service.submit_blocked_job()
         waiting = service.submit()
         fake = service.fake
         service.runtime.drain()
         assert service.client.get(f"/jobs/{running['id']}/events").text.count("data:") == 1
         threading.Timer(0.5, fake.gate.set).start()
     stopped = datetime.now(UTC).replace(microsecond=0)
-    with start(bands_repository, tmp_path) as service:
+    with start_service(bands_repository, tmp_path) as service:
         assert service.show(running)["state"] == "done"
         # The waiting job started only after the restart.
         assert datetime.fromisoformat(service.wait(waiting, "done")["started"]) >= stopped
 
 
 def test_without_a_jobs_folder_jobs_are_deleted_at_shutdown(bands_repository: Path, tmp_path: Path) -> None:
-    with start(bands_repository, tmp_path, jobs={}) as service:
+    with start_service(bands_repository, tmp_path, jobs={}) as service:
         job = service.run()
         assert service.result(job).status_code == 200
     assert list((tmp_path / "scratch").iterdir()) == []
@@ -261,7 +261,7 @@ def test_result_is_sent_completely_even_if_it_is_deleted_meanwhile(service: Serv
 
 def test_result_larger_than_the_scratch_quota_can_be_downloaded(bands_repository: Path, tmp_path: Path) -> None:
     limits = {"limits": {"scratch_bytes": 2 * len(STACK)}}
-    with start(bands_repository, tmp_path, **limits) as service:
+    with start_service(bands_repository, tmp_path, **limits) as service:
         job = service.run()
         response = service.result(job)
         assert len(response.content) > service.runtime.scratch_space.max_client_bytes
@@ -296,10 +296,10 @@ def test_job_reads_and_writes_host_files_even_after_a_restart(
     bands_repository: Path, tmp_path: Path, roots: Any
 ) -> None:
     parameters = {"input": "scans/stack.tif", "output_to": "results/labels.tif"}
-    with start(bands_repository, tmp_path, references=roots) as service:
-        job = service.hold(b"", **parameters)
+    with start_service(bands_repository, tmp_path, references=roots) as service:
+        job = service.submit_blocked_job(b"", **parameters)
         assert (job["name"], job["parameters"]) == ("stack.tif", parameters)
-    with start(bands_repository, tmp_path, references=roots) as service:
+    with start_service(bands_repository, tmp_path, references=roots) as service:
         assert service.wait(job, "done", "failed")["state"] == "done"
         result = service.result(job)
         assert result.headers["content-type"] == "application/json"
@@ -315,12 +315,12 @@ def test_job_reads_and_writes_host_files_even_after_a_restart(
 def test_job_fails_with_a_reason_if_its_model_or_file_is_missing_after_a_restart(
     bands_repository: Path, random_nuclei: ModelSpec, tmp_path: Path, roots: Any, missing: str, expected: str
 ) -> None:
-    with start(bands_repository, tmp_path, references=roots) as service:
-        job = service.hold(b"", input="scans/stack.tif")
+    with start_service(bands_repository, tmp_path, references=roots) as service:
+        job = service.submit_blocked_job(b"", input="scans/stack.tif")
     if missing == "file":
         (tmp_path / "scans" / "stack.tif").unlink()
     models = random_nuclei.folder.parent if missing == "model" else bands_repository
-    with start(models, tmp_path, references=roots) as service:
+    with start_service(models, tmp_path, references=roots) as service:
         assert service.wait(job, "failed")["problem"]["detail"].startswith(expected)
 
 
@@ -332,7 +332,7 @@ def test_job_writes_ome_zarr_even_after_a_restart(
     image = write_zarr(results / "image.ome.zarr", tifffile.imread(io.BytesIO(STACK)), version=version)
     requests = [{"input": "results/image.ome.zarr", "output_to": f"results/image.ome.zarr/labels/{n}"} for n in "ba"]
     requests.append({"input": "results/image.ome.zarr", "output_to": "results/labels.zarr"})
-    with start(bands_repository, tmp_path, references=roots) as service:
+    with start_service(bands_repository, tmp_path, references=roots) as service:
         service.fake.gate.clear()
         jobs = [service.submit(b"", **parameters) for parameters in requests]
         service.wait(jobs[0], "running")
@@ -340,7 +340,7 @@ def test_job_writes_ome_zarr_even_after_a_restart(
         partial = results / f".stackseg-{jobs[2]['id']}.part"
         (partial / "0").mkdir(parents=True)
         (service.async_jobs._store.input_path(jobs[2]["id"]).parent / "image.zarr" / "labels.zarr").mkdir(parents=True)
-    with start(bands_repository, tmp_path, references=roots) as service:
+    with start_service(bands_repository, tmp_path, references=roots) as service:
         for job, parameters in zip(jobs, requests, strict=True):
             assert service.wait(job, "done", "failed")["state"] == "done"
             result = service.result(job).json()
@@ -350,7 +350,7 @@ def test_job_writes_ome_zarr_even_after_a_restart(
             volume = stack_reader.read(path, Selection(), 10**6)
             assert np.array_equal(volume.array()[0], ONES)
             assert volume.voxel_size == VoxelSize(0.5, 0.2, 0.2)
-        assert problem(service.post("/jobs", b"", **requests[2])) == (409, "output-exists")
+        assert parse_problem(service.post("/jobs", b"", **requests[2])) == (409, "output-exists")
         again = service.submit(b"", **requests[2], overwrite="true")
         assert service.wait(again, "done", "failed")["state"] == "done"
         for name in ("no.tif/labels/x", "image.ome.zarr/no/x", "image.ome.zarr/labels/x/y"):
@@ -377,12 +377,12 @@ def test_job_cancelled_while_writing_leaves_nothing_on_the_host(
         write(*arguments, **options)
 
     monkeypatch.setattr(writer, "write", slow_call)
-    with start(bands_repository, tmp_path, references=roots) as service:
+    with start_service(bands_repository, tmp_path, references=roots) as service:
         job = service.submit(output_to=f"results/{name}")
         assert writing.wait(20)
         assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
         resume.set()
-        until(lambda: service.async_jobs.runner.find(job["id"]) is None)
+        wait_until(lambda: service.async_jobs.runner.find(job["id"]) is None)
         assert service.show(job)["state"] == "cancelled"
         assert list((tmp_path / "results").iterdir()) == []
         assert not service.async_jobs._store.input_path(job["id"]).parent.exists()
@@ -406,10 +406,10 @@ def test_job_cancelled_while_reading_leaves_nothing(service: Service, monkeypatc
     job = service.submit()
     assert reading.wait(20)
     assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
-    until(lambda: service.async_jobs.runner.find(job["id"]) is None)
+    wait_until(lambda: service.async_jobs.runner.find(job["id"]) is None)
     resume.set()
     assert ended.wait(20)
-    until(lambda: service.leftovers() == [])
+    wait_until(lambda: service.leftovers() == [])
 
 
 def test_deletion_of_old_jobs_is_retried_after_an_error(
@@ -424,8 +424,8 @@ def test_deletion_of_old_jobs_is_retried_after_an_error(
 
     monkeypatch.setattr(async_jobs, "CLEAN_UP_SECONDS", 0.01)
     monkeypatch.setattr(JobStore, "clean_up", expire)
-    with start(bands_repository, tmp_path):
-        until(lambda: len(calls) > 2)
+    with start_service(bands_repository, tmp_path):
+        wait_until(lambda: len(calls) > 2)
 
 
 def test_channels_to_measure_are_read_before_the_job_starts(
@@ -434,8 +434,8 @@ def test_channels_to_measure_are_read_before_the_job_starts(
     file, stack = tmp_path / "scans" / "stack.tif", np.zeros((4, 2, 8, 8), np.uint16)
     stack[1:3, 0, 2:4, 3:6], stack[:, 1] = 300, 7
     file.write_bytes(as_tiff(stack, metadata={"axes": "ZCYX", "spacing": 0.5, "unit": "um"}))
-    with start(random_nuclei.folder.parent, tmp_path, references=roots) as service:
-        job = service.hold(b"", input="scans/stack.tif", channel=0, measurements="csv")
+    with start_service(random_nuclei.folder.parent, tmp_path, references=roots) as service:
+        job = service.submit_blocked_job(b"", input="scans/stack.tif", channel=0, measurements="csv")
         file.unlink()
         service.fake.gate.set()
         assert service.wait(job, "done", "failed")["state"] == "done"
@@ -446,7 +446,7 @@ def test_channels_to_measure_are_read_before_the_job_starts(
 
 @pytest.mark.parametrize("end", ["done", "failed", "cancelled"])
 def test_volume_and_labels_leave_memory_with_their_job(service: Service, end: str) -> None:
-    with service.watch_memory():
+    with service.check_memory_is_freed():
         service.fake.gate.clear()
         if end == "failed":
             service.fake.error = OutOfMemory("too much", 1)
@@ -471,7 +471,7 @@ def test_job_reports_that_its_model_is_being_loaded(
             gate.wait(30)
         return FakeSegmenter(spec, settings)
 
-    with start(tmp_path / "models", tmp_path / "service", load=load) as service:
+    with start_service(tmp_path / "models", tmp_path / "service", load=load) as service:
         found = {model["name"]: model for model in service.client.get("/models").json()["models"]}
         assert (found["alpha"]["loaded"], found["beta"]["loaded"], found["beta"]["state"]) == (True, False, "unloaded")
         inspection = service.post("/inspect", STACK, model="beta").json()

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fakes import FakeSegmenter, until
-from live import STACK, TIFF, eager, problem, serve
+from fakes import FakeSegmenter, wait_until
+from live import STACK, TIFF, eager_settings, parse_problem, serve
 from model_files import copy_model
-from runtimes import loaded_segmenter
+from runtimes import get_loaded_segmenter
 
 from service.api.access.keys import hash_key
 from service.serving.learning.trained_models import OWNER_FILE
@@ -23,7 +23,7 @@ def test_trained_model_is_deleted_by_its_owner_or_an_admin_if_no_job_needs_it(
         (copy_model(bands_repository / "bands", trained / name) / OWNER_FILE).write_text(json.dumps("ann"))
     access = {"keys": {name: hash_key(name) for name in ("ann", "bob", "eve")}, "admins": ["eve"]}
     models = {"load": ["kept"], "default": "bands"}
-    settings = eager(bands_repository, access=access, jobs={"folder": tmp_path / "jobs"}, models=models)
+    settings = eager_settings(bands_repository, access=access, jobs={"folder": tmp_path / "jobs"}, models=models)
     with serve(settings, load=FakeSegmenter) as live:  # type: ignore[arg-type]
 
         def request(method: str, path: str, caller: str, **options: Any) -> Any:
@@ -31,7 +31,7 @@ def test_trained_model_is_deleted_by_its_owner_or_an_admin_if_no_job_needs_it(
 
         def delete(name: str, caller: str = "ann") -> int | tuple[int, str]:
             response = request("DELETE", f"/models/{name}", caller)
-            return response.status_code if response.is_success else problem(response)
+            return response.status_code if response.is_success else parse_problem(response)
 
         removable = {}
         for caller in ("ann", "bob", "eve"):
@@ -45,12 +45,12 @@ def test_trained_model_is_deleted_by_its_owner_or_an_admin_if_no_job_needs_it(
         ]
         assert delete("mine", "bob") == (401, "unauthorized")
         assert request("POST", "/segment?model=mine", "bob", content=STACK).status_code == 200
-        fake: Any = loaded_segmenter(live.runtime.models, "mine")
+        fake: Any = get_loaded_segmenter(live.runtime.models, "mine")
         fake.gate.clear()
         job = request("POST", "/jobs?model=mine", "bob", content=STACK).json()["id"]
         assert delete("mine") == (409, "model-kept")
         fake.gate.set()
-        until(lambda: delete("mine") == 204)
+        wait_until(lambda: delete("mine") == 204)
         assert [delete("other", "eve"), delete("mine")] == [204, (404, "unknown-model")]
         assert [path.name for path in trained.iterdir()] == ["kept"]
         assert [model["name"] for model in request("GET", "/models", "bob").json()["models"]] == ["bands", "kept"]

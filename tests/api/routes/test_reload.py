@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from fakes import FakeSegmenter, until
-from live import Live, eager, serve
+from fakes import FakeSegmenter, wait_until
+from live import LiveServer, eager_settings, serve
 from model_files import copy_model
-from runtimes import caches
+from runtimes import list_model_caches
 
 from service.core.errors import BrokenModel
 from service.serving.devices.device import count_loaded_bytes
@@ -53,7 +53,7 @@ class FakeLoader:
 class Service:
     """A service with a writable model folder."""
 
-    def __init__(self, live: Live, models: Path, loader: FakeLoader) -> None:
+    def __init__(self, live: LiveServer, models: Path, loader: FakeLoader) -> None:
         self.live, self.models, self.loader = live, models, loader
 
     def reload(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
     models, loader = tmp_path / "models", FakeLoader()
     shutil.copytree(bands_repository / "bands", models / "bands")
     put_model(models, "other", "1")
-    settings = eager(models, models={"default": "bands"}, limits={"cache_bytes": 2**20})
+    settings = eager_settings(models, models={"default": "bands"}, limits={"cache_bytes": 2**20})
     with serve(settings, load=loader) as live:
         yield Service(live, models, loader)
 
@@ -98,7 +98,7 @@ def test_running_request_keeps_its_model_and_its_result_is_not_cached_for_anothe
     responses: list[str] = []
     request = threading.Thread(target=lambda: responses.append(service.segment("bands")))
     request.start()
-    until(lambda: service.live.runtime.devices.running_jobs)
+    wait_until(lambda: service.live.runtime.devices.running_jobs)
     put_model(service.models, "bands", "2")
     assert service.reload()["changed"] == ["bands"]
     assert service.get_served_models()["bands"] == ("2", "ready")
@@ -107,7 +107,7 @@ def test_running_request_keeps_its_model_and_its_result_is_not_cached_for_anothe
     assert responses == ["bands/1"]
     assert service.segment("bands") == "bands/2"
     memory = service.live.runtime.devices.all[0]
-    until(lambda: 'stackseg_model_unloads_total{model="bands"} 1.0' in service.live.client.get("/metrics").text)
+    wait_until(lambda: 'stackseg_model_unloads_total{model="bands"} 1.0' in service.live.client.get("/metrics").text)
     assert count_loaded_bytes(memory) == old.nbytes
 
 
@@ -116,14 +116,14 @@ def test_result_names_its_model_and_is_not_cached_for_another_model_during_a_rel
 ) -> None:
     models, loader = tmp_path / "models", FakeLoader()
     shutil.copytree(bands_repository / "bands", models / "bands")
-    settings = eager(models, device={"serve": ["cpu", "cpu"]}, limits={"cache_bytes": 2**20})
+    settings = eager_settings(models, device={"serve": ["cpu", "cpu"]}, limits={"cache_bytes": 2**20})
     with serve(settings, load=loader) as live, ThreadPoolExecutor(1) as pool:
         loader.held_version = "2"
         put_model(models, "bands", "2")
         reload = pool.submit(live.client.post, "/models/reload")
         try:
-            first, _ = caches(live.runtime)
-            until(lambda: (model := first.get("bands")) and model.segmenter in loader.fakes.get("bands/2", []))
+            first, _ = list_model_caches(live.runtime)
+            wait_until(lambda: (model := first.get("bands")) and model.segmenter in loader.fakes.get("bands/2", []))
             assert live.client.get("/models").json()["models"][0]["version"] == "1"
             # The first device computes this, because both devices are idle.
             response = live.segment()

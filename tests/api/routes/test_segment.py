@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
-from fakes import FakeSegmenter, until
-from job_service import Service, start
-from live import STACK, TIFF, as_tiff, problem
+from fakes import FakeSegmenter, wait_until
+from job_service import Service, start_service
+from live import STACK, TIFF, as_tiff, parse_problem
 from object_server import serve_objects
-from zarr_files import pack, write_zarr
+from zarr_files import write_zarr, zip_store
 
 from service.api.http.uploads import BLOCK_BYTES
 from service.api.messages.results import MAX_NOTE_CHARS, build_headers
@@ -66,7 +66,7 @@ def test_small_request_needs_no_disk(service: Service) -> None:
         assert np.array_equal(read_pixels(response.content), ONES)
         compressed = as_tiff(np.full((3, 8, 8), 200, np.uint8), compression="zlib")
         for content in (STACK + bytes(BLOCK_BYTES), compressed):
-            assert problem(service.segment(content)) == (503, "storage-unavailable")
+            assert parse_problem(service.segment(content)) == (503, "storage-unavailable")
     finally:
         scratch.unlink()
         scratch.mkdir()
@@ -88,7 +88,7 @@ def test_small_request_needs_no_disk(service: Service) -> None:
 )
 def test_bad_parameter_is_rejected_before_the_body_is_read(service: Service, query: str, word: str) -> None:
     response = service.post(f"/segment?{query}", b"not a TIFF")
-    assert problem(response) == (422, "bad-parameter")
+    assert parse_problem(response) == (422, "bad-parameter")
     assert word in response.json()["detail"]
 
 
@@ -115,7 +115,7 @@ def test_form_fields_are_parameters_and_blank_fields_are_ignored(service: Servic
 
 @pytest.fixture(scope="module")
 def instance_service(random_nuclei: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with start(random_nuclei.folder.parent, tmp_path_factory.mktemp("service")) as running:
+    with start_service(random_nuclei.folder.parent, tmp_path_factory.mktemp("service")) as running:
         yield running
 
 
@@ -159,7 +159,7 @@ def test_archive_contains_labels_and_measurements(instance_service: Service) -> 
 @pytest.fixture
 def caching_service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
     """A service with a result cache, for a single test."""
-    with start(bands_repository, tmp_path, limits={"cache_bytes": 100_000, "request_seconds": 10}) as running:
+    with start_service(bands_repository, tmp_path, limits={"cache_bytes": 100_000, "request_seconds": 10}) as running:
         yield running
 
 
@@ -214,7 +214,7 @@ def test_cached_result_does_not_wait_for_busy_reader_threads(caching_service: Se
         assert (again.status_code, again.headers.get("x-cache")) == (200, "hit")
         with ThreadPoolExecutor(1) as pool:
             posted = pool.submit(caching_service.segment, as_tiff(np.full((3, 8, 8), 201, np.uint8)))
-            until(lambda: threads.waiting_count == 1)
+            wait_until(lambda: threads.waiting_count == 1)
             time.sleep(0.1)
             gate.set()
             other = posted.result(60)
@@ -224,13 +224,13 @@ def test_cached_result_does_not_wait_for_busy_reader_threads(caching_service: Se
     timing = dict(stage.split(";dur=") for stage in other.headers["server-timing"].split(", "))
     assert float(timing["read"]) > 90
     assert all(waited.result(60) for waited in stuck)
-    until(lambda: not threads.is_busy("testclient"))
+    wait_until(lambda: not threads.is_busy("testclient"))
 
 
 def test_nothing_is_computed_if_the_request_times_out_while_its_file_is_read(
     bands_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with start(bands_repository, tmp_path, limits={"request_seconds": 0.2}) as service:
+    with start_service(bands_repository, tmp_path, limits={"request_seconds": 0.2}) as service:
         runtime, submitted = service.runtime, []
         read, reserve = runtime.reader.read_small, runtime.reserve
 
@@ -251,7 +251,7 @@ def test_nothing_is_computed_if_the_request_times_out_while_its_file_is_read(
 
 
 def test_volume_and_labels_leave_memory_with_their_request(service: Service) -> None:
-    with service.watch_memory() as seen:
+    with service.check_memory_is_freed() as seen:
         assert service.segment().status_code == 200
         assert len(seen) == 2
 
@@ -288,17 +288,17 @@ def test_etag_depends_on_settings_and_precision(bands_repository: Path, tmp_path
             fake.precision = precision
             return fake
 
-        with start(bands_repository, tmp_path, load, windows={"overlap": overlap}) as service:
+        with start_service(bands_repository, tmp_path, load, windows={"overlap": overlap}) as service:
             etags.append(service.segment().headers["etag"])
     assert etags[0] == etags[1]
     assert len(set(etags)) == 3
 
 
 def test_request_that_takes_too_long_is_cancelled(bands_repository: Path, tmp_path: Path) -> None:
-    with start(bands_repository, tmp_path, limits={"request_seconds": 0.5}) as service:
+    with start_service(bands_repository, tmp_path, limits={"request_seconds": 0.5}) as service:
         service.fake.gate.clear()
-        assert problem(service.segment()) == (504, "timed-out")
-        until(lambda: not service.runtime.devices.running_jobs)
+        assert parse_problem(service.segment()) == (504, "timed-out")
+        wait_until(lambda: not service.runtime.devices.running_jobs)
         assert service.leftovers() == []
         service.fake.gate.set()
         assert service.segment().status_code == 200
@@ -310,9 +310,9 @@ def test_waiting_request_is_rejected_at_shutdown(service: Service) -> None:
     with ThreadPoolExecutor(2) as pool:
         responses = [pool.submit(service.segment) for _ in range(2)]
         # The first request is also waiting until the worker takes it.
-        until(lambda: devices.running_jobs and devices.waiting_count == 1)
+        wait_until(lambda: devices.running_jobs and devices.waiting_count == 1)
         devices.all[0].scheduler.queue.cancel_all()
-        assert [problem(response.result(20)) for response in responses] == [(503, "not-ready")] * 2
+        assert [parse_problem(response.result(20)) for response in responses] == [(503, "not-ready")] * 2
 
 
 @pytest.fixture(scope="module")
@@ -326,12 +326,12 @@ def host(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     limits = {"cache_bytes": 10**6, "upload_bytes": 10}
     with serve_objects(folder) as server:
         roots["stores"] = {"far": f"{server.url}/scans"}
-        with start(bands_repository, folder, references=roots, limits=limits) as service:
+        with start_service(bands_repository, folder, references=roots, limits=limits) as service:
             yield service
 
 
 def test_host_file_is_segmented_without_an_upload(host: Service) -> None:
-    assert problem(host.segment()) == (413, "too-large")
+    assert parse_problem(host.segment()) == (413, "too-large")
     response = host.segment(b"", input="scans/stack.tif")
     assert response.status_code == 200, response.text
     assert np.array_equal(read_pixels(response.content), ONES)
@@ -347,7 +347,7 @@ def test_ome_zarr_is_segmented_from_host_folder_remote_store_and_archive(
 ) -> None:
     store = host.folder / "scans" / f"{version}.ome.zarr"
     write_zarr(store, read_pixels(STACK), version=version, chunks=(2, 5, 5))
-    packed = pack(store).read_bytes()
+    packed = zip_store(store).read_bytes()
     url = host.runtime.settings.references.stores["far"].url
     paths = [f"scans/{store.name}", f"far/{store.name}"]
     responses = [host.segment(b"", input=path) for path in (*paths, f"{url}/{store.name}")]
@@ -384,7 +384,7 @@ def test_result_is_written_on_the_host_and_described_in_the_response(host: Servi
     }
     assert np.array_equal(tifffile.imread(written), ONES)
     assert response.headers["x-stackseg-voxel-size"] == "0.5,0.2,0.2"
-    assert problem(host.segment(b"", **parameters)) == (409, "output-exists")
+    assert parse_problem(host.segment(b"", **parameters)) == (409, "output-exists")
     assert host.segment(b"", **parameters, overwrite="true").status_code == 200
     assert [path.name for path in written.parent.iterdir()] == ["labels.tif"]
     assert host.leftovers() == []
@@ -424,7 +424,7 @@ def test_invalid_host_file_parameters_are_rejected(
 
 def test_host_file_that_is_not_a_stack_is_rejected(host: Service) -> None:
     (host.folder / "scans" / "notes.txt").write_text("nothing to see")
-    assert problem(host.segment(b"", input="scans/notes.txt")) == (415, "unsupported-media")
+    assert parse_problem(host.segment(b"", input="scans/notes.txt")) == (415, "unsupported-media")
 
 
 def make_metadata(**members: Any) -> AnswerMetadata:
@@ -487,8 +487,11 @@ def test_channels_too_large_to_measure_are_rejected_before_the_computation(
     random_nuclei: ModelSpec, tmp_path: Path
 ) -> None:
     """One channel of the file has 512 bytes, and both channels together have 1024 bytes."""
-    with start(random_nuclei.folder.parent, tmp_path, limits={"decoded_bytes": 600}) as service:
+    with start_service(random_nuclei.folder.parent, tmp_path, limits={"decoded_bytes": 600}) as service:
         service.fake.error = AssertionError("nothing must be computed")
-        assert problem(service.segment(make_two_channel_stack(), measurements="csv", channel=0)) == (413, "too-large")
+        assert parse_problem(service.segment(make_two_channel_stack(), measurements="csv", channel=0)) == (
+            413,
+            "too-large",
+        )
         service.fake.error = None
         assert service.segment(make_two_channel_stack(), channel=0).status_code == 200

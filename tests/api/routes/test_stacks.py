@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
-from fakes import until
+from fakes import wait_until
 from job_service import Service
-from live import TIFF, as_tiff, problem
+from live import TIFF, as_tiff, parse_problem
 
 from service.api.routes.planes import build_planes_response
 from service.core.errors import BadParameter, RateLimited
@@ -67,7 +67,7 @@ def test_job_continues_after_its_stack_is_deleted(service: Service, stack: str) 
     assert service.client.delete(f"/stacks/{stack}").status_code == 204
     service.fake.gate.set()
     assert service.wait(job, "done", "failed")["state"] == "done"
-    assert problem(service.post("/jobs", b"", stack=stack)) == (404, "unknown-stack")
+    assert parse_problem(service.post("/jobs", b"", stack=stack)) == (404, "unknown-stack")
 
 
 def test_waiting_request_keeps_its_stack_after_deletion(service: Service, stack: str) -> None:
@@ -77,7 +77,7 @@ def test_waiting_request_keeps_its_stack_after_deletion(service: Service, stack:
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(service.post, "/inspect", b"", stack=stack)
         try:
-            until(lambda: any(service.runtime.scratch.requests_folder.glob("*/*")))
+            wait_until(lambda: any(service.runtime.scratch.requests_folder.glob("*/*")))
             service.client.delete(f"/stacks/{stack}")
         finally:
             free.set()
@@ -107,7 +107,7 @@ def test_nonexistent_planes_are_rejected(service: Service, stack: str) -> None:
         *({"time": "9" * 40}, {"channel": "9" * 300}, {"from": "9" * 40}, {"axes": "QQQ"}),
     ]
     for query in queries:
-        assert problem(get_planes(service, stack, **query)) == (422, "bad-parameter"), query
+        assert parse_problem(get_planes(service, stack, **query)) == (422, "bad-parameter"), query
 
 
 @pytest.mark.anyio
@@ -139,7 +139,7 @@ async def no_messages() -> Any:
 def test_planes_larger_than_the_limit_are_rejected(service: Service) -> None:
     large = as_tiff(np.zeros((5, 2048, 2048), np.uint16), compression="zlib")
     stack = upload(service, large)
-    assert problem(get_planes(service, stack)) == (422, "bad-parameter")
+    assert parse_problem(get_planes(service, stack)) == (422, "bad-parameter")
     assert parse_planes(get_planes(service, stack, step="1,4,4")).shape == (5, 512, 512)
 
 
@@ -156,8 +156,8 @@ def test_stacks_of_other_callers_are_hidden(service: Service, stack: str) -> Non
     service.client.get(f"/stacks/{stack}/planes")
     service.caller = "bob"
     for method, path in (("GET", ""), ("GET", "/planes"), ("DELETE", "")):
-        assert problem(service.client.request(method, f"/stacks/{stack}{path}")) == (404, "unknown-stack")
-    assert problem(service.post("/inspect", b"", stack=stack)) == (404, "unknown-stack")
+        assert parse_problem(service.client.request(method, f"/stacks/{stack}{path}")) == (404, "unknown-stack")
+    assert parse_problem(service.post("/inspect", b"", stack=stack)) == (404, "unknown-stack")
 
 
 def test_stack_excludes_a_body_and_its_upload_accepts_no_parameters(service: Service, stack: str) -> None:
@@ -167,7 +167,7 @@ def test_stack_excludes_a_body_and_its_upload_accepts_no_parameters(service: Ser
         service.post("/stacks", b""),
         service.post("/stacks", STACK, channel=1),
     ):
-        assert problem(response) == (422, "bad-parameter")
+        assert parse_problem(response) == (422, "bad-parameter")
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -219,7 +219,7 @@ def test_probabilities_and_time_series_are_always_tiff() -> None:
 
 def test_stack_too_large_for_nifti_is_rejected(service: Service) -> None:
     long = as_tiff(np.zeros((1, 2, 2**15), np.uint8), compression="zlib")
-    assert problem(service.result(service.run(long), Accept="application/x-nifti")) == (422, "bad-parameter")
+    assert parse_problem(service.result(service.run(long), Accept="application/x-nifti")) == (422, "bad-parameter")
 
 
 def test_conversion_without_a_scratch_folder_is_reported_as_unavailable(service: Service) -> None:
@@ -231,4 +231,4 @@ def test_conversion_without_a_scratch_folder_is_reported_as_unavailable(service:
     finally:
         if not requests.exists():
             requests.with_name("moved").rename(requests)
-    assert problem(response) == (503, "storage-unavailable")
+    assert parse_problem(response) == (503, "storage-unavailable")

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeSegmenter, until
-from live import Live, eager, problem, serve
+from fakes import FakeSegmenter, wait_until
+from live import LiveServer, eager_settings, parse_problem, serve
 
 from service.serving.metrics import MAX_RECENT_SEGMENTATIONS
 
 
 @pytest.fixture(scope="module")
-def live(bands_repository: Path) -> Iterator[Live]:
-    settings = eager(bands_repository, limits={"at_once": 1})
+def live(bands_repository: Path) -> Iterator[LiveServer]:
+    settings = eager_settings(bands_repository, limits={"at_once": 1})
     with serve(settings, load=FakeSegmenter) as live:  # type: ignore[arg-type]
         yield live
 
 
-def test_status_lists_running_waiting_and_finished_requests(live: Live) -> None:
+def test_status_lists_running_waiting_and_finished_requests(live: LiveServer) -> None:
     def status() -> dict[str, Any]:
         return dict(live.client.get("/status").json())
 
@@ -29,7 +29,7 @@ def test_status_lists_running_waiting_and_finished_requests(live: Live) -> None:
     with ThreadPoolExecutor(2) as pool:
         requests = [pool.submit(live.segment) for _ in range(2)]
         try:
-            until(lambda: [request["state"] for request in status()["requests"]] == ["running", "waiting"])
+            wait_until(lambda: [request["state"] for request in status()["requests"]] == ["running", "waiting"])
             running, waiting = status()["requests"]
         finally:
             live.fake.gate.set()
@@ -48,7 +48,7 @@ def test_status_lists_running_waiting_and_finished_requests(live: Live) -> None:
     assert newest["seconds"]["windows"] == 0.5
 
 
-def test_status_includes_the_content_of_health_gpu_and_models(live: Live) -> None:
+def test_status_includes_the_content_of_health_gpu_and_models(live: LiveServer) -> None:
     report = live.client.get("/status").json()
     assert report["models"] == live.client.get("/models").json()
     assert report["hardware"]["devices"] == live.client.get("/gpu").json()["devices"]
@@ -56,12 +56,12 @@ def test_status_includes_the_content_of_health_gpu_and_models(live: Live) -> Non
     assert report["cpu_seconds"] > 0
 
 
-def test_number_of_recent_segmentations_is_limited(live: Live) -> None:
+def test_number_of_recent_segmentations_is_limited(live: LiveServer) -> None:
     for voxels in range(MAX_RECENT_SEGMENTATIONS + 5):
         live.runtime.metrics.count_segmentation("bands", voxels, None, {})
     recent = live.client.get("/status").json()["recent"]
     assert [segmentation["voxels"] for segmentation in recent] == list(range(MAX_RECENT_SEGMENTATIONS + 4, 4, -1))
 
 
-def test_forwarded_requests_do_not_count_as_local(live: Live) -> None:
-    assert problem(live.client.get("/status", headers={"X-Forwarded-For": "192.0.2.7"})) == (401, "unauthorized")
+def test_forwarded_requests_do_not_count_as_local(live: LiveServer) -> None:
+    assert parse_problem(live.client.get("/status", headers={"X-Forwarded-For": "192.0.2.7"})) == (401, "unauthorized")

@@ -8,7 +8,7 @@ import torch
 
 from service.cli.benchmark import report as report_module
 from service.cli.benchmark import requests, timing
-from service.cli.benchmark.networks import Row
+from service.cli.benchmark.engine_comparison import Row
 from service.cli.benchmark.results import Repeat, Report, WindowSeconds
 from service.cli.benchmark.session import BenchPlan, run
 from service.core.config import Settings, override_settings

@@ -10,8 +10,8 @@ import pytest
 from service.__main__ import main
 from service.cli.segmentation.blocks import read_result_metadata
 from service.core.types import Options, PostprocessingOptions
-from tests.block_runs import begin, segment_blocks, segment_whole
-from tests.segmenters import settings_of
+from tests.block_runs import create_run, segment_blocks, segment_whole
+from tests.segmenters import make_settings
 from tests.zarr_files import write_zarr
 
 NOISE = np.random.default_rng(0).integers(0, 255, (8, 48, 48), np.uint8)
@@ -36,9 +36,9 @@ def test_warnings_are_the_same_as_for_the_volume_in_one_piece(
     model_input = random_nuclei_content["input"] | {"diameter": 8, "estimate_diameter": True}
     spec = write_model(random_nuclei_content | {"input": model_input, "confidence": CONFIDENCE})
     source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(8, 16, 16))
-    folder = begin(tmp_path / "run", source, spec, options, settings_of())
+    folder = create_run(tmp_path / "run", source, spec, options, make_settings())
     segment_blocks(folder, tmp_path / "out.zarr")
-    whole_result = segment_whole(source, spec, options, settings_of())
+    whole_result = segment_whole(source, spec, options, make_settings())
     assert whole_result.quality_warning is not None
     assert message in whole_result.quality_warning.detail
     assert read_result_metadata(folder, spec).warnings == whole_result.warnings

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tifffile
 import yaozarrs
-from fakes import until
+from fakes import wait_until
 from imagecodecs import png_decode
 from live import as_tiff
 from paths import ROOT
@@ -42,8 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(random_nuclei: ModelSpec, configure: Any) -> Path:
-    return Path(configure(random_nuclei.folder.parent))
+def config(random_nuclei: ModelSpec, write_config: Any) -> Path:
+    return Path(write_config(random_nuclei.folder.parent))
 
 
 def read_recorded_stacks(out: Path) -> list[str]:
@@ -69,7 +69,7 @@ def test_interrupted_folder_is_resumed(folder: Path, config: Path, tmp_path: Pat
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     with run() as process:
-        until(lambda: len(read_recorded_stacks(out)) >= 4 or process.poll() is not None, 120)
+        wait_until(lambda: len(read_recorded_stacks(out)) >= 4 or process.poll() is not None, 120)
         process.send_signal(signal.SIGINT)
         _output, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "stackseg: interrupted\n")
@@ -108,12 +108,12 @@ def copy_few_stacks(folder: Path, tmp_path: Path, names: Sequence[str] = STACKS[
 
 
 def test_completed_stacks_are_skipped_unless_parameters_or_files_changed(
-    folder: Path, config: Path, tmp_path: Path, stackseg: Any
+    folder: Path, config: Path, tmp_path: Path, run_stackseg: Any
 ) -> None:
     copied_folder, out = copy_few_stacks(folder, tmp_path), tmp_path / "out"
 
     def count_previous_stacks(*arguments: object) -> str:
-        output = stackseg("segment", copied_folder, out, "--config", config, *arguments).partition(" stacks, ")[2]
+        output = run_stackseg("segment", copied_folder, out, "--config", config, *arguments).partition(" stacks, ")[2]
         return output.partition(" of them")[0] if "previously" in output else "0"
 
     assert count_previous_stacks() == "0"
@@ -127,15 +127,15 @@ def test_completed_stacks_are_skipped_unless_parameters_or_files_changed(
 
 
 def test_labels_of_a_folder_are_written_as_ome_zarr_on_request(
-    folder: Path, config: Path, tmp_path: Path, stackseg: Any
+    folder: Path, config: Path, tmp_path: Path, run_stackseg: Any
 ) -> None:
     copied_folder, out = copy_few_stacks(folder, tmp_path), tmp_path / "out"
     names = sorted(path.stem for path in copied_folder.glob("*.tif"))
-    stackseg("segment", copied_folder, out, "--config", config)
+    run_stackseg("segment", copied_folder, out, "--config", config)
     for previous_count in (0, len(names) - 1):
         if previous_count:
             (out / f"{names[0]}_labels.ome.zarr" / "zarr.json").unlink()
-        output = stackseg("segment", copied_folder, out, "--config", config, "--format", "zarr")
+        output = run_stackseg("segment", copied_folder, out, "--config", config, "--format", "zarr")
         assert (f", {previous_count} of them previously" in output) == (previous_count > 0)
         for name in names:
             store = out / f"{name}_labels.ome.zarr"
@@ -169,7 +169,7 @@ def test_labels_of_a_folder_are_written_as_ome_zarr_on_request(
     ],
 )
 def test_invalid_arguments_are_rejected(
-    folder: Path, config: Path, tmp_path: Path, stackseg: Any, monkeypatch: Any, arguments: list[str], message: str
+    folder: Path, config: Path, tmp_path: Path, run_stackseg: Any, monkeypatch: Any, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     zarr = write_zarr(tmp_path / "in.zarr", np.zeros((4, 8, 8), np.uint8), chunks=(4, 8, 8))
@@ -177,10 +177,12 @@ def test_invalid_arguments_are_rejected(
     paths["full"].mkdir()
     (paths["full"] / "thesis.doc").touch()
     formatted = [argument.format(**paths) for argument in arguments]
-    assert message in stackseg("segment", *formatted, "--config", config, status=1)
+    assert message in run_stackseg("segment", *formatted, "--config", config, status=1)
 
 
-def test_time_series_of_a_folder_have_linked_objects(folder: Path, config: Path, tmp_path: Path, stackseg: Any) -> None:
+def test_time_series_of_a_folder_have_linked_objects(
+    folder: Path, config: Path, tmp_path: Path, run_stackseg: Any
+) -> None:
     time_series, out = tmp_path / "movies", tmp_path / "out"
     time_series.mkdir()
     points = np.stack([tifffile.imread(folder / f"{name}.tif")[:8] for name in STACKS[:3]])
@@ -193,7 +195,7 @@ def test_time_series_of_a_folder_have_linked_objects(folder: Path, config: Path,
     (time_series / "cut.tif").write_bytes(content[: len(content) // 2])
     arguments = ["--config", config, "--diameter", "none", "--time", "all", "--link", "overlap"]
 
-    assert "stackseg: cut.tif: " in stackseg("segment", time_series, out, *arguments, status=1)
+    assert "stackseg: cut.tif: " in run_stackseg("segment", time_series, out, *arguments, status=1)
 
     table = read_table(out / "objects.csv")
     for name in ("one", "two"):
@@ -203,6 +205,6 @@ def test_time_series_of_a_folder_have_linked_objects(folder: Path, config: Path,
         assert tracks == set(np.unique(labels[labels > 0]).tolist())
         assert png_decode((out / f"{name}.png").read_bytes()).shape == (48, 64, 3)
     # The result is the same as for the single file.
-    stackseg("segment", time_series / "one.tif", tmp_path / "one.tif", *arguments)
+    run_stackseg("segment", time_series / "one.tif", tmp_path / "one.tif", *arguments)
     single_result = tifffile.imread(tmp_path / "one.tif")
     np.testing.assert_array_equal(single_result, tifffile.imread(out / "one_labels.ome.tif"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile_archives import lay_out, with_two_directories
+from hostile_archives import encode_members, make_ambiguous_archive
 from torch import nn
 
 from service.core.files.zip_archive import (
@@ -43,8 +43,8 @@ ARCHIVE = make_archive(MEMBERS)
 
 def make_overlapping_archive() -> bytes:
     """Return an archive in which one member is inside another."""
-    inner, directory = lay_out({"b": b"inside"}, 31)
-    body, outer = lay_out({"a": inner}, 0)
+    inner, directory = encode_members({"b": b"inside"}, 31)
+    body, outer = encode_members({"a": inner}, 0)
     directory = outer + directory
     return body + directory + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 2, 2, len(directory), len(body), 0)
 
@@ -79,7 +79,7 @@ HOSTILE = {
     "trailing bytes": (ARCHIVE + b"behind", "not a zip archive, or has content after its directory"),
     "trailing archive": (ARCHIVE + make_archive({"a/code/other.py": b""}), "before or after"),
     "comment": (ARCHIVE[:-2] + b"\4\0more", "not a zip archive, or has content after its directory"),
-    "two directories": (with_two_directories(MEMBERS, {"a/code/net.py": b"other"}), "directory is ambiguous"),
+    "two directories": (make_ambiguous_archive(MEMBERS, {"a/code/net.py": b"other"}), "directory is ambiguous"),
     "overlap": (make_overlapping_archive(), "overlaps the next entry|before its"),
     "two sizes": (patch(ARCHIVE, DIRECTORY + 24, struct.pack("<L", 4)), "specifies two different sizes"),
     "same name": (make_archive({"a/data.pkl": b"1", "a/DATA.pkl": b"2"}), "the same name"),
@@ -127,7 +127,7 @@ def test_ambiguous_or_unsafe_archive_is_rejected(kind: str, tmp_path: Path) -> N
 
 def test_gap_between_members_is_rejected(tmp_path: Path) -> None:
     """The directory omits a member, which could be part of another directory."""
-    body, directory = lay_out({"a": b"shown", "b": b"hidden", "c": b"shown"}, 0)
+    body, directory = encode_members({"a": b"shown", "b": b"hidden", "c": b"shown"}, 0)
     first, last = directory.index(b"PK\1\2", 1), directory.rindex(b"PK\1\2")
     directory = directory[:first] + directory[last:]
     end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 2, 2, len(directory), len(body), 0)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from fakes import with_library
+from fakes import bind_to_variants
 from paths import ROOT
 
 from service.core.native.library import CppFunctions, load_library
@@ -29,7 +29,7 @@ for path in {line.split()[-1] for line in open("/proc/self/maps") if "omp" in li
 @pytest.mark.parametrize("variant", list_supported(), ids=lambda variant: variant.name)
 def test_all_supported_variants_are_built(variant: Variant) -> None:
     assert variant.library.exists(), "run `python hatch_build.py --all`"
-    assert with_library(window_kernels, variant).is_available
+    assert bind_to_variants(window_kernels, variant).is_available
 
 
 def test_first_existing_library_is_loaded() -> None:
@@ -41,7 +41,7 @@ def test_first_existing_library_is_loaded() -> None:
 def test_missing_library_is_explained() -> None:
     with pytest.raises(OSError, match="g\\+\\+"):
         load_library([Variant("missing")])
-    functions = with_library(window_kernels)
+    functions = bind_to_variants(window_kernels)
     assert not functions.is_available
     with pytest.raises(OSError, match="AVX2"):
         functions.require()

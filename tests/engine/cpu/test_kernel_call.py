@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from fakes import with_library
+from fakes import bind_to_variants
 from torch import nn
 
 from service.core.native.variants import list_supported
@@ -42,7 +42,7 @@ def make_plain_and_fast(kind, slope=1.0, dtype=torch.float32, bias=None):
 def variant(request, monkeypatch):
     """Use the kernels compiled for one kind of processor."""
     for module in (norm, strided_conv, winograd):
-        monkeypatch.setattr(module, "KERNELS", with_library(module.KERNELS, request.param))
+        monkeypatch.setattr(module, "KERNELS", bind_to_variants(module.KERNELS, request.param))
 
 
 @pytest.mark.usefixtures("variant")
@@ -124,7 +124,7 @@ def test_wrong_channels_or_dtypes_are_rejected_and_empty_images_give_empty_resul
     ids=["winograd", "strided", "shuffle", "graph"],
 )
 def test_missing_kernels_raise_an_error_with_the_reason(monkeypatch, module, build):
-    monkeypatch.setattr(module, "KERNELS", with_library(module.KERNELS))
+    monkeypatch.setattr(module, "KERNELS", bind_to_variants(module.KERNELS))
     with pytest.raises(OSError, match="AVX2"):
         build()
 

@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from fakes import with_library
+from fakes import bind_to_variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -52,7 +52,7 @@ SLOPES.weight.data = torch.linspace(-1, 1, 12)
 @pytest.mark.parametrize("implementation", ["kernels", "torch", "traced"])
 def test_results_match_the_original_norm_and_stay_channels_last(norm, activation, offset, implementation, monkeypatch):
     if implementation == "torch":
-        monkeypatch.setattr(norms, "KERNELS", with_library(norms.KERNELS))
+        monkeypatch.setattr(norms, "KERNELS", bind_to_variants(norms.KERNELS))
     network, x = nn.Sequential(randomize_weights(norm), activation), make_image(offset)
     fast_network = replace_norms(copy.deepcopy(network))
     y = (torch.compile(fast_network, fullgraph=True, backend="eager") if implementation == "traced" else fast_network)(

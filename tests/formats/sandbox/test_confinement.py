@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import attacks
-import doomed_reader
+import hanging_reader
 import numpy as np
 import pytest
 import tifffile
@@ -67,7 +67,7 @@ def test_attack_by_a_codec_fails(attack_results: tuple[dict[str, str], dict[str,
 
 @pytest.mark.parametrize("layer", ["namespaces", "landlock", "seccomp"])
 def test_single_layer_stops_its_attacks(layer: str, tmp_path: Path) -> None:
-    attempts = attacks.attempts_that_fail([layer])
+    attempts = attacks.list_blocked_attacks([layer])
     missing_layers, outcomes = attack_with_layers([layer], attempts, tmp_path)
     if missing_layers:
         pytest.skip(f"this host does not support the layer: {missing_layers}")
@@ -102,7 +102,7 @@ def test_missing_layer_is_reported_and_files_are_still_read(tmp_path: Path, capl
     child_process._warn_about_missing_layer.cache_clear()
     with (
         caplog.at_level(logging.WARNING),
-        Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, module=doomed_reader.__name__) as reader,
+        Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, module=hanging_reader.__name__) as reader,
     ):
         assert reader.missing_layers == {}
         np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).array()[0], stack)

@@ -20,12 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import doomed_reader
+import hanging_reader
 import numpy as np
 import pytest
 import tifffile
 from common import make_bomb
-from fakes import until
+from fakes import wait_until
 from paths import SHARED_DATA
 
 from service.core.errors import (
@@ -200,7 +200,7 @@ def test_crash_is_a_bad_file_and_external_kill_is_retried(
         child = first_child(reader)
         stop_process(child.pid)
         future = pool.submit(reader.inspect, path, Selection())
-        until(lambda: has_pending_request(reader))
+        wait_until(lambda: has_pending_request(reader))
         os.kill(child.pid, signal_number)
         os.kill(child.pid, signal.SIGCONT)
         if signal_number == signal.SIGSEGV:
@@ -216,10 +216,10 @@ def test_crash_is_a_bad_file_and_external_kill_is_retried(
 def test_second_external_kill_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(doomed_reader.__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(hanging_reader.__file__).parent))
     path = tmp_path / "stack.tif"
     tifffile.imwrite(path, np.zeros((3, 8, 8), np.uint8), photometric="minisblack", compression="packbits")
-    with make_single_child_reader(module=doomed_reader.__name__) as reader:
+    with make_single_child_reader(module=hanging_reader.__name__) as reader:
         with pytest.raises(ReaderKilled, match="killed twice by signal 9"):
             reader.read(path, Selection(axes="ZYX"), tmp_path)
         assert reader.killed_child_count == 2
@@ -299,7 +299,7 @@ def test_close_answers_waiting_callers(tmp_path: Path, stack: np.ndarray) -> Non
     stop_process(first_child(reader).pid)
     with ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(reader.inspect, path, Selection()) for _ in range(3)]
-        until(lambda: has_pending_request(reader))
+        wait_until(lambda: has_pending_request(reader))
         reader.close()
         errors = [future.exception(timeout=20) for future in futures]
 
@@ -405,7 +405,7 @@ def test_cancellation_kills_the_child_and_the_next_file_is_read(tmp_path: Path, 
             # Stopping the child makes the test independent of the speed of the machine.
             stop_process(child.pid)
             future = pool.submit(call, path, Selection(), cancelled=cancelled.is_set)
-            until(lambda: has_pending_request(reader))
+            wait_until(lambda: has_pending_request(reader))
             assert not future.done()
             cancelled.set()
             with pytest.raises(Cancelled):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from object_server import ObjectServer, serve_objects
-from sockets import key_and_certificate
+from sockets import create_certificate
 from zarr_files import write_zarr
 
 from service.core.errors import BadFile, BadParameter, Cancelled, StackSegError, StorageUnavailable, TooLarge
@@ -59,8 +59,8 @@ def set_endpoint(cloud: str, url: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(params=["http", "s3"])
 def prefix(request: pytest.FixtureRequest, server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    server.asked.clear()
-    server.authorized.clear()
+    server.requested_paths.clear()
+    server.authorized_paths.clear()
     server.faults.clear()
     if request.param == "http":
         return f"{server.url}/data"
@@ -71,7 +71,7 @@ def prefix(request: pytest.FixtureRequest, server: ObjectServer, monkeypatch: py
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     if shutil.which("openssl") is None:
         pytest.skip("openssl, which creates the certificate, is not installed")
-    return key_and_certificate(tmp_path_factory.mktemp("certificate"))
+    return create_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 @pytest.mark.parametrize("prefix", ["http", *ENDPOINT_VARIABLES], indirect=True)
@@ -84,14 +84,16 @@ def test_selected_pixels_are_read_and_no_others_are_fetched(
         assert np.array_equal(volume.array()[0], PIXELS[1])
         assert volume.voxel_size == VoxelSize(0.5, 0.2, 0.2)
         assert store.name == name
-        chunks = [path for path in server.asked if "/0/" in path and not path.endswith((".zarray", "zarr.json"))]
+        chunks = [
+            path for path in server.requested_paths if "/0/" in path and not path.endswith((".zarray", "zarr.json"))
+        ]
         assert all("/0/1/" in path or "/c/1/" in path for path in chunks)
         assert len(chunks) == (
             3 * 3 * 4 if name == "plain.zarr" else 3 * 5 * 4 + len({"index"}) + (not prefix.startswith("http"))
         )
-        server.asked.clear()
+        server.requested_paths.clear()
         assert reader.inspect(store, Selection()).shape == (2, *PIXELS.shape[1:])
-        assert len(server.asked) <= 4
+        assert len(server.requested_paths) <= 4
         assert np.array_equal(stack_reader.read(store, Selection(), LIMIT).array(), PIXELS)
 
 
@@ -108,12 +110,12 @@ def test_requests_are_signed_only_if_credentials_are_set(
 ) -> None:
     prefix = set_endpoint(cloud, server.url, monkeypatch)
     for has_credentials in (False, True):
-        server.authorized.clear()
+        server.authorized_paths.clear()
         for name, value in credentials.items() if has_credentials else ():
             monkeypatch.setenv(name, value)
         with RemoteStore(f"{prefix}/plain.zarr") as store:
             assert store.read([FileRange(".zattrs", 3, 0)]) == [b"{\n "]
-        assert server.authorized == ["/data/plain.zarr/.zattrs"] * has_credentials
+        assert server.authorized_paths == ["/data/plain.zarr/.zattrs"] * has_credentials
 
 
 def test_servers_are_trusted_by_certificate(
@@ -130,7 +132,7 @@ def test_servers_are_trusted_by_certificate(
                     else:
                         with pytest.raises(StorageUnavailable, match="failed"):
                             store.read([FileRange(".zattrs", 3, 0)])
-        assert secure.asked == ["/data/plain.zarr/.zattrs"] * 2
+        assert secure.requested_paths == ["/data/plain.zarr/.zattrs"] * 2
 
 
 @pytest.mark.parametrize(
@@ -167,25 +169,25 @@ def test_store_of_20_gb_is_described_from_two_objects(server: ObjectServer, read
     path = write_zarr(server.folder / "data" / "big.zarr", np.ones((4, 64, 64), np.uint16), chunks=(4, 64, 64))
     array_metadata = json.loads((path / "0" / "zarr.json").read_text()) | {"shape": [1024, 3200, 3200]}
     (path / "0" / "zarr.json").write_text(json.dumps(array_metadata))
-    server.asked.clear()
+    server.requested_paths.clear()
     with RemoteStore(f"{server.url}/data/big.zarr") as store:
         with pytest.raises(TooLarge, match=r"decodes to 20\.97 GB"):
             reader.inspect(store, Selection())
-        assert server.asked == ["/data/big.zarr/zarr.json", "/data/big.zarr/0/zarr.json"]
+        assert server.requested_paths == ["/data/big.zarr/zarr.json", "/data/big.zarr/0/zarr.json"]
         assert zarr_reader.open_stack(store, Selection(), 2**40).read_region((range(3), range(70), range(9))).any()
-    chunks = sorted(path for path in server.asked if "/0/c/" in path)
+    chunks = sorted(path for path in server.requested_paths if "/0/c/" in path)
     assert chunks == ["/data/big.zarr/0/c/0/0/0", "/data/big.zarr/0/c/0/1/0"]
 
 
 def test_redirects_from_web_servers_are_not_followed(server: ObjectServer, reader: Reader, tmp_path: Path) -> None:
     server.faults = {"zarr.json": f"{server.url}/secret.json"}
-    server.asked.clear()
+    server.requested_paths.clear()
     with (
         RemoteStore(f"{server.url}/data/sharded.zarr") as store,
         pytest.raises(BadFile, match=r"redirects zarr\.json to another address"),
     ):
         reader.read(store, Selection(), tmp_path)
-    assert server.asked == ["/data/sharded.zarr/zarr.json"]
+    assert server.requested_paths == ["/data/sharded.zarr/zarr.json"]
     server.faults = {}
 
 
@@ -209,8 +211,8 @@ def test_redirects_from_object_storage_are_https_only_and_without_credentials(
             else:
                 with pytest.raises(StorageUnavailable, match="failed"):
                     store.read([FileRange("zarr.json", 3)])
-        assert set(endpoint.authorized) == {"/data/sharded.zarr/zarr.json"}
-        assert (other.asked, other.authorized) == (["/secret.json"] if is_encrypted else [], [])
+        assert set(endpoint.authorized_paths) == {"/data/sharded.zarr/zarr.json"}
+        assert (other.requested_paths, other.authorized_paths) == (["/secret.json"] if is_encrypted else [], [])
 
 
 def test_cancelled_request_does_not_wait_for_a_slow_store(
@@ -254,7 +256,7 @@ def test_keys_cannot_leave_the_store(key: str, prefix: str, server: ObjectServer
     with RemoteStore(f"{prefix}/plain.zarr") as store, pytest.raises(BadFile, match="not a path inside"):
         store.read([FileRange(key, 100)])
     # A request that was cancelled in the previous test may arrive late.
-    assert [path for path in server.asked if not path.endswith(SHARD)] == []
+    assert [path for path in server.requested_paths if not path.endswith(SHARD)] == []
 
 
 def test_fetched_size_is_limited(prefix: str, server: ObjectServer) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import zarr
 from zarr.codecs import BloscCodec, GzipCodec, TransposeCodec, ZstdCodec
-from zarr_files import pack, write_zarr
+from zarr_files import write_zarr, zip_store
 
 from service.core.errors import (
     AmbiguousAxes,
@@ -85,7 +85,7 @@ def test_pixels_written_by_zarr_python_are_read(
     pixels = time_series.astype(dtype) if dtype else time_series
     store = write_zarr(tmp_path / "a.ome.zarr", pixels, "tczyx", version, ("DAPI", "GFP", "RFP"), **options)
     single_channel, all_channels = Selection(channel="GFP", time=1), Selection(time=0)
-    for location in (store, pack(store)):
+    for location in (store, zip_store(store)):
         volume = reader.read(location, single_channel, tmp_path / "scratch")
         assert np.array_equal(volume.array(), time_series[1, 1:2])
         assert volume.dtype == np.uint16
@@ -93,7 +93,7 @@ def test_pixels_written_by_zarr_python_are_read(
         description = reader.inspect(location, Selection())
         assert description == stack_reader.inspect(location, Selection(), LIMIT)
     assert np.array_equal(
-        reader.read(bytearray(pack(store).read_bytes()), single_channel, tmp_path / "scratch").array(),
+        reader.read(bytearray(zip_store(store).read_bytes()), single_channel, tmp_path / "scratch").array(),
         time_series[1, 1:2],
     )
     assert (volume.voxel_size, volume.channels) == (VoxelSize(0.5, 0.2, 0.2), ("GFP",))
@@ -227,7 +227,7 @@ def test_hostile_metadata_is_rejected(name: str, reader: Reader, tmp_path: Path)
     pixels = np.random.default_rng(1).integers(0, 9, (10, 30, 30)).astype(np.uint16)
     store = write_zarr(tmp_path / "a.zarr", pixels, version="0.4", chunks=(4, 16, 16))
     edit_json(store, file, **changes)
-    for location in (store, pack(store)):
+    for location in (store, zip_store(store)):
         with pytest.raises(error, match=words):
             reader.read(location, Selection(), tmp_path)
 
@@ -277,7 +277,7 @@ def test_changed_bytes_do_not_match_the_checksum(shards: Any, reader: Reader, tm
     # Change a pixel, the checksum, and, with shards, the index at the end of the file.
     for location in (100, 2051, len(original) - 30, len(original) - 1):
         chunk.write_bytes(original[:location] + bytes([original[location] ^ 1]) + original[location + 1 :])
-        for source in (store, pack(store)):
+        for source in (store, zip_store(store)):
             with pytest.raises(BadFile, match=r"does not match its checksum \(CRC-32C\)"):
                 reader.read(source, Selection(), tmp_path)
 
@@ -362,7 +362,7 @@ def test_hostile_shards_are_rejected(reader: Reader, tmp_path: Path) -> None:
 
 def test_damaged_and_ambiguous_archives_are_rejected(reader: Reader, tmp_path: Path) -> None:
     store = write_zarr(tmp_path / "a.zarr", np.ones((4, 16, 16), np.uint16), version="0.4")
-    original = pack(store).read_bytes()
+    original = zip_store(store).read_bytes()
     without_metadata = re.sub(rb"\.z(group|attrs|array)", rb"_z\1", original)
     for content, error in ((original[: len(original) // 2], BadFile), (without_metadata, UnsupportedMedia)):
         with pytest.raises(error):

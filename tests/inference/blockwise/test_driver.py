@@ -24,8 +24,8 @@ from service.inference.blockwise.run_folder import Step, open_run
 from service.inference.measurements import measure
 from service.inference.types import DiameterEstimate
 from service.models.repository import read_spec
-from tests.block_runs import WHOLE, begin, segment_blocks, segment_whole
-from tests.segmenters import settings_of
+from tests.block_runs import FULL_SELECTION, create_run, segment_blocks, segment_whole
+from tests.segmenters import make_settings
 from tests.zarr_files import write_zarr
 
 SHAPE = (37, 45, 50)
@@ -81,8 +81,8 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any], Options]] = {
 def compare(tmp_path: Path, pixels: np.ndarray, spec, options=DEFAULT_OPTIONS, windows=None, chunks=(16, 20, 24)):
     """Assert that both methods return equal labels and notes; return the folder of the run, and the labels."""
     source = write_zarr(tmp_path / "in.zarr", pixels, chunks=chunks)
-    whole = segment_whole(source, spec, options, settings_of())
-    folder = begin(tmp_path / "run", source, spec, options, settings_of(), windows)
+    whole = segment_whole(source, spec, options, make_settings())
+    folder = create_run(tmp_path / "run", source, spec, options, make_settings(), windows)
     labels = segment_blocks(folder, tmp_path / "out.zarr")
     assert labels.dtype == whole.segmentation.pixels.dtype
     assert np.array_equal(labels, whole.segmentation.pixels)
@@ -150,7 +150,7 @@ def test_estimated_diameter_is_kept_when_a_run_is_resumed(tmp_path, write_model,
     spec = write_model(detect_objects(expect_diameter(random_nuclei_content, 6.0), threshold=0.44))
     source = write_zarr(tmp_path / "in.zarr", make_hills((20, 24, 28), 4), chunks=(16, 20, 24))
     diameter = Diameter((9.0,), "px")
-    folder = begin(tmp_path / "run", source, spec, Options(diameter="auto"), settings_of())
+    folder = create_run(tmp_path / "run", source, spec, Options(diameter="auto"), make_settings())
     segment_blocks(folder, tmp_path / "first.zarr")
     survey = replace(
         folder.survey, diameter_estimate=DiameterEstimate(diameter, matches_model=False, num_objects=9, num_windows=4)
@@ -160,16 +160,16 @@ def test_estimated_diameter_is_kept_when_a_run_is_resumed(tmp_path, write_model,
         if step not in {"count", "survey"}:
             folder.discard_records(step)
     open_run.cache_clear()
-    begin(tmp_path / "run", source, spec, Options(diameter="auto"), settings_of())
+    create_run(tmp_path / "run", source, spec, Options(diameter="auto"), make_settings())
     labels = segment_blocks(folder, tmp_path / "out.zarr")
-    whole = segment_whole(source, spec, Options(diameter=diameter), settings_of()).segmentation.pixels
+    whole = segment_whole(source, spec, Options(diameter=diameter), make_settings()).segmentation.pixels
     assert whole.any()
     assert np.array_equal(labels, whole)
 
 
 def test_run_resumed_with_another_output_path_writes_the_whole_result(tmp_path, bands, phantom) -> None:
     source = write_zarr(tmp_path / "in.zarr", phantom.image, chunks=(16, 32, 32))
-    folder = begin(tmp_path / "run", source, bands, Options(), settings_of())
+    folder = create_run(tmp_path / "run", source, bands, Options(), make_settings())
     labels = segment_blocks(folder, tmp_path / "first.zarr")
     # Left behind by another interrupted run.
     shutil.copytree(tmp_path / "first.zarr", zarr_writer.get_partial_path(tmp_path / "out.zarr"))
@@ -194,9 +194,9 @@ def test_objects_are_measured_in_each_channel(options, tmp_path, write_model, ra
     pixels = np.stack([make_hills((70, 20, 24), 4), make_hills((70, 20, 24), 5)])
     source = write_zarr(tmp_path / "in.zarr", pixels, "czyx", chunks=(1, 16, 20, 24))
     first = Selection(channel=0)
-    whole = segment_whole(source, spec, options, settings_of(), first).segmentation
-    table = measure(whole, stack_reader.read(source, WHOLE, 2**40))
-    folder = begin(tmp_path / "run", source, spec, options, settings_of(), selection=first, measured=True)
+    whole = segment_whole(source, spec, options, make_settings(), first).segmentation
+    table = measure(whole, stack_reader.read(source, FULL_SELECTION, 2**40))
+    folder = create_run(tmp_path / "run", source, spec, options, make_settings(), selection=first, measured=True)
     segment_blocks(folder, tmp_path / "out.zarr")
     found = collect_table(open_run(str(folder.path), has_survey=True), read_objects(folder))
     assert len(table["label"]) > 1
@@ -207,9 +207,9 @@ def test_objects_are_measured_in_each_channel(options, tmp_path, write_model, ra
 
 def test_classes_and_their_pyramid_equal_those_of_the_whole_volume(tmp_path: Path, bands, phantom) -> None:
     source = write_zarr(tmp_path / "in.zarr", phantom.image, chunks=(16, 32, 32))
-    whole = segment_whole(source, bands, Options(), settings_of()).segmentation
+    whole = segment_whole(source, bands, Options(), make_settings()).segmentation
     out = source / "labels" / "bands"
-    labels = segment_blocks(begin(tmp_path / "run", source, bands, Options(), settings_of(), (1, 1, 2)), out)
+    labels = segment_blocks(create_run(tmp_path / "run", source, bands, Options(), make_settings(), (1, 1, 2)), out)
     assert np.array_equal(labels, whole.pixels)
     zarr_writer.write(whole, tmp_path / "whole.zarr")
     blockwise, expected = (zarr.open_group(path, mode="r") for path in (out, tmp_path / "whole.zarr"))
@@ -223,6 +223,6 @@ def test_classes_and_their_pyramid_equal_those_of_the_whole_volume(tmp_path: Pat
 def test_window_limit_of_requests_does_not_apply_to_runs(tmp_path: Path, write_model, random_nuclei_content) -> None:
     spec = write_model(expect_diameter(detect_objects(random_nuclei_content), 6.0))
     source = write_zarr(tmp_path / "in.zarr", make_hills((20, 20, 20), 1), chunks=(16, 20, 24))
-    settings = override_settings(settings_of(), "limits", {"windows": 1})
-    folder = begin(tmp_path / "run", source, spec, Options(diameter="auto"), settings)
+    settings = override_settings(make_settings(), "limits", {"windows": 1})
+    folder = create_run(tmp_path / "run", source, spec, Options(diameter="auto"), settings)
     assert segment_blocks(folder, tmp_path / "out.zarr").shape == (20, 20, 20)

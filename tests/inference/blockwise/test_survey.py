@@ -15,8 +15,8 @@ from service.inference.blockwise.survey import LayerReader
 from service.inference.preprocessing.normalize import normalize_volume
 from service.inference.preprocessing.percentiles import MAX_SORTED_VOXELS
 from service.inference.windows.sliding_window import SparseImage
-from tests.block_runs import begin
-from tests.segmenters import settings_of, started
+from tests.block_runs import create_run
+from tests.segmenters import make_settings, start_runner
 from tests.zarr_files import write_zarr
 
 
@@ -33,7 +33,7 @@ def test_planes_from_many_layers_of_chunks_are_read_correctly(depth: int, tmp_pa
 
 def survey_in_rounds(run: OpenRun) -> int:
     """Survey a run in this process; return the number of rounds."""
-    runner, parts, rounds = started(run.spec, settings_of()), counting.get_part_count(run), 0
+    runner, parts, rounds = start_runner(run.spec, make_settings()), counting.get_part_count(run), 0
     while True:
         for number in range(rounds * parts, (rounds + 1) * parts):
             counting.count_part(run, number)
@@ -77,7 +77,7 @@ FAST_CASES = {"16 bits", "half", "32 bits with gaps"}
 def test_scalings_equal_those_of_the_whole_volume(case: str, tmp_path: Path, random_nuclei) -> None:
     pixels = make_volumes()[case]
     source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(13, 32, 24) if pixels.size < 2**20 else (16, 128, 128))
-    run = open_run(str(begin(tmp_path / "run", source, random_nuclei, Options(), settings_of(), (1, 2, 2)).path))
+    run = open_run(str(create_run(tmp_path / "run", source, random_nuclei, Options(), make_settings(), (1, 2, 2)).path))
     assert counting.get_part_count(run) > 1 or case == "few of 32 bits"
     assert survey_in_rounds(run) == (2 if pixels.itemsize > 2 and pixels.size > MAX_SORTED_VOXELS else 1)
     image, notes = normalize_volume(Volume.from_array(pixels[None]), random_nuclei)
@@ -96,10 +96,10 @@ def test_empty_windows_equal_those_of_the_whole_volume(
     source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(7, 32, 24))
     options, decoding = Options(skip_below=below), random_nuclei.decoding.model_copy(update={"threshold": 0.99})
     spec = random_nuclei.model_copy(update={"decoding": decoding})
-    folder = begin(tmp_path / "run", source, spec, options, settings_of(), (1, 1, 1))
+    folder = create_run(tmp_path / "run", source, spec, options, make_settings(), (1, 1, 1))
     run = OpenRun(folder, folder.plan, spec)
     survey_in_rounds(run)
-    volume, runner = Volume.from_array(pixels[None]), started(spec, settings_of())
+    volume, runner = Volume.from_array(pixels[None]), start_runner(spec, make_settings())
     image, _notes = normalize_volume(volume, spec)
     whole = survey.skip_empty_windows(runner, image, volume, runner.estimator.plan(options), None)
     assert isinstance(whole.image, SparseImage)
@@ -110,6 +110,6 @@ def test_empty_windows_equal_those_of_the_whole_volume(
 
 def test_volume_without_finite_pixels_is_rejected(tmp_path: Path, random_nuclei) -> None:
     source = write_zarr(tmp_path / "in.zarr", np.full((20, 20, 20), np.nan, np.float32), chunks=(16, 20, 24))
-    run = open_run(str(begin(tmp_path / "run", source, random_nuclei, Options(), settings_of()).path))
+    run = open_run(str(create_run(tmp_path / "run", source, random_nuclei, Options(), make_settings()).path))
     with pytest.raises(BadFile, match="NaN or infinite"):
         survey_in_rounds(run)

@@ -19,8 +19,8 @@ from service.core.errors import BadParameter, InternalError
 from service.core.types import Options
 from service.inference.blockwise.run_folder import BlockTask, RunFolder
 from service.inference.blockwise.workers import MAX_WORKER_DEATHS, LocalWorkers, run_block
-from tests.block_runs import InlineWorkers, begin, segment_blocks, segment_whole
-from tests.segmenters import settings_of
+from tests.block_runs import InlineWorkers, create_run, segment_blocks, segment_whole
+from tests.segmenters import make_settings
 from tests.zarr_files import write_zarr
 
 
@@ -51,14 +51,14 @@ def start(tmp_path: Path, source: Path, bands) -> Callable[..., RunFolder]:
     """Function start(folder, options, windows) that starts a run."""
 
     def start_run(folder: Path = tmp_path / "run", options=Options(), windows=None) -> RunFolder:  # noqa: B008
-        return begin(folder, source, bands, options, settings_of(), windows)
+        return create_run(folder, source, bands, options, make_settings(), windows)
 
     return start_run
 
 
 @pytest.mark.thorough
 def test_killed_worker_loses_only_its_current_block(tmp_path: Path, source: Path, bands, start) -> None:
-    whole = segment_whole(source, bands, Options(), settings_of()).segmentation.pixels
+    whole = segment_whole(source, bands, Options(), make_settings()).segmentation.pixels
     folder = start(windows=(1, 1, 1))
     with closing(LocalWorkers(2, die_once)) as workers:
         assert np.array_equal(segment_blocks(folder, tmp_path / "out.zarr", workers), whole)
@@ -85,8 +85,8 @@ def test_finished_blocks_are_not_repeated(tmp_path: Path, start) -> None:
     (tmp_path / "out.zarr").rename(tmp_path / ".out.zarr.part")
     zarr.open_array(tmp_path / ".out.zarr.part/0")[...] = 9
     assert np.array_equal(segment_blocks(folder, tmp_path / "out.zarr", again), labels)
-    assert set(again.seen) < set(first.seen)
-    assert [number for step, number in again.seen if step == "tile"] == [count - 1]
+    assert set(again.submitted) < set(first.submitted)
+    assert [number for step, number in again.submitted if step == "tile"] == [count - 1]
 
 
 def test_folder_of_another_run_is_rejected(tmp_path: Path, source: Path, start) -> None:
@@ -131,7 +131,7 @@ def test_folder_in_use_by_another_command_is_rejected(tmp_path, source, bands, c
 
 @pytest.mark.thorough
 def test_killed_command_continues_where_it_stopped(tmp_path: Path, source: Path, bands) -> None:
-    whole = segment_whole(source, bands, Options(), settings_of()).segmentation.pixels
+    whole = segment_whole(source, bands, Options(), make_settings()).segmentation.pixels
     out, scratch = tmp_path / "out.zarr", tmp_path / "run"
     command = [sys.executable, "-m", "service", "segment", source, out, "--workers", "2", "--scratch", scratch]
     command += ["--model", bands.folder]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from landscapes import CountWaits, aten, hills
+from landscapes import SyncCounter, aten, make_hills
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,10 +61,10 @@ def test_long_chain_of_basins_takes_few_rounds(rising: bool) -> None:
     peaks = torch.linspace(1, 2, count) if rising else 1 + torch.rand(count, generator=torch.Generator().manual_seed(0))
     numbers = torch.arange(count)
     basins = make_basins(peaks, numbers[:-1], numbers[1:], torch.full((count - 1,), 9.0))
-    with CountWaits() as counted:
+    with SyncCounter() as counted:
         merged = merge_basins_on_device(basins, Persistence(5.0, logits=False))
     assert set(merged) == {0}
-    assert counted.waits < 60
+    assert counted.sync_count < 60
 
 
 def test_merging_without_ties_uses_no_masks_as_indices() -> None:
@@ -79,12 +79,12 @@ def test_merging_without_ties_uses_no_masks_as_indices() -> None:
 
 def count_waits(*block: int) -> int:
     """Return how many times the host waits while it labels 64 x 8 x 8 voxels in blocks of this size."""
-    heights = torch.from_numpy(hills(3, (64, 8, 8))).nan_to_num_(neginf=-9)
+    heights = torch.from_numpy(make_hills(3, (64, 8, 8))).nan_to_num_(neginf=-9)
     watershed = DeviceWatershed(Planes((64, 8, 8), heights.device), 0.0, Persistence(0.1, logits=False), *block)
     watershed.add(heights, heights)
-    with CountWaits() as counted:
+    with SyncCounter() as counted:
         watershed.label_objects(0, drop_border=False)
-    return counted.waits
+    return counted.sync_count
 
 
 def test_volume_is_one_block_if_it_fits_with_the_margins_of_its_planes() -> None:
@@ -96,14 +96,14 @@ def test_volume_is_one_block_if_it_fits_with_the_margins_of_its_planes() -> None
 
 @pytest.mark.parametrize("parts", [1, 4, 12])
 def test_adding_planes_does_not_wait_for_the_device(parts: int) -> None:
-    heights = torch.from_numpy(hills(3, (12, 16, 16))).nan_to_num_(neginf=-9)
+    heights = torch.from_numpy(make_hills(3, (12, 16, 16))).nan_to_num_(neginf=-9)
     watershed = DeviceWatershed(Planes((12, 16, 16), heights.device), 0.0, Persistence(0.1, logits=False))
-    with CountWaits() as added:
+    with SyncCounter() as added:
         for part in heights.chunk(parts):
             watershed.add(part, part > 0 if parts == 4 else part)
-    with CountWaits() as counted:
+    with SyncCounter() as counted:
         labels, objects = watershed.label_objects(0, drop_border=False)
-    assert added.waits == 0
-    assert counted.waits < 30, "independent of the number of parts"
+    assert added.sync_count == 0
+    assert counted.sync_count < 30, "independent of the number of parts"
     assert labels.max() > 1
     assert parts != 4 or (objects.confidence > 0.999).all(), "a mask has full confidence"

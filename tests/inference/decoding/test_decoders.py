@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from landscapes import decode, hills
+from landscapes import decode, make_hills
 from numpy.typing import NDArray
 from scipy.ndimage import correlate1d, distance_transform_edt, label
 from torch import Tensor
@@ -254,7 +254,7 @@ def test_slabs_decoded_in_parts_give_the_complete_output(bands: ModelSpec, dtype
 @pytest.mark.parametrize("cuts", [(), (1,), (2, 3, 4), (5,), tuple(range(1, 9))])
 @pytest.mark.parametrize("num_passes", [0, 1, 3])
 def test_smoothing_does_not_depend_on_the_division_of_planes(num_passes: int, cuts: tuple[int, ...]) -> None:
-    heights = torch.from_numpy(np.nan_to_num(hills(0, (9, 12, 11)), neginf=-1.0))
+    heights = torch.from_numpy(np.nan_to_num(make_hills(0, (9, 12, 11)), neginf=-1.0))
     smoother, kernel = Smoother(num_passes), np.array([0.25, 0.5, 0.25])
     parts = []
     for low, high in itertools.pairwise([0, *cuts, 9]):

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import with_library
+from fakes import bind_to_variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import CPU, Array, Size, hills
+from landscapes import CPU, Array, Size, make_hills
 
 from service.core.types import Objects, Segmentation
 from service.inference.cuda.watershed import DeviceWatershed
@@ -70,7 +70,7 @@ def test_removed_objects_get_no_label_and_the_remaining_objects_keep_their_order
     drop_border: bool,
     along_y: bool,
 ) -> None:
-    heights = hills(seed, size)
+    heights = make_hills(seed, size)
     labels, objects = make_watershed(implementation, heights, along_y=along_y).label_objects(
         minimum_size, drop_border=drop_border
     )
@@ -142,7 +142,7 @@ def test_the_decoder_filters_objects_like_finished_labels(
     diameter: float | None,
     decoding: dict[str, Any],
 ) -> None:
-    heights = np.stack([np.nan_to_num(hills(seed + i, size, 1.0), neginf=-1.0) for i in range(2)])
+    heights = np.stack([np.nan_to_num(make_hills(seed + i, size, 1.0), neginf=-1.0) for i in range(2)])
     scores = torch.from_numpy(heights)[None]
     spec = random_nuclei.model_copy(
         update={"input": random_nuclei.input.model_copy(update={"diameter": diameter}), "activation": "none"}
@@ -150,7 +150,7 @@ def test_the_decoder_filters_objects_like_finished_labels(
 
     def decode(changes: dict[str, Any]) -> Segmentation:
         instances = Instances.model_validate({"kind": "instances", "persistence": 0.05} | changes)
-        kernel = watershed_kernel if implementation == "kernel" else with_library(watershed_kernel)
+        kernel = watershed_kernel if implementation == "kernel" else bind_to_variants(watershed_kernel)
         decoder = InstanceDecoder(
             spec, instances, size, None, kernel, start_watershed=DeviceWatershed if implementation == "whole" else None
         )

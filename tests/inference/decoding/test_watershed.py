@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import basins_of, decode, hills
+from landscapes import compute_basins, decode, make_hills
 from skimage.measure import label
 from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
@@ -26,14 +26,14 @@ from service.training.evaluate import score
 )
 def test_basins_do_not_depend_on_slabs_blocks_or_axis(seed, size, levels, cuts, num_planes, along_y) -> None:
     """The cases include ties and plateaus, which are resolved by positions, and blocks of a single plane."""
-    heights = hills(seed, size) if max(size) > 1 else np.ones(size, np.float32)
+    heights = make_hills(seed, size) if max(size) > 1 else np.ones(size, np.float32)
     if levels:
         heights = np.round(heights * levels) / levels
     persistence = Persistence(0.1, logits=False)
-    expected = basins_of(heights, persistence)
+    expected = compute_basins(heights, persistence)
     inner_cuts = tuple(sorted(cut for cut in cuts if cut < size[along_y]))
     block = num_planes * (size[not along_y] + 2) * (size[2] + 2)
-    found = basins_of(heights, persistence, inner_cuts, block, along_y=along_y)
+    found = compute_basins(heights, persistence, inner_cuts, block, along_y=along_y)
     assert found.pieces.shape == size
     assert torch.equal(found.basin_of[found.pieces.long()], expected.basin_of[expected.pieces.long()])
     assert torch.equal(found.peaks, expected.peaks)
@@ -59,7 +59,7 @@ def test_a_path_through_many_blocks_is_followed_to_its_end(flips: tuple[int, ...
 
 @pytest.mark.parametrize("seed", range(3))
 def test_basins_equal_those_of_scikit_image(seed: int) -> None:
-    heights = hills(seed, (24, 40, 40), sigma=3)
+    heights = make_hills(seed, (24, 40, 40), sigma=3)
     mask = heights > -np.inf
     markers = label(local_maxima(np.where(mask, heights, -1), connectivity=3), connectivity=3)
     expected = watershed(-np.where(mask, heights, 0), markers, mask=mask, connectivity=3)
@@ -72,9 +72,9 @@ def test_basins_equal_those_of_scikit_image(seed: int) -> None:
 
 
 def test_passes_are_the_highest_points_between_neighboring_basins() -> None:
-    heights = hills(1, (12, 30, 30))
+    heights = make_hills(1, (12, 30, 30))
     persistence = Persistence(np.inf, logits=False)
-    basins = basins_of(heights, persistence, block=1)
+    basins = compute_basins(heights, persistence, block=1)
     basin = basins.basin_of.numpy()[basins.pieces.numpy()]
     expected: dict[tuple[int, int], float] = {}
     for step in itertools.product((-1, 0, 1), repeat=3):

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import with_library
+from fakes import bind_to_variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import CPU, Array, decode_objects, hills
+from landscapes import CPU, Array, decode_objects, make_hills
 from scipy import ndimage
 from torch import Tensor
 
@@ -75,7 +75,7 @@ def test_labels_equal_those_of_pytorch(
     kernel, seed, size, sigma, levels, persistence, logits, cuts, num_planes, along_y, minimum_size, drop_border
 ) -> None:
     """The cases include ties and plateaus, slabs and blocks of any number of planes, and anisotropic heights."""
-    heights = hills(seed, size, sigma) if max(size) > 1 else np.ones(size, np.float32)
+    heights = make_hills(seed, size, sigma) if max(size) > 1 else np.ones(size, np.float32)
     if levels:
         heights = np.round(heights * levels) / levels
     inner_cuts = tuple(sorted(cut for cut in cuts if cut < size[along_y]))
@@ -109,7 +109,7 @@ def test_a_single_voxel_is_found_at_any_position(kernel: WatershedKernel) -> Non
 
 def test_flattened_objects_and_many_passes_are_decoded_as_in_pytorch(kernel: WatershedKernel) -> None:
     for stride in ((4, 1, 1), (1, 4, 1), (1, 1, 4), (3, 3, 1)):
-        heights = hills(7, (40, 40, 40), sigma=4)[tuple(slice(None, None, step) for step in stride)]
+        heights = make_hills(7, (40, 40, 40), sigma=4)[tuple(slice(None, None, step) for step in stride)]
         assert_implementations_agree(kernel, heights, 0.2, cuts=(3,))
     crowd = np.random.default_rng(2).random((24, 25, 26))
     for persistence in (0.05, 0.3, np.inf):
@@ -120,7 +120,7 @@ def test_flattened_objects_and_many_passes_are_decoded_as_in_pytorch(kernel: Wat
 @pytest.mark.parametrize("along_y", [False, True])
 def test_removing_redundant_passes_does_not_change_labels(kernel, levels, *, along_y) -> None:
     """Low hills in blocks of one plane have millions of passes, many of equal height if there are few levels."""
-    heights = 0.3 * hills(8, (300, 14, 300) if along_y else (14, 300, 300), sigma=2)
+    heights = 0.3 * make_hills(8, (300, 14, 300) if along_y else (14, 300, 300), sigma=2)
     if levels is not None:
         heights = np.round(heights * levels) / levels
     expected, labels = (
@@ -133,7 +133,7 @@ def test_removing_redundant_passes_does_not_change_labels(kernel, levels, *, alo
 def test_volumes_with_32_bit_positions_per_block_are_supported(kernel: WatershedKernel) -> None:
     """Larger volumes, and tensors on other devices, are processed by PyTorch."""
     assert not kernel.supports(torch.device("cuda"))
-    assert not with_library(watershed_kernel).supports(CPU)
+    assert not bind_to_variants(watershed_kernel).supports(CPU)
     assert kernel.supports(CPU, (2000, 2000, 2000))
     assert not kernel.supports(CPU, (2**15, 10, 2**15))
     assert not kernel.supports(CPU, (10, 10, 10), block=2**31)
@@ -146,7 +146,7 @@ def test_volumes_with_32_bit_positions_per_block_are_supported(kernel: Watershed
 
 @pytest.mark.parametrize("along_y", [False, True])
 def test_objects_have_their_size_confidence_and_peak(kernel: WatershedKernel, *, along_y: bool) -> None:
-    heights = hills(5, (12, 13, 14))
+    heights = make_hills(5, (12, 13, 14))
     labels, objects = decode_objects(heights, 0.1, 3, (5, 6), 4 * 16 * 16, kernel, along_y=along_y, logits=True)
     probability = 1 / (1 + np.exp(-heights))
     numbers = np.arange(1, labels.max() + 1)
@@ -209,7 +209,7 @@ def test_scores_of_any_dtype_and_layout_are_decoded_as_in_pytorch(
 ) -> None:
     """NaN is included only without smoothing: averages of NaN may differ in sign, which would change the order."""
     random = np.random.default_rng(seed)
-    heights = np.stack([np.nan_to_num(hills(seed + i, size), neginf=-1.0) for i in range(2)])
+    heights = np.stack([np.nan_to_num(make_hills(seed + i, size), neginf=-1.0) for i in range(2)])
     if not smoothing:
         heights[random.random(heights.shape) < nan_fraction] = np.nan
     scores = torch.from_numpy(heights).to(dtype)[None]
@@ -217,7 +217,7 @@ def test_scores_of_any_dtype_and_layout_are_decoded_as_in_pytorch(
     decoding = Instances.model_validate({"kind": "instances", "minimum_size": 2, "persistence": 0.05} | options)
     spec = random_nuclei.model_copy(update={"activation": activation})
     depth, rows = min(parts[0], size[0]), min(parts[1], size[1])
-    expected = decode_scores(spec, decoding, with_library(watershed_kernel), scores, depth, rows)
+    expected = decode_scores(spec, decoding, bind_to_variants(watershed_kernel), scores, depth, rows)
     found = decode_scores(spec, decoding, kernel, MEMORY_LAYOUTS[layout](scores), depth, rows)
     assert found.dtype == expected.dtype
     assert np.array_equal(found, expected)

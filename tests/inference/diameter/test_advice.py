@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from landscapes import CENTRES, distance_to
+from landscapes import CENTERS, compute_distances
 
 from service.core.quantities import Diameter
 from service.inference.diameter.advice import Evidence, low_confidence_warning, no_objects_warning
@@ -12,9 +12,9 @@ from service.models.spec import Calibration
 
 CALIBRATION = Calibration(intercept=-15, certainty=2, peak=14, size=-3, giants=-1, sheets="membranes")
 
-SHELLS = torch.from_numpy(np.exp(-(((distance_to(*CENTRES) - 11) / 1.5) ** 2))).float()[None]
+SHELLS = torch.from_numpy(np.exp(-(((compute_distances(*CENTERS) - 11) / 1.5) ** 2))).float()[None]
 BLANK = torch.zeros(1, 32, 32, 32)
-BALLS = torch.from_numpy(np.clip((9 - distance_to(*CENTRES)) / 3, 0, 1)).float()[None]
+BALLS = torch.from_numpy(np.clip((9 - compute_distances(*CENTERS)) / 3, 0, 1)).float()[None]
 USED_DIAMETER = (20.0, 20.0, 20.0)
 SMALL_DIAMETER = Diameter((4.0,), "px")
 

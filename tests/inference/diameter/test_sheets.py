@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 import torch
-from landscapes import CENTRES, distance_to
+from landscapes import CENTERS, compute_distances
 
 from service.inference.diameter.sheets import contains_sheets
 
-SHELLS = torch.from_numpy(np.exp(-(((distance_to(*CENTRES) - 11) / 1.5) ** 2))).float()[None]
-BALLS = torch.from_numpy(np.clip((9 - distance_to(*CENTRES)) / 3, 0, 1)).float()[None]
+SHELLS = torch.from_numpy(np.exp(-(((compute_distances(*CENTERS) - 11) / 1.5) ** 2))).float()[None]
+BALLS = torch.from_numpy(np.clip((9 - compute_distances(*CENTERS)) / 3, 0, 1)).float()[None]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from segmenters import settings_of, started
+from segmenters import make_settings, start_runner
 from torch import Tensor
 from torch.nn import functional
 
@@ -207,7 +207,7 @@ def scattered(phantom: Any) -> Volume:
 
 @pytest.mark.parametrize(("output", "below"), [("classes", "auto"), ("probabilities", 600)])
 def test_skipping_gives_almost_the_same_result_with_fewer_windows(bands, scattered: Volume, output, below) -> None:
-    runner, calls = started(bands, settings_of()), list[int]()
+    runner, calls = start_runner(bands, make_settings()), list[int]()
 
     def count_windows(network: Any) -> Any:
         return lambda batch: (calls.append(len(batch)), network(batch))[1]
@@ -241,7 +241,7 @@ def test_skipping_gives_almost_the_same_result_with_fewer_windows(bands, scatter
 
 
 def test_the_result_is_identical_if_no_window_is_below_the_limit(bands: ModelSpec, scattered: Volume) -> None:
-    runner = started(bands, override_settings(settings_of(), "windows", {"skip_below": 0}))
+    runner = start_runner(bands, override_settings(make_settings(), "windows", {"skip_below": 0}))
     without_skipping, with_skipping = (
         segment(runner, scattered, Options(output="probabilities", skip_below=below)) for below in ("none", None)
     )
@@ -251,7 +251,7 @@ def test_the_result_is_identical_if_no_window_is_below_the_limit(bands: ModelSpe
 
 
 def test_an_empty_stack_is_background(random_nuclei: ModelSpec) -> None:
-    runner = started(random_nuclei, settings_of())
+    runner = start_runner(random_nuclei, make_settings())
     background = torch.tensor([-3.0, 0.0])[:, None, None, None]
     runner.instrument(lambda _network: lambda batch: batch * 0 + background)
     result = segment(runner, make_volume(np.zeros((20, 40, 50), np.uint8)), Options(skip_below="auto"))
@@ -262,7 +262,7 @@ def test_an_empty_stack_is_background(random_nuclei: ModelSpec) -> None:
 
 def test_skip_below_is_a_gray_value_of_the_original_stack(bands: ModelSpec, scattered: Volume) -> None:
     spec = bands.model_copy(update={"input": bands.input.model_copy(update={"diameter": 10.0})})
-    runner = started(spec, settings_of())
+    runner = start_runner(spec, make_settings())
     expected, actual = (
         segment(runner, scattered, Options(diameter=Diameter((15.0,), "px"), skip_below=below))
         for below in ("none", 600)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from pixels import DTYPES, some_pixels, spec_of
+from pixels import DTYPES, make_pixels, replace_input
 
 from service.core.errors import BadFile
 from service.core.types import Volume
@@ -30,7 +30,7 @@ def normalize_checked(pixels, normalisation=PERCENTILE):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_percentile_normalization_of_every_dtype(dtype):
-    pixels = some_pixels(dtype)
+    pixels = make_pixels(dtype)
     low, high = np.percentile(pixels.astype(np.float64), (1, 99.8))
     expected = (pixels.astype(np.float64) - low) / (high - low)
     np.testing.assert_allclose(normalize_checked(pixels), expected, atol=2e-6)
@@ -44,7 +44,7 @@ def test_integers_beyond_float32_keep_their_differences(offset):
 
 
 def test_zscore_range_and_percentile_normalization():
-    pixels = some_pixels("uint16")
+    pixels = make_pixels("uint16")
     scaled = normalize_checked(pixels, ZSCORE)
     assert abs(scaled.mean()) < 1e-6
     assert scaled.std() == pytest.approx(1, abs=1e-5)
@@ -74,7 +74,7 @@ def test_few_bright_pixels_on_a_flat_background_stay_visible():
 
 
 def test_nan_and_infinity_are_replaced_with_the_lowest_finite_value(bands):
-    pixels = some_pixels("float32")[None]
+    pixels = make_pixels("float32")[None]
     clean = pixels.copy()
     pixels[0, 0, 0, :4] = np.nan, np.inf, -np.inf, np.nan
     lowest = pixels[np.isfinite(pixels)].min()
@@ -89,16 +89,16 @@ def test_a_channel_of_only_nan_is_rejected(bands):
     pixels = np.ones((2, 2, 3, 4), np.float32)
     pixels[1] = np.nan
     with pytest.raises(BadFile, match="All pixels are NaN"):
-        prepare(Volume.from_array(pixels), spec_of(bands, normalisation=PERCENTILE, channels=2))
+        prepare(Volume.from_array(pixels), replace_input(bands, normalisation=PERCENTILE, channels=2))
 
 
 @pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("dtype", ["uint16", "float32", "int32"])
 def test_pixels_are_normalized_when_they_are_read(bands, channels, dtype):
     """Each channel is normalized separately. The volume may be read-only."""
-    pixels = np.stack([some_pixels(dtype, (5, 7, 11)) * (1 + c) for c in range(channels)]).astype(dtype)
+    pixels = np.stack([make_pixels(dtype, (5, 7, 11)) * (1 + c) for c in range(channels)]).astype(dtype)
     pixels.flags.writeable = False
-    spec = spec_of(bands, normalisation=PERCENTILE, channels=channels)
+    spec = replace_input(bands, normalisation=PERCENTILE, channels=channels)
     image, notes = prepare(Volume.from_array(pixels), spec)
     expected = np.stack([normalize_checked(channel) for channel in pixels])
     assert (image.shape, notes) == ((1, *pixels.shape), ())
@@ -111,7 +111,7 @@ def test_pixels_are_normalized_when_they_are_read(bands, channels, dtype):
 def test_statistics_do_not_depend_on_the_block_size(bands, monkeypatch):
     pixels = np.random.default_rng(0).normal(7, 3, (1, 9, 10, 11)).astype(np.float32)
     for normalisation in (PERCENTILE, ZSCORE):
-        spec = spec_of(bands, normalisation=normalisation)
+        spec = replace_input(bands, normalisation=normalisation)
         monkeypatch.setattr(normalize, "BLOCK_VOXELS", 2**22)
         monkeypatch.setattr(percentiles, "MAX_SORTED_VOXELS", 2**22)
         whole = prepare(Volume.from_array(pixels), spec).image.tensor()
@@ -130,7 +130,7 @@ def test_a_large_volume_is_read_a_few_planes_at_a_time(bands, monkeypatch):
         return pixels[:, z0:z1]
 
     volume = Volume(pixels.shape, pixels.dtype, read)
-    image = prepare(volume, spec_of(bands, normalisation=PERCENTILE)).image
+    image = prepare(volume, replace_input(bands, normalisation=PERCENTILE)).image
     assert max(z1 - z0 for z0, z1 in ranges) == 4
     del ranges[:]
     for z0 in (0, 16, 32, 48):
@@ -158,7 +158,7 @@ def test_reading_into_a_batch_equals_indexing(dtype: str, limits: tuple[float, f
 
 def test_planes_are_read_once_for_several_threads():
     """Concurrent batches are filled by several threads."""
-    pixels, reads, barrier = some_pixels("uint16", (1, 8, 4, 4)), [], threading.Barrier(4, timeout=20)
+    pixels, reads, barrier = make_pixels("uint16", (1, 8, 4, 4)), [], threading.Barrier(4, timeout=20)
 
     def read(z0, z1):
         reads.append((z0, z1))

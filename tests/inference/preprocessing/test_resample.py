@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pixels import some_pixels, spec_of
+from pixels import make_pixels, replace_input
 from torch.nn import functional
 
 from service.core.errors import BadFile, BadParameter
@@ -28,8 +28,8 @@ def test_a_column_of_single_pixels_is_rejected(bands):
 
 
 def test_volumes_are_resampled_only_if_both_voxel_sizes_are_known(bands):
-    pixels = some_pixels("uint16", (4, 6, 8))[None]
-    spec = spec_of(bands, voxel_size=(1.0, 0.5, 0.5))
+    pixels = make_pixels("uint16", (4, 6, 8))[None]
+    spec = replace_input(bands, voxel_size=(1.0, 0.5, 0.5))
     assert working_size(Volume.from_array(pixels), spec) == (4, 6, 8)
     assert working_size(Volume.from_array(pixels, VoxelSize(2, 0.5, 0.25)), bands) == (4, 6, 8)
     image, notes = prepare(Volume.from_array(pixels, VoxelSize(2, 0.5, 0.25)), spec)
@@ -49,8 +49,8 @@ def test_volumes_are_resampled_only_if_both_voxel_sizes_are_known(bands):
     ],
 )
 def test_objects_are_resampled_to_the_diameter_of_the_model(bands, diameter, voxel_size, size):
-    spec = spec_of(bands, diameter=10.0, voxel_size=(1.0, 1.0, 1.0), roi_size=(2, 4, 4))
-    volume = Volume.from_array(some_pixels("uint16", (4, 10, 14))[None], voxel_size)
+    spec = replace_input(bands, diameter=10.0, voxel_size=(1.0, 1.0, 1.0), roi_size=(2, 4, 4))
+    volume = Volume.from_array(make_pixels("uint16", (4, 10, 14))[None], voxel_size)
     assert working_size(volume, spec, diameter) == pytest.approx(size, abs=1)
     image, notes = prepare(volume, spec, diameter)
     assert image.shape[2:] == working_size(volume, spec, diameter)
@@ -59,7 +59,7 @@ def test_objects_are_resampled_to_the_diameter_of_the_model(bands, diameter, vox
 
 
 def test_no_axis_becomes_shorter_than_the_window(bands):
-    spec = spec_of(bands, diameter=10.0, roi_size=(8, 8, 8))
+    spec = replace_input(bands, diameter=10.0, roi_size=(8, 8, 8))
     volume = Volume.from_array(np.zeros((1, 4, 12, 40), np.uint8))
     assert working_size(volume, spec, Diameter((20,), "px")) == (4, 8, 20)
     assert working_size(volume, spec, Diameter((160,), "px")) == (4, 8, 8)
@@ -78,7 +78,9 @@ def test_no_axis_becomes_shorter_than_the_window(bands):
 )
 def test_an_implausible_diameter_is_rejected(bands, diameter, model_diameter, message):
     with pytest.raises(BadParameter, match=message):
-        working_size(Volume.from_array(some_pixels("uint16")[None]), spec_of(bands, diameter=model_diameter), diameter)
+        working_size(
+            Volume.from_array(make_pixels("uint16")[None]), replace_input(bands, diameter=model_diameter), diameter
+        )
 
 
 def test_resampled_sizes_are_rounded_and_implausible_voxel_sizes_are_rejected():

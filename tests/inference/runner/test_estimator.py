@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import with_library
-from segmenters import settings_of, started
+from fakes import bind_to_variants
+from segmenters import make_settings, start_runner
 from torch import nn
 from torch.nn.functional import avg_pool3d
 
@@ -196,7 +196,7 @@ def test_only_scores_count_if_the_engine_has_buffers_for_the_batch_size(bands):
 
 def test_kernel_needs_sums_of_overlaps_but_torch_needs_sums_of_rows(bands):
     plan, size, outputs = Plan("classes", 2, 0.25), (24, 64, 96), len(bands.outputs)
-    kernels = (window_kernels, with_library(window_kernels))
+    kernels = (window_kernels, bind_to_variants(window_kernels))
     by_kernel, by_torch = (host_bytes(bands, size, plan, 0, kernel) for kernel in kernels)
     depth, height, edge = bands.input.roi_size
     planes, rows, columns = Grid.cover(size, bands.input.roi_size, 0.25).max_overlap
@@ -240,7 +240,7 @@ def read_status(field):
 def measure_memory(folder):
     """Return the estimated bytes for a stack, and the bytes that its segmentation needs in this process."""
     torch.set_num_threads(1)
-    runner = started(read_spec(folder), settings_of())
+    runner = start_runner(read_spec(folder), make_settings())
     runner.instrument(lambda _network: blobs)
     wave = sum(np.sin(axis * 2 * np.pi / 16) for axis in np.ogrid[:32, :256, :256])
     volume = Volume.from_array((1000 + 300 * wave).astype(np.uint16)[None])

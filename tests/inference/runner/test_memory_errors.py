@@ -1,6 +1,6 @@
 import pytest
 import torch
-from fakes import SeparateDevice
+from fakes import SeparateMemoryDriver
 
 from service.core.errors import DeviceLost, OutOfMemory
 from service.inference.runner.memory_errors import check_memory, translate_errors
@@ -9,8 +9,8 @@ from service.inference.types import Estimate
 
 def test_failed_device_is_reported_as_lost_but_a_working_one_is_not():
     needed = Estimate(1, 2, 0.25, (1, 1, 1), host_bytes=1, device_bytes=0)
-    gpu, driver = torch.device("cuda", 0), SeparateDevice()
-    driver.working = False
+    gpu, driver = torch.device("cuda", 0), SeparateMemoryDriver()
+    driver.is_healthy = False
     for error in (RuntimeError("CUDA error: device-side assert triggered"), AssertionError()):
         with pytest.raises(DeviceLost, match="cuda:0 has failed"), translate_errors(needed, gpu, driver):
             raise error

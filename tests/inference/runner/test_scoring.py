@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from segmenters import settings_of, started, with_network
+from segmenters import make_runner_with_network, make_settings, start_runner
 from torch import Tensor
 
 from service.core.errors import NonFiniteScores, OutOfMemory
@@ -19,7 +19,7 @@ from service.inference.windows.blending import Slab
 
 @pytest.fixture(scope="module")
 def eager(bands) -> ModelRunner:
-    return started(bands, settings_of())
+    return start_runner(bands, make_settings())
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_batch_that_does_not_fit_in_memory_is_halved(bands, eager, volume, error
             raise error
         return forward(x)
 
-    result = segment(with_network(bands, network), volume, Options(sw_batch_size=5))
+    result = segment(make_runner_with_network(bands, network), volume, Options(sw_batch_size=5))
     assert np.array_equal(result.segmentation.pixels, segment(eager, volume, Options()).segmentation.pixels)
     assert [note.split(" ")[3] for note in result.notes] == ["5", "2"]
     assert result.fallbacks == 2
@@ -68,7 +68,7 @@ def make_failing_network(error):
 
 def test_out_of_memory_error_states_the_needed_memory(bands, volume):
     message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
-    runner = with_network(bands, make_failing_network(RuntimeError(message)))
+    runner = make_runner_with_network(bands, make_failing_network(RuntimeError(message)))
     with pytest.raises(OutOfMemory, match="GiB are needed") as caught:
         segment(runner, volume, Options())
     assert caught.value.needed_bytes == runner.estimator.estimate(volume, Options()).host_bytes
@@ -76,11 +76,15 @@ def test_out_of_memory_error_states_the_needed_memory(bands, volume):
 
 def test_other_network_errors_are_not_reported_as_out_of_memory(bands, volume):
     with pytest.raises(RuntimeError, match="misallocated"):
-        segment(with_network(bands, make_failing_network(RuntimeError("a misallocated buffer"))), volume, Options())
+        segment(
+            make_runner_with_network(bands, make_failing_network(RuntimeError("a misallocated buffer"))),
+            volume,
+            Options(),
+        )
 
 
 def test_non_finite_scores_of_a_lower_precision_are_recomputed(bands, eager, volume):
-    runner = ModelRunner(bands, settings_of(precision="bf16"))
+    runner = ModelRunner(bands, make_settings(precision="bf16"))
     runner.scores.module.network.forward = lambda x: x.repeat(1, 3, 1, 1, 1) * np.inf
     result = segment(runner, volume, Options())
     assert result.recomputed
@@ -92,10 +96,10 @@ def test_non_finite_scores_of_a_lower_precision_are_recomputed(bands, eager, vol
 
 def test_scores_that_are_not_finite_in_float32_are_rejected(bands, write_model, bands_content, bands_network, volume):
     with pytest.raises(NonFiniteScores):
-        segment(with_network(bands, lambda x: x.repeat(1, 3, 1, 1, 1) * np.nan), volume, Options())
+        segment(make_runner_with_network(bands, lambda x: x.repeat(1, 3, 1, 1, 1) * np.nan), volume, Options())
     broken = copy.deepcopy(bands_network)
     with torch.no_grad():
         next(broken.parameters())[0, 0, 0, 0, 0] = np.inf
-    runner = started(write_model(bands_content, broken), settings_of(precision="bf16"))
+    runner = start_runner(write_model(bands_content, broken), make_settings(precision="bf16"))
     with pytest.raises(NonFiniteScores):
         segment(runner, volume, Options())

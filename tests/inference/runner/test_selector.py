@@ -5,8 +5,8 @@ from types import NoneType
 
 import pytest
 import torch
-from fake_backends import FakeBackend, change
-from fakes import SeparateDevice
+from fake_backends import FakeBackend, copy_with
+from fakes import SeparateMemoryDriver
 from torch import nn
 
 from service.core.config import Settings
@@ -196,7 +196,7 @@ def test_failing_engine_causes_a_warning_and_is_tried_at_each_start(bands, setti
 
 def test_saved_plan_that_no_longer_runs_is_replaced(bands, settings, limit_engines):
     eager = backends.BACKENDS["eager"]
-    limit_engines(other=FakeBackend(lambda module: module), eager=change(eager, precisions=()))
+    limit_engines(other=FakeBackend(lambda module: module), eager=copy_with(eager, precisions=()))
     assert make_selector(bands, settings()).run().config.engine == "other"
     limit_engines(other=FakeBackend(fail_to_build), eager=eager)
     ready = make_selector(bands, settings()).run()
@@ -217,7 +217,7 @@ def test_model_runs_eagerly_in_float32_if_no_engine_agrees(bands, settings, limi
     selector = make_selector(bands, settings(channels_last=True))
     # Eager is not a candidate here, only the fallback if all candidates fail.
     eager = backends.BACKENDS["eager"]
-    limit_engines("eager", other=backends.BACKENDS["other"], eager=change(eager, precisions=()))
+    limit_engines("eager", other=backends.BACKENDS["other"], eager=copy_with(eager, precisions=()))
     ready = selector.run()
     assert (ready.config.engine, ready.config.precision) == ("eager", "fp32")
     assert "runs eagerly in fp32" in ready.warnings[0]
@@ -338,7 +338,10 @@ def test_comparison_includes_decoding_only_if_it_shares_the_cores_of_the_network
             batches.append(len(x))
             return super().forward(x)
 
-    chosen_settings, driver = settings({"sw_batch_size": 2}, kind="eager"), devices if is_on_host else SeparateDevice()
+    chosen_settings, driver = (
+        settings({"sw_batch_size": 2}, kind="eager"),
+        devices if is_on_host else SeparateMemoryDriver(),
+    )
     selector = EngineSelector(bands, chosen_settings, CPU, Counting(), 1000, frozenset({torch.float32}), driver)
     candidate = selector._make_tuner()._build(replace(selector.get_initial_config(), streams=1))
     del batches[:]
@@ -403,7 +406,7 @@ def corrupt_last_window(module):
 
 def make_separate(spec, chosen_settings, native_dtypes=frozenset({torch.float32}), **options):
     return EngineSelector(
-        spec, chosen_settings, CPU, load_network(spec), 1000, native_dtypes, SeparateDevice(free=2**40), **options
+        spec, chosen_settings, CPU, load_network(spec), 1000, native_dtypes, SeparateMemoryDriver(free=2**40), **options
     )
 
 

@@ -2,7 +2,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from label_series import Labels, boxes
+from label_series import Labels, make_box_series
 
 from service.core.quantities import VoxelSize
 from service.inference.series.laptrack_linking import link_by_distance
@@ -25,9 +25,9 @@ def test_objects_without_overlap_keep_their_numbers() -> None:
 
 
 def test_missing_objects_keep_their_tracks_and_daughters_get_their_mother_as_parent() -> None:
-    missed = boxes([(0, 4), (30, 34)], [(30, 34)], [(0, 4), (30, 34), (50, 54)])
+    missed = make_box_series([(0, 4), (30, 34)], [(30, 34)], [(0, 4), (30, 34), (50, 54)])
     assert link(missed) == ([[1, 2], [2], [1, 2, 3]], [0, 0, 0])
-    divided = boxes([(20, 28), (50, 54)], *[[(19, 23), (25, 29), (50, 54)]] * 2)
+    divided = make_box_series([(20, 28), (50, 54)], *[[(19, 23), (25, 29), (50, 54)]] * 2)
     assert link(divided) == ([[1, 2], [3, 4, 2], [3, 4, 2]], [0, 0, 1, 1])
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from label_series import Labels, boxes
+from label_series import Labels, make_box_series
 
 from service.inference.series.overlap_linking import link_by_overlap
 
@@ -28,11 +28,11 @@ def link(labels: Labels) -> tuple[list[list[int]], list[int]]:
     ids=["moving", "better overlap", "gone", "new or missing", "daughters", "fragment", "mostly outside", "empty"],
 )
 def test_objects_are_linked_by_their_overlap(times, expected, parents) -> None:
-    assert link(boxes(*times)) == (expected, parents)
+    assert link(make_box_series(*times)) == (expected, parents)
 
 
 def test_unused_label_numbers_are_no_tracks() -> None:
-    labels = boxes([(0, 5)], [(0, 5)])
+    labels = make_box_series([(0, 5)], [(0, 5)])
     found = link_by_overlap(np.where(labels == 1, 7, 0))
     assert found.count == found.tracks[0].max() == 7
     assert np.count_nonzero(found.tracks[0]) == 1

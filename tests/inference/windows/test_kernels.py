@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from fakes import with_library
+from fakes import bind_to_variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segmenters import settings_of, started
+from segmenters import make_settings, start_runner
 from torch import Tensor
 
 from service.core.errors import NonFiniteScores
@@ -72,12 +72,12 @@ def test_kernel_blends_like_torch_and_detects_a_non_finite_score(
         valid_scores[tuple(position)] = fault
     windows = LAYOUTS[layout](windows)
     if fault is not None:
-        for kernels in (with_library(window_kernels), kernel):
+        for kernels in (bind_to_variants(window_kernels), kernel):
             with pytest.raises(NonFiniteScores):
                 blend(kernels, grid, windows, Blending(mode))
         return
     expected_slabs, slabs = (
-        blend(kernels, grid, windows, Blending(mode)) for kernels in (with_library(window_kernels), kernel)
+        blend(kernels, grid, windows, Blending(mode)) for kernels in (bind_to_variants(window_kernels), kernel)
     )
     for expected, slab in zip(expected_slabs, slabs, strict=True):
         assert slab[:2] == expected[:2]
@@ -96,8 +96,8 @@ def test_torch_blending_is_bitwise_the_same_for_any_split_into_batches(seed, siz
     torch.manual_seed(seed)
     grid = Grid.cover(size, roi, overlap)
     windows, positions = torch.randn(grid.count, 2, *roi), list(grid.positions())
-    expected = blend(with_library(window_kernels), grid, windows, GAUSSIAN)
-    blender, found = make_blender(grid, 2, BlendingSetup(GAUSSIAN, CPU, with_library(window_kernels))), list[Slab]()
+    expected = blend(bind_to_variants(window_kernels), grid, windows, GAUSSIAN)
+    blender, found = make_blender(grid, 2, BlendingSetup(GAUSSIAN, CPU, bind_to_variants(window_kernels))), list[Slab]()
     first, ends = 0, itertools.cycle(lengths)
     while first < len(positions):
         part = slice(first, first + next(ends))
@@ -173,7 +173,7 @@ def test_unsupported_dtypes_and_devices_are_reported(kernel):
     assert not kernel.can_scale(pixels, torch.empty(1, 2, 3, dtype=torch.float16))
     assert not kernel.can_scale(pixels, torch.empty(1, 2, 3, device="meta"))
     assert not kernel.supports(torch.device("cuda"))
-    assert not with_library(window_kernels).supports(CPU)
+    assert not bind_to_variants(window_kernels).supports(CPU)
 
 
 def test_invalid_arguments_are_rejected_before_memory_is_accessed(kernel):
@@ -214,6 +214,6 @@ def test_invalid_arguments_are_rejected_before_memory_is_accessed(kernel):
 
 
 def test_report_warns_if_the_kernels_are_missing(bands: ModelSpec, monkeypatch):
-    monkeypatch.setattr("service.inference.runner.model_runner.window_kernels", with_library(window_kernels))
-    (warning,) = started(bands, settings_of()).report().warnings
+    monkeypatch.setattr("service.inference.runner.model_runner.window_kernels", bind_to_variants(window_kernels))
+    (warning,) = start_runner(bands, make_settings()).report().warnings
     assert "AVX2" in warning

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from monai.inferers.utils import sliding_window_inference
-from segmenters import settings_of, started
+from segmenters import make_settings, start_runner
 from torch import nn
 
 from service.core.errors import BadParameter, Cancelled
@@ -30,7 +30,7 @@ def make_window(network, batch_size=3):
 
 
 def monai_settings(**windows):
-    return settings_of().model_copy(update={"windows": Windows(inferer="monai", sw_batch_size=2, **windows)})
+    return make_settings().model_copy(update={"windows": Windows(inferer="monai", sw_batch_size=2, **windows)})
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_labels_equal_those_of_the_builtin_inferer(random_nuclei, bands, phantom
     z, y, x = size
     volume = Volume.from_array(np.resize(phantom.image, size)[None, :z, :y, :x])
     for spec in (random_nuclei, bands):
-        builtin, monai = (started(spec, settings) for settings in (settings_of(), monai_settings()))
+        builtin, monai = (start_runner(spec, settings) for settings in (make_settings(), monai_settings()))
         expected = segment(builtin, volume, Options()).segmentation.pixels
         with open_batcher(monai_settings()) as batcher:
             found = segment(monai, volume, Options(), callbacks=Callbacks(run=batcher.run))
@@ -72,7 +72,7 @@ def test_labels_equal_those_of_the_builtin_inferer(random_nuclei, bands, phantom
 
 
 def test_skip_below_is_rejected(bands, phantom):
-    runner = started(bands, monai_settings())
+    runner = start_runner(bands, monai_settings())
     with pytest.raises(BadParameter, match="skip_below"):
         segment(runner, Volume.from_array(phantom.image[None]), Options(skip_below="auto"))
 
@@ -80,6 +80,7 @@ def test_skip_below_is_rejected(bands, phantom):
 def test_memory_of_the_whole_score_volume_is_counted(bands, phantom):
     volume = Volume.from_array(phantom.image[None])
     builtin, monai = (
-        started(bands, settings).estimator.estimate(volume, Options()) for settings in (settings_of(), monai_settings())
+        start_runner(bands, settings).estimator.estimate(volume, Options())
+        for settings in (make_settings(), monai_settings())
     )
     assert monai.host_bytes - builtin.host_bytes == 4 * (1 + 3 + 1) * phantom.image.size

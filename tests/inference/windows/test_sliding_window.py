@@ -1,6 +1,6 @@
 import pytest
 import torch
-from fakes import with_library
+from fakes import bind_to_variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from monai.inferers.utils import sliding_window_inference
@@ -23,7 +23,7 @@ overlaps = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75])
 blendings = st.sampled_from([GAUSSIAN, CONSTANT])
 
 
-kernels = pytest.mark.parametrize("kernel", [with_library(window_kernels), window_kernels], ids=["torch", "kernel"])
+kernels = pytest.mark.parametrize("kernel", [bind_to_variants(window_kernels), window_kernels], ids=["torch", "kernel"])
 
 
 @pytest.fixture(scope="module", autouse=True)

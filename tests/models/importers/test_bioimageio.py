@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from bioimageio.spec import InvalidDescr, ValidationContext, build_description
-from importing import import_model, run
+from importing import import_model, segment_volume
 from onnx_export import export_onnx
 from torch import nn
 
@@ -180,7 +180,7 @@ def test_package_is_imported_and_checked_with_its_own_tests(
     spec, notes = import_model(folder, tmp_path / "models", {}, trust=write is write_04)
     assert (spec.name, spec.licence) == ("bands-of-brightness", "CC0-1.0")
     assert any("was reproduced with" in note for note in notes)
-    result = run(spec, Volume.from_array(phantom.image[None])).segmentation
+    result = segment_volume(spec, Volume.from_array(phantom.image[None])).segmentation
     # The network was trained with a different normalization, so the labels are not compared with the true classes.
     assert set(np.unique(result.pixels)) == {0, 1, 2}
     assert result.pixels.shape == phantom.image.shape
@@ -203,7 +203,7 @@ def test_package_with_onnx_weights_is_imported(
     assert (spec.weights.kind, spec.weights.file, spec.architecture) == ("onnx", "weights.onnx", None)
     assert any("was reproduced with" in note for note in notes)
     volume = Volume.from_array(phantom.image[None])
-    result, expected = (run(model, volume).segmentation.pixels for model in (spec, reference_spec))
+    result, expected = (segment_volume(model, volume).segmentation.pixels for model in (spec, reference_spec))
     assert np.mean(result == expected) > 0.9999
 
 

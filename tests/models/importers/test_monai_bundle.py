@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from importing import import_model, run
+from importing import import_model, segment_volume
 from monai.bundle import init_bundle
 from torch import nn
 
@@ -121,7 +121,7 @@ def test_bundle_is_imported_and_segments(write: BundleWriter, tmp_path: Path, ph
     assert (spec.identifier, spec.licence, spec.activation) == ("three-bands/0.2.1", "CC0", "softmax")
     assert (spec.outputs, spec.input.roi_size) == (("background", "dim", "bright"), (16, 32, 32))
     assert [file.name for file in (tmp_path / "models").iterdir()] == ["three-bands"]
-    result = run(spec, Volume.from_array(phantom.image[None])).segmentation
+    result = segment_volume(spec, Volume.from_array(phantom.image[None])).segmentation
     assert np.mean(result.pixels == phantom.classes) > 0.97
     assert any("Z, Y, X" in note for note in notes)
 
@@ -247,7 +247,7 @@ def test_spacing_becomes_the_voxel_size_of_the_model(
     assert spec.input.normalisation.kind == "range"
     assert any("Spacingd" in note and "um along Z, Y, X" in note for note in notes)
     volume = Volume.from_array(np.zeros((1, 8, 16, 16), np.uint16), VoxelSize(1.0, 1.0, 1.0))
-    assert any("for the model's voxel size" in note for note in run(spec, volume).notes)
+    assert any("for the model's voxel size" in note for note in segment_volume(spec, volume).notes)
 
 
 @pytest.mark.parametrize(

@@ -5,25 +5,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Fakes, FakeSegmenter, closed, until
-from runtimes import loaded_segmenter, running, settings
+from fakes import FakeSegmenter, FakeSegmenterFactory, close_gate, wait_until
+from runtimes import get_loaded_segmenter, run_runtime, settings
 
 from service.core.config import Settings
 from service.core.errors import BrokenModel, NotReady
 
 
 def test_models_become_ready_after_startup(bands_repository: Path, tmp_path: Path) -> None:
-    fakes = Fakes(closed)
-    with running(settings(bands_repository, tmp_path), fakes) as runtime:
+    fakes = FakeSegmenterFactory(close_gate)
+    with run_runtime(settings(bands_repository, tmp_path), fakes) as runtime:
         assert [model.state for model in runtime.models.list_states()] == ["loading"]
-        until(lambda: runtime.unready_reasons() == ("bands is being loaded: warming up (for 0 s).",))
+        wait_until(lambda: runtime.unready_reasons() == ("bands is being loaded: warming up (for 0 s).",))
         with pytest.raises(NotReady):
-            loaded_segmenter(runtime.models, None)
-        until(lambda: fakes)
+            get_loaded_segmenter(runtime.models, None)
+        wait_until(lambda: fakes)
         fakes[0].gate.set()
-        until(lambda: runtime.unready_reasons() == ())
-        assert loaded_segmenter(runtime.models, "bands") is fakes[0]
-        assert loaded_segmenter(runtime.models, None) is fakes[0]
+        wait_until(lambda: runtime.unready_reasons() == ())
+        assert get_loaded_segmenter(runtime.models, "bands") is fakes[0]
+        assert get_loaded_segmenter(runtime.models, None) is fakes[0]
 
 
 @pytest.mark.parametrize("error", [BrokenModel("no weights"), RuntimeError("unexpected"), TypeError("unexpected")])
@@ -33,19 +33,19 @@ def test_default_model_that_cannot_be_loaded_makes_the_service_unready(
     def load(spec: Any, config: Settings, _driver: Any) -> FakeSegmenter:
         raise error
 
-    with running(settings(bands_repository, tmp_path), load) as runtime:
-        until(lambda: runtime.models.list_states()[0].state == "failed")
+    with run_runtime(settings(bands_repository, tmp_path), load) as runtime:
+        wait_until(lambda: runtime.models.list_states()[0].state == "failed")
         assert str(error) in (runtime.models.list_states()[0].problem or "")
         assert runtime.unready_reasons() == ("bands cannot be used. GET /models and the log show the reason.",)
         with pytest.raises(BrokenModel, match="bands"):
-            loaded_segmenter(runtime.models, None)
+            get_loaded_segmenter(runtime.models, None)
 
 
 def test_models_with_the_same_name_are_not_served(bands_repository: Path, tmp_path: Path) -> None:
     models = tmp_path / "models"
     for name in ("first", "second"):
         shutil.copytree(bands_repository / "bands", models / name)
-    with running(settings(models, tmp_path)) as runtime:
+    with run_runtime(settings(models, tmp_path)) as runtime:
         (state,) = runtime.models.list_states()
         assert (state.name, state.state) == ("bands", "failed")
         assert "second: another folder contains a model named 'bands'" in (state.problem or "")
@@ -54,7 +54,7 @@ def test_models_with_the_same_name_are_not_served(bands_repository: Path, tmp_pa
 def test_model_of_the_operator_takes_precedence_over_a_trained_model(bands_repository: Path, tmp_path: Path) -> None:
     config = settings(bands_repository, tmp_path, jobs={"folder": tmp_path / "jobs"})
     shutil.copytree(bands_repository / "bands", config.trained_folder / "bands")
-    with running(config) as runtime:
+    with run_runtime(config) as runtime:
         for _ in range(2):
             (state,) = runtime.models.list_states()
             assert state.problem is None

@@ -16,9 +16,9 @@ import large
 import load
 import numpy as np
 import pytest
-from fakes import until
+from fakes import wait_until
 from full_disk import full_disk
-from job_service import Service, start
+from job_service import Service, start_service
 from live import STACK, TIFF, as_tiff
 
 from service.api.messages.headers import ANONYMOUS
@@ -27,7 +27,7 @@ from service.api.messages.headers import ANONYMOUS
 @pytest.fixture
 def service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
     """A service that retries for one second after storage errors."""
-    with start(bands_repository, tmp_path) as running_service:
+    with start_service(bands_repository, tmp_path) as running_service:
         shorten_timeouts(running_service)
         yield running_service
 
@@ -61,7 +61,7 @@ def submit_two(service: Service, stack: bytes = STACK) -> tuple[dict[str, Any], 
     running = service.submit(stack)
     service.wait(running, "running")
     waiting = service.submit(stack)
-    until(lambda: service.show(waiting)["position"] == 1)
+    wait_until(lambda: service.show(waiting)["position"] == 1)
     return running, waiting
 
 
@@ -81,7 +81,7 @@ def test_jobs_finish_after_a_temporary_storage_error(
     jobs = submit_two(service)
     with storage_error(tmp_path):
         service.fake.gate.set()
-        until(lambda: caplog.text.count("Retrying for 60 s") == 2)
+        wait_until(lambda: caplog.text.count("Retrying for 60 s") == 2)
         assert {service.show(job)["state"] for job in jobs} <= {"waiting", "running"}
         response = service.client.post("/jobs", content=STACK, headers=TIFF)
         assert response.status_code in {503, 507}
@@ -109,11 +109,11 @@ def test_jobs_fail_with_the_reason_if_a_storage_error_persists(
             assert service.result(job).status_code in {503, 507}
             assert read_state(service, job) in {"waiting", "running"}
             assert f"job {job['id']} has failed: " in caplog.text
-        until(lambda: not service.async_jobs.runner.active_jobs)
-    until(lambda: service.client.get("/health/ready").status_code == 200)
+        wait_until(lambda: not service.async_jobs.runner.active_jobs)
+    wait_until(lambda: service.client.get("/health/ready").status_code == 200)
     for job in jobs:
-        until(lambda job=job: read_state(service, job) == "failed")
-    until(lambda: list_job_files(tmp_path) == [])
+        wait_until(lambda job=job: read_state(service, job) == "failed")
+    wait_until(lambda: list_job_files(tmp_path) == [])
     for job in jobs:
         assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
 
@@ -123,14 +123,14 @@ def test_jobs_are_resumed_after_a_service_stops_during_a_storage_error(
     bands_repository: Path, tmp_path: Path, storage_error: StorageError
 ) -> None:
     noise = as_tiff(np.random.default_rng(1).integers(0, 200, (4, 1200, 1200), np.uint8))
-    with ExitStack() as storage_errors, start(bands_repository, tmp_path) as service:
+    with ExitStack() as storage_errors, start_service(bands_repository, tmp_path) as service:
         shorten_timeouts(service)
         service.async_jobs.runner.retry_seconds = 60
         jobs = submit_two(service, noise)
         storage_errors.enter_context(storage_error(tmp_path))
         service.fake.gate.set()
-        until(lambda: not service.runtime.devices.running_jobs)
-    with start(bands_repository, tmp_path) as service:
+        wait_until(lambda: not service.runtime.devices.running_jobs)
+    with start_service(bands_repository, tmp_path) as service:
         for job in jobs:
             service.wait(job, "done")
             assert service.result(job).status_code == 200
@@ -139,11 +139,11 @@ def test_jobs_are_resumed_after_a_service_stops_during_a_storage_error(
 def test_job_stored_by_a_different_version_fails_without_blocking_other_jobs(
     bands_repository: Path, tmp_path: Path
 ) -> None:
-    with start(bands_repository, tmp_path) as service:
+    with start_service(bands_repository, tmp_path) as service:
         jobs = submit_two(service)
     with closing(sqlite3.connect(tmp_path / "jobs" / "jobs.sqlite3")) as database, database:
         database.execute("UPDATE jobs SET parameters = ? WHERE id = ?", ('{"sharpness": 1}', jobs[0]["id"]))
-    with start(bands_repository, tmp_path) as service:
+    with start_service(bands_repository, tmp_path) as service:
         assert service.wait(jobs[0], "failed")["problem"]["type"].endswith("internal-error")
         service.wait(jobs[1], "done")
 
@@ -152,10 +152,10 @@ def delete_folder(service: Service, folder: Path, reason: str) -> None:
     """Delete a folder, and block its path with a file until the service reports the problem."""
     shutil.rmtree(folder)
     folder.touch()
-    until(lambda: reason in service.client.get("/health/ready").text)
+    wait_until(lambda: reason in service.client.get("/health/ready").text)
     assert service.client.get("/health").status_code == 503
     folder.unlink()
-    until(lambda: service.client.get("/health/ready").status_code == 200)
+    wait_until(lambda: service.client.get("/health/ready").status_code == 200)
 
 
 def test_deleted_jobs_folder_is_recreated_and_lost_results_are_reported(
@@ -197,7 +197,7 @@ def test_service_with_a_damaged_database_is_not_ready(service: Service, tmp_path
     answer = service.client.get("/jobs?limit=1000")
     assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:storage-unavailable")
     assert str(tmp_path) not in answer.text
-    until(lambda: "job database" in service.client.get("/health/ready").text)
+    wait_until(lambda: "job database" in service.client.get("/health/ready").text)
 
 
 def test_no_job_is_lost_or_corrupted_when_the_server_is_killed() -> None:

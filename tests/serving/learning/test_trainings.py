@@ -12,9 +12,9 @@ from typing import Any
 import fake_training
 import numpy as np
 import pytest
-from fakes import FakeSegmenter, until
+from fakes import FakeSegmenter, wait_until
 from full_disk import full_disk
-from runtimes import loaded_segmenter, running, settings, submitted
+from runtimes import get_loaded_segmenter, run_runtime, settings, submit_segmentation
 
 from service.core.config import Settings
 from service.core.errors import (
@@ -86,7 +86,7 @@ class Service:
         return self.trainings.submit(NewTraining(**request | changes), owner, is_admin=owner != "ann")
 
     def wait(self, record: TrainingRecord, *states: str) -> TrainingRecord:
-        until(lambda: record.state in states, 60)
+        wait_until(lambda: record.state in states, 60)
         return record
 
     def train(self, name: str) -> TrainingRecord:
@@ -99,7 +99,7 @@ class Service:
 
     def hang(self, name: str = "hangs", **options: Any) -> TrainingRecord:
         record = self.submit(name, **options)
-        until(lambda: record.stage == "evaluating", 60)
+        wait_until(lambda: record.stage == "evaluating", 60)
         return record
 
 
@@ -112,7 +112,7 @@ def service_settings(base: ModelSpec, tmp_path: Path) -> Settings:
 @pytest.fixture
 def service(service_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     monkeypatch.setenv("PYTHONPATH", TESTS_FOLDER)
-    with running(service_settings, FakeSegmenter) as runtime:
+    with run_runtime(service_settings, FakeSegmenter) as runtime:
         new_service = Service(runtime, service_settings)
         try:
             yield new_service
@@ -176,9 +176,9 @@ def test_model_of_a_training_run_cancelled_before_serving_is_deleted(service: Se
     # Block the reload of models.
     with service.runtime.models._reload_lock:
         record = service.submit("mine")
-        until(model_folder.exists, 60)
+        wait_until(model_folder.exists, 60)
         service.trainings.cancel(record.id, "ann")
-    until(lambda: not model_folder.exists(), 60)
+    wait_until(lambda: not model_folder.exists(), 60)
     assert service.train("other").state == "done"
     assert [state.name for state in service.runtime.models.list_states()] == ["base", "other"]
     assert record.state == "cancelled"
@@ -206,7 +206,7 @@ def test_unfinished_training_runs_are_interrupted_by_a_stop(service: Service) ->
 def test_killed_child_is_reported_as_out_of_memory(service: Service) -> None:
     # The training run exceeds the requested time.
     record = service.hang(minutes=0.001)
-    until(lambda: record.seconds_left is None, 10)
+    wait_until(lambda: record.seconds_left is None, 10)
     assert (record.state, record.stage) == ("running", "evaluating")
     process = get_child_process(service)
     # Ctrl+C at the terminal of the service does not reach the child.
@@ -255,11 +255,11 @@ def test_trained_model_is_deleted_by_its_owner_and_its_name_can_be_reused(servic
     trainings, models = service.trainings, service.runtime.models
     spec = models.get_servable_spec("mine")
     volume = Volume.from_array(np.zeros((1, 2, 4, 4), np.uint8))
-    submitted(service.runtime, spec, volume, Options()).future.result(60)
-    segmenter: Any = loaded_segmenter(models, "mine")
+    submit_segmentation(service.runtime, spec, volume, Options()).future.result(60)
+    segmenter: Any = get_loaded_segmenter(models, "mine")
     segmenter.gate.clear()
-    running_job = submitted(service.runtime, spec, volume, Options())
-    until(lambda: running_job.state == "running", 60)
+    running_job = submit_segmentation(service.runtime, spec, volume, Options())
+    wait_until(lambda: running_job.state == "running", 60)
     for name, owner, error in (
         ("base", "ann", ModelNotDeletable),
         ("mine", "bob", Unauthorized),

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tifffile
 from blake3 import blake3
-from fakes import until
-from live import as_tiff, eager, serve
+from fakes import wait_until
+from live import as_tiff, eager_settings, serve
 
 from service.__main__ import main
 from service.core.quantities import Diameter
@@ -48,12 +48,12 @@ def test_unknown_values_are_omitted(bands: ModelSpec) -> None:
 
 @pytest.mark.parametrize("path", ["segment", "jobs"])
 def test_results_of_the_server_contain_their_provenance(bands_repository: Path, tmp_path: Path, path: str) -> None:
-    with serve(eager(bands_repository)) as live:
+    with serve(eager_settings(bands_repository)) as live:
         headers = {"Content-Type": "image/tiff", "X-Filename": "embryo 7.tif"}
         answer = live.client.post(f"/{path}", content=STACK, params={"overlap": 0.5}, headers=headers)
         if path == "jobs":
             job = answer.headers["location"]
-            until(lambda: live.client.get(job).json()["state"] == "done", 60)
+            wait_until(lambda: live.client.get(job).json()["state"] == "done", 60)
             answer = live.client.get(f"{job}/result")
     provenance = read_provenance(answer.content, tmp_path)
     assert provenance["model"] == answer.headers["x-stackseg-model"]

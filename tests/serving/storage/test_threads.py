@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pytest
-from fakes import until
+from fakes import wait_until
 
 from service.core.errors import BadParameter, Cancelled
 from service.serving.storage.threads import FairThreadPool, run_in_thread, wait_for
@@ -86,10 +86,10 @@ def test_executor_returns_results_and_raises_errors(pool: FairThreadPool) -> Non
 def test_last_idle_thread_is_reserved_for_other_clients(pool: FairThreadPool, calls: Calls) -> None:
     for _ in range(5):
         calls.add("greedy")
-    until(lambda: calls.started == ["greedy"] * 2)
+    wait_until(lambda: calls.started == ["greedy"] * 2)
     assert (pool.is_busy("greedy"), pool.is_busy("modest")) == (True, False)
     modest = calls.add("modest")
-    until(lambda: calls.started[2:] == ["modest"])
+    wait_until(lambda: calls.started[2:] == ["modest"])
     assert (pool.is_busy("modest"), pool.is_busy("third")) == (True, True)
     calls.open(modest)
     assert modest.result(20) == "modest"
@@ -101,7 +101,7 @@ def test_clients_take_turns(calls: Calls) -> None:
     for client in "aaaabcb":
         calls.add(client)
     calls.open()
-    until(lambda: len(calls.started) == 7)
+    wait_until(lambda: len(calls.started) == 7)
     assert "".join(calls.started) == "aabcaba"
 
 
@@ -110,7 +110,7 @@ def test_cancelled_calls_and_calls_waiting_at_shutdown_never_begin(pool: FairThr
     assert second.cancel()
     assert not first.cancel()
     calls.open(first)
-    until(lambda: calls.started == ["a", "a"])
+    wait_until(lambda: calls.started == ["a", "a"])
     ending = threading.Thread(target=pool.shutdown)
     ending.start()
     with pytest.raises(CancelledError):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import until
+from fakes import wait_until
 from torch import Tensor
 
 from service.core.errors import Cancelled, NonFiniteScores
@@ -77,7 +77,7 @@ class Requests:
         # Counting the requests would miss one that arrives while another is cancelled.
         before = list(self.device._requests)
         future = self._pool.submit(work)
-        until(lambda: future.done() or any(request not in before for request in list(self.device._requests)))
+        wait_until(lambda: future.done() or any(request not in before for request in list(self.device._requests)))
         return future
 
 
@@ -204,7 +204,7 @@ def test_small_image_waits_for_at_most_two_batches_of_a_large_one(requests: Requ
     requests.submit(window, make_image(100, 1), due=-1.0)
     requests.submit(window, make_image(1, 2), due=100.0)
     requests.device.start()
-    until(lambda: len(network.batches) >= 25)
+    wait_until(lambda: len(network.batches) >= 25)
     assert any(2 in batch for batch in network.values()[:2])
 
 
@@ -221,7 +221,9 @@ def test_large_image_that_is_due_first_gets_half_of_the_device(requests: Request
             # The device has not finished this batch when it gets the next one.
             before.clear()
             before.update(values)
-        until(lambda: stop.is_set() or sum(request.is_ready for request in list(requests.device._requests)) >= expected)
+        wait_until(
+            lambda: stop.is_set() or sum(request.is_ready for request in list(requests.device._requests)) >= expected
+        )
         return network(batch)
 
     window = make_windows(network_under_load, 2)
@@ -232,7 +234,7 @@ def test_large_image_that_is_due_first_gets_half_of_the_device(requests: Request
             compute(requests.device, window, make_image(1, value))
 
     small = [requests._pool.submit(keep_submitting, value) for value in (2, 3, 4, 5)]
-    until(lambda: len(requests.device._requests) == 5)
+    wait_until(lambda: len(requests.device._requests) == 5)
     requests.device.start()
     large.result(10)
     stop.set()
@@ -250,7 +252,7 @@ def test_request_that_is_due_first_is_computed_first(requests: Requests) -> None
     for due in (3, 1, 2):
         requests.submit(window, make_image(2, due), due=due)
     requests.device.start()
-    until(lambda: len(network.batches) == 3)
+    wait_until(lambda: len(network.batches) == 3)
     assert network.values() == [[1, 1], [2, 2], [3, 3]]
 
 
@@ -272,7 +274,7 @@ def test_device_is_free_within_two_batches_after_cancellation(requests: Requests
     gone = threading.Event()
     request = requests.submit(make_windows(network), make_image(400), cancelled=gone.is_set)
     requests.device.start()
-    until(lambda: len(network.batches) >= 2)
+    wait_until(lambda: len(network.batches) >= 2)
     gone.set()
     before = len(network.batches)
     with pytest.raises(Cancelled, match="of 400 windows"):
@@ -307,7 +309,7 @@ def test_heartbeat_is_set_only_while_windows_are_computed(requests: Requests) ->
     assert requests.device.heartbeat == 1
     gate.set()
     request.result(10)
-    until(lambda: requests.device.heartbeat is None)
+    wait_until(lambda: requests.device.heartbeat is None)
 
 
 def test_close_cancels_waiting_requests_and_calls(requests: Requests) -> None:
@@ -358,7 +360,7 @@ def test_streams_compute_windows_of_one_image_concurrently(multi_stream: Request
     multi_stream.device.start()
     assert torch.equal(request.result(10), make_image(12))
     assert set(multi_stream.stream_counts) == {3}
-    until(lambda: multi_stream.device._num_idle_threads == 3)
+    wait_until(lambda: multi_stream.device._num_idle_threads == 3)
     # A single request arrives, and every idle thread has to be woken for it.
     request = multi_stream.submit(make_windows(network, 2, streams=3), make_image(12))
     assert torch.equal(request.result(10), make_image(12))
@@ -406,7 +408,7 @@ def test_partly_filled_batch_waits_for_running_batches(multi_stream: Requests) -
     window = make_windows(gated, 2, streams=3)
     multi_stream.device.start()
     first = multi_stream.submit(window, make_image(1, 1))
-    until(lambda: multi_stream.device.heartbeat is not None)
+    wait_until(lambda: multi_stream.device.heartbeat is not None)
     expected = [multi_stream.submit(window, make_image(1, value)) for value in (2, 3)]
     gate.set()
     for each in (first, *expected):
@@ -427,7 +429,7 @@ def test_partly_filled_batch_does_not_wait_if_the_network_accepts_any_batch_size
     for value in (1, 2, 3):
         requests.append(multi_stream.submit(window, make_image(1, value)))
         # Requests that arrive together may share a batch.
-        until(lambda: len(started) == len(requests))
+        wait_until(lambda: len(started) == len(requests))
     for request in requests:
         request.result(10)
     assert all(share.windows == share.slots == 1 for share in multi_stream.shares)
@@ -462,14 +464,14 @@ def test_heartbeat_stops_if_one_of_several_streams_is_stuck(multi_stream: Reques
 
     stuck = multi_stream.submit(make_windows(network, 1, streams=3), make_image(2, POISON))
     multi_stream.device.start()
-    until(lambda: multi_stream.device.heartbeat is not None)
+    wait_until(lambda: multi_stream.device.heartbeat is not None)
     before = multi_stream.device.heartbeat
     busy = multi_stream.submit(make_windows(network, 1, streams=3), make_image(20))
     assert torch.equal(busy.result(10), make_image(20))
     assert multi_stream.device.heartbeat == before
     gate.set()
     stuck.result(10)
-    until(lambda: multi_stream.device.heartbeat is None)
+    wait_until(lambda: multi_stream.device.heartbeat is None)
 
 
 class UncopiableScores(Tensor):
@@ -489,7 +491,7 @@ def make_unordered_windows(device: WindowBatcher) -> tuple[Network, Tensor]:
             return batch.clone().as_subclass(UncopiableScores)
         first.wait(10)
         # The other thread is idle once it has delivered its scores.
-        until(lambda: device._num_idle_threads == 2)
+        wait_until(lambda: device._num_idle_threads == 2)
         return batch.clone()
 
     return network, torch.cat((make_image(1, 1), make_image(1, 2)), 2)
@@ -580,4 +582,4 @@ def test_all_requests_finish_for_random_mixes_of_requests_and_calls(multi_stream
             future.result(10)
         # Sometimes let all threads become idle, as before the first round.
         time.sleep(random.choice([0.0, 0.002]))
-    until(lambda: device.heartbeat is None)
+    wait_until(lambda: device.heartbeat is None)

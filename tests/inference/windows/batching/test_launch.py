@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from fakes import until, with_library
+from fakes import bind_to_variants, wait_until
 from torch import Tensor
 
 from service.core.config import Settings
@@ -67,7 +67,7 @@ def device(async_device: AsynchronousDevice) -> Iterator[WindowBatcher]:
 
 def make_windows(capacity: int = 2, network: Callable[[Tensor], Tensor] = lambda x: x) -> SlidingWindow:
     """Return windows that torch blends, as on a GPU."""
-    no_kernels = with_library(window_kernels)
+    no_kernels = bind_to_variants(window_kernels)
     return SlidingWindow(network, 1, ROI, capacity, blending=Blending(), device=CPU, kernels=no_kernels)
 
 
@@ -86,7 +86,7 @@ def test_each_full_batch_is_launched_before_the_previous_one_is_waited_for(
     device: WindowBatcher, async_device: AsynchronousDevice
 ) -> None:
     window, image = make_windows(), torch.rand(1, 1, 40, 4, 4)
-    async_device.before_done = lambda: until(
+    async_device.before_done = lambda: wait_until(
         lambda: all(not each.num_pending_slabs or not each.scan.num_remaining for each in list(device._requests))
     )
     counts, shares = list[tuple[int, int]](), list[BatchShare]()
@@ -126,7 +126,7 @@ def test_error_while_waiting_fails_the_requests_of_the_batch(
     async_device.error = None
     image = torch.rand(1, 1, 20, 4, 4)
     torch.testing.assert_close(run(device, make_windows(), image, 0.0), image)
-    until(lambda: device.heartbeat is None)
+    wait_until(lambda: device.heartbeat is None)
 
 
 def test_call_waits_for_launched_batches(device: WindowBatcher, async_device: AsynchronousDevice) -> None:
@@ -144,7 +144,7 @@ def test_call_waits_for_launched_batches(device: WindowBatcher, async_device: As
     threads[0].start()
     assert began.wait(10)
     threads[1].start()
-    until(lambda: bool(device._calls))
+    wait_until(lambda: bool(device._calls))
     gate.set()
     for thread in threads:
         thread.join(10)

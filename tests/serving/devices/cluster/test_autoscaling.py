@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Fakes, until
-from live import Live, as_tiff, serve
-from thread_actors import SilentActor, ThreadActor, make_device_actor, remote
+from fakes import FakeSegmenterFactory, wait_until
+from live import LiveServer, as_tiff, serve
+from thread_actors import ThreadActor, UnresponsiveActor, make_cluster_settings, make_device_actor
 
 from service.core.config import Settings
 from service.serving.devices.cluster.actor import Actor
@@ -39,8 +39,8 @@ class FakeCluster:
 
         def make_actor() -> Actor:
             if self.is_full:
-                return SilentActor()
-            self.actors.append(make_device_actor(settings, Fakes(share_gate)))
+                return UnresponsiveActor()
+            self.actors.append(make_device_actor(settings, FakeSegmenterFactory(share_gate)))
             return self.actors[-1]
 
         return make_actor
@@ -59,9 +59,9 @@ class FakeCluster:
 @contextmanager
 def run_service(
     repository: Path, shared: Path, workers: int, min_workers: int, **limits: Any
-) -> Iterator[tuple[Live, FakeCluster]]:
+) -> Iterator[tuple[LiveServer, FakeCluster]]:
     fake_cluster = FakeCluster()
-    settings = remote(
+    settings = make_cluster_settings(
         repository,
         shared,
         cluster={"workers": workers, "least_workers": min_workers, "backlog_seconds": 0.001, "idle_seconds": 0.2},
@@ -72,7 +72,7 @@ def run_service(
     assert not fake_cluster.live_actors
 
 
-def count_workers(live: Live) -> dict[str, int]:
+def count_workers(live: LiveServer) -> dict[str, int]:
     lines = live.client.get("/metrics").text.splitlines()
     return {line.split('"')[1]: int(float(line.split()[-1])) for line in lines if line.startswith("stackseg_workers{")}
 
@@ -89,18 +89,18 @@ def test_workers_are_requested_for_work_and_released_afterwards(
         run_service(bands_repository, tmp_path, 3, 1, at_once=1) as (live, fake_cluster),
         ThreadPoolExecutor(4) as pool,
     ):
-        until(lambda: count_workers(live) == {"up": 1, "missing": 0, "given_back": 2})
+        wait_until(lambda: count_workers(live) == {"up": 1, "missing": 0, "given_back": 2})
         live.wait_loaded()
         fake_cluster.gate.clear()
         requests = [pool.submit(live.segment, stack) for _ in range(4)]
         jobs = [live.client.post("/jobs", content=stack).headers["location"] for _ in range(4)]
         # Tasks that wait for the first worker move to the new workers.
-        until(lambda: len(fake_cluster.busy_actors) == 3)
+        wait_until(lambda: len(fake_cluster.busy_actors) == 3)
         assert count_workers(live) == {"up": 3, "missing": 0, "given_back": 0}
         fake_cluster.gate.set()
         assert {request.result().status_code for request in requests} == {200}
-        until(lambda: all(live.client.get(job).json()["state"] == "done" for job in jobs))
-        until(lambda: count_workers(live) == {"up": 1, "missing": 0, "given_back": 2})
+        wait_until(lambda: all(live.client.get(job).json()["state"] == "done" for job in jobs))
+        wait_until(lambda: count_workers(live) == {"up": 1, "missing": 0, "given_back": 2})
         assert len(fake_cluster.actors) == 3
         assert live.client.get("/health/ready").json() == {"status": "ready"}
 
@@ -108,7 +108,7 @@ def test_workers_are_requested_for_work_and_released_afterwards(
 def test_service_without_work_needs_no_worker(bands_repository: Path, tmp_path: Path, stack: bytes) -> None:
     short_timeout = run_service(bands_repository, tmp_path, 2, 0, request_seconds=4)
     with short_timeout as (live, fake_cluster), ThreadPoolExecutor(1) as pool:
-        until(lambda: count_workers(live) == {"up": 0, "missing": 0, "given_back": 2})
+        wait_until(lambda: count_workers(live) == {"up": 0, "missing": 0, "given_back": 2})
         assert live.client.get("/health/ready").json() == {"status": "ready"}
         devices = live.client.get("/gpu").json()["devices"]
         assert [(device["given_back"], device["problem"], device["models"]) for device in devices] == [
@@ -116,10 +116,12 @@ def test_service_without_work_needs_no_worker(bands_repository: Path, tmp_path: 
             (True, None, []),
         ]
         assert live.segment(stack).status_code == 200
-        until(lambda: not fake_cluster.live_actors)
+        wait_until(lambda: not fake_cluster.live_actors)
         fake_cluster.is_full = True
         request = pool.submit(live.segment, stack)
-        until(lambda: [device["starting"] for device in live.client.get("/gpu").json()["devices"]] == [True, False])
+        wait_until(
+            lambda: [device["starting"] for device in live.client.get("/gpu").json()["devices"]] == [True, False]
+        )
         answer = request.result()
         assert answer.status_code == 504
         assert "No worker of the cluster is available." in answer.json()["detail"]
@@ -128,12 +130,12 @@ def test_service_without_work_needs_no_worker(bands_repository: Path, tmp_path: 
 
 def test_lost_worker_counts_as_missing(bands_repository: Path, tmp_path: Path) -> None:
     with run_service(bands_repository, tmp_path, 2, 1) as (live, fake_cluster):
-        until(lambda: count_workers(live) == {"up": 1, "missing": 0, "given_back": 1})
+        wait_until(lambda: count_workers(live) == {"up": 1, "missing": 0, "given_back": 1})
         fake_cluster.live_actors[0].lose()
-        until(lambda: count_workers(live) == {"up": 0, "missing": 1, "given_back": 1})
+        wait_until(lambda: count_workers(live) == {"up": 0, "missing": 1, "given_back": 1})
         assert live.client.get("/health/ready").status_code == 503
-        fake_cluster.live_actors[0].come_back()
-        until(lambda: live.client.get("/health/ready").json() == {"status": "ready"})
+        fake_cluster.live_actors[0].restart()
+        wait_until(lambda: live.client.get("/health/ready").json() == {"status": "ready"})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,9 @@ def test_lost_worker_counts_as_missing(bands_repository: Path, tmp_path: Path) -
 def test_number_of_workers_depends_on_backlog_and_number_of_jobs(
     bands_repository: Path, tmp_path: Path, backlog: Backlog, local_device_count: int, expected: int
 ) -> None:
-    settings = remote(bands_repository, tmp_path, cluster={"workers": 8, "least_workers": 0, "backlog_seconds": 60})
+    settings = make_cluster_settings(
+        bands_repository, tmp_path, cluster={"workers": 8, "least_workers": 0, "backlog_seconds": 60}
+    )
     cluster = open_cluster(settings, FakeCluster().connect, Metrics())
     assert cluster is not None
     assert max(cluster._count_needed_workers(backlog, local_device_count), 0) == expected
@@ -159,4 +163,4 @@ def test_number_of_workers_depends_on_backlog_and_number_of_jobs(
 
 def test_minimum_above_the_maximum_number_of_workers_is_rejected(bands_repository: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="least_workers must not exceed workers"):
-        remote(bands_repository, tmp_path, cluster={"workers": 1, "least_workers": 2})
+        make_cluster_settings(bands_repository, tmp_path, cluster={"workers": 1, "least_workers": 2})

@@ -33,7 +33,7 @@ def test_block_of_a_lost_actor_is_restarted_on_another_actor() -> None:
         future = workers.submit(make_task(1))
         while not started_blocks:
             pass
-        (first if first.asked("run_block") else second).lose()
+        (first if first.was_called("run_block") else second).lose()
         assert future.result(20) == {"number": 1}
         assert [workers.submit(make_task(number)).result(20)["number"] for number in (2, 3)] == [2, 3]
         release_event.set()
@@ -42,7 +42,7 @@ def test_block_of_a_lost_actor_is_restarted_on_another_actor() -> None:
 
 def test_run_fails_if_a_block_kills_every_actor() -> None:
     actor = ThreadActor(lambda: BlockActor(lambda _block: {}))
-    actor.lose_at = "run_block"
+    actor.failing_method = "run_block"
     with closing(ActorWorkers([actor])) as workers, pytest.raises(InternalError, match=f"{MAX_WORKER_DEATHS} workers"):
         workers.submit(make_task(1)).result(20)
 

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from fakes import until
-from live import as_tiff, classes, eager, serve
-from ray_clusters import STARTING, autoscaled_cluster, wait_ready
+from fakes import wait_until
+from live import as_tiff, eager_settings, read_classes, serve
+from ray_clusters import START_TIMEOUT_SECONDS, autoscaled_cluster, wait_ready
 
 pytestmark = [
     pytest.mark.thorough,
@@ -24,12 +24,12 @@ def test_hosts_are_added_for_work_and_removed_afterwards(
     bands_repository: Path, tmp_path: Path, phantom_maker: Any
 ) -> None:
     stack = as_tiff(phantom_maker((64, 128, 128), seed=1).image)
-    with serve(eager(bands_repository)) as local:
-        expected = classes(local.segment(stack).content)
+    with serve(eager_settings(bands_repository)) as local:
+        expected = read_classes(local.segment(stack).content)
     shared = tmp_path / "shared"
     shared.mkdir()
     with autoscaled_cluster(tmp_path, 2, idle_seconds=3) as cluster, ThreadPoolExecutor(10) as pool:
-        settings = eager(
+        settings = eager_settings(
             bands_repository,
             cluster={
                 "address": cluster.address,
@@ -43,9 +43,9 @@ def test_hosts_are_added_for_work_and_removed_afterwards(
         )
         with serve(settings, wait=False) as live:
             # Workers of Ray have a low CPU priority, so they may start late on a busy machine.
-            live.client.timeout = 3 * STARTING
+            live.client.timeout = 3 * START_TIMEOUT_SECONDS
             wait_ready(live)
-            until(lambda: count_alive_nodes() == 1, STARTING)
+            wait_until(lambda: count_alive_nodes() == 1, START_TIMEOUT_SECONDS)
             jobs = [live.client.post("/jobs", content=stack).headers["location"] for _ in range(10)]
             requests = list[Future[httpx.Response]]()
 
@@ -55,19 +55,21 @@ def test_hosts_are_added_for_work_and_removed_afterwards(
                     requests.append(pool.submit(live.segment, stack))
                 return count_alive_nodes() == 3
 
-            until(two_hosts_were_added, STARTING)
+            wait_until(two_hosts_were_added, START_TIMEOUT_SECONDS)
             for request in requests:
-                assert np.array_equal(classes(request.result().content), expected)
-            until(lambda: all(live.client.get(job).json()["state"] == "done" for job in jobs), STARTING)
+                assert np.array_equal(read_classes(request.result().content), expected)
+            wait_until(
+                lambda: all(live.client.get(job).json()["state"] == "done" for job in jobs), START_TIMEOUT_SECONDS
+            )
             for job in jobs:
-                assert np.array_equal(classes(live.client.get(f"{job}/result").content), expected)
-            until(lambda: count_alive_nodes() == 1, STARTING)
+                assert np.array_equal(read_classes(live.client.get(f"{job}/result").content), expected)
+            wait_until(lambda: count_alive_nodes() == 1, START_TIMEOUT_SECONDS)
             devices = live.client.get("/gpu").json()["devices"]
             assert [(device["given_back"], device["problem"]) for device in devices] == 2 * [(True, None)]
             # The next request waits until a host has been added.
-            assert np.array_equal(classes(live.segment(stack).content), expected)
+            assert np.array_equal(read_classes(live.segment(stack).content), expected)
             # Wait until the host is removed. Otherwise a Ray process would remain after the cluster has stopped.
-            until(lambda: count_alive_nodes() == 1, STARTING)
+            wait_until(lambda: count_alive_nodes() == 1, START_TIMEOUT_SECONDS)
 
 
 def count_alive_nodes() -> int:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import until
-from live import Live, as_tiff, classes, eager, serve
-from ray_clusters import STARTING, ray_cluster, ray_environment, wait_ready
+from fakes import wait_until
+from live import LiveServer, as_tiff, eager_settings, read_classes, serve
+from ray_clusters import START_TIMEOUT_SECONDS, ray_cluster, ray_environment, wait_ready
 
 from service.core.types import Options
 from service.serving.devices.cluster.block_workers import ActorWorkers, BlockActor
@@ -25,8 +25,8 @@ from service.serving.devices.cluster.exchange import MARKER_NAME
 from service.serving.devices.cluster.ray_cluster import make_actors
 from service.serving.devices.cluster.remote_actor import RESPONSE_TIMEOUT_SECONDS
 from service.serving.devices.queue.job import Progress
-from tests.block_runs import begin, segment_blocks, segment_whole
-from tests.segmenters import settings_of
+from tests.block_runs import create_run, segment_blocks, segment_whole
+from tests.segmenters import make_settings
 from tests.zarr_files import write_zarr
 
 pytestmark = [
@@ -46,31 +46,33 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def live(cluster: Any, bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def live(cluster: Any, bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     shared = tmp_path_factory.mktemp("shared")
-    settings = eager(
+    settings = eager_settings(
         bands_repository,
         cluster={"address": cluster.address, "workers": 2, "shared_folder": shared},
         limits={"waiting": 4 * CLIENTS, "at_once": 4},
     )
     with serve(settings, wait=False) as running:
         wait_ready(running)
-        until(lambda: all(worker.problem is None for worker in running.runtime.devices.all), STARTING)
+        wait_until(lambda: all(worker.problem is None for worker in running.runtime.devices.all), START_TIMEOUT_SECONDS)
         yield running
     assert list(shared.iterdir()) == []
 
 
 def test_every_request_is_answered_once_while_a_node_is_killed_and_replaced(
-    live: Live, cluster: Any, bands_repository: Path, phantom_maker: Any
+    live: LiveServer, cluster: Any, bands_repository: Path, phantom_maker: Any
 ) -> None:
     stacks = [as_tiff(phantom_maker((16, 48, 48), seed=seed).image) for seed in range(4)]
-    with serve(eager(bands_repository)) as local:
-        expected = [classes(local.segment(stack).content) for stack in stacks]
+    with serve(eager_settings(bands_repository)) as local:
+        expected = [read_classes(local.segment(stack).content) for stack in stacks]
     requests = list[Future[bool]]()
 
     def is_answered(number: int) -> bool:
         answer = live.segment(stacks[number % len(stacks)])
-        return answer.status_code == 200 and np.array_equal(classes(answer.content), expected[number % len(stacks)])
+        return answer.status_code == 200 and np.array_equal(
+            read_classes(answer.content), expected[number % len(stacks)]
+        )
 
     def count_answers() -> int:
         return sum(request.done() for request in requests)
@@ -89,7 +91,7 @@ def test_every_request_is_answered_once_while_a_node_is_killed_and_replaced(
                 requests.append(pool.submit(is_answered, len(requests)))
             return condition()
 
-        until(is_reached, STARTING)
+        wait_until(is_reached, START_TIMEOUT_SECONDS)
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         post_until(lambda: count_answers() > 20)
@@ -101,12 +103,12 @@ def test_every_request_is_answered_once_while_a_node_is_killed_and_replaced(
         finally:
             cluster.workers[1] = cluster.add_node(num_cpus=1, num_gpus=1)
     assert all(request.result() for request in requests)
-    until(lambda: not problems(), STARTING)
+    wait_until(lambda: not problems(), START_TIMEOUT_SECONDS)
     assert live.segment(stacks[0]).status_code == 200
     assert live.leftovers() == []
 
 
-def test_disconnected_client_stops_remote_computation_within_two_seconds(live: Live, phantom_maker: Any) -> None:
+def test_disconnected_client_stops_remote_computation_within_two_seconds(live: LiveServer, phantom_maker: Any) -> None:
     stack = as_tiff(phantom_maker((256, 256, 256), seed=1).image)
     workers: Any = live.runtime.devices.all
 
@@ -114,40 +116,43 @@ def test_disconnected_client_stops_remote_computation_within_two_seconds(live: L
         return [task for worker in workers for task in worker.status.progress.values()]
 
     # A restarted actor loads its model first.
-    until(lambda: not progress(), STARTING)
+    wait_until(lambda: not progress(), START_TIMEOUT_SECONDS)
     with closing(HTTPConnection(live.host, live.port)) as connection:
         connection.request("POST", "/segment", stack, {"Content-Type": "image/tiff"})
-        until(lambda: any(task.done for task in progress()), STARTING)
+        wait_until(lambda: any(task.done for task in progress()), START_TIMEOUT_SECONDS)
     disconnected = time.monotonic()
     assert all(task.done < task.total / 2 for task in progress())
-    until(lambda: not progress(), 10)
+    wait_until(lambda: not progress(), 10)
     assert time.monotonic() - disconnected < 2
 
 
 def test_requests_of_an_unresponsive_host_run_on_another_host(
-    live: Live, cluster: Any, bands_repository: Path, phantom_maker: Any
+    live: LiveServer, cluster: Any, bands_repository: Path, phantom_maker: Any
 ) -> None:
     stack = as_tiff(phantom_maker((128, 256, 256), seed=2).image)
-    with serve(eager(bands_repository)) as local:
-        expected = classes(local.segment(stack).content)
+    with serve(eager_settings(bands_repository)) as local:
+        expected = read_classes(local.segment(stack).content)
     workers: Any = live.runtime.devices.all
-    until(lambda: all(worker.problem is None for worker in workers), STARTING)
+    wait_until(lambda: all(worker.problem is None for worker in workers), START_TIMEOUT_SECONDS)
     before = count_segmentations(live)
     unresponsive_node = cluster.workers[1]
     with ThreadPoolExecutor(2) as pool:
         requests = [pool.submit(live.segment, stack) for _ in workers]
-        until(lambda: all(any(task.done for task in worker.status.progress.values()) for worker in workers), STARTING)
+        wait_until(
+            lambda: all(any(task.done for task in worker.status.progress.values()) for worker in workers),
+            START_TIMEOUT_SECONDS,
+        )
         with suspend(unresponsive_node):
-            until(lambda: sum(worker.problem is not None for worker in workers) == 1, RESPONSE_TIMEOUT_SECONDS + 5)
+            wait_until(lambda: sum(worker.problem is not None for worker in workers) == 1, RESPONSE_TIMEOUT_SECONDS + 5)
             answers = [request.result() for request in requests]
-            assert all(np.array_equal(classes(answer.content), expected) for answer in answers)
+            assert all(np.array_equal(read_classes(answer.content), expected) for answer in answers)
     # Ray may have removed the unresponsive node, so add a replacement.
     replacement = cluster.add_node(num_cpus=1, num_gpus=1)
-    until(lambda: all(worker.problem is None for worker in workers), STARTING)
-    until(lambda: not any(worker.status.progress for worker in workers), STARTING)
+    wait_until(lambda: all(worker.problem is None for worker in workers), START_TIMEOUT_SECONDS)
+    wait_until(lambda: not any(worker.status.progress for worker in workers), START_TIMEOUT_SECONDS)
     assert live.segment(stack).status_code == 200
     # A request is counted after its response has been sent.
-    until(lambda: count_segmentations(live) >= before + len(workers) + 1)
+    wait_until(lambda: count_segmentations(live) >= before + len(workers) + 1)
     assert count_segmentations(live) == before + len(workers) + 1
     assert live.leftovers() == []
     assert [entry.name for entry in live.runtime._cluster._exchange.path.iterdir()] == [MARKER_NAME]
@@ -163,7 +168,7 @@ def test_requests_in_the_cluster_finish_when_the_service_stops(
     """Use a separate node, because a service that stops releases its devices."""
     node = cluster.add_node(num_cpus=1, num_gpus=1)
     stack = as_tiff(phantom_maker((64, 128, 128), seed=1).image)
-    settings = eager(
+    settings = eager_settings(
         bands_repository,
         cluster={"address": cluster.address, "workers": 1, "shared_folder": tmp_path},
         server={"drain_seconds": 60},
@@ -172,11 +177,11 @@ def test_requests_in_the_cluster_finish_when_the_service_stops(
         with serve(settings, wait=False) as live:
             wait_ready(live)
             requests = pool.submit(live.segment, stack)
-            until(lambda: live.runtime.devices.running_jobs, STARTING)
+            wait_until(lambda: live.runtime.devices.running_jobs, START_TIMEOUT_SECONDS)
             live.server.should_exit = True
             assert requests.result().status_code == 200
         assert list(tmp_path.iterdir()) == []
-    until(lambda: count_free_gpus() >= 1, 30)
+    wait_until(lambda: count_free_gpus() >= 1, 30)
     cluster.remove_node(node)
 
 
@@ -184,14 +189,14 @@ def test_blocks_of_a_lost_node_are_restarted_on_another_node(
     cluster: Any, bands: Any, tmp_path: Path, phantom_maker: Any
 ) -> None:
     source = write_zarr(tmp_path / "in.zarr", phantom_maker((48, 96, 96), seed=1).image, chunks=(16, 32, 32))
-    settings = settings_of()
+    settings = make_settings()
     expected_labels = segment_whole(source, bands, Options(), settings).segmentation.pixels
-    folder = begin(tmp_path / "run", source, bands, Options(), settings, (1, 1, 1))
+    folder = create_run(tmp_path / "run", source, bands, Options(), settings, (1, 1, 1))
     nodes = [cluster.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
     actors = make_actors(cluster.address, settings.cluster, 2, BlockActor)
     with closing(ActorWorkers(actors)) as workers, ThreadPoolExecutor(1) as pool:
         labels = pool.submit(segment_blocks, folder, tmp_path / "out.zarr", workers)
-        until(lambda: len(folder.find_finished_blocks("scores")) > 4, STARTING)
+        wait_until(lambda: len(folder.find_finished_blocks("scores")) > 4, START_TIMEOUT_SECONDS)
         cluster.remove_node(nodes[1], allow_graceful=False)
         assert not labels.done()
         assert np.array_equal(labels.result(), expected_labels)
@@ -204,7 +209,7 @@ def count_free_gpus() -> float:
     return float(ray.available_resources().get("GPU", 0))
 
 
-def count_segmentations(live: Live) -> int:
+def count_segmentations(live: LiveServer) -> int:
     """Return the number of successful segmentation requests."""
     metric = 'stackseg_requests_total{route="/segment",status="200"}'
     lines = live.client.get("/metrics").text.splitlines()

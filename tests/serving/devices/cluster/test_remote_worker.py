@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import Fakes, closed, until
-from live import Live, as_tiff, classes, eager, serve
-from thread_actors import SilentActor, ThreadActor, make_device_actor, remote
+from fakes import FakeSegmenterFactory, close_gate, wait_until
+from live import LiveServer, as_tiff, eager_settings, read_classes, serve
+from thread_actors import ThreadActor, UnresponsiveActor, make_cluster_settings, make_device_actor
 
 from service.core.config import Settings
 from service.core.errors import ConfigError
@@ -31,7 +31,7 @@ from service.serving.devices.cluster.exchange import ABANDONED_SECONDS, MARKER_N
 from service.serving.devices.cluster.remote_actor import POLL_SECONDS, STATUS_SECONDS
 from service.serving.devices.local.model import Segmenter
 
-Service = tuple[Live, list[ThreadActor]]
+Service = tuple[LiveServer, list[ThreadActor]]
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def run_two_workers(settings: Settings, load: Any = Segmenter) -> Iterator[Servi
         return make_actor
 
     with serve(settings, connect=connect) as live:
-        until(lambda: all(worker.problem is None for worker in live.runtime.devices.all))
+        wait_until(lambda: all(worker.problem is None for worker in live.runtime.devices.all))
         live.wait_loaded()
         yield live, actors
     assert all(actor.killed.is_set() for actor in actors)
@@ -55,7 +55,7 @@ def run_two_workers(settings: Settings, load: Any = Segmenter) -> Iterator[Servi
 @pytest.fixture(scope="module")
 def service(bands_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     shared = tmp_path_factory.mktemp("shared")
-    with run_two_workers(remote(bands_repository, shared)) as running:
+    with run_two_workers(make_cluster_settings(bands_repository, shared)) as running:
         yield running
     assert list(shared.iterdir()) == []
 
@@ -68,11 +68,11 @@ def stack(phantom_maker: Any) -> bytes:
 def test_labels_equal_those_of_a_local_device(service: Service, bands_repository: Path, phantom_maker: Any) -> None:
     live, _ = service
     stacks = [as_tiff(phantom_maker((16, 40, 40), seed=seed).image) for seed in range(6)]
-    with serve(eager(bands_repository)) as local:
-        expected = [classes(local.segment(stack).content) for stack in stacks]
+    with serve(eager_settings(bands_repository)) as local:
+        expected = [read_classes(local.segment(stack).content) for stack in stacks]
     with ThreadPoolExecutor(12) as pool:
         for labels, answer in zip(expected * 2, pool.map(live.segment, stacks * 2), strict=True):
-            assert np.array_equal(classes(answer.content), labels)
+            assert np.array_equal(read_classes(answer.content), labels)
             # The etag shows that the execution settings are known, so the response can be cached.
             assert "etag" in answer.headers
     metrics = live.client.get("/metrics").text
@@ -89,22 +89,22 @@ def test_requests_of_a_lost_worker_run_on_another_worker_until_it_recovers(
 ) -> None:
     live, actors = service
     stack = as_tiff(phantom_maker((32, 64, 64), seed=3).image)
-    expected = classes(live.segment(stack).content)
+    expected = read_classes(live.segment(stack).content)
     with ThreadPoolExecutor(12) as pool:
         answers = [pool.submit(live.segment, stack) for _ in range(24)]
-        until(lambda: any(actor._waiting for actor in actors))
+        wait_until(lambda: any(actor._pending for actor in actors))
         actors[0].lose()
-        assert all(np.array_equal(classes(answer.result().content), expected) for answer in answers)
+        assert all(np.array_equal(read_classes(answer.result().content), expected) for answer in answers)
     assert "does not respond" in live.client.get("/gpu").json()["devices"][0]["problem"]
     assert live.client.get("/health/ready").json() == {"status": "degraded"}
     actors[1].lose()
-    until(lambda: live.client.get("/health/ready").status_code == 503)
+    wait_until(lambda: live.client.get("/health/ready").status_code == 503)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(live.segment, stack)
-        actors[0].come_back()
-        assert np.array_equal(classes(answer.result().content), expected)
-    actors[1].come_back()
-    until(lambda: live.client.get("/health/ready").json() == {"status": "ready"})
+        actors[0].restart()
+        assert np.array_equal(read_classes(answer.result().content), expected)
+    actors[1].restart()
+    wait_until(lambda: live.client.get("/health/ready").json() == {"status": "ready"})
 
 
 @pytest.mark.parametrize(
@@ -120,30 +120,30 @@ def test_request_is_retried_if_its_device_is_lost(
 ) -> None:
     live, actors = service
     for actor, times in zip(actors, losses, strict=True):
-        actor.lost_devices = times
+        actor.remaining_device_failures = times
     answer = live.segment(stack)
     assert answer.status_code == status
     if status == 200:
-        assert actors[0].lost_devices == 0
+        assert actors[0].remaining_device_failures == 0
     else:
         assert answer.json()["type"] == "urn:stackseg:problem:interrupted"
     for actor in actors:
-        actor.lost_devices = 0
+        actor.remaining_device_failures = 0
 
 
 def test_cancelled_request_stops_the_computation_in_its_actor(
     bands_repository: Path, tmp_path: Path, stack: bytes
 ) -> None:
-    fakes = Fakes()
-    with run_two_workers(remote(bands_repository, tmp_path), fakes) as (live, actors):
-        until(lambda: len(fakes) == 2)
+    fakes = FakeSegmenterFactory()
+    with run_two_workers(make_cluster_settings(bands_repository, tmp_path), fakes) as (live, actors):
+        wait_until(lambda: len(fakes) == 2)
         for fake in fakes:
             fake.gate.clear()
         job = live.client.post("/jobs", content=stack).headers["location"]
-        until(lambda: any(actor.device._jobs for actor in actors))
-        until(lambda: live.client.get(job).json()["progress"]["total"] > 0)
+        wait_until(lambda: any(actor.device._jobs for actor in actors))
+        wait_until(lambda: live.client.get(job).json()["progress"]["total"] > 0)
         assert live.client.delete(job).status_code == 204
-        until(lambda: not any(actor.device._jobs for actor in actors), 2)
+        wait_until(lambda: not any(actor.device._jobs for actor in actors), 2)
         for fake in fakes:
             fake.gate.set()
 
@@ -151,40 +151,40 @@ def test_cancelled_request_stops_the_computation_in_its_actor(
 def test_worker_recovers_after_its_calls_fail(service: Service, monkeypatch: pytest.MonkeyPatch, stack: bytes) -> None:
     live, actors = service
     worker = live.runtime.devices.all[0]
-    until(lambda: worker.problem is None)
+    wait_until(lambda: worker.problem is None)
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("cannot schedule new calls")
 
     with monkeypatch.context() as patch:
         patch.setattr(actors[0], "call", fail)
-        until(lambda: worker.problem is not None)
-    until(lambda: worker.problem is None)
+        wait_until(lambda: worker.problem is not None)
+    wait_until(lambda: worker.problem is None)
     assert live.segment(stack).status_code == 200
 
 
 def test_status_call_does_not_unload_models_of_tasks(bands_repository: Path, tmp_path: Path) -> None:
-    fakes = Fakes(closed)
-    actor = make_device_actor(remote(bands_repository, tmp_path), fakes)
+    fakes = FakeSegmenterFactory(close_gate)
+    actor = make_device_actor(make_cluster_settings(bands_repository, tmp_path), fakes)
     spec = read_spec(bands_repository / "bands")
     blocking, loaded = (actor.call("load", Task(name, name, spec)) for name in ("first", "second"))
-    until(lambda: fakes)
-    until(lambda: len(actor.device._jobs) == 2)
+    wait_until(lambda: fakes)
+    wait_until(lambda: len(actor.device._jobs) == 2)
     actor.device.status(())
     fakes[0].gate.set()
-    until(lambda: len(fakes) == 2)
+    wait_until(lambda: len(fakes) == 2)
     fakes[1].gate.set()
     assert [call.result(20).error for call in (blocking, loaded)] == [None, None]
 
 
 def test_exchange_folder_is_renewed_while_actors_do_not_respond(tmp_path: Path) -> None:
-    exchange, silent_actor = Exchange(tmp_path), SilentActor()
+    exchange, silent_actor = Exchange(tmp_path), UnresponsiveActor()
     [device] = ActorPool(exchange, lambda: silent_actor, Cluster(), 1).actors
     device.start()
     time.sleep(STATUS_SECONDS + 2 * POLL_SECONDS)
     os.utime(exchange.path / MARKER_NAME, (0, 0))
     exchange._last_touch_time = -ABANDONED_SECONDS
-    until(lambda: (exchange.path / MARKER_NAME).stat().st_mtime > 0, 5)
+    wait_until(lambda: (exchange.path / MARKER_NAME).stat().st_mtime > 0, 5)
     device.close()
     assert device.join(5)
 
@@ -219,4 +219,4 @@ def test_missing_ray_is_reported_with_the_install_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install .stackseg\[ray\]"):
-        build_runtime(remote(bands_repository, tmp_path))
+        build_runtime(make_cluster_settings(bands_repository, tmp_path))

@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fakes import until
-from faulty_server import FaultyDevice
-from runtimes import ready, settings
+from fakes import wait_until
+from faulty_server import FaultyDriver
+from runtimes import run_ready_runtime, settings
 
 from service.core.errors import DeviceLost
 from service.core.hardware import host
@@ -23,7 +23,7 @@ def test_cpu_devices_share_the_cores(bands_repository: Path, tmp_path: Path) -> 
 
 
 def test_cancelled_job_does_not_keep_a_lease(bands_repository: Path, tmp_path: Path) -> None:
-    with ready(settings(bands_repository, tmp_path)) as runtime:
+    with run_ready_runtime(settings(bands_repository, tmp_path)) as runtime:
         job: Job[None] = Job("bands", lambda _job: None)
         job.cancel()
         runtime.reserve("bands").take(job)
@@ -35,7 +35,7 @@ def test_cancelled_job_does_not_keep_a_lease(bands_repository: Path, tmp_path: P
 def test_loss_of_an_idle_device_is_detected(operation: str, bands_repository: Path, tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     faults.mkdir()
-    with ready(settings(bands_repository, tmp_path), driver=FaultyDevice(faults)) as runtime:
+    with run_ready_runtime(settings(bands_repository, tmp_path), driver=FaultyDriver(faults)) as runtime:
         (device,) = runtime.devices.all
         queue = device.scheduler.queue
         assert queue._memory._query_free_memory().device_bytes is not None
@@ -46,5 +46,5 @@ def test_loss_of_an_idle_device_is_detected(operation: str, bands_repository: Pa
         else:
             # The device memory is unknown. Jobs may begin, and fail by themselves.
             assert queue._memory._query_free_memory().device_bytes is None
-        until(lambda: device.problem is not None)
+        wait_until(lambda: device.problem is not None)
         assert "has failed" in str(device.problem)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from fakes import until
+from fakes import wait_until
 
 from service.serving.devices.local.malloc_trim import MIN_CPU_SECONDS, MallocTrimmer
 
@@ -34,7 +34,7 @@ def test_trimmer_checks_until_it_is_stopped() -> None:
     Process().trimmer.stop()
     process = Process(interval_seconds=0.01)
     process.trimmer.start()
-    until(lambda: process.trims == [5.0])
+    wait_until(lambda: process.trims == [5.0])
     process.trimmer.stop()
     process.trimmer.stop()
     process.cpu_seconds += MIN_CPU_SECONDS

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from fakes import until
+from fakes import wait_until
 from paths import ROOT
 
 from service.core import config
@@ -103,7 +103,7 @@ def test_watchdog_continues_after_a_failed_check(caplog: pytest.LogCaptureFixtur
     watched = Watched()
     watchdog = Watchdog(watched, config.Watchdog(batch_seconds=1, grace_seconds=1))
     watchdog.start()
-    until(lambda: watched.checks > 1)
+    wait_until(lambda: watched.checks > 1)
     watchdog.stop()
     watchdog._thread.join(20)
     assert not watchdog._thread.is_alive()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from fakes import until
+from fakes import wait_until
 
 from service.core.errors import BrokenModel, Cancelled, OutOfMemory, UnknownModel
 from service.serving.devices.models.cache import Lease, ModelCache
@@ -73,7 +73,7 @@ def started_cache(limit: int, *first: str, **sizes: int) -> Iterator[RecordingCa
 def test_least_recently_used_model_is_evicted() -> None:
     with started_cache(10, a=4, b=4, c=4, d=8) as cache:
         cache.touch("a", "b", "a", "c")
-        until(lambda: cache.unloads == ["b"])
+        wait_until(lambda: cache.unloads == ["b"])
         assert set(cache.model_cache.loaded_models) == {"a", "c"}
         cache.touch("d")
         assert set(cache.model_cache.loaded_models) == {"d"}
@@ -102,18 +102,18 @@ def test_leases_are_granted_after_all_startup_models_are_loaded() -> None:
     with started_cache(10, "a", "b", a=3, b=3) as cache:
         lease, loads = cache.model_cache.lease("a"), list[list[str]]()
         lease.model.add_done_callback(lambda _: loads.append([*cache.loads]))
-        until(lambda: "a" in cache.loads)
+        wait_until(lambda: "a" in cache.loads)
         assert cache.model_cache.pending_startup_models == ("a", "b")
         cache.gate.set()
         assert lease.model.result(10).name == "a"
-        until(lambda: loads == [["a", "b"]])
+        wait_until(lambda: loads == [["a", "b"]])
 
 
 def test_model_in_use_is_not_unloaded_but_gets_no_new_leases_while_another_waits() -> None:
     with started_cache(10, a=6, b=6) as cache:
         first, second = cache.use("a"), cache.use("a")
         other = cache.model_cache.lease("b")
-        until(lambda: cache.model_cache.is_load_pending("b"))
+        wait_until(lambda: cache.model_cache.is_load_pending("b"))
         late = cache.model_cache.lease("a")
         first.end()
         assert not other.model.done()
@@ -171,7 +171,7 @@ def test_loaded_models_are_usable_while_another_is_loaded() -> None:
         cache.touch("a")
         cache.gate.clear()
         waiting = cache.model_cache.lease("b")
-        until(lambda: cache.loads == ["a", "b"])
+        wait_until(lambda: cache.loads == ["a", "b"])
         cache.touch("a")
         assert not waiting.model.done()
         assert cache.model_cache.is_load_pending("b")
@@ -203,7 +203,7 @@ def test_waiting_leases_are_cancelled_when_the_cache_closes() -> None:
     with started_cache(10, a=3, b=3) as cache:
         cache.gate.clear()
         loading, waiting = cache.model_cache.lease("a"), cache.model_cache.lease("b")
-        until(lambda: cache.loads == ["a"])
+        wait_until(lambda: cache.loads == ["a"])
         cache.model_cache.close()
         for lease in (loading, waiting, cache.model_cache.lease("a")):
             with pytest.raises(Cancelled):
@@ -225,4 +225,4 @@ def test_concurrent_use_of_more_models_than_fit() -> None:
         with ThreadPoolExecutor(5) as threads:
             list(threads.map(use, ["abcde"[start:] * 4 for start in range(5)]))
         assert unexpected_names == []
-        until(lambda: len(cache.loads) - len(cache.unloads) == len(cache.model_cache.loaded_models))
+        wait_until(lambda: len(cache.loads) - len(cache.unloads) == len(cache.model_cache.loaded_models))

@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 import pytest
-from fakes import until
+from fakes import wait_until
 
 from service.core.errors import BadFile
 from service.serving.devices.queue.job import Job, ResourceNeeds
@@ -137,7 +137,7 @@ def test_work_wakes_one_thread_and_closing_wakes_all() -> None:
     queue.put(second)
     assert taken == []
     first.run()
-    until(lambda: taken)
+    wait_until(lambda: taken)
     for thread in threads:
         thread.join(0.05)
     assert taken == [second]

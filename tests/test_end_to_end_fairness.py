@@ -12,8 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 from common import make_bomb
-from fakes import until
-from live import Live, as_tiff, eager, problem, read_descriptor_target, serve
+from fakes import wait_until
+from live import LiveServer, as_tiff, eager_settings, parse_problem, read_descriptor_target, serve
 
 from service.api.access.keys import hash_key
 
@@ -25,17 +25,17 @@ BOMB = make_bomb(128, (4096, 8192))
 
 
 @pytest.fixture(scope="module")
-def live(bands_repository: Path) -> Iterator[Live]:
-    with serve(eager(bands_repository, access={"keys": KEYS}, limits={"windows": 10**6})) as running:
+def live(bands_repository: Path) -> Iterator[LiveServer]:
+    with serve(eager_settings(bands_repository, access={"keys": KEYS}, limits={"windows": 10**6})) as running:
         yield running
 
 
-def post(live: Live, key: str, path: str, body: bytes) -> httpx2.Response:
+def post(live: LiveServer, key: str, path: str, body: bytes) -> httpx2.Response:
     """Send a POST request with an API key."""
     return live.client.post(path, content=body, headers={"X-API-Key": key}, timeout=20)
 
 
-def is_decoding(live: Live) -> bool:
+def is_decoding(live: LiveServer) -> bool:
     """Return whether pixels are being decoded, which the service does into a deleted file."""
     folder = str(live.runtime.scratch.requests_folder)
     return any(
@@ -46,11 +46,11 @@ def is_decoding(live: Live) -> bool:
 
 @pytest.mark.parametrize("path", ["/segment?axes=ZYX", "/jobs?axes=ZYX"])
 def test_decompression_bomb_blocks_no_other_client_and_is_cancelled_with_its_own(
-    live: Live, phantom: Any, path: str
+    live: LiveServer, phantom: Any, path: str
 ) -> None:
     stack, jobs = as_tiff(phantom.image), path.startswith("/jobs")
-    with live.sending(path, BOMB, None, GREEDY) as first, live.sending(path, BOMB, None, GREEDY) as second:
-        until(lambda: is_decoding(live))
+    with live.open_request(path, BOMB, None, GREEDY) as first, live.open_request(path, BOMB, None, GREEDY) as second:
+        wait_until(lambda: is_decoding(live))
         for key in ("modest", "greedy"):
             assert post(live, key, "/inspect", stack).status_code == 200
             assert post(live, key, "/segment", stack).status_code == 200
@@ -61,7 +61,7 @@ def test_decompression_bomb_blocks_no_other_client_and_is_cancelled_with_its_own
                 headers = {"X-API-Key": "greedy"}
                 assert live.client.delete(location, headers=headers).status_code == 204
     ended_at = time.monotonic()
-    until(lambda: not live.leftovers())
+    wait_until(lambda: not live.leftovers())
     # Decoding the rest of one file would take several times as long.
     assert time.monotonic() - ended_at < 3
     assert post(live, "greedy", "/segment", stack).status_code == 200
@@ -70,18 +70,18 @@ def test_decompression_bomb_blocks_no_other_client_and_is_cancelled_with_its_own
 def test_stalled_uploads_leave_scratch_space_for_other_clients(bands_repository: Path, phantom: Any) -> None:
     stack = as_tiff(phantom.image)
     limits = {"scratch_bytes": 4 * len(stack)}
-    with serve(eager(bands_repository, access={"keys": KEYS}, limits=limits)) as live, ExitStack() as stalled:
+    with serve(eager_settings(bands_repository, access={"keys": KEYS}, limits=limits)) as live, ExitStack() as stalled:
         for _ in range(2):
-            stalled.enter_context(live.sending("/segment", stack[:-1], len(stack), GREEDY))
-        until(lambda: live.runtime.scratch_space.used_bytes == 2 * len(stack))
+            stalled.enter_context(live.open_request("/segment", stack[:-1], len(stack), GREEDY))
+        wait_until(lambda: live.runtime.scratch_space.used_bytes == 2 * len(stack))
         for path in ("/segment", "/jobs", "/inspect"):
             refused = post(live, "greedy", path, stack)
-            assert problem(refused) == (429, "rate-limited")
+            assert parse_problem(refused) == (429, "rate-limited")
             assert int(refused.headers["retry-after"]) > 0
             assert post(live, "modest", path, stack).is_success
         stalled.close()
-        until(lambda: post(live, "greedy", "/segment", stack).status_code == 200)
-        until(lambda: live.runtime.scratch_space.used_bytes == 0)
+        wait_until(lambda: post(live, "greedy", "/segment", stack).status_code == 200)
+        wait_until(lambda: live.runtime.scratch_space.used_bytes == 0)
 
 
 def test_results_that_are_not_downloaded_leave_scratch_space_for_other_clients(
@@ -89,11 +89,11 @@ def test_results_that_are_not_downloaded_leave_scratch_space_for_other_clients(
 ) -> None:
     large, stack = as_tiff(phantom_maker((16, 512, 512), seed=3).image), as_tiff(phantom.image)
     limits = {"scratch_bytes": 2**27}
-    with serve(eager(bands_repository, access={"keys": KEYS}, limits=limits)) as live, ExitStack() as waiting:
+    with serve(eager_settings(bands_repository, access={"keys": KEYS}, limits=limits)) as live, ExitStack() as waiting:
         path = "/segment?output=probabilities"
         for _ in range(2):
-            connection = waiting.enter_context(live.sending(path, large, None, GREEDY))
-            until(
+            connection = waiting.enter_context(live.open_request(path, large, None, GREEDY))
+            wait_until(
                 lambda before=live.runtime.scratch_space.used_bytes: (
                     live.runtime.scratch_space.used_bytes > before + 2**24
                 ),
@@ -103,30 +103,30 @@ def test_results_that_are_not_downloaded_leave_scratch_space_for_other_clients(
         assert post(live, "greedy", path, large).status_code == 429
         assert post(live, "modest", path, stack).status_code == 200
         waiting.close()
-        until(lambda: live.runtime.scratch_space.used_bytes == 0)
+        wait_until(lambda: live.runtime.scratch_space.used_bytes == 0)
         assert post(live, "greedy", path, large).status_code == 200
 
 
 def test_jobs_wait_for_scratch_space_before_decoding(bands_repository: Path) -> None:
     bomb = make_bomb(10, (2048, 2048))
     limits = {"scratch_bytes": 5 * 10 * 2**22 // 2}
-    with serve(eager(bands_repository, limits=limits)) as live:
+    with serve(eager_settings(bands_repository, limits=limits)) as live:
         jobs = [live.submit(bomb, axes="ZYX", skip_below=1) for _ in range(3)]
-        until(lambda: is_decoding(live))
+        wait_until(lambda: is_decoding(live))
         assert live.runtime.scratch_space.used_bytes <= limits["scratch_bytes"] // 2
         for job in jobs:
             live.wait(job, "done")
-        until(lambda: live.runtime.scratch_space.used_bytes == 0)
+        wait_until(lambda: live.runtime.scratch_space.used_bytes == 0)
 
 
 def test_requests_with_too_many_windows_are_refused_before_decoding(bands_repository: Path) -> None:
     gate = threading.Event()
-    with serve(eager(bands_repository, limits={"windows": 100})) as live:
+    with serve(eager_settings(bands_repository, limits={"windows": 100})) as live:
         large = live.runtime.decode_threads.for_client("other").submit(gate.wait, 60)
         try:
             for path in ("/segment", "/jobs"):
                 refused = live.client.post(f"{path}?axes=ZYX", content=BOMB, timeout=20)
-                assert problem(refused) == (413, "too-large")
+                assert parse_problem(refused) == (413, "too-large")
                 assert "windows" in refused.json()["detail"]
         finally:
             gate.set()

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from fake_backends import change
+from fake_backends import copy_with
 
-from service.cli.benchmark import networks, timing
-from service.cli.benchmark.networks import (
+from service.cli.benchmark import engine_comparison, timing
+from service.cli.benchmark.engine_comparison import (
     DevicePeak,
     TimedNetwork,
     TimedNetworkBuilder,
@@ -36,7 +36,7 @@ def test_rows_are_compared_with_the_first_row(peak):
     batch = torch.zeros(2, 1, 4, 4, 4)
     slow = TimedNetwork("slow", 2, "fp32", lambda: [batch + 1 for _ in range(2000)])
     fast = TimedNetwork("fast", 2, "fp32", lambda: None)
-    first, second = networks.compare_networks("engines", [slow, fast], peak)
+    first, second = engine_comparison.compare_networks("engines", [slow, fast], peak)
     assert (first.name, first.ratio.median) == ("slow", 1.0)
     assert second.ratio.least > 1
     for row in (first, second):
@@ -52,7 +52,7 @@ def test_device_peak_keeps_the_highest_value(peak):
 
 def test_engines_are_compared_with_the_one_in_use_at_every_batch_size(bands, peak):
     settings = Settings.model_validate({"engine": {"kind": "eager", "precision": "fp32"}})
-    builders = networks.iter_builders(bands, settings, CPU, (1, 2))
+    builders = engine_comparison.iter_builders(bands, settings, CPU, (1, 2))
     rows = list(compare_with_first(IN_USE, builders, peak))
     assert [row.name for row in rows[:1]] == ["in use"]
     assert {(row.name, row.windows) for row in rows[1:]} == {
@@ -63,9 +63,9 @@ def test_engines_are_compared_with_the_one_in_use_at_every_batch_size(bands, pea
 
 def test_row_of_a_missing_engine_contains_the_reason(bands, peak, monkeypatch):
     settings = Settings.model_validate({"engine": {"kind": "openvino", "precision": "fp32"}})
-    missing_engine = change(backends.BACKENDS["openvino"], explain_unavailability=lambda: "not installed")
+    missing_engine = copy_with(backends.BACKENDS["openvino"], explain_unavailability=lambda: "not installed")
     monkeypatch.setitem(backends.BACKENDS, "openvino", missing_engine)
-    other, row = compare_with_first(IN_USE, networks.iter_builders(bands, settings, CPU, (3,)), peak)
+    other, row = compare_with_first(IN_USE, engine_comparison.iter_builders(bands, settings, CPU, (3,)), peak)
     assert (row.name, row.windows, row.problem) == ("openvino fp32 contiguous", 3, "not installed")
     assert row.ms_per_window is None
     assert other.name == "in use"
@@ -92,7 +92,7 @@ def test_each_runner_is_timed_before_the_next_one_is_built(peak):
     assert set(calls) == {"first"}
     calls.clear()
     row = next(rows)
-    assert calls == ["build one", *["first", "one"] * networks.ROUNDS]
+    assert calls == ["build one", *["first", "one"] * engine_comparison.ROUNDS]
     assert row.ms_per_window.median > 0
     assert [row.name for row in rows] == ["two"]
 
@@ -111,7 +111,7 @@ def test_failed_runner_has_a_row_and_the_next_one_runs(peak, phase):
 
 def test_builders_report_whether_they_compile(bands):
     settings = Settings.model_validate({"engine": {"precision": "fp32"}})
-    builders = list(networks.iter_builders(bands, settings, CPU, (1, 2)))
+    builders = list(engine_comparison.iter_builders(bands, settings, CPU, (1, 2)))
     plain, compiled = (
         {builder.name for builder in builders if builder.compiled is is_compiled} for is_compiled in (False, True)
     )
@@ -139,7 +139,7 @@ def ampere(monkeypatch):
 def test_names_on_a_gpu_show_whether_tf32_is_allowed(bands):
     def list_names(**engine):
         settings = Settings.model_validate({"engine": {"kind": "eager", "channels_last": False, **engine}})
-        return [builder.name for builder in networks.iter_builders(bands, settings, CUDA, (8,))]
+        return [builder.name for builder in engine_comparison.iter_builders(bands, settings, CUDA, (8,))]
 
     assert list_names(precision="fp32") == ["eager fp32 (TF32) contiguous"]
     assert list_names(precision="fp32", matmul_precision="highest") == ["eager fp32 contiguous"]
@@ -164,11 +164,11 @@ def test_exact_runner_is_compared_with_the_peak_without_tf32(peak, monkeypatch):
         matmul_precisions[allowed] = torch.get_float32_matmul_precision()
         return (2e15 if allowed else 1e15) * 1.0
 
-    monkeypatch.setattr(networks, "measure_matrix_peak", measure_matrix_peak)
+    monkeypatch.setattr(engine_comparison, "measure_matrix_peak", measure_matrix_peak)
     previous_settings = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     tf32._set("high")
     try:
-        fast, exact = networks.compare_networks("", [IN_USE, IN_USE._replace(exact=True)], peak)
+        fast, exact = engine_comparison.compare_networks("", [IN_USE, IN_USE._replace(exact=True)], peak)
     finally:
         torch.set_float32_matmul_precision(previous_settings[0])
         torch.backends.cudnn.allow_tf32 = previous_settings[1]
