@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from paths import ROOT
 from playwright.sync_api import Page
 
-CHROMIUM = shutil.which("chromium")
+CHROMIUM_PATH = shutil.which("chromium")
 CHROMIUM_ARGUMENTS = ("--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking",
              "--disable-component-update", "--disable-sync")  # fmt: skip
-AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
+AXE_SCRIPT = ROOT / "node_modules" / "axe-core" / "axe.min.js"
 TIMEOUT_SECONDS = 60
 
-# Turns the wheel by one step, and returns the duration of the drawing in milliseconds.
+# Turns the mouse wheel by one step. Returns how long drawing took, in milliseconds.
 TURN_WHEEL = """async turn => {
   const stage = document.querySelector(".view[data-axis=z] .stage");
   performance.clearMeasures();
@@ -46,9 +46,9 @@ def central_voxel(labels: NDArray[Any], label: int) -> tuple[int, int, int]:
 
 def check_accessibility(page: Page) -> None:
     """Assert that axe-core reports no accessibility violations in the dark and the light theme."""
-    if not AXE.exists():
+    if not AXE_SCRIPT.exists():
         return
-    page.evaluate(AXE.read_text(encoding="utf-8"))
+    page.evaluate(AXE_SCRIPT.read_text(encoding="utf-8"))
     for scheme in ("dark", "light"):
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         violations = page.evaluate("axe.run().then(run => run.violations.map(v => v.id + ' ' + v.nodes[0].html))")

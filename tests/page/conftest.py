@@ -1,4 +1,4 @@
-"""Fixtures for tests of the web UI: Debian's Chromium, driven by Playwright, and running services."""
+"""Fixtures for tests of the web UI: Chromium driven by Playwright, and running services."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import CHROMIUM, CHROMIUM_ARGUMENTS, TIMEOUT_SECONDS, OpenPage
+from browsing import CHROMIUM_ARGUMENTS, CHROMIUM_PATH, TIMEOUT_SECONDS, OpenPage
 from fakes import FakeSegmenter
 from live import LiveServer, eager_settings, serve
 from paths import ROOT
@@ -16,13 +16,13 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 expect.set_options(timeout=1000 * TIMEOUT_SECONDS)
 
 
-# Playwright runs an event loop in this thread. It ends after each module, because other tests start their own loops.
+# Playwright runs an event loop in this thread. Stop it after each module, because other tests start their own loops.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
+    if CHROMIUM_PATH is None:
         pytest.skip("Chromium is not installed. Install it with: apt-get install chromium")
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM_PATH, args=CHROMIUM_ARGUMENTS)
         yield chromium
         chromium.close()
 
@@ -45,25 +45,27 @@ def fake(bands_repository: Path) -> Iterator[LiveServer]:
 def open_page(browser: Browser) -> Iterator[OpenPage]:
     """Return a function that opens the web UI of a service.
 
-    At the end, assert that there were no errors, no requests to other hosts and no violations of the security policy.
+    After the test, assert that there were no errors, requests to other hosts or violations of the security policy.
     """
     errors: list[str] = []
     contexts = []
 
-    def open_at(live: LiveServer, **options: Any) -> Page:
+    def open_web_ui(live: LiveServer, **options: Any) -> Page:
         origin = f"http://{live.host}:{live.port}"
         context = browser.new_context(base_url=origin, **{"viewport": {"width": 1280, "height": 720}, **options})
-        allowed = (origin, "blob:", "data:")
+        allowed_prefixes = (origin, "blob:", "data:")
         context.set_default_timeout(1000 * TIMEOUT_SECONDS)
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda entry: errors.append(entry.text) if "Content Security Policy" in entry.text else None)
-        page.on("request", lambda request: None if request.url.startswith(allowed) else errors.append(request.url))
+        page.on(
+            "request", lambda request: None if request.url.startswith(allowed_prefixes) else errors.append(request.url)
+        )
         page.goto("/")
         return page
 
-    yield open_at
+    yield open_web_ui
     for context in contexts:
         context.close()
     assert errors == []

@@ -25,49 +25,49 @@ from service.inference.measurements import measure
 
 CHECK_PROPERTIES = (Path(__file__).parent / "label_properties.js").read_text(encoding="utf-8")
 MEASURE_SPEED = (Path(__file__).parent / "label_speed.js").read_text(encoding="utf-8")
-# Limit for one correction.
-MAX_MILLISECONDS = 100
+# Maximum duration of one correction.
+MAX_CORRECTION_MILLISECONDS = 100
 
-# Shows the result subsampled by two, as large results are. Returns what the views show before, while and after the
-# labels are corrected, and the text of the panel after a subsampled image was opened.
+# Shows the result subsampled by two, as the page does for large results. Returns the content of the views before,
+# during and after correcting the labels, and the text of the panel after a subsampled image has been opened.
 CORRECT_SUBSAMPLED = """async ([job, stack]) => {
   const { Viewer } = await import("/page/viewer/viewer.js");
   const { CorrectView } = await import("/page/correct/correct_view.js");
   const { fetchVolume } = await import("/page/volumes/planes.js");
   const { signal } = new AbortController(), fullShape = [24, 80, 80], step = [1, 2, 2], onblock = () => {};
-  const fetchStep = (address, step) => fetchVolume({ address, parameters: {}, fullShape }, signal, onblock, step);
+  const fetchSubsampled = (url, step) => fetchVolume({ url, parameters: {}, fullShape }, signal, onblock, step);
   const viewer = new Viewer(document.getElementById("viewer"));
-  const image = await fetchStep(`stacks/${stack}/planes`, step);
+  const image = await fetchSubsampled(`stacks/${stack}/planes`, step);
   viewer.open(image, { z: 0.5, y: 0.2, x: 0.2 });
-  viewer.setLabels(await fetchStep(`jobs/${job}/planes`, step));
-  viewer.fetchFullVolume = () => fetchStep(`stacks/${stack}/planes`, [1, 1, 1]);
+  viewer.setLabels(await fetchSubsampled(`jobs/${job}/planes`, step));
+  viewer.fetchFullVolume = () => fetchSubsampled(`stacks/${stack}/planes`, [1, 1, 1]);
   viewer.scene.set({ position: [5, 10, 12] });
-  const describe = () => {
+  const describeViews = () => {
     const { position, image, labels } = viewer.scene.state;
     return { position, step: image.step, labels: labels.shape };
   };
   const view = new CorrectView({ job: { id: job, model: "nuclei/1" }, stack, name: "" }, viewer, 0, {}, signal);
-  const before = describe();
+  const before = describeViews();
   await view.enter();
-  const during = describe(), voxel = view.mode.editor.voxel;
+  const during = describeViews(), voxelSize = view.mode.editor.voxelSize;
   view.leave();
-  const after = describe();
+  const after = describeViews();
   await view.enter();
   viewer.open(image, { z: 0.5, y: 0.2, x: 0.2 });
   viewer.drawNow();
-  return { before, during, after, voxel, paused: view.root.textContent };
+  return { before, during, after, voxelSize, pausedText: view.root.textContent };
 }"""
 
 REMEMBER_JOB = 'async entry => (await import("/page/stack/recent_jobs.js")).rememberJob(entry)'
 
 
 class Result(NamedTuple):
-    """A finished job on a part of the sample.
+    """A finished job for a part of the sample.
 
     stack   id of the stack
     job     id of the job
-    labels  [24, 80, 80]
-    volume  the image
+    labels  labels [24, 80, 80]
+    volume  image of the stack
     """
 
     live: LiveServer
@@ -99,7 +99,7 @@ def open_correct_tab(page: Page) -> None:
     expect(page.get_by_role("button", name="Merge")).to_be_visible()
 
 
-def correct(result: Result, open_page: OpenPage) -> Page:
+def open_corrections(result: Result, open_page: OpenPage) -> Page:
     page = open_result(result, open_page)
     open_correct_tab(page)
     return page
@@ -110,21 +110,21 @@ def go_to(page: Page, voxel: tuple[int, int, int]) -> None:
         page.get_by_label(f"Plane along {axis}").fill(str(position))
 
 
-def crosshair_position(page: Page) -> tuple[float, float]:
+def find_crosshair(page: Page) -> tuple[float, float]:
     """Return the screen position of the crosshair in the XY view."""
     view = page.locator(".view[data-axis=z]")
     vertical, horizontal = view.locator(".cross.vertical"), view.locator(".cross.horizontal")
     # The crosshair moves in the next frame.
     page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    column, row = vertical.bounding_box(), horizontal.bounding_box()
-    assert column is not None
-    assert row is not None
-    return column["x"] + column["width"] / 2, row["y"] + row["height"] / 2
+    vertical_box, horizontal_box = vertical.bounding_box(), horizontal.bounding_box()
+    assert vertical_box is not None
+    assert horizontal_box is not None
+    return vertical_box["x"] + vertical_box["width"] / 2, horizontal_box["y"] + horizontal_box["height"] / 2
 
 
 def click_voxel(page: Page, voxel: tuple[int, int, int]) -> None:
     go_to(page, voxel)
-    page.mouse.click(*crosshair_position(page))
+    page.mouse.click(*find_crosshair(page))
 
 
 def drag(page: Page, path: list[tuple[float, float]]) -> None:
@@ -135,23 +135,23 @@ def drag(page: Page, path: list[tuple[float, float]]) -> None:
     page.mouse.up()
 
 
-def ids_by_size(labels: NDArray[Any]) -> list[int]:
-    """Return all ids, largest objects first."""
+def sort_ids_by_size(labels: NDArray[Any]) -> list[int]:
+    """Return the ids of all objects, the largest object first."""
     return [int(label) for label in np.argsort(np.bincount(labels.ravel())[1:])[::-1] + 1]
 
 
 def download(page: Page, button: str) -> bytes:
-    with page.expect_download() as downloading:
+    with page.expect_download() as download_info:
         page.get_by_role("button", name=button, exact=True).click()
-    return Path(downloading.value.path()).read_bytes()
+    return Path(download_info.value.path()).read_bytes()
 
 
-def read_table(text: bytes) -> dict[str, NDArray[np.float64]]:
+def read_table(content: bytes) -> dict[str, NDArray[np.float64]]:
     """Return the columns of a table of objects by name, with booleans as 0 and 1."""
-    rows = list(csv.DictReader(io.StringIO(text.decode())))
+    rows = list(csv.DictReader(io.StringIO(content.decode())))
     assert {row.pop("unit") for row in rows} == {"um"}
-    as_number = {"True": 1.0, "False": 0.0}
-    return {name: np.array([float(as_number.get(row[name], row[name])) for row in rows]) for name in rows[0]}
+    numbers = {"True": 1.0, "False": 0.0}
+    return {name: np.array([float(numbers.get(row[name], row[name])) for row in rows]) for name in rows[0]}
 
 
 def export_labels(page: Page) -> NDArray[Any]:
@@ -160,50 +160,52 @@ def export_labels(page: Page) -> NDArray[Any]:
 
 
 def test_corrections_are_exported_and_survive_a_reload(result: Result, open_page: OpenPage) -> None:
-    page, labels = correct(result, open_page), result.labels
+    page, labels = open_corrections(result, open_page), result.labels
     check_accessibility(page)
-    kept, merged, deleted, cut, *_ = ids_by_size(labels)
+    kept_id, merged_id, deleted_id, cut_id, *_ = sort_ids_by_size(labels)
     hint = page.locator(".hint")
     page.get_by_role("button", name="Merge").click()
-    click_voxel(page, central_voxel(labels, kept))
-    click_voxel(page, central_voxel(labels, merged))
-    expect(hint).to_contain_text(f"Merged objects {kept} and {merged}")
+    click_voxel(page, central_voxel(labels, kept_id))
+    click_voxel(page, central_voxel(labels, merged_id))
+    expect(hint).to_contain_text(f"Merged objects {kept_id} and {merged_id}")
     page.get_by_role("button", name="Delete", exact=True).click()
-    click_voxel(page, central_voxel(labels, deleted))
+    click_voxel(page, central_voxel(labels, deleted_id))
     expect(page.locator(".correct")).to_contain_text("1 merged, 1 deleted")
-    expect(page.locator("#summary")).to_have_text(f"{len(ids_by_size(labels)) - 2} objects. Includes corrections.")
-    expected = np.where(labels == merged, kept, np.where(labels == deleted, 0, labels))
+    expect(page.locator("#summary")).to_have_text(f"{len(sort_ids_by_size(labels)) - 2} objects. Includes corrections.")
+    expected = np.where(labels == merged_id, kept_id, np.where(labels == deleted_id, 0, labels))
     assert np.array_equal(export_labels(page), expected)
 
     page.get_by_role("button", name="Undo").click()
     expect(hint).to_contain_text("Undone: deleted")
-    assert np.array_equal(export_labels(page), np.where(labels == merged, kept, labels))
+    assert np.array_equal(export_labels(page), np.where(labels == merged_id, kept_id, labels))
     page.keyboard.press("Control+Shift+Z")
     assert np.array_equal(export_labels(page), expected)
 
     page.get_by_role("button", name="Cut").click()
-    z, y, x = central_voxel(labels, cut)
+    z, y, x = central_voxel(labels, cut_id)
     go_to(page, (z, y, x))
-    across, down = crosshair_position(page)
-    drag(page, [(across - 40, down + 1), (across + 40, down + 1)])
-    expect(hint).to_contain_text(f"Cut object {cut}")
+    cross_x, cross_y = find_crosshair(page)
+    drag(page, [(cross_x - 40, cross_y + 1), (cross_x + 40, cross_y + 1)])
+    expect(hint).to_contain_text(f"Cut object {cut_id}")
     parts = export_labels(page)
-    new = int(labels.max()) + 1
-    assert np.array_equal(parts == new, (labels == cut) & (parts == new))
-    assert np.array_equal(np.where(parts == new, cut, parts), expected)
-    assert {bool(np.ptp(np.sign(np.argwhere(parts == part)[:, 1] - y - 0.1))) for part in (cut, new)} == {False}
+    new_id = int(labels.max()) + 1
+    assert np.array_equal(parts == new_id, (labels == cut_id) & (parts == new_id))
+    assert np.array_equal(np.where(parts == new_id, cut_id, parts), expected)
+    assert {bool(np.ptp(np.sign(np.argwhere(parts == part_id)[:, 1] - y - 0.1))) for part_id in (cut_id, new_id)} == {
+        False
+    }
 
-    measured = read_table(download(page, "Table"))
+    measured_table = read_table(download(page, "Table"))
     expected_table = measure(Segmentation(parts, "labels", VoxelSize(0.5, 0.2, 0.2)), result.volume)
-    for name, values in measured.items():
+    for name, values in measured_table.items():
         assert np.allclose(values, expected_table[name], rtol=1e-8), name
-    assert measured.keys() == expected_table.keys() - {"unit"}
+    assert measured_table.keys() == expected_table.keys() - {"unit"}
     page.get_by_role("tab", name="Objects").click()
-    objects = int(np.count_nonzero(np.unique(parts)))
-    expect(page.locator("#summary")).to_contain_text(re.compile(rf"^{objects} objects, .*Includes corrections\.$"))
-    volume = measured["area"][measured["label"].tolist().index(new)]
+    object_count = int(np.count_nonzero(np.unique(parts)))
+    expect(page.locator("#summary")).to_contain_text(re.compile(rf"^{object_count} objects, .*Includes corrections\.$"))
+    volume = measured_table["area"][measured_table["label"].tolist().index(new_id)]
     page.locator(".scroller").evaluate("scroller => { scroller.scrollTop = scroller.scrollHeight }")
-    expect(page.locator(f"tr[data-label='{new}']")).to_contain_text(f"{volume:.3g}")
+    expect(page.locator(f"tr[data-label='{new_id}']")).to_contain_text(f"{volume:.3g}")
     page.get_by_role("tab", name="Export").click()
     expect(page.get_by_role("tabpanel", name="Export")).to_contain_text("These files do not include your corrections")
 
@@ -217,19 +219,19 @@ def test_corrections_are_exported_and_survive_a_reload(result: Result, open_page
     assert (file.axes, file.voxel_size) == ("ZYX", (0.5, 0.2, 0.2))
     assert np.array_equal(file.pixels, parts)
 
-    other = page.context.new_page()
-    other.goto(page.url)
-    other.get_by_role("tab", name="Correct").click()
-    expect(other.locator(".correct")).to_contain_text("being corrected in another tab")
-    other.get_by_role("button", name="Continue here").click()
-    expect(other.locator(".hint")).to_contain_text("3 saved corrections were restored")
+    other_page = page.context.new_page()
+    other_page.goto(page.url)
+    other_page.get_by_role("tab", name="Correct").click()
+    expect(other_page.locator(".correct")).to_contain_text("being corrected in another tab")
+    other_page.get_by_role("button", name="Continue here").click()
+    expect(other_page.locator(".hint")).to_contain_text("3 saved corrections were restored")
     expect(page.locator(".correct")).to_contain_text("You are now correcting this result in another tab")
-    other.get_by_role("button", name="Undo").click()
-    expect(other.locator(".correct")).to_contain_text("1 merged, 1 deleted")
+    other_page.get_by_role("button", name="Undo").click()
+    expect(other_page.locator(".correct")).to_contain_text("1 merged, 1 deleted")
     page.get_by_role("button", name="Continue here").click()
     expect(hint).to_contain_text("2 saved corrections were restored")
-    expect(other.locator(".correct")).to_contain_text("You are now correcting this result in another tab")
-    other.close()
+    expect(other_page.locator(".correct")).to_contain_text("You are now correcting this result in another tab")
+    other_page.close()
     assert np.array_equal(export_labels(page), expected)
 
     page.get_by_role("button", name="Discard all corrections").click()
@@ -241,68 +243,68 @@ def test_corrections_are_exported_and_survive_a_reload(result: Result, open_page
 
 
 def test_objects_are_outlined_split_and_painted(result: Result, open_page: OpenPage) -> None:
-    page, labels = correct(result, open_page), result.labels
+    page, labels = open_corrections(result, open_page), result.labels
     hint = page.locator(".hint")
-    new = int(labels.max()) + 1
+    new_id = int(labels.max()) + 1
     page.get_by_role("button", name="Outline").click()
-    free = central_voxel(labels == 0, 1)
+    free_voxel = central_voxel(labels == 0, 1)
     for plane in (8, 14):
-        go_to(page, (plane, free[1], free[2]))
-        across, down = crosshair_position(page)
+        go_to(page, (plane, free_voxel[1], free_voxel[2]))
+        cross_x, cross_y = find_crosshair(page)
         angles = np.linspace(0, 6.2, 40)
-        drag(page, [(across + 60 * np.cos(angle), down + 60 * np.sin(angle)) for angle in angles])
+        drag(page, [(cross_x + 60 * np.cos(angle), cross_y + 60 * np.sin(angle)) for angle in angles])
         expect(hint).to_contain_text("Go to another plane")
-    drawn = export_labels(page)
-    assert np.array_equal(np.where(drawn == new, 0, drawn), labels)
-    assert [bool((plane == new).any()) for plane in drawn[7:16]] == [False, *[True] * 7, False]
-    within = np.zeros_like(labels[0], bool)
-    within[free[1] - 4 : free[1] + 4, free[2] - 4 : free[2] + 4] = True
-    assert ((drawn[8:15] == new) | (labels[8:15] > 0))[:, within].all()
+    outlined_labels = export_labels(page)
+    assert np.array_equal(np.where(outlined_labels == new_id, 0, outlined_labels), labels)
+    assert [bool((plane == new_id).any()) for plane in outlined_labels[7:16]] == [False, *[True] * 7, False]
+    is_near = np.zeros_like(labels[0], bool)
+    is_near[free_voxel[1] - 4 : free_voxel[1] + 4, free_voxel[2] - 4 : free_voxel[2] + 4] = True
+    assert ((outlined_labels[8:15] == new_id) | (labels[8:15] > 0))[:, is_near].all()
 
     page.get_by_role("button", name="Split").click()
-    object_to_split = ids_by_size(labels)[0]
-    voxels = np.argwhere(drawn == object_to_split)
-    plane = voxels[voxels[:, 0] == central_voxel(drawn, object_to_split)[0]]
-    for place in (plane[np.argmin(plane[:, 2])], plane[np.argmax(plane[:, 2])]):
-        click_voxel(page, (int(place[0]), int(place[1]), int(place[2])))
+    object_to_split = sort_ids_by_size(labels)[0]
+    object_voxels = np.argwhere(outlined_labels == object_to_split)
+    plane = object_voxels[object_voxels[:, 0] == central_voxel(outlined_labels, object_to_split)[0]]
+    for seed in (plane[np.argmin(plane[:, 2])], plane[np.argmax(plane[:, 2])]):
+        click_voxel(page, (int(seed[0]), int(seed[1]), int(seed[2])))
     expect(hint).to_contain_text("Split object")
-    split = export_labels(page)
-    assert np.array_equal(np.where(split == new + 1, object_to_split, split), drawn)
-    assert (split == new + 1).any()
+    split_labels = export_labels(page)
+    assert np.array_equal(np.where(split_labels == new_id + 1, object_to_split, split_labels), outlined_labels)
+    assert (split_labels == new_id + 1).any()
 
     page.get_by_role("button", name="Brush").click()
     expect(page.get_by_label("Brush size")).to_be_visible()
-    z, y, x = central_voxel(split, new)
+    z, y, x = central_voxel(split_labels, new_id)
     go_to(page, (z, y, x))
-    across, down = crosshair_position(page)
-    drag(page, [(across, down), (across + 60, down), (across + 120, down)])
+    cross_x, cross_y = find_crosshair(page)
+    drag(page, [(cross_x, cross_y), (cross_x + 60, cross_y), (cross_x + 120, cross_y)])
     expect(page.locator(".correct")).to_contain_text("1 painted")
-    painted = export_labels(page)
-    assert set(np.unique(painted[painted != split])) == {new}
-    assert not (split[painted != split]).any()
+    painted_labels = export_labels(page)
+    assert set(np.unique(painted_labels[painted_labels != split_labels])) == {new_id}
+    assert not (split_labels[painted_labels != split_labels]).any()
     selected = page.locator(".selected-object")
-    expect(selected).to_have_text(re.compile(f"Object {new} selected: .* voxels, .* µm³"))
+    expect(selected).to_have_text(re.compile(f"Object {new_id} selected: .* voxels, .* µm³"))
 
-    free = central_voxel(ndimage.binary_erosion(painted == 0, np.ones((3, 9, 9))), 1)
-    newest = int(painted.max()) + 1
-    click_voxel(page, free)
-    expect(hint).to_contain_text(f"Created object {newest}.")
-    expect(selected).to_contain_text(f"Object {newest} selected")
-    free = central_voxel(ndimage.binary_erosion(export_labels(page) == 0, np.ones((3, 9, 9))), 1)
+    free_voxel = central_voxel(ndimage.binary_erosion(painted_labels == 0, np.ones((3, 9, 9))), 1)
+    newest_id = int(painted_labels.max()) + 1
+    click_voxel(page, free_voxel)
+    expect(hint).to_contain_text(f"Created object {newest_id}.")
+    expect(selected).to_contain_text(f"Object {newest_id} selected")
+    free_voxel = central_voxel(ndimage.binary_erosion(export_labels(page) == 0, np.ones((3, 9, 9))), 1)
     page.get_by_label("Add to the selected object").check()
-    click_voxel(page, free)
-    expect(hint).to_contain_text(f"Extended object {newest}.")
-    grown = export_labels(page)
-    assert set(np.unique(grown[grown != painted])) == {newest}
-    assert grown[free] == newest
+    click_voxel(page, free_voxel)
+    expect(hint).to_contain_text(f"Extended object {newest_id}.")
+    extended_labels = export_labels(page)
+    assert set(np.unique(extended_labels[extended_labels != painted_labels])) == {newest_id}
+    assert extended_labels[free_voxel] == newest_id
     check_accessibility(page)
 
 
 def test_corrected_labels_are_saved_as_an_annotated_stack(result: Result, open_page: OpenPage) -> None:
-    page, labels = correct(result, open_page), result.labels
-    deleted = ids_by_size(labels)[0]
+    page, labels = open_corrections(result, open_page), result.labels
+    deleted_id = sort_ids_by_size(labels)[0]
     page.get_by_role("button", name="Delete", exact=True).click()
-    click_voxel(page, central_voxel(labels, deleted))
+    click_voxel(page, central_voxel(labels, deleted_id))
     dialog = page.get_by_role("dialog")
     page.get_by_role("button", name="Improve the model").click()
     expect(dialog.get_by_role("heading")).to_have_text("Save as annotated stack")
@@ -324,7 +326,7 @@ def test_corrected_labels_are_saved_as_an_annotated_stack(result: Result, open_p
     assert (annotation["name"], annotation["changes"], annotation["job"]) == ("Zellkörper 1", 1, result.job)
     assert annotation["region"] == "0:20,10:80,0:80"
     file = LabelTiff(result.live.client.get(f"/annotations/{annotation['id']}/labels").content)
-    assert np.array_equal(file.pixels, np.where(labels == deleted, 0, labels))
+    assert np.array_equal(file.pixels, np.where(labels == deleted_id, 0, labels))
     page.get_by_role("button", name="New stack").click()
     annotated = page.get_by_role("region", name="Annotated stacks")
     expect(annotated).to_contain_text("1 correction")
@@ -336,18 +338,18 @@ def test_corrected_labels_are_saved_as_an_annotated_stack(result: Result, open_p
 
 
 def test_annotated_stack_from_another_browser_is_shown(result: Result, open_page: OpenPage) -> None:
-    page, labels = correct(result, open_page), result.labels
+    page, labels = open_corrections(result, open_page), result.labels
     page.get_by_role("button", name="Delete", exact=True).click()
-    click_voxel(page, central_voxel(labels, ids_by_size(labels)[0]))
+    click_voxel(page, central_voxel(labels, sort_ids_by_size(labels)[0]))
     page.get_by_role("button", name="Save as annotated stack").click()
     page.get_by_role("dialog").get_by_label("Name").fill("by Ada")
     page.get_by_role("dialog").get_by_role("button", name="Save").click()
     expect(page.locator(".correct")).to_contain_text("Saved as annotated stack by Ada")
-    other = correct(result, open_page)
-    expect(other.locator(".correct")).to_contain_text(
+    other_page = open_corrections(result, open_page)
+    expect(other_page.locator(".correct")).to_contain_text(
         "This result was also corrected in another browser and saved as annotated stack by Ada"
     )
-    check_accessibility(other)
+    check_accessibility(other_page)
     page.reload()
     open_correct_tab(page)
     expect(page.locator(".correct")).to_contain_text("Saved as annotated stack by Ada")
@@ -358,10 +360,10 @@ def test_annotated_stack_from_another_browser_is_shown(result: Result, open_page
 
 def test_corrections_remain_after_their_result_is_deleted(result: Result, open_page: OpenPage) -> None:
     job = result.live.run(b"", stack=result.stack, measurements="zip")["id"]
-    page, labels = correct(result._replace(job=job), open_page), result.labels
-    deleted = ids_by_size(labels)[:2]
+    page, labels = open_corrections(result._replace(job=job), open_page), result.labels
+    deleted_ids = sort_ids_by_size(labels)[:2]
     page.get_by_role("button", name="Delete", exact=True).click()
-    for number, label in enumerate(deleted, 1):
+    for number, label in enumerate(deleted_ids, 1):
         click_voxel(page, central_voxel(labels, label))
         expect(page.locator(".correct")).to_contain_text(f"{number} deleted")
     result.live.client.delete(f"/jobs/{job}")
@@ -376,7 +378,7 @@ def test_corrections_remain_after_their_result_is_deleted(result: Result, open_p
     entry.click()
     expect(dialog).to_contain_text("The service no longer stores this result")
     check_accessibility(page)
-    assert np.array_equal(export_labels(page), np.where(np.isin(labels, deleted), 0, labels))
+    assert np.array_equal(export_labels(page), np.where(np.isin(labels, deleted_ids), 0, labels))
     file = LabelTiff(download(page, "OME-TIFF"))
     assert (file.axes, file.voxel_size) == ("ZYX", (0.5, 0.2, 0.2))
     page.on("dialog", lambda prompt: prompt.accept())
@@ -387,25 +389,25 @@ def test_corrections_remain_after_their_result_is_deleted(result: Result, open_p
 def test_results_are_compared_with_and_without_corrections(result: Result, open_page: OpenPage) -> None:
     page, labels = open_result(result, open_page), result.labels
     other_job = result.live.run(b"", stack=result.stack)["id"]
-    page.evaluate(REMEMBER_JOB, {"job": other_job, "stack": result.stack, "objects": len(ids_by_size(labels))})
+    page.evaluate(REMEMBER_JOB, {"job": other_job, "stack": result.stack, "objects": len(sort_ids_by_size(labels))})
     open_correct_tab(page)
     page.get_by_role("button", name="Delete", exact=True).click()
-    click_voxel(page, central_voxel(labels, ids_by_size(labels)[0]))
+    click_voxel(page, central_voxel(labels, sort_ids_by_size(labels)[0]))
     expect(page.locator(".correct")).to_contain_text("1 deleted")
     results = page.get_by_role("group", name="Results of this stack")
-    current, other = results.locator("[aria-current]"), results.locator("button:not([aria-current])")
-    expect(current).to_contain_text(f" {len(ids_by_size(labels)) - 1} objects, corrected")
-    expect(other).to_have_text(f"{len(ids_by_size(labels))} objects")
+    current_result, other_result = results.locator("[aria-current]"), results.locator("button:not([aria-current])")
+    expect(current_result).to_contain_text(f" {len(sort_ids_by_size(labels)) - 1} objects, corrected")
+    expect(other_result).to_have_text(f"{len(sort_ids_by_size(labels))} objects")
     page.get_by_role("button", name="Undo").click()
-    expect(current).to_have_text(re.compile(f" {len(ids_by_size(labels))} objects$"))
+    expect(current_result).to_have_text(re.compile(f" {len(sort_ids_by_size(labels))} objects$"))
     page.get_by_role("button", name="Redo").click()
-    expect(current).to_contain_text("objects, corrected")
+    expect(current_result).to_contain_text("objects, corrected")
     page.goto(f"/#compare={other_job},{result.job}")
     left, right = page.locator(".side-by-side").first, page.locator(".side-by-side").last
     footer = page.locator("#compare footer")
-    objects = len(ids_by_size(labels))
-    expect(footer).to_contain_text(f"{objects - 1} objects in both (overlap above 50%), 1 only on the left")
-    expect(right).to_contain_text(f"{objects - 1} objects")
+    object_count = len(sort_ids_by_size(labels))
+    expect(footer).to_contain_text(f"{object_count - 1} objects in both (overlap above 50%), 1 only on the left")
+    expect(right).to_contain_text(f"{object_count - 1} objects")
     tops = page.locator(".side-by-side .views").evaluate_all(
         "views => views.map(view => view.getBoundingClientRect().top)"
     )
@@ -413,7 +415,7 @@ def test_results_are_compared_with_and_without_corrections(result: Result, open_
     right.get_by_label("With 1 correction").uncheck()
     expect(footer).to_contain_text("0 only on the left, 0 only on the right")
     for side in (left, right):
-        expect(side).to_contain_text(f"{objects} objects")
+        expect(side).to_contain_text(f"{object_count} objects")
     check_accessibility(page)
 
 
@@ -424,7 +426,7 @@ def test_all_tools_work_with_the_keyboard(result: Result, open_page: OpenPage) -
     page.keyboard.press("ArrowRight")
     expect(page.get_by_role("button", name="Merge")).to_be_visible()
     stage = page.locator(".view[data-axis=z] .stage")
-    first, second, *_ = ids_by_size(labels)
+    first_id, second_id, *_ = sort_ids_by_size(labels)
 
     def press_at(voxel: tuple[int, int, int], *keys: str) -> None:
         go_to(page, voxel)
@@ -433,32 +435,33 @@ def test_all_tools_work_with_the_keyboard(result: Result, open_page: OpenPage) -
             page.keyboard.press(key)
 
     hint = page.locator(".hint")
-    press_at(central_voxel(labels, first), "m", "Enter")
-    press_at(central_voxel(labels, second), "Enter")
+    press_at(central_voxel(labels, first_id), "m", "Enter")
+    press_at(central_voxel(labels, second_id), "Enter")
     expect(hint).to_contain_text("Merged objects")
     page.keyboard.press("Control+z")
-    press_at(central_voxel(labels, first), "v", "Enter", "Delete")
-    expect(hint).to_contain_text(f"Deleted object {first}")
-    assert np.array_equal(export_labels(page), np.where(labels == first, 0, labels))
+    press_at(central_voxel(labels, first_id), "v", "Enter", "Delete")
+    expect(hint).to_contain_text(f"Deleted object {first_id}")
+    assert np.array_equal(export_labels(page), np.where(labels == first_id, 0, labels))
     page.keyboard.press("Control+z")
-    z, y, x = central_voxel(labels, first)
+    z, y, x = central_voxel(labels, first_id)
     press_at((z, y, x), "x", "Shift+ArrowLeft", "Enter", "Shift+ArrowRight", "Shift+ArrowRight", "Enter")
-    expect(hint).to_contain_text(f"Cut object {first}")
+    expect(hint).to_contain_text(f"Cut object {first_id}")
     page.keyboard.press("Control+z")
-    empty = sliding_window_view(labels == 0, (10, 10), (1, 2)).all((3, 4))  # type: ignore[call-overload]
-    corner = tuple(int(index) for index in np.argwhere(empty)[0])
+    is_empty_corner = sliding_window_view(labels == 0, (10, 10), (1, 2)).all((3, 4))  # type: ignore[call-overload]
+    corner = tuple(int(index) for index in np.argwhere(is_empty_corner)[0])
     press_at(corner, "n", "a", "Enter", *["Shift+ArrowRight"] * 9, "Enter", *["Shift+ArrowDown"] * 9, "Enter", "c")
     expect(page.locator(".correct")).to_contain_text("1 outlined")
     press_at((z, y, x), "e", "[", "[", "Enter")
     expect(page.locator(".correct")).to_contain_text("1 erased")
-    erased = export_labels(page)
-    assert erased[z, y, x] == 0
+    erased_labels = export_labels(page)
+    assert erased_labels[z, y, x] == 0
     assert np.array_equal(
-        erased[labels != first][labels[labels != first] > 0], labels[labels != first][labels[labels != first] > 0]
+        erased_labels[labels != first_id][labels[labels != first_id] > 0],
+        labels[labels != first_id][labels[labels != first_id] > 0],
     )
 
 
-def test_random_corrections_can_be_undone_redone_and_restored(nuclei: LiveServer, open_page: OpenPage) -> None:
+def test_random_corrections_are_undone_redone_and_restored(nuclei: LiveServer, open_page: OpenPage) -> None:
     page = open_page(nuclei)
     for seed in range(3):
         outcome = page.evaluate(CHECK_PROPERTIES, [seed, 60])
@@ -469,15 +472,15 @@ def test_random_corrections_can_be_undone_redone_and_restored(nuclei: LiveServer
 def test_corrections_of_a_large_stack_are_immediate(nuclei: LiveServer, open_page: OpenPage) -> None:
     times = open_page(nuclei).evaluate(MEASURE_SPEED)
     print({name: f"{milliseconds:.1f} ms" for name, milliseconds in times.items()})
-    assert max(times.values()) < MAX_MILLISECONDS
+    assert max(times.values()) < MAX_CORRECTION_MILLISECONDS
 
 
 def test_subsampled_result_is_corrected_at_full_resolution(result: Result, open_page: OpenPage) -> None:
     outcome = open_page(result.live).evaluate(CORRECT_SUBSAMPLED, [result.job, result.stack])
     assert outcome["before"] == outcome["after"] == {"position": [5, 10, 12], "step": [1, 2, 2], "labels": [24, 40, 40]}
     assert outcome["during"] == {"position": [5, 20, 24], "step": [1, 1, 1], "labels": [24, 80, 80]}
-    assert outcome["voxel"] == [0.5, 0.2, 0.2]
-    assert outcome["paused"] == "The image was reloaded. Your corrections are saved.Continue correcting"
+    assert outcome["voxelSize"] == [0.5, 0.2, 0.2]
+    assert outcome["pausedText"] == "The image was reloaded. Your corrections are saved.Continue correcting"
 
 
 def test_labels_too_large_for_the_browser_are_explained(nuclei: LiveServer, open_page: OpenPage) -> None:

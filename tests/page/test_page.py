@@ -52,23 +52,23 @@ def test_sample_is_segmented_and_its_labels_are_downloaded(
     page.get_by_role("button", name="3D").click()
     expect(page.locator("canvas.solid")).to_be_visible()
     wait_until(lambda: page.evaluate(COUNT_3D_COLORS) > 50, TIMEOUT_SECONDS)
-    slices = page.locator(".view[data-axis=z]")
+    xy_view = page.locator(".view[data-axis=z]")
     page.get_by_role("button", name="Enlarge").click()
-    expect(slices).to_be_hidden()
+    expect(xy_view).to_be_hidden()
     page.keyboard.press("Escape")
-    expect(slices).to_be_visible()
+    expect(xy_view).to_be_visible()
     page.get_by_role("tab", name="Export").click()
     expect(page.get_by_role("tabpanel", name="Export")).to_contain_text("The service stores this result until ")
     check_accessibility(page)
-    with page.expect_download() as downloading:
+    with page.expect_download() as download_info:
         page.get_by_role("button", name="Labels (OME-TIFF)").click()
-    downloading.value.save_as(tmp_path / "labels.tif")
+    download_info.value.save_as(tmp_path / "labels.tif")
     sample = (ROOT / "models" / "nuclei" / "sample.tif").read_bytes()
     response = nuclei.segment(sample)
     assert np.array_equal(tifffile.imread(tmp_path / "labels.tif"), tifffile.imread(io.BytesIO(response.content)))
-    with page.expect_download() as downloading:
+    with page.expect_download() as download_info:
         page.get_by_role("button", name="Screenshot").click()
-    assert Path(downloading.value.path()).read_bytes().startswith(b"\x89PNG")
+    assert Path(download_info.value.path()).read_bytes().startswith(b"\x89PNG")
     page.get_by_role("button", name="New stack").click()
     release = hold_requests(page, "**/jobs/*")
     page.locator(".recent-job").click()
@@ -80,8 +80,8 @@ def test_sample_is_segmented_and_its_labels_are_downloaded(
 
 def test_low_confidence_result_suggests_another_model(nuclei: LiveServer, open_page: OpenPage) -> None:
     page = open_page(nuclei)
-    cells = tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88]
-    choose_file(page, as_tiff(cells, imagej=False, metadata=None))
+    stack = tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88]
+    choose_file(page, as_tiff(stack, imagej=False, metadata=None))
     press_segment(page)
     suggestion = page.get_by_role("button", name="Try Model: membranes")
     expect(suggestion).to_be_visible()
@@ -100,21 +100,21 @@ def test_low_confidence_result_suggests_another_model(nuclei: LiveServer, open_p
     expect(page.locator("#settings")).to_contain_text("Cells in 3D stacks")
 
 
-def hold_requests(page: Page, address: str) -> Callable[[], None]:
-    """Hold back requests to an address. Returns a function that waits for the first one and releases them."""
-    pending: list[Route] = []
+def hold_requests(page: Page, url_pattern: str) -> Callable[[], None]:
+    """Hold requests to matching URLs. Return a function that waits for the first one and releases all of them."""
+    held_routes: list[Route] = []
 
     def hold(route: Route) -> None:
-        pending.append(route)
+        held_routes.append(route)
 
     def release() -> None:
-        while not pending:
+        while not held_routes:
             page.wait_for_timeout(20)
-        for route in pending:
+        for route in held_routes:
             route.continue_()
-        page.unroute(address)
+        page.unroute(url_pattern)
 
-    page.route(address, hold)
+    page.route(url_pattern, hold)
     return release
 
 
@@ -135,7 +135,7 @@ def test_ambiguous_axes_are_selected_with_a_button(fake: LiveServer, open_page: 
     }  # fmt: skip
 
 
-def test_messages_use_the_terms_of_the_page_and_axes_can_be_overridden(fake: LiveServer, open_page: OpenPage) -> None:
+def test_messages_use_terms_of_the_web_ui_and_axes_can_be_overridden(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     choose_file(page, as_tiff(np.full((5, 16, 24), 200, np.uint8), imagej=False, metadata=None))
     notes = page.locator("#settings .notes")
@@ -174,10 +174,10 @@ def test_controls_fit_on_laptop_and_tablet_screens(nuclei: LiveServer, open_page
     expect(page.get_by_label("Voxel size along x")).to_have_value("0.51183")
     for width, height in ((1280, 720), (820, 1180)):
         page.set_viewport_size({"width": width, "height": height})
-        clipped = page.locator(".voxel-size input, #side .scroller, .view-foot").evaluate_all(
+        clipped_nodes = page.locator(".voxel-size input, #side .scroller, .view-foot").evaluate_all(
             "nodes => nodes.filter(node => node.scrollWidth > node.clientWidth).map(node => node.outerHTML)"
         )
-        assert clipped == []
+        assert clipped_nodes == []
 
 
 def test_selected_time_point_is_segmented(fake: LiveServer, open_page: OpenPage) -> None:
@@ -198,22 +198,26 @@ def test_late_responses_do_not_disturb_user_input(fake: LiveServer, open_page: O
     choose_file(
         page, as_tiff(np.zeros((3, 4, 16, 16), np.uint8), metadata={"axes": "TZYX", "spacing": 0.5, "unit": "um"})
     )
-    time_input, times, edge = page.locator("#time"), page.locator("#times"), page.get_by_label("Voxel size along x")
+    time_input, time_mode, size_input = (
+        page.locator("#time"),
+        page.locator("#times"),
+        page.get_by_label("Voxel size along x"),
+    )
     time_input.fill("1")
     release_and_wait(page, release)
     expect(time_input).to_have_value("1")
     expect(time_input).to_be_focused()
     release = hold_requests(page, "**/inspect?*time=1*")
     time_input.press("Tab")
-    edge.fill("0.7")
+    size_input.fill("0.7")
     release_and_wait(page, release)
-    expect(edge).to_have_value("0.7")
-    expect(edge).to_be_focused()
+    expect(size_input).to_have_value("0.7")
+    expect(size_input).to_be_focused()
     release = hold_requests(page, "**/inspect?*0.7*")
-    times.focus()
-    times.select_option("all")
+    time_mode.focus()
+    time_mode.select_option("all")
     release_and_wait(page, release)
-    expect(times).to_be_focused()
+    expect(time_mode).to_be_focused()
     press_segment(page)
     expect(page.locator("#summary")).to_contain_text("classes")
     parameters = fake.client.get("/jobs").json()["jobs"][0]["parameters"]
@@ -221,7 +225,7 @@ def test_late_responses_do_not_disturb_user_input(fake: LiveServer, open_page: O
 
 
 def release_and_wait(page: Page, release: Callable[[], None]) -> None:
-    """Release a held request about the stack, and wait until the page has shown the response."""
+    """Release a held request for an inspection, and wait until the page shows the response."""
     page.evaluate("document.querySelector('#settings .chip').id = 'before'")
     release()
     expect(page.locator("#before")).to_have_count(0)
@@ -265,7 +269,7 @@ def test_job_continues_after_a_reload_and_can_be_canceled(fake: LiveServer, open
     expect(page.locator("#summary")).to_contain_text("classes")
 
 
-def test_page_prompts_for_a_required_api_key(bands_repository: Path, open_page: OpenPage) -> None:
+def test_web_ui_prompts_for_a_required_api_key(bands_repository: Path, open_page: OpenPage) -> None:
     settings = eager_settings(bands_repository, models={"load": "all"}, access={"keys": {"ann": hash_key("ann")}})
     with serve(settings, load=FakeSegmenter, wait=False) as live:  # type: ignore[arg-type]
         live.wait_ready()
@@ -304,26 +308,26 @@ def test_status_shows_running_and_recent_requests_while_it_is_visible(fake: Live
     finally:
         gate.set()
     expect(page.get_by_role("region", name="Queue")).to_contain_text("No running")
-    newest = page.get_by_role("region", name="Recent requests").locator("tbody tr").first
-    expect(newest).to_contain_text("1,024")
-    expect(newest.get_by_role("img", name="windows 0.5 s")).to_be_visible()
-    page.evaluate(SET_HIDDEN, True)
-    assert count_requests(page, STATUS_SECONDS) == 0
+    newest_row = page.get_by_role("region", name="Recent requests").locator("tbody tr").first
+    expect(newest_row).to_contain_text("1,024")
+    expect(newest_row.get_by_role("img", name="windows 0.5 s")).to_be_visible()
+    page.evaluate(SET_PAGE_HIDDEN, True)
+    assert count_requests(page, OBSERVATION_SECONDS) == 0
     with page.expect_request("**/status"):
-        page.evaluate(SET_HIDDEN, False)
+        page.evaluate(SET_PAGE_HIDDEN, False)
     page.get_by_role("link", name="StackSeg").click()
     expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
-    assert count_requests(page, STATUS_SECONDS) == 0
+    assert count_requests(page, OBSERVATION_SECONDS) == 0
 
 
 def test_status_shows_the_workers_of_a_cluster(fake: LiveServer, open_page: OpenPage) -> None:
-    states = ({"given_back": True}, {"starting": True, "problem": "Ray has no resources."}, {"host": "node7"})
+    worker_states = ({"given_back": True}, {"starting": True, "problem": "Ray has no resources."}, {"host": "node7"})
 
     def add_workers(route: Route) -> None:
         status = (response := route.fetch()).json()
-        local = status["hardware"]["devices"][0]
+        local_device = status["hardware"]["devices"][0]
         status["hardware"]["devices"] += [
-            local | {"name": f"worker-{index}"} | state for index, state in enumerate(states)
+            local_device | {"name": f"worker-{index}"} | state for index, state in enumerate(worker_states)
         ]
         route.fulfill(response=response, json=status)
 
@@ -362,32 +366,32 @@ def test_only_admins_see_the_status_and_reload_models(
 
 
 def count_requests(page: Page, seconds: float) -> int:
-    """Count the requests that the page sends within a time."""
+    """Count the requests that the page sends within a number of seconds."""
     requests: list[Any] = []
 
-    def record(request: Any) -> None:
+    def record_request(request: Any) -> None:
         requests.append(request)
 
-    # Events of earlier requests may arrive late.
+    # Events for earlier requests may arrive late.
     page.wait_for_timeout(200)
-    page.on("request", record)
+    page.on("request", record_request)
     page.wait_for_timeout(1000 * seconds)
-    page.remove_listener("request", record)
+    page.remove_listener("request", record_request)
     return len(requests)
 
 
-# Longer than the refresh interval of the status.
-STATUS_SECONDS = 2
+# Duration for which requests are counted. It is longer than the refresh interval of the status.
+OBSERVATION_SECONDS = 2
 
 # Sets the visibility of the page, because pages in a headless browser are always visible.
-SET_HIDDEN = """hidden => {
+SET_PAGE_HIDDEN = """hidden => {
   Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
   document.dispatchEvent(new Event("visibilitychange"));
 }"""
 
-SYNTHETIC = (Path(__file__).parent / "synthetic.js").read_text(encoding="utf-8")
+SHOW_SYNTHETIC_STACK = (Path(__file__).parent / "synthetic.js").read_text(encoding="utf-8")
 
-# Returns the number of distinct colors in the 3D view.
+# Returns the number of different colors in the 3D view.
 COUNT_3D_COLORS = """() => {
   const gl = document.querySelector("canvas.solid").getContext("webgl2");
   const pixels = new Uint8Array(4 * gl.drawingBufferWidth * gl.drawingBufferHeight);
@@ -395,7 +399,7 @@ COUNT_3D_COLORS = """() => {
   return new Set(new Uint32Array(pixels.buffer)).size;
 }"""
 
-# Clicks a row of the table, and returns the milliseconds until the row is highlighted and the views are updated.
+# Clicks a table row. Returns how long it takes to highlight the row and update the views, in milliseconds.
 CLICK_ROW = """async turn => {
   const row = document.querySelectorAll("tr[data-label]")[turn % 11];
   const start = performance.now();
@@ -407,8 +411,8 @@ CLICK_ROW = """async turn => {
 }"""
 
 
-def time_steps(page: Page, step: str) -> NDArray[np.float64]:
-    """Run a step 21 times. Returns the sorted wall and CPU times of the page's thread in milliseconds, [21, 2]."""
+def measure_steps(page: Page, script: str) -> NDArray[np.float64]:
+    """Run a script 21 times. Return sorted durations and CPU times of the page's thread in milliseconds, [21, 2]."""
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
 
@@ -418,8 +422,8 @@ def time_steps(page: Page, step: str) -> NDArray[np.float64]:
 
     times = []
     for turn in range(21):
-        before = read_cpu_time()
-        times.append((page.evaluate(step, turn), read_cpu_time() - before))
+        start = read_cpu_time()
+        times.append((page.evaluate(script, turn), read_cpu_time() - start))
     session.detach()
     return np.sort(times, 0)
 
@@ -427,31 +431,31 @@ def time_steps(page: Page, step: str) -> NDArray[np.float64]:
 def test_next_plane_and_selected_row_appear_immediately(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     page.get_by_role("button", name="Try the sample").wait_for()
-    page.evaluate(SYNTHETIC, [2000, 64, 512])
+    page.evaluate(SHOW_SYNTHETIC_STACK, [2000, 64, 512])
     for width, height in ((1280, 720), (1920, 1080)):
         page.set_viewport_size({"width": width, "height": height})
         # The new layout of the views takes effect within two frames.
         page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        for name, step, limit in (("wheel", TURN_WHEEL, 16), ("row", CLICK_ROW, 100)):
-            times = time_steps(page, step)
-            wall, cpu = times[10]
-            print(f"{width} x {height}, {name}: median {wall:.1f} ms, {cpu:.1f} ms of CPU time")
-            # Use the third fastest step, because other work on the machine interrupts slower ones.
-            assert times[2, 0] < limit
-            # The CPU time also includes work after the update, and is longer if other tests share the caches.
-            assert times[2, 1] < 2 * limit
+        for name, script, max_milliseconds in (("wheel", TURN_WHEEL, 16), ("row", CLICK_ROW, 100)):
+            times = measure_steps(page, script)
+            duration, cpu_time = times[10]
+            print(f"{width} x {height}, {name}: median {duration:.1f} ms, {cpu_time:.1f} ms of CPU time")
+            # Use the third shortest duration, because other work on the machine can interrupt slower runs.
+            assert times[2, 0] < max_milliseconds
+            # The CPU time includes work after the update. It is longer if other tests share the CPU caches.
+            assert times[2, 1] < 2 * max_milliseconds
 
 
 def test_only_visible_rows_of_20_000_objects_are_in_the_document(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     page.get_by_role("button", name="Try the sample").wait_for()
-    page.evaluate(SYNTHETIC, [20_000, 4, 512])
+    page.evaluate(SHOW_SYNTHETIC_STACK, [20_000, 4, 512])
     assert page.locator("tr[data-label]").count() < 100
     page.locator(".scroller").evaluate("scroller => { scroller.scrollTop = 28 * 15000 }")
     page.locator("tr[data-label='15001']").click()
     expect(page.locator(".readout")).to_contain_text("object 15001")
     page.get_by_role("button", name="Mean").click()
-    first = page.locator("tr[data-label]").first
+    first_row = page.locator("tr[data-label]").first
     page.locator(".scroller").evaluate("scroller => { scroller.scrollTop = 0 }")
-    expect(first.locator("td").nth(3)).to_have_text("250")
+    expect(first_row.locator("td").nth(3)).to_have_text("250")
     assert page.get_by_role("button", name="Mean").inner_text().endswith("↓")

@@ -1,4 +1,4 @@
-"""Tests of the TypeScript types that the modules of the web UI are checked with."""
+"""Tests of the TypeScript types that are used to check the modules of the web UI."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scripts.page_types import describe, write_types
+from scripts.page_types import to_type, write_types
 
 
 @pytest.mark.parametrize(
@@ -25,24 +25,24 @@ from scripts.page_types import describe, write_types
     ],
 )
 def test_schema_is_converted_to_typescript_type(schema: dict[str, Any], expected: str) -> None:
-    assert describe(schema) == expected
+    assert to_type(schema) == expected
 
 
 def test_properties_without_value_or_default_are_optional() -> None:
-    text, null = {"type": "string"}, {"type": "null"}
-    properties = {"a": text, "b": text, "c": text | {"default": ""}, "d": {"anyOf": [text, null]}}
-    written = describe({"type": "object", "properties": properties, "required": ["a"]})
-    assert re.findall(r"(\w\??):", written) == ["a", "b?", "c", "d"]
+    string, null = {"type": "string"}, {"type": "null"}
+    properties = {"a": string, "b": string, "c": string | {"default": ""}, "d": {"anyOf": [string, null]}}
+    interface = to_type({"type": "object", "properties": properties, "required": ["a"]})
+    assert re.findall(r"(\w\??):", interface) == ["a", "b?", "c", "d"]
 
 
-def test_every_type_imported_by_the_page_is_written(tmp_path: Path) -> None:
+def test_every_type_imported_by_the_web_ui_is_written(tmp_path: Path) -> None:
     write_types(file := tmp_path / "page" / "openapi.d.ts")
-    written = set(re.findall(r"export interface (\w+) \{", file.read_text(encoding="utf-8")))
+    written_types = set(re.findall(r"export interface (\w+) \{", file.read_text(encoding="utf-8")))
     modules = Path(__file__).parents[2] / "service" / "api" / "page"
-    imported = {
+    imported_types = {
         name
         for module in modules.rglob("*.js")
         for name in re.findall(r'import\("openapi"\)\.(\w+)', module.read_text(encoding="utf-8"))
     }
-    assert imported <= written
-    assert {"JobReport", "Status", "AnnotationReport"} <= imported
+    assert imported_types <= written_types
+    assert {"JobReport", "Status", "AnnotationReport"} <= imported_types

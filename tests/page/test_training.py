@@ -1,4 +1,4 @@
-"""Tests of training from the web UI, with a real service and a real training."""
+"""Tests of training from the web UI, with a real service and real training runs."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from scripts.recipes.synthetic_nuclei import synthesize
 from service.models.spec import ModelSpec
 
 TRAINING = {"edge": 16, "batch_size": 1, "pool": 2, "learning_rate": 0.01}
-# Returns the color of the second line at the marker of its first value, and the color of the legend.
+# Returns the color of a marker of the second line, and the color of the line in the legend.
 READ_LINE_COLORS = """() => {
   const canvas = document.querySelector(".curve canvas"), { width, height } = canvas;
   const data = canvas.getContext("2d").getImageData(0, 0, width, height).data;
-  const last = document.querySelector(".curve [data-line='1']");
-  const legend = getComputedStyle(last, "::before").backgroundColor.match(/\\d+/g).slice(0, 3).map(Number);
+  const legendEntry = document.querySelector(".curve [data-line='1']");
+  const legend = getComputedStyle(legendEntry, "::before").backgroundColor.match(/\\d+/g).slice(0, 3).map(Number);
   const distance = offset => Math.max(...legend.map((value, channel) => Math.abs(value - data[offset + channel])));
   const opaque = [...Array(width * height).keys()].map(pixel => 4 * pixel).filter(offset => data[offset + 3] === 255);
   const nearest = opaque.reduce((best, offset) => (distance(offset) < distance(best) ? offset : best));
   return [[...data.slice(nearest, nearest + 3)], legend];
 }"""
-NPY = {"Content-Type": "application/x-npy"}
+NPY_HEADERS = {"Content-Type": "application/x-npy"}
 
 
 @pytest.fixture(scope="module")
 def live(trainable_model: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Start a service with a small trainable model, and an image with labels saved as two annotated stacks."""
+    """Start a service with two small trainable models and two annotated stacks of the same image."""
     models = tmp_path_factory.mktemp("models")
     for name in ("random-nuclei", "others"):
         copy_model(trainable_model.folder, models / name)
@@ -46,7 +46,9 @@ def live(trainable_model: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -
         stack = service.post("/stacks", as_tiff(image)).json()["id"]
         np.save(array := io.BytesIO(), labels)
         for name in ("first try", "nuclei by hand"):
-            assert service.post("/annotations", array.getvalue(), NPY, stack=stack, name=name).status_code == 201
+            assert (
+                service.post("/annotations", array.getvalue(), NPY_HEADERS, stack=stack, name=name).status_code == 201
+            )
         yield service
 
 
@@ -55,14 +57,14 @@ def test_model_is_trained_used_and_deleted(live: LiveServer, open_page: OpenPage
     page.get_by_role("button", name="Improve a model with these").click()
     dialog = page.get_by_role("dialog")
     expect(dialog.get_by_role("checkbox")).to_have_count(2)
-    newest, older = dialog.get_by_role("checkbox").all()
-    expect(newest).to_be_checked()
-    expect(older).not_to_be_checked()
+    newest_box, older_box = dialog.get_by_role("checkbox").all()
+    expect(newest_box).to_be_checked()
+    expect(older_box).not_to_be_checked()
     expect(dialog).to_contain_text("same region as nuclei by hand; select only one of them")
-    older.check()
-    expect(newest).not_to_be_checked()
-    newest.check()
-    expect(older).not_to_be_checked()
+    older_box.check()
+    expect(newest_box).not_to_be_checked()
+    newest_box.check()
+    expect(older_box).not_to_be_checked()
     expect(dialog.get_by_label("Name of the new model")).to_have_value("random-nuclei-2")
     check_accessibility(page)
     dialog.get_by_label("Name of the new model").fill("random-nuclei")
@@ -75,13 +77,13 @@ def test_model_is_trained_used_and_deleted(live: LiveServer, open_page: OpenPage
     expect(training).to_contain_text("mine is ready")
     report = live.client.get("/trainings").json()["trainings"][0]
     expect(training).to_contain_text(report["message"])
-    after = f"{100 * report['after']:.3g}%"
-    expect(training.locator(".scores dd").last).to_have_text(after)
+    score = f"{100 * report['after']:.3g}%"
+    expect(training.locator(".scores dd").last).to_have_text(score)
     curve = training.get_by_role("img", name="Loss after")
     assert f"training {report['loss'][-1][1]:.3g}"[:12] in (curve.get_attribute("aria-label") or "")
     for _ in range(2):
-        line, legend = page.evaluate(READ_LINE_COLORS)
-        assert max(abs(a - b) for a, b in zip(line, legend, strict=True)) <= 2
+        line_color, legend_color = page.evaluate(READ_LINE_COLORS)
+        assert max(abs(a - b) for a, b in zip(line_color, legend_color, strict=True)) <= 2
         page.get_by_role("button", name="Switch between dark and light").click()
     check_accessibility(page)
     training.get_by_role("button", name="Open the stack with mine").click()
@@ -113,17 +115,19 @@ def test_stacks_labeled_by_another_model_family_are_not_preselected(live: LiveSe
     stack = live.client.get("/annotations").json()["annotations"][0]["stack"]
     job = live.run(b"", stack=stack, model="others")
     labels = live.result(job, Accept="application/x-npy").content
-    annotation = live.post("/annotations", labels, NPY, job=job["id"], name="other objects").json()["id"]
+    annotation = live.post("/annotations", labels, NPY_HEADERS, job=job["id"], name="other objects").json()["id"]
     page = open_page(live)
     page.get_by_role("button", name="Improve a model with these").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Base model").select_option("others")
-    other, nuclei = (dialog.get_by_role("checkbox", name=re.compile(name)) for name in ("^other", "^nuclei by hand"))
-    expect(other).to_be_checked()
+    other_box, nuclei_box = (
+        dialog.get_by_role("checkbox", name=re.compile(name)) for name in ("^other", "^nuclei by hand")
+    )
+    expect(other_box).to_be_checked()
     expect(dialog.get_by_label("Name of the new model")).to_have_value("others-2")
     dialog.get_by_label("Base model").select_option("random-nuclei")
-    expect(other).not_to_be_checked()
-    expect(nuclei).to_be_checked()
+    expect(other_box).not_to_be_checked()
+    expect(nuclei_box).to_be_checked()
     live.client.delete(f"/annotations/{annotation}")
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paths import ROOT
 from playwright.sync_api import Page, expect
 
-# Returns the number of pixels of the XY view that are red, green, and both.
+# Returns the numbers of pixels in the XY view that are red, green, and both.
 COUNT_COLORED_PIXELS = """() => {
   const canvas = document.querySelector(".view[data-axis=z] canvas.base");
   const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
@@ -26,15 +26,15 @@ COUNT_COLORED_PIXELS = """() => {
   return counts;
 }"""
 
-# Returns readouts that overlap the zoom buttons with the longest text, and sliders that are too short for touch.
+# Returns readouts that overlap the zoom buttons when their text is longest, and sliders that are too short for touch.
 FIND_LAYOUT_PROBLEMS = """() => {
   const box = node => node.getBoundingClientRect();
-  const overlapping = [...document.querySelectorAll(".readout")].filter(readout => {
+  const overlappingReadouts = [...document.querySelectorAll(".readout")].filter(readout => {
     readout.textContent = "gray 65,535   object 12,345";
     return box(readout).right > box(readout.closest(".view").querySelector(".zoom")).left;
   });
-  const short = [...document.querySelectorAll(".view-foot input")].filter(slider => box(slider).width < 90);
-  return [...overlapping, ...short].map(node => node.outerHTML);
+  const shortSliders = [...document.querySelectorAll(".view-foot input")].filter(slider => box(slider).width < 90);
+  return [...overlappingReadouts, ...shortSliders].map(node => node.outerHTML);
 }"""
 
 COMPARE_OBJECTS = """async ([first, second]) => {
@@ -83,30 +83,30 @@ def test_objects_correspond_if_their_iou_exceeds_one_half(fake: LiveServer, open
     rng = np.random.default_rng(0)
     first, other = (rng.integers(0, 4, 60).repeat(5) for _ in range(2))
     second = np.where(rng.random(300) < 0.8, first, other)
-    common = sum(
+    common_count = sum(
         2 * np.sum((first == a) & (second == b)) > np.sum((first == a) | (second == b))
         for a in range(1, 4)
         for b in range(1, 4)
     )
-    assert common > 0
+    assert common_count > 0
     agreement = page.evaluate(COMPARE_OBJECTS, [first.tolist(), second.tolist()])
-    assert (agreement["common"], agreement["counts"]) == (common, [3, 3])
+    assert (agreement["commonCount"], agreement["objectCounts"]) == (common_count, [3, 3])
     overlaps = np.array([[np.sum((first == a) & (second == b)) for b in range(1, 4)] for a in range(1, 4)])
     colors = agreement["colorIndices"]
     for a, b in np.ndindex(3, 3):
         are_best_partners = overlaps[a, b] == overlaps[a].max() == overlaps[:, b].max() > 0
         assert are_best_partners == (colors[0][a + 1] == colors[1][b + 1] != 0)
-    assert page.evaluate(COMPARE_OBJECTS, [first.tolist(), first.tolist()])["common"] == 3
+    assert page.evaluate(COMPARE_OBJECTS, [first.tolist(), first.tolist()])["commonCount"] == 3
     empty = page.evaluate(COMPARE_OBJECTS, [first.tolist(), np.zeros(300, int).tolist()])
-    assert (empty["common"], empty["counts"], empty["colorIndices"]) == (0, [3, 0], [[0] * 4, [0]])
+    assert (empty["commonCount"], empty["objectCounts"], empty["colorIndices"]) == (0, [3, 0], [[0] * 4, [0]])
 
 
 def test_time_series_is_segmented_tracked_and_viewed(
     nuclei: LiveServer, open_page: OpenPage, sample: NDArray[Any]
 ) -> None:
     page = open_page(nuclei)
-    points = np.stack([sample[:, shift : shift + 48, :48] for shift in (0, 0, 1, 2)])
-    choose_file(page, as_tiff(points, metadata={"axes": "TZYX", "spacing": 0.5, "unit": "um"}))
+    series = np.stack([sample[:, shift : shift + 48, :48] for shift in (0, 0, 1, 2)])
+    choose_file(page, as_tiff(series, metadata={"axes": "TZYX", "spacing": 0.5, "unit": "um"}))
     page.locator("#times").select_option("some")
     page.locator("#time-from").fill("1")
     page.locator("#time-from").press("Tab")
@@ -131,18 +131,18 @@ def test_time_series_is_segmented_tracked_and_viewed(
     page.get_by_role("tab", name="Export").click()
     expect(page.get_by_role("button", name="NumPy")).to_have_count(0)
     correct_a_time_point(nuclei, page)
-    compare_a_series(nuclei, page, points.shape[1:])
+    compare_a_series(nuclei, page, series.shape[1:])
 
 
 def correct_a_time_point(live: LiveServer, page: Page) -> None:
-    """Delete an object at time point 2, save the labels as an annotated stack, visit another time point and return."""
+    """Delete an object at time point 2, save an annotated stack, go to another time point and return."""
     page.get_by_role("tab", name="Correct").click()
     panel = page.get_by_role("tabpanel", name="Correct")
     expect(panel).to_contain_text("These are the labels of time point 2")
     job = live.client.get("/jobs").json()["jobs"][0]["id"]
-    before = fetch_labels(live, job, 1)
-    label = int(np.argmax(np.bincount(before.ravel())[1:])) + 1
-    for axis, position in zip("zyx", central_voxel(before, label), strict=True):
+    original = fetch_labels(live, job, 1)
+    label = int(np.argmax(np.bincount(original.ravel())[1:])) + 1
+    for axis, position in zip("zyx", central_voxel(original, label), strict=True):
         page.get_by_label(f"Plane along {axis}").fill(str(position))
     stage = page.locator(".view[data-axis=z] .stage")
     stage.press("Enter")
@@ -153,9 +153,9 @@ def correct_a_time_point(live: LiveServer, page: Page) -> None:
     page.get_by_role("dialog").get_by_role("button", name="Save").click()
     expect(panel).to_contain_text("Saved as annotated stack cells, time 2")
     annotation = live.client.get("/annotations").json()["annotations"][0]
-    after = LabelTiff(live.client.get(f"/annotations/{annotation['id']}/labels").content).pixels
+    corrected = LabelTiff(live.client.get(f"/annotations/{annotation['id']}/labels").content).pixels
     assert annotation["job"] == job
-    assert np.array_equal(after, np.where(before == label, 0, before))
+    assert np.array_equal(corrected, np.where(original == label, 0, original))
     live.client.delete(f"/annotations/{annotation['id']}")
     page.get_by_role("button", name="Next time point").click()
     expect(panel).to_contain_text("no corrections")
@@ -171,10 +171,10 @@ def fetch_labels(live: LiveServer, job: str, time: int) -> NDArray[Any]:
 
 
 def compare_a_series(live: LiveServer, page: Page, shape: tuple[int, ...]) -> None:
-    """Compare a result of three time points with one of the last of them. One slider changes the time of both."""
+    """Compare a result for three time points with one for the last of them. One slider sets the time point of both."""
     job = live.client.get("/jobs").json()["jobs"][0]
-    last = live.run(b"", stack=job["parameters"]["stack"], time="3", diameter="none")
-    page.goto(f"/#compare={job['id']},{last['id']}")
+    last_job = live.run(b"", stack=job["parameters"]["stack"], time="3", diameter="none")
+    page.goto(f"/#compare={job['id']},{last_job['id']}")
     footer = page.locator("#compare footer")
     expect(footer).to_contain_text("1 of 1 to 3")
     expect(page.locator(".side-by-side").first).to_contain_text(" at 3 time points")
@@ -218,15 +218,15 @@ def count_colored_pixels(page: Page) -> list[int]:
 
 
 def test_planes_of_a_large_stack_are_fetched_at_full_resolution(fake: LiveServer, open_page: OpenPage) -> None:
-    large = as_tiff(np.zeros((7, 1900, 1900), np.uint8), compression="zlib")
+    stack = as_tiff(np.zeros((7, 1900, 1900), np.uint8), compression="zlib")
     page = open_page(fake)
     with (
-        page.expect_response(lambda response: "axis=y" in response.url) as y_plane,
-        page.expect_response("**axis=x**") as x_plane,
+        page.expect_response(lambda response: "axis=y" in response.url) as y_response,
+        page.expect_response("**axis=x**") as x_response,
     ):
-        choose_file(page, large)
-    assert y_plane.value.headers["x-stackseg-shape"] == "7,1,1900"
-    assert x_plane.value.headers["x-stackseg-shape"] == "7,1900,1"
+        choose_file(page, stack)
+    assert y_response.value.headers["x-stackseg-shape"] == "7,1,1900"
+    assert x_response.value.headers["x-stackseg-shape"] == "7,1900,1"
     expect(page.locator(".caption").nth(1)).to_contain_text("/ 1900")
 
 

@@ -1,31 +1,37 @@
-/** Entry point of the web UI: routing between its views. The URL fragment selects the view, stack or job. */
+/** Entry point of the web UI. It opens the view, stack or job that the URL fragment selects. */
 
-import { showKeyButton, startKeyDialog } from "./core/api_key.js";
+import { startKeyDialog, updateKeyButton } from "./core/api_key.js";
 import { button, byId, element } from "./core/elements.js";
 import { formatBytes } from "./core/format.js";
 import { hideError, showError } from "./core/notices.js";
 import { Problem, request, requestJson, upload } from "./core/requests.js";
 import { startTheme } from "./core/theme.js";
-import { showCompare } from "./result/compare_view.js";
+import { showComparison } from "./result/compare_view.js";
 import { offerCorrections } from "./result/missing_result.js";
-import { checklist } from "./stack/guidance.js";
-import { forgetJob, recentJobs, rememberJob } from "./stack/recent_jobs.js";
+import { createChecklist } from "./stack/guidance.js";
+import { forgetJob, loadRecentJobs, rememberJob } from "./stack/recent_jobs.js";
 import { Session } from "./stack/session.js";
-import { showStart } from "./stack/start_view.js";
+import { drawStart } from "./stack/start_view.js";
 import { watchStatus } from "./status/status_view.js";
-import { annotationsList } from "./training/annotations.js";
-import { trainingDialog } from "./training/training_dialog.js";
-import { trainingsList, watchTraining } from "./training/training_view.js";
+import { createAnnotationsList } from "./training/annotations.js";
+import { openTrainingDialog } from "./training/training_dialog.js";
+import { createTrainingsList, watchTraining } from "./training/training_view.js";
 import { forget as forgetCorrections } from "./volumes/correction_store.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 
-/** The models, parameters and abilities of the service. @type {import("./stack/session.js").Service} */
+/** Properties of the service. @type {import("./stack/session.js").Service} */
 const service = {
   models: [],
   defaultModel: null,
-  parameters: new Set(),
-  abilities: { corrections: false, annotations_bytes: 0, training: false, training_problem: null, training_minutes: 0 },
+  parameterNames: new Set(),
+  capabilities: {
+    corrections: false,
+    annotations_bytes: 0,
+    training: false,
+    training_problem: null,
+    training_minutes: 0,
+  },
 };
 /** @type {Session | null} */
 let session = null;
@@ -33,7 +39,7 @@ let session = null;
 /** Show one view and hide the others. @param {"start" | "work" | "status" | "training" | "compare"} id @param {string} title */
 function showView(id, title) {
   for (const view of ["start", "work", "status", "training", "compare"]) byId(view).hidden = view !== id;
-  byId("home").hidden = id === "start";
+  byId("new-stack").hidden = id === "start";
   byId("title").textContent = title;
   document.body.classList.remove("busy");
   hideError();
@@ -41,22 +47,22 @@ function showView(id, title) {
 
 /** Upload a file and open its stack. @param {Blob} file @param {string} name */
 async function openFile(file, name) {
-  const uploading = new AbortController();
-  const bar = element("progress", { max: 1, "aria-label": "Upload" });
+  const uploadAbort = new AbortController();
+  const progressBar = element("progress", { max: 1, "aria-label": "Upload" });
   const progressText = element("p", { class: "muted", role: "status" }, formatBytes(file.size));
-  const cancel = button("Cancel", () => uploading.abort(), "secondary");
-  const parts = [element("h2", {}, `Uploading ${name}`), bar, progressText, cancel];
-  byId("start").replaceChildren(element("section", { class: "drop" }, ...parts));
+  const cancel = button("Cancel", () => uploadAbort.abort(), "secondary");
+  const content = [element("h2", {}, `Uploading ${name}`), progressBar, progressText, cancel];
+  byId("start").replaceChildren(element("section", { class: "drop" }, ...content));
   /** @param {number} fraction */
   const showProgress = (fraction) => {
-    bar.value = fraction;
+    progressBar.value = fraction;
     progressText.textContent = `${formatBytes(file.size * fraction)} of ${formatBytes(file.size)}`;
   };
   try {
-    const stack = await upload(file, name, showProgress, uploading.signal);
+    const stack = await upload(file, name, showProgress, uploadAbort.signal);
     location.hash = `stack=${stack.id}`;
   } catch (error) {
-    showHome();
+    showStart();
     showError(error);
   }
 }
@@ -70,24 +76,24 @@ async function openSample() {
   }
 }
 
-function showHome() {
+function showStart() {
   showView("start", "Objects in 3D microscopy stacks");
-  showStart(byId("start"), { open: openFile, sample: openSample, job: (id) => (location.hash = `job=${id}`) });
-  if (service.abilities.corrections) showTrainingLists().catch(showError);
+  drawStart(byId("start"), { openFile, openSample, openJob: (id) => (location.hash = `job=${id}`) });
+  if (service.capabilities.corrections) showTrainingLists().catch(showError);
 }
 
-/** List the annotated stacks and the trainings on the start screen. */
+/** List the annotated stacks and the training runs on the start screen. */
 async function showTrainingLists() {
-  const { training, training_minutes: maxMinutes } = service.abilities;
-  const improve = training ? () => trainingDialog(maxMinutes).catch(showError) : null;
-  const lists = await Promise.all([annotationsList({ improve }), training ? trainingsList() : null]);
+  const { training, training_minutes: maxMinutes } = service.capabilities;
+  const openDialog = training ? () => openTrainingDialog(maxMinutes).catch(showError) : null;
+  const lists = await Promise.all([createAnnotationsList(openDialog), training ? createTrainingsList() : null]);
   if (!byId("start").hidden) byId("start").append(...lists.filter((list) => list !== null));
 }
 
 /** Show the views of a stack. @param {import("./stack/session.js").Stack} stack */
 function openSession(stack) {
   const name = stack.name || "stack.tif";
-  // The views read their size from the layout, so they have to be visible.
+  // The view has to be visible before the session is created, because its canvases read their size from the layout.
   showView("work", name);
   return new Session({ ...stack, name }, service, showError);
 }
@@ -97,7 +103,7 @@ async function openStack(id, model) {
   const stack = await requestJson(`stacks/${id}`);
   session = openSession({ id, name: stack.name, bytes: stack.bytes });
   if (model) session.settings.restore({ model });
-  byId("side").replaceChildren(checklist());
+  byId("side").replaceChildren(createChecklist());
   await session.inspect();
 }
 
@@ -112,8 +118,8 @@ async function openJob(id) {
     session = openSession({ id: stack?.id ?? "", name: job.name, bytes: stack?.bytes ?? 0 });
   } else showView("work", session.name);
   const current = session;
-  const texts = Object.fromEntries(Object.entries(parameters).map(([name, value]) => [name, String(value)]));
-  current.settings.restore({ ...texts, model: String(parameters.model ?? job.model.split("/")[0]) });
+  const parameterStrings = Object.fromEntries(Object.entries(parameters).map(([name, value]) => [name, String(value)]));
+  current.settings.restore({ ...parameterStrings, model: String(parameters.model ?? job.model.split("/")[0]) });
   rememberJob({ job: id, stack: current.stack, name: job.name, model: job.model, created: job.created });
   const inspection = stack ? current.inspect() : Promise.resolve(current.settings.showMissingStack());
   await Promise.all([inspection, current.follow(id)]);
@@ -123,17 +129,17 @@ async function openJob(id) {
 async function openTraining(id, signal) {
   showView("training", "Model training");
   await watchTraining(byId("training"), id, signal, {
-    segment: (annotation, model) => segmentAnnotation(annotation, model).catch(showError),
+    openAnnotation: (annotation, model) => openAnnotation(annotation, model).catch(showError),
   });
 }
 
-/** Open the stack of an annotation with a model. Upload its image again if the stack has expired. @param {string} id @param {string} model */
-async function segmentAnnotation(id, model) {
+/** Open the stack of an annotation, and select a model. If the stack has expired, upload the image of the annotation again. @param {string} id @param {string} model */
+async function openAnnotation(id, model) {
   const { stack: stackId, name } = await requestJson(`annotations/${id}`);
   await readModels();
-  const stored = stackId ? await requestJson(`stacks/${stackId}`).catch(() => null) : null;
+  const storedStack = stackId ? await requestJson(`stacks/${stackId}`).catch(() => null) : null;
   const stack =
-    stored ?? (await upload(await (await request(`annotations/${id}/image`)).blob(), name, () => undefined));
+    storedStack ?? (await upload(await (await request(`annotations/${id}/image`)).blob(), name, () => undefined));
   location.hash = `stack=${stack.id}&model=${encodeURIComponent(model)}`;
 }
 
@@ -144,9 +150,9 @@ async function openStatus(signal) {
 }
 
 /** @param {string[]} jobs @param {AbortSignal} signal */
-async function openCompare(jobs, signal) {
+async function openComparison(jobs, signal) {
   showView("compare", "Compare two results");
-  await showCompare(byId("compare"), jobs, signal);
+  await showComparison(byId("compare"), jobs, signal);
 }
 
 async function readModels() {
@@ -155,22 +161,23 @@ async function readModels() {
   service.defaultModel = response.default;
 }
 
-/** Ends the requests of the current view when another view opens. */
+/** Cancels the requests of the current view when another view opens. */
 let viewAbort = new AbortController();
 
 /** @param {string} kind @param {string} id @param {string | null} model @param {AbortSignal} signal */
 async function openView(kind, id, model, signal) {
   if (kind === "status") return openStatus(signal);
-  if (kind === "compare" && id) return openCompare(id.split(","), signal);
+  if (kind === "compare" && id) return openComparison(id.split(","), signal);
   if (kind === "job" && id) return openJob(id);
   if (kind === "stack" && id) return openStack(id, model);
   if (kind === "training" && id) return openTraining(id, signal);
-  return showHome();
+  return showStart();
 }
 
+/** Open the view that the URL fragment selects. */
 async function route() {
-  const address = new URLSearchParams(location.hash.slice(1));
-  const [kind, id] = address.entries().next().value ?? ["", ""];
+  const fragment = new URLSearchParams(location.hash.slice(1));
+  const [kind, id] = fragment.entries().next().value ?? ["", ""];
   viewAbort.abort();
   viewAbort = new AbortController();
   document.body.classList.add("busy");
@@ -179,42 +186,42 @@ async function route() {
     session = null;
   }
   try {
-    await openView(kind, id, address.get("model"), viewAbort.signal);
+    await openView(kind, id, fragment.get("model"), viewAbort.signal);
   } catch (error) {
     document.body.classList.remove("busy");
     if (error instanceof Problem && error.status === 404) {
       history.replaceState(null, "", "#");
-      showHome();
+      showStart();
       if (kind === "job" && (await handleMissingJob(id))) return;
     }
     showError(error);
   }
 }
 
-/** Remove a job that the service no longer has, or offer its corrections. @param {string} id @returns {Promise<boolean>} whether corrections are offered */
+/** Offer to export the corrections of a job that the service no longer stores. If it has none, forget the job. @param {string} id @returns {Promise<boolean>} whether the job has corrections */
 async function handleMissingJob(id) {
-  const name = recentJobs().find(({ job }) => job === id)?.name ?? "stack.tif";
-  const discard = () => {
+  const name = loadRecentJobs().find(({ job }) => job === id)?.name ?? "stack.tif";
+  const forget = () => {
     forgetJob(id);
     forgetCorrections(id);
-    showHome();
+    showStart();
   };
-  const hasCorrections = await offerCorrections(id, name, discard);
-  if (!hasCorrections) discard();
+  const hasCorrections = await offerCorrections(id, name, forget);
+  if (!hasCorrections) forget();
   return hasCorrections;
 }
 
 async function start() {
   startTheme(byId("theme"));
   startKeyDialog(byId("key"));
-  byId("home").addEventListener("click", () => (location.hash = ""));
-  const [document] = await Promise.all([requestJson("openapi.json"), readModels()]);
+  byId("new-stack").addEventListener("click", () => (location.hash = ""));
+  const [openapi] = await Promise.all([requestJson("openapi.json"), readModels()]);
   /** @type {{name: string}[]} */
-  const parameters = document.paths["/jobs"].post.parameters;
-  service.parameters = new Set(parameters.map(({ name }) => name));
-  if (document.paths["/limits"]) service.abilities = await requestJson("limits");
-  showKeyButton(byId("key"));
-  // Listen only now: an earlier change of the fragment would make `route` open the same view twice.
+  const parameters = openapi.paths["/jobs"].post.parameters;
+  service.parameterNames = new Set(parameters.map(({ name }) => name));
+  if (openapi.paths["/limits"]) service.capabilities = await requestJson("limits");
+  updateKeyButton(byId("key"));
+  // Do not listen earlier: if the fragment changed during startup, `route` would open the same view twice.
   window.addEventListener("hashchange", route);
   await route();
 }

@@ -1,8 +1,7 @@
-"""Host files: input and output files on the host of the service, which requests refer to as `NAME/path/to/file.tif`.
+"""Input and output files on the host of the service, which requests refer to as `NAME/path/to/file.tif`.
 
-NAME is the name of a folder in the configuration. The path below that folder is opened folder by folder, without
-following links. Concurrent renames and links therefore cannot redirect a request to a file other than the one that was
-checked.
+NAME is the name of a folder in the configuration. The path below it is opened folder by folder, without following
+links. Concurrent renames and links therefore cannot redirect a request to a different file.
 """
 
 from __future__ import annotations
@@ -195,9 +194,8 @@ class HostFiles:
     def put(self, file: Path, location: str, caller: str | None, ticket: str, *, overwrite: bool = False) -> None:
         """Copy a finished file to a location. The file appears there after it has been written to disk.
 
-        Until `confirm_delivery`, a second call with the same `ticket`, for example after a crash, recognizes the
-        delivered file. Raises OutputExists if a different file exists and `overwrite` is False, OutOfStorage and
-        OSError.
+        Until `confirm_delivery`, a second call with the same `ticket`, as after a crash, recognizes the delivered file.
+        Raises OutputExists if a different file exists and `overwrite` is False, OutOfStorage and OSError.
         """
         target_context = self._open_target(location, caller, ticket, overwrite=overwrite)
         with target_context as target, _translate_os_errors("output_to", location):

@@ -1,4 +1,4 @@
-/** The dialog that asks for an API key. */
+/** Dialog that prompts for an API key. */
 
 import { byId } from "./elements.js";
 import { hasKey, setKeyPrompt, storeKey } from "./requests.js";
@@ -6,10 +6,10 @@ import { hasKey, setKeyPrompt, storeKey } from "./requests.js";
 /** The open prompt, shared by all requests that wait for a key. @type {Promise<string> | null} */
 let openPrompt = null;
 
-/** Prompt for a key when the service requires one. @param {HTMLElement} button discards the stored key */
+/** Open a dialog whenever the service requires a key. @param {HTMLElement} button deletes the stored key */
 export function startKeyDialog(button) {
-  setKeyPrompt((rejected) => {
-    openPrompt ??= promptForKey(rejected).finally(() => (openPrompt = null));
+  setKeyPrompt((isRejected) => {
+    openPrompt ??= promptForKey(isRejected).finally(() => (openPrompt = null));
     return openPrompt;
   });
   button.addEventListener("click", () => {
@@ -18,16 +18,16 @@ export function startKeyDialog(button) {
   });
 }
 
-/** @param {HTMLElement} button visible if a key is stored */
-export function showKeyButton(button) {
+/** Show the button that deletes the key if a key is stored. @param {HTMLElement} button */
+export function updateKeyButton(button) {
   button.hidden = !hasKey();
 }
 
-/** @param {boolean} rejected whether the service rejected the stored key @returns {Promise<string>} */
-function promptForKey(rejected) {
+/** Let the user enter a key. @param {boolean} isRejected whether the service rejected the stored key @returns {Promise<string>} */
+function promptForKey(isRejected) {
   const dialog = /** @type {HTMLDialogElement} */ (byId("ask-key"));
   const input = /** @type {HTMLInputElement} */ (byId("key-field"));
-  byId("key-problem").textContent = rejected ? "The service rejected this key. Check it and try again." : "";
+  byId("key-problem").textContent = isRejected ? "The service rejected this key. Check it and try again." : "";
   input.value = "";
   dialog.addEventListener("cancel", (event) => event.preventDefault(), { once: true });
   if (!dialog.open) dialog.showModal();

@@ -1,4 +1,4 @@
-/** Helpers that create and update elements. Strings become text nodes and are never parsed as markup. */
+/** Helpers that create and update elements. Strings are inserted as text nodes and never parsed as markup. */
 
 /** @typedef {Node | string | null | undefined | false} Child */
 
@@ -11,19 +11,19 @@
  * @returns {HTMLElementTagNameMap[Tag]}
  */
 export function element(tag, properties = {}, ...children) {
-  const created = document.createElement(tag);
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on") && typeof value === "function") {
-      created.addEventListener(name.slice(2), /** @type {EventListener} */ (value));
-    } else if (name in created && name !== "list") {
-      Reflect.set(created, name, value);
+      node.addEventListener(name.slice(2), /** @type {EventListener} */ (value));
+    } else if (name in node && name !== "list") {
+      Reflect.set(node, name, value);
     } else {
-      created.setAttribute(name, value === true ? "" : String(value));
+      node.setAttribute(name, value === true ? "" : String(value));
     }
   }
-  created.append(...children.filter(isPresent).map(toNode));
-  return created;
+  node.append(...children.filter(isPresent).map(toNode));
+  return node;
 }
 
 /** @param {Child} child */
@@ -49,9 +49,9 @@ export function byId(id) {
 
 /**
  * Create a button that is marked as busy and ignores clicks until its action has finished.
- * @param {string} text @param {() => unknown} action @param {string} [kind] class names
+ * @param {string} text @param {() => unknown} action @param {string} [classNames]
  */
-export function button(text, action, kind = "") {
+export function button(text, action, classNames = "") {
   const onclick = async () => {
     if (node.ariaBusy === "true") return;
     node.ariaBusy = "true";
@@ -61,7 +61,7 @@ export function button(text, action, kind = "") {
       node.ariaBusy = null;
     }
   };
-  const node = element("button", { type: "button", class: kind, onclick }, text);
+  const node = element("button", { type: "button", class: classNames, onclick }, text);
   return node;
 }
 
@@ -90,31 +90,31 @@ export function openDialog(title, ...content) {
 }
 
 /** Create a list of keyboard and mouse shortcuts. @param {string[][]} shortcuts pairs of a key or gesture and its action */
-export function shortcutList(shortcuts) {
-  const parts = shortcuts.flatMap(([key, action]) => [element("dt", {}, key), element("dd", {}, action)]);
-  return element("dl", { class: "keys" }, ...parts);
+export function createShortcutList(shortcuts) {
+  const terms = shortcuts.flatMap(([key, action]) => [element("dt", {}, key), element("dd", {}, action)]);
+  return element("dl", { class: "keys" }, ...terms);
 }
 
 /** Save a blob as a file in the browser's download folder. @param {Blob} blob @param {string} name */
 export function downloadBlob(blob, name) {
-  const address = URL.createObjectURL(blob);
-  element("a", { href: address, download: name }).click();
-  setTimeout(() => URL.revokeObjectURL(address), 60_000);
+  const url = URL.createObjectURL(blob);
+  element("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
 }
 
-/** The control with uncommitted input and the element under a pressed pointer. `redraw` does not replace them. */
+/** The control with uncommitted input, and the element on which a pointer is pressed. `redraw` does not replace either. */
 const busyElements = {
   edited: /** @type {EventTarget | null} */ (null),
   pressed: /** @type {EventTarget | null} */ (null),
 };
-/** Redraws that wait until the user is done with an element. @type {Map<HTMLElement, () => Child[]>} */
+/** Draw functions of the elements whose redraw is postponed until the user has finished. @type {Map<HTMLElement, () => Child[]>} */
 const pendingRedraws = new Map();
-const FOCUSABLE = "input, select, textarea, button, summary, a[href], [tabindex]";
+const FOCUSABLE_SELECTOR = "input, select, textarea, button, summary, a[href], [tabindex]";
 
-/** @param {keyof typeof busyElements} reason @param {EventTarget | null} target */
+/** @param {keyof typeof busyElements} reason @param {EventTarget | null} target null if the user has finished */
 function setBusy(reason, target) {
   busyElements[reason] = target;
-  // The click handler and the change of focus have to run first.
+  // The handlers of the click and of the focus change have to run first.
   if (target === null && pendingRedraws.size > 0) setTimeout(runPendingRedraws);
 }
 
@@ -129,8 +129,8 @@ for (const name of ["pointerup", "pointercancel"])
   document.addEventListener(name, () => setBusy("pressed", null), true);
 
 /**
- * Replace the children of an element. If the user is typing in one of them or pressing one, the redraw is postponed. The
- * focus stays on the control with the same id, label or text.
+ * Replace the children of an element, or postpone this while the user is typing in one of them or pressing it. If a child
+ * has the focus, the new control with the same id, label or text receives it.
  * @param {HTMLElement} root @param {() => Child[]} draw
  */
 export function redraw(root, draw) {
@@ -140,15 +140,18 @@ export function redraw(root, draw) {
     pendingRedraws.set(root, draw);
     return;
   }
-  const focused = document.activeElement;
-  const matches = () => [...root.querySelectorAll(FOCUSABLE)].filter((node) => nameOf(node) === nameOf(focused));
-  const index = focused === null ? -1 : matches().indexOf(focused);
+  const focusedElement = document.activeElement;
+  const findMatches = () =>
+    [...root.querySelectorAll(FOCUSABLE_SELECTOR)].filter(
+      (node) => describeNode(node) === describeNode(focusedElement),
+    );
+  const index = focusedElement === null ? -1 : findMatches().indexOf(focusedElement);
   root.replaceChildren(...draw().filter(isPresent).map(toNode));
-  const replacement = matches()[index];
+  const replacement = findMatches()[index];
   if (replacement instanceof HTMLElement) replacement.focus({ preventScroll: true });
 }
 
-/** @param {Element | null} node */
-function nameOf(node) {
+/** Return a string that identifies a control before and after a redraw. @param {Element | null} node */
+function describeNode(node) {
   return node && [node.tagName, node.id || node.ariaLabel || node.textContent].join(" ");
 }

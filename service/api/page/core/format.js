@@ -1,12 +1,12 @@
-/** Formatting of numbers, counts, sizes and times for display. */
+/** Functions that format numbers, counts, sizes and times for display. */
 
-// `toLocaleString` would create a formatter for every number.
-const FORMAT = new Intl.NumberFormat("en", { maximumFractionDigits: 6 });
+// Created once, because `toLocaleString` creates a new formatter for every number.
+const NUMBER_FORMAT = new Intl.NumberFormat("en", { maximumFractionDigits: 6 });
 
-/** @param {number} value @param {number} [digits] significant digits of fractions */
+/** @param {number} value @param {number} [digits] number of significant digits if the value is not an integer */
 export function formatNumber(value, digits = 3) {
   if (!Number.isFinite(value)) return "–";
-  return FORMAT.format(Number.isInteger(value) ? value : Number(value.toPrecision(digits)));
+  return NUMBER_FORMAT.format(Number.isInteger(value) ? value : Number(value.toPrecision(digits)));
 }
 
 /** Format a number with its noun, such as "3 objects". @param {number} count @param {string} singular @param {string} [plural] */
@@ -17,12 +17,12 @@ export function formatCount(count, singular, plural = `${singular}s`) {
 /** @param {number} bytes */
 export function formatBytes(bytes) {
   const units = ["bytes", "kB", "MB", "GB", "TB"];
-  let unit = 0;
-  while (bytes >= 1000 && unit < units.length - 1) {
+  let unitIndex = 0;
+  while (bytes >= 1000 && unitIndex < units.length - 1) {
     bytes /= 1000;
-    unit += 1;
+    unitIndex += 1;
   }
-  return `${formatNumber(bytes, unit ? 3 : 6)} ${units[unit]}`;
+  return `${formatNumber(bytes, unitIndex ? 3 : 6)} ${units[unitIndex]}`;
 }
 
 /** @param {number} seconds */

@@ -3,7 +3,7 @@
 import { button, byId, element } from "./elements.js";
 import { Problem } from "./requests.js";
 
-/** @param {unknown} error @returns {boolean} whether the work was canceled because another view opened */
+/** @param {unknown} error @returns {boolean} whether an AbortController canceled the work, for example because another view opened */
 export function isAbort(error) {
   return error instanceof DOMException && error.name === "AbortError";
 }
@@ -11,9 +11,9 @@ export function isAbort(error) {
 /** Show an error in the error bar, unless it is a cancellation. @param {unknown} error */
 export function showError(error) {
   if (isAbort(error)) return;
-  const box = byId("problem");
-  box.hidden = false;
-  box.replaceChildren(
+  const errorBar = byId("problem");
+  errorBar.hidden = false;
+  errorBar.replaceChildren(
     element("span", {}, error instanceof Error ? error.message : String(error)),
     button("Close", hideError, "quiet"),
   );

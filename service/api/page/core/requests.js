@@ -2,48 +2,49 @@
 
 import { toPageTerms } from "./terminology.js";
 
-const KEY = "stackseg-key";
+const API_KEY_STORAGE_KEY = "stackseg-key";
 
-/** An error response of the service: a problem document (RFC 9457). */
+/** An error response of the service, from a problem document (RFC 9457). */
 export class Problem extends Error {
   /**
-   * @param {string} slug problem type @param {string} detail @param {number} status HTTP status, 0 if the service did not answer
-   * @param {Record<string, string>} suggested values to try, by parameter name
+   * @param {string} slug last part of the problem type @param {string} detail @param {number} status HTTP status, 0 if the service did not answer
+   * @param {Record<string, string>} suggestedValues values to try, by parameter name
    */
-  constructor(slug, detail, status, suggested = {}) {
+  constructor(slug, detail, status, suggestedValues = {}) {
     super(toPageTerms(detail));
     this.slug = slug;
     this.status = status;
-    this.suggested = suggested;
+    this.suggestedValues = suggestedValues;
   }
 }
 
-/** @type {(rejected: boolean) => Promise<string>} */
+/** @type {(isRejected: boolean) => Promise<string>} */
 let promptForKey = async () => "";
 
-/** @param {(rejected: boolean) => Promise<string>} prompt called when the service requires a key or rejects the stored one */
+/** @param {(isRejected: boolean) => Promise<string>} prompt called when the service requires a key or rejects the stored one */
 export function setKeyPrompt(prompt) {
   promptForKey = prompt;
 }
 
-/** @returns {boolean} whether a key is stored, which every request then sends */
+/** @returns {boolean} whether a key is stored. If so, every request sends it. */
 export function hasKey() {
-  return Boolean(sessionStorage.getItem(KEY));
+  return Boolean(sessionStorage.getItem(API_KEY_STORAGE_KEY));
 }
 
 /** @param {string} key */
 export function storeKey(key) {
-  sessionStorage.setItem(KEY, key);
+  sessionStorage.setItem(API_KEY_STORAGE_KEY, key);
 }
 
 /** @returns {Record<string, string>} */
-function keyHeaders() {
-  const key = sessionStorage.getItem(KEY);
+function createKeyHeaders() {
+  const key = sessionStorage.getItem(API_KEY_STORAGE_KEY);
   return key ? { "X-API-Key": key } : {};
 }
 
 /**
- * Send a request. If the service requires a key, prompt for it and try again. Throws a Problem for error responses.
+ * Send a request. If the service requires a key, prompt for the key and try again. Throws a Problem if the service responds
+ * with an error.
  * @param {string} path relative to the page, so that a proxy can serve it below any path
  * @param {RequestInit} [options]
  * @returns {Promise<Response>}
@@ -58,9 +59,9 @@ export async function request(path, options = {}) {
   return request(path, options);
 }
 
-/** Send a request without prompting for a key: not every valid key has permission for it. @param {string} path @param {RequestInit} [options] */
+/** Send a request that not every key has permission for. Therefore, do not prompt for another key. @param {string} path @param {RequestInit} [options] */
 export async function requestWithoutPrompt(path, options = {}) {
-  const headers = { ...keyHeaders(), .../** @type {Record<string, string>} */ (options.headers) };
+  const headers = { ...createKeyHeaders(), .../** @type {Record<string, string>} */ (options.headers) };
   const response = await fetch(path, { ...options, headers }).catch((error) => {
     if (options.signal?.aborted) throw error;
     throw new Problem("unreachable", "The service did not respond. It may be restarting. Try again in a minute.", 0);
@@ -71,13 +72,13 @@ export async function requestWithoutPrompt(path, options = {}) {
 
 /** @param {Response} response */
 async function readProblem(response) {
-  const fallback = `The service responded with HTTP status ${response.status} ${response.statusText}.`;
-  const document = await response.json().catch(() => ({}));
+  const defaultDetail = `The service responded with HTTP status ${response.status} ${response.statusText}.`;
+  const body = await response.json().catch(() => ({}));
   const slug =
-    String(document.type ?? "")
+    String(body.type ?? "")
       .split(":")
       .at(-1) ?? "";
-  return new Problem(slug, document.detail ?? fallback, response.status, document.suggested);
+  return new Problem(slug, body.detail ?? defaultDetail, response.status, body.suggested);
 }
 
 /** @param {string} path @param {RequestInit} [options] @returns {Promise<any>} */
@@ -85,12 +86,12 @@ export async function requestJson(path, options) {
   return (await request(path, options)).json();
 }
 
-/** Build a query string. @param {Record<string, unknown>} parameters empty values are omitted */
+/** Build a query string. @param {Record<string, unknown>} parameters undefined, null and empty values are omitted */
 export function buildQuery(parameters) {
-  const filled = Object.entries(parameters).filter(
+  const nonEmpty = Object.entries(parameters).filter(
     ([, value]) => value !== undefined && value !== null && value !== "",
   );
-  return new URLSearchParams(filled.map(([name, value]) => [name, String(value)])).toString();
+  return new URLSearchParams(nonEmpty.map(([name, value]) => [name, String(value)])).toString();
 }
 
 /**
@@ -101,20 +102,20 @@ export function buildQuery(parameters) {
  */
 export async function upload(file, name, onprogress, signal) {
   /** @type {XMLHttpRequest} */
-  const xhr = await new Promise((resolve, reject) => {
-    const pending = new XMLHttpRequest();
-    pending.open("POST", "stacks");
-    pending.setRequestHeader("Content-Type", "image/tiff");
-    pending.setRequestHeader("X-Filename", encodeURIComponent(name));
-    for (const [header, value] of Object.entries(keyHeaders())) pending.setRequestHeader(header, value);
-    pending.upload.onprogress = (event) => onprogress(event.loaded / event.total);
-    pending.onload = () => resolve(pending);
-    pending.onabort = () => reject(signal?.reason);
-    signal?.addEventListener("abort", () => pending.abort());
-    pending.onerror = () => reject(new Problem("unreachable", "The upload was interrupted. Try again.", 0));
-    pending.send(file);
+  const completedXhr = await new Promise((resolve, reject) => {
+    const xhr = new XMLHttpRequest();
+    xhr.open("POST", "stacks");
+    xhr.setRequestHeader("Content-Type", "image/tiff");
+    xhr.setRequestHeader("X-Filename", encodeURIComponent(name));
+    for (const [header, value] of Object.entries(createKeyHeaders())) xhr.setRequestHeader(header, value);
+    xhr.upload.onprogress = (event) => onprogress(event.loaded / event.total);
+    xhr.onload = () => resolve(xhr);
+    xhr.onabort = () => reject(signal?.reason);
+    signal?.addEventListener("abort", () => xhr.abort());
+    xhr.onerror = () => reject(new Problem("unreachable", "The upload was interrupted. Try again.", 0));
+    xhr.send(file);
   });
-  const response = new Response(xhr.responseText || "{}", { status: xhr.status || 500 });
+  const response = new Response(completedXhr.responseText || "{}", { status: completedXhr.status || 500 });
   if (response.status === 401) {
     storeKey(await promptForKey(hasKey()));
     return upload(file, name, onprogress, signal);

@@ -1,16 +1,19 @@
-/** State shared by several views. It changes only through `set`, which notifies the subscribed listeners. */
+/** Store for state that several views share. */
 
-/** @template {object} State */
+/**
+ * State that changes only through `set`, which notifies the subscribed listeners.
+ * @template {object} State
+ */
 export class Store {
   /** @param {State} state */
   constructor(state) {
-    /** Replaced by a new object on each change. @type {Readonly<State>} */
+    /** The current state, a new object after each change. @type {Readonly<State>} */
     this.state = state;
     /** @type {Set<(previous: Readonly<State>) => void>} */
     this.listeners = new Set();
   }
 
-  /** Update the state, and notify the listeners if a value differs. @param {Partial<State>} changes new values */
+  /** Update the state, and notify the listeners if a value differs. @param {Partial<State>} changes the new values by name */
   set(changes) {
     const previous = this.state;
     const next = { ...previous, ...changes };
@@ -19,7 +22,7 @@ export class Store {
     for (const listener of this.listeners) listener(previous);
   }
 
-  /** @param {(previous: Readonly<State>) => void} listener called after each change with the previous state @param {AbortSignal} [signal] ends the subscription */
+  /** Add a listener. @param {(previous: Readonly<State>) => void} listener called with the previous state after each change @param {AbortSignal} [signal] ends the subscription */
   subscribe(listener, signal) {
     this.listeners.add(listener);
     signal?.addEventListener("abort", () => this.listeners.delete(listener));

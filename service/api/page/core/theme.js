@@ -1,26 +1,26 @@
-/** The dark and light theme: the system preference, until the user switches. */
+/** Dark and light theme. The system preference applies until the user switches the theme. */
 
-const THEME = "stackseg-theme";
+const THEME_STORAGE_KEY = "stackseg-theme";
 
-/** @param {HTMLElement} toggle the button that switches the theme */
+/** Apply the saved theme, and connect the button that switches it. @param {HTMLElement} toggle */
 export function startTheme(toggle) {
-  const saved = localStorage.getItem(THEME);
-  if (saved === "dark" || saved === "light") document.documentElement.dataset.theme = saved;
+  const savedTheme = localStorage.getItem(THEME_STORAGE_KEY);
+  if (savedTheme === "dark" || savedTheme === "light") document.documentElement.dataset.theme = savedTheme;
   toggle.addEventListener("click", () => {
-    const next = isDark() ? "light" : "dark";
-    document.documentElement.dataset.theme = next;
-    localStorage.setItem(THEME, next);
+    const nextTheme = isDark() ? "light" : "dark";
+    document.documentElement.dataset.theme = nextTheme;
+    localStorage.setItem(THEME_STORAGE_KEY, nextTheme);
     redrawCanvases();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCanvases);
 }
 
-/** Ask every canvas to redraw, because pixels do not follow the style sheet. */
+/** Let every canvas redraw itself, because a change of the style sheet does not affect drawn pixels. */
 function redrawCanvases() {
   for (const canvas of document.querySelectorAll("canvas")) canvas.dispatchEvent(new Event("theme"));
 }
 
 function isDark() {
-  const selected = document.documentElement.dataset.theme;
-  return selected ? selected === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  const selectedTheme = document.documentElement.dataset.theme;
+  return selectedTheme ? selectedTheme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }

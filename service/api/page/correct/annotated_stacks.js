@@ -1,22 +1,23 @@
-/** Annotated stacks created from the corrections of a result, and training with them. */
+/** Annotated stacks created from the corrections of a result, and training on them. */
 
-import { describeAnnotation, fetchAnnotations, saveAnnotationDialog } from "../training/annotations.js";
-import { trainingDialog } from "../training/training_dialog.js";
+import { describeAnnotation, fetchAnnotations, openSaveAnnotationDialog } from "../training/annotations.js";
+import { openTrainingDialog } from "../training/training_dialog.js";
 import * as correctionStore from "../volumes/correction_store.js";
 
 /** @typedef {import("openapi").AnnotationReport} Annotation */
 /** @typedef {import("../volumes/label_edit.js").LabelEditor} LabelEditor */
 
+/** The annotated stacks created from the corrections of one result. */
 export class AnnotatedStacks {
   /**
-   * @param {{job: import("openapi").JobReport, stack: string}} result @param {string} stem name of the file without its extension
-   * @param {import("openapi").Abilities} abilities of the service @param {import("./correct_panel.js").CorrectPanel} panel shows the saved stacks
+   * @param {{job: import("openapi").JobReport, stack: string}} result @param {string} stem file name without its extension
+   * @param {import("openapi").CallerLimits} capabilities of the service @param {import("./correct_panel.js").CorrectPanel} panel shows the saved stacks
    */
-  constructor({ job, stack }, stem, abilities, panel) {
+  constructor({ job, stack }, stem, capabilities, panel) {
     this.job = job;
     this.stack = stack;
     this.stem = stem;
-    this.abilities = abilities;
+    this.capabilities = capabilities;
     this.panel = panel;
   }
 
@@ -25,48 +26,51 @@ export class AnnotatedStacks {
     return (await fetchAnnotations()).filter((annotation) => annotation.job === this.job.id);
   }
 
-  /** Show the annotated stacks created from the result, including those from other browsers. */
-  async describe() {
-    if (!this.abilities.corrections) return;
-    const annotations = await this.#fetch().catch(() => []);
-    const ownIds = await correctionStore.annotationsOf(this.job.id);
-    const list = (/** @type {Annotation[]} */ selected) =>
-      selected.map((annotation) => `${annotation.name} (${describeAnnotation(annotation)})`).join(", ");
-    this.panel.describeAnnotated(list(annotations), list(annotations.filter(({ id }) => !ownIds.includes(id))));
+  /** Show the annotated stacks in the panel. */
+  async updatePanel() {
+    if (!this.capabilities.corrections) return;
+    const allAnnotations = await this.#fetch().catch(() => []);
+    const ownIds = await correctionStore.loadAnnotationIds(this.job.id);
+    const describeList = (/** @type {Annotation[]} */ annotations) =>
+      annotations.map((annotation) => `${annotation.name} (${describeAnnotation(annotation)})`).join(", ");
+    const fromOtherBrowsers = allAnnotations.filter(({ id }) => !ownIds.includes(id));
+    this.panel.showAnnotatedStacks(describeList(allAnnotations), describeList(fromOtherBrowsers));
   }
 
   /**
    * Ask for a name, and save the labels as an annotated stack.
-   * @param {LabelEditor} editor @param {number} timePoint used if the job is a series @returns {Promise<boolean>} false if the user canceled
+   * @param {LabelEditor} editor @param {number} timePoint displayed time point, used if the job is a series @returns {Promise<boolean>} false if the user canceled
    */
-  async add(editor, timePoint) {
+  async save(editor, timePoint) {
     const { job, stack, stem } = this;
     const time = job.time_points ? timePoint : undefined;
     const name = time === undefined ? stem : `${stem}, time ${time}`;
-    const changes = editor.done.length;
-    const report = await saveAnnotationDialog({ labels: editor.labels, changes, stack, job: job.id, time, name });
+    const changes = editor.edits.length;
+    const report = await openSaveAnnotationDialog({ labels: editor.labels, changes, stack, job: job.id, time, name });
     if (report === null) return false;
     await correctionStore.addAnnotation(job.id, report.id);
     this.panel.showHint(`Saved as ${report.name}.`);
-    this.describe();
+    this.updatePanel();
     return true;
   }
 
-  /** Open the training dialog. Unsaved corrections are saved as an annotated stack first. @param {LabelEditor} editor @param {number} timePoint used if the job is a series */
-  async improve(editor, timePoint) {
+  /** Open the training dialog. First, save unsaved corrections as an annotated stack. @param {LabelEditor} editor @param {number} timePoint displayed time point, used if the job is a series */
+  async openTraining(editor, timePoint) {
     try {
-      if (!(await this.#isSaved(editor, timePoint)) && !(await this.add(editor, timePoint))) return;
-      await trainingDialog(this.abilities.training_minutes, this.job.model);
+      if (!(await this.#isSaved(editor, timePoint)) && !(await this.save(editor, timePoint))) return;
+      await openTrainingDialog(this.capabilities.training_minutes, this.job.model);
     } catch (error) {
       this.panel.showHint(/** @type {Error} */ (error).message);
     }
   }
 
-  /** Return whether an annotated stack has all current corrections. @param {LabelEditor} editor @param {number} timePoint used if the job is a series */
+  /** Return whether all current corrections are saved in an annotated stack. @param {LabelEditor} editor @param {number} timePoint displayed time point, used if the job is a series */
   async #isSaved(editor, timePoint) {
-    const edits = editor.done.length;
-    if (edits === 0 || !this.abilities.corrections) return true;
+    const editCount = editor.edits.length;
+    if (editCount === 0 || !this.capabilities.corrections) return true;
     const annotations = await this.#fetch();
-    return annotations.some(({ changes, time }) => changes === edits && (!this.job.time_points || time === timePoint));
+    return annotations.some(
+      ({ changes, time }) => changes === editCount && (!this.job.time_points || time === timePoint),
+    );
   }
 }

@@ -1,40 +1,41 @@
-/** Options of the brush and the eraser. */
+/** Controls for the options of the brush and the eraser. */
 
 import { element } from "../core/elements.js";
 
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
 
-/** Slider steps that double the radius. */
+/** Number of slider steps that double the radius. */
 const STEPS_PER_DOUBLING = 12;
 
+/** The controls for the brush size, the brush shape, and the objects that strokes change. */
 export class BrushOptions {
-  /** @param {() => EditTools | null} tools returns the active tools */
-  constructor(tools) {
+  /** @param {() => EditTools | null} getTools returns the active tools */
+  constructor(getTools) {
     const setBrush = (/** @type {Partial<import("./brush.js").Brush>} */ options) =>
-      Object.assign(tools()?.brush ?? {}, options);
-    this.radius = element("input", {
+      Object.assign(getTools()?.brush ?? {}, options);
+    this.radiusSlider = element("input", {
       type: "range",
       min: "0",
       max: "100",
       "aria-label": "Brush size",
       title: "Keys [ and ]",
       oninput: () => {
-        const brush = tools()?.brush;
-        const factor = 2 ** (Number(this.radius.value) / STEPS_PER_DOUBLING);
-        if (brush) tools()?.resize(factor / (brush.radius / brush.minRadius));
+        const brush = getTools()?.brush;
+        const factor = 2 ** (Number(this.radiusSlider.value) / STEPS_PER_DOUBLING);
+        if (brush) getTools()?.resizeBrush(factor / (brush.radius / brush.minRadius));
       },
     });
-    const ball = element("input", {
+    const sphereCheckbox = element("input", {
       type: "checkbox",
       checked: true,
-      onchange: () => setBrush({ ball: ball.checked }),
+      onchange: () => setBrush({ isSpherical: sphereCheckbox.checked }),
     });
-    const overwrite = element("input", {
+    const overwriteCheckbox = element("input", {
       type: "checkbox",
-      onchange: () => setBrush({ overwrite: overwrite.checked }),
+      onchange: () => setBrush({ overwrite: overwriteCheckbox.checked }),
     });
     /** @param {"new" | "selected"} value @param {string} text */
-    const targetOption = (value, text) => {
+    const createTargetOption = (value, text) => {
       const onchange = () => setBrush({ backgroundTarget: value });
       const properties = { type: "radio", name: "background-target", value, checked: value === "new", onchange };
       return element("label", { class: "slim" }, element("input", properties), text);
@@ -43,25 +44,25 @@ export class BrushOptions {
       "fieldset",
       { class: "background-target" },
       element("legend", {}, "Strokes on the background"),
-      targetOption("new", "Create a new object"),
-      targetOption("selected", "Add to the selected object"),
+      createTargetOption("new", "Create a new object"),
+      createTargetOption("selected", "Add to the selected object"),
     );
     this.root = element(
       "div",
       { class: "brush" },
       this.targetOptions,
-      element("label", { class: "slim" }, "Size", this.radius),
-      element("label", { class: "slim" }, ball, "Paint across planes"),
-      element("label", { class: "slim" }, overwrite, "Paint over other objects"),
+      element("label", { class: "slim" }, "Size", this.radiusSlider),
+      element("label", { class: "slim" }, sphereCheckbox, "Paint across planes"),
+      element("label", { class: "slim" }, overwriteCheckbox, "Paint over other objects"),
     );
   }
 
-  /** @param {EditTools} tools */
-  describe({ tool, brush }) {
+  /** Update the controls from the tools. @param {EditTools} tools */
+  update({ tool, brush }) {
     this.root.hidden = tool !== "paint" && tool !== "erase";
     this.targetOptions.hidden = tool !== "paint";
     for (const input of this.targetOptions.querySelectorAll("input"))
       input.checked = input.value === brush.backgroundTarget;
-    this.radius.value = String(STEPS_PER_DOUBLING * Math.log2(brush.radius / brush.minRadius));
+    this.radiusSlider.value = String(STEPS_PER_DOUBLING * Math.log2(brush.radius / brush.minRadius));
   }
 }

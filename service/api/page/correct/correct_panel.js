@@ -1,8 +1,8 @@
-/** The panel for correcting labels: tools, brush options, undo history, and export of the corrected labels. */
+/** Panel for correcting labels, with tools, brush options, undo and redo, and export of the corrected labels. */
 
-import { button, element, shortcutList } from "../core/elements.js";
+import { button, createShortcutList, element } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
-import { cssColor } from "../volumes/slices.js";
+import { getCssColor } from "../volumes/slices.js";
 import { BrushOptions } from "./brush_options.js";
 import { TOOLS } from "./tool_list.js";
 
@@ -13,10 +13,10 @@ import { TOOLS } from "./tool_list.js";
 /**
  * @typedef {object} Actions
  * @property {(direction: "undo" | "redo") => void} undoOrRedo
- * @property {() => unknown} annotate save the labels as an annotated stack
- * @property {() => unknown} improve train a model with the corrected labels
- * @property {(kind: FileKind) => void} save
- * @property {() => unknown} discard discard all corrections
+ * @property {() => unknown} annotate saves the labels as an annotated stack
+ * @property {() => unknown} train trains a model on the corrected labels
+ * @property {(kind: FileKind) => void} save saves the labels or their table as a file
+ * @property {() => unknown} discard discards all corrections
  */
 
 /** @type {Record<Kind, string>} */
@@ -29,7 +29,7 @@ const PARTICIPLES = {
   erase: "erased",
 };
 
-const KEYS = [
+const SHORTCUTS = [
   ["Shift + arrow keys", "move the crosshair"],
   ["Enter", "apply the tool at the crosshair"],
   ["C", "close the outline"],
@@ -38,24 +38,25 @@ const KEYS = [
   ["Esc", "cancel the current action"],
 ];
 
+/** The controls and texts of the Correct tab. */
 export class CorrectPanel {
-  /** @param {Actions} actions @param {import("openapi").Abilities} abilities of the service */
-  constructor(actions, abilities) {
+  /** @param {Actions} actions @param {import("openapi").CallerLimits} capabilities of the service */
+  constructor(actions, capabilities) {
     this.actions = actions;
-    this.abilities = abilities;
-    /** The tools that the buttons control, null if labels are not being corrected. @type {EditTools | null} */
+    this.capabilities = capabilities;
+    /** The tools that the buttons control, or null if no labels are being corrected. @type {EditTools | null} */
     this.tools = null;
     this.hint = element("p", { class: "hint", role: "status" });
     this.summary = element("p", { class: "muted small", role: "status" });
-    this.dot = element("span", { class: "dot" });
-    this.selected = element("span");
-    this.annotated = element("p", { class: "muted small" });
+    this.selectionDot = element("span", { class: "dot" });
+    this.selectionText = element("span");
+    this.annotatedText = element("p", { class: "muted small" });
     this.otherBrowserWarning = element("p", { class: "warning-text", role: "status", hidden: true });
-    this.undo = button("Undo", () => actions.undoOrRedo("undo"), "secondary");
-    this.redo = button("Redo", () => actions.undoOrRedo("redo"), "secondary");
-    this.undo.title = "Ctrl + Z";
-    this.redo.title = "Ctrl + Shift + Z";
-    this.buttons = new Map(
+    this.undoButton = button("Undo", () => actions.undoOrRedo("undo"), "secondary");
+    this.redoButton = button("Redo", () => actions.undoOrRedo("redo"), "secondary");
+    this.undoButton.title = "Ctrl + Z";
+    this.redoButton.title = "Ctrl + Shift + Z";
+    this.toolButtons = new Map(
       TOOLS.map(({ name, text, key }) => [
         name,
         element(
@@ -65,17 +66,17 @@ export class CorrectPanel {
             class: "tool",
             "aria-keyshortcuts": key,
             title: `Key ${key.toUpperCase()}`,
-            onclick: () => this.tools?.use(name),
+            onclick: () => this.tools?.activate(name),
           },
           text,
         ),
       ]),
     );
-    this.options = new BrushOptions(() => this.tools);
+    this.brushOptions = new BrushOptions(() => this.tools);
     this.root = element("div", { class: "correct" });
   }
 
-  /** Show why the labels cannot be corrected. @param {string} text */
+  /** Show why the labels cannot be corrected. @param {string} text explanation */
   showError(text) {
     this.root.replaceChildren(element("p", { class: "warning-text" }, text));
   }
@@ -85,7 +86,7 @@ export class CorrectPanel {
     this.root.replaceChildren(element("p", { class: "muted", role: "status" }, text));
   }
 
-  /** Show why correcting is paused, and a button to start. @param {string} text @param {string} name of the button @param {() => unknown} action */
+  /** Explain why correcting is paused, with a button to continue. @param {string} text @param {string} name of the button @param {() => unknown} action */
   showStartButton(text, name, action) {
     this.root.replaceChildren(element("p", { role: "status" }, text), button(name, action, "primary"));
   }
@@ -95,83 +96,88 @@ export class CorrectPanel {
     this.hint.textContent = text;
   }
 
-  /** Show the tools. @param {string} introduction describes which labels are corrected */
+  /** Show the tools. @param {string} introduction explains which labels are corrected */
   show(introduction) {
     this.root.replaceChildren(
       this.otherBrowserWarning,
       element("p", { class: "muted small" }, introduction),
-      element("div", { class: "tool-list", role: "group", "aria-label": "Tools" }, ...this.buttons.values()),
+      element("div", { class: "tool-list", role: "group", "aria-label": "Tools" }, ...this.toolButtons.values()),
       this.hint,
-      element("p", { class: "selected-object" }, this.dot, this.selected),
-      this.options.root,
-      element("div", { class: "row tight" }, this.undo, this.redo, this.summary),
-      element("details", { class: "small" }, element("summary", {}, "Keyboard shortcuts"), shortcutList(KEYS)),
-      ...this.#exportButtons(),
+      element("p", { class: "selected-object" }, this.selectionDot, this.selectionText),
+      this.brushOptions.root,
+      element("div", { class: "row tight" }, this.undoButton, this.redoButton, this.summary),
+      element(
+        "details",
+        { class: "small" },
+        element("summary", {}, "Keyboard shortcuts"),
+        createShortcutList(SHORTCUTS),
+      ),
+      ...this.#createExportControls(),
     );
   }
 
-  #exportButtons() {
-    const { actions, abilities } = this;
+  #createExportControls() {
+    const { actions, capabilities } = this;
     return [
       element("h3", {}, "Corrected labels"),
       element(
         "div",
         { class: "row" },
-        abilities.corrections && button("Save as annotated stack", actions.annotate, "primary"),
+        capabilities.corrections && button("Save as annotated stack", actions.annotate, "primary"),
         button("OME-TIFF", () => actions.save("ome.tif"), "secondary"),
         button("NumPy", () => actions.save("npy"), "secondary"),
         button("Table", () => actions.save("csv"), "secondary"),
-        abilities.training && button("Improve the model", actions.improve, "secondary"),
+        capabilities.training && button("Improve the model", actions.train, "secondary"),
       ),
       element(
         "p",
-        { class: "muted small", hidden: !abilities.corrections || abilities.training_problem === null },
-        `Training is not available: ${abilities.training_problem}`,
+        { class: "muted small", hidden: !capabilities.corrections || capabilities.training_problem === null },
+        `Training is not available: ${capabilities.training_problem}`,
       ),
-      this.annotated,
+      this.annotatedText,
       button("Discard all corrections", actions.discard, "link"),
     ];
   }
 
   /** Show the active tool and its options. */
-  describeTool() {
+  updateTool() {
     const { tools } = this;
     if (tools === null) return;
-    for (const [name, tool] of this.buttons) tool.setAttribute("aria-pressed", String(name === tools.tool));
-    this.options.describe(tools);
+    for (const [name, tool] of this.toolButtons) tool.setAttribute("aria-pressed", String(name === tools.tool));
+    this.brushOptions.update(tools);
   }
 
   /** Show the selected object. @param {LabelEditor} editor @param {import("../viewer/scene.js").SceneState} state */
-  describeSelected(editor, { selected, isCalibrated }) {
+  showSelection(editor, { selected, isCalibrated }) {
     const extent = editor.objects.get(selected);
-    const [z, y, x] = editor.voxel;
-    this.dot.hidden = extent === undefined;
-    this.dot.style.background = cssColor(selected);
-    const volume = isCalibrated ? `, ${formatNumber((extent?.voxels ?? 0) * z * y * x)} µm³` : "";
+    const [z, y, x] = editor.voxelSize;
+    this.selectionDot.hidden = extent === undefined;
+    this.selectionDot.style.background = getCssColor(selected);
+    const volumeText = isCalibrated ? `, ${formatNumber((extent?.voxels ?? 0) * z * y * x)} µm³` : "";
     const text = extent
-      ? `Object ${selected} selected: ${formatCount(extent.voxels, "voxel")}${volume}`
+      ? `Object ${selected} selected: ${formatCount(extent.voxels, "voxel")}${volumeText}`
       : "No object selected.";
-    if (this.selected.textContent !== text) this.selected.textContent = text;
+    if (this.selectionText.textContent !== text) this.selectionText.textContent = text;
   }
 
   /** Show the number of objects and corrections. @param {LabelEditor} editor */
   showCounts(editor) {
-    this.undo.disabled = editor.done.length === 0;
-    this.redo.disabled = editor.undone.length === 0;
-    const parts = [...editor.counts()].map(([kind, count]) => `${count} ${PARTICIPLES[kind]}`);
-    const corrections = parts.length ? ` · ${parts.join(", ")}` : ", no corrections";
+    this.undoButton.disabled = editor.edits.length === 0;
+    this.redoButton.disabled = editor.undoneEdits.length === 0;
+    const descriptions = [...editor.countByKind()].map(([kind, count]) => `${count} ${PARTICIPLES[kind]}`);
+    const corrections = descriptions.length ? ` · ${descriptions.join(", ")}` : ", no corrections";
     this.summary.textContent = formatCount(editor.objects.size, "object") + corrections;
   }
 
-  /** @param {"undo" | "redo"} direction @param {Kind} kind of the correction */
+  /** Show which correction was undone or redone. @param {"undo" | "redo"} direction @param {Kind} kind of the correction */
   showUndoneOrRedone(direction, kind) {
     this.showHint(`${direction === "undo" ? "Undone" : "Redone"}: ${PARTICIPLES[kind]}.`);
   }
 
-  /** Show the annotated stacks created from the result. @param {string} all @param {string} fromOtherBrowsers */
-  describeAnnotated(all, fromOtherBrowsers) {
+  /** Show the annotated stacks created from the result. @param {string} all list of all stacks, "" if there are none @param {string} fromOtherBrowsers list of the stacks from other browsers */
+  showAnnotatedStacks(all, fromOtherBrowsers) {
     this.otherBrowserWarning.hidden = fromOtherBrowsers === "";
     this.otherBrowserWarning.textContent = `This result was also corrected in another browser and saved as annotated stack ${fromOtherBrowsers}. Those corrections are not shown here. Your own corrections are separate.`;
-    this.annotated.textContent = all ? `Saved as annotated stack ${all}.` : "";
+    this.annotatedText.textContent = all ? `Saved as annotated stack ${all}.` : "";
   }
 }

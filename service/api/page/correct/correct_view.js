@@ -1,12 +1,12 @@
-/** The mode in which labels are corrected: loading them at full resolution, tools, history, saving and export. */
+/** View in which labels are corrected. It loads them at full resolution, and provides tools, undo and redo, saving and export. */
 
 import { downloadBlob } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
 import * as correctionStore from "../volumes/correction_store.js";
 import { LabelEditor } from "../volumes/label_edit.js";
-import { asNpy, asTiff, gzip } from "../volumes/label_files.js";
-import { asCsv, measure } from "../volumes/label_measure.js";
-import { firstTime } from "../volumes/time_points.js";
+import { encodeNpy, encodeTiff, gzip } from "../volumes/label_files.js";
+import { encodeCsv, measure } from "../volumes/label_measure.js";
+import { getFirstTime } from "../volumes/time_points.js";
 import { AnnotatedStacks } from "./annotated_stacks.js";
 import { CorrectPanel } from "./correct_panel.js";
 import { EditTools } from "./edit_tools.js";
@@ -14,69 +14,69 @@ import {
   explainSizeLimit,
   fetchImage,
   fetchLabels,
-  fullResolutionVoxel,
+  getFullResolutionVoxelSize,
   isFullResolution,
   showImage,
 } from "./full_resolution.js";
-import { actionOfKey } from "./tool_list.js";
+import { getKeyAction } from "./tool_list.js";
 
 /** @typedef {import("../viewer/scene.js").Volume} Volume */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
 
-const NO_LABELS = "This result has no labels to correct.";
-const REFRESH_3D_MILLISECONDS = 400;
+const NO_LABELS_MESSAGE = "This result has no labels to correct.";
+const REFRESH_3D_DELAY_MILLISECONDS = 400;
 
-const OPEN_ELSEWHERE =
+const OPEN_IN_OTHER_TAB_MESSAGE =
   "This result is being corrected in another tab or window of this browser. Its corrections are saved. If you continue here, you can no longer correct it there.";
-const TAKEN_OVER =
+const MOVED_TO_OTHER_TAB_MESSAGE =
   "You are now correcting this result in another tab or window of this browser. All corrections are saved.";
 
 /**
- * The corrected labels, and the previous content of the views.
- * @typedef {{editor: LabelEditor, image: Volume, before: {image: Volume, labels: Volume, overlays: import("../viewer/scene.js").Overlay[]}}} Mode
+ * The editor and the image of the views while labels are corrected, and the previous content of the views.
+ * @typedef {{editor: LabelEditor, image: Volume, previous: {image: Volume, labels: Volume, overlays: import("../viewer/scene.js").Overlay[]}}} Mode
  */
 
-/** Events of `root`: `count` with the numbers of corrections and objects, `corrected` with the table of the displayed labels. */
+/** View whose `root` dispatches `count` with the numbers of corrections and objects, and `corrected` with the table of the displayed labels. */
 export class CorrectView {
   /**
-   * @param {{job: import("openapi").JobReport, stack: string, name: string}} result stack: its id, "" if it is no longer stored; name: of the file
-   * @param {Viewer} viewer @param {number} time displayed time point, if the job is a series
-   * @param {import("openapi").Abilities} abilities of the service @param {AbortSignal} signal ends the view
+   * @param {{job: import("openapi").JobReport, stack: string, name: string}} result stack: id of the stack, "" if it is no longer stored; name: file name
+   * @param {Viewer} viewer @param {number} time displayed time point, used if the job is a series
+   * @param {import("openapi").CallerLimits} capabilities of the service @param {AbortSignal} signal ends the view
    */
-  constructor({ job, stack, name }, viewer, time, abilities, signal) {
+  constructor({ job, stack, name }, viewer, time, capabilities, signal) {
     this.job = job;
     this.stem = (name || "stack").replace(/(\.ome)?\.tiff?$/i, "");
     this.viewer = viewer;
-    /** The displayed time point, if the job is a series. */
+    /** The displayed time point, used if the job is a series. */
     this.time = time;
     this.signal = signal;
     /** @type {Mode | null} */
     this.mode = null;
-    /** Ends the tools and their requests. */
-    this.ending = new AbortController();
+    /** Removes the tools and cancels their requests. */
+    this.toolsAbort = new AbortController();
     /** Ends the display of corrected labels. */
-    this.showing = new AbortController();
+    this.displayAbort = new AbortController();
     this.timer = 0;
-    /** The key whose original labels are already stored. */
-    this.storedKey = "";
+    /** The key whose original labels this view has already stored. */
+    this.storedLabelsKey = "";
     this.panel = new CorrectPanel(
       {
         undoOrRedo: (direction) => this.#undoOrRedo(direction),
-        annotate: () => this.mode && this.annotated.add(this.mode.editor, this.time),
-        improve: () => this.mode && this.annotated.improve(this.mode.editor, this.time),
-        save: (kind) => this.#save(kind),
+        annotate: () => this.mode && this.annotatedStacks.save(this.mode.editor, this.time),
+        train: () => this.mode && this.annotatedStacks.openTraining(this.mode.editor, this.time),
+        save: (kind) => this.#saveFile(kind),
         discard: () => this.#discard(),
       },
-      abilities,
+      capabilities,
     );
     this.root = this.panel.root;
-    this.annotated = new AnnotatedStacks({ job, stack }, this.stem, abilities, this.panel);
+    this.annotatedStacks = new AnnotatedStacks({ job, stack }, this.stem, capabilities, this.panel);
     signal.addEventListener("abort", () => this.leave(false));
-    this.countStored();
+    this.reportStoredCorrections();
   }
 
   /** Report the number of stored corrections, and show the corrected labels. */
-  async countStored() {
+  async reportStoredCorrections() {
     const edits = await correctionStore.count(this.key);
     this.#emit("count", { edits, objects: null });
     if (edits > 0) await this.show();
@@ -87,51 +87,52 @@ export class CorrectView {
     this.root.dispatchEvent(new CustomEvent(name, { detail }));
   }
 
-  /** The key under which the corrections are stored. */
+  /** The key of the corrections in the store. */
   get key() {
-    return correctionStore.keyOf(this.job, this.time);
+    return correctionStore.makeKey(this.job, this.time);
   }
 
-  /** @param {number} time displayed time point @param {boolean} correcting whether to show the tools */
-  async goTo(time, correcting) {
+  /** Change the time point. @param {number} time displayed time point @param {boolean} isCorrecting whether to show the tools */
+  async goTo(time, isCorrecting) {
     this.time = time;
-    if (correcting) await this.enter();
-    else await this.countStored();
+    if (isCorrecting) await this.enter();
+    else await this.reportStoredCorrections();
   }
 
-  /** Show the tools, and the labels at full resolution with the stored corrections. @param {boolean} [force] whether to take over from another tab */
+  /** Show the tools, and the labels at full resolution with the stored corrections. @param {boolean} [force] whether to continue here if another tab is correcting the result */
   async enter(force = false) {
-    this.#restore();
+    this.#restoreViews();
     const { labels } = this.viewer.scene.state;
-    const refusal = labels === null ? NO_LABELS : explainSizeLimit(labels);
-    if (refusal) return this.panel.showError(refusal);
+    const obstacle = labels === null ? NO_LABELS_MESSAGE : explainSizeLimit(labels);
+    if (obstacle) return this.panel.showError(obstacle);
     this.panel.showProgress("Loading the labels");
-    const signal = this.#startWork();
+    const signal = this.#startTools();
     const { key } = this;
     signal.addEventListener("abort", () => correctionStore.release(key));
-    if (!(await correctionStore.claim(key, force))) return this.#offer(OPEN_ELSEWHERE, "Continue here", true);
+    if (!(await correctionStore.claim(key, force)))
+      return this.#offerToContinue(OPEN_IN_OTHER_TAB_MESSAGE, "Continue here", true);
     if (signal.aborted) return correctionStore.release(key);
-    correctionStore.listenForClaims(key, () => this.#handOver(), signal);
+    correctionStore.listenForClaims(key, () => this.#pauseForOtherTab(), signal);
     try {
       const { editor, matches } = await this.#open(signal);
       if (signal.aborted) return undefined;
       this.#showTools(editor);
-      await this.#describeRestored(editor.done.length, matches);
+      await this.#showRestoredCount(editor.edits.length, matches);
     } catch (error) {
       if (!signal.aborted) this.panel.showError(/** @type {Error} */ (error).message);
     }
     return undefined;
   }
 
-  /** Cancel earlier work. @returns {AbortSignal} ends the new work */
-  #startWork() {
-    this.ending.abort();
-    this.ending = new AbortController();
-    return this.ending.signal;
+  /** Cancel the previous tools and requests. @returns {AbortSignal} cancels the new ones */
+  #startTools() {
+    this.toolsAbort.abort();
+    this.toolsAbort = new AbortController();
+    return this.toolsAbort.signal;
   }
 
-  /** @param {number} edits number of restored corrections @param {boolean} matches whether they match the labels */
-  async #describeRestored(edits, matches) {
+  /** Report the number of restored corrections. @param {number} edits number of corrections @param {boolean} matches whether the corrections match the labels */
+  async #showRestoredCount(edits, matches) {
     if (!matches) {
       await correctionStore.save(this.key, 0, null);
       this.panel.showHint("The saved corrections do not match this result and were discarded.");
@@ -143,7 +144,7 @@ export class CorrectView {
   async show() {
     const { labels } = this.viewer.scene.state;
     if (this.mode || this.job.time_points || !labels || !isFullResolution(labels) || explainSizeLimit(labels)) return;
-    const signal = this.#startWork();
+    const signal = this.#startTools();
     try {
       await this.#open(signal);
     } catch {
@@ -153,51 +154,51 @@ export class CorrectView {
   }
 
   /** @param {string} text explains why correcting is paused @param {string} action name of the button @param {boolean} force */
-  #offer(text, action, force) {
+  #offerToContinue(text, action, force) {
     this.panel.showStartButton(text, action, () => this.enter(force));
   }
 
-  /** Stop correcting because another tab has taken over. */
-  #handOver() {
+  /** Pause because another tab has started to correct the result. */
+  #pauseForOtherTab() {
     this.leave();
-    this.#offer(TAKEN_OVER, "Continue here", true);
+    this.#offerToContinue(MOVED_TO_OTHER_TAB_MESSAGE, "Continue here", true);
   }
 
   /** Show the labels with the stored corrections. @param {AbortSignal} signal @returns {Promise<{editor: LabelEditor, matches: boolean}>} matches: whether the corrections match the labels */
   async #open(signal) {
     const { viewer, job } = this;
     const { image, labels, overlays } = viewer.scene.state;
-    if (image === null || labels === null) throw new Error(NO_LABELS);
-    const parameters = job.time_points ? { time: Math.max(0, this.time - firstTime(job.parameters.time)) } : {};
-    const editable = await fetchLabels(labels, { address: `jobs/${job.id}/planes`, parameters }, viewer, signal);
-    const fullImage = (await fetchImage(image, viewer, signal)) ?? editable;
+    if (image === null || labels === null) throw new Error(NO_LABELS_MESSAGE);
+    const parameters = job.time_points ? { time: Math.max(0, this.time - getFirstTime(job.parameters.time)) } : {};
+    const editableLabels = await fetchLabels(labels, { url: `jobs/${job.id}/planes`, parameters }, viewer, signal);
+    const fullImage = (await fetchImage(image, viewer, signal)) ?? editableLabels;
     const edits = await correctionStore.load(this.key);
     signal.throwIfAborted();
-    const editor = new LabelEditor(editable, fullResolutionVoxel(viewer.scene.state, image));
+    const editor = new LabelEditor(editableLabels, getFullResolutionVoxelSize(viewer.scene.state, image));
     const matches = editor.restore(edits);
     // The other channels of a large stack are subsampled and cannot be overlaid at full resolution.
     if (fullImage !== image) viewer.scene.set({ overlays: [] });
     showImage(viewer, fullImage);
-    viewer.setLabels(editable);
-    this.mode = { editor, image: fullImage, before: { image, labels, overlays } };
-    this.showing = new AbortController();
-    viewer.addEventListener("draw", () => this.#pauseIfSubsampled(), { signal: this.showing.signal });
+    viewer.setLabels(editableLabels);
+    this.mode = { editor, image: fullImage, previous: { image, labels, overlays } };
+    this.displayAbort = new AbortController();
+    viewer.addEventListener("draw", () => this.#pauseIfSubsampled(), { signal: this.displayAbort.signal });
     return { editor, matches };
   }
 
   /** @param {LabelEditor} editor */
   #showTools(editor) {
     const { viewer, panel, job } = this;
-    const { signal } = this.ending;
+    const { signal } = this.toolsAbort;
     const callbacks = {
-      onedit: () => this.#onEdit(editor),
+      onedit: () => this.#handleEdit(editor),
       showHint: (/** @type {string} */ text) => panel.showHint(text),
     };
     const tools = new EditTools(viewer, editor, callbacks, signal);
-    tools.addEventListener("tool", () => panel.describeTool());
+    tools.addEventListener("tool", () => panel.updateTool());
     panel.tools = tools;
-    const describeSelected = () => panel.describeSelected(editor, viewer.scene.state);
-    viewer.addEventListener("draw", describeSelected, { signal });
+    const showSelection = () => panel.showSelection(editor, viewer.scene.state);
+    viewer.addEventListener("draw", showSelection, { signal });
     for (const root of [viewer.root, this.root])
       root.addEventListener("keydown", (event) => this.#onKey(event), { signal });
     panel.show(
@@ -206,15 +207,15 @@ export class CorrectView {
         : "The table on the Objects tab is updated when you open it.",
     );
     this.#showCounts(editor);
-    describeSelected();
-    this.annotated.describe();
-    tools.use("select");
+    showSelection();
+    this.annotatedStacks.updatePanel();
+    tools.activate("select");
   }
 
   /** @param {KeyboardEvent} event */
   #onKey(event) {
     const { tools } = this.panel;
-    const action = tools && actionOfKey(event, tools, (direction) => this.#undoOrRedo(direction));
+    const action = tools && getKeyAction(event, tools, (direction) => this.#undoOrRedo(direction));
     if (!action) return;
     event.preventDefault();
     action();
@@ -222,27 +223,28 @@ export class CorrectView {
 
   /**
    * Remove the tools, and dispatch `corrected`. The corrections remain stored.
-   * @param {boolean} [keepCorrected] whether to keep showing the corrected labels
+   * @param {boolean} [keepCorrected] whether the views keep showing the corrected labels
    */
   leave(keepCorrected = true) {
     const { mode, panel } = this;
-    panel.tools?.use("select");
-    this.ending.abort();
+    panel.tools?.activate("select");
+    this.toolsAbort.abort();
     this.viewer.fetchStatus.textContent = "";
     if (mode === null) return;
     panel.tools = null;
-    const corrected = keepCorrected && mode.editor.done.length > 0 && !this.job.time_points && !this.signal.aborted;
-    if (!corrected) this.#restore();
-    this.#emit("corrected", corrected ? this.#measure(mode) : null);
+    const showsCorrected =
+      keepCorrected && mode.editor.edits.length > 0 && !this.job.time_points && !this.signal.aborted;
+    if (!showsCorrected) this.#restoreViews();
+    this.#emit("corrected", showsCorrected ? this.#measure(mode) : null);
   }
 
-  /** Show the original labels again, unless the views have been given other content. */
-  #restore() {
+  /** Show the original labels again, unless the views already show something else. */
+  #restoreViews() {
     const { mode, viewer } = this;
     this.mode = this.panel.tools = null;
-    this.showing.abort();
+    this.displayAbort.abort();
     if (mode === null) return;
-    const { image, labels, overlays } = mode.before;
+    const { image, labels, overlays } = mode.previous;
     if (viewer.scene.state.image === mode.image && mode.image !== image) {
       viewer.scene.set({ overlays });
       showImage(viewer, image);
@@ -250,37 +252,38 @@ export class CorrectView {
     if (viewer.scene.state.labels === mode.editor.labels) viewer.setLabels(labels);
   }
 
-  /** Measure the corrected objects. @param {Mode} mode */
+  /** Create the table of the corrected objects. @param {Mode} mode */
   #measure({ editor, image }) {
     const intensities = image === editor.labels ? null : image;
     return measure(
       editor.labels,
       intensities,
       editor.objects.keys(),
-      this.viewer.scene.state.isCalibrated ? editor.voxel : null,
+      this.viewer.scene.state.isCalibrated ? editor.voxelSize : null,
     );
   }
 
-  /** Pause if the views show a subsampled image, such as another channel, which does not match the labels. */
+  /** Pause if the views show a subsampled image, such as another channel, because it does not match the labels at full resolution. */
   #pauseIfSubsampled() {
     const { image } = this.viewer.scene.state;
     if (image === null || isFullResolution(image)) return;
-    const correcting = this.panel.tools !== null;
+    const isCorrecting = this.panel.tools !== null;
     this.leave(false);
-    if (correcting) this.#offer("The image was reloaded. Your corrections are saved.", "Continue correcting", false);
+    if (isCorrecting)
+      this.#offerToContinue("The image was reloaded. Your corrections are saved.", "Continue correcting", false);
   }
 
   /** Show the numbers of objects and corrections. @param {LabelEditor} editor */
   #showCounts(editor) {
     this.panel.showCounts(editor);
-    this.#emit("count", { edits: editor.done.length, objects: editor.objects.size });
+    this.#emit("count", { edits: editor.edits.length, objects: editor.objects.size });
   }
 
   /** Show and store the newest correction. @param {LabelEditor} editor */
-  #onEdit(editor) {
-    const { done } = editor;
+  #handleEdit(editor) {
+    const { edits } = editor;
     this.#showCounts(editor);
-    this.#storeEdit(done.length - 1, done[done.length - 1]);
+    this.#storeEdit(edits.length - 1, edits[edits.length - 1]);
     this.#refresh3d();
   }
 
@@ -290,16 +293,16 @@ export class CorrectView {
     const edit = panel.tools?.[direction]();
     if (!mode || !edit) return;
     panel.showUndoneOrRedone(direction, edit.kind);
-    const { done } = mode.editor;
-    this.#storeEdit(direction === "undo" ? done.length : done.length - 1, direction === "undo" ? null : edit);
+    const { edits } = mode.editor;
+    this.#storeEdit(direction === "undo" ? edits.length : edits.length - 1, direction === "undo" ? null : edit);
     this.#showCounts(mode.editor);
     this.#refresh3d();
   }
 
   async #discard() {
     const { mode, panel } = this;
-    if (mode === null || mode.editor.done.length === 0) return;
-    const edits = mode.editor.done.length;
+    if (mode === null || mode.editor.edits.length === 0) return;
+    const edits = mode.editor.edits.length;
     while (mode.editor.undo() !== null);
     panel.tools?.cancel();
     await correctionStore.save(this.key, 0, null);
@@ -308,53 +311,53 @@ export class CorrectView {
     panel.showHint(`${formatCount(edits, "correction")} discarded. Press Redo to restore them one by one.`);
   }
 
-  /** @param {number} number @param {import("../volumes/label_edit.js").Edit | null} edit */
+  /** Store a correction, or delete the corrections from a number on. @param {number} number index of the correction @param {import("../volumes/label_edit.js").Edit | null} edit */
   async #storeEdit(number, edit) {
     const outcome = await correctionStore.save(this.key, number, edit);
     if (outcome === "unavailable")
       this.panel.showHint("This browser cannot save corrections. They will be lost when you close the page.");
-    if (outcome === "owned-by-other-tab") this.#handOver();
+    if (outcome === "owned-by-other-tab") this.#pauseForOtherTab();
     if (outcome === "saved" && edit !== null) await this.#storeOriginalLabels();
   }
 
-  /** Store the original labels with their corrections, because the service may delete the result. */
+  /** Store the original labels next to their corrections, because the service may delete the result. */
   async #storeOriginalLabels() {
     const { mode, key } = this;
-    if (mode === null || this.storedKey === key) return;
-    this.storedKey = key;
+    if (mode === null || this.storedLabelsKey === key) return;
+    this.storedLabelsKey = key;
     if (await correctionStore.loadOriginalLabels(key)) return;
-    const data = mode.editor.original();
+    const data = mode.editor.copyOriginal();
     const zipped = await gzip(new Blob([/** @type {BlobPart} */ (data)]));
     const { shape } = mode.editor.labels;
     await correctionStore.saveOriginalLabels(key, {
       zipped,
       bytes: data.BYTES_PER_ELEMENT,
       shape,
-      voxelSize: this.#voxelSize(),
+      voxelSize: this.#getVoxelSize(),
     });
   }
 
-  /** Update the 3D rendering after a pause in editing, because it copies the labels into textures. */
+  /** Update the 3D rendering after a pause in editing, because each update copies the labels into textures. */
   #refresh3d() {
     clearTimeout(this.timer);
-    this.timer = window.setTimeout(() => this.viewer.corner.refresh3d(), REFRESH_3D_MILLISECONDS);
+    this.timer = window.setTimeout(() => this.viewer.corner.refresh3d(), REFRESH_3D_DELAY_MILLISECONDS);
   }
 
-  /** The voxel size, null if it is unknown. */
-  #voxelSize() {
-    const [z, y, x] = this.mode?.editor.voxel ?? [1, 1, 1];
+  /** Return the voxel size, or null if it is unknown. */
+  #getVoxelSize() {
+    const [z, y, x] = this.mode?.editor.voxelSize ?? [1, 1, 1];
     return this.viewer.scene.state.isCalibrated ? { z, y, x } : null;
   }
 
-  /** @param {import("./correct_panel.js").FileKind} kind */
-  #save(kind) {
+  /** Save the corrected labels or their table as a file. @param {import("./correct_panel.js").FileKind} kind */
+  #saveFile(kind) {
     const { mode } = this;
     if (mode === null) return;
     const { labels } = mode.editor;
     const files = {
-      csv: () => new Blob([asCsv(this.#measure(mode))], { type: "text/csv" }),
-      npy: () => asNpy(labels),
-      "ome.tif": () => asTiff(labels, this.#voxelSize()),
+      csv: () => new Blob([encodeCsv(this.#measure(mode))], { type: "text/csv" }),
+      npy: () => encodeNpy(labels),
+      "ome.tif": () => encodeTiff(labels, this.#getVoxelSize()),
     };
     downloadBlob(files[kind](), `${this.stem}_corrected.${kind}`);
   }

@@ -1,16 +1,17 @@
-/** Drawing of the tools over the slices: seeds of a split, lines, outlines, and the brush. */
+/** Draws the state of the tools over the slices: seeds of a split, lines, outlines, and the brush. */
 
 import { element } from "../core/elements.js";
-import { ACROSS, cssColor } from "../volumes/slices.js";
+import { getCssColor, IN_PLANE_AXES } from "../volumes/slices.js";
 
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
 /** @typedef {import("../viewer/slice_view.js").SliceView} SliceView */
 
 const SKETCH_COLOR = "#ffd166";
-const SEED_PIXELS = 4;
+const SEED_RADIUS_PIXELS = 4;
 
+/** One canvas per view that shows the unfinished corrections. */
 export class EditSketches {
-  /** @param {EditTools} tools @param {AbortSignal} signal ends the tools */
+  /** @param {EditTools} tools @param {AbortSignal} signal removes the canvases */
   constructor(tools, signal) {
     this.tools = tools;
     this.canvases = tools.viewer.views.map((view) => {
@@ -25,10 +26,10 @@ export class EditSketches {
   }
 
   draw() {
-    for (const [number, view] of this.tools.viewer.views.entries()) {
-      const canvas = this.canvases[number];
-      canvas.width = view.over.width;
-      canvas.height = view.over.height;
+    for (const [index, view] of this.tools.viewer.views.entries()) {
+      const canvas = this.canvases[index];
+      canvas.width = view.labelsCanvas.width;
+      canvas.height = view.labelsCanvas.height;
       const context = canvas.getContext("2d");
       if (context === null) continue;
       const ratio = view.ratio ?? 1;
@@ -48,15 +49,15 @@ export class EditSketches {
       ...(seed ? [seed.position] : []),
       ...(sketch?.kind === "split" && tool === "split" ? sketch.seeds : []),
     ];
-    const placement = view.placement();
-    const [down, right] = ACROSS[view.axis];
+    const placement = view.getPlacement();
+    const [down, right] = IN_PLANE_AXES[view.axis];
     for (const position of seeds) {
       const isInPlane = Math.abs(position[view.axis] - viewer.scene.state.position[view.axis]) < 1;
       const x = placement.left + (position[right] + 0.5) * placement.scaleX;
       const y = placement.top + (position[down] + 0.5) * placement.scaleY;
       context.globalAlpha = isInPlane ? 1 : 0.35;
       context.beginPath();
-      context.arc(x, y, SEED_PIXELS, 0, 2 * Math.PI);
+      context.arc(x, y, SEED_RADIUS_PIXELS, 0, 2 * Math.PI);
       context.fill();
     }
     context.globalAlpha = 1;
@@ -67,10 +68,10 @@ export class EditSketches {
     const { line, sketch, tool, viewer } = this.tools;
     const plane = viewer.scene.state.position[view.axis];
     const outlines = sketch?.kind === "add" && tool === "add" && sketch.axis === view.axis ? sketch.outlines : [];
-    const closed = outlines.filter(({ at }) => at === plane).map(({ points }) => ({ points, isClosed: true }));
-    const open = line?.view === view ? [{ points: line.points, isClosed: false }] : [];
-    const { left, top, scaleX, scaleY } = view.placement();
-    for (const { points, isClosed } of [...closed, ...open]) {
+    const closedLines = outlines.filter(({ at }) => at === plane).map(({ points }) => ({ points, isClosed: true }));
+    const openLines = line?.view === view ? [{ points: line.points, isClosed: false }] : [];
+    const { left, top, scaleX, scaleY } = view.getPlacement();
+    for (const { points, isClosed } of [...closedLines, ...openLines]) {
       context.beginPath();
       for (const [v, u] of points) context.lineTo(left + u * scaleX, top + v * scaleY);
       if (isClosed) context.closePath();
@@ -86,7 +87,7 @@ export class EditSketches {
       ? brush.stroke.id
       : brush.targetAt(view.voxelAt(pointer.x, pointer.y), tool === "erase");
     const radius = Math.max(2, brush.radius * viewer.scene.state.scale);
-    context.strokeStyle = target ? cssColor(target) : SKETCH_COLOR;
+    context.strokeStyle = target ? getCssColor(target) : SKETCH_COLOR;
     context.setLineDash(tool === "erase" ? [4, 3] : []);
     context.beginPath();
     context.arc(pointer.x, pointer.y, radius, 0, 2 * Math.PI);

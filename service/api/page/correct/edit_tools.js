@@ -1,10 +1,10 @@
-/** The tools that correct labels: handling of clicks, drags and keys in the views. */
+/** Tools that correct labels. They handle clicks, drags and keys in the views. */
 
 import { CannotEdit } from "../volumes/label_edit.js";
-import { ACROSS } from "../volumes/slices.js";
+import { IN_PLANE_AXES } from "../volumes/slices.js";
 import { Brush } from "./brush.js";
 import { EditSketches } from "./edit_sketches.js";
-import { DRAG_TOOLS, stepOfArrow, TOOLS } from "./tool_list.js";
+import { DRAG_TOOLS, getArrowStep, TOOLS } from "./tool_list.js";
 
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../volumes/label_shapes.js").Point} Point */
@@ -15,14 +15,14 @@ import { DRAG_TOOLS, stepOfArrow, TOOLS } from "./tool_list.js";
 
 /** Largest movement of the pointer that still counts as a click. */
 const CLICK_PIXELS = 4;
-/** Distance between the points of an outline. */
-const POINT_PIXELS = 2;
+/** Minimum movement of the pointer after which a point is added to an outline. */
+const OUTLINE_START_PIXELS = 2;
 
-/** @typedef {{onedit: (edit: import("../volumes/label_edit.js").Edit) => void, showHint: (text: string) => void}} Callbacks onedit: called after a correction */
+/** @typedef {{onedit: (edit: import("../volumes/label_edit.js").Edit) => void, showHint: (text: string) => void}} Callbacks onedit: called after each correction */
 
-/** Events: `tool` when the active tool or its options have changed. */
+/** Tools that dispatch `tool` when the active tool or its options have changed. */
 export class EditTools extends EventTarget {
-  /** @param {Viewer} viewer @param {LabelEditor} editor @param {Callbacks} callbacks @param {AbortSignal} signal ends the tools */
+  /** @param {Viewer} viewer @param {LabelEditor} editor @param {Callbacks} callbacks @param {AbortSignal} signal removes the tools */
   constructor(viewer, editor, callbacks, signal) {
     super();
     this.viewer = viewer;
@@ -31,20 +31,20 @@ export class EditTools extends EventTarget {
     /** @type {ToolName} */
     this.tool = "select";
     this.brush = new Brush(viewer.scene, editor);
-    /** The first object of a merge, 0 for none. */
+    /** Id of the first object of a merge, 0 for none. */
     this.mergeId = 0;
     /** The first seed of a split. @type {{id: number, position: Triple} | null} */
     this.seed = null;
     /** The line or outline that is being drawn. @type {{view: SliceView, points: Point[]} | null} */
     this.line = null;
-    /** The point where the button was pressed. */
-    this.pressedAt = [0, 0];
-    /** Whether the pointer has moved since. It stays true, because an outline may end at its start. */
+    /** Position of the pointer on the screen when its button was pressed. */
+    this.pressPosition = [0, 0];
+    /** Whether the pointer has moved since its button was pressed. It stays true if the pointer returns to the start, as in an outline. */
     this.hasDragged = false;
     /** @type {{view: SliceView, x: number, y: number} | null} */
     this.pointer = null;
-    /** A correction that the next click does not continue. @type {unknown} */
-    this.finishedEdit = editor.done.at(-1);
+    /** The last correction that the next click must not continue. @type {unknown} */
+    this.finishedEdit = editor.edits.at(-1);
     this.sketches = new EditSketches(this, signal);
     for (const view of viewer.views) this.#listen(view, signal);
     viewer.addEventListener("pick", (event) => this.#onPick(/** @type {CustomEvent<number>} */ (event).detail), {
@@ -53,7 +53,7 @@ export class EditTools extends EventTarget {
   }
 
   /** Activate a tool. @param {ToolName} name */
-  use(name) {
+  activate(name) {
     this.tool = name;
     this.cancel();
     for (const { stage } of this.viewer.views) stage.classList.toggle("drawing", DRAG_TOOLS.has(name));
@@ -67,22 +67,22 @@ export class EditTools extends EventTarget {
     this.mergeId = 0;
     this.seed = null;
     this.line = null;
-    this.finishedEdit = this.editor.done.at(-1);
+    this.finishedEdit = this.editor.edits.at(-1);
     this.viewer.draw();
   }
 
   /** @param {number} factor */
-  resize(factor) {
+  resizeBrush(factor) {
     this.brush.resize(factor);
     this.dispatchEvent(new Event("tool"));
     this.viewer.draw();
   }
 
-  /** Apply a correction, and show its result as a hint. @param {() => import("../volumes/label_edit.js").Edit | null} work @param {string} [hint] shown after success */
-  apply(work, hint = "") {
+  /** Make a correction, and show a hint. @param {() => import("../volumes/label_edit.js").Edit | null} makeEdit @param {string} [hint] shown after success */
+  apply(makeEdit, hint = "") {
     const start = performance.now();
     try {
-      const edit = work();
+      const edit = makeEdit();
       if (edit === null) this.callbacks.showHint("Nothing changed, because other objects are not overwritten.");
       else {
         this.callbacks.showHint(hint);
@@ -106,11 +106,11 @@ export class EditTools extends EventTarget {
   /** @param {number} id */
   #delete(id) {
     this.viewer.scene.set({ selected: 0 });
-    this.apply(() => this.editor.remove(id), `Deleted object ${id}.`);
+    this.apply(() => this.editor.delete(id), `Deleted object ${id}.`);
   }
 
   /** Start a new object with the next outline or stroke. */
-  startNew() {
+  startNewObject() {
     this.cancel();
     this.viewer.select(0);
     this.brush.backgroundTarget = "new";
@@ -118,34 +118,34 @@ export class EditTools extends EventTarget {
     this.callbacks.showHint("The next outline or stroke creates a new object.");
   }
 
-  /** Cancel an unfinished correction, or undo the newest one. */
+  /** Cancel an unfinished correction. If there is none, undo the newest correction. */
   undo() {
     const isUnfinished = this.mergeId || this.seed || this.line;
     this.cancel();
     if (isUnfinished) return null;
     const edit = this.editor.undo();
-    this.#afterHistory();
+    this.#finishHistoryStep();
     return edit;
   }
 
   redo() {
     this.cancel();
     const edit = this.editor.redo();
-    this.#afterHistory();
+    this.#finishHistoryStep();
     return edit;
   }
 
-  /** Let the next click continue the correction that is now the newest. */
-  #afterHistory() {
+  /** Update the views after an undo or redo. The next click may continue the correction that is now the newest. */
+  #finishHistoryStep() {
     this.finishedEdit = undefined;
     const { scene } = this.viewer;
     if (!this.editor.objects.has(scene.state.selected)) scene.set({ selected: 0 });
     this.viewer.draw();
   }
 
-  /** The clicks or outlines that the next click or outline continues. */
+  /** The clicks or outlines that the next click or outline continues, or null. */
   get sketch() {
-    const isFinished = this.finishedEdit !== undefined && this.editor.done.at(-1) === this.finishedEdit;
+    const isFinished = this.finishedEdit !== undefined && this.editor.edits.at(-1) === this.finishedEdit;
     return isFinished ? null : this.editor.sketch;
   }
 
@@ -190,9 +190,9 @@ export class EditTools extends EventTarget {
   #listen(view, signal) {
     const { stage } = view;
     const options = { signal, capture: true };
-    stage.addEventListener("pointerdown", (event) => this.#begin(view, event), options);
-    stage.addEventListener("pointermove", (event) => this.#move(view, event), options);
-    stage.addEventListener("pointerup", (event) => this.#end(view, event), options);
+    stage.addEventListener("pointerdown", (event) => this.#onPointerDown(view, event), options);
+    stage.addEventListener("pointermove", (event) => this.#onPointerMove(view, event), options);
+    stage.addEventListener("pointerup", (event) => this.#onPointerUp(view, event), options);
     stage.addEventListener("pointercancel", () => this.cancel(), options);
     stage.addEventListener(
       "pointerleave",
@@ -207,31 +207,31 @@ export class EditTools extends EventTarget {
       (event) => DRAG_TOOLS.has(this.tool) && event.stopImmediatePropagation(),
       options,
     );
-    // A native drag of selected content would end the stroke.
+    // If the browser dragged selected content, the stroke would end.
     stage.addEventListener("dragstart", (event) => event.preventDefault(), options);
     stage.addEventListener("keydown", (event) => this.#onKey(view, event), options);
   }
 
   /** @param {SliceView} view @param {PointerEvent} event */
-  #begin(view, event) {
+  #onPointerDown(view, event) {
     if (!DRAG_TOOLS.has(this.tool) || event.button !== 0) return;
     event.stopImmediatePropagation();
     if (this.brush.stroke !== null) return;
     view.stage.setPointerCapture(event.pointerId);
-    const [x, y] = stagePosition(view, event);
+    const [x, y] = getStagePosition(view, event);
     const point = view.pointAt(x, y);
     if (this.tool === "cut") this.line = { view, points: [point, point] };
     else if (this.tool === "add") {
       if (this.line?.view !== view) this.line = { view, points: [] };
       this.line.points.push(point);
     } else this.#startStroke(view, view.voxelAt(x, y));
-    this.pressedAt = [event.clientX, event.clientY];
+    this.pressPosition = [event.clientX, event.clientY];
     this.hasDragged = false;
   }
 
   /** @param {SliceView} view @param {PointerEvent} event */
-  #move(view, event) {
-    const [x, y] = stagePosition(view, event);
+  #onPointerMove(view, event) {
+    const [x, y] = getStagePosition(view, event);
     this.pointer = { view, x, y };
     if (!DRAG_TOOLS.has(this.tool)) return;
     const isPressed = view.stage.hasPointerCapture(event.pointerId);
@@ -240,19 +240,20 @@ export class EditTools extends EventTarget {
       this.hasDragged ||= this.#hasMoved(event, CLICK_PIXELS);
       if (this.brush.stroke) this.#continueStroke(view.voxelAt(x, y));
       else if (this.tool === "cut" && this.line) this.line.points[1] = view.pointAt(x, y);
-      else if (this.tool === "add" && this.#hasMoved(event, POINT_PIXELS)) this.line?.points.push(view.pointAt(x, y));
+      else if (this.tool === "add" && this.#hasMoved(event, OUTLINE_START_PIXELS))
+        this.line?.points.push(view.pointAt(x, y));
     }
     this.sketches.draw();
   }
 
   /** @param {MouseEvent} event @param {number} pixels */
   #hasMoved(event, pixels) {
-    const [x, y] = this.pressedAt;
+    const [x, y] = this.pressPosition;
     return Math.hypot(event.clientX - x, event.clientY - y) > pixels;
   }
 
   /** @param {SliceView} view @param {PointerEvent} event */
-  #end(view, event) {
+  #onPointerUp(view, event) {
     if (!DRAG_TOOLS.has(this.tool) || !view.stage.hasPointerCapture(event.pointerId)) return;
     event.stopImmediatePropagation();
     view.stage.releasePointerCapture(event.pointerId);
@@ -269,12 +270,12 @@ export class EditTools extends EventTarget {
     if (line === null) return;
     const { axis } = line.view;
     const [from, to] = line.points;
-    const id = editor.objectUnderLine(axis, viewer.scene.state.position[axis], from, to);
+    const id = editor.findObjectUnderLine(axis, viewer.scene.state.position[axis], from, to);
     if (id === 0) this.callbacks.showHint("The line does not cross an object.");
     else this.apply(() => editor.cut(id, axis, from, to), `Cut object ${id}.`);
   }
 
-  /** Create an object from the outline. */
+  /** Close the outline, and create or extend an object. */
   closeOutline() {
     const { line, sketch, editor, viewer } = this;
     this.line = null;
@@ -282,7 +283,7 @@ export class EditTools extends EventTarget {
     const { axis } = line.view;
     const previous = sketch?.kind === "add" ? sketch : null;
     this.apply(
-      () => editor.outline(axis, viewer.scene.state.position[axis], line.points, previous),
+      () => editor.addOutline(axis, viewer.scene.state.position[axis], line.points, previous),
       "Go to another plane of this view and draw the next outline, or press N to start a new object.",
     );
     const current = this.sketch;
@@ -310,28 +311,28 @@ export class EditTools extends EventTarget {
     const { id, isNew } = brush.stroke ?? { id: 0, isNew: false };
     brush.stroke = null;
     const kind = this.tool === "erase" ? "erase" : "paint";
-    const painted = isNew ? `Created object ${id}. To extend it, start a stroke on it` : `Extended object ${id}`;
-    this.apply(() => editor.commit(kind), `${kind === "erase" ? `Erased part of object ${id}` : painted}.`);
+    const paintHint = isNew ? `Created object ${id}. To extend it, start a stroke on it` : `Extended object ${id}`;
+    this.apply(() => editor.commit(kind), `${kind === "erase" ? `Erased part of object ${id}` : paintHint}.`);
     if (!editor.objects.has(viewer.scene.state.selected)) viewer.select(0);
   }
 
-  /** Handle the keys that replace the pointer. @param {SliceView} view @param {KeyboardEvent} event */
+  /** Handle the keys that move and click the crosshair. @param {SliceView} view @param {KeyboardEvent} event */
   #onKey(view, event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const step = event.shiftKey ? stepOfArrow(event.key, view.axis) : undefined;
+    const step = event.shiftKey ? getArrowStep(event.key, view.axis) : undefined;
     if (step) {
       this.viewer.move(...step);
       this.viewer.draw();
-    } else if (event.key === "Enter") this.#act(view);
+    } else if (event.key === "Enter") this.#applyAtCrosshair(view);
     else return;
     event.preventDefault();
     event.stopImmediatePropagation();
   }
 
-  /** Apply the tool at the crosshair, as a click would. @param {SliceView} view */
-  #act(view) {
+  /** Apply the tool as if the user clicked at the crosshair. @param {SliceView} view */
+  #applyAtCrosshair(view) {
     const { viewer, editor } = this;
-    const [down, right] = ACROSS[view.axis];
+    const [down, right] = IN_PLANE_AXES[view.axis];
     const { position } = viewer.scene.state;
     /** @type {Point} */
     const point = [position[down] + 0.5, position[right] + 0.5];
@@ -354,8 +355,8 @@ export class EditTools extends EventTarget {
   }
 }
 
-/** @param {SliceView} view @param {MouseEvent} event @returns {[number, number]} x and y relative to the stage */
-function stagePosition({ stage }, event) {
+/** @param {SliceView} view @param {MouseEvent} event @returns {[number, number]} position (x, y) of the pointer relative to the stage */
+function getStagePosition({ stage }, event) {
   const { left, top } = stage.getBoundingClientRect();
   return [event.clientX - left, event.clientY - top];
 }

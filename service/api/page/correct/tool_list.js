@@ -1,6 +1,6 @@
-/** The names, hints and keys of the correction tools. */
+/** Names, hints and keys of the correction tools. */
 
-import { ACROSS } from "../volumes/slices.js";
+import { IN_PLANE_AXES } from "../volumes/slices.js";
 
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
 /** @typedef {"select" | "merge" | "split" | "cut" | "delete" | "add" | "paint" | "erase"} ToolName */
@@ -42,36 +42,36 @@ export const TOOLS = [
   },
 ];
 
-/** Tools that are used by dragging. @type {Set<ToolName>} */
+/** Tools that the user applies by dragging. @type {Set<ToolName>} */
 export const DRAG_TOOLS = new Set(["cut", "add", "paint", "erase"]);
 
 /**
- * Return the action of a key.
+ * Return the action for a key.
  * @param {KeyboardEvent} event @param {EditTools} tools @param {(direction: "undo" | "redo") => void} undoOrRedo
  * @returns {(() => void) | undefined} undefined if the key has no action
  */
-export function actionOfKey(event, tools, undoOrRedo) {
+export function getKeyAction(event, tools, undoOrRedo) {
   const target = /** @type {HTMLElement} */ (event.target);
   if (target instanceof HTMLInputElement && target.type !== "range" && target.type !== "checkbox") return undefined;
-  if (event.ctrlKey || event.metaKey) return historyAction(event, undoOrRedo);
-  return event.altKey ? undefined : toolAction(event.key, tools);
+  if (event.ctrlKey || event.metaKey) return getHistoryAction(event, undoOrRedo);
+  return event.altKey ? undefined : getToolAction(event.key, tools);
 }
 
 /** @param {KeyboardEvent} event @param {(direction: "undo" | "redo") => void} undoOrRedo */
-function historyAction(event, undoOrRedo) {
+function getHistoryAction(event, undoOrRedo) {
   const key = event.key.toLowerCase();
   if (key === "z") return () => undoOrRedo(event.shiftKey ? "redo" : "undo");
   return key === "y" ? () => undoOrRedo("redo") : undefined;
 }
 
 /** @param {string} key @param {EditTools} tools @returns {(() => void) | undefined} */
-function toolAction(key, tools) {
+function getToolAction(key, tools) {
   const tool = TOOLS.find((candidate) => candidate.key === key);
-  if (tool) return () => tools.use(tool.name);
+  if (tool) return () => tools.activate(tool.name);
   return {
-    "[": () => tools.resize(1 / 1.2),
-    "]": () => tools.resize(1.2),
-    n: () => tools.startNew(),
+    "[": () => tools.resizeBrush(1 / 1.2),
+    "]": () => tools.resizeBrush(1.2),
+    n: () => tools.startNewObject(),
     c: () => tools.closeOutline(),
     Delete: () => tools.deleteSelected(),
     Backspace: () => tools.deleteSelected(),
@@ -79,9 +79,9 @@ function toolAction(key, tools) {
   }[key];
 }
 
-/** @param {string} key @param {import("../viewer/scene.js").Axis} axis of the focused view @returns {[import("../viewer/scene.js").Axis, number] | undefined} the axis and the number of voxels by which an arrow key moves the crosshair */
-export function stepOfArrow(key, axis) {
-  const [down, right] = ACROSS[axis];
+/** @param {string} key @param {import("../viewer/scene.js").Axis} axis of the focused view @returns {[import("../viewer/scene.js").Axis, number] | undefined} the axis along which an arrow key moves the crosshair, and the number of voxels; undefined for other keys */
+export function getArrowStep(key, axis) {
+  const [down, right] = IN_PLANE_AXES[axis];
   const steps = /** @type {Record<string, [typeof down | typeof right, number]>} */ ({
     ArrowUp: [down, -1],
     ArrowDown: [down, 1],

@@ -1,17 +1,17 @@
-/** Comparison of two results of one stack, in synchronized views side by side. */
+/** Comparison of two results for one stack, in synchronized views side by side. */
 
 import { element } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
 import { buildQuery, requestJson } from "../core/requests.js";
-import { describeCount, recentJobs } from "../stack/recent_jobs.js";
+import { describeCount, loadRecentJobs } from "../stack/recent_jobs.js";
 import { TimeSlider } from "../stack/time_slider.js";
 import { valueAt } from "../viewer/scene.js";
 import { Viewer } from "../viewer/viewer.js";
 import * as correctionStore from "../volumes/correction_store.js";
 import { compareObjects } from "../volumes/label_agreement.js";
 import { LabelEditor } from "../volumes/label_edit.js";
-import { fetchPlane, fetchVolume, partOf } from "../volumes/planes.js";
-import { firstTime } from "../volumes/time_points.js";
+import { fetchPlane, fetchVolume, selectPart } from "../volumes/planes.js";
+import { getFirstTime } from "../volumes/time_points.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
@@ -19,41 +19,41 @@ import { firstTime } from "../volumes/time_points.js";
 
 const CLICK_HINT = "Click an object to select it in both results.";
 
-/** @param {import("../stack/recent_jobs.js").RecentJob} entry @returns {string} distinguishes the result from others of the same stack */
+/** @param {import("../stack/recent_jobs.js").RecentJob} entry @returns {string} description that distinguishes the result from other results for the same stack */
 export function describeResult(entry) {
   return [entry.model, entry.parameters, describeCount(entry)].filter(Boolean).join(" · ");
 }
 
-/** @param {string} stack @returns {import("../stack/recent_jobs.js").RecentJob[]} results of a stack, newest first */
-export function resultsOf(stack) {
-  return stack ? recentJobs().filter((entry) => entry.stack === stack && entry.objects !== null) : [];
+/** @param {string} stack @returns {import("../stack/recent_jobs.js").RecentJob[]} results for a stack, newest first */
+export function listResults(stack) {
+  return stack ? loadRecentJobs().filter((entry) => entry.stack === stack && entry.objects !== null) : [];
 }
 
 /** One of the two results, with its views. */
 class Side {
   /**
-   * @param {string} title @param {Job} job @param {import("../stack/recent_jobs.js").RecentJob[]} all
-   * @param {(job: string) => void} onselect called with the id of another job @param {() => void} onchange called when corrections are shown or hidden
+   * @param {string} title @param {Job} job @param {import("../stack/recent_jobs.js").RecentJob[]} results all results for the stack
+   * @param {(job: string) => void} onselect called with the id of the selected job @param {() => void} onchange called when corrections are shown or hidden
    */
-  constructor(title, job, all, onselect, onchange) {
+  constructor(title, job, results, onselect, onchange) {
     this.job = job;
     /** Labels without corrections. @type {Volume | null} */
-    this.segmented = null;
-    /** Labels with the corrections of this browser, null if there are none. @type {LabelEditor | null} */
+    this.originalLabels = null;
+    /** Editor of the labels with the corrections from this browser, null if there are no corrections. @type {LabelEditor | null} */
     this.editor = null;
-    const isListed = all.some((entry) => entry.job === job.id);
+    const isListed = results.some((entry) => entry.job === job.id);
     const select = element(
       "select",
       { "aria-label": "Result", onchange: () => onselect(select.value) },
       ...(isListed ? [] : [element("option", { value: job.id }, job.model)]),
-      ...all.map((entry) =>
+      ...results.map((entry) =>
         element("option", { value: entry.job, selected: entry.job === job.id }, describeResult(entry)),
       ),
     );
-    const views = element("div", {});
+    const viewerRoot = element("div", {});
     this.hint = element("p", { class: "muted small", "aria-live": "polite" }, CLICK_HINT);
-    this.count = element("p", { class: "big" });
-    this.showCorrected = element("input", {
+    this.countText = element("p", { class: "big" });
+    this.correctedCheckbox = element("input", {
       type: "checkbox",
       checked: true,
       onchange: () => {
@@ -61,14 +61,14 @@ class Side {
         onchange();
       },
     });
-    this.corrections = element("span", {});
+    this.correctedText = element("span", {});
     this.correctedOption = element(
       "label",
       { class: "slim small", hidden: true },
-      this.showCorrected,
-      this.corrections,
+      this.correctedCheckbox,
+      this.correctedText,
     );
-    const facts = [job.model, job.diameter ?? ""].filter(Boolean).join(" · ");
+    const description = [job.model, job.diameter ?? ""].filter(Boolean).join(" · ");
     this.root = element(
       "section",
       { class: "side-by-side", "aria-label": `${title}: ${job.model}` },
@@ -79,15 +79,15 @@ class Side {
         element(
           "div",
           { class: "row between" },
-          this.count,
-          element("a", { href: `#job=${job.id}`, class: "muted small", title: facts }, "Open this result"),
+          this.countText,
+          element("a", { href: `#job=${job.id}`, class: "muted small", title: description }, "Open this result"),
         ),
         this.correctedOption,
         this.hint,
       ),
-      views,
+      viewerRoot,
     );
-    this.viewer = new Viewer(views);
+    this.viewer = new Viewer(viewerRoot);
     this.#show();
   }
 
@@ -95,24 +95,24 @@ class Side {
   setLabels(labels, edits) {
     const canApply = labels?.step.every((step) => step === 1) && edits.length > 0;
     const editor = labels && canApply ? new LabelEditor({ ...labels, data: labels.data.slice() }, [1, 1, 1]) : null;
-    this.segmented = labels;
+    this.originalLabels = labels;
     this.editor = editor?.restore(edits) ? editor : null;
     this.correctedOption.hidden = edits.length === 0;
-    this.showCorrected.hidden = this.editor === null;
+    this.correctedCheckbox.hidden = this.editor === null;
     const corrections = formatCount(edits.length, "correction");
-    this.corrections.textContent = this.editor
+    this.correctedText.textContent = this.editor
       ? `With ${corrections}`
       : `Without ${corrections}. Open the result to see them.`;
     this.#show();
   }
 
   #show() {
-    const { job, segmented, viewer } = this;
-    const editor = this.showCorrected.checked ? this.editor : null;
-    viewer.setLabels(editor?.labels ?? segmented);
+    const { job, originalLabels, viewer } = this;
+    const editor = this.correctedCheckbox.checked ? this.editor : null;
+    viewer.setLabels(editor?.labels ?? originalLabels);
     const timePoints = job.time_points ? ` at ${formatCount(job.time_points.total, "time point")}` : "";
     const objects = editor && !timePoints ? editor.objects.size : job.objects;
-    this.count.textContent = objects === null ? "Classes" : formatCount(objects, "object") + timePoints;
+    this.countText.textContent = objects === null ? "Classes" : formatCount(objects, "object") + timePoints;
   }
 
   /** @param {number} id of the selected object, 0 for the background */
@@ -125,105 +125,105 @@ class Side {
  * Show the results of two jobs side by side.
  * @param {HTMLElement} root @param {string[]} ids of the jobs @param {AbortSignal} signal
  */
-export async function showCompare(root, ids, signal) {
+export async function showComparison(root, ids, signal) {
   /** @type {Job[]} */
   const jobs = await Promise.all(ids.slice(0, 2).map((id) => requestJson(`jobs/${id}`, { signal })));
   const stack = String(jobs[0].parameters.stack ?? "");
-  const all = resultsOf(stack);
+  const results = listResults(stack);
   const sides = jobs.map((job, index) => {
     const select = (/** @type {string} */ id) => {
       location.hash = `compare=${index === 0 ? [id, ids[1]] : [ids[0], id]}`;
     };
-    return new Side(index === 0 ? "Left" : "Right", job, all, select, () => {
-      agreement.textContent = describeAgreement(sides);
+    return new Side(index === 0 ? "Left" : "Right", job, results, select, () => {
+      agreementText.textContent = describeAgreement(sides);
     });
   });
-  const agreement = element("p", { class: "muted", role: "status" }, "Reading the stack");
-  const times = new TimeSlider();
+  const agreementText = element("p", { class: "muted", role: "status" }, "Reading the stack");
+  const timeSlider = new TimeSlider();
   root.replaceChildren(
     element("div", { class: "pair" }, ...sides.map((side) => side.root)),
-    element("footer", { class: "panel" }, times.root, agreement),
+    element("footer", { class: "panel" }, timeSlider.root, agreementText),
   );
   const { model: _model, measurements: _measurements, ...parameters } = jobs[0].parameters;
   const query = buildQuery({ ...parameters, model: jobs[0].model.split("/")[0] });
   /** @type {import("openapi").Inspection} */
   const { file } = await requestJson(`inspect?${query}`, { method: "POST", signal });
-  const ranges = jobs.map(timesOf);
-  times.show(
+  const ranges = jobs.map(getTimeRange);
+  timeSlider.show(
     Math.min(...ranges.map(([first]) => first)),
     Math.max(...ranges.map(([, stop]) => stop)),
-    firstTime(parameters.time),
+    getFirstTime(parameters.time),
   );
-  let loading = new AbortController();
+  let loadAbort = new AbortController();
   const show = async () => {
-    loading.abort();
-    loading = new AbortController();
-    const ended = AbortSignal.any([signal, loading.signal]);
-    const part = partOf(file, parameters, times.time, /** @type {string | undefined} */ (parameters.channel));
+    loadAbort.abort();
+    loadAbort = new AbortController();
+    const loadSignal = AbortSignal.any([signal, loadAbort.signal]);
+    const part = selectPart(file, parameters, timeSlider.time, /** @type {string | undefined} */ (parameters.channel));
     try {
-      await load(sides, stack, file, part, times.time, ended);
-      agreement.textContent = describeAgreement(sides);
+      await loadTimePoint(sides, stack, file, part, timeSlider.time, loadSignal);
+      agreementText.textContent = describeAgreement(sides);
     } catch (error) {
-      if (!ended.aborted) agreement.textContent = /** @type {Error} */ (error).message;
+      if (!loadSignal.aborted) agreementText.textContent = /** @type {Error} */ (error).message;
     }
   };
-  times.addEventListener("change", show);
+  timeSlider.addEventListener("change", show);
   await show();
-  // Link the views last, because each view would follow the other while it is set up.
-  link(sides);
+  // Synchronize the views last. Otherwise, each view would follow the other one during the setup.
+  synchronize(sides);
 }
 
-/** @param {Job} job @returns {[number, number]} the range of its time points */
-function timesOf({ parameters, time_points: points }) {
-  const first = firstTime(parameters.time);
+/** @param {Job} job @returns {[number, number]} the first time point of the job, and one past its last */
+function getTimeRange({ parameters, time_points: points }) {
+  const first = getFirstTime(parameters.time);
   return [first, first + (points?.total ?? 1)];
 }
 
 /**
  * Show a time point on both sides.
- * @param {Side[]} sides @param {string} stack @param {import("openapi").Description} file @param {Record<string, unknown>} part of the stack
+ * @param {Side[]} sides @param {string} stack @param {import("openapi").Description} file @param {Record<string, unknown>} part parameters that select the planes
  * @param {number} time @param {AbortSignal} signal
  */
-async function load(sides, stack, file, part, time, signal) {
+async function loadTimePoint(sides, stack, file, part, time, signal) {
   const fullShape = /** @type {Triple} */ (file.shape.slice(1));
-  const source = { address: `stacks/${stack}/planes`, parameters: part, fullShape };
+  const source = { url: `stacks/${stack}/planes`, parameters: part, fullShape };
   const image = await fetchVolume(source, signal, () => undefined);
   for (const side of sides) {
     const { viewer, job } = side;
     const isFirstImage = viewer.scene.state.image === null;
-    const labelsSource = labelsOf(job, time, fullShape);
-    viewer.planeLoader.fetch = async (axis, position, planeSignal) => {
+    const labelsSource = getLabelsSource(job, time, fullShape);
+    viewer.planeLoader.fetchPlane = async (axis, position, planeSignal) => {
       const { plane, step } = await fetchPlane(source, axis, position, planeSignal);
       const labels = labelsSource && (await fetchPlane(labelsSource, axis, position, planeSignal));
       return { image: plane, labels: labels?.plane ?? null, step };
     };
     side.setLabels(null, []);
     viewer.open(image, file.voxel_size);
-    // All time points are displayed with the same contrast.
+    // Keep the contrast when the time point changes.
     if (isFirstImage) viewer.adjustContrast();
     else viewer.refresh();
   }
   for (const side of sides) {
-    const labelsSource = labelsOf(side.job, time, fullShape);
+    const labelsSource = getLabelsSource(side.job, time, fullShape);
     side.hint.textContent = labelsSource ? CLICK_HINT : `This result does not include time point ${time}.`;
     if (!labelsSource) continue;
     const labels = await fetchVolume(labelsSource, signal, () => undefined);
-    const edits = await correctionStore.load(correctionStore.keyOf(side.job, time));
+    const edits = await correctionStore.load(correctionStore.makeKey(side.job, time));
     signal.throwIfAborted();
     side.setLabels(labels, edits);
   }
 }
 
-/** @param {Job} job @param {number} time @param {Triple} fullShape @returns {import("../volumes/planes.js").Source | null} the source of its labels at a time point, null if it does not include the time point */
-function labelsOf(job, time, fullShape) {
-  const [first, stop] = timesOf(job);
+/** @param {Job} job @param {number} time @param {Triple} fullShape @returns {import("../volumes/planes.js").Source | null} the source of the labels at a time point, or null if the result does not include the time point */
+function getLabelsSource(job, time, fullShape) {
+  const [first, stop] = getTimeRange(job);
   if (time < first || time >= stop) return null;
   const parameters = { time: job.time_points ? time - first : undefined };
-  return { address: `jobs/${job.id}/planes`, parameters, fullShape };
+  return { url: `jobs/${job.id}/planes`, parameters, fullShape };
 }
 
 /** Synchronize the position and the selection of both sides. @param {Side[]} sides */
-function link(sides) {
+function synchronize(sides) {
   for (const [index, { viewer }] of sides.entries()) {
     const other = sides[1 - index];
     viewer.addEventListener("draw", () => other.viewer.follow(viewer));
@@ -236,15 +236,15 @@ function link(sides) {
   }
 }
 
-/** Describe the agreement of both results, and color corresponding objects alike. @param {Side[]} sides */
+/** Describe the agreement of the two results, and give corresponding objects the same color. @param {Side[]} sides */
 function describeAgreement([left, right]) {
   const [leftLabels, rightLabels] = [left, right].map(({ viewer }) => viewer.scene.state.labels);
   if (!leftLabels || !rightLabels) return "";
   if (leftLabels.data.length !== rightLabels.data.length) return "The results cover different parts of the stack.";
   if (left.job.objects === null || right.job.objects === null) return "";
-  const { common, counts, colorIndices } = compareObjects(leftLabels, rightLabels);
+  const { commonCount, objectCounts, colorIndices } = compareObjects(leftLabels, rightLabels);
   [left, right].forEach(({ viewer }, index) => {
     viewer.scene.set({ colorIndices: colorIndices[index] });
   });
-  return `${formatCount(common, "object")} in both (overlap above 50%), ${counts[0] - common} only on the left, ${counts[1] - common} only on the right. Corresponding objects have the same color. Objects without a counterpart are gray.`;
+  return `${formatCount(commonCount, "object")} in both (overlap above 50%), ${objectCounts[0] - commonCount} only on the left, ${objectCounts[1] - commonCount} only on the right. Corresponding objects have the same color. Objects without a counterpart are gray.`;
 }

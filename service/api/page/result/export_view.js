@@ -1,4 +1,4 @@
-/** Export of a result: files, a screenshot of the views, and scripts that repeat the request. */
+/** Export of a result as files, a screenshot of the views, and scripts that repeat the request. */
 
 import { button, downloadBlob, element } from "../core/elements.js";
 import { formatDate } from "../core/format.js";
@@ -7,27 +7,27 @@ import { buildQuery, request } from "../core/requests.js";
 /** @typedef {import("openapi").JobReport} Job */
 
 /**
- * Create the export tab.
- * @param {Job} job @param {string} name of the stack's file @param {boolean} hasTable
+ * Create the content of the Export tab.
+ * @param {Job} job @param {string} name file name of the stack @param {boolean} hasTable whether the result has a table of objects
  * @param {() => Promise<Blob>} takeScreenshot
  */
-export function exportView(job, name, hasTable, takeScreenshot) {
+export function createExportView(job, name, hasTable, takeScreenshot) {
   const stem = (name || "stack").replace(/(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$/i, "");
-  const status = element("p", { class: "muted small", role: "status" });
+  const statusText = element("p", { class: "muted small", role: "status" });
   /** @param {string} text @param {string} accept @param {string} suffix */
-  const exportButton = (text, accept, suffix) =>
+  const createExportButton = (text, accept, suffix) =>
     button(
       text,
       async () => {
-        status.textContent = "Downloading the file";
+        statusText.textContent = "Downloading the file";
         try {
           downloadBlob(
             await (await request(`jobs/${job.id}/result`, { headers: { Accept: accept } })).blob(),
             stem + suffix,
           );
-          status.textContent = `Saved ${stem}${suffix}`;
+          statusText.textContent = `Saved ${stem}${suffix}`;
         } catch (error) {
-          status.textContent = /** @type {Error} */ (error).message;
+          statusText.textContent = /** @type {Error} */ (error).message;
         }
       },
       "secondary",
@@ -38,13 +38,13 @@ export function exportView(job, name, hasTable, takeScreenshot) {
     element(
       "div",
       { class: "row wrap" },
-      exportButton("Labels (OME-TIFF)", "image/tiff", "_labels.ome.tif"),
-      hasTable && exportButton("Table (CSV)", "text/csv", "_objects.csv"),
-      !job.time_points && exportButton("Labels (NIfTI)", "application/x-nifti", "_labels.nii.gz"),
-      !job.time_points && exportButton("Labels (NumPy)", "application/x-npy", "_labels.npy"),
+      createExportButton("Labels (OME-TIFF)", "image/tiff", "_labels.ome.tif"),
+      hasTable && createExportButton("Table (CSV)", "text/csv", "_objects.csv"),
+      !job.time_points && createExportButton("Labels (NIfTI)", "application/x-nifti", "_labels.nii.gz"),
+      !job.time_points && createExportButton("Labels (NumPy)", "application/x-npy", "_labels.npy"),
       button("Screenshot (PNG)", async () => downloadBlob(await takeScreenshot(), `${stem}_view.png`), "secondary"),
     ),
-    status,
+    statusText,
     job.expires &&
       element(
         "p",
@@ -52,18 +52,18 @@ export function exportView(job, name, hasTable, takeScreenshot) {
         `The service stores this result until ${formatDate(job.expires)} at the latest.`,
       ),
     element("h3", {}, "Repeat with a script"),
-    ...Object.entries(scripts(job, name || "stack.tif")).map(([language, text]) => snippet(language, text)),
+    ...Object.entries(createScripts(job, name || "stack.tif")).map(([language, text]) => createSnippet(language, text)),
   );
 }
 
-/** Create an expandable script with a copy button. @param {string} language @param {string} text */
-function snippet(language, text) {
-  const copy = button(
+/** Create an expandable section with a script and a copy button. @param {string} language @param {string} text */
+function createSnippet(language, text) {
+  const copyButton = button(
     "Copy",
     async () => {
       await navigator.clipboard?.writeText(text).catch(() => undefined);
-      copy.textContent = "Copied";
-      setTimeout(() => (copy.textContent = "Copy"), 1500);
+      copyButton.textContent = "Copied";
+      setTimeout(() => (copyButton.textContent = "Copy"), 1500);
     },
     "quiet",
   );
@@ -71,29 +71,29 @@ function snippet(language, text) {
     "details",
     { class: "snippet", open: language === "curl" },
     element("summary", {}, language),
-    element("div", { class: "snippet-body" }, element("pre", { tabIndex: 0 }, text), copy),
+    element("div", { class: "snippet-body" }, element("pre", { tabIndex: 0 }, text), copyButton),
   );
 }
 
-/** Write the request of a job in several languages. @param {Job} job @param {string} file name of the stack's file @returns {Record<string, string>} script by language */
-export function scripts(job, file) {
+/** Create scripts that repeat the request of a job. @param {Job} job @param {string} file file name of the stack @returns {Record<string, string>} script by language */
+export function createScripts(job, file) {
   const { stack: _stack, measurements, ...parameters } = job.parameters;
   const stem = file.replace(/(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$/i, "");
   const query = buildQuery({ ...parameters, measurements });
-  const address = `${location.origin}${location.pathname.replace(/[^/]*$/, "")}segment${query && "?"}${query}`;
+  const url = `${location.origin}${location.pathname.replace(/[^/]*$/, "")}segment${query && "?"}${query}`;
   const labels = `${stem}_labels${measurements ? ".zip" : ".ome.tif"}`;
   const options = Object.entries(parameters).map(
     ([name, value]) => `--${name.replaceAll("_", "-")} ${quoteForShell(String(value))}`,
   );
   if (measurements) options.push(`--measurements ${quoteForShell(`${stem}_objects.csv`)}`);
   return {
-    curl: `curl -sS --fail-with-body --data-binary @${quoteForShell(file)} -H 'Content-Type: image/tiff' \\\n  ${quoteForShell(address)} -o ${quoteForShell(labels)}`,
+    curl: `curl -sS --fail-with-body --data-binary @${quoteForShell(file)} -H 'Content-Type: image/tiff' \\\n  ${quoteForShell(url)} -o ${quoteForShell(labels)}`,
     Python: [
       "import urllib.request",
       "",
       `with open(${quoteForPython(file)}, "rb") as stack:`,
       "    request = urllib.request.Request(",
-      `        ${quoteForPython(address)},`,
+      `        ${quoteForPython(url)},`,
       '        data=stack.read(), headers={"Content-Type": "image/tiff"})',
       `with urllib.request.urlopen(request) as answer, open(${quoteForPython(labels)}, "wb") as labels:`,
       "    labels.write(answer.read())",

@@ -1,11 +1,11 @@
-/** A histogram of a column, in which the user selects a range by dragging. */
+/** Histogram of a column in which the user can select a range by dragging. */
 
 import { element } from "../core/elements.js";
 import { formatNumber } from "../core/format.js";
 
-const BINS = 32;
+const BIN_COUNT = 32;
 
-/** Events: `change` when the selected range has changed. */
+/** Histogram that dispatches `change` when the selected range has changed. */
 export class Histogram extends EventTarget {
   /** @param {string} title @param {Float64Array} values */
   constructor(title, values) {
@@ -18,7 +18,7 @@ export class Histogram extends EventTarget {
     }
     this.min = Number.isFinite(min) ? min : 0;
     this.max = Number.isFinite(max) && max > min ? max : this.min + 1;
-    /** @type {[number, number] | null} */
+    /** The selected range, null if all values are selected. @type {[number, number] | null} */
     this.range = null;
     this.canvas = element("canvas", {
       role: "img",
@@ -66,7 +66,7 @@ export class Histogram extends EventTarget {
     this.canvas.addEventListener("dblclick", () => this.select(null));
   }
 
-  /** @param {[number, number] | null} range */
+  /** Select a range. @param {[number, number] | null} range null to select all values */
   select(range) {
     this.range = range;
     this.rangeText.value = range ? `${formatNumber(range[0])} to ${formatNumber(range[1])}` : "";
@@ -81,12 +81,12 @@ export class Histogram extends EventTarget {
     canvas.height = Math.max(1, canvas.clientHeight * ratio);
     const context = canvas.getContext("2d");
     if (context === null) return;
-    const counts = new Uint32Array(BINS);
-    const scale = BINS / (this.max - this.min);
-    for (const value of this.values) counts[Math.min(BINS - 1, Math.floor((value - this.min) * scale))] += 1;
+    const counts = new Uint32Array(BIN_COUNT);
+    const scale = BIN_COUNT / (this.max - this.min);
+    for (const value of this.values) counts[Math.min(BIN_COUNT - 1, Math.floor((value - this.min) * scale))] += 1;
     const maxCount = Math.max(1, ...counts);
     const style = getComputedStyle(canvas);
-    const width = canvas.width / BINS;
+    const width = canvas.width / BIN_COUNT;
     counts.forEach((count, bin) => {
       const center = this.min + (bin + 0.5) / scale;
       const isSelected = this.range === null || (center >= this.range[0] && center <= this.range[1]);

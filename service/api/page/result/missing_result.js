@@ -1,27 +1,27 @@
-/** Export of corrections of a result that the service no longer stores. This browser also stores the original labels. */
+/** Export of corrected labels if the service no longer stores the result. The original labels are also saved in this browser. */
 
 import { button, downloadBlob, element, openDialog } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
 import * as correctionStore from "../volumes/correction_store.js";
 import { LabelEditor } from "../volumes/label_edit.js";
-import { asNpy, asTiff } from "../volumes/label_files.js";
+import { encodeNpy, encodeTiff } from "../volumes/label_files.js";
 import { countVoxels } from "../volumes/planes.js";
 
-const TYPES = { 1: Uint8Array, 2: Uint16Array, 4: Uint32Array };
+const ARRAY_TYPES = { 1: Uint8Array, 2: Uint16Array, 4: Uint32Array };
 
 /**
- * Offer the corrected labels as files.
- * @param {string} job @param {string} name of the stack's file @param {() => void} ondiscard called after the user discarded the corrections
+ * Offer to export the corrected labels as files.
+ * @param {string} job id @param {string} name file name of the stack @param {() => void} ondiscard called after the user has discarded the corrections
  * @returns {Promise<boolean>} false if there are no corrections
  */
 export async function offerCorrections(job, name, ondiscard) {
-  const keys = [...(await correctionStore.counts())].filter(([key]) => key.split("@")[0] === job);
-  if (keys.length === 0) return false;
+  const entries = [...(await correctionStore.countAll())].filter(([key]) => key.split("@")[0] === job);
+  if (entries.length === 0) return false;
   const stem = name.replace(/(\.ome)?\.tiff?$/i, "");
   const problem = element("p", { class: "warning-text", role: "alert" });
-  const edits = keys.reduce((sum, [, number]) => sum + number, 0);
+  const correctionCount = entries.reduce((sum, [, count]) => sum + count, 0);
   const discard = async () => {
-    if (!confirm(`Discard ${formatCount(edits, "correction")} of ${name}?`)) return;
+    if (!confirm(`Discard ${formatCount(correctionCount, "correction")} of ${name}?`)) return;
     await correctionStore.forget(job);
     dialog.close();
     ondiscard();
@@ -32,9 +32,9 @@ export async function offerCorrections(job, name, ondiscard) {
     element(
       "p",
       { class: "muted" },
-      `The service no longer stores this result of ${name}. Your ${formatCount(edits, "correction")} and the original labels are saved in this browser. You can export the corrected labels as a file.`,
+      `The service no longer stores this result of ${name}. Your ${formatCount(correctionCount, "correction")} and the original labels are saved in this browser. You can export the corrected labels as a file.`,
     ),
-    ...keys.map(([key, number]) => exportRow(key, number, stem, problem)),
+    ...entries.map(([key, count]) => createExportRow(key, count, stem, problem)),
     problem,
     element(
       "div",
@@ -47,17 +47,17 @@ export async function offerCorrections(job, name, ondiscard) {
   return true;
 }
 
-/** @param {string} key of a result, or of a time point @param {number} edits @param {string} stem @param {HTMLElement} problem */
-function exportRow(key, edits, stem, problem) {
+/** @param {string} key of a result, or of one time point of a series @param {number} correctionCount @param {string} stem @param {HTMLElement} problem */
+function createExportRow(key, correctionCount, stem, problem) {
   const time = key.split("@")[1];
   const file = `${stem}${time === undefined ? "" : `_t${time}`}_corrected`;
-  /** @param {string} text @param {string} suffix @param {(labels: Labels) => Blob} write */
-  const exportButton = (text, suffix, write) =>
+  /** @param {string} text @param {string} suffix @param {(labels: Labels) => Blob} encode */
+  const createExportButton = (text, suffix, encode) =>
     button(
       text,
       async () => {
-        const labels = await correctedLabels(key);
-        if (labels) downloadBlob(write(labels), file + suffix);
+        const labels = await loadCorrectedLabels(key);
+        if (labels) downloadBlob(encode(labels), file + suffix);
         else problem.textContent = "The original labels of these corrections are not saved in this browser.";
       },
       "secondary",
@@ -65,21 +65,25 @@ function exportRow(key, edits, stem, problem) {
   return element(
     "div",
     { class: "row" },
-    element("span", {}, `${time === undefined ? "" : `Time point ${time}: `}${formatCount(edits, "correction")}`),
-    exportButton("OME-TIFF", ".ome.tif", ({ volume, voxelSize }) => asTiff(volume, voxelSize)),
-    exportButton("NumPy", ".npy", ({ volume }) => asNpy(volume)),
+    element(
+      "span",
+      {},
+      `${time === undefined ? "" : `Time point ${time}: `}${formatCount(correctionCount, "correction")}`,
+    ),
+    createExportButton("OME-TIFF", ".ome.tif", ({ volume, voxelSize }) => encodeTiff(volume, voxelSize)),
+    createExportButton("NumPy", ".npy", ({ volume }) => encodeNpy(volume)),
   );
 }
 
 /** @typedef {{volume: import("../volumes/planes.js").Volume, voxelSize: import("openapi").VoxelSize | null}} Labels */
 
-/** @param {string} key @returns {Promise<Labels | null>} */
-async function correctedLabels(key) {
+/** Load the original labels, and apply their corrections. @param {string} key @returns {Promise<Labels | null>} null if the labels are not saved in this browser */
+async function loadCorrectedLabels(key) {
   const [original, edits] = await Promise.all([correctionStore.loadOriginalLabels(key), correctionStore.load(key)]);
   if (original === undefined) return null;
   const { zipped, bytes, shape, voxelSize } = original;
   const buffer = await new Response(zipped.stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
-  const data = new TYPES[/** @type {keyof typeof TYPES} */ (bytes)](buffer, 0, countVoxels(shape));
+  const data = new ARRAY_TYPES[/** @type {keyof typeof ARRAY_TYPES} */ (bytes)](buffer, 0, countVoxels(shape));
   const editor = new LabelEditor({ data, shape, step: [1, 1, 1], fullShape: shape }, [1, 1, 1]);
   return editor.restore(edits) ? { volume: editor.labels, voxelSize } : null;
 }

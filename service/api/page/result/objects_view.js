@@ -1,16 +1,17 @@
-/** The objects of a result: summary, histograms, and a table that renders only the visible rows. */
+/** Objects of a result, with a summary, histograms, and a table that renders only the visible rows. */
 
 import { button, element, redraw } from "../core/elements.js";
 import { formatCount, formatNumber, median } from "../core/format.js";
-import { column, filterRows } from "../volumes/object_table.js";
-import { cssColor } from "../volumes/slices.js";
+import { filterRows, getColumn } from "../volumes/object_table.js";
+import { getCssColor } from "../volumes/slices.js";
 import { Histogram } from "./histogram.js";
 
 /** @typedef {import("../volumes/object_table.js").Table} Table */
 
 const ROW_PIXELS = 28;
-const SPARE_ROWS = 8;
-const TITLES = /** @type {Record<string, string>} */ ({
+/** Number of rows to render above and below the visible ones. */
+const MARGIN_ROWS = 8;
+const COLUMN_TITLES = /** @type {Record<string, string>} */ ({
   label: "#",
   touching_border: "Border",
   confidence: "Conf.",
@@ -19,31 +20,31 @@ const TITLES = /** @type {Record<string, string>} */ ({
   parent: "Parent",
 });
 
-/** Events: `select` with the label that the user selected, `filter` when the filters have changed. */
+/** View that dispatches `select` with the label of the object that the user selected, and `filter` when the filters have changed. */
 export class ObjectsView extends EventTarget {
   /** @param {Table} table */
   constructor(table) {
     super();
     this.table = table;
-    this.labels = column(table, "label");
-    /** Time point of each row, 0 without time points. */
-    this.times = column(table, "time");
+    this.labels = getColumn(table, "label");
+    /** Time point of each row, 0 if the job is not a series. */
+    this.times = getColumn(table, "time");
     /** The displayed time point. */
     this.time = this.times[0] ?? 0;
-    this.rowOf = new Map([...this.labels].map((label, row) => [key(label, this.times[row]), row]));
-    this.names = displayedColumns(table);
+    this.rowByKey = new Map([...this.labels].map((label, row) => [makeRowKey(label, this.times[row]), row]));
+    this.columnNames = listDisplayedColumns(table);
     this.sortColumn = "label";
-    this.descending = false;
-    this.selected = 0;
+    this.isDescending = false;
+    this.selectedLabel = 0;
     /** @type {Map<string, [number, number]>} */
     this.limits = new Map();
-    this.rows = filterRows(table, this.sortColumn, this.descending, this.limits);
-    /** The rendered rows. */
-    this.rendered = { rows: this.rows.subarray(0, 0), first: 0, last: 0 };
-    this.count = element("span", { class: "muted", "aria-live": "polite" });
-    this.clear = button("Show all", () => this.#showAll(), "link");
-    this.border = element("input", { type: "checkbox", onchange: () => this.#filterBorder() });
-    this.head = element("tr");
+    this.rows = filterRows(table, this.sortColumn, this.isDescending, this.limits);
+    /** The sorted rows, and the range of them that is rendered. */
+    this.renderedRange = { rows: this.rows.subarray(0, 0), first: 0, last: 0 };
+    this.countText = element("span", { class: "muted", "aria-live": "polite" });
+    this.showAllButton = button("Show all", () => this.#showAll(), "link");
+    this.borderCheckbox = element("input", { type: "checkbox", onchange: () => this.#filterBorder() });
+    this.headerRow = element("tr");
     this.body = element("tbody");
     this.scroller = element(
       "div",
@@ -51,7 +52,7 @@ export class ObjectsView extends EventTarget {
       element(
         "table",
         { class: "objects", "aria-rowcount": String(table.length + 1) },
-        element("thead", {}, this.head),
+        element("thead", {}, this.headerRow),
         this.body,
       ),
     );
@@ -61,7 +62,7 @@ export class ObjectsView extends EventTarget {
       const row = /** @type {HTMLElement} */ (event.target).closest("tr");
       if (row?.dataset.row) this.#selectRow(Number(row.dataset.row));
     });
-    this.histograms = this.#makeHistograms();
+    this.histograms = this.#createHistograms();
     this.root = element(
       "div",
       { class: "objects-view" },
@@ -69,18 +70,18 @@ export class ObjectsView extends EventTarget {
       element(
         "div",
         { class: "row between filters" },
-        this.count,
-        this.clear,
-        element("label", { class: "slim" }, this.border, "Whole objects only"),
+        this.countText,
+        this.showAllButton,
+        element("label", { class: "slim" }, this.borderCheckbox, "Whole objects only"),
       ),
       this.scroller,
     );
     new ResizeObserver(() => this.#drawRows()).observe(this.scroller);
-    this.#drawHead();
+    this.#drawHeaderRow();
     this.#update();
   }
 
-  #makeHistograms() {
+  #createHistograms() {
     const unit = this.table.unit === "um" ? "µm³" : "voxels";
     const columns = [
       ["area", `Volume, ${unit}`],
@@ -90,7 +91,7 @@ export class ObjectsView extends EventTarget {
         .map((name) => [name, "Mean intensity"]),
     ];
     return columns.map(([name, title]) => {
-      const histogram = new Histogram(title, column(this.table, name));
+      const histogram = new Histogram(title, getColumn(this.table, name));
       histogram.addEventListener("change", () => {
         if (histogram.range) this.limits.set(name, histogram.range);
         else this.limits.delete(name);
@@ -105,17 +106,19 @@ export class ObjectsView extends EventTarget {
     const { table } = this;
     if (table.length === 0) return "No objects.";
     const unit = table.unit === "um" ? "µm" : "voxels";
-    const points = new Set(this.times).size;
-    const tracks = table.columns.has("track_id")
-      ? ` in ${formatCount(new Set(column(table, "track_id")).size, "track")}`
+    const timePointCount = new Set(this.times).size;
+    const trackText = table.columns.has("track_id")
+      ? ` in ${formatCount(new Set(getColumn(table, "track_id")).size, "track")}`
       : "";
-    const timePoints = points > 1 ? `${tracks} at ${formatCount(points, "time point")}` : "";
-    const touching = column(table, "touching_border").reduce((sum, value) => sum + value, 0);
-    const border = touching ? ` ${formatNumber(touching)} ${touching === 1 ? "touches" : "touch"} the border.` : "";
-    return `${formatCount(table.length, "object")}${timePoints}, median diameter ${formatNumber(median(column(table, "equivalent_diameter_area")))}\u00a0${unit}.${border}`;
+    const timeText = timePointCount > 1 ? `${trackText} at ${formatCount(timePointCount, "time point")}` : "";
+    const touchingCount = getColumn(table, "touching_border").reduce((sum, value) => sum + value, 0);
+    const borderText = touchingCount
+      ? ` ${formatNumber(touchingCount)} ${touchingCount === 1 ? "touches" : "touch"} the border.`
+      : "";
+    return `${formatCount(table.length, "object")}${timeText}, median diameter ${formatNumber(median(getColumn(table, "equivalent_diameter_area")))}\u00a0${unit}.${borderText}`;
   }
 
-  /** 1 for each id that the filters hide at the displayed time point; null if no object is hidden. */
+  /** By id, 1 for objects that the filters hide at the displayed time point; null if no object is hidden. */
   get hidden() {
     if (this.rows.length === this.table.length) return null;
     const hidden = new Uint8Array(this.labels.reduce((max, label) => Math.max(max, label), 0) + 1).fill(1);
@@ -123,26 +126,26 @@ export class ObjectsView extends EventTarget {
     return hidden;
   }
 
-  /** Return the center of an object's bounding box in voxels, which do not depend on the voxel size. @param {number} label */
-  center(label) {
-    const row = this.rowOf.get(key(label, this.time));
+  /** Return the center of an object's bounding box. It is in voxels, because the voxel size can change. @param {number} label */
+  getCenter(label) {
+    const row = this.rowByKey.get(makeRowKey(label, this.time));
     if (row === undefined) return null;
-    const limit = (/** @type {number} */ number) => column(this.table, `bbox-${number}`)[row];
+    const getBound = (/** @type {number} */ number) => getColumn(this.table, `bbox-${number}`)[row];
     return /** @type {import("../volumes/planes.js").Triple} */ (
-      [0, 1, 2].map((axis) => (limit(axis) + limit(axis + 3) - 1) / 2)
+      [0, 1, 2].map((axis) => (getBound(axis) + getBound(axis + 3) - 1) / 2)
     );
   }
 
   /** Highlight the row of an object, and scroll to it. @param {number} label */
   select(label) {
-    this.selected = label;
-    const index = this.rows.indexOf(this.rowOf.get(key(label, this.time)) ?? -1);
+    this.selectedLabel = label;
+    const index = this.rows.indexOf(this.rowByKey.get(makeRowKey(label, this.time)) ?? -1);
     const { scroller } = this;
     if (index >= 0) {
       const top = index * ROW_PIXELS;
-      const visible = scroller.clientHeight - ROW_PIXELS;
-      if (top < scroller.scrollTop || top + ROW_PIXELS > scroller.scrollTop + visible)
-        scroller.scrollTop = top - visible / 2;
+      const visibleHeight = scroller.clientHeight - ROW_PIXELS;
+      if (top < scroller.scrollTop || top + ROW_PIXELS > scroller.scrollTop + visibleHeight)
+        scroller.scrollTop = top - visibleHeight / 2;
     }
     this.#drawRows();
   }
@@ -151,7 +154,7 @@ export class ObjectsView extends EventTarget {
   #selectRow(row) {
     const label = this.labels[row];
     this.time = this.times[row];
-    this.selected = label;
+    this.selectedLabel = label;
     this.dispatchEvent(new CustomEvent("select", { detail: label }));
     this.select(label);
   }
@@ -169,48 +172,48 @@ export class ObjectsView extends EventTarget {
     const step = steps[event.key];
     if (step === undefined || this.rows.length === 0) return;
     event.preventDefault();
-    const current = this.rows.indexOf(this.rowOf.get(key(this.selected, this.time)) ?? -1);
+    const current = this.rows.indexOf(this.rowByKey.get(makeRowKey(this.selectedLabel, this.time)) ?? -1);
     const next = Math.max(0, Math.min(this.rows.length - 1, current < 0 ? 0 : current + step));
     this.#selectRow(this.rows[next]);
   }
 
   #filterBorder() {
-    if (this.border.checked) this.limits.set("touching_border", [0, 0]);
+    if (this.borderCheckbox.checked) this.limits.set("touching_border", [0, 0]);
     else this.limits.delete("touching_border");
     this.#update();
   }
 
   #showAll() {
-    this.border.checked = false;
+    this.borderCheckbox.checked = false;
     this.limits.clear();
     for (const { histogram } of this.histograms) histogram.select(null);
     this.#update();
   }
 
   #update() {
-    this.rows = filterRows(this.table, this.sortColumn, this.descending, this.limits);
-    const showsAll = this.rows.length === this.table.length;
-    this.count.textContent = showsAll
+    this.rows = filterRows(this.table, this.sortColumn, this.isDescending, this.limits);
+    const isUnfiltered = this.rows.length === this.table.length;
+    this.countText.textContent = isUnfiltered
       ? formatCount(this.table.length, "object")
       : `${formatNumber(this.rows.length)} of ${formatCount(this.table.length, "object")}`;
-    this.clear.hidden = showsAll;
+    this.showAllButton.hidden = isUnfiltered;
     this.#drawRows();
     this.dispatchEvent(new Event("filter"));
   }
 
-  #drawHead() {
-    redraw(this.head, () =>
-      this.names.map((name) =>
+  #drawHeaderRow() {
+    redraw(this.headerRow, () =>
+      this.columnNames.map((name) =>
         element(
           "th",
           {
             scope: "col",
-            "aria-sort": name === this.sortColumn ? (this.descending ? "descending" : "ascending") : undefined,
+            "aria-sort": name === this.sortColumn ? (this.isDescending ? "descending" : "ascending") : undefined,
           },
           element(
             "button",
             { type: "button", id: `sort-${name}`, onclick: () => this.#sort(name) },
-            `${title(name, this.table)}${name === this.sortColumn ? (this.descending ? " ↓" : " ↑") : ""}`,
+            `${getColumnTitle(name, this.table)}${name === this.sortColumn ? (this.isDescending ? " ↓" : " ↑") : ""}`,
           ),
         ),
       ),
@@ -219,26 +222,29 @@ export class ObjectsView extends EventTarget {
 
   /** @param {string} name */
   #sort(name) {
-    this.descending = name === this.sortColumn ? !this.descending : name !== "label";
+    this.isDescending = name === this.sortColumn ? !this.isDescending : name !== "label";
     this.sortColumn = name;
-    this.#drawHead();
+    this.#drawHeaderRow();
     this.#update();
   }
 
   #drawRows() {
-    const { scroller, rows, rendered } = this;
-    const first = Math.max(0, Math.floor(scroller.scrollTop / ROW_PIXELS) - SPARE_ROWS);
-    const last = Math.min(rows.length, first + Math.ceil((scroller.clientHeight || 400) / ROW_PIXELS) + 2 * SPARE_ROWS);
-    if (rendered.rows !== rows || rendered.first !== first || rendered.last !== last) {
-      const elements = Array.from(rows.subarray(first, last), (row, index) => this.#makeRow(row, first + index));
-      this.body.replaceChildren(spacer(first), ...elements, spacer(rows.length - last));
-      this.rendered = { rows, first, last };
+    const { scroller, rows, renderedRange } = this;
+    const first = Math.max(0, Math.floor(scroller.scrollTop / ROW_PIXELS) - MARGIN_ROWS);
+    const last = Math.min(
+      rows.length,
+      first + Math.ceil((scroller.clientHeight || 400) / ROW_PIXELS) + 2 * MARGIN_ROWS,
+    );
+    if (renderedRange.rows !== rows || renderedRange.first !== first || renderedRange.last !== last) {
+      const elements = Array.from(rows.subarray(first, last), (row, index) => this.#createRow(row, first + index));
+      this.body.replaceChildren(createSpacer(first), ...elements, createSpacer(rows.length - last));
+      this.renderedRange = { rows, first, last };
     }
     this.#markSelected();
   }
 
   #markSelected() {
-    const selected = this.rowOf.get(key(this.selected, this.time));
+    const selected = this.rowByKey.get(makeRowKey(this.selectedLabel, this.time));
     for (const row of this.body.rows) {
       const isSelected = selected !== undefined && row.dataset.row === String(selected);
       if (row.classList.toggle("selected", isSelected)) row.ariaSelected = "true";
@@ -246,53 +252,53 @@ export class ObjectsView extends EventTarget {
     }
   }
 
-  /** @param {number} row @param {number} index of the row in the sorted table */
-  #makeRow(row, index) {
+  /** Create the elements of a row. @param {number} row number of the row in the table @param {number} index position of the row in the sorted table */
+  #createRow(row, index) {
     const label = this.labels[row];
-    const cells = this.names.map((name) => {
-      const value = column(this.table, name)[row];
+    const cells = this.columnNames.map((name) => {
+      const value = getColumn(this.table, name)[row];
       if (name === "label" || name === "track_id") {
         const dot = element("span", { class: "dot" });
-        dot.style.background = cssColor(label);
+        dot.style.background = getCssColor(label);
         return element("td", {}, dot, String(label));
       }
       if (name === "confidence") return element("td", {}, `${Math.round(value * 100)}%`);
       if (name === "touching_border") return element("td", {}, value ? "yes" : "");
       return element("td", {}, name === "parent" && value === 0 ? "" : formatNumber(value));
     });
-    const names = { "data-label": String(label), "data-row": String(row), "aria-rowindex": String(index + 2) };
-    return element("tr", names, ...cells);
+    const attributes = { "data-label": String(label), "data-row": String(row), "aria-rowindex": String(index + 2) };
+    return element("tr", attributes, ...cells);
   }
 }
 
-/** @param {number} label @param {number} time @returns {number} unique within the table */
-function key(label, time) {
+/** @param {number} label @param {number} time @returns {number} key that is unique within the table */
+function makeRowKey(label, time) {
   return time * 2 ** 32 + label;
 }
 
-/** Create a row with the height of rows that are not rendered. @param {number} rows number of rows */
-function spacer(rows) {
+/** Create a row with the total height of rows that are not rendered. @param {number} rowCount */
+function createSpacer(rowCount) {
   const row = element("tr", { "aria-hidden": "true", class: "spacer" });
-  row.style.height = `${rows * ROW_PIXELS}px`;
+  row.style.height = `${rowCount * ROW_PIXELS}px`;
   return row;
 }
 
 /** @param {Table} table @returns {string[]} names of the displayed columns */
-function displayedColumns(table) {
-  const intensities = [...table.columns.keys()].filter((name) => name.startsWith("intensity_mean"));
+function listDisplayedColumns(table) {
+  const intensityColumns = [...table.columns.keys()].filter((name) => name.startsWith("intensity_mean"));
   // The label of a tracked object is the number of its track.
-  const identity = table.columns.has("track_id") ? ["track_id", "time", "parent"] : ["label", "time"];
-  const sizes = ["equivalent_diameter_area", "area"];
-  return [...identity, ...sizes, ...intensities, "confidence", "touching_border"].filter((name) =>
+  const idColumns = table.columns.has("track_id") ? ["track_id", "time", "parent"] : ["label", "time"];
+  const sizeColumns = ["equivalent_diameter_area", "area"];
+  return [...idColumns, ...sizeColumns, ...intensityColumns, "confidence", "touching_border"].filter((name) =>
     table.columns.has(name),
   );
 }
 
 /** @param {string} name @param {Table} table */
-function title(name, table) {
+function getColumnTitle(name, table) {
   const unit = table.unit === "um" ? "µm" : "px";
   if (name === "area") return `Vol. ${unit}³`;
   if (name === "equivalent_diameter_area") return `Diam. ${unit}`;
   if (name.startsWith("intensity_mean")) return `Mean${name.slice("intensity_mean".length).replace("-", " ")}`;
-  return TITLES[name] ?? name;
+  return COLUMN_TITLES[name] ?? name;
 }

@@ -1,4 +1,4 @@
-/** The progress of a job: state, remaining time, and a button to cancel it. */
+/** Progress of a job, with its state, the remaining time, and a button that cancels it. */
 
 import { button, element } from "../core/elements.js";
 import { formatCount, formatDuration } from "../core/format.js";
@@ -15,15 +15,15 @@ export function isFinished(state) {
 
 /**
  * Poll a job until it is finished. If the service does not answer, keep trying, because it may be restarting.
- * @param {string} id @param {AbortSignal} signal @param {(job: Job) => void} onchange
+ * @param {string} id @param {AbortSignal} signal @param {(job: Job) => void} onpoll called with each report
  * @returns {Promise<Job>}
  */
-export async function follow(id, signal, onchange) {
+export async function follow(id, signal, onpoll) {
   for (;;) {
     try {
       /** @type {Job} */
       const job = await requestJson(`jobs/${id}`, { signal });
-      onchange(job);
+      onpoll(job);
       if (isFinished(job.state)) return job;
     } catch (error) {
       if (/** @type {{status?: number}} */ (error).status !== 0) throw error;
@@ -33,11 +33,11 @@ export async function follow(id, signal, onchange) {
   }
 }
 
-/** The progress bar and texts of an unfinished job. */
-export class RunView {
+/** The progress bar and the descriptions of an unfinished job. */
+export class ProgressView {
   /** @param {HTMLElement} root @param {string} id */
   constructor(root, id) {
-    this.bar = element("progress", { max: 1, "aria-label": "Progress of the job" });
+    this.progressBar = element("progress", { max: 1, "aria-label": "Progress of the job" });
     this.state = element("p", { class: "big", role: "status" }, "Sending the request");
     this.detail = element("p", { class: "muted" });
     const cancel = button(
@@ -54,7 +54,7 @@ export class RunView {
         { class: "run" },
         element("h2", {}, "Segmenting"),
         this.state,
-        this.bar,
+        this.progressBar,
         this.detail,
         element(
           "p",
@@ -69,8 +69,8 @@ export class RunView {
   /** @param {Job} job */
   show(job) {
     const { done, total } = job.progress;
-    if (job.state === "running" && total) this.bar.value = Math.min(done / total, 1);
-    else this.bar.removeAttribute("value");
+    if (job.state === "running" && total) this.progressBar.value = Math.min(done / total, 1);
+    else this.progressBar.removeAttribute("value");
     this.state.textContent = describeState(job);
     const remaining = job.seconds_left === null ? "" : `${formatDuration(job.seconds_left)} left`;
     const percent = total ? `${Math.floor((100 * done) / total)}% done` : "";

@@ -1,9 +1,9 @@
-/** Texts next to the views: before a stack is segmented, and if there is no result. */
+/** Explanations next to the views, shown before a stack is segmented and if there is no result. */
 
-import { element, shortcutList } from "../core/elements.js";
+import { createShortcutList, element } from "../core/elements.js";
 import { toPageTerms } from "../core/terminology.js";
 
-/** Explain why a job has no result. @param {import("openapi").JobReport} job that ended without a result */
+/** Create an explanation of why a job has no result. @param {import("openapi").JobReport} job that ended without a result */
 export function describeFailure(job) {
   /** @type {Partial<Record<import("openapi").JobReport["state"], string>>} */
   const titles = {
@@ -23,7 +23,7 @@ export function describeFailure(job) {
   );
 }
 
-/** Explain why a stack cannot be shown. @param {import("../core/requests.js").Problem} problem */
+/** Create an explanation of why a stack cannot be shown. @param {import("../core/requests.js").Problem} problem */
 export function describeUnreadableStack(problem) {
   const title = problem.slug === "ambiguous-axes" ? "Select the axes" : "This stack cannot be segmented";
   const text =
@@ -33,8 +33,8 @@ export function describeUnreadableStack(problem) {
   return element("div", { class: "run" }, element("h2", {}, title), element("p", { class: "muted" }, text));
 }
 
-/** What to check before a stack is segmented, and the shortcuts of the views. */
-export function checklist() {
+/** Create a list of what to check before segmenting a stack, with the shortcuts of the views. */
+export function createChecklist() {
   return element(
     "div",
     { class: "run" },
@@ -45,7 +45,7 @@ export function checklist() {
       "Do the slices, the channel and the proportions look right? Then press Segment to outline, count and measure the objects.",
     ),
     element("h3", {}, "Navigation"),
-    shortcutList([
+    createShortcutList([
       ["Wheel, J and K, arrow keys", "next or previous plane"],
       ["Drag", "move the view"],
       ["Ctrl + wheel, + and −", "zoom"],

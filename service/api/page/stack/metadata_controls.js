@@ -1,9 +1,9 @@
-/** Controls for metadata that a file does not specify, or that the user can override: axes, channel, time points, voxel size. */
+/** Controls for metadata that is missing from a file or that the user can override: axes, channel, time points, voxel size. */
 
 import { button, element, field, redraw } from "../core/elements.js";
 import { SETTING_TITLES } from "../core/terminology.js";
-import { isRange } from "../volumes/time_points.js";
-import { channelPreviews, nameOf } from "./channels.js";
+import { isTimeSeries } from "../volumes/time_points.js";
+import { createChannelPreviews, getChannelName } from "./channels.js";
 
 /** @typedef {import("openapi").Description} Description */
 /** @typedef {import("./settings_view.js").Parameters} Parameters */
@@ -17,7 +17,7 @@ const LIKELY_AXES = {
   6: ["TZCYXS"],
 };
 
-/** The meaning of the axis letters. */
+/** Meaning of the axis letters. */
 export const AXIS_LEGEND = "T: time, Z: depth, C: channel, Y: row, X: column, S: color sample";
 
 export class MetadataControls {
@@ -28,29 +28,29 @@ export class MetadataControls {
     this.root = element("div", { class: "metadata-controls" });
     /** @type {Parameters} */
     this.parameters = {};
-    /** Fetches a small plane from the middle of a channel. @type {((channel: number) => Promise<import("../volumes/planes.js").Volume>) | null} */
-    this.fetchMiddle = null;
-    /** Previews of the channels, created once per interpretation of the axes. */
-    this.previews = { axes: "", root: element("div") };
+    /** Function that fetches a small plane from the middle of a channel. @type {((channel: number) => Promise<import("../volumes/planes.js").Volume>) | null} */
+    this.fetchMiddlePlane = null;
+    /** Channel previews, and the key of the axes and shape that they were created for. */
+    this.previews = { key: "", root: element("div") };
   }
 
-  /** @param {Description} file as the service interprets it @param {Parameters} parameters */
+  /** Show the controls. @param {Description} file as interpreted by the service @param {Parameters} parameters current settings */
   show(file, parameters) {
     this.parameters = parameters;
     redraw(this.root, () => this.#createControls(file));
   }
 
   /**
-   * Ask for the axes of a stack that cannot be read without them.
+   * Ask the user for the axes of a stack that cannot be read without them.
    * @param {import("../core/requests.js").Problem} problem @param {Parameters} parameters
-   * @returns {boolean} false if the problem has another cause than the axes
+   * @returns {boolean} false if the problem is not caused by the axes
    */
-  askAxes(problem, parameters) {
+  askForAxes(problem, parameters) {
     /** @type {string | undefined} */
-    const suggested = problem.suggested.axes;
-    const dimensions = suggested?.length ?? parameters.axes?.length ?? 0;
+    const suggestedAxes = problem.suggestedValues.axes;
+    const dimensions = suggestedAxes?.length ?? parameters.axes?.length ?? 0;
     const choices = problem.slug === "ambiguous-axes" || parameters.axes ? (LIKELY_AXES[dimensions] ?? []) : [];
-    const options = suggested ? [suggested, ...choices.filter((axes) => axes !== suggested)] : choices;
+    const options = suggestedAxes ? [suggestedAxes, ...choices.filter((axes) => axes !== suggestedAxes)] : choices;
     const isAxesProblem = problem.slug === "ambiguous-axes" || options.length > 0;
     if (!isAxesProblem) return false;
     redraw(this.root, () => [
@@ -82,30 +82,30 @@ export class MetadataControls {
 
   /** @param {Description} file @returns {import("../core/elements.js").Child[]} */
   #createControls(file) {
-    const parts = [];
-    if (file.channels.length > 1) parts.push(this.#channelField(file), this.#channelPreviews(file));
-    if (file.times > 1) parts.push(...this.#timeFields(file));
-    parts.push(this.#voxelField(file));
+    const controls = [];
+    if (file.channels.length > 1) controls.push(this.#createChannelField(file), this.#updateChannelPreviews(file));
+    if (file.times > 1) controls.push(...this.#createTimeFields(file));
+    controls.push(this.#createVoxelSizeField(file));
     const selected = this.parameters.axes ?? "";
-    // Pages interpreted as planes may be time points or channels.
+    // Offer the axes if the service had to assume them: pages read as planes may be time points or channels.
     if (selected || file.times > 1 || file.notes.some((note) => note.includes("axes=")))
-      parts.push(this.#axesField(file, selected));
-    return parts;
+      controls.push(this.#createAxesField(file, selected));
+    return controls;
   }
 
-  /** @param {Description} file @param {string} selected axes, "" if the file's own axes are used */
-  #axesField(file, selected) {
-    const likely = (LIKELY_AXES[file.axes.length] ?? []).filter(
+  /** @param {Description} file @param {string} selected axes that the user selected, "" for the axes in the file */
+  #createAxesField(file, selected) {
+    const likelyAxes = (LIKELY_AXES[file.axes.length] ?? []).filter(
       (axes) => axes !== selected && (selected || axes !== file.axes),
     );
-    const options = selected ? [selected, ...likely] : likely;
+    const options = selected ? [selected, ...likelyAxes] : likelyAxes;
     return field(
       SETTING_TITLES.axes,
       element(
         "select",
         {
           id: "axes",
-          // With other axes, the selected channel and time points may not exist.
+          // The selected channel and time points may not exist with the new axes.
           onchange: (/** @type {Event} */ event) =>
             this.change({
               axes: /** @type {HTMLSelectElement} */ (event.target).value,
@@ -122,7 +122,7 @@ export class MetadataControls {
   }
 
   /** @param {Description} file */
-  #channelField(file) {
+  #createChannelField(file) {
     const { channel } = this.parameters;
     const inputChannels = this.models.find((model) => model.name === this.parameters.model)?.input?.channels ?? 1;
     const placeholder = inputChannels > 1 ? "all channels" : "select one";
@@ -131,7 +131,7 @@ export class MetadataControls {
       { id: "channel", onchange: () => this.change({ channel: select.value }) },
       (inputChannels > 1 || !channel) && element("option", { value: "", selected: !channel }, placeholder),
       ...file.channels.map((name, index) => {
-        const text = name ? `${index}: ${name}` : nameOf(file, index);
+        const text = name ? `${index}: ${name}` : getChannelName(file, index);
         return element("option", { value: String(index), selected: channel === String(index) }, text);
       }),
     );
@@ -139,14 +139,14 @@ export class MetadataControls {
   }
 
   /** @param {Description} file */
-  #channelPreviews(file) {
+  #updateChannelPreviews(file) {
     const { channel } = this.parameters;
     const selected = channel === undefined || channel === "" ? -1 : Number(channel);
-    const { previews, fetchMiddle } = this;
-    const axes = `${file.axes} ${file.stored_shape}`;
-    if (previews.axes !== axes && fetchMiddle) {
+    const { previews, fetchMiddlePlane } = this;
+    const key = `${file.axes} ${file.stored_shape}`;
+    if (previews.key !== key && fetchMiddlePlane) {
       const select = (/** @type {number} */ index) => this.change({ channel: String(index) });
-      this.previews = { axes, root: channelPreviews(file, selected, fetchMiddle, select) };
+      this.previews = { key, root: createChannelPreviews(file, selected, fetchMiddlePlane, select) };
     }
     const { root } = this.previews;
     for (const [index, preview] of [...root.children].entries())
@@ -154,13 +154,13 @@ export class MetadataControls {
     return root;
   }
 
-  /** Controls for one time point, a range of them, or all. @param {Description} file */
-  #timeFields(file) {
+  /** Create the controls for one, several or all time points. @param {Description} file */
+  #createTimeFields(file) {
     const time = this.parameters.time ?? "0";
-    const isSeries = isRange(time);
-    const [first, stop] = time === "all" ? ["", ""] : time.split(":");
+    const isSeries = isTimeSeries(time);
+    const [start, stop] = time === "all" ? ["", ""] : time.split(":");
     /** @param {string} id @param {string} value @param {string} label */
-    const numeric = (id, value, label) =>
+    const createNumberInput = (id, value, label) =>
       element("input", {
         type: "number",
         id,
@@ -170,15 +170,15 @@ export class MetadataControls {
         "aria-label": label,
         onchange: () => this.change({ time: readTime() }),
       });
-    const single = numeric("time", first || "0", "Time point");
-    const from = numeric("time-from", first || "0", "First time point");
-    const last = numeric("time-last", String(Number(stop || file.times) - 1), "Last time point");
-    const kind = element(
+    const timeInput = createNumberInput("time", start || "0", "Time point");
+    const firstInput = createNumberInput("time-from", start || "0", "First time point");
+    const lastInput = createNumberInput("time-last", String(Number(stop || file.times) - 1), "Last time point");
+    const modeSelect = element(
       "select",
       {
         id: "times",
         "aria-label": "Time points",
-        onchange: () => this.change(kind.value === "one" ? { time: readTime(), link: "" } : { time: readTime() }),
+        onchange: () => this.change(modeSelect.value === "one" ? { time: readTime(), link: "" } : { time: readTime() }),
       },
       ...[
         ["one", "one"],
@@ -189,37 +189,39 @@ export class MetadataControls {
       ),
     );
     const readTime = () => {
-      if (kind.value === "all") return "all";
-      if (kind.value === "one") return single.value || "0";
-      const begin = Math.min(Number(from.value), file.times - 1);
-      return `${begin}:${Math.max(begin, Math.min(Number(last.value), file.times - 1)) + 1}`;
+      if (modeSelect.value === "all") return "all";
+      if (modeSelect.value === "one") return timeInput.value || "0";
+      const first = Math.min(Number(firstInput.value), file.times - 1);
+      return `${first}:${Math.max(first, Math.min(Number(lastInput.value), file.times - 1)) + 1}`;
     };
-    const link = element("input", {
+    const linkCheckbox = element("input", {
       type: "checkbox",
       id: "link",
       checked: this.parameters.link === "overlap",
-      onchange: () => this.change({ link: link.checked ? "overlap" : "" }),
+      onchange: () => this.change({ link: linkCheckbox.checked ? "overlap" : "" }),
     });
-    const inputs = isSeries ? time !== "all" && element("div", { class: "row tight" }, from, "to", last) : single;
+    const inputs = isSeries
+      ? time !== "all" && element("div", { class: "row tight" }, firstInput, "to", lastInput)
+      : timeInput;
     return [
       field(
         "Time points",
-        element("div", { class: "row tight" }, kind, inputs),
+        element("div", { class: "row tight" }, modeSelect, inputs),
         element("span", { class: "muted small" }, `0 to ${file.times - 1}`),
       ),
-      ...(isSeries ? [element("label", { class: "slim" }, link, "Track objects over time")] : []),
+      ...(isSeries ? [element("label", { class: "slim" }, linkCheckbox, "Track objects over time")] : []),
     ];
   }
 
   /** @param {Description} file */
-  #voxelField(file) {
-    const edges = file.voxel_size;
+  #createVoxelSizeField(file) {
+    const voxelSize = file.voxel_size;
     const inputs = /** @type {const} */ (["x", "y", "z"]).map((axis) =>
       element("input", {
         type: "number",
         min: "0",
         step: "any",
-        value: edges ? String(Number(edges[axis].toPrecision(5))) : "",
+        value: voxelSize ? String(Number(voxelSize[axis].toPrecision(5))) : "",
         placeholder: axis,
         "aria-label": `Voxel size along ${axis} in micrometers`,
         onchange: () => {
@@ -230,7 +232,7 @@ export class MetadataControls {
     );
     return element(
       "fieldset",
-      { class: edges ? "field voxel-size" : "field voxel-size required" },
+      { class: voxelSize ? "field voxel-size" : "field voxel-size required" },
       element("legend", { class: "field-name" }, "Voxel size x, y, z in µm"),
       element("div", { class: "row tight" }, ...inputs),
     );

@@ -1,21 +1,21 @@
-/** The list of recent jobs with their thumbnails, in the local storage of this browser. */
+/** List of recent jobs with thumbnails, saved in the local storage of this browser. */
 
 import { formatCount } from "../core/format.js";
 
 /**
  * @typedef {{job: string, stack: string, name: string, model: string, parameters: string, objects: number | null,
  *   corrected: number | null, created: string, thumbnail: string}} RecentJob objects: the number of segmented objects;
- *   corrected: the number of objects after corrections in this browser, null without corrections
+ *   corrected: the number of objects after corrections in this browser, null if there are no corrections
  */
 
-const STORAGE_KEY = "stackseg-jobs";
+const JOBS_STORAGE_KEY = "stackseg-jobs";
 const MAX_JOBS = 24;
 
 /** @returns {RecentJob[]} newest first */
-export function recentJobs() {
+export function loadRecentJobs() {
   try {
-    const stored = JSON.parse(localStorage.getItem(STORAGE_KEY) ?? "[]");
-    return Array.isArray(stored) ? stored : [];
+    const storedJobs = JSON.parse(localStorage.getItem(JOBS_STORAGE_KEY) ?? "[]");
+    return Array.isArray(storedJobs) ? storedJobs : [];
   } catch {
     return [];
   }
@@ -23,9 +23,9 @@ export function recentJobs() {
 
 /** Add a job to the list, or update its entry. @param {Partial<RecentJob> & {job: string}} entry */
 export function rememberJob(entry) {
-  const jobs = recentJobs();
-  const existing = jobs.find((job) => job.job === entry.job);
-  const empty = {
+  const jobs = loadRecentJobs();
+  const existingEntry = jobs.find((job) => job.job === entry.job);
+  const defaults = {
     stack: "",
     name: "",
     model: "",
@@ -35,27 +35,27 @@ export function rememberJob(entry) {
     created: new Date().toISOString(),
     thumbnail: "",
   };
-  const merged = { ...empty, ...existing, ...entry };
-  if (existing) jobs[jobs.indexOf(existing)] = merged;
-  else jobs.unshift(merged);
-  write(jobs);
+  const mergedEntry = { ...defaults, ...existingEntry, ...entry };
+  if (existingEntry) jobs[jobs.indexOf(existingEntry)] = mergedEntry;
+  else jobs.unshift(mergedEntry);
+  saveJobs(jobs);
 }
 
 /** Describe the number of objects of a result. @param {RecentJob} entry @returns {string} */
 export function describeCount({ objects, corrected }) {
-  // `corrected` is undefined in entries from before corrections were counted.
+  // `corrected` is undefined in entries that were saved by older versions of the page.
   return `${formatCount(corrected ?? objects ?? 0, "object")}${typeof corrected === "number" ? ", corrected" : ""}`;
 }
 
-/** @param {string} job */
+/** Remove a job from the list. @param {string} job id */
 export function forgetJob(job) {
-  write(recentJobs().filter((entry) => entry.job !== job));
+  saveJobs(loadRecentJobs().filter((entry) => entry.job !== job));
 }
 
 /** @param {RecentJob[]} jobs */
-function write(jobs) {
+function saveJobs(jobs) {
   try {
-    localStorage.setItem(STORAGE_KEY, JSON.stringify(jobs.slice(0, MAX_JOBS)));
+    localStorage.setItem(JOBS_STORAGE_KEY, JSON.stringify(jobs.slice(0, MAX_JOBS)));
   } catch {
     // If the storage is full or disabled, the list is not saved.
   }

@@ -1,18 +1,18 @@
-/** The open stack: its metadata, the displayed planes and time point, its jobs and their labels. */
+/** The open stack with its metadata, the displayed planes and time point, and its jobs. */
 
 import { byId } from "../core/elements.js";
 import { isAbort } from "../core/notices.js";
 import { buildQuery, Problem, request, requestJson } from "../core/requests.js";
 import { describeSetting } from "../core/terminology.js";
 import { showResult } from "../result/result_view.js";
-import { follow, RunView } from "../result/run_view.js";
+import { follow, ProgressView } from "../result/run_view.js";
 import { drawThumbnail } from "../result/screenshots.js";
 import { Viewer } from "../viewer/viewer.js";
 import { parseTable } from "../volumes/object_table.js";
-import { fetchMiddle, fetchPlane, fetchVolume, partOf } from "../volumes/planes.js";
-import { firstTime } from "../volumes/time_points.js";
+import { fetchMiddlePlane, fetchPlane, fetchVolume, selectPart } from "../volumes/planes.js";
+import { getFirstTime } from "../volumes/time_points.js";
 import { ChannelTools } from "./channels.js";
-import { checklist, describeFailure, describeUnreadableStack } from "./guidance.js";
+import { createChecklist, describeFailure, describeUnreadableStack } from "./guidance.js";
 import { rememberJob } from "./recent_jobs.js";
 import { SettingsView } from "./settings_view.js";
 import { TimeSlider } from "./time_slider.js";
@@ -20,12 +20,14 @@ import { TimeSlider } from "./time_slider.js";
 /** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("openapi").Inspection} Inspection */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
-/** @typedef {{models: import("openapi").ModelInfo[], defaultModel: string | null, parameters: Set<string>, abilities: import("openapi").Abilities}} Service parameters: their names */
-/** @typedef {{id: string, name: string, bytes: number}} Stack id: "" if the service no longer stores the stack */
+/** @typedef {{models: import("openapi").ModelInfo[], defaultModel: string | null, parameterNames: Set<string>, capabilities: import("openapi").CallerLimits}} Service */
+/** @typedef {{id: string, name: string, bytes: number}} Stack id: "" if the service no longer stores the stack; bytes: size of the file */
 
 const INSPECTION_DELAY_MILLISECONDS = 250;
-const CHANNEL_PREVIEW_PIXELS = 160;
+/** Maximum edge length of the planes fetched for channel previews. */
+const MAX_PREVIEW_EDGE = 160;
 
+/** The views, settings and jobs of an open stack. */
 export class Session {
   /** @param {Stack} stack @param {Service} service @param {(error: unknown) => void} showError */
   constructor({ id, name, bytes }, service, showError) {
@@ -33,13 +35,13 @@ export class Session {
     this.name = name;
     this.service = service;
     this.showError = showError;
-    this.ending = new AbortController();
-    /** The displayed part of the stack: the parameters of its planes as JSON. */
+    this.sessionAbort = new AbortController();
+    /** The request parameters of the displayed planes, as JSON. */
     this.loadedPart = "";
-    this.loading = new AbortController();
-    this.following = new AbortController();
-    this.inspecting = new AbortController();
-    this.labeling = new AbortController();
+    this.planesAbort = new AbortController();
+    this.jobAbort = new AbortController();
+    this.inspectionAbort = new AbortController();
+    this.labelsAbort = new AbortController();
     /** The job whose labels are displayed. @type {Job | null} */
     this.job = null;
     /** @type {Inspection | null} */
@@ -47,21 +49,21 @@ export class Session {
     /** Whether the side panel explains why the stack cannot be shown. */
     this.isUnreadable = false;
     this.timer = 0;
-    /** Dispatches `leaving` before the time point changes, and `time` after the new one is displayed. */
+    /** Dispatches `leaving` before the time point changes, and `time` after the new time point is displayed. */
     this.timeEvents = new EventTarget();
     this.side = byId("side");
     this.viewer = new Viewer(byId("viewer"));
-    this.channels = new ChannelTools(this.viewer);
-    this.times = new TimeSlider();
+    this.channelTools = new ChannelTools(this.viewer);
+    this.timeSlider = new TimeSlider();
     this.settings = new SettingsView(byId("settings"), service);
     this.settings.setName(name, bytes);
-    this.viewer.toolbar.append(this.channels.root, this.times.root);
+    this.viewer.toolbar.append(this.channelTools.root, this.timeSlider.root);
     this.#listen();
   }
 
   #listen() {
-    const { times, settings, viewer } = this;
-    times.addEventListener("change", () => this.goToTime(times.time).catch(this.showError));
+    const { timeSlider, settings, viewer } = this;
+    timeSlider.addEventListener("change", () => this.goToTime(timeSlider.time).catch(this.showError));
     settings.addEventListener("change", () => this.inspectLater());
     settings.addEventListener("run", () => this.run());
     viewer.addEventListener("diameter", (event) =>
@@ -69,23 +71,25 @@ export class Session {
     );
   }
 
+  /** Cancel all requests of the session. */
   end() {
-    this.ending.abort();
-    this.following.abort();
-    this.loading.abort();
+    this.sessionAbort.abort();
+    this.jobAbort.abort();
+    this.planesAbort.abort();
     clearTimeout(this.timer);
   }
 
+  /** Inspect the stack when the settings have not changed for a moment. */
   inspectLater() {
     clearTimeout(this.timer);
     this.timer = window.setTimeout(() => this.inspect(), INSPECTION_DELAY_MILLISECONDS);
   }
 
-  /** Request how the service interprets the stack with the current parameters, and show its planes. */
+  /** Inspect the stack with the current parameters, and show its planes. */
   async inspect() {
-    this.inspecting.abort();
-    this.inspecting = new AbortController();
-    const signal = AbortSignal.any([this.inspecting.signal, this.ending.signal]);
+    this.inspectionAbort.abort();
+    this.inspectionAbort = new AbortController();
+    const signal = AbortSignal.any([this.inspectionAbort.signal, this.sessionAbort.signal]);
     const parameters = { ...this.settings.parameters, stack: this.stack };
     try {
       await this.#show(await requestJson(`inspect?${buildQuery(parameters)}`, { method: "POST", signal }));
@@ -100,54 +104,54 @@ export class Session {
 
   /** @param {Inspection} inspection */
   async #show(inspection) {
-    const { settings, times } = this;
+    const { settings, timeSlider } = this;
     const { file } = inspection;
     this.inspection = inspection;
-    if (this.isUnreadable) this.side.replaceChildren(checklist());
+    if (this.isUnreadable) this.side.replaceChildren(createChecklist());
     this.isUnreadable = false;
-    const part = partOf(file, settings.parameters, file.time_points?.[0] ?? settings.parameters.time, 0);
-    settings.metadata.fetchMiddle = (channel) =>
-      fetchMiddle(this.#planesSource(file, { ...part, channel }), CHANNEL_PREVIEW_PIXELS, this.ending.signal);
+    const part = selectPart(file, settings.parameters, file.time_points?.[0] ?? settings.parameters.time, 0);
+    settings.metadata.fetchMiddlePlane = (channel) =>
+      fetchMiddlePlane(this.#getPlanesSource(file, { ...part, channel }), MAX_PREVIEW_EDGE, this.sessionAbort.signal);
     settings.show(inspection);
     const [first, stop] = file.time_points ?? [0, 1];
-    times.show(first, stop, times.time);
+    timeSlider.show(first, stop, timeSlider.time);
     await this.#showPlanes(inspection);
     this.viewer.circle.show(settings.customDiameter);
   }
 
   /** @param {import("openapi").Description} file @param {Record<string, unknown>} parameters @returns {import("../volumes/planes.js").Source} */
-  #planesSource({ shape: [, z, y, x] }, parameters) {
-    return { address: `stacks/${this.stack}/planes`, parameters, fullShape: [z, y, x] };
+  #getPlanesSource({ shape: [, z, y, x] }, parameters) {
+    return { url: `stacks/${this.stack}/planes`, parameters, fullShape: [z, y, x] };
   }
 
   /** @param {Inspection} inspection */
   async #showPlanes({ file }) {
-    const { viewer, settings, channels } = this;
+    const { viewer, settings, channelTools } = this;
     const { channel, time } = settings.parameters;
-    const part = partOf(file, settings.parameters, file.time_points ? this.times.time : time, channel);
+    const part = selectPart(file, settings.parameters, file.time_points ? this.timeSlider.time : time, channel);
     const key = JSON.stringify(part);
     if (key === this.loadedPart) return viewer.setVoxelSize(file.voxel_size);
-    // All time points of a series are displayed with the same contrast.
-    const isOtherImage =
+    // Keep the contrast if only the time point changes.
+    const isNewImage =
       this.loadedPart === "" || JSON.stringify({ ...JSON.parse(this.loadedPart), time: part.time }) !== key;
-    this.loading.abort();
-    this.loading = new AbortController();
+    this.planesAbort.abort();
+    this.planesAbort = new AbortController();
     this.loadedPart = key;
-    const source = this.#planesSource(file, part);
+    const source = this.#getPlanesSource(file, part);
     this.#setFullResolutionSource(source);
     viewer.fetchStatus.textContent = "Reading the stack";
     try {
-      await fetchVolume(source, this.loading.signal, (volume, fraction) => {
+      await fetchVolume(source, this.planesAbort.signal, (volume, fraction) => {
         const isFirstBlock = viewer.scene.state.image !== volume;
         if (isFirstBlock) viewer.open(volume, file.voxel_size);
-        if (isFirstBlock && isOtherImage) viewer.adjustContrast();
+        if (isFirstBlock && isNewImage) viewer.adjustContrast();
         else if (!isFirstBlock) viewer.refresh();
         viewer.fetchStatus.textContent = fraction < 1 ? `Reading the stack, ${Math.round(fraction * 100)}%` : "";
       });
-      if (isOtherImage) viewer.adjustContrast();
+      if (isNewImage) viewer.adjustContrast();
       else viewer.refresh();
-      channels.show(file, Number(part.channel) || 0, (other, signal, onblock) =>
-        fetchVolume(this.#planesSource(file, { ...part, channel: other }), signal, onblock),
+      channelTools.show(file, Number(part.channel) || 0, (overlayChannel, signal, onblock) =>
+        fetchVolume(this.#getPlanesSource(file, { ...part, channel: overlayChannel }), signal, onblock),
       );
     } catch (error) {
       if (!isAbort(error)) viewer.fetchStatus.textContent = /** @type {Error} */ (error).message;
@@ -155,31 +159,31 @@ export class Session {
     return undefined;
   }
 
-  /** Let the viewer fetch planes of a stack at full resolution. @param {import("../volumes/planes.js").Source} source */
+  /** Set the source from which the viewer fetches planes at full resolution. @param {import("../volumes/planes.js").Source} source */
   #setFullResolutionSource(source) {
     const { viewer } = this;
     viewer.fetchFullVolume = (signal, onblock) => fetchVolume(source, signal, onblock, [1, 1, 1]);
-    viewer.planeLoader.fetch = async (axis, position, signal) => {
+    viewer.planeLoader.fetchPlane = async (axis, position, signal) => {
       const { plane, step } = await fetchPlane(source, axis, position, signal);
       const labels =
-        this.job && (await fetchPlane(this.#labelsSource(this.job, source.fullShape), axis, position, signal));
+        this.job && (await fetchPlane(this.#getLabelsSource(this.job, source.fullShape), axis, position, signal));
       return { image: plane, labels: labels?.plane ?? null, step };
     };
   }
 
-  /** The source of a job's labels at the displayed time point. @param {Job} job @param {Triple} fullShape @returns {import("../volumes/planes.js").Source} */
-  #labelsSource(job, fullShape) {
-    const time = job.time_points ? Math.max(0, this.times.time - firstTime(job.parameters.time)) : undefined;
-    return { address: `jobs/${job.id}/planes`, parameters: { time }, fullShape };
+  /** Return the source of a job's labels at the displayed time point. @param {Job} job @param {Triple} fullShape @returns {import("../volumes/planes.js").Source} */
+  #getLabelsSource(job, fullShape) {
+    const time = job.time_points ? Math.max(0, this.timeSlider.time - getFirstTime(job.parameters.time)) : undefined;
+    return { url: `jobs/${job.id}/planes`, parameters: { time }, fullShape };
   }
 
-  /** Show another time point of a series with its labels. @param {number} time */
+  /** Show a time point of a series with its labels. @param {number} time */
   async goToTime(time) {
     if (this.inspection === null) return;
     const { viewer, job } = this;
     const [first, stop] = this.inspection.file.time_points ?? [0, 1];
-    this.times.show(first, stop, time);
-    // A tracked object stays selected.
+    this.timeSlider.show(first, stop, time);
+    // A tracked object has the same id at all time points and stays selected.
     const selected = job?.parameters.link ? viewer.scene.state.selected : 0;
     this.timeEvents.dispatchEvent(new Event("leaving"));
     if (job) viewer.setLabels(null);
@@ -191,13 +195,13 @@ export class Session {
   /** @param {Job} job */
   async #showLabels(job) {
     const { viewer } = this;
-    this.labeling.abort();
-    this.labeling = new AbortController();
-    const signal = AbortSignal.any([this.labeling.signal, this.following.signal]);
-    const { address, parameters } = this.#labelsSource(job, [0, 0, 0]);
-    const probe = await request(`${address}?${buildQuery({ ...parameters, to: 1, step: "1,9999,9999" })}`, { signal });
+    this.labelsAbort.abort();
+    this.labelsAbort = new AbortController();
+    const signal = AbortSignal.any([this.labelsAbort.signal, this.jobAbort.signal]);
+    const { url, parameters } = this.#getLabelsSource(job, [0, 0, 0]);
+    const probe = await request(`${url}?${buildQuery({ ...parameters, to: 1, step: "1,9999,9999" })}`, { signal });
     const fullShape = /** @type {Triple} */ ((probe.headers.get("X-StackSeg-Volume") ?? "").split(",").map(Number));
-    const labels = await fetchVolume({ address, parameters, fullShape }, signal, (volume) => {
+    const labels = await fetchVolume({ url, parameters, fullShape }, signal, (volume) => {
       if (viewer.scene.state.image === null) viewer.open(volume, null);
     });
     this.job = job;
@@ -207,37 +211,37 @@ export class Session {
   /** Submit a job with the current settings, and follow it. */
   async run() {
     const { settings, stack, name } = this;
-    settings.run.disabled = true;
+    settings.runButton.disabled = true;
     const measurements = this.inspection?.output === "labels" ? "zip" : "";
     const query = buildQuery({ ...settings.parameters, stack, measurements });
     try {
       /** @type {Job} */
       const job = await requestJson(`jobs?${query}`, { method: "POST" });
-      const { model: _, ...others } = settings.parameters;
-      const texts = Object.entries(others).flatMap(([parameter, value]) =>
+      const { model: _, ...otherParameters } = settings.parameters;
+      const descriptions = Object.entries(otherParameters).flatMap(([parameter, value]) =>
         value ? [describeSetting(parameter, value)] : [],
       );
       const thumbnail = drawThumbnail(this.viewer);
-      rememberJob({ job: job.id, stack, name, model: job.model, parameters: texts.join(", "), thumbnail });
+      rememberJob({ job: job.id, stack, name, model: job.model, parameters: descriptions.join(", "), thumbnail });
       history.pushState(null, "", `#job=${job.id}`);
       await this.follow(job.id);
     } catch (error) {
       this.showError(error);
     } finally {
-      settings.run.disabled = false;
+      settings.runButton.disabled = false;
     }
   }
 
-  /** Show the progress of a job, then its result. @param {string} id */
+  /** Show the progress of a job, and then its result. @param {string} id */
   async follow(id) {
     const { side } = this;
-    const progressView = new RunView(side, id);
+    const progressView = new ProgressView(side, id);
     this.job = null;
     this.viewer.setLabels(null);
-    this.following.abort();
-    this.following = new AbortController();
+    this.jobAbort.abort();
+    this.jobAbort = new AbortController();
     try {
-      const job = await follow(id, this.following.signal, (report) => progressView.show(report));
+      const job = await follow(id, this.jobAbort.signal, (report) => progressView.show(report));
       rememberJob({ job: id, objects: job.objects, model: job.model, created: job.created });
       if (job.state === "done") await this.showResult(job);
       else side.replaceChildren(describeFailure(job));
@@ -249,7 +253,7 @@ export class Session {
   /** @param {Job} job */
   async showResult(job) {
     const { viewer, name, stack } = this;
-    const { signal } = this.following;
+    const { signal } = this.jobAbort;
     viewer.fetchStatus.textContent = "Loading the labels";
     const table = job.parameters.measurements === "zip" ? await fetchTable(job, signal) : null;
     await this.#showLabels(job);
@@ -260,18 +264,18 @@ export class Session {
       await this.run();
     };
     const times = {
-      current: () => this.times.time,
+      getCurrent: () => this.timeSlider.time,
       goTo: (/** @type {number} */ time) => this.goToTime(time),
-      target: this.timeEvents,
+      events: this.timeEvents,
     };
-    const { abilities } = this.service;
-    showResult(this.side, { job, stack, name }, table, { viewer, abilities, signal, segmentWith, times });
+    const { capabilities } = this.service;
+    showResult(this.side, { job, stack, name }, table, { viewer, capabilities, signal, segmentWith, times });
     viewer.drawNow();
     rememberJob({ job: job.id, thumbnail: drawThumbnail(viewer) });
   }
 }
 
-/** @param {Job} job @param {AbortSignal} signal @returns {Promise<import("../volumes/object_table.js").Table | null>} null if there are no objects */
+/** @param {Job} job @param {AbortSignal} signal @returns {Promise<import("../volumes/object_table.js").Table | null>} null if the result has no objects */
 async function fetchTable(job, signal) {
   const response = await request(`jobs/${job.id}/result`, { headers: { Accept: "text/csv" }, signal });
   const text = await response.text();

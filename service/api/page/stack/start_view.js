@@ -1,27 +1,28 @@
-/** The start screen: a drop area for stacks, the sample, and the recent jobs of this browser. */
+/** Start screen with a drop area for stacks, the sample, and the recent jobs in this browser. */
 
 import { button, element } from "../core/elements.js";
 import { formatAge, formatCount } from "../core/format.js";
 import * as correctionStore from "../volumes/correction_store.js";
-import { describeCount, forgetJob, recentJobs } from "./recent_jobs.js";
+import { describeCount, forgetJob, loadRecentJobs } from "./recent_jobs.js";
 
 /**
+ * Draw the start screen.
  * @param {HTMLElement} root
- * @param {{open: (file: Blob, name: string) => void, sample: () => void, job: (id: string) => void}} actions
+ * @param {{openFile: (file: Blob, name: string) => void, openSample: () => void, openJob: (id: string) => void}} actions
  */
-export function showStart(root, actions) {
-  const chooser = element("input", {
+export function drawStart(root, actions) {
+  const fileInput = element("input", {
     type: "file",
     id: "file",
     accept: ".tif,.tiff,.ozx,.zip,image/tiff",
     class: "visually-hidden",
     "aria-label": "A TIFF stack",
     onchange: () => {
-      const file = chooser.files?.[0];
-      if (file) actions.open(file, file.name);
+      const file = fileInput.files?.[0];
+      if (file) actions.openFile(file, file.name);
     },
   });
-  const drop = element(
+  const dropArea = element(
     "section",
     { class: "drop", "aria-label": "Choose a stack" },
     element(
@@ -38,36 +39,39 @@ export function showStart(root, actions) {
     element(
       "div",
       { class: "row" },
-      button("Choose a file", () => chooser.click(), "primary"),
-      button("Try the sample", actions.sample, "secondary"),
+      button("Choose a file", () => fileInput.click(), "primary"),
+      button("Try the sample", actions.openSample, "secondary"),
     ),
-    chooser,
+    fileInput,
   );
-  acceptDrops(drop, actions.open);
-  const list = recentJobs();
+  acceptDrops(dropArea, actions.openFile);
+  const jobs = loadRecentJobs();
   root.replaceChildren(
-    drop,
-    ...(list.length ? [recentJobsSection(list, actions.job, () => showStart(root, actions))] : [steps()]),
+    dropArea,
+    ...(jobs.length
+      ? [createRecentJobsSection(jobs, actions.openJob, () => drawStart(root, actions))]
+      : [createSteps()]),
   );
 }
 
-/** Accept files dropped anywhere on the page. @param {HTMLElement} drop @param {(file: Blob, name: string) => void} open */
-function acceptDrops(drop, open) {
+/** Accept files dropped anywhere on the page. @param {HTMLElement} dropArea highlighted while a file is dragged @param {(file: Blob, name: string) => void} openFile */
+function acceptDrops(dropArea, openFile) {
   document.ondragover = (event) => {
     event.preventDefault();
-    drop.classList.add("over");
+    dropArea.classList.add("over");
   };
-  document.ondragleave = () => drop.classList.remove("over");
+  document.ondragleave = () => dropArea.classList.remove("over");
   document.ondrop = (event) => {
     event.preventDefault();
-    drop.classList.remove("over");
+    dropArea.classList.remove("over");
     const file = event.dataTransfer?.files[0];
-    if (file) open(file, file.name);
+    if (file) openFile(file, file.name);
   };
 }
 
-function steps() {
-  const texts = [
+/** Create the list of steps that is shown if there are no recent jobs. */
+function createSteps() {
+  const descriptions = [
     ["Check", "Compare the axes, voxel size and channels from the file with the slices and the maximum projection."],
     ["Segment", "Every object gets a number. The job runs on the service, so you can leave the page and come back."],
     [
@@ -78,31 +82,33 @@ function steps() {
   return element(
     "ol",
     { class: "steps" },
-    ...texts.map(([name, text]) => element("li", {}, element("h3", {}, name), element("p", { class: "muted" }, text))),
+    ...descriptions.map(([name, text]) =>
+      element("li", {}, element("h3", {}, name), element("p", { class: "muted" }, text)),
+    ),
   );
 }
 
-/** @param {import("./recent_jobs.js").RecentJob[]} list @param {(id: string) => void} open @param {() => void} onchange */
-function recentJobsSection(list, open, onchange) {
-  const countTexts = list.map((entry) =>
+/** @param {import("./recent_jobs.js").RecentJob[]} jobs @param {(id: string) => void} openJob @param {() => void} onchange called after a job was removed from the list */
+function createRecentJobsSection(jobs, openJob, onchange) {
+  const countElements = jobs.map((entry) =>
     element("span", { class: "muted" }, entry.objects === null ? "no result yet" : describeCount(entry)),
   );
-  /** Number of corrections by job. @type {Map<string, number>} */
-  const corrections = new Map();
-  correctionStore.counts().then((counts) => {
-    for (const [key, edits] of counts) {
+  /** Number of corrections by job id. @type {Map<string, number>} */
+  const correctionCounts = new Map();
+  correctionStore.countAll().then((counts) => {
+    for (const [key, count] of counts) {
       const [job] = key.split("@");
-      corrections.set(job, (corrections.get(job) ?? 0) + edits);
+      correctionCounts.set(job, (correctionCounts.get(job) ?? 0) + count);
     }
-    for (const [index, { job }] of list.entries()) {
-      const edits = corrections.get(job);
-      if (edits) countTexts[index].append(` · ${formatCount(edits, "correction")}`);
+    for (const [index, { job }] of jobs.entries()) {
+      const count = correctionCounts.get(job);
+      if (count) countElements[index].append(` · ${formatCount(count, "correction")}`);
     }
   });
   /** @param {import("./recent_jobs.js").RecentJob} entry */
   const remove = async ({ job, name }) => {
-    const edits = corrections.get(job);
-    if (edits && !confirm(`Remove ${name} from this list and discard its ${formatCount(edits, "correction")}?`)) return;
+    const count = correctionCounts.get(job);
+    if (count && !confirm(`Remove ${name} from this list and discard its ${formatCount(count, "correction")}?`)) return;
     forgetJob(job);
     await correctionStore.forget(job);
     onchange();
@@ -114,13 +120,13 @@ function recentJobsSection(list, open, onchange) {
     element(
       "ul",
       {},
-      ...list.map((entry, index) =>
+      ...jobs.map((entry, index) =>
         element(
           "li",
           {},
           element(
             "button",
-            { type: "button", class: "recent-job", onclick: () => open(entry.job) },
+            { type: "button", class: "recent-job", onclick: () => openJob(entry.job) },
             entry.thumbnail.startsWith("data:image/")
               ? element("img", { src: entry.thumbnail, alt: "", width: 96, height: 72 })
               : element("span", { class: "no-picture", "aria-hidden": "true" }),
@@ -128,7 +134,7 @@ function recentJobsSection(list, open, onchange) {
               "span",
               { class: "recent-words" },
               element("strong", {}, entry.name || "Stack"),
-              countTexts[index],
+              countElements[index],
               element("span", { class: "muted" }, `${entry.model} · ${formatAge(entry.created)}`),
             ),
           ),

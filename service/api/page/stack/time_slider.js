@@ -1,10 +1,10 @@
-/** The slider for the displayed time point. */
+/** Slider for the displayed time point. */
 
 import { element } from "../core/elements.js";
 
 const CHANGE_DELAY_MILLISECONDS = 120;
 
-/** Events: `change` when the user has moved to another time point. */
+/** Slider that dispatches `change` when the user has moved to another time point. */
 export class TimeSlider extends EventTarget {
   constructor() {
     super();
@@ -36,31 +36,31 @@ export class TimeSlider extends EventTarget {
     );
   }
 
-  /** @param {number} first @param {number} stop one past the last time point @param {number} time */
+  /** Set the range and the displayed time point. @param {number} first @param {number} stop one past the last time point @param {number} time */
   show(first, stop, time) {
     this.root.hidden = stop - first < 2;
     this.slider.min = String(first);
     this.slider.max = String(stop - 1);
     this.time = Math.max(first, Math.min(stop - 1, time));
-    this.#describe();
+    this.#updateControls();
   }
 
-  /** @param {number} points */
-  step(points) {
-    const next = Math.max(Number(this.slider.min), Math.min(Number(this.slider.max), this.time + points));
+  /** Move by a number of time points. @param {number} count */
+  step(count) {
+    const next = Math.max(Number(this.slider.min), Math.min(Number(this.slider.max), this.time + count));
     if (next !== this.time && !this.root.hidden) this.#setTime(next);
   }
 
   /** @param {number} time */
   #setTime(time) {
     this.time = time;
-    this.#describe();
-    // While the slider is dragged, intermediate time points are not fetched.
+    this.#updateControls();
+    // Wait, so that intermediate time points are not fetched while the slider is dragged.
     clearTimeout(this.timer);
     this.timer = window.setTimeout(() => this.dispatchEvent(new Event("change")), CHANGE_DELAY_MILLISECONDS);
   }
 
-  #describe() {
+  #updateControls() {
     this.slider.value = String(this.time);
     this.text.value = `${this.time} of ${this.slider.min} to ${this.slider.max}`;
   }

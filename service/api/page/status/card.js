@@ -1,13 +1,13 @@
-/** Cards and tables of the status page. */
+/** Cards and tables for the status view. */
 
 import { element, redraw } from "../core/elements.js";
 import { formatDuration, formatNumber } from "../core/format.js";
 
 /** @typedef {import("../core/elements.js").Child} Child */
 
-/** A card that redraws its content only when it has changed, so that selections, open details and the focus are kept. */
+/** Card that is redrawn only if its data has changed, so that text selections, open details and the focus are kept. */
 export class Card {
-  /** @param {string} title @param {Child[]} tools shown next to the title */
+  /** @param {string} title @param {Child[]} tools controls shown next to the title */
   constructor(title, ...tools) {
     this.body = element("div", { class: "card-body" });
     this.root = element(
@@ -16,26 +16,26 @@ export class Card {
       element("div", { class: "row between" }, element("h2", {}, title), ...tools),
       this.body,
     );
-    /** The displayed facts as JSON. */
-    this.drawnFacts = "";
+    /** The displayed data, as JSON. */
+    this.drawnJson = "";
   }
 
-  /** @template Facts @param {Facts} facts @param {(facts: Facts) => Child[]} draw */
-  show(facts, draw) {
-    const text = JSON.stringify(facts);
-    if (text === this.drawnFacts) return;
-    this.drawnFacts = text;
-    redraw(this.body, () => draw(facts));
+  /** Draw data, unless it is already displayed. @template Data @param {Data} data @param {(data: Data) => Child[]} draw */
+  show(data, draw) {
+    const json = JSON.stringify(data);
+    if (json === this.drawnJson) return;
+    this.drawnJson = json;
+    redraw(this.body, () => draw(data));
   }
 }
 
-/** @param {string} caption @param {string[]} names @param {Child[][]} rows @param {string} [kind] */
-export function table(caption, names, rows, kind = "") {
+/** @param {string} caption @param {string[]} columnNames @param {Child[][]} rows @param {string} [className] */
+export function createTable(caption, columnNames, rows, className = "") {
   return element(
     "table",
-    { class: `facts-table ${kind}` },
+    { class: `status-table ${className}` },
     element("caption", { class: "visually-hidden" }, caption),
-    element("thead", {}, element("tr", {}, ...names.map((name) => element("th", { scope: "col" }, name)))),
+    element("thead", {}, element("tr", {}, ...columnNames.map((name) => element("th", { scope: "col" }, name)))),
     element("tbody", {}, ...rows.map((cells) => element("tr", {}, ...cells.map((cell) => element("td", {}, cell))))),
   );
 }

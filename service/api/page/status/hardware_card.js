@@ -1,8 +1,8 @@
-/** Load and memory of the CPU, the GPUs and the devices in use. */
+/** Card with the load and memory of the CPU, the GPUs and the devices in use. */
 
 import { element } from "../core/elements.js";
 import { formatBytes, formatCount, formatNumber } from "../core/format.js";
-import { table } from "./card.js";
+import { createTable } from "./card.js";
 
 /** @typedef {import("openapi").DeviceReport} Device */
 /** @typedef {import("openapi").GpuStatus} Gpu */
@@ -10,21 +10,26 @@ import { table } from "./card.js";
 
 /** @param {{gpus: Gpu[], cpu: Cpu, devices: Device[], load: number | null}} hardware */
 export function drawHardware({ gpus, cpu, devices, load }) {
-  const states = devices.map(describeDevice);
-  const hasStates = states.some((state) => state !== "");
-  const free = cpu.memory_available;
-  const used = cpu.memory_total === null || free === null ? null : cpu.memory_total - free;
+  const deviceStates = devices.map(describeDevice);
+  const hasStates = deviceStates.some((state) => state !== "");
+  const freeBytes = cpu.memory_available;
+  const usedBytes = cpu.memory_total === null || freeBytes === null ? null : cpu.memory_total - freeBytes;
   return [
     element("h3", {}, cpu.name),
-    meter("Load", load, cpu.cores, load === null ? "" : `${load.toFixed(1)} of ${formatCount(cpu.cores, "core")}`),
-    memoryMeter(used, cpu.memory_total),
+    createMeter(
+      "Load",
+      load,
+      cpu.cores,
+      load === null ? "" : `${load.toFixed(1)} of ${formatCount(cpu.cores, "core")}`,
+    ),
+    createMemoryMeter(usedBytes, cpu.memory_total),
     ...gpus.flatMap(drawGpu),
-    table(
+    createTable(
       "Devices in use",
       ["Device", ...(hasStates ? ["State"] : []), "Running", "Waiting", "Loaded models", "Memory"],
       devices.map(({ name, running, waiting, models, loaded_bytes }, index) => [
         name,
-        ...(hasStates ? [states[index]] : []),
+        ...(hasStates ? [deviceStates[index]] : []),
         formatNumber(running),
         formatNumber(waiting),
         models.join(", ") || "none",
@@ -35,7 +40,7 @@ export function drawHardware({ gpus, cpu, devices, load }) {
   ];
 }
 
-/** Describe the state of a device of a cluster. Returns "" for a usable device of this host. @param {Device} device */
+/** Describe the state of a device. @param {Device} device @returns {string} "" for a usable device on this host */
 function describeDevice({ host, given_back: isReleased, starting, problem }) {
   if (isReleased) return "released while there is no work";
   if (starting) return "starting";
@@ -46,30 +51,39 @@ function describeDevice({ host, given_back: isReleased, starting, problem }) {
 /** @param {Gpu} gpu */
 function drawGpu(gpu) {
   const { utilisation_percent: load, temperature_celsius: temperature, power_watts: power } = gpu;
-  const facts = [temperature !== null && `${temperature} °C`, power !== null && `${Math.round(power)} W`].filter(
+  const readings = [temperature !== null && `${temperature} °C`, power !== null && `${Math.round(power)} W`].filter(
     Boolean,
   );
   return [
-    element("h3", {}, [`GPU ${gpu.index}: ${gpu.name}`, ...facts].join(", ")),
-    meter("Load", load, 100, `${load}%`),
-    memoryMeter(gpu.memory_used, gpu.memory_total),
+    element("h3", {}, [`GPU ${gpu.index}: ${gpu.name}`, ...readings].join(", ")),
+    createMeter("Load", load, 100, `${load}%`),
+    createMemoryMeter(gpu.memory_used, gpu.memory_total),
   ];
 }
 
-/** @param {number | null} used @param {number | null} total bytes */
-function memoryMeter(used, total) {
-  return meter("Memory", used, total ?? 1, `${formatBytes(used ?? 0)} of ${formatBytes(total ?? 0)}`);
+/** @param {number | null} usedBytes @param {number | null} totalBytes */
+function createMemoryMeter(usedBytes, totalBytes) {
+  return createMeter(
+    "Memory",
+    usedBytes,
+    totalBytes ?? 1,
+    `${formatBytes(usedBytes ?? 0)} of ${formatBytes(totalBytes ?? 0)}`,
+  );
 }
 
-/** @param {string} name @param {number | null} value null if unknown @param {number} max @param {string} text */
-function meter(name, value, max, text) {
+/** @param {string} name @param {number | null} value null if unknown @param {number} max @param {string} text shown next to the meter if the value is known */
+function createMeter(name, value, max, text) {
   const isKnown = value !== null;
-  const bar = element("progress", { max: 1, value: isKnown ? Math.min(value / max, 1) : 0, "aria-label": name });
+  const progressBar = element("progress", {
+    max: 1,
+    value: isKnown ? Math.min(value / max, 1) : 0,
+    "aria-label": name,
+  });
   return element(
     "div",
     { class: "meter" },
     element("span", { class: "muted" }, name),
-    bar,
+    progressBar,
     element("span", {}, isKnown ? text : "–"),
   );
 }

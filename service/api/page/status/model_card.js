@@ -1,11 +1,11 @@
-/** Models: their state, engine, and the configurations that were tested. */
+/** Card with the state and engine of each model, and the engine configurations that were tested. */
 
 import { button, element } from "../core/elements.js";
 import { formatBytes, formatCount, formatNumber } from "../core/format.js";
-import { formatSeconds, table } from "./card.js";
+import { createTable, formatSeconds } from "./card.js";
 
 /** @typedef {import("openapi").EngineReport} Engine */
-/** @typedef {Omit<import("openapi").ModelInfo, "devices"> & {devices: Omit<import("openapi").Loaded, "used">[]}} Model */
+/** @typedef {Omit<import("openapi").ModelInfo, "devices"> & {devices: Omit<import("openapi").LoadedModel, "used">[]}} Model */
 /** @typedef {import("openapi").Trial} Trial */
 
 const SELECTION_REASONS = /** @type {Record<string, string>} */ ({
@@ -15,8 +15,13 @@ const SELECTION_REASONS = /** @type {Record<string, string>} */ ({
   tuned: "The fastest configuration tested here whose labels agree with those of the original network in FP32.",
 });
 
-/** @param {Model} model @param {boolean} isDefault @param {Set<string>} expanded names of models with expanded details @param {(name: string) => void} remove */
-export function drawModel({ name, version, state, engine, problem, devices, removable }, isDefault, expanded, remove) {
+/** @param {Model} model @param {boolean} isDefault @param {Set<string>} expandedNames names of the models whose details are open @param {(name: string) => void} onremove called to delete the model */
+export function drawModel(
+  { name, version, state, engine, problem, devices, removable },
+  isDefault,
+  expandedNames,
+  onremove,
+) {
   const memory = devices.map(({ device, bytes }) => `${formatBytes(bytes)} on ${device}`).join(", ");
   const hint = state === "unloaded" ? "Loaded by the first request that uses it." : "";
   return element(
@@ -32,23 +37,23 @@ export function drawModel({ name, version, state, engine, problem, devices, remo
         { class: "muted" },
         [version && `version ${version}`, isDefault && "default", memory].filter(Boolean).join(" · "),
       ),
-      removable && button("Delete", () => remove(name), "link"),
+      removable && button("Delete", () => onremove(name), "link"),
     ),
     problem !== null && element("p", { class: "warning-text" }, problem),
-    engine === null ? hint !== "" && element("p", { class: "muted" }, hint) : drawEngine(name, engine, expanded),
+    engine === null ? hint !== "" && element("p", { class: "muted" }, hint) : drawEngine(name, engine, expandedNames),
   );
 }
 
-/** @param {string} name of the model @param {Engine} engine @param {Set<string>} expanded */
-function drawEngine(name, engine, expanded) {
+/** @param {string} name of the model @param {Engine} engine @param {Set<string>} expandedNames */
+function drawEngine(name, engine, expandedNames) {
   const { roi_size, sw_batch_size, streams, planned, cached, trials, warnings } = engine;
   const configuration = [engine.engine, engine.precision.toUpperCase(), engine.compile_mode].filter(Boolean).join(", ");
-  const batch = `${formatCount(sw_batch_size, "window")} of ${roi_size.join(" × ")} at a time, ${formatCount(streams, "stream")}`;
+  const batchText = `${formatCount(sw_batch_size, "window")} of ${roi_size.join(" × ")} at a time, ${formatCount(streams, "stream")}`;
   const details = element(
     "details",
     {
-      open: expanded.has(name),
-      ontoggle: () => (details.open ? expanded.add(name) : expanded.delete(name)),
+      open: expandedNames.has(name),
+      ontoggle: () => (details.open ? expandedNames.add(name) : expandedNames.delete(name)),
     },
     element("summary", {}, `Tested configurations (${trials.length})`),
     drawTrials(name, trials),
@@ -60,7 +65,7 @@ function drawEngine(name, engine, expanded) {
       "p",
       {},
       element("strong", {}, configuration),
-      `; ${batch}; ready after ${formatSeconds(engine.warm_up_seconds)}`,
+      `; ${batchText}; ready after ${formatSeconds(engine.warm_up_seconds)}`,
     ),
     element(
       "p",
@@ -76,7 +81,7 @@ function drawEngine(name, engine, expanded) {
 
 /** @param {string} name @param {Trial[]} trials */
 function drawTrials(name, trials) {
-  return table(
+  return createTable(
     `Tested configurations of ${name}`,
     ["Engine", "Precision", "Windows/s", "Differing labels", "Verdict"],
     trials.map(({ choice, verdict, windows_per_second, difference }) => [

@@ -1,13 +1,13 @@
-/** The last requests, and the time spent in each stage. */
+/** Card with the most recent requests and the time that each stage took. */
 
 import { element } from "../core/elements.js";
 import { formatNumber } from "../core/format.js";
-import { table } from "./card.js";
+import { createTable } from "./card.js";
 
 /** @typedef {import("openapi").SegmentationReport} Segmented */
 
-/** Groups of stages with the same color. @type {[string, string[]][]} */
-const GROUPS = [
+/** Groups of stages that have the same color, by title. @type {[string, string[]][]} */
+const STAGE_GROUPS = [
   ["Receive, read", ["receive", "read"]],
   ["Wait", ["queue"]],
   ["Prepare", ["prepare", "size", "skip"]],
@@ -17,21 +17,21 @@ const GROUPS = [
 ];
 
 /** Create the legend of the stage colors. */
-export function legend() {
-  const entries = GROUPS.map(([name], group) =>
+export function createLegend() {
+  const entries = STAGE_GROUPS.map(([name], group) =>
     element("li", {}, element("span", { class: "key", "data-group": group }), name),
   );
   return element("ul", { class: "legend muted" }, ...entries);
 }
 
-/** @param {Segmented[]} recent */
-export function drawRecent(recent) {
-  if (recent.length === 0) return [element("p", { class: "muted" }, "No requests since the service started.")];
+/** @param {Segmented[]} requests newest first */
+export function drawRecentRequests(requests) {
+  if (requests.length === 0) return [element("p", { class: "muted" }, "No requests since the service started.")];
   return [
-    table(
+    createTable(
       "Recent requests, newest first",
       ["Ended", "Model", "Voxels", "Objects", "Seconds", "Time by stage"],
-      recent.map(({ ended, model, voxels, objects, seconds }) => [
+      requests.map(({ ended, model, voxels, objects, seconds }) => [
         new Date(ended).toLocaleTimeString("en-GB"),
         model,
         formatNumber(voxels),
@@ -40,22 +40,22 @@ export function drawRecent(recent) {
           Object.values(seconds).reduce((sum, value) => sum + value, 0),
           3,
         ),
-        stageBar(seconds),
+        createStageBar(seconds),
       ]),
       "recent-requests",
     ),
   ];
 }
 
-/** @param {Record<string, number>} seconds by stage */
-function stageBar(seconds) {
+/** Create a bar that shows the share of each stage. @param {Record<string, number>} seconds by stage */
+function createStageBar(seconds) {
   const stages = Object.entries(seconds);
-  const texts = stages.map(([stage, value]) => `${stage} ${formatNumber(value, 2)} s`);
-  const parts = stages.map(([stage, value], index) => {
-    const group = GROUPS.findIndex(([, names]) => names.includes(stage));
-    const part = element("span", { class: "key", "data-group": group, title: texts[index] });
-    part.style.flexGrow = String(value);
-    return part;
+  const descriptions = stages.map(([stage, value]) => `${stage} ${formatNumber(value, 2)} s`);
+  const segments = stages.map(([stage, value], index) => {
+    const group = STAGE_GROUPS.findIndex(([, names]) => names.includes(stage));
+    const segment = element("span", { class: "key", "data-group": group, title: descriptions[index] });
+    segment.style.flexGrow = String(value);
+    return segment;
   });
-  return element("div", { class: "stage-bar", role: "img", "aria-label": texts.join(", ") }, ...parts);
+  return element("div", { class: "stage-bar", role: "img", "aria-label": descriptions.join(", ") }, ...segments);
 }

@@ -1,13 +1,13 @@
-/** The status page for operators: devices, queue, models, trainings, disk usage and recent requests. */
+/** Status view for operators: devices, queue, models, training runs, disk usage and recent requests. */
 
 import { button, element } from "../core/elements.js";
 import { formatBytes, formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { Problem, requestWithoutPrompt } from "../core/requests.js";
 import { describeStage } from "../training/training_view.js";
-import { Card, formatSeconds, table } from "./card.js";
+import { Card, createTable, formatSeconds } from "./card.js";
 import { drawHardware } from "./hardware_card.js";
 import { drawModel } from "./model_card.js";
-import { drawRecent, legend } from "./recent_requests.js";
+import { createLegend, drawRecentRequests } from "./recent_requests.js";
 
 /** @typedef {import("openapi").Health} Health */
 /** @typedef {import("openapi").LearningReport} LearningReport */
@@ -17,21 +17,21 @@ import { drawRecent, legend } from "./recent_requests.js";
 
 const REFRESH_MILLISECONDS = 1500;
 
-const STATES = /** @type {Record<string, string>} */ ({
+const STATE_TITLES = /** @type {Record<string, string>} */ ({
   ok: "Ready",
   degraded: "Ready, with problems",
   unavailable: "Not ready",
 });
 /**
  * Show the status, and refresh it while the page is visible.
- * @param {HTMLElement} root @param {AbortSignal} signal ends the refreshing @param {() => Promise<void>} onreload called after models were reloaded or deleted
+ * @param {HTMLElement} root @param {AbortSignal} signal stops refreshing @param {() => Promise<void>} onreload called after models have been reloaded or deleted
  */
 export async function watchStatus(root, signal, onreload) {
   root.replaceChildren();
   /** @type {StatusView | null} */
   let view = null;
   while (!signal.aborted) {
-    await untilVisible(signal);
+    await waitUntilVisible(signal);
     try {
       const status = await (await requestWithoutPrompt("status", { signal })).json();
       view ??= new StatusView(root, onreload);
@@ -47,7 +47,7 @@ export async function watchStatus(root, signal, onreload) {
 }
 
 /** @param {AbortSignal} signal */
-async function untilVisible(signal) {
+async function waitUntilVisible(signal) {
   while (document.hidden) {
     await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true, signal }));
   }
@@ -61,70 +61,71 @@ function showProblem(root, problem) {
   );
 }
 
+/** The cards of the status view. */
 class StatusView {
   /** @param {HTMLElement} root @param {() => Promise<void>} onreload */
   constructor(root, onreload) {
     this.onreload = onreload;
-    this.health = new Card("Service");
-    this.hardware = new Card("Devices");
-    this.queue = new Card("Queue");
-    this.training = new Card("Training");
-    this.disk = new Card("Disk");
-    this.reload = button("Reload models", () => this.#reload(), "secondary");
+    this.healthCard = new Card("Service");
+    this.hardwareCard = new Card("Devices");
+    this.queueCard = new Card("Queue");
+    this.trainingCard = new Card("Training");
+    this.diskCard = new Card("Disk");
+    this.reloadButton = button("Reload models", () => this.#reload(), "secondary");
     this.reloadStatus = element("p", { class: "muted", role: "status" });
-    this.models = new Card("Models", this.reload);
-    this.models.root.insertBefore(this.reloadStatus, this.models.body);
-    this.recent = new Card("Recent requests", legend());
-    /** Names of models with expanded details. @type {Set<string>} */
-    this.expanded = new Set();
-    /** CPU seconds of the service, and the time of the last measurement. @type {{cpuSeconds: number, time: number} | null} */
-    this.previous = null;
-    const left = [this.health, this.hardware, this.queue, this.training].map(({ root }) => root);
+    this.modelsCard = new Card("Models", this.reloadButton);
+    this.modelsCard.root.insertBefore(this.reloadStatus, this.modelsCard.body);
+    this.recentCard = new Card("Recent requests", createLegend());
+    /** Names of the models whose details are open. @type {Set<string>} */
+    this.expandedNames = new Set();
+    /** CPU time of the service in seconds, and the time when it was measured. @type {{cpuSeconds: number, time: number} | null} */
+    this.previousCpu = null;
+    const left = [this.healthCard, this.hardwareCard, this.queueCard, this.trainingCard].map(({ root }) => root);
     root.replaceChildren(
       element(
         "div",
         { class: "status-columns" },
         element("div", { class: "cards" }, ...left),
-        element("div", { class: "cards" }, this.models.root, this.disk.root),
+        element("div", { class: "cards" }, this.modelsCard.root, this.diskCard.root),
       ),
-      this.recent.root,
+      this.recentCard.root,
     );
   }
 
-  /** @param {Status} status @param {number} time in seconds of a monotonic clock */
+  /** @param {Status} status @param {number} time reading of a monotonic clock in seconds */
   show(status, time) {
     const { health, hardware, models, requests, recent, learning, disk } = status;
-    this.health.show(health, drawHealth);
-    this.hardware.show({ ...hardware, load: this.#load(status.cpu_seconds, time) }, drawHardware);
-    this.queue.show(requests, (reports) => [drawQueue(reports, hardware.devices.length > 1)]);
-    this.training.show(learning, drawTraining);
-    this.disk.show(disk, drawDisk);
-    // Omit the time of the last use, which changes often and is not displayed.
-    const stableModels = models.models.map((model) => ({
+    this.healthCard.show(health, drawHealth);
+    this.hardwareCard.show({ ...hardware, load: this.#measureLoad(status.cpu_seconds, time) }, drawHardware);
+    this.queueCard.show(requests, (reports) => [drawQueue(reports, hardware.devices.length > 1)]);
+    this.trainingCard.show(learning, drawTraining);
+    this.diskCard.show(disk, drawDisk);
+    // Omit the time when each model was last used. It changes often and is not displayed.
+    const displayedModels = models.models.map((model) => ({
       ...model,
       devices: model.devices.map(({ device, bytes }) => ({ device, bytes })),
     }));
-    this.models.show({ default: models.default, models: stableModels }, (facts) =>
-      facts.models.map((model) =>
-        drawModel(model, model.name === facts.default, this.expanded, (name) => this.#delete(name)),
+    this.modelsCard.show({ default: models.default, models: displayedModels }, (data) =>
+      data.models.map((model) =>
+        drawModel(model, model.name === data.default, this.expandedNames, (name) => this.#delete(name)),
       ),
     );
-    this.recent.show(recent, drawRecent);
+    this.recentCard.show(recent, drawRecentRequests);
   }
 
   /** Show that the status could not be refreshed. @param {Problem} problem */
   showOutdated(problem) {
-    this.previous = null;
-    this.health.show(problem.message, (text) => [
+    this.previousCpu = null;
+    this.healthCard.show(problem.message, (text) => [
       element("p", { class: "warning-text" }, text),
       element("p", { class: "muted" }, "The rest of this page shows the last known status."),
     ]);
   }
 
-  /** Return the average number of busy cores since the last call. @param {number} cpuSeconds @param {number} time */
-  #load(cpuSeconds, time) {
-    const { previous } = this;
-    this.previous = { cpuSeconds, time };
+  /** Return the average number of busy cores since the last call, or null in the first call. @param {number} cpuSeconds @param {number} time in seconds */
+  #measureLoad(cpuSeconds, time) {
+    const previous = this.previousCpu;
+    this.previousCpu = { cpuSeconds, time };
     if (previous === null || cpuSeconds < previous.cpuSeconds) return null;
     return (cpuSeconds - previous.cpuSeconds) / (time - previous.time);
   }
@@ -142,7 +143,7 @@ class StatusView {
   }
 
   async #reload() {
-    this.reload.disabled = true;
+    this.reloadButton.disabled = true;
     this.reloadStatus.textContent = "Reading the model folders";
     try {
       const report = await (await requestWithoutPrompt("models/reload", { method: "POST" })).json();
@@ -151,17 +152,17 @@ class StatusView {
     } catch (error) {
       this.reloadStatus.textContent = /** @type {Error} */ (error).message;
     }
-    this.reload.disabled = false;
+    this.reloadButton.disabled = false;
   }
 }
 
 /** @param {import("openapi").ModelReload} report */
 function describeReload({ broken, ...changes }) {
-  const parts = Object.entries(changes).flatMap(([change, names]) =>
+  const descriptions = Object.entries(changes).flatMap(([change, names]) =>
     names.length ? [`${change} ${names.join(", ")}`] : [],
   );
   const problems = Object.entries(broken).map(([name, problem]) => ` ${name}: ${problem}`);
-  const text = parts.length ? parts.join("; ") : "no changes";
+  const text = descriptions.length ? descriptions.join("; ") : "no changes";
   return `${text[0].toUpperCase()}${text.slice(1)}.${problems.join("")}`;
 }
 
@@ -172,21 +173,21 @@ function drawHealth({ status, version, uptime_seconds, reasons, degraded }) {
     element(
       "p",
       { class: "row" },
-      element("strong", { class: `state state-${status}` }, STATES[status] ?? status),
+      element("strong", { class: `state state-${status}` }, STATE_TITLES[status] ?? status),
       element("span", { class: "muted" }, `version ${version}, up for ${formatDuration(uptime_seconds)}`),
     ),
     notes.length > 0 && element("ul", { class: "notes" }, ...notes),
   ];
 }
 
-/** @param {RequestReport[]} requests @param {boolean} showDevice whether there are several devices */
-function drawQueue(requests, showDevice) {
+/** @param {RequestReport[]} requests @param {boolean} hasDeviceColumn whether to show the device of each request */
+function drawQueue(requests, hasDeviceColumn) {
   if (requests.length === 0) return element("p", { class: "muted" }, "No running or waiting requests.");
-  return table(
+  return createTable(
     "Running and waiting requests",
-    [...(showDevice ? ["Device"] : []), "Model", "State", "Progress", "Elapsed", "Remaining"],
+    [...(hasDeviceColumn ? ["Device"] : []), "Model", "State", "Progress", "Elapsed", "Remaining"],
     requests.map(({ device, model, state, progress: { done, total }, seconds, seconds_left }) => [
-      ...(showDevice ? [device] : []),
+      ...(hasDeviceColumn ? [device] : []),
       model,
       state,
       state === "running" && total
@@ -198,7 +199,7 @@ function drawQueue(requests, showDevice) {
   );
 }
 
-const FILE_KINDS = /** @type {Record<string, string>} */ ({
+const FILE_KIND_TITLES = /** @type {Record<string, string>} */ ({
   requests: "Requests and open stacks",
   results: "Cached results",
   jobs: "Jobs",
@@ -224,7 +225,11 @@ function drawTraining({ problem, trainings, annotations, models, models_limit })
     ),
     problem !== null && element("p", { class: "muted" }, `Training is not available: ${problem}`),
     rows.length > 0
-      ? table("Running and waiting training runs", ["New model", "Base model", "State", "Progress", "Remaining"], rows)
+      ? createTable(
+          "Running and waiting training runs",
+          ["New model", "Base model", "State", "Progress", "Remaining"],
+          rows,
+        )
       : problem === null && element("p", { class: "muted" }, "No running or waiting training runs."),
   ];
 }
@@ -232,11 +237,11 @@ function drawTraining({ problem, trainings, annotations, models, models_limit })
 /** @param {Disk[]} disks */
 function drawDisk(disks) {
   return [
-    table(
+    createTable(
       "Files on disk",
       ["Files", "Used", "Limit", "Free on disk"],
       disks.map(({ files, used, limit, free, total }) => [
-        FILE_KINDS[files] ?? files,
+        FILE_KIND_TITLES[files] ?? files,
         formatBytes(used),
         limit === null ? "–" : formatBytes(limit),
         `${formatBytes(free)} of ${formatBytes(total)}`,

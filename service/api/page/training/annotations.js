@@ -3,7 +3,7 @@
 import { button, element, field, openDialog } from "../core/elements.js";
 import { formatAge, formatCount } from "../core/format.js";
 import { buildQuery, request, requestJson } from "../core/requests.js";
-import { asNpy, gzip } from "../volumes/label_files.js";
+import { encodeNpy, gzip } from "../volumes/label_files.js";
 
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
 
@@ -15,37 +15,44 @@ export async function fetchAnnotations() {
 }
 
 /**
- * Ask for a name and the checked part, and save corrected labels with their stack.
- * @param {{labels: Volume, changes: number, stack: string, job: string, time: number | undefined, name: string}} corrections changes: their number; time: the time point of a series
+ * Open a dialog that asks for a name and the part that the user checked, and saves corrected labels with their stack.
+ * @param {{labels: Volume, changes: number, stack: string, job: string, time: number | undefined, name: string}} corrections changes: number of corrections; time: time point, if the job is a series
  * @returns {Promise<Annotation | null>} null if the user canceled
  */
-export function saveAnnotationDialog({ labels, changes, stack, job, time, name }) {
+export function openSaveAnnotationDialog({ labels, changes, stack, job, time, name }) {
   const nameInput = element("input", { type: "text", value: name, required: true, maxLength: 100 });
-  const part = partFields(labels.shape);
+  const partFields = createPartFields(labels.shape);
   const problem = element("p", { class: "warning-text", role: "alert" });
   return new Promise((resolve) => {
     /** @type {Annotation | null} */
-    let report = null;
-    const save = element("button", { type: "submit", class: "primary" }, "Save");
+    let savedAnnotation = null;
+    const saveButton = element("button", { type: "submit", class: "primary" }, "Save");
     const form = element(
       "form",
       {
         class: "dialog-form",
         onsubmit: async (/** @type {Event} */ event) => {
           event.preventDefault();
-          save.disabled = true;
-          save.textContent = "Sending the labels";
+          saveButton.disabled = true;
+          saveButton.textContent = "Sending the labels";
           try {
-            const body = await gzip(asNpy(labels));
-            const query = buildQuery({ stack, job, time, name: nameInput.value, changes, region: part.region() });
+            const body = await gzip(encodeNpy(labels));
+            const query = buildQuery({
+              stack,
+              job,
+              time,
+              name: nameInput.value,
+              changes,
+              region: partFields.getRegion(),
+            });
             const headers = { "Content-Type": "application/x-npy", "Content-Encoding": "gzip" };
-            report = await requestJson(`annotations?${query}`, { method: "POST", body, headers });
+            savedAnnotation = await requestJson(`annotations?${query}`, { method: "POST", body, headers });
             dialog.close();
           } catch (error) {
             const { message, status } = /** @type {import("../core/requests.js").Problem} */ (error);
             problem.textContent = status === 404 ? `${message} Save the corrected labels as a file instead.` : message;
-            save.disabled = false;
-            save.textContent = "Save";
+            saveButton.disabled = false;
+            saveButton.textContent = "Save";
           }
         },
       },
@@ -55,25 +62,25 @@ export function saveAnnotationDialog({ labels, changes, stack, job, time, name }
         "The stack and its labels will be saved on the service, and you can train models with them.",
       ),
       field("Name", nameInput),
-      part.root,
+      partFields.root,
       problem,
       element(
         "div",
         { class: "row end" },
         button("Cancel", () => dialog.close(), "secondary"),
-        save,
+        saveButton,
       ),
     );
     const dialog = openDialog("Save as annotated stack", form);
-    dialog.addEventListener("close", () => resolve(report));
+    dialog.addEventListener("close", () => resolve(savedAnnotation));
   });
 }
 
-/** Create the fields for the checked part of a stack. @param {import("../volumes/planes.js").Triple} shape */
-function partFields(shape) {
+/** Create the fields for the part of a stack that the user checked. @param {import("../volumes/planes.js").Triple} shape */
+function createPartFields(shape) {
   const inputs = ["Planes", "Rows", "Columns"].map((text, axis) => {
     /** @param {string} end @param {number} value */
-    const input = (end, value) =>
+    const createInput = (end, value) =>
       element("input", {
         type: "number",
         min: "1",
@@ -82,69 +89,72 @@ function partFields(shape) {
         required: true,
         "aria-label": `${text}, ${end}`,
       });
-    return { text, first: input("first", 1), last: input("last", shape[axis]) };
+    return { text, first: createInput("first", 1), last: createInput("last", shape[axis]) };
   });
-  const box = element(
+  const rangeInputs = element(
     "div",
     { class: "part", hidden: true },
     ...inputs.flatMap(({ text, first, last }) => [element("span", { class: "muted" }, text), first, "to", last]),
   );
-  const only = element("input", { type: "checkbox", onchange: () => (box.hidden = !only.checked) });
+  const partCheckbox = element("input", {
+    type: "checkbox",
+    onchange: () => (rangeInputs.hidden = !partCheckbox.checked),
+  });
   const root = element(
     "div",
     { class: "field" },
-    element("label", { class: "slim" }, only, "I checked only part of the stack. Train only on this part."),
-    box,
+    element("label", { class: "slim" }, partCheckbox, "I checked only part of the stack. Train only on this part."),
+    rangeInputs,
   );
-  const region = () =>
-    only.checked ? inputs.map(({ first, last }) => `${Number(first.value) - 1}:${last.value}`).join(",") : "";
-  return { root, region };
+  const getRegion = () =>
+    partCheckbox.checked ? inputs.map(({ first, last }) => `${Number(first.value) - 1}:${last.value}`).join(",") : "";
+  return { root, getRegion };
 }
 
 /**
  * Create the list of annotated stacks for the start screen.
- * @param {{improve: (() => void) | null}} actions improve: opens the training dialog, null if training is not available
- * @returns {Promise<HTMLElement | null>} null if there are none
+ * @param {(() => void) | null} openDialog opens the training dialog, null if training is not available
+ * @returns {Promise<HTMLElement | null>} null if there are no annotated stacks
  */
-export async function annotationsList({ improve }) {
-  const list = await fetchAnnotations();
-  if (list.length === 0) return null;
+export async function createAnnotationsList(openDialog) {
+  const annotations = await fetchAnnotations();
+  if (annotations.length === 0) return null;
   const root = element("section", { class: "recent", "aria-labelledby": "annotated-title" });
-  const show = () => {
-    root.hidden = list.length === 0;
+  const draw = () => {
+    root.hidden = annotations.length === 0;
     root.replaceChildren(
       element(
         "div",
         { class: "row between" },
         element("h2", { id: "annotated-title" }, "Annotated stacks"),
-        improve && button("Improve a model with these", improve, "secondary"),
+        openDialog && button("Improve a model with these", openDialog, "secondary"),
       ),
-      element("ul", {}, ...list.map((annotation) => item(annotation, remove))),
+      element("ul", {}, ...annotations.map((annotation) => createItem(annotation, remove))),
     );
   };
   /** @param {Annotation} annotation */
   async function remove(annotation) {
     if (!confirm(`Delete ${annotation.name} and its corrected labels from the service?`)) return;
     await request(`annotations/${annotation.id}`, { method: "DELETE" });
-    list.splice(list.indexOf(annotation), 1);
-    show();
+    annotations.splice(annotations.indexOf(annotation), 1);
+    draw();
   }
-  show();
+  draw();
   return root;
 }
 
 /** @param {Annotation} annotation */
 export function describeAnnotation({ objects, changes, region, base_model: model, created }) {
-  const parts = [
+  const properties = [
     formatCount(objects, "object"),
     changes ? formatCount(changes, "correction") : "",
     region ? "part" : "",
   ];
-  return [...parts, model, formatAge(created)].filter(Boolean).join(" · ");
+  return [...properties, model, formatAge(created)].filter(Boolean).join(" · ");
 }
 
 /** @param {Annotation} annotation @param {(annotation: Annotation) => void} remove */
-function item(annotation, remove) {
+function createItem(annotation, remove) {
   return element(
     "li",
     { class: "annotated" },

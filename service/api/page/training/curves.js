@@ -1,30 +1,32 @@
-/** Training curves on a canvas. */
+/** Curves of a training run, drawn on a canvas. */
 
 import { element } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
 
-/** A line chart of values by step, with the range and the last values as text. */
+/** Line chart of values by training step. It also shows the range and the last values as text. */
 export class Curves {
-  /** @param {string} title @param {string[]} names of the lines */
+  /** @param {string} title @param {string[]} names one per line */
   constructor(title, names) {
     this.title = title;
     this.names = names;
-    this.legend = names.map((name, line) => element("span", { class: "muted", "data-line": String(line) }, name));
+    this.legendEntries = names.map((name, line) =>
+      element("span", { class: "muted", "data-line": String(line) }, name),
+    );
     /** @type {[number, number][][]} */
     this.lines = [];
     this.canvas = element("canvas", { role: "img" });
     this.canvas.addEventListener("theme", () => this.show(this.lines));
-    this.foot = element("div", { class: "axis muted" });
+    this.axisLabels = element("div", { class: "axis muted" });
     this.root = element(
       "figure",
       { class: "curve", hidden: true },
-      element("figcaption", {}, element("span", {}, title), ...this.legend),
+      element("figcaption", {}, element("span", {}, title), ...this.legendEntries),
       this.canvas,
-      this.foot,
+      this.axisLabels,
     );
   }
 
-  /** @param {[number, number][][]} lines points of each line: step and value */
+  /** @param {[number, number][][]} lines points (step, value) of each line */
   show(lines) {
     this.lines = lines;
     const points = lines.flat();
@@ -34,26 +36,26 @@ export class Curves {
     const range = {
       min: Math.min(...values),
       max: Math.max(...values),
-      steps: Math.max(...points.map(([step]) => step)),
+      lastStep: Math.max(...points.map(([step]) => step)),
     };
-    const texts = lines.map((line, index) => {
+    const descriptions = lines.map((line, index) => {
       const last = line.at(-1);
       return last ? `${this.names[index]} ${formatNumber(last[1])}` : this.names[index];
     });
-    for (const [index, text] of texts.entries()) this.legend[index].textContent = text;
+    for (const [index, text] of descriptions.entries()) this.legendEntries[index].textContent = text;
     this.canvas.setAttribute(
       "aria-label",
-      `${this.title} after ${formatCount(range.steps, "step")}: ${texts.join(", ")}`,
+      `${this.title} after ${formatCount(range.lastStep, "step")}: ${descriptions.join(", ")}`,
     );
-    this.foot.replaceChildren(
+    this.axisLabels.replaceChildren(
       element("span", {}, `${formatNumber(range.min)} – ${formatNumber(range.max)}`),
-      element("span", {}, formatCount(range.steps, "step")),
+      element("span", {}, formatCount(range.lastStep, "step")),
     );
     this.#draw(lines, range);
   }
 
-  /** @param {[number, number][][]} lines @param {{min: number, max: number, steps: number}} range */
-  #draw(lines, { min, max, steps }) {
+  /** @param {[number, number][][]} lines @param {{min: number, max: number, lastStep: number}} range */
+  #draw(lines, { min, max, lastStep }) {
     const { canvas } = this;
     const ratio = window.devicePixelRatio || 1;
     canvas.width = canvas.clientWidth * ratio;
@@ -63,11 +65,11 @@ export class Curves {
     context.scale(ratio, ratio);
     const [width, height] = [canvas.clientWidth - 12, canvas.clientHeight - 12];
     for (const [index, line] of lines.entries()) {
-      context.strokeStyle = context.fillStyle = getComputedStyle(this.legend[index], "::before").backgroundColor;
+      context.strokeStyle = context.fillStyle = getComputedStyle(this.legendEntries[index], "::before").backgroundColor;
       context.lineWidth = index === 0 ? 1.5 : 2;
       context.beginPath();
       for (const [step, value] of line) {
-        const x = 6 + (width * step) / Math.max(1, steps);
+        const x = 6 + (width * step) / Math.max(1, lastStep);
         const y = 6 + height * (1 - (value - min) / Math.max(max - min, 1e-12));
         context.lineTo(x, y);
         if (index > 0) context.fillRect(x - 2.5, y - 2.5, 5, 5);

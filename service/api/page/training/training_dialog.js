@@ -1,28 +1,28 @@
-/** The dialog that starts a training with annotated stacks. */
+/** Dialog that starts a training run on annotated stacks. */
 
 import { button, element, field, openDialog } from "../core/elements.js";
 import { Problem, requestJson, requestWithoutPrompt } from "../core/requests.js";
 import { describeAnnotation, fetchAnnotations } from "./annotations.js";
 
 /**
- * Let the user choose a base model and annotated stacks, and start a training.
- * @param {number} maxMinutes longest duration of a training @param {string} [model] preselected base model
+ * Open a dialog in which the user selects a base model and annotated stacks and starts a training run.
+ * @param {number} maxMinutes maximum duration of a training run @param {string} [model] preselected base model
  */
-export async function trainingDialog(maxMinutes, model = "") {
+export async function openTrainingDialog(maxMinutes, model = "") {
   const [annotations, response] = await Promise.all([fetchAnnotations(), requestJson("models")]);
   /** @type {Model[]} */
   const models = response.models;
   const names = models.map(({ name }) => name);
-  const base = model.split("/")[0] || response.default;
-  let suggestedName = unusedName(base, names);
-  const changeBase = () => {
-    if (nameInput.value === suggestedName) nameInput.value = suggestedName = unusedName(baseSelect.value, names);
+  const initialBase = model.split("/")[0] || response.default;
+  let suggestedName = findUnusedName(initialBase, names);
+  const onBaseChange = () => {
+    if (nameInput.value === suggestedName) nameInput.value = suggestedName = findUnusedName(baseSelect.value, names);
     preselect(boxes, baseSelect.value, models);
   };
   const baseSelect = element(
     "select",
-    { onchange: changeBase },
-    ...names.map((name) => element("option", { value: name, selected: name === base }, name)),
+    { onchange: onBaseChange },
+    ...names.map((name) => element("option", { value: name, selected: name === initialBase }, name)),
   );
   const nameInput = element("input", {
     type: "text",
@@ -32,7 +32,7 @@ export async function trainingDialog(maxMinutes, model = "") {
     title: "Lowercase letters, digits, - and _",
     maxLength: 64,
   });
-  const minutes = element("input", {
+  const minutesInput = element("input", {
     type: "number",
     value: String(Math.min(10, maxMinutes)),
     min: "0.01",
@@ -40,20 +40,20 @@ export async function trainingDialog(maxMinutes, model = "") {
     step: "any",
     required: true,
   });
-  const boxes = makeBoxes(annotations);
-  preselect(boxes, base, models);
+  const boxes = createBoxes(annotations);
+  preselect(boxes, initialBase, models);
   const problem = element("p", { class: "warning-text", role: "alert" });
-  const start = async (/** @type {Event} */ event) => {
+  const onsubmit = async (/** @type {Event} */ event) => {
     event.preventDefault();
-    const selected = boxes.filter(({ box }) => box.checked).map(({ annotation }) => annotation.id);
+    const selectedIds = boxes.filter(({ box }) => box.checked).map(({ annotation }) => annotation.id);
     const body = JSON.stringify({
       model: baseSelect.value,
-      annotations: selected,
-      minutes: Number(minutes.value),
+      annotations: selectedIds,
+      minutes: Number(minutesInput.value),
       name: nameInput.value,
     });
     try {
-      if (selected.length === 0) throw new Problem("", "Select at least one annotated stack.", 0);
+      if (selectedIds.length === 0) throw new Problem("", "Select at least one annotated stack.", 0);
       const headers = { "Content-Type": "application/json" };
       const { id } = await (await requestWithoutPrompt("trainings", { method: "POST", body, headers })).json();
       dialog.close();
@@ -62,7 +62,7 @@ export async function trainingDialog(maxMinutes, model = "") {
       problem.textContent = /** @type {Error} */ (error).message;
     }
   };
-  const none = element(
+  const emptyText = element(
     "p",
     { class: "muted" },
     "There are no annotated stacks yet. Correct a result and save it as an annotated stack first.",
@@ -82,17 +82,17 @@ export async function trainingDialog(maxMinutes, model = "") {
           element(
             "span",
             { class: "small overlapping" },
-            `same region as ${namesOf(annotation.overlaps, annotations)}`,
+            `same region as ${describeOverlaps(annotation.overlaps, annotations)}`,
           ),
       ),
     ),
-    annotations.length === 0 && none,
+    annotations.length === 0 && emptyText,
   );
   const dialog = openDialog(
     "Improve a model",
     element(
       "form",
-      { class: "dialog-form", onsubmit: start },
+      { class: "dialog-form", onsubmit },
       element(
         "p",
         { class: "muted" },
@@ -101,7 +101,7 @@ export async function trainingDialog(maxMinutes, model = "") {
       list,
       field("Base model", baseSelect),
       field("Name of the new model", nameInput),
-      field("Minutes", minutes, element("span", { class: "muted small" }, "Segmentation requests have priority.")),
+      field("Minutes", minutesInput, element("span", { class: "muted small" }, "Segmentation requests have priority.")),
       problem,
       element(
         "div",
@@ -118,37 +118,37 @@ export async function trainingDialog(maxMinutes, model = "") {
 
 /**
  * Create a checkbox for each annotated stack. If stacks have labels for the same region, selecting one deselects the others,
- * because a training uses only one of them.
+ * because a training run uses only one of them.
  * @param {import("openapi").AnnotationReport[]} annotations newest first @returns {Boxes}
  */
-function makeBoxes(annotations) {
+function createBoxes(annotations) {
   const boxes = annotations.map((annotation) => {
-    const box = element("input", { type: "checkbox", onchange: () => box.checked && untick(annotation.overlaps) });
+    const box = element("input", { type: "checkbox", onchange: () => box.checked && uncheck(annotation.overlaps) });
     return { annotation, box };
   });
   /** @param {string[]} ids */
-  const untick = (ids) => {
+  const uncheck = (ids) => {
     for (const { annotation, box } of boxes) if (ids.includes(annotation.id)) box.checked = false;
   };
   return boxes;
 }
 
 /**
- * Select the stacks whose labels come from the same family of models, since other models segment other structures. If
- * stacks have labels for the same region, select the newest.
+ * Check the stacks whose labels come from the same family of models as the base model, because other models segment other
+ * structures. If stacks have labels for the same region, check only the newest.
  * @param {Boxes} boxes @param {string} base @param {Model[]} models
  */
 function preselect(boxes, base, models) {
   for (const { box } of boxes) box.checked = false;
   for (const { annotation, box } of boxes) {
     const { base_model: model, overlaps } = annotation;
-    const isSameFamily = model === null || ancestorOf(model, models) === ancestorOf(base, models);
+    const isSameFamily = model === null || findOldestAncestor(model, models) === findOldestAncestor(base, models);
     box.checked = isSameFamily && !boxes.some((other) => other.box.checked && overlaps.includes(other.annotation.id));
   }
 }
 
-/** Follow the lineage of a model to its oldest ancestor. @param {string} model name, optionally with the version @param {Model[]} models */
-function ancestorOf(model, models) {
+/** Return the name of the oldest ancestor of a model. @param {string} model name, with or without the version @param {Model[]} models */
+function findOldestAncestor(model, models) {
   let [name] = model.split("/");
   // The number of steps is limited, because a reused name can make a model its own ancestor.
   for (const _ of models) {
@@ -159,14 +159,14 @@ function ancestorOf(model, models) {
   return name;
 }
 
-/** @param {string[]} ids @param {import("openapi").AnnotationReport[]} annotations */
-function namesOf(ids, annotations) {
+/** @param {string[]} ids of annotated stacks for the same region @param {import("openapi").AnnotationReport[]} annotations all annotated stacks */
+function describeOverlaps(ids, annotations) {
   const names = ids.map((id) => annotations.find((annotation) => annotation.id === id)?.name ?? "another stack");
   return `${names.join(", ")}; select only one of them`;
 }
 
-/** @param {string} base @param {string[]} names existing names */
-function unusedName(base, names) {
+/** Return a name for a new model. @param {string} base name of the base model @param {string[]} names existing names */
+function findUnusedName(base, names) {
   const stem = `${base.replace(/-\d+$/, "")}-`;
   let number = 2;
   while (names.includes(stem + number)) number += 1;

@@ -1,4 +1,4 @@
-/** The progress and the result of a training, and the list of trainings. */
+/** Progress and result of a training run, and the list of training runs. */
 
 import { button, element, redraw } from "../core/elements.js";
 import { formatAge, formatCount, formatDuration, formatNumber } from "../core/format.js";
@@ -9,7 +9,7 @@ import { Curves } from "./curves.js";
 
 const POLL_MILLISECONDS = 1000;
 
-const STAGES = /** @type {Record<string, string>} */ ({
+const STAGE_TITLES = /** @type {Record<string, string>} */ ({
   reading: "Reading the annotated stacks",
   scoring: "Evaluating the base model",
   learning: "Training",
@@ -24,9 +24,9 @@ function isFinished({ state }) {
 }
 
 /**
- * Show a training, and poll it until it is finished or another view opens.
+ * Show a training run, and poll it until it is finished or another view opens.
  * @param {HTMLElement} root @param {string} id @param {AbortSignal} signal
- * @param {{segment: (annotation: string, model: string) => void}} actions segment: opens the stack of an annotation with a model
+ * @param {{openAnnotation: (annotation: string, model: string) => void}} actions openAnnotation: opens the stack of an annotation and selects a model
  */
 export async function watchTraining(root, id, signal, actions) {
   const view = new TrainingView(root, id, actions);
@@ -46,19 +46,20 @@ export async function watchTraining(root, id, signal, actions) {
   }
 }
 
+/** The progress, loss curves and result of a training run. */
 class TrainingView {
-  /** @param {HTMLElement} root @param {string} id @param {{segment: (annotation: string, model: string) => void}} actions */
+  /** @param {HTMLElement} root @param {string} id @param {{openAnnotation: (annotation: string, model: string) => void}} actions */
   constructor(root, id, actions) {
     this.actions = actions;
     this.state = element("p", { class: "big", role: "status" }, "Loading the progress");
-    this.bar = element("progress", { max: 1, "aria-label": "Progress of the training" });
+    this.progressBar = element("progress", { max: 1, "aria-label": "Progress of the training" });
     this.detail = element("p", { class: "muted" });
     this.curves = new Curves("Loss", ["training", "validation"]);
     this.result = element("div", { class: "training-result" });
-    this.cancel = button(
+    this.stopButton = button(
       "Stop the training",
       async () => {
-        this.cancel.disabled = true;
+        this.stopButton.disabled = true;
         await request(`trainings/${id}`, { method: "DELETE" }).catch(() => undefined);
       },
       "secondary",
@@ -69,11 +70,11 @@ class TrainingView {
         "section",
         { class: "card training", "aria-label": "Training" },
         this.state,
-        this.bar,
+        this.progressBar,
         this.detail,
         this.curves.root,
         this.result,
-        this.cancel,
+        this.stopButton,
         this.note,
       ),
     );
@@ -83,9 +84,9 @@ class TrainingView {
   show(training) {
     const { state, stage, step, steps, seconds_left: secondsLeft, loss, validation } = training;
     this.state.textContent = describeTraining(training);
-    this.bar.hidden = this.cancel.hidden = this.note.hidden = isFinished(training);
-    if (stage === "learning" && steps) this.bar.value = Math.min(1, step / steps);
-    else this.bar.removeAttribute("value");
+    this.progressBar.hidden = this.stopButton.hidden = this.note.hidden = isFinished(training);
+    if (stage === "learning" && steps) this.progressBar.value = Math.min(1, step / steps);
+    else this.progressBar.removeAttribute("value");
     this.detail.textContent = [
       step > 0 && formatCount(step, "step"),
       state === "running" && secondsLeft !== null && `${formatDuration(secondsLeft)} left`,
@@ -96,7 +97,7 @@ class TrainingView {
     this.#showResult(training);
   }
 
-  /** Create a button that deletes the model. It is hidden without permission. @param {Training} training @param {string} model */
+  /** Create a button that deletes the model. It is hidden unless the client may delete the model. @param {Training} training @param {string} model */
   #deleteButton(training, model) {
     const remove = async () => {
       if (!confirm(`Delete the model ${model} and its files?`)) return;
@@ -118,16 +119,16 @@ class TrainingView {
 
   /** @param {Training} training */
   #showResult(training) {
-    const { before, after, better, message, model, state, annotations } = training;
-    const hasScores = before !== null && after !== null;
+    const { before: scoreBefore, after: scoreAfter, better, message, model, state, annotations } = training;
+    const hasScores = scoreBefore !== null && scoreAfter !== null;
     const hasModel = state === "done" && model !== null;
     redraw(this.result, () => [
       hasScores &&
         element(
           "dl",
           { class: "scores" },
-          element("div", {}, element("dt", {}, "Score before"), element("dd", {}, percent(before))),
-          element("div", {}, element("dt", {}, "Score after"), element("dd", {}, percent(after))),
+          element("div", {}, element("dt", {}, "Score before"), element("dd", {}, formatPercent(scoreBefore))),
+          element("div", {}, element("dt", {}, "Score after"), element("dd", {}, formatPercent(scoreAfter))),
         ),
       hasScores &&
         element(
@@ -140,7 +141,7 @@ class TrainingView {
         annotations.length > 0 &&
         button(
           `Open the stack with ${model}`,
-          () => this.actions.segment(annotations[0], model),
+          () => this.actions.openAnnotation(annotations[0], model),
           better === false ? "secondary" : "primary",
         ),
       hasModel && this.#deleteButton(training, model),
@@ -166,21 +167,21 @@ function describeTraining({ state, stage, name, better, position, model }) {
   );
 }
 
-/** Describe the stage of a running training. @param {string | null} stage */
+/** Describe the stage of a training run in progress. @param {string | null} stage */
 export function describeStage(stage) {
-  return STAGES[stage ?? "learning"] ?? STAGES.learning;
+  return STAGE_TITLES[stage ?? "learning"] ?? STAGE_TITLES.learning;
 }
 
 /** @param {number} fraction */
-function percent(fraction) {
+function formatPercent(fraction) {
   return `${formatNumber(100 * fraction)}%`;
 }
 
-/** Create the list of trainings for the start screen. @returns {Promise<HTMLElement | null>} null if there are none */
-export async function trainingsList() {
+/** Create the list of training runs for the start screen. @returns {Promise<HTMLElement | null>} null if there are no training runs */
+export async function createTrainingsList() {
   /** @type {Training[]} */
-  const list = (await requestJson("trainings")).trainings;
-  if (list.length === 0) return null;
+  const trainings = (await requestJson("trainings")).trainings;
+  if (trainings.length === 0) return null;
   return element(
     "section",
     { class: "recent", "aria-labelledby": "trainings-title" },
@@ -188,7 +189,7 @@ export async function trainingsList() {
     element(
       "ul",
       {},
-      ...list.map((training) =>
+      ...trainings.map((training) =>
         element(
           "li",
           { class: "annotated" },

@@ -1,4 +1,4 @@
-/** The corner next to the three slices: the maximum projection along z, or a 3D rendering. */
+/** Corner next to the three slices. It shows the maximum projection along z or a 3D rendering. */
 
 import { button, element } from "../core/elements.js";
 import { hasChanged } from "../core/store.js";
@@ -6,18 +6,19 @@ import { paintGray, project } from "../volumes/slices.js";
 
 /** @typedef {import("./scene.js").Scene} Scene */
 
+/** The projection, the 3D rendering, and the buttons that switch between them. */
 export class CornerView {
   /**
-   * @param {Scene} scene @param {(y: number, x: number) => void} onpick called with the clicked position, relative to the size of the projection
-   * @param {(enlarged: boolean) => void} onenlarge
+   * @param {Scene} scene @param {(y: number, x: number) => void} onpick called with the clicked position as fractions of the size of the projection
+   * @param {(isEnlarged: boolean) => void} onenlarge called when the corner is enlarged or reduced
    */
   constructor(scene, onpick, onenlarge) {
     this.scene = scene;
     this.onenlarge = onenlarge;
-    this.enlarged = false;
+    this.isEnlarged = false;
     /** @type {{volume: import("./scene.js").Volume, plane: import("./scene.js").Plane} | undefined} */
-    this.projected = undefined;
-    /** Whether the projection has to be redrawn. */
+    this.projectionCache = undefined;
+    /** Whether the drawn projection is out of date. */
     this.isStale = true;
     this.projection = element("canvas", {
       class: "projection",
@@ -39,7 +40,7 @@ export class CornerView {
     this.renderer = null;
     this.projectionToggle = button("Maximum", () => this.show3d(false), "quiet toggle");
     this.toggle3d = button("3D", () => this.show3d(true), "quiet toggle");
-    this.enlargeToggle = button("Enlarge", () => this.#enlarge(), "quiet toggle");
+    this.enlargeToggle = button("Enlarge", () => this.#toggleEnlarged(), "quiet toggle");
     this.stage = element("div", { class: "stage still" }, this.projection, this.canvas3d);
     this.root = element(
       "div",
@@ -48,40 +49,40 @@ export class CornerView {
       element("div", { class: "view-foot" }, this.projectionToggle, this.toggle3d, this.enlargeToggle),
     );
     this.root.addEventListener("keydown", ({ key }) => {
-      if (key === "Escape" && this.enlarged) this.#enlarge();
+      if (key === "Escape" && this.isEnlarged) this.#toggleEnlarged();
     });
     scene.subscribe((previous) => {
-      this.isStale ||= hasChanged(previous, scene.state, ["image", "contrast", "voxel"]);
+      this.isStale ||= hasChanged(previous, scene.state, ["image", "contrast", "voxelSize"]);
     });
-    this.#describe();
+    this.#updateToggles();
   }
 
-  /** Switch between the 3D rendering and the maximum projection. @param {boolean} visible whether to show the 3D rendering */
-  async show3d(visible) {
-    if (visible && this.renderer === null) {
+  /** Switch between the 3D rendering and the maximum projection. @param {boolean} isVisible whether to show the 3D rendering */
+  async show3d(isVisible) {
+    if (isVisible && this.renderer === null) {
       const { VolumeRenderer } = await import("./volume_renderer.js");
       this.renderer = new VolumeRenderer(this.canvas3d, this.scene);
       this.toggle3d.disabled = !this.renderer.isSupported;
       this.toggle3d.title = this.renderer.isSupported ? "" : "The 3D view requires a browser with WebGL 2.";
     }
-    const canShow = visible && this.renderer?.isSupported === true;
+    const canShow = isVisible && this.renderer?.isSupported === true;
     this.canvas3d.hidden = !canShow;
     this.projection.hidden = canShow;
-    this.#describe();
+    this.#updateToggles();
     this.draw();
   }
 
-  #enlarge() {
-    this.enlarged = !this.enlarged;
-    this.#describe();
-    this.onenlarge(this.enlarged);
+  #toggleEnlarged() {
+    this.isEnlarged = !this.isEnlarged;
+    this.#updateToggles();
+    this.onenlarge(this.isEnlarged);
   }
 
-  #describe() {
+  #updateToggles() {
     for (const [toggle, isPressed] of /** @type {[HTMLElement, boolean][]} */ ([
       [this.projectionToggle, this.canvas3d.hidden],
       [this.toggle3d, !this.canvas3d.hidden],
-      [this.enlargeToggle, this.enlarged],
+      [this.enlargeToggle, this.isEnlarged],
     ]))
       toggle.setAttribute("aria-pressed", String(isPressed));
   }
@@ -98,27 +99,27 @@ export class CornerView {
     this.draw();
   }
 
-  /** Recompute the projection after more planes have arrived. */
+  /** Recompute the projection after more planes have been fetched. */
   refreshProjection() {
-    this.projected = undefined;
+    this.projectionCache = undefined;
     this.isStale = true;
   }
 
-  /** Fit the projection into the resized corner. */
+  /** Fit the projection to the resized corner. */
   resize() {
     this.isStale = true;
   }
 
   #drawProjection() {
-    const { image, contrast, voxel } = this.scene.state;
+    const { image, contrast, voxelSize } = this.scene.state;
     if (image === null) return;
     this.isStale = false;
-    if (this.projected?.volume !== image) this.projected = { volume: image, plane: project(image) };
-    const { plane } = this.projected;
+    if (this.projectionCache?.volume !== image) this.projectionCache = { volume: image, plane: project(image) };
+    const { plane } = this.projectionCache;
     this.projection.width = plane.width;
     this.projection.height = plane.height;
     this.projection.getContext("2d")?.putImageData(paintGray(plane, ...contrast), 0, 0);
-    const [width, height] = [plane.width * voxel[2], plane.height * voxel[1]];
+    const [width, height] = [plane.width * voxelSize[2], plane.height * voxelSize[1]];
     const scale = Math.min(this.stage.clientWidth / width, this.stage.clientHeight / height) * 0.94;
     this.projection.style.width = `${width * scale}px`;
     this.projection.style.height = `${height * scale}px`;

@@ -1,4 +1,4 @@
-/** Navigation in a slice view with the wheel, pointers and keys. */
+/** Navigation in slice views with the wheel, pointers and keys. */
 
 /** @typedef {import("./slice_view.js").SliceView} SliceView */
 /** @typedef {import("./viewer.js").Viewer} Viewer */
@@ -6,9 +6,9 @@
 
 /** Largest movement of the pointer that still counts as a click. */
 const CLICK_PIXELS = 4;
-const BUTTON_ZOOM = 1.4;
-const WHEEL_ZOOM = 1.2;
-const PAGE_PLANES = 10;
+const KEY_ZOOM_FACTOR = 1.4;
+const WHEEL_ZOOM_FACTOR = 1.2;
+const PLANES_PER_PAGE_KEY = 10;
 
 /** Connect the wheel, pointers and keys of a view with the viewer. @param {Viewer} viewer @param {SliceView} view */
 export function listenToView(viewer, view) {
@@ -20,14 +20,14 @@ export function listenToView(viewer, view) {
       event.preventDefault();
       const sign = Math.sign(event.deltaY || event.deltaX);
       if (event.ctrlKey || event.metaKey)
-        viewer.zoomBy(sign < 0 ? WHEEL_ZOOM : 1 / WHEEL_ZOOM, view.voxelAt(event.offsetX, event.offsetY));
+        viewer.zoomBy(sign < 0 ? WHEEL_ZOOM_FACTOR : 1 / WHEEL_ZOOM_FACTOR, view.voxelAt(event.offsetX, event.offsetY));
       else viewer.move(axis, sign);
     },
     { passive: false },
   );
   stage.addEventListener("dblclick", () => viewer.fit());
   stage.addEventListener("keydown", (event) => {
-    const action = event.ctrlKey || event.metaKey || event.altKey ? undefined : actionOf(event.key, viewer, view);
+    const action = event.ctrlKey || event.metaKey || event.altKey ? undefined : getKeyAction(event.key, viewer, view);
     if (action === undefined) return;
     event.preventDefault();
     action();
@@ -35,7 +35,7 @@ export function listenToView(viewer, view) {
   listenToPointers(viewer, view);
 }
 
-/** One pointer drags the stack, two pointers zoom, and a click selects an object. @param {Viewer} viewer @param {SliceView} view */
+/** Let one pointer drag the stack, two pointers zoom, and a click select an object. @param {Viewer} viewer @param {SliceView} view */
 function listenToPointers(viewer, view) {
   const { stage } = view;
   /** @type {Map<number, [number, number]>} */
@@ -48,13 +48,13 @@ function listenToPointers(viewer, view) {
     if (pointers.size === 1) movedPixels = 0;
   });
   stage.addEventListener("pointermove", (event) => {
-    const previous = pointers.get(event.pointerId);
-    if (!previous) return;
-    const previousDistance = pointerDistance(pointers);
+    const previousPosition = pointers.get(event.pointerId);
+    if (!previousPosition) return;
+    const previousDistance = computePointerDistance(pointers);
     pointers.set(event.pointerId, [event.clientX, event.clientY]);
-    const [dx, dy] = [event.clientX - previous[0], event.clientY - previous[1]];
+    const [dx, dy] = [event.clientX - previousPosition[0], event.clientY - previousPosition[1]];
     movedPixels += Math.hypot(dx, dy);
-    if (pointers.size === 2) viewer.zoomBy(pointerDistance(pointers) / Math.max(previousDistance, 1));
+    if (pointers.size === 2) viewer.zoomBy(computePointerDistance(pointers) / Math.max(previousDistance, 1));
     else if (movedPixels > CLICK_PIXELS) pan(viewer, view, dx, dy);
   });
   stage.addEventListener("pointercancel", (event) => pointers.delete(event.pointerId));
@@ -67,17 +67,17 @@ function listenToPointers(viewer, view) {
   });
 }
 
-/** Move the displayed part of the stack. @param {Viewer} viewer @param {SliceView} view @param {number} dx @param {number} dy pixels */
+/** Move the displayed part of the stack. @param {Viewer} viewer @param {SliceView} view @param {number} dx @param {number} dy movement of the pointer in pixels */
 function pan({ scene }, view, dx, dy) {
-  const placement = view.placement();
+  const placement = view.getPlacement();
   const center = /** @type {Triple} */ ([...scene.state.center]);
   center[view.axis === 2 ? 0 : 2] -= dx / placement.scaleX;
   center[view.axis === 1 ? 0 : 1] -= dy / placement.scaleY;
   scene.set({ center });
 }
 
-/** @param {string} key @param {Viewer} viewer @param {SliceView} view that has the focus @returns {(() => void) | undefined} */
-function actionOf(key, viewer, { axis }) {
+/** @param {string} key @param {Viewer} viewer @param {SliceView} view the focused view @returns {(() => void) | undefined} */
+function getKeyAction(key, viewer, { axis }) {
   const { scene } = viewer;
   return {
     j: () => viewer.move(axis, 1),
@@ -86,12 +86,12 @@ function actionOf(key, viewer, { axis }) {
     ArrowUp: () => viewer.move(axis, -1),
     ArrowRight: () => viewer.move(axis, 1),
     ArrowLeft: () => viewer.move(axis, -1),
-    PageDown: () => viewer.move(axis, PAGE_PLANES),
-    PageUp: () => viewer.move(axis, -PAGE_PLANES),
+    PageDown: () => viewer.move(axis, PLANES_PER_PAGE_KEY),
+    PageUp: () => viewer.move(axis, -PLANES_PER_PAGE_KEY),
     Home: () => viewer.move(axis, -Infinity),
     End: () => viewer.move(axis, Infinity),
-    "+": () => viewer.zoomBy(BUTTON_ZOOM),
-    "-": () => viewer.zoomBy(1 / BUTTON_ZOOM),
+    "+": () => viewer.zoomBy(KEY_ZOOM_FACTOR),
+    "-": () => viewer.zoomBy(1 / KEY_ZOOM_FACTOR),
     0: () => viewer.fit(),
     f: () => scene.set({ filled: !scene.state.filled }),
     o: () => scene.set({ showObjects: !scene.state.showObjects }),
@@ -99,8 +99,8 @@ function actionOf(key, viewer, { axis }) {
   }[key];
 }
 
-/** @param {Map<number, [number, number]>} pointers @returns {number} the distance of two pointers, 0 if there is only one */
-function pointerDistance(pointers) {
+/** @param {Map<number, [number, number]>} pointers @returns {number} the distance between two pointers in pixels, 0 if there is only one pointer */
+function computePointerDistance(pointers) {
   const [first, second] = [...pointers.values()];
   return second ? Math.hypot(first[0] - second[0], first[1] - second[1]) : 0;
 }

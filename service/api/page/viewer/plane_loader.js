@@ -1,36 +1,37 @@
-/** Loading of planes at full resolution. If the volume is subsampled, they are fetched once the user stays on a plane. */
+/** Fetches planes at full resolution if the volume is subsampled and the user stays on a plane. */
 
-import { ACROSS } from "../volumes/slices.js";
+import { IN_PLANE_AXES } from "../volumes/slices.js";
 import { AXES } from "./scene.js";
 
 /** @typedef {import("./scene.js").Axis} Axis */
 /** @typedef {import("./scene.js").Scene} Scene */
 /** @typedef {import("./scene.js").FinePlane} FinePlane */
 
-/** Time without a change of the plane after which it is fetched. */
+/** How long the user has to stay on a plane before it is fetched at full resolution. */
 const IDLE_MILLISECONDS = 200;
 
+/** Loader of the planes that the three views show at full resolution. */
 export class PlaneLoader {
   /** @param {Scene} scene */
   constructor(scene) {
     this.scene = scene;
-    /** Fetches a plane at full resolution. @type {((axis: Axis, position: number, signal: AbortSignal) => Promise<FinePlane>) | null} */
-    this.fetch = null;
-    /** The position of the plane that is being fetched along each axis, -1 for none. */
-    this.pending = [-1, -1, -1];
-    this.fetching = new AbortController();
+    /** Function that fetches a plane at full resolution. @type {((axis: Axis, position: number, signal: AbortSignal) => Promise<FinePlane>) | null} */
+    this.fetchPlane = null;
+    /** For each axis, the index of the plane that is being fetched, -1 for none. */
+    this.pendingPositions = [-1, -1, -1];
+    this.fetchAbort = new AbortController();
     this.timer = 0;
   }
 
-  /** Fetch the planes that the views show subsampled, unless they move to other planes first. */
+  /** Schedule a request for the planes that the views show subsampled. The request is sent when the views have not moved for a moment. */
   request() {
     const { image, labels, position, finePlanes } = this.scene.state;
-    if (image === null || this.fetch === null) return;
+    if (image === null || this.fetchPlane === null) return;
     const axes = AXES.filter((axis) => {
       const plane = finePlanes[axis];
       const isLoaded = plane?.position === position[axis] && (plane.labels !== null) === (labels !== null);
-      const isSubsampled = ACROSS[axis].some((other) => image.step[other] > 1);
-      return !isLoaded && this.pending[axis] !== position[axis] && isSubsampled;
+      const isSubsampled = IN_PLANE_AXES[axis].some((other) => image.step[other] > 1);
+      return !isLoaded && this.pendingPositions[axis] !== position[axis] && isSubsampled;
     });
     if (axes.length === 0) return;
     clearTimeout(this.timer);
@@ -40,13 +41,13 @@ export class PlaneLoader {
   /** @param {import("./scene.js").Volume} image @param {Axis[]} axes */
   async #fetchPlanes(image, axes) {
     const { scene } = this;
-    const { signal } = this.fetching;
+    const { signal } = this.fetchAbort;
     await Promise.all(
       axes.map(async (axis) => {
         const position = scene.state.position[axis];
-        this.pending[axis] = position;
-        const plane = await this.fetch?.(axis, position * image.step[axis], signal).catch(() => null);
-        if (this.pending[axis] === position) this.pending[axis] = -1;
+        this.pendingPositions[axis] = position;
+        const plane = await this.fetchPlane?.(axis, position * image.step[axis], signal).catch(() => null);
+        if (this.pendingPositions[axis] === position) this.pendingPositions[axis] = -1;
         if (!plane || signal.aborted || scene.state.position[axis] !== position) return;
         const finePlanes = /** @type {import("./scene.js").SceneState["finePlanes"]} */ ([...scene.state.finePlanes]);
         finePlanes[axis] = { position, ...plane };
@@ -55,11 +56,11 @@ export class PlaneLoader {
     );
   }
 
-  /** Discard the planes when another volume is displayed. */
-  forget() {
-    this.fetching.abort();
-    this.fetching = new AbortController();
+  /** Discard all fetched planes, because another volume is displayed. */
+  discard() {
+    this.fetchAbort.abort();
+    this.fetchAbort = new AbortController();
     this.scene.set({ finePlanes: [null, null, null] });
-    this.pending = [-1, -1, -1];
+    this.pendingPositions = [-1, -1, -1];
   }
 }

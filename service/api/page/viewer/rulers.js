@@ -6,37 +6,37 @@ import { hasChanged } from "../core/store.js";
 
 /** @typedef {import("./scene.js").Scene} Scene */
 
-const MAX_BAR_PIXELS = 90;
+const MAX_SCALE_BAR_PIXELS = 90;
 
-/** A scale bar with a round length. */
+/** Scale bar with a round length. */
 export class ScaleBar {
   /** @param {Scene} scene */
   constructor(scene) {
     this.text = element("span");
     this.root = element("div", { class: "scale-bar" }, this.text);
     scene.subscribe((previous) => {
-      if (hasChanged(previous, scene.state, ["scale", "isCalibrated", "voxel"])) this.#show(scene.state);
+      if (hasChanged(previous, scene.state, ["scale", "isCalibrated", "voxelSize"])) this.#show(scene.state);
     });
   }
 
-  /** Show the largest length in the sequence 1, 2, 5, 10, ... that fits. @param {import("./scene.js").SceneState} state */
-  #show({ scale, isCalibrated, voxel }) {
-    const pixel = isCalibrated ? 1 : 1 / voxel[2];
-    const longest = MAX_BAR_PIXELS / (scale * pixel);
-    const power = 10 ** Math.floor(Math.log10(longest));
-    const length = [5, 2, 1].map((digit) => digit * power).find((candidate) => candidate <= longest) ?? power;
-    this.root.style.width = `${length * scale * pixel}px`;
+  /** Show the longest bar that fits, with a length from the sequence 1, 2, 5, 10, and so on. @param {import("./scene.js").SceneState} state */
+  #show({ scale, isCalibrated, voxelSize }) {
+    const unitLength = isCalibrated ? 1 : 1 / voxelSize[2];
+    const maxLength = MAX_SCALE_BAR_PIXELS / (scale * unitLength);
+    const power = 10 ** Math.floor(Math.log10(maxLength));
+    const length = [5, 2, 1].map((digit) => digit * power).find((candidate) => candidate <= maxLength) ?? power;
+    this.root.style.width = `${length * scale * unitLength}px`;
     this.text.textContent = `${formatNumber(length)} ${isCalibrated ? "µm" : "px"}`;
   }
 }
 
-/** A circle with the object diameter, which the user can drag. */
+/** Circle that shows the object diameter. The user can drag it to change the diameter. */
 export class DiameterCircle {
-  /** @param {Scene} scene @param {HTMLElement} stage element in whose center the circle is drawn @param {(diameter: number) => void} onchange called with the dragged diameter in voxels at full resolution */
+  /** @param {Scene} scene @param {HTMLElement} stage element that the circle is centered in @param {(diameter: number) => void} onchange called with the dragged diameter in voxels at full resolution */
   constructor(scene, stage, onchange) {
     this.scene = scene;
     this.root = element("div", { class: "circle", hidden: true });
-    /** In voxels at full resolution, null to hide the circle. @type {number | null} */
+    /** Diameter in voxels at full resolution, null to hide the circle. @type {number | null} */
     this.diameter = null;
     this.root.addEventListener("pointerdown", (event) => {
       event.stopPropagation();
@@ -47,30 +47,30 @@ export class DiameterCircle {
       event.stopPropagation();
       const { left, top, width, height } = stage.getBoundingClientRect();
       const distance = Math.hypot(event.clientX - left - width / 2, event.clientY - top - height / 2);
-      const voxels = (2 * distance) / this.#pixelsPerVoxel();
+      const voxels = (2 * distance) / this.#getPixelsPerVoxel();
       const diameter = Math.max(2, Math.round(voxels * 2) / 2);
       this.show(diameter);
       onchange(diameter);
     });
     scene.subscribe((previous) => {
-      if (hasChanged(previous, scene.state, ["image", "scale", "voxel"])) this.#resize();
+      if (hasChanged(previous, scene.state, ["image", "scale", "voxelSize"])) this.#resize();
     });
   }
 
-  /** @param {number | null} diameter in voxels at full resolution, null to hide the circle */
+  /** Show or hide the circle. @param {number | null} diameter in voxels at full resolution, null to hide the circle */
   show(diameter) {
     this.diameter = diameter;
     this.#resize();
   }
 
-  #pixelsPerVoxel() {
-    const { image, scale, voxel } = this.scene.state;
-    return (scale * voxel[2]) / (image?.step[2] ?? 1);
+  #getPixelsPerVoxel() {
+    const { image, scale, voxelSize } = this.scene.state;
+    return (scale * voxelSize[2]) / (image?.step[2] ?? 1);
   }
 
   #resize() {
     this.root.hidden = !this.diameter || this.scene.state.image === null;
     if (this.diameter && !this.root.hidden)
-      this.root.style.width = this.root.style.height = `${this.diameter * this.#pixelsPerVoxel()}px`;
+      this.root.style.width = this.root.style.height = `${this.diameter * this.#getPixelsPerVoxel()}px`;
   }
 }

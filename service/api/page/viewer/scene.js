@@ -1,7 +1,7 @@
-/** The scene that all views of a stack show: volumes, position, scale, contrast and the display of the objects. */
+/** Scene that all views of a stack show: volumes, position, scale, contrast and display options of the objects. */
 
 import { Store } from "../core/store.js";
-import { quantiles } from "../volumes/slices.js";
+import { estimateQuantiles } from "../volumes/slices.js";
 
 /** @typedef {import("../volumes/slices.js").Axis} Axis */
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
@@ -10,35 +10,35 @@ import { quantiles } from "../volumes/slices.js";
 
 /** @typedef {[number, number, number]} Color red, green, blue */
 /**
- * @typedef {object} Layer an image in one color
+ * @typedef {object} Layer an image that is displayed in one color
  * @property {Volume | null} image
  * @property {Color} color of the brightest pixels
  * @property {[number, number]} contrast gray values displayed as black and at full brightness
  * @property {[number, number]} range smallest and largest gray value
  */
-/** @typedef {Layer & {channel: number}} Overlay another channel that is added to the image */
-/** @typedef {{image: Plane, labels: Plane | null, step: Triple}} FinePlane a plane and its sampling step, finer than that of the volume */
+/** @typedef {Layer & {channel: number}} Overlay another channel, whose brightness is added to that of the image */
+/** @typedef {{image: Plane, labels: Plane | null, step: Triple}} FinePlane a plane with a sampling step that is smaller than that of the volume */
 /** @typedef {FinePlane & {position: number}} PositionedPlane */
 
 /**
  * @typedef {object} SceneParts
  * @property {Overlay[]} overlays
- * @property {number | null} adjusted channel of the overlay whose contrast the sliders set, null for the image
+ * @property {number | null} adjustedChannel channel of the overlay whose contrast the sliders set, null for the image
  * @property {Volume | null} labels
- * @property {[PositionedPlane | null, PositionedPlane | null, PositionedPlane | null]} finePlanes the displayed plane normal to each axis at full resolution
- * @property {Triple} voxel size of a voxel of `image` in micrometers
+ * @property {[PositionedPlane | null, PositionedPlane | null, PositionedPlane | null]} finePlanes for each axis, the displayed plane normal to the axis at full resolution, null if it has not been fetched
+ * @property {Triple} voxelSize size of a voxel of `image` in micrometers
  * @property {boolean} isCalibrated whether the voxel size is known; otherwise voxels are displayed as cubes
  * @property {Triple} position the voxel under the crosshair
  * @property {Triple} center the voxel in the center of the views
- * @property {number} zoom relative to the scale at which the stack fits into the views
+ * @property {number} zoom 1 if the stack fits in the views
  * @property {number} scale screen pixels per micrometer
  * @property {boolean} smooth whether gray values are interpolated
  * @property {boolean} showObjects
  * @property {boolean} filled whether objects are filled
  * @property {number} opacity of the objects
  * @property {number} selected id of the selected object, 0 for none
- * @property {Uint8Array | null} hidden 1 for hidden objects, by id
- * @property {Uint8Array | null} colorIndices index into `COLORS` by id, null for the default colors
+ * @property {Uint8Array | null} hidden by id, 1 for hidden objects
+ * @property {Uint8Array | null} colorIndices by id, the index into `COLORS`, null for the default colors
  */
 /** @typedef {Layer & SceneParts} SceneState */
 /** @typedef {Store<SceneState>} Scene */
@@ -51,10 +51,10 @@ export function createScene() {
   const state = {
     image: null,
     overlays: [],
-    adjusted: null,
+    adjustedChannel: null,
     labels: null,
     finePlanes: [null, null, null],
-    voxel: [1, 1, 1],
+    voxelSize: [1, 1, 1],
     isCalibrated: false,
     position: [0, 0, 0],
     center: [0, 0, 0],
@@ -75,13 +75,13 @@ export function createScene() {
 }
 
 /** @param {SceneState} state @returns {Layer} the layer whose contrast the sliders set */
-export function adjustedLayer(state) {
-  return state.overlays.find(({ channel }) => channel === state.adjusted) ?? state;
+export function getAdjustedLayer(state) {
+  return state.overlays.find(({ channel }) => channel === state.adjustedChannel) ?? state;
 }
 
-/** Choose a contrast that ignores the few extreme gray values of a volume. @param {Volume} image @returns {Pick<Layer, "range" | "contrast">} */
-export function fitContrast(image) {
-  const [min, low, high, max] = quantiles(image.data, [0, 0.01, 0.998, 1]);
+/** Choose a contrast that ignores a few extreme gray values of a volume. @param {Volume} image @returns {Pick<Layer, "range" | "contrast">} */
+export function chooseContrast(image) {
+  const [min, low, high, max] = estimateQuantiles(image.data, [0, 0.01, 0.998, 1]);
   return { range: [min, Math.max(max, min + 1e-9)], contrast: [low, Math.max(high, low + 1e-9)] };
 }
 
@@ -90,12 +90,12 @@ export function valueAt({ data, shape }, position) {
   return data[(position[0] * shape[1] + position[1]) * shape[2] + position[2]];
 }
 
-/** @param {number} value @param {number} length */
+/** Limit an index to the range of an axis. @param {number} value @param {number} length number of voxels along the axis */
 export function clamp(value, length) {
   return Math.max(0, Math.min(length - 1, value));
 }
 
 /** Return a copy with a new value along one axis. @param {Triple} triple @param {Axis} axis @param {number} value @returns {Triple} */
-export function withValue(triple, axis, value) {
+export function replaceValue(triple, axis, value) {
   return /** @type {Triple} */ (triple.map((current, index) => (index === axis ? value : current)));
 }

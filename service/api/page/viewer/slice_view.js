@@ -1,7 +1,7 @@
-/** A view of a stack along one axis: a canvas with gray values, one with outlines, a crosshair and a slider. */
+/** View of a stack along one axis, with a canvas for gray values, a canvas for outlines, a crosshair and a slider. */
 
 import { element } from "../core/elements.js";
-import { ACROSS, paintGray, paintLabels, slice } from "../volumes/slices.js";
+import { IN_PLANE_AXES, paintGray, paintLabels, slice } from "../volumes/slices.js";
 import { clamp } from "./scene.js";
 
 /** @typedef {import("./scene.js").Axis} Axis */
@@ -10,81 +10,82 @@ import { clamp } from "./scene.js";
 /** @typedef {import("./scene.js").Triple} Triple */
 /** @typedef {import("./scene.js").Scene} Scene */
 
-const NAMES = /** @type {const} */ (["XY", "XZ", "ZY"]);
-const LETTERS = ["z", "y", "x"];
+const VIEW_NAMES = /** @type {const} */ (["XY", "XZ", "ZY"]);
+const AXIS_LETTERS = ["z", "y", "x"];
 
+/** The canvases and controls of one view. */
 export class SliceView {
   /** @param {Axis} axis @param {Scene} scene */
   constructor(axis, scene) {
     this.axis = axis;
     this.scene = scene;
-    this.base = element("canvas", { class: "base" });
-    this.over = element("canvas", { class: "over" });
-    this.horizontal = element("div", { class: "cross horizontal" });
-    this.vertical = element("div", { class: "cross vertical" });
+    this.imageCanvas = element("canvas", { class: "base" });
+    this.labelsCanvas = element("canvas", { class: "over" });
+    this.horizontalLine = element("div", { class: "cross horizontal" });
+    this.verticalLine = element("div", { class: "cross vertical" });
     this.caption = element("output", { class: "caption" });
     this.slider = element("input", {
       type: "range",
       min: "0",
       value: "0",
-      "aria-label": `Plane along ${LETTERS[axis]}`,
+      "aria-label": `Plane along ${AXIS_LETTERS[axis]}`,
     });
     this.stage = element(
       "div",
       { class: "stage", tabIndex: 0, role: "img" },
-      this.base,
-      this.over,
-      this.horizontal,
-      this.vertical,
+      this.imageCanvas,
+      this.labelsCanvas,
+      this.horizontalLine,
+      this.verticalLine,
     );
     this.root = element(
       "div",
-      { class: "view", "data-axis": LETTERS[axis] },
+      { class: "view", "data-axis": AXIS_LETTERS[axis] },
       this.stage,
       element("div", { class: "view-foot" }, this.caption, this.slider),
     );
-    this.offscreen = document.createElement("canvas");
+    this.planeCanvas = document.createElement("canvas");
     /** Size of the stage in CSS pixels. */
     this.width = 0;
     this.height = 0;
-    /** Buffer for painting the outlines. @type {ImageData | undefined} */
-    this.outlines = undefined;
+    /** Reused buffer in which the outlines are painted. @type {ImageData | undefined} */
+    this.outlinesImage = undefined;
   }
 
   /** Match the canvases to the size of the stage and the pixel ratio of the screen. */
   resize() {
     const ratio = Math.min(window.devicePixelRatio || 1, 2);
-    for (const canvas of [this.base, this.over]) {
+    for (const canvas of [this.imageCanvas, this.labelsCanvas]) {
       canvas.width = Math.max(1, Math.round(this.stage.clientWidth * ratio));
       canvas.height = Math.max(1, Math.round(this.stage.clientHeight * ratio));
     }
     this.ratio = ratio;
-    // Reading the size while drawing would force a new layout for every view.
+    // Save the size, because reading it while drawing would force a new layout for every view.
     this.width = this.stage.clientWidth;
     this.height = this.stage.clientHeight;
-    this.outlines = undefined;
+    this.outlinesImage = undefined;
   }
 
   /** Return the position of voxel 0 and the size of a voxel in CSS pixels. */
-  placement() {
-    const { voxel, center, scale } = this.scene.state;
-    const [down, right] = ACROSS[this.axis];
-    const scaleX = scale * voxel[right];
-    const scaleY = scale * voxel[down];
+  getPlacement() {
+    const { voxelSize, center, scale } = this.scene.state;
+    const [down, right] = IN_PLANE_AXES[this.axis];
+    const scaleX = scale * voxelSize[right];
+    const scaleY = scale * voxelSize[down];
     const left = this.width / 2 - center[right] * scaleX;
     return { left, top: this.height / 2 - center[down] * scaleY, scaleX, scaleY };
   }
 
-  /** @param {number} x @param {number} y pixels of the stage @returns {[number, number]} voxel coordinates down and to the right */
+  /** @param {number} x @param {number} y position on the stage in pixels @returns {[number, number]} coordinates down and to the right in voxels */
   pointAt(x, y) {
-    const placement = this.placement();
+    const placement = this.getPlacement();
     return [(y - placement.top) / placement.scaleY, (x - placement.left) / placement.scaleX];
   }
 
-  /** @param {number} x @param {number} y pixels of the stage @returns {Triple} the nearest voxel of the stack */
+  /** @param {number} x @param {number} y position on the stage in pixels @returns {Triple} the nearest voxel of the stack */
   voxelAt(x, y) {
     const { image, position } = this.scene.state;
-    const [down, right] = ACROSS[this.axis];
+    const [down, right] = IN_PLANE_AXES[this.axis];
     const [v, u] = this.pointAt(x, y);
     /** @type {Triple} */
     const voxel = [...position];
@@ -97,7 +98,7 @@ export class SliceView {
   draw() {
     const { image, position } = this.scene.state;
     if (image === null || this.width === 0) return;
-    const placement = this.placement();
+    const placement = this.getPlacement();
     this.#drawImage(image, placement);
     this.#drawLabels(placement);
     this.moveCrosshair(placement);
@@ -105,29 +106,29 @@ export class SliceView {
     this.slider.max = String(image.shape[this.axis] - 1);
     this.slider.value = String(plane);
     const step = image.step[this.axis];
-    const letter = LETTERS[this.axis];
-    this.caption.value = `${NAMES[this.axis]}   ${letter} ${plane * step + 1} / ${image.fullShape[this.axis]}`;
+    const letter = AXIS_LETTERS[this.axis];
+    this.caption.value = `${VIEW_NAMES[this.axis]}   ${letter} ${plane * step + 1} / ${image.fullShape[this.axis]}`;
     this.stage.setAttribute(
       "aria-label",
-      `${NAMES[this.axis]} view, plane ${plane * step + 1} of ${image.fullShape[this.axis]}`,
+      `${VIEW_NAMES[this.axis]} view, plane ${plane * step + 1} of ${image.fullShape[this.axis]}`,
     );
   }
 
   /** @param {Volume} image @param {import("../volumes/slices.js").Placement} placement */
   #drawImage(image, placement) {
     const { position, smooth, overlays } = this.scene.state;
-    const context = this.base.getContext("2d");
+    const context = this.imageCanvas.getContext("2d");
     if (context === null) return;
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.globalCompositeOperation = "source-over";
-    context.clearRect(0, 0, this.base.width, this.base.height);
+    context.clearRect(0, 0, this.imageCanvas.width, this.imageCanvas.height);
     context.imageSmoothingEnabled = smooth;
-    const finePlane = this.#finePlane();
+    const finePlane = this.#getFinePlane();
     this.#paint(
       context,
       this.scene.state,
       finePlane?.image ?? slice(image, this.axis, position[this.axis]),
-      this.#finePlacement(placement, finePlane?.step),
+      this.#getFinePlacement(placement, finePlane?.step),
     );
     context.globalCompositeOperation = "lighter";
     for (const layer of overlays) {
@@ -136,32 +137,33 @@ export class SliceView {
   }
 
   /**
+   * Paint the plane of a layer.
    * @param {CanvasRenderingContext2D} context @param {import("./scene.js").Layer} layer
    * @param {Plane} plane @param {import("../volumes/slices.js").Placement} placement
    */
   #paint(context, { contrast, color }, plane, { left, top, scaleX, scaleY }) {
     const ratio = this.ratio ?? 1;
-    if (this.offscreen.width !== plane.width) this.offscreen.width = plane.width;
-    if (this.offscreen.height !== plane.height) this.offscreen.height = plane.height;
-    this.offscreen.getContext("2d")?.putImageData(paintGray(plane, ...contrast, color), 0, 0);
+    if (this.planeCanvas.width !== plane.width) this.planeCanvas.width = plane.width;
+    if (this.planeCanvas.height !== plane.height) this.planeCanvas.height = plane.height;
+    this.planeCanvas.getContext("2d")?.putImageData(paintGray(plane, ...contrast, color), 0, 0);
     context.setTransform(scaleX * ratio, 0, 0, scaleY * ratio, left * ratio, top * ratio);
-    context.drawImage(this.offscreen, 0, 0);
+    context.drawImage(this.planeCanvas, 0, 0);
   }
 
-  /** Return the displayed plane at full resolution, or null if it has not been fetched. */
-  #finePlane() {
+  /** Return the displayed plane at full resolution, or null if the plane has not been fetched. */
+  #getFinePlane() {
     const { finePlanes, position } = this.scene.state;
     return finePlanes[this.axis]?.position === position[this.axis] ? finePlanes[this.axis] : null;
   }
 
   /**
-   * Return the placement of a plane with a smaller step than the volume.
+   * Convert the placement of the volume to that of a plane with a smaller sampling step.
    * @param {import("../volumes/slices.js").Placement} placement @param {Triple | undefined} step
    */
-  #finePlacement(placement, step) {
+  #getFinePlacement(placement, step) {
     const { image } = this.scene.state;
     if (!step || !image) return placement;
-    const [down, right] = ACROSS[this.axis];
+    const [down, right] = IN_PLANE_AXES[this.axis];
     const [scaleX, scaleY] = [step[right] / image.step[right], step[down] / image.step[down]];
     return { ...placement, scaleX: placement.scaleX * scaleX, scaleY: placement.scaleY * scaleY };
   }
@@ -169,35 +171,35 @@ export class SliceView {
   /** @param {import("../volumes/slices.js").Placement} placement */
   #drawLabels(placement) {
     const { labels, position, filled, selected, hidden, colorIndices, opacity, showObjects } = this.scene.state;
-    this.over.style.opacity = String(showObjects ? opacity : 0);
-    const context = this.over.getContext("2d");
+    this.labelsCanvas.style.opacity = String(showObjects ? opacity : 0);
+    const context = this.labelsCanvas.getContext("2d");
     if (context === null) return;
     if (labels === null || !showObjects) {
-      context.clearRect(0, 0, this.over.width, this.over.height);
+      context.clearRect(0, 0, this.labelsCanvas.width, this.labelsCanvas.height);
       return;
     }
     const ratio = this.ratio ?? 1;
-    const image = this.outlines ?? context.createImageData(this.over.width, this.over.height);
-    this.outlines = image;
-    const finePlane = this.#finePlane();
+    const image = this.outlinesImage ?? context.createImageData(this.labelsCanvas.width, this.labelsCanvas.height);
+    this.outlinesImage = image;
+    const finePlane = this.#getFinePlane();
     const plane = finePlane?.labels ?? slice(labels, this.axis, position[this.axis]);
-    const fine = this.#finePlacement(placement, finePlane?.labels ? finePlane.step : undefined);
-    const pixels = {
-      left: fine.left * ratio,
-      top: fine.top * ratio,
-      scaleX: fine.scaleX * ratio,
-      scaleY: fine.scaleY * ratio,
+    const finePlacement = this.#getFinePlacement(placement, finePlane?.labels ? finePlane.step : undefined);
+    const pixelPlacement = {
+      left: finePlacement.left * ratio,
+      top: finePlacement.top * ratio,
+      scaleX: finePlacement.scaleX * ratio,
+      scaleY: finePlacement.scaleY * ratio,
     };
     const thickness = ratio > 1.4 ? 2 : 1;
-    paintLabels(plane, image, pixels, { filled, selected, hidden, colorIndices, thickness });
+    paintLabels(plane, image, pixelPlacement, { filled, selected, hidden, colorIndices, thickness });
     context.putImageData(image, 0, 0);
   }
 
   /** Move the crosshair to the planes of the other views. @param {import("../volumes/slices.js").Placement} [placement] */
-  moveCrosshair(placement = this.placement()) {
+  moveCrosshair(placement = this.getPlacement()) {
     const { position } = this.scene.state;
-    const [down, right] = ACROSS[this.axis];
-    this.horizontal.style.transform = `translateY(${placement.top + (position[down] + 0.5) * placement.scaleY}px)`;
-    this.vertical.style.transform = `translateX(${placement.left + (position[right] + 0.5) * placement.scaleX}px)`;
+    const [down, right] = IN_PLANE_AXES[this.axis];
+    this.horizontalLine.style.transform = `translateY(${placement.top + (position[down] + 0.5) * placement.scaleY}px)`;
+    this.verticalLine.style.transform = `translateX(${placement.left + (position[right] + 0.5) * placement.scaleX}px)`;
   }
 }

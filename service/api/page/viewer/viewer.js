@@ -1,4 +1,4 @@
-/** Three orthogonal views with a common crosshair and scale, and a corner with the projection or the 3D rendering. */
+/** Viewer with three orthogonal slices and a corner. The slices share a crosshair and a scale. */
 
 import { button, element } from "../core/elements.js";
 import { formatNumber } from "../core/format.js";
@@ -7,7 +7,7 @@ import { DisplayTools } from "./display_tools.js";
 import { listenToView } from "./navigation.js";
 import { PlaneLoader } from "./plane_loader.js";
 import { DiameterCircle, ScaleBar } from "./rulers.js";
-import { AXES, clamp, createScene, fitContrast, valueAt, withValue } from "./scene.js";
+import { AXES, chooseContrast, clamp, createScene, replaceValue, valueAt } from "./scene.js";
 import { SliceView } from "./slice_view.js";
 
 /** @typedef {import("./scene.js").Volume} Volume */
@@ -16,9 +16,12 @@ import { SliceView } from "./slice_view.js";
 /** @typedef {import("./scene.js").SceneState} SceneState */
 
 const MAX_ZOOM = 60;
-const BUTTON_ZOOM = 1.4;
+const BUTTON_ZOOM_FACTOR = 1.4;
 
-/** Events: `pick` with the id of the object that the user selected, `diameter` with the dragged diameter, `draw` after drawing. */
+/**
+ * Viewer of a stack and its labels. It dispatches `pick` with the id of the object that the user selected, `diameter` with
+ * the diameter that the user dragged, and `draw` after drawing.
+ */
 export class Viewer extends EventTarget {
   /** @param {HTMLElement} root */
   constructor(root) {
@@ -26,16 +29,16 @@ export class Viewer extends EventTarget {
     this.root = root;
     this.scene = createScene();
     this.planeLoader = new PlaneLoader(this.scene);
-    /** Fetches the stack at full resolution. @type {((signal: AbortSignal, onblock: (volume: Volume, fraction: number) => void) => Promise<Volume>) | null} */
+    /** Function that fetches the stack at full resolution, null if the stack is not stored. @type {((signal: AbortSignal, onblock: (volume: Volume, fraction: number) => void) => Promise<Volume>) | null} */
     this.fetchFullVolume = null;
     this.views = /** @type {[SliceView, SliceView, SliceView]} */ (AXES.map((axis) => new SliceView(axis, this.scene)));
-    /** The views that the next frame redraws. @type {Set<Axis>} */
-    this.staleViews = new Set();
+    /** Axes of the views to redraw in the next frame. @type {Set<Axis>} */
+    this.staleAxes = new Set();
     this.frame = 0;
     this.corner = new CornerView(
       this.scene,
-      (y, x) => this.#goToProjected(y, x),
-      (enlarged) => this.#enlargeCorner(enlarged),
+      (y, x) => this.#goToProjectedPoint(y, x),
+      (isEnlarged) => this.#enlargeCorner(isEnlarged),
     );
     const [xy, xz, zy] = this.views;
     this.circle = new DiameterCircle(this.scene, xy.stage, (diameter) => this.#emit("diameter", diameter));
@@ -45,12 +48,12 @@ export class Viewer extends EventTarget {
       element(
         "div",
         { class: "zoom", role: "group", "aria-label": "Zoom" },
-        button("+", () => this.zoomBy(BUTTON_ZOOM), "icon"),
-        button("−", () => this.zoomBy(1 / BUTTON_ZOOM), "icon"),
+        button("+", () => this.zoomBy(BUTTON_ZOOM_FACTOR), "icon"),
+        button("−", () => this.zoomBy(1 / BUTTON_ZOOM_FACTOR), "icon"),
         button("Fit", () => this.fit()),
       ),
     );
-    /** Progress and errors of fetching. */
+    /** Progress or error of the requests for planes. */
     this.fetchStatus = element("div", { class: "waiting", role: "status" });
     this.grid = element("div", { class: "views" }, xy.root, zy.root, xz.root, this.corner.root);
     this.toolbar = new DisplayTools(this.scene).root;
@@ -67,14 +70,14 @@ export class Viewer extends EventTarget {
   }
 
   /**
-   * Show a stack. Its planes may still be arriving.
+   * Show a stack. Some of its planes may not have been fetched yet.
    * @param {Volume} image @param {import("openapi").VoxelSize | null} voxelSize
    */
   open(image, voxelSize) {
     const { state } = this.scene;
     const hasSameShape = state.image !== null && String(state.image.fullShape) === String(image.fullShape);
     this.scene.set({ image });
-    this.planeLoader.forget();
+    this.planeLoader.discard();
     this.root.classList.remove("empty");
     this.setVoxelSize(voxelSize);
     if (hasSameShape) return;
@@ -83,25 +86,25 @@ export class Viewer extends EventTarget {
     this.fit();
   }
 
-  /** @param {import("openapi").VoxelSize | null} voxelSize in micrometers, null if unknown: voxels are then displayed as cubes */
+  /** Set the voxel size. @param {import("openapi").VoxelSize | null} voxelSize in micrometers, null if unknown, to display voxels as cubes */
   setVoxelSize(voxelSize) {
     const { image } = this.scene.state;
     if (image === null) return;
     const { z, y, x } = voxelSize ?? { z: 1, y: 1, x: 1 };
     const { step } = image;
-    this.scene.set({ voxel: [z * step[0], y * step[1], x * step[2]], isCalibrated: voxelSize !== null });
+    this.scene.set({ voxelSize: [z * step[0], y * step[1], x * step[2]], isCalibrated: voxelSize !== null });
     this.#layOut();
   }
 
   /** Set the contrast from the gray values of the stack. */
   adjustContrast() {
     const { image } = this.scene.state;
-    if (image) this.scene.set(fitContrast(image));
+    if (image) this.scene.set(chooseContrast(image));
     this.corner.resize();
     this.draw();
   }
 
-  /** Show planes of the stack that have arrived in the meantime. */
+  /** Show planes of the stack that have been fetched in the meantime. */
   refresh() {
     this.corner.refreshProjection();
     this.draw();
@@ -109,11 +112,11 @@ export class Viewer extends EventTarget {
 
   /** @param {Volume | null} labels */
   setLabels(labels) {
-    this.planeLoader.forget();
+    this.planeLoader.discard();
     this.scene.set({ labels, selected: 0, hidden: null, colorIndices: null });
   }
 
-  /** Select an object. @param {number} id 0 for none @param {Triple} [position] voxel at full resolution that the views go to */
+  /** Select an object. @param {number} id 0 for none @param {Triple} [position] the voxel at full resolution to go to */
   select(id, position) {
     const { image } = this.scene.state;
     if (position && image) {
@@ -138,7 +141,7 @@ export class Viewer extends EventTarget {
     this.#emit("pick", id);
   }
 
-  /** Fit the stack into the views. */
+  /** Zoom so that the stack fits in the views. */
   fit() {
     const { image } = this.scene.state;
     if (image === null) return;
@@ -147,29 +150,29 @@ export class Viewer extends EventTarget {
     this.#layOut();
   }
 
-  /** @param {number} factor @param {Triple} [fixed] voxel that keeps its position on the screen */
-  zoomBy(factor, fixed = this.scene.state.position) {
+  /** Zoom in or out. @param {number} factor @param {Triple} [anchor] voxel that keeps its position on the screen */
+  zoomBy(factor, anchor = this.scene.state.position) {
     const { state } = this.scene;
     const zoom = Math.max(0.5, Math.min(MAX_ZOOM, state.zoom * factor));
     const ratio = state.zoom / zoom;
-    const center = state.center.map((value, axis) => fixed[axis] + (value - fixed[axis]) * ratio);
+    const center = state.center.map((value, axis) => anchor[axis] + (value - anchor[axis]) * ratio);
     this.scene.set({ zoom, center: /** @type {Triple} */ (center) });
     this.#setScale();
   }
 
-  /** @param {Axis} axis @param {number} planes */
-  move(axis, planes) {
+  /** Move to another plane. @param {Axis} axis @param {number} planeCount number of planes to move by */
+  move(axis, planeCount) {
     const { image, position } = this.scene.state;
     if (image === null) return;
-    const next = clamp(position[axis] + planes, image.shape[axis]);
-    if (next !== position[axis]) this.scene.set({ position: withValue(position, axis, next) });
+    const next = clamp(position[axis] + planeCount, image.shape[axis]);
+    if (next !== position[axis]) this.scene.set({ position: replaceValue(position, axis, next) });
   }
 
-  /** Redraw the views that a change affects: a new plane or its full resolution affects only one view. @param {Readonly<SceneState>} previous */
+  /** Redraw the views that a change affects. A new position along one axis, or the arrival of a plane at full resolution, affects only one view. @param {Readonly<SceneState>} previous */
   #drawChanged(previous) {
     const { state } = this.scene;
-    const { position, finePlanes, ...others } = previous;
-    const affectsAll = Object.keys(others).some((name) => Reflect.get(previous, name) !== Reflect.get(state, name));
+    const { position, finePlanes, ...otherState } = previous;
+    const affectsAll = Object.keys(otherState).some((name) => Reflect.get(previous, name) !== Reflect.get(state, name));
     if (affectsAll) this.draw();
     else
       for (const axis of AXES)
@@ -178,28 +181,29 @@ export class Viewer extends EventTarget {
 
   /** Redraw one view or all views in the next frame. @param {Axis} [axis] */
   draw(axis) {
-    for (const stale of axis === undefined ? AXES : [axis]) this.staleViews.add(stale);
+    for (const staleAxis of axis === undefined ? AXES : [axis]) this.staleAxes.add(staleAxis);
     this.frame ||= requestAnimationFrame(() => {
       this.frame = 0;
-      if (this.staleViews.size > 0) this.drawNow(new Set(this.staleViews));
+      if (this.staleAxes.size > 0) this.drawNow(new Set(this.staleAxes));
     });
   }
 
+  /** Redraw views immediately. */
   drawNow(axes = new Set(AXES)) {
     const start = performance.now();
     for (const view of this.views) {
       if (axes.has(view.axis)) view.draw();
       else view.moveCrosshair();
     }
-    for (const axis of axes) this.staleViews.delete(axis);
-    this.#describe();
+    for (const axis of axes) this.staleAxes.delete(axis);
+    this.#updateReadout();
     this.planeLoader.request();
     this.dispatchEvent(new Event("draw"));
     this.corner.draw();
     performance.measure("draw", { start });
   }
 
-  #describe() {
+  #updateReadout() {
     const { image, labels, position } = this.scene.state;
     if (image === null) return;
     const label = labels === null ? 0 : valueAt(labels, position);
@@ -218,21 +222,22 @@ export class Viewer extends EventTarget {
     this.drawNow();
   }
 
-  /** @param {boolean} enlarged whether the corner hides the other views */
-  #enlargeCorner(enlarged) {
-    this.grid.classList.toggle("corner-only", enlarged);
+  /** @param {boolean} isEnlarged whether the corner hides the other views */
+  #enlargeCorner(isEnlarged) {
+    this.grid.classList.toggle("corner-only", isEnlarged);
     this.#layOut();
   }
 
+  /** Distribute the space between the views according to the size of the stack. */
   #layOut() {
-    const { image, voxel } = this.scene.state;
+    const { image, voxelSize } = this.scene.state;
     if (image === null) return;
-    const [z, y, x] = image.shape.map((length, axis) => length * voxel[axis]);
+    const [z, y, x] = image.shape.map((length, axis) => length * voxelSize[axis]);
     const fraction = (/** @type {number} */ length) => Math.max(0.26, Math.min(0.45, z / (z + length)));
     const { style } = this.grid;
     style.gridTemplateColumns = `minmax(0, ${1 - fraction(x)}fr) minmax(0, ${fraction(x)}fr)`;
     style.gridTemplateRows = `minmax(0, ${1 - fraction(y)}fr) minmax(0, ${fraction(y)}fr)`;
-    if (this.corner.enlarged) style.gridTemplateColumns = style.gridTemplateRows = "minmax(0, 1fr)";
+    if (this.corner.isEnlarged) style.gridTemplateColumns = style.gridTemplateRows = "minmax(0, 1fr)";
     for (const view of this.views) view.resize();
     this.corner.resize();
     this.#setScale();
@@ -241,32 +246,32 @@ export class Viewer extends EventTarget {
 
   /** Set the scale from the size of the views and the zoom. */
   #setScale() {
-    const { image, voxel, zoom } = this.scene.state;
+    const { image, voxelSize, zoom } = this.scene.state;
     if (image === null) return;
-    const [z, y, x] = image.shape.map((length, axis) => length * voxel[axis]);
+    const [z, y, x] = image.shape.map((length, axis) => length * voxelSize[axis]);
     const [xy, xz, zy] = this.views.map((view) => view.stage);
-    const fitting = Math.min(xy.clientWidth / x, xy.clientHeight / y, zy.clientWidth / z, xz.clientHeight / z);
-    this.scene.set({ scale: Math.max(fitting * 0.97 * zoom, 1e-9) });
+    const fitScale = Math.min(xy.clientWidth / x, xy.clientHeight / y, zy.clientWidth / z, xz.clientHeight / z);
+    this.scene.set({ scale: Math.max(fitScale * 0.97 * zoom, 1e-9) });
   }
 
-  /** Go to a point of the projection. @param {number} y @param {number} x relative to the size of the projection */
-  #goToProjected(y, x) {
+  /** Go to a point in the projection. @param {number} y @param {number} x fractions of the size of the projection */
+  #goToProjectedPoint(y, x) {
     const { image, position } = this.scene.state;
     if (image === null) return;
     const [, rows, columns] = image.shape;
     this.#goTo([position[0], clamp(Math.floor(y * rows), rows), clamp(Math.floor(x * columns), columns)]);
   }
 
-  /** Go to a voxel, and move the views if it is outside of them. @param {Triple} position */
+  /** Go to a voxel, and move the views if the voxel is not visible. @param {Triple} position */
   #goTo(position) {
     const center = /** @type {Triple} */ ([...this.scene.state.center]);
     for (const view of this.views.slice(0, 2)) {
-      const placement = view.placement();
+      const placement = view.getPlacement();
       const x = placement.left + position[2] * placement.scaleX;
       if (x < 0 || x > view.stage.clientWidth) center[2] = position[2];
-      const down = view.axis === 0 ? 1 : 0;
-      const y = placement.top + position[down] * placement.scaleY;
-      if (y < 0 || y > view.stage.clientHeight) center[down] = position[down];
+      const verticalAxis = view.axis === 0 ? 1 : 0;
+      const y = placement.top + position[verticalAxis] * placement.scaleY;
+      if (y < 0 || y > view.stage.clientHeight) center[verticalAxis] = position[verticalAxis];
     }
     this.scene.set(String(center) === String(this.scene.state.center) ? { position } : { position, center });
   }

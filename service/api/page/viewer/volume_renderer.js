@@ -1,53 +1,53 @@
-/** A 3D rendering of the objects, or of the maximum intensity, which the user can rotate: ray casting with WebGL 2. */
+/** Rotatable 3D rendering of the objects or of the maximum intensity, by ray casting with WebGL 2. */
 
-import { COLORS, colorIndexOf } from "../volumes/slices.js";
+import { COLORS, getColorIndex } from "../volumes/slices.js";
 
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("./scene.js").Scene} Scene */
 
-/** Largest texture. Larger volumes are subsampled. */
-const MAX_VOXELS = 6_000_000;
-const VERTEX = `#version 300 es
-in vec2 corner; out vec2 at;
-void main() { at = corner; gl_Position = vec4(corner, 0.0, 1.0); }`;
+/** Maximum size of a texture. Larger volumes are subsampled. */
+const MAX_TEXTURE_VOXELS = 6_000_000;
+const VERTEX_SHADER_SOURCE = `#version 300 es
+in vec2 corner; out vec2 screenPosition;
+void main() { screenPosition = corner; gl_Position = vec4(corner, 0.0, 1.0); }`;
 
-// The stack fills a box around the origin whose longest edge is 2. `turn` rotates screen directions into stack directions.
-const FRAGMENT = `#version 300 es
+// The stack fills a box around the origin, whose longest edge is 2. `rotation` converts screen directions to stack directions.
+const FRAGMENT_SHADER_SOURCE = `#version 300 es
 precision highp float; precision highp int; precision highp sampler3D; precision highp usampler3D;
-in vec2 at; out vec4 color;
-uniform sampler3D gray, inside; uniform usampler3D ids; uniform sampler2D palette;
-uniform mat3 turn; uniform vec3 box; uniform vec2 window; uniform bool solid; uniform uint selected;
+in vec2 screenPosition; out vec4 color;
+uniform sampler3D gray, mask; uniform usampler3D ids; uniform sampler2D palette;
+uniform mat3 rotation; uniform vec3 box; uniform vec2 window; uniform bool showObjects; uniform uint selected;
 const int STEPS = 320;
 vec3 toTexture(vec3 p) { return p / box * 0.5 + 0.5; }
-float density(vec3 p) { return texture(inside, toTexture(p)).r; }
+float sampleMask(vec3 p) { return texture(mask, toTexture(p)).r; }
 void main() {
-  vec3 ray = turn * vec3(0.0, 0.0, -1.0), start = turn * vec3(at * window, 4.0);
+  vec3 ray = rotation * vec3(0.0, 0.0, -1.0), start = rotation * vec3(screenPosition * window, 4.0);
   vec3 first = (-box - start) / ray, last = (box - start) / ray;
   vec3 low = min(first, last), high = max(first, last);
   float t = max(max(low.x, low.y), low.z), end = min(min(high.x, high.y), high.z);
   color = vec4(0.027, 0.035, 0.043, 1.0);
   if (t >= end) return;
-  float stride = 3.5 / float(STEPS), brightest = 0.0;
-  vec3 voxel = 2.0 * box / vec3(textureSize(inside, 0));
-  for (int n = 0; n < STEPS && t < end; n++, t += stride) {
+  float stepLength = 3.5 / float(STEPS), maxGray = 0.0;
+  vec3 voxelSize = 2.0 * box / vec3(textureSize(mask, 0));
+  for (int n = 0; n < STEPS && t < end; n++, t += stepLength) {
     vec3 p = start + t * ray;
-    if (!solid) { brightest = max(brightest, texture(gray, toTexture(p)).r); continue; }
-    if (density(p) < 0.5) continue;
-    float near = t - stride, far = t;
+    if (!showObjects) { maxGray = max(maxGray, texture(gray, toTexture(p)).r); continue; }
+    if (sampleMask(p) < 0.5) continue;
+    float near = t - stepLength, far = t;
     for (int iteration = 0; iteration < 5; iteration++) {
       float middle = 0.5 * (near + far);
-      if (density(start + middle * ray) < 0.5) near = middle; else far = middle;
+      if (sampleMask(start + middle * ray) < 0.5) near = middle; else far = middle;
     }
     p = start + far * ray;
-    vec3 e = voxel * 1.2;
-    vec3 gradient = vec3(density(p + vec3(e.x, 0, 0)) - density(p - vec3(e.x, 0, 0)),
-      density(p + vec3(0, e.y, 0)) - density(p - vec3(0, e.y, 0)), density(p + vec3(0, 0, e.z)) - density(p - vec3(0, 0, e.z))) / e;
+    vec3 e = voxelSize * 1.2;
+    vec3 gradient = vec3(sampleMask(p + vec3(e.x, 0, 0)) - sampleMask(p - vec3(e.x, 0, 0)),
+      sampleMask(p + vec3(0, e.y, 0)) - sampleMask(p - vec3(0, e.y, 0)), sampleMask(p + vec3(0, 0, e.z)) - sampleMask(p - vec3(0, 0, e.z))) / e;
     float light = length(gradient) > 0.0 ? max(dot(normalize(gradient), ray), 0.0) : 1.0;
     // The color index is in the upper 8 bits, the id of the object in the lower 24 bits.
     uint id = 0u;
     for (int attempt = 0; attempt < 4 && id == 0u; attempt++) {
-      ivec3 cell = ivec3(toTexture(p + float(attempt) * 0.5 * voxel * ray) * vec3(textureSize(ids, 0)));
+      ivec3 cell = ivec3(toTexture(p + float(attempt) * 0.5 * voxelSize * ray) * vec3(textureSize(ids, 0)));
       id = texelFetch(ids, clamp(cell, ivec3(0), textureSize(ids, 0) - 1), 0).r;
     }
     vec3 objectColor = texelFetch(palette, ivec2(int(id >> 24), 0), 0).rgb;
@@ -56,9 +56,10 @@ void main() {
     color = vec4(objectColor * (0.25 + 0.75 * light) * fog, 1.0);
     return;
   }
-  if (!solid) color.rgb += vec3(brightest);
+  if (!showObjects) color.rgb += vec3(maxGray);
 }`;
 
+/** Renderer that draws the scene on a canvas. */
 export class VolumeRenderer {
   /** @param {HTMLCanvasElement} canvas @param {Scene} scene */
   constructor(canvas, scene) {
@@ -68,7 +69,7 @@ export class VolumeRenderer {
     this.zoom = 1;
     /** @type {number | undefined} */
     this.frame = undefined;
-    /** The inputs from which the textures were made. They are made again when an input changes. @type {unknown[]} */
+    /** The values from which the textures were created. If a value changes, the textures are created again. @type {unknown[]} */
     this.textureInputs = [];
     /** @type {number[]} */
     this.box = [1, 1, 1];
@@ -97,15 +98,15 @@ export class VolumeRenderer {
       { passive: false },
     );
     canvas.addEventListener("keydown", (event) => {
-      const turns = { ArrowLeft: [-0.15, 0], ArrowRight: [0.15, 0], ArrowUp: [0, -0.15], ArrowDown: [0, 0.15] };
-      const turn = turns[/** @type {keyof typeof turns} */ (event.key)];
-      if (!turn) return;
+      const angles = { ArrowLeft: [-0.15, 0], ArrowRight: [0.15, 0], ArrowUp: [0, -0.15], ArrowDown: [0, 0.15] };
+      const keyAngles = angles[/** @type {keyof typeof angles} */ (event.key)];
+      if (!keyAngles) return;
       event.preventDefault();
-      this.#rotate(turn[0], turn[1]);
+      this.#rotate(keyAngles[0], keyAngles[1]);
     });
   }
 
-  /** @param {number} right @param {number} down */
+  /** Rotate the stack. @param {number} right @param {number} down angles in radians */
   #rotate(right, down) {
     this.rotation[0] += right;
     this.rotation[1] = Math.max(-Math.PI / 2, Math.min(Math.PI / 2, this.rotation[1] + down));
@@ -129,50 +130,50 @@ export class VolumeRenderer {
     canvas.height = canvas.clientHeight;
     gl.viewport(0, 0, canvas.width, canvas.height);
     gl.useProgram(program);
-    const locationOf = (/** @type {string} */ name) => gl.getUniformLocation(program, name);
-    for (const [unit, name] of ["gray", "inside", "ids", "palette"].entries()) gl.uniform1i(locationOf(name), unit);
+    const getLocation = (/** @type {string} */ name) => gl.getUniformLocation(program, name);
+    for (const [unit, name] of ["gray", "mask", "ids", "palette"].entries()) gl.uniform1i(getLocation(name), unit);
     const size = Math.min(canvas.width, canvas.height) * this.zoom;
-    gl.uniform2f(locationOf("window"), (1.5 * canvas.width) / size, (1.5 * canvas.height) / size);
-    gl.uniform3fv(locationOf("box"), this.box);
-    gl.uniform1i(locationOf("solid"), scene.labels !== null && scene.showObjects ? 1 : 0);
-    gl.uniform1ui(locationOf("selected"), scene.selected);
+    gl.uniform2f(getLocation("window"), (1.5 * canvas.width) / size, (1.5 * canvas.height) / size);
+    gl.uniform3fv(getLocation("box"), this.box);
+    gl.uniform1i(getLocation("showObjects"), scene.labels !== null && scene.showObjects ? 1 : 0);
+    gl.uniform1ui(getLocation("selected"), scene.selected);
     const [a, b] = this.rotation;
     const [ca, sa, cb, sb] = [Math.cos(a), Math.sin(a), Math.cos(b), Math.sin(b)];
-    // The y axis of the stack points down, that of the screen up.
-    gl.uniformMatrix3fv(locationOf("turn"), false, [ca, 0, sa, -sa * sb, -cb, ca * sb, sa * cb, -sb, -ca * cb]);
+    // The y axis points down in the stack and up on the screen.
+    gl.uniformMatrix3fv(getLocation("rotation"), false, [ca, 0, sa, -sa * sb, -cb, ca * sb, sa * cb, -sb, -ca * cb]);
     gl.drawArrays(gl.TRIANGLES, 0, 3);
   }
 
   /** Load the displayed volumes into textures, unless the textures are up to date. */
   #updateTextures() {
     const { gl } = this;
-    const { image, labels, hidden, colorIndices, contrast, voxel } = this.scene.state;
-    const inputs = [image, labels, hidden, colorIndices, ...contrast, ...voxel];
+    const { image, labels, hidden, colorIndices, contrast, voxelSize } = this.scene.state;
+    const inputs = [image, labels, hidden, colorIndices, ...contrast, ...voxelSize];
     if (!gl || image === null || inputs.every((value, index) => value === this.textureInputs[index])) return;
     this.textureInputs = inputs;
-    const edges = [2, 1, 0].map((axis) => image.shape[axis] * voxel[axis]);
+    const edges = [2, 1, 0].map((axis) => image.shape[axis] * voxelSize[axis]);
     const longest = Math.max(...edges);
     this.box = edges.map((edge) => edge / longest);
-    const sample = subsample(image.shape);
+    const samples = subsample(image.shape);
     const scale = 255 / (contrast[1] - contrast[0]);
-    const gray = Uint8Array.from(sample.indices, (index) =>
+    const gray = Uint8Array.from(samples.indices, (index) =>
       Math.max(0, Math.min(255, (image.data[index] - contrast[0]) * scale)),
     );
     const packId = (/** @type {number} */ id) =>
-      id === 0 || hidden?.[id] ? 0 : (((colorIndices?.[id] ?? colorIndexOf(id)) << 24) | id) >>> 0;
-    const ids = Uint32Array.from(sample.indices, (index) => (labels ? packId(labels.data[index]) : 0));
-    const inside = Uint8Array.from(ids, (id) => (id ? 255 : 0));
-    loadTexture(gl, 0, sample.shape, gl.R8, gl.RED, gl.UNSIGNED_BYTE, gray, gl.LINEAR);
-    loadTexture(gl, 1, sample.shape, gl.R8, gl.RED, gl.UNSIGNED_BYTE, inside, gl.LINEAR);
-    loadTexture(gl, 2, sample.shape, gl.R32UI, gl.RED_INTEGER, gl.UNSIGNED_INT, ids, gl.NEAREST);
+      id === 0 || hidden?.[id] ? 0 : (((colorIndices?.[id] ?? getColorIndex(id)) << 24) | id) >>> 0;
+    const ids = Uint32Array.from(samples.indices, (index) => (labels ? packId(labels.data[index]) : 0));
+    const mask = Uint8Array.from(ids, (id) => (id ? 255 : 0));
+    loadTexture(gl, 0, samples.shape, gl.R8, gl.RED, gl.UNSIGNED_BYTE, gray, gl.LINEAR);
+    loadTexture(gl, 1, samples.shape, gl.R8, gl.RED, gl.UNSIGNED_BYTE, mask, gl.LINEAR);
+    loadTexture(gl, 2, samples.shape, gl.R32UI, gl.RED_INTEGER, gl.UNSIGNED_INT, ids, gl.NEAREST);
   }
 }
 
-/** Select every n-th voxel along each axis, so that at most `MAX_VOXELS` remain. @param {Triple} shape */
+/** Return the indices of every n-th voxel along each axis, so that at most `MAX_TEXTURE_VOXELS` remain. @param {Triple} shape */
 function subsample(shape) {
   let step = 1;
   const lengths = () => shape.map((length) => Math.ceil(length / step));
-  while (lengths().reduce((product, length) => product * length, 1) > MAX_VOXELS) step += 1;
+  while (lengths().reduce((product, length) => product * length, 1) > MAX_TEXTURE_VOXELS) step += 1;
   const [depth, height, width] = lengths();
   const indices = new Uint32Array(depth * height * width);
   let count = 0;
@@ -187,10 +188,10 @@ function subsample(shape) {
 
 /**
  * Load data into a 3D texture.
- * @param {WebGL2RenderingContext} gl @param {number} unit @param {Triple} shape @param {number} internal @param {number} format
+ * @param {WebGL2RenderingContext} gl @param {number} unit @param {Triple} shape @param {number} internalFormat @param {number} format
  * @param {number} type @param {ArrayBufferView} data @param {number} filter
  */
-function loadTexture(gl, unit, shape, internal, format, type, data, filter) {
+function loadTexture(gl, unit, shape, internalFormat, format, type, data, filter) {
   gl.activeTexture(gl.TEXTURE0 + unit);
   gl.deleteTexture(gl.getParameter(gl.TEXTURE_BINDING_3D));
   gl.bindTexture(gl.TEXTURE_3D, gl.createTexture());
@@ -198,15 +199,15 @@ function loadTexture(gl, unit, shape, internal, format, type, data, filter) {
     gl.texParameteri(gl.TEXTURE_3D, wrap, gl.CLAMP_TO_EDGE);
   for (const kind of [gl.TEXTURE_MIN_FILTER, gl.TEXTURE_MAG_FILTER]) gl.texParameteri(gl.TEXTURE_3D, kind, filter);
   gl.pixelStorei(gl.UNPACK_ALIGNMENT, 1);
-  gl.texImage3D(gl.TEXTURE_3D, 0, internal, shape[2], shape[1], shape[0], 0, format, type, data);
+  gl.texImage3D(gl.TEXTURE_3D, 0, internalFormat, shape[2], shape[1], shape[0], 0, format, type, data);
 }
 
 /** Create the program, a triangle that covers the canvas, and the palette texture. @param {WebGL2RenderingContext} gl */
 function createProgram(gl) {
   const program = gl.createProgram();
   for (const [kind, source] of /** @type {[number, string][]} */ ([
-    [gl.VERTEX_SHADER, VERTEX],
-    [gl.FRAGMENT_SHADER, FRAGMENT],
+    [gl.VERTEX_SHADER, VERTEX_SHADER_SOURCE],
+    [gl.FRAGMENT_SHADER, FRAGMENT_SHADER_SOURCE],
   ])) {
     const shader = /** @type {WebGLShader} */ (gl.createShader(kind));
     gl.shaderSource(shader, source);

@@ -1,16 +1,16 @@
-/** Agreement of the objects of two results of one stack. Does not use the DOM. */
+/** Compares the objects of two results for one stack. Does not use the DOM. */
 
-import { colorIndexOf } from "./slices.js";
+import { getColorIndex } from "./slices.js";
 
 /** @typedef {import("./planes.js").Volume} Volume */
 
 /**
  * Compare the objects of two results of the same shape. Returns three values:
  *
- * - common: the number of pairs with an intersection over union above 0.5. Each object has at most one such partner.
- * - counts: the number of objects of each result.
- * - colorIndices: for each result, the color index of each id. Objects that share most voxels with each other get the same
- *   color, all others are gray.
+ * - commonCount: the number of pairs with an intersection over union above 0.5. Each object has at most one such partner.
+ * - objectCounts: the number of objects in each result.
+ * - colorIndices: for each result, the color index of each id. Two objects have the same color if each is the one with
+ *   which the other shares the most voxels. All other objects are gray.
  * @param {Volume} first @param {Volume} second
  */
 export function compareObjects(first, second) {
@@ -22,20 +22,20 @@ export function compareObjects(first, second) {
     if (partner) sizes[1].set(partner, (sizes[1].get(partner) ?? 0) + voxels);
   }
   const pairs = overlaps.filter(({ id, partner }) => id && partner).sort((a, b) => b.voxels - a.voxels);
-  const common = pairs.filter(({ id, partner, voxels }) => {
+  const commonCount = pairs.filter(({ id, partner, voxels }) => {
     const union = (sizes[0].get(id) ?? 0) + (sizes[1].get(partner) ?? 0) - voxels;
     return 2 * voxels > union;
   }).length;
-  const counts = sizes.map((sizeById) => sizeById.size);
+  const objectCounts = sizes.map((sizeById) => sizeById.size);
   const maxIds = sizes.map((sizeById) => [...sizeById.keys()].reduce((max, id) => Math.max(max, id), 0));
   const [firstColors, secondColors] = maxIds.map((id) => new Uint8Array(id + 1));
-  const [seen, seenPartners] = [new Set(), new Set()];
+  const [seenIds, seenPartners] = [new Set(), new Set()];
   for (const { id, partner } of pairs) {
-    if (!seen.has(id) && !seenPartners.has(partner)) firstColors[id] = secondColors[partner] = colorIndexOf(id);
-    seen.add(id);
+    if (!seenIds.has(id) && !seenPartners.has(partner)) firstColors[id] = secondColors[partner] = getColorIndex(id);
+    seenIds.add(id);
     seenPartners.add(partner);
   }
-  return { common, counts, colorIndices: [firstColors, secondColors] };
+  return { commonCount, objectCounts, colorIndices: [firstColors, secondColors] };
 }
 
 /**

@@ -1,7 +1,7 @@
-/** Corrections of labels: merging, splitting, deleting, drawing and painting objects, with undo. Does not use the DOM. */
+/** Editor that merges, splits, deletes, outlines and paints objects in labels, with undo. Does not use the DOM. */
 
 import { divide, fillBetween, fillPolygon } from "./label_shapes.js";
-import { ACROSS, haveSimilarColors } from "./slices.js";
+import { haveSimilarColors, IN_PLANE_AXES } from "./slices.js";
 
 /** @typedef {import("./planes.js").Triple} Triple */
 /** @typedef {import("./planes.js").Volume} Volume */
@@ -9,53 +9,54 @@ import { ACROSS, haveSimilarColors } from "./slices.js";
 /** @typedef {import("./label_shapes.js").Point} Point */
 /** @typedef {"merge" | "split" | "delete" | "add" | "paint" | "erase"} Kind */
 /** @typedef {{kind: "split", ids: number[], seeds: Triple[]}} SplitSketch the parts of an object, and the clicked voxel of each */
-/** @typedef {{kind: "add", id: number, axis: Axis, outlines: {at: number, points: Point[]}[]}} OutlineSketch at: plane along the axis */
+/** @typedef {{kind: "add", id: number, axis: Axis, outlines: {at: number, points: Point[]}[]}} OutlineSketch at: index of the plane along the axis */
 
 /**
- * @typedef {object} Edit a correction
+ * @typedef {object} Edit a correction of the labels
  * @property {Kind} kind
- * @property {Uint32Array} runs four numbers for each run of voxels along x, in the order of writing: first voxel, length,
- *   previous id, new id
- * @property {SplitSketch | OutlineSketch | null} sketch clicks or outlines that the next click or outline continues
+ * @property {Uint32Array} runs four numbers per run of voxels along x: index of the first voxel, length, old id, new id. The runs are
+ *   in the order in which they were written.
+ * @property {SplitSketch | OutlineSketch | null} sketch the clicks or outlines, which the next click or outline can continue
  */
 
-/** @typedef {{voxels: number, low: Triple, high: Triple}} Extent number of voxels and bounding box of an object; the box may be too large */
+/** @typedef {{voxels: number, low: Triple, high: Triple}} Extent number of voxels and bounding box of an object; the box may be larger than necessary */
 
 /**
  * @typedef {object} Brush
  * @property {number} id of the object that is painted or erased
  * @property {boolean} erase
- * @property {Axis | null} axis axis normal to a disc, null for a ball
+ * @property {Axis | null} axis normal of a disc, null for a ball
  * @property {boolean} overwrite whether to paint over other objects
  */
 
-/** Limits the work of a split: larger objects are split on a coarser grid. */
-const MAX_CELLS = 400_000;
-/** Number of ids tried to find one whose color differs from that of its neighbors. */
-const COLORS_TO_TRY = 16;
+/** Maximum number of cells of the grid on which objects are split. Larger objects are split on a coarser grid. */
+const MAX_GRID_CELLS = 400_000;
+/** Number of ids to try when searching for one whose color differs from those of its neighbors. */
+const MAX_COLOR_ATTEMPTS = 16;
 
-/** A correction that is not possible. The message says what to do instead. */
+/** Error raised if a correction is not possible. The message explains what to do instead. */
 export class CannotEdit extends Error {}
 
+/** Editor of one volume of labels. It records corrections, so that they can be undone and stored. */
 export class LabelEditor {
-  /** @param {Volume} labels at full resolution, changed in place @param {Triple} voxel size in micrometers */
-  constructor(labels, voxel) {
+  /** @param {Volume} labels at full resolution, changed in place @param {Triple} voxelSize in micrometers */
+  constructor(labels, voxelSize) {
     this.labels = labels;
-    this.voxel = voxel;
+    this.voxelSize = voxelSize;
     const [, height, width] = labels.shape;
     this.strides = /** @type {Triple} */ ([height * width, width, 1]);
     /** @type {Map<number, Extent>} */
     this.objects = new Map();
     /** The largest id used so far. Ids are never reused. */
     this.maxId = 0;
-    /** @type {Edit[]} */
-    this.done = [];
-    /** Newest last. @type {Edit[]} */
-    this.undone = [];
-    /** Runs of the uncommitted correction. @type {number[]} */
-    this.pending = [];
+    /** Applied corrections, newest last. @type {Edit[]} */
+    this.edits = [];
+    /** Undone corrections, most recently undone last. @type {Edit[]} */
+    this.undoneEdits = [];
+    /** Completed runs of the uncommitted correction, in the format of `Edit.runs`. @type {number[]} */
+    this.pendingRuns = [];
     /** The current run, which the next voxel may extend. */
-    this.openRun = { start: 0, length: 0, before: 0, after: 0 };
+    this.openRun = { start: 0, length: 0, oldId: 0, newId: 0 };
     this.#findObjects();
   }
 
@@ -75,7 +76,7 @@ export class LabelEditor {
     }
   }
 
-  /** Add a run to the extent of an object, or remove it. @param {number} id @param {number} start @param {number} length negative for a removed run */
+  /** Add a run to the extent of an object, or remove a run from it. @param {number} id @param {number} start @param {number} length negative to remove the run */
   #updateExtent(id, start, length) {
     const { strides, objects } = this;
     const extent = objects.get(id);
@@ -107,99 +108,99 @@ export class LabelEditor {
   idAt(position) {
     const { shape, data } = this.labels;
     if (position.some((index, axis) => index < 0 || index >= shape[axis])) return 0;
-    return data[this.#offsetOf(position)];
+    return data[this.#getIndex(position)];
   }
 
-  /** @param {Triple} position */
-  #offsetOf(position) {
+  /** Return the index of a voxel in the data of the labels. @param {Triple} position */
+  #getIndex(position) {
     return position[0] * this.strides[0] + position[1] * this.strides[1] + position[2];
   }
 
-  /** @param {number[]} [neighbors] ids of neighboring objects @returns {number} an unused id whose color differs from that of the neighbors */
-  #newId(neighbors = []) {
+  /** @param {number[]} [neighbors] ids of neighboring objects @returns {number} an unused id, if possible with a color that differs from those of the neighbors */
+  #createId(neighbors = []) {
     const first = this.maxId + 1;
-    const candidates = Array.from({ length: COLORS_TO_TRY }, (_, offset) => first + offset);
+    const candidates = Array.from({ length: MAX_COLOR_ATTEMPTS }, (_, offset) => first + offset);
     this.maxId = candidates.find((id) => !neighbors.some((neighbor) => haveSimilarColors(id, neighbor))) ?? first;
     this.#widenType(this.maxId);
     return this.maxId;
   }
 
-  /** Write one voxel of the current correction. @param {number} index @param {number} after */
-  #set(index, after) {
+  /** Write one voxel of the current correction. @param {number} index @param {number} newId */
+  #writeVoxel(index, newId) {
     const { data } = this.labels;
-    const before = data[index];
-    if (before === after) return;
-    data[index] = after;
+    const oldId = data[index];
+    if (oldId === newId) return;
+    data[index] = newId;
     const { openRun } = this;
     const extendsRun =
       openRun.length > 0 &&
       index === openRun.start + openRun.length &&
-      before === openRun.before &&
-      after === openRun.after;
+      oldId === openRun.oldId &&
+      newId === openRun.newId;
     if (extendsRun && index % this.strides[1] !== 0) {
       openRun.length += 1;
       return;
     }
     this.#closeRun();
-    this.openRun = { start: index, length: 1, before, after };
+    this.openRun = { start: index, length: 1, oldId, newId };
   }
 
   /** End the current run. */
   #closeRun() {
-    const { start, length, before, after } = this.openRun;
+    const { start, length, oldId, newId } = this.openRun;
     if (length === 0) return;
-    this.pending.push(start, length, before, after);
-    if (before) this.#updateExtent(before, start, -length);
-    if (after) this.#updateExtent(after, start, length);
+    this.pendingRuns.push(start, length, oldId, newId);
+    if (oldId) this.#updateExtent(oldId, start, -length);
+    if (newId) this.#updateExtent(newId, start, length);
     this.openRun.length = 0;
   }
 
-  /** End the current correction. @param {Kind} kind @param {Edit["sketch"]} [sketch] @returns {Edit | null} null if no voxel changed */
+  /** Complete the current correction. @param {Kind} kind @param {Edit["sketch"]} [sketch] @returns {Edit | null} null if no voxel changed */
   commit(kind, sketch = null) {
     this.#closeRun();
-    if (this.pending.length === 0) return null;
-    const edit = { kind, runs: Uint32Array.from(this.pending), sketch };
-    this.pending = [];
-    this.done.push(edit);
-    this.undone = [];
+    if (this.pendingRuns.length === 0) return null;
+    const edit = { kind, runs: Uint32Array.from(this.pendingRuns), sketch };
+    this.pendingRuns = [];
+    this.edits.push(edit);
+    this.undoneEdits = [];
     return edit;
   }
 
   /** @returns {Edit | null} the undone correction, null if there is none */
   undo() {
-    const edit = this.done.pop();
+    const edit = this.edits.pop();
     if (edit === undefined) return null;
-    for (let run = edit.runs.length - 4; run >= 0; run -= 4) this.#rewrite(edit.runs, run, 3, 2);
-    this.undone.push(edit);
+    for (let run = edit.runs.length - 4; run >= 0; run -= 4) this.#rewriteRun(edit.runs, run, 3, 2);
+    this.undoneEdits.push(edit);
     return edit;
   }
 
   /** @returns {Edit | null} the redone correction, null if there is none */
   redo() {
-    const edit = this.undone.pop();
+    const edit = this.undoneEdits.pop();
     if (edit === undefined) return null;
     this.#apply(edit);
     return edit;
   }
 
-  /** Apply stored corrections. @param {Edit[]} edits @returns {boolean} false if they do not match these labels, which then stay unchanged */
+  /** Apply stored corrections. @param {Edit[]} edits @returns {boolean} false, with the labels unchanged, if the corrections do not match them */
   restore(edits) {
-    const fits = edits.every((edit) => this.#apply(edit));
-    if (!fits) while (this.undo() !== null);
-    this.undone = [];
-    return fits;
+    const matches = edits.every((edit) => this.#apply(edit));
+    if (!matches) while (this.undo() !== null);
+    this.undoneEdits = [];
+    return matches;
   }
 
   /** @returns {Volume["data"]} a copy of the labels before any correction */
-  original() {
+  copyOriginal() {
     const data = this.labels.data.slice();
-    for (const { runs } of [...this.done].reverse())
+    for (const { runs } of [...this.edits].reverse())
       for (let run = runs.length - 4; run >= 0; run -= 4)
         data.fill(runs[run + 2], runs[run], runs[run] + runs[run + 1]);
     return data;
   }
 
-  /** @param {Edit} edit @returns {boolean} false if it does not match the labels, which then stay unchanged */
+  /** Apply a correction. @param {Edit} edit @returns {boolean} false, with the labels unchanged, if the correction does not match them */
   #apply(edit) {
     const { labels } = this;
     const { runs } = edit;
@@ -207,45 +208,45 @@ export class LabelEditor {
     this.#widenType(maxId);
     for (let run = 0; run < runs.length; run += 4) {
       if (labels.data[runs[run]] !== runs[run + 2]) {
-        for (let back = run - 4; back >= 0; back -= 4) this.#rewrite(runs, back, 3, 2);
+        for (let previousRun = run - 4; previousRun >= 0; previousRun -= 4) this.#rewriteRun(runs, previousRun, 3, 2);
         return false;
       }
-      this.#rewrite(runs, run, 2, 3);
+      this.#rewriteRun(runs, run, 2, 3);
     }
-    this.done.push(edit);
+    this.edits.push(edit);
     return true;
   }
 
-  /** Convert the labels to a wider type if theirs cannot hold an id. @param {number} id */
+  /** Convert the labels to uint32 if their type cannot hold an id. @param {number} id */
   #widenType(id) {
     const { data } = this.labels;
     if (data.BYTES_PER_ELEMENT < 4 && id >= 2 ** (8 * data.BYTES_PER_ELEMENT))
       this.labels.data = Uint32Array.from(data);
   }
 
-  /** Replace the id of a run. @param {Uint32Array} runs @param {number} run @param {number} from @param {number} to offsets of the old and the new id in the run */
-  #rewrite(runs, run, from, to) {
-    const [start, length, before, after] = [runs[run], runs[run + 1], runs[run + from], runs[run + to]];
-    this.labels.data.fill(after, start, start + length);
-    if (before) this.#updateExtent(before, start, -length);
-    if (after) this.#updateExtent(after, start, length);
+  /** Replace the id of a run. @param {Uint32Array} runs @param {number} run position of the run @param {number} oldOffset @param {number} newOffset offsets of the old and the new id in the run */
+  #rewriteRun(runs, run, oldOffset, newOffset) {
+    const [start, length, oldId, newId] = [runs[run], runs[run + 1], runs[run + oldOffset], runs[run + newOffset]];
+    this.labels.data.fill(newId, start, start + length);
+    if (oldId) this.#updateExtent(oldId, start, -length);
+    if (newId) this.#updateExtent(newId, start, length);
   }
 
-  /** The sketch of the newest correction. */
+  /** The sketch of the newest correction, or null. */
   get sketch() {
-    return this.done.at(-1)?.sketch ?? null;
+    return this.edits.at(-1)?.sketch ?? null;
   }
 
   /** @returns {Map<Kind, number>} the number of corrections of each kind */
-  counts() {
+  countByKind() {
     /** @type {Map<Kind, number>} */
     const counts = new Map();
-    for (const { kind } of this.done) counts.set(kind, (counts.get(kind) ?? 0) + 1);
+    for (const { kind } of this.edits) counts.set(kind, (counts.get(kind) ?? 0) + 1);
     return counts;
   }
 
   /** Call a function for each voxel of an object. @param {number} id @param {(index: number, z: number, y: number, x: number) => void} visit */
-  #visit(id, visit) {
+  #forEachVoxel(id, visit) {
     const extent = this.objects.get(id);
     if (extent === undefined) throw new CannotEdit("This object no longer exists. Select another one.");
     const { low, high } = extent;
@@ -258,55 +259,55 @@ export class LabelEditor {
     }
   }
 
-  /** Merge another object into this one. @param {number} id @param {number} other */
-  merge(id, other) {
-    if (id === other) throw new CannotEdit("This is the same object. Click another one.");
+  /** Merge another object into this one. @param {number} id @param {number} otherId */
+  merge(id, otherId) {
+    if (id === otherId) throw new CannotEdit("This is the same object. Click another one.");
     if (!this.objects.has(id)) throw new CannotEdit("This object no longer exists. Select another one.");
-    this.#visit(other, (index) => this.#set(index, id));
+    this.#forEachVoxel(otherId, (index) => this.#writeVoxel(index, id));
     return this.commit("merge");
   }
 
   /** Delete an object. @param {number} id */
-  remove(id) {
-    this.#visit(id, (index) => this.#set(index, 0));
+  delete(id) {
+    this.#forEachVoxel(id, (index) => this.#writeVoxel(index, 0));
     return this.commit("delete");
   }
 
   /**
    * Cut an object along a line drawn in a view, through all planes of the view. The smaller part gets a new id.
-   * @param {number} id @param {Axis} axis of the view @param {Point} from @param {Point} to in voxels down and to the right
+   * @param {number} id @param {Axis} axis of the view @param {Point} from @param {Point} to ends of the line, in voxels down and to the right
    */
   cut(id, axis, from, to) {
-    const [down, right] = ACROSS[axis];
-    const [rise, run] = [to[0] - from[0], to[1] - from[1]];
+    const [down, right] = IN_PLANE_AXES[axis];
+    const [deltaDown, deltaRight] = [to[0] - from[0], to[1] - from[1]];
     /** @type {[number[], number[]]} */
     const sides = [[], []];
-    this.#visit(id, (index, ...position) => {
-      const side = (position[right] + 0.5 - from[1]) * rise - (position[down] + 0.5 - from[0]) * run;
+    this.#forEachVoxel(id, (index, ...position) => {
+      const side = (position[right] + 0.5 - from[1]) * deltaDown - (position[down] + 0.5 - from[0]) * deltaRight;
       sides[side < 0 ? 0 : 1].push(index);
     });
-    const smaller = sides[0].length < sides[1].length ? sides[0] : sides[1];
-    if (smaller.length === 0)
+    const smallerSide = sides[0].length < sides[1].length ? sides[0] : sides[1];
+    if (smallerSide.length === 0)
       throw new CannotEdit("The line does not cross the object. Draw it from one side to the other.");
-    const newId = this.#newId([id]);
-    for (const index of smaller) this.#set(index, newId);
+    const newId = this.#createId([id]);
+    for (const index of smallerSide) this.#writeVoxel(index, newId);
     return this.commit("split");
   }
 
   /**
-   * Find the object that has the longest part of a line drawn in a view.
+   * Find the object that contains the longest part of a line drawn in a view.
    * @param {Axis} axis @param {number} plane @param {Point} from @param {Point} to @returns {number} its id, 0 if there is none
    */
-  objectUnderLine(axis, plane, from, to) {
-    const [down, right] = ACROSS[axis];
-    const steps = Math.ceil(2 * Math.hypot(to[0] - from[0], to[1] - from[1])) + 1;
+  findObjectUnderLine(axis, plane, from, to) {
+    const [down, right] = IN_PLANE_AXES[axis];
+    const stepCount = Math.ceil(2 * Math.hypot(to[0] - from[0], to[1] - from[1])) + 1;
     /** @type {Map<number, number>} */
     const counts = new Map();
-    for (let step = 0; step <= steps; step += 1) {
+    for (let step = 0; step <= stepCount; step += 1) {
       /** @type {Triple} */
       const position = [plane, plane, plane];
-      position[down] = Math.floor(from[0] + ((to[0] - from[0]) * step) / steps);
-      position[right] = Math.floor(from[1] + ((to[1] - from[1]) * step) / steps);
+      position[down] = Math.floor(from[0] + ((to[0] - from[0]) * step) / stepCount);
+      position[right] = Math.floor(from[1] + ((to[1] - from[1]) * step) / stepCount);
       const id = this.idAt(position);
       if (id) counts.set(id, (counts.get(id) ?? 0) + 1);
     }
@@ -314,9 +315,9 @@ export class LabelEditor {
   }
 
   /**
-   * Split an object into one part per seed. Parts grow from their seeds, fast in thick regions and slowly through necks. The
-   * first part keeps the id.
-   * @param {number[]} ids of the existing parts @param {Triple[]} seeds voxels, more than there are ids
+   * Split an object into one part per seed. Parts grow from their seeds, fast through thick regions and slowly through
+   * necks. The first part keeps the id.
+   * @param {number[]} ids of the existing parts @param {Triple[]} seeds clicked voxels; there are more seeds than ids
    */
   split(ids, seeds) {
     const extents = ids.flatMap((id) => this.objects.get(id) ?? []);
@@ -326,111 +327,113 @@ export class LabelEditor {
       [0, 1, 2].map((axis) => Math.max(...extents.map((extent) => extent.high[axis])))
     );
     const lengths = low.map((index, axis) => high[axis] - index);
-    // Large objects are split on a grid of coarser cells, so that the split feels immediate.
-    const cell = Math.max(1, Math.ceil(Math.cbrt((lengths[0] * lengths[1] * lengths[2]) / MAX_CELLS)));
+    // Split large objects on a coarser grid, so that the split feels immediate.
+    const cellSize = Math.max(1, Math.ceil(Math.cbrt((lengths[0] * lengths[1] * lengths[2]) / MAX_GRID_CELLS)));
     // A margin of one empty cell makes bounds checks unnecessary.
-    const shape = /** @type {Triple} */ (lengths.map((length) => Math.ceil(length / cell) + 2));
-    const inside = new Uint8Array(shape[0] * shape[1] * shape[2]);
-    const [z0, y0, x0] = low.map((index) => index - cell);
+    const shape = /** @type {Triple} */ (lengths.map((length) => Math.ceil(length / cellSize) + 2));
+    const mask = new Uint8Array(shape[0] * shape[1] * shape[2]);
+    const [z0, y0, x0] = low.map((index) => index - cellSize);
     /** @param {number} z @param {number} y @param {number} x */
-    const local = (z, y, x) =>
-      (Math.floor((z - z0) / cell) * shape[1] + Math.floor((y - y0) / cell)) * shape[2] + Math.floor((x - x0) / cell);
-    for (const id of ids) this.#visit(id, (_, z, y, x) => (inside[local(z, y, x)] = 1));
-    const indices = seeds.map((seed) => local(...seed));
-    if (new Set(indices).size < indices.length || !seeds.every((seed) => ids.includes(this.idAt(seed))))
+    const toCellIndex = (z, y, x) =>
+      (Math.floor((z - z0) / cellSize) * shape[1] + Math.floor((y - y0) / cellSize)) * shape[2] +
+      Math.floor((x - x0) / cellSize);
+    for (const id of ids) this.#forEachVoxel(id, (_, z, y, x) => (mask[toCellIndex(z, y, x)] = 1));
+    const seedIndices = seeds.map((seed) => toCellIndex(...seed));
+    if (new Set(seedIndices).size < seedIndices.length || !seeds.every((seed) => ids.includes(this.idAt(seed))))
       throw new CannotEdit("Click once into each part of the object.");
-    const parts = divide(inside, shape, this.voxel, indices);
+    const parts = divide(mask, shape, this.voxelSize, seedIndices);
     const partIds = [...ids];
-    while (partIds.length < seeds.length) partIds.push(this.#newId(partIds));
-    // Collect the changes first, because writing changes which voxels are visited.
+    while (partIds.length < seeds.length) partIds.push(this.#createId(partIds));
+    // Collect all changes before writing them, because writing would affect which voxels are visited.
     /** @type {number[]} */
     const writes = [];
     for (const id of ids)
-      this.#visit(id, (index, z, y, x) => {
-        const to = partIds[Math.max(0, parts[local(z, y, x)] - 1)];
-        if (to !== id) writes.push(index, to);
+      this.#forEachVoxel(id, (index, z, y, x) => {
+        const newId = partIds[Math.max(0, parts[toCellIndex(z, y, x)] - 1)];
+        if (newId !== id) writes.push(index, newId);
       });
-    for (let write = 0; write < writes.length; write += 2) this.#set(writes[write], writes[write + 1]);
+    for (let write = 0; write < writes.length; write += 2) this.#writeVoxel(writes[write], writes[write + 1]);
     return this.commit("split", { kind: "split", ids: partIds, seeds });
   }
 
   /**
    * Add an object by its outline in a plane, or add an outline to the object that is being drawn. Planes between two
    * outlines are filled with interpolated shapes. Other objects keep their voxels.
-   * @param {Axis} axis @param {number} at plane @param {Point[]} points of the outline @param {OutlineSketch | null} sketch of the object that is being drawn
+   * @param {Axis} axis normal to the plane @param {number} at index of the plane @param {Point[]} points of the outline @param {OutlineSketch | null} sketch of the object that is being drawn
    */
-  outline(axis, at, points, sketch) {
+  addOutline(axis, at, points, sketch) {
     const isContinued = sketch !== null && sketch.axis === axis && this.objects.has(sketch.id);
-    const others = isContinued ? sketch.outlines.filter((outline) => outline.at !== at) : [];
-    const outlines = [...others, { at, points }].sort((first, second) => first.at - second.at);
-    const [down, right] = ACROSS[axis];
+    const otherOutlines = isContinued ? sketch.outlines.filter((outline) => outline.at !== at) : [];
+    const outlines = [...otherOutlines, { at, points }].sort((first, second) => first.at - second.at);
+    const [down, right] = IN_PLANE_AXES[axis];
     const { shape } = this.labels;
     const outlineMasks = outlines.map((outline) => fillPolygon(outline.points, [shape[down], shape[right]]));
     if (outlineMasks.some((mask) => mask === null))
       throw new CannotEdit("The outline contains no voxel. Draw a larger one.");
-    const id = isContinued ? sketch.id : this.#newId();
+    const id = isContinued ? sketch.id : this.#createId();
     const masks = fillBetween(outlines, /** @type {import("./label_shapes.js").Mask[]} */ (outlineMasks));
-    if (isContinued) this.#trim(id, axis, masks);
+    if (isContinued) this.#removeOutside(id, axis, masks);
     const { strides } = this;
     const { data } = this.labels;
-    for (const [plane, { inside, top, left, width }] of masks) {
-      inside.forEach((isInside, index) => {
+    for (const [plane, { values, top, left, width }] of masks) {
+      values.forEach((isInside, index) => {
         const [v, u] = [top + Math.floor(index / width), left + (index % width)];
         if (!isInside || v < 0 || u < 0 || v >= shape[down] || u >= shape[right]) return;
-        const to = plane * strides[axis] + v * strides[down] + u * strides[right];
-        if (data[to] === 0) this.#set(to, id);
+        const voxelIndex = plane * strides[axis] + v * strides[down] + u * strides[right];
+        if (data[voxelIndex] === 0) this.#writeVoxel(voxelIndex, id);
       });
     }
     return this.commit("add", { kind: "add", id, axis, outlines });
   }
 
-  /** Remove the voxels of an object outside the masks of its planes. @param {number} id @param {Axis} axis @param {Map<number, import("./label_shapes.js").Mask>} masks */
-  #trim(id, axis, masks) {
-    const [down, right] = ACROSS[axis];
+  /** Remove the voxels of an object that are outside the masks. @param {number} id @param {Axis} axis @param {Map<number, import("./label_shapes.js").Mask>} masks */
+  #removeOutside(id, axis, masks) {
+    const [down, right] = IN_PLANE_AXES[axis];
     /** @type {number[]} */
-    const outside = [];
-    this.#visit(id, (index, ...position) => {
+    const outsideIndices = [];
+    this.#forEachVoxel(id, (index, ...position) => {
       const mask = masks.get(position[axis]);
       const [v, u] = mask ? [position[down] - mask.top, position[right] - mask.left] : [-1, -1];
-      const isInside = mask && v >= 0 && u >= 0 && v < mask.height && u < mask.width && mask.inside[v * mask.width + u];
-      if (!isInside) outside.push(index);
+      const isInside = mask && v >= 0 && u >= 0 && v < mask.height && u < mask.width && mask.values[v * mask.width + u];
+      if (!isInside) outsideIndices.push(index);
     });
-    for (const index of outside) this.#set(index, 0);
+    for (const index of outsideIndices) this.#writeVoxel(index, 0);
   }
 
   /**
-   * Paint or erase an object within a ball or a disc. `commit` ends the stroke.
+   * Paint or erase an object within a ball or a disc. `commit` completes the stroke.
    * @param {Triple} center in voxels @param {number} radius in micrometers @param {Brush} brush
    */
   stamp(center, radius, brush) {
-    const { voxel, strides } = this;
+    const { voxelSize, strides } = this;
     const { shape } = this.labels;
     // A brush smaller than a voxel still paints the voxel under it.
-    const square = Math.max(radius, 0.5 * Math.max(...voxel)) ** 2;
-    const reach = voxel.map((edge, axis) => (axis === brush.axis ? 0 : Math.sqrt(square) / edge));
+    const squaredRadius = Math.max(radius, 0.5 * Math.max(...voxelSize)) ** 2;
+    const reach = voxelSize.map((edge, axis) => (axis === brush.axis ? 0 : Math.sqrt(squaredRadius) / edge));
     const low = center.map((index, axis) => Math.max(0, Math.ceil(index - reach[axis])));
     const high = center.map((index, axis) => Math.min(shape[axis] - 1, Math.floor(index + reach[axis])));
     for (let z = low[0]; z <= high[0]; z += 1) {
       for (let y = low[1]; y <= high[1]; y += 1) {
-        const remainder = square - ((z - center[0]) * voxel[0]) ** 2 - ((y - center[1]) * voxel[1]) ** 2;
-        if (remainder < 0) continue;
-        const half = Math.sqrt(remainder) / voxel[2];
-        const first = Math.max(low[2], Math.ceil(center[2] - half));
-        const last = Math.min(high[2], Math.floor(center[2] + half));
+        const squaredRest =
+          squaredRadius - ((z - center[0]) * voxelSize[0]) ** 2 - ((y - center[1]) * voxelSize[1]) ** 2;
+        if (squaredRest < 0) continue;
+        const halfLength = Math.sqrt(squaredRest) / voxelSize[2];
+        const first = Math.max(low[2], Math.ceil(center[2] - halfLength));
+        const last = Math.min(high[2], Math.floor(center[2] + halfLength));
         const row = z * strides[0] + y * strides[1];
-        for (let index = row + first; index <= row + last; index += 1) this.#brush(index, brush);
+        for (let index = row + first; index <= row + last; index += 1) this.#paintVoxel(index, brush);
       }
     }
   }
 
-  /** @param {number} index @param {Brush} brush */
-  #brush(index, { id, erase, overwrite }) {
-    const current = this.labels.data[index];
-    if (overwrite || current === (erase ? id : 0)) this.#set(index, erase ? 0 : id);
+  /** Paint or erase one voxel. @param {number} index @param {Brush} brush */
+  #paintVoxel(index, { id, erase, overwrite }) {
+    const currentId = this.labels.data[index];
+    if (overwrite || currentId === (erase ? id : 0)) this.#writeVoxel(index, erase ? 0 : id);
   }
 
-  /** @returns {number} an id for a new object that will be painted */
+  /** @returns {number} the id of a new object, which is painted next */
   startObject() {
-    return this.#newId();
+    return this.#createId();
   }
 }

@@ -1,88 +1,90 @@
-/** Label files in NumPy and OME-TIFF format. */
+/** Encodes labels as NumPy and OME-TIFF files. */
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("openapi").VoxelSize} VoxelSize */
 
-/** Write labels as an NPY file (version 1.0). @param {Volume} labels of unsigned integers @returns {Blob} an array `[Z, Y, X]` */
-export function asNpy({ data, shape }) {
+/** Encode labels as an NPY file (version 1.0). @param {Volume} labels of unsigned integers @returns {Blob} file with an array `[Z, Y, X]` */
+export function encodeNpy({ data, shape }) {
   const header = `{'descr': '${data.BYTES_PER_ELEMENT === 1 ? "|" : "<"}u${data.BYTES_PER_ELEMENT}', 'fortran_order': False, 'shape': (${shape.join(", ")}), }`;
-  // The array data is aligned to 64 bytes.
-  const length = 64 * Math.ceil((10 + header.length + 1) / 64) - 10;
-  const head = new Uint8Array(10 + length).fill(0x20);
-  head.set([0x93, 0x4e, 0x55, 0x4d, 0x50, 0x59, 1, 0, length & 255, length >> 8]);
-  head.set(new TextEncoder().encode(header), 10);
-  head[head.length - 1] = 0x0a;
-  return new Blob([head, bytes(data)], { type: "application/x-npy" });
+  // The header is padded, so that the array data is aligned to 64 bytes.
+  const paddedLength = 64 * Math.ceil((10 + header.length + 1) / 64) - 10;
+  const headerBytes = new Uint8Array(10 + paddedLength).fill(0x20);
+  headerBytes.set([0x93, 0x4e, 0x55, 0x4d, 0x50, 0x59, 1, 0, paddedLength & 255, paddedLength >> 8]);
+  headerBytes.set(new TextEncoder().encode(header), 10);
+  headerBytes[headerBytes.length - 1] = 0x0a;
+  return new Blob([headerBytes, viewBytes(data)], { type: "application/x-npy" });
 }
 
-/** @param {Blob} blob @returns {Promise<Blob>} */
+/** Compress a blob. @param {Blob} blob @returns {Promise<Blob>} */
 export function gzip(blob) {
   return new Response(blob.stream().pipeThrough(new CompressionStream("gzip"))).blob();
 }
 
-// The XML namespace, joined from parts because no module of the page may contain the URL of another host.
-const OME = ["http:/", "www.openmicroscopy.org", "Schemas", "OME", "2016-06"].join("/");
+// XML namespace. It is joined from parts, because no module of the web UI may contain the URL of another host.
+const OME_NAMESPACE = ["http:/", "www.openmicroscopy.org", "Schemas", "OME", "2016-06"].join("/");
+/** TIFF field types of strings, 16-bit and 32-bit unsigned integers. */
+const ASCII = 2;
 const SHORT = 3;
 const LONG = 4;
 
 /**
- * Write labels as an uncompressed OME-TIFF with one page per plane.
+ * Encode labels as an uncompressed OME-TIFF with one page per plane.
  * @param {Volume} labels of unsigned integers @param {VoxelSize | null} voxelSize @returns {Blob}
  */
-export function asTiff({ data, shape }, voxelSize) {
+export function encodeTiff({ data, shape }, voxelSize) {
   const [depth, height, width] = shape;
-  const size = data.BYTES_PER_ELEMENT;
-  const plane = height * width * size;
-  const description = new TextEncoder().encode(`${omeXml(shape, size, voxelSize)}\0`);
-  const entries = 11;
-  const directoryBytes = 2 + 12 * entries + 4;
+  const bytesPerVoxel = data.BYTES_PER_ELEMENT;
+  const planeBytes = height * width * bytesPerVoxel;
+  const description = new TextEncoder().encode(`${createOmeXml(shape, bytesPerVoxel, voxelSize)}\0`);
+  const entryCount = 11;
+  const directoryBytes = 2 + 12 * entryCount + 4;
   const descriptionOffset = 8;
-  const directories = descriptionOffset + 2 * Math.ceil(description.length / 2);
-  const pixels = directories + depth * directoryBytes;
-  const head = new DataView(new ArrayBuffer(pixels));
-  head.setUint32(0, 0x002a4949, true);
-  head.setUint32(4, directories, true);
-  new Uint8Array(head.buffer).set(description, descriptionOffset);
+  const directoriesOffset = descriptionOffset + 2 * Math.ceil(description.length / 2);
+  const pixelsOffset = directoriesOffset + depth * directoryBytes;
+  const header = new DataView(new ArrayBuffer(pixelsOffset));
+  header.setUint32(0, 0x002a4949, true);
+  header.setUint32(4, directoriesOffset, true);
+  new Uint8Array(header.buffer).set(description, descriptionOffset);
   for (let page = 0; page < depth; page += 1) {
-    let offset = directories + page * directoryBytes;
-    head.setUint16(offset, entries, true);
+    let offset = directoriesOffset + page * directoryBytes;
+    header.setUint16(offset, entryCount, true);
     offset += 2;
-    for (const [tag, kind, count, value] of [
+    for (const [tag, type, count, value] of [
       [256, LONG, 1, width],
       [257, LONG, 1, height],
-      [258, SHORT, 1, 8 * size],
+      [258, SHORT, 1, 8 * bytesPerVoxel],
       [259, SHORT, 1, 1],
       [262, SHORT, 1, 1],
-      [270, 2, description.length, descriptionOffset],
-      [273, LONG, 1, pixels + page * plane],
+      [270, ASCII, description.length, descriptionOffset],
+      [273, LONG, 1, pixelsOffset + page * planeBytes],
       [277, SHORT, 1, 1],
       [278, LONG, 1, height],
-      [279, LONG, 1, plane],
+      [279, LONG, 1, planeBytes],
       [339, SHORT, 1, 1],
     ]) {
-      head.setUint16(offset, tag, true);
-      head.setUint16(offset + 2, kind, true);
-      head.setUint32(offset + 4, count, true);
-      head.setUint32(offset + 8, value, true);
+      header.setUint16(offset, tag, true);
+      header.setUint16(offset + 2, type, true);
+      header.setUint32(offset + 4, count, true);
+      header.setUint32(offset + 8, value, true);
       offset += 12;
     }
-    if (page + 1 < depth) head.setUint32(offset, offset + 4, true);
+    if (page + 1 < depth) header.setUint32(offset, offset + 4, true);
   }
-  return new Blob([head.buffer, bytes(data)], { type: "image/tiff" });
+  return new Blob([header.buffer, viewBytes(data)], { type: "image/tiff" });
 }
 
-/** @param {import("./planes.js").Triple} shape @param {number} size bytes per voxel @param {VoxelSize | null} voxelSize */
-function omeXml([depth, height, width], size, voxelSize) {
-  const edges = voxelSize
+/** @param {import("./planes.js").Triple} shape @param {number} bytesPerVoxel @param {VoxelSize | null} voxelSize */
+function createOmeXml([depth, height, width], bytesPerVoxel, voxelSize) {
+  const sizeAttributes = voxelSize
     ? ["X", "Y", "Z"].map((axis) => {
         const edge = voxelSize[/** @type {keyof VoxelSize} */ (axis.toLowerCase())];
         return ` PhysicalSize${axis}="${edge}" PhysicalSize${axis}Unit="µm"`;
       })
     : [];
-  return `<?xml version="1.0" encoding="UTF-8"?><OME xmlns="${OME}" Creator="StackSeg"><Image ID="Image:0" Name="labels"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="uint${8 * size}" BigEndian="false" SizeX="${width}" SizeY="${height}" SizeZ="${depth}" SizeC="1" SizeT="1"${edges.join("")}><Channel ID="Channel:0:0" Name="labels" SamplesPerPixel="1"/><TiffData/></Pixels></Image></OME>`;
+  return `<?xml version="1.0" encoding="UTF-8"?><OME xmlns="${OME_NAMESPACE}" Creator="StackSeg"><Image ID="Image:0" Name="labels"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="uint${8 * bytesPerVoxel}" BigEndian="false" SizeX="${width}" SizeY="${height}" SizeZ="${depth}" SizeC="1" SizeT="1"${sizeAttributes.join("")}><Channel ID="Channel:0:0" Name="labels" SamplesPerPixel="1"/><TiffData/></Pixels></Image></OME>`;
 }
 
 /** @param {Volume["data"]} data @returns {Uint8Array<ArrayBuffer>} */
-function bytes(data) {
+function viewBytes(data) {
   return new Uint8Array(/** @type {ArrayBuffer} */ (data.buffer), data.byteOffset, data.byteLength);
 }

@@ -1,4 +1,4 @@
-/** Measurements of objects in the browser, with the same definitions as in the service. Does not use the DOM. */
+/** Measures objects in the browser, with the same definitions as the service. Does not use the DOM. */
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./planes.js").Triple} Triple */
@@ -11,25 +11,25 @@ const COLUMNS = [
 
 /**
  * Measure all objects in one pass over the rows.
- * @param {Volume} labels @param {Volume | null} image of the same shape, null to omit the intensities
- * @param {Iterable<number>} ids of the objects @param {Triple | null} voxel voxel size in micrometers, null if unknown
+ * @param {Volume} labels @param {Volume | null} image with the same shape, null to omit the intensities
+ * @param {Iterable<number>} ids of the objects @param {Triple | null} voxelSize in micrometers, null if unknown
  * @returns {Table} the columns that the service writes for one channel
  */
-export function measure(labels, image, ids, voxel) {
-  const label = Float64Array.from(ids).sort();
-  const rowOf = new Map([...label].map((id, row) => [id, row]));
+export function measure(labels, image, ids, voxelSize) {
+  const sortedIds = Float64Array.from(ids).sort();
+  const rowById = new Map([...sortedIds].map((id, row) => [id, row]));
   /** @type {Map<string, Float64Array>} */
-  const columns = new Map(COLUMNS.map((name) => [name, new Float64Array(label.length)]));
-  const get = (/** @type {string} */ name) => /** @type {Float64Array} */ (columns.get(name));
-  const [voxels, mean, max] = ["num_pixels", "intensity_mean", "intensity_max"].map(get);
-  const centroids = [0, 1, 2].map((axis) => get(`centroid-${axis}`));
-  const low = [0, 1, 2].map((axis) => get(`bbox-${axis}`).fill(Infinity));
-  const high = [3, 4, 5].map((axis) => get(`bbox-${axis}`));
-  get("label").set(label);
-  max.fill(-Infinity);
+  const columns = new Map(COLUMNS.map((name) => [name, new Float64Array(sortedIds.length)]));
+  const getColumn = (/** @type {string} */ name) => /** @type {Float64Array} */ (columns.get(name));
+  const [voxelCounts, means, maxima] = ["num_pixels", "intensity_mean", "intensity_max"].map(getColumn);
+  const centroids = [0, 1, 2].map((axis) => getColumn(`centroid-${axis}`));
+  const low = [0, 1, 2].map((axis) => getColumn(`bbox-${axis}`).fill(Infinity));
+  const high = [3, 4, 5].map((axis) => getColumn(`bbox-${axis}`));
+  getColumn("label").set(sortedIds);
+  maxima.fill(-Infinity);
   forEachRun(labels, (id, z, y, x, length, start) => {
-    const row = /** @type {number} */ (rowOf.get(id));
-    voxels[row] += length;
+    const row = /** @type {number} */ (rowById.get(id));
+    voxelCounts[row] += length;
     centroids[0][row] += z * length;
     centroids[1][row] += y * length;
     centroids[2][row] += (x + (length - 1) / 2) * length;
@@ -41,29 +41,29 @@ export function measure(labels, image, ids, voxel) {
     high[2][row] = Math.max(high[2][row], x + length);
     if (image === null) return;
     for (let index = start; index < start + length; index += 1) {
-      mean[row] += image.data[index];
-      if (image.data[index] > max[row]) max[row] = image.data[index];
+      means[row] += image.data[index];
+      if (image.data[index] > maxima[row]) maxima[row] = image.data[index];
     }
   });
-  const edges = voxel ?? [1, 1, 1];
-  const hasBorder = labels.shape.map((length) => length > 1);
-  for (let row = 0; row < label.length; row += 1) {
-    const count = voxels[row];
+  const edges = voxelSize ?? [1, 1, 1];
+  const isThick = labels.shape.map((length) => length > 1);
+  for (let row = 0; row < sortedIds.length; row += 1) {
+    const count = voxelCounts[row];
     const volume = count * edges[0] * edges[1] * edges[2];
-    get("area")[row] = volume;
-    get("equivalent_diameter_area")[row] = Math.cbrt((6 * volume) / Math.PI);
-    mean[row] /= count;
+    getColumn("area")[row] = volume;
+    getColumn("equivalent_diameter_area")[row] = Math.cbrt((6 * volume) / Math.PI);
+    means[row] /= count;
     for (const axis of [0, 1, 2]) centroids[axis][row] *= edges[axis] / count;
-    const touching = labels.shape.some(
-      (length, axis) => hasBorder[axis] && (low[axis][row] === 0 || high[axis][row] === length),
+    const touchesBorder = labels.shape.some(
+      (length, axis) => isThick[axis] && (low[axis][row] === 0 || high[axis][row] === length),
     );
-    get("touching_border")[row] = Number(touching);
+    getColumn("touching_border")[row] = Number(touchesBorder);
   }
   if (image === null) for (const name of ["intensity_mean", "intensity_max"]) columns.delete(name);
-  return { columns, length: label.length, unit: voxel === null ? "voxel" : "um" };
+  return { columns, length: sortedIds.length, unit: voxelSize === null ? "voxel" : "um" };
 }
 
-/** Call a function for each run of voxels of one object along x. @param {Volume} labels @param {(id: number, z: number, y: number, x: number, length: number, start: number) => void} visit */
+/** Call a function for each run of voxels along x that belong to the same object. @param {Volume} labels @param {(id: number, z: number, y: number, x: number, length: number, start: number) => void} visit */
 function forEachRun({ data, shape }, visit) {
   const [, height, width] = shape;
   for (let row = 0; row < data.length; row += width) {
@@ -79,8 +79,8 @@ function forEachRun({ data, shape }, visit) {
   }
 }
 
-/** Write a table as CSV with a header line, in the format of the service. @param {Table} table @returns {string} */
-export function asCsv({ columns, length, unit }) {
+/** Encode a table as CSV with a header line, in the format of the service. @param {Table} table @returns {string} */
+export function encodeCsv({ columns, length, unit }) {
   const names = [...columns.keys()];
   const lines = Array.from({ length }, (_, row) => {
     const cells = names.map((name) => {

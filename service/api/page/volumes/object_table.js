@@ -1,4 +1,4 @@
-/** The table of objects in the format of the service: one number per object in each column. */
+/** Table of objects with the columns that the service writes. Each column has one number per object. */
 
 /** @typedef {{columns: Map<string, Float64Array>, length: number, unit: string}} Table */
 
@@ -21,23 +21,25 @@ export function parseTable(text) {
   return { columns, length: lines.length, unit };
 }
 
-/** @param {Table} table @param {string} name @returns {Float64Array} the values of a column, zeros if the table does not have it */
-export function column(table, name) {
+/** @param {Table} table @param {string} name @returns {Float64Array} the values of a column, or zeros if the table does not have the column */
+export function getColumn(table, name) {
   return table.columns.get(name) ?? new Float64Array(table.length);
 }
 
 /**
- * Return the rows within all limits, sorted by a column.
+ * Return the indices of the rows within all limits, sorted by a column.
  * @param {Table} table @param {string} sortColumn @param {boolean} descending
- * @param {Map<string, [number, number]>} limits by column
+ * @param {Map<string, [number, number]>} limits smallest and largest value by column
  */
 export function filterRows(table, sortColumn, descending, limits) {
   const rows = [];
-  const checks = [...limits].map(([name, [low, high]]) => ({ values: column(table, name), low, high }));
+  const columnLimits = [...limits].map(([name, [low, high]]) => ({ values: getColumn(table, name), low, high }));
   for (let row = 0; row < table.length; row += 1) {
-    if (checks.every(({ values, low, high }) => values[row] >= low && values[row] <= high)) rows.push(row);
+    if (columnLimits.every(({ values, low, high }) => values[row] >= low && values[row] <= high)) rows.push(row);
   }
-  const keys = column(table, sortColumn);
+  const sortValues = getColumn(table, sortColumn);
   const sign = descending ? -1 : 1;
-  return Uint32Array.from(rows.sort((first, second) => sign * (keys[first] - keys[second]) || first - second));
+  return Uint32Array.from(
+    rows.sort((first, second) => sign * (sortValues[first] - sortValues[second]) || first - second),
+  );
 }

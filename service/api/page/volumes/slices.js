@@ -1,40 +1,40 @@
-/** Planes of volumes as images: slicing, gray values, outlines of objects. Does not use the DOM. */
+/** Functions that extract planes from volumes and draw their gray values and the outlines of objects. Do not use the DOM. */
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./planes.js").PixelArray} PixelArray */
 /** @typedef {{data: PixelArray, width: number, height: number}} Plane */
 /** @typedef {0 | 1 | 2} Axis z, y or x */
 
-/** For each axis, the axes that point down and to the right in the view along it. */
-export const ACROSS = /** @type {const} */ ([
+/** For each axis, the two axes that point down and to the right in the view along that axis. */
+export const IN_PLANE_AXES = /** @type {const} */ ([
   [1, 2],
   [0, 2],
   [1, 0],
 ]);
 
 /**
- * Extract a plane. A plane normal to z shares the memory of the volume, others are copied.
- * @param {Volume} volume @param {Axis} axis normal to the plane @param {number} position
+ * Extract a plane. A plane normal to z shares the memory of the volume; other planes are copied.
+ * @param {Volume} volume @param {Axis} axis normal to the plane @param {number} position index of the plane
  * @returns {Plane}
  */
 export function slice(volume, axis, position) {
   const [, rows, columns] = volume.shape;
-  const [down, right] = ACROSS[axis];
+  const [down, right] = IN_PLANE_AXES[axis];
   const width = volume.shape[right];
   const height = volume.shape[down];
   if (axis === 0)
     return { data: volume.data.subarray(position * rows * columns, (position + 1) * rows * columns), width, height };
   const data = /** @type {PixelArray} */ (new /** @type {any} */ (volume.data.constructor)(width * height));
   const source = volume.data;
-  // Go through the volume plane by plane, in the order of its memory.
+  // Traverse the volume in the order of its memory.
   for (let z = 0; z < volume.shape[0]; z += 1) {
-    const plane = z * rows * columns;
+    const planeStart = z * rows * columns;
     if (axis === 1) {
-      data.set(source.subarray(plane + position * columns, plane + (position + 1) * columns), z * columns);
+      data.set(source.subarray(planeStart + position * columns, planeStart + (position + 1) * columns), z * columns);
       continue;
     }
-    let from = plane + position;
-    for (let y = 0; y < rows; y += 1, from += columns) data[y * width + z] = source[from];
+    let index = planeStart + position;
+    for (let y = 0; y < rows; y += 1, index += columns) data[y * width + z] = source[index];
   }
   return { data, width, height };
 }
@@ -55,10 +55,10 @@ export function project(volume) {
 }
 
 /**
- * Estimate quantiles of the gray values from an even sample of the voxels.
+ * Estimate quantiles of the gray values from regularly spaced voxels.
  * @param {PixelArray} data @param {number[]} fractions
  */
-export function quantiles(data, fractions) {
+export function estimateQuantiles(data, fractions) {
   const stride = Math.max(1, Math.floor(data.length / 100_000));
   const sample = [];
   for (let index = 0; index < data.length; index += stride) {
@@ -68,19 +68,19 @@ export function quantiles(data, fractions) {
   return fractions.map((fraction) => sorted[Math.round(fraction * (sorted.length - 1))] ?? 0);
 }
 
-/** Cached shades of colors as ABGR pixels. @type {Map<string, Uint32Array>} */
-const SHADES = new Map();
+/** Cache of the shades of each color, as ABGR pixels. @type {Map<string, Uint32Array>} */
+const SHADES_CACHE = new Map();
 
 /** @param {[number, number, number]} color @returns {Uint32Array} 256 shades from black to the color */
-function shadesOf(color) {
-  const name = String(color);
-  const cached = SHADES.get(name);
-  if (cached) return cached;
+function getShades(color) {
+  const key = String(color);
+  const cachedShades = SHADES_CACHE.get(key);
+  if (cachedShades) return cachedShades;
   const shades = Uint32Array.from({ length: 256 }, (_, level) => {
     const [red, green, blue] = color.map((part) => Math.round((part * level) / 255));
     return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
   });
-  SHADES.set(name, shades);
+  SHADES_CACHE.set(key, shades);
   return shades;
 }
 
@@ -92,7 +92,7 @@ function shadesOf(color) {
 export function paintGray(plane, low, high, color = [255, 255, 255]) {
   const image = new ImageData(plane.width, plane.height);
   const pixels = new Uint32Array(image.data.buffer);
-  const shades = shadesOf(color);
+  const shades = getShades(color);
   const scale = 255.999 / Math.max(high - low, 1e-9);
   const { data } = plane;
   for (let index = 0; index < data.length; index += 1) {
@@ -102,9 +102,9 @@ export function paintGray(plane, low, high, color = [255, 255, 255]) {
   return image;
 }
 
-/** ABGR color of objects without a color of their own. */
+/** ABGR color of objects to which no color is assigned. */
 const GRAY = 0xffa8a8a8;
-/** Sum of the differences of red, green and blue below which outlines of one pixel look the same. */
+/** Colors look the same in one-pixel outlines if the differences of red, green and blue add up to less than this. */
 const SIMILAR_COLOR_DISTANCE = 120;
 
 /** Colors of objects as ABGR pixels, the same as in the label files for ImageJ: hues in steps of the golden ratio. */
@@ -112,39 +112,39 @@ export const COLORS = Uint32Array.from({ length: 256 }, (_, colorIndex) => {
   const label = colorIndex - 1;
   if (label < 0) return GRAY;
   const hue = (label * 0.618034) % 1;
-  const [red, green, blue] = hsv(hue, [1, 0.55, 0.8][label % 3], [1, 0.95, 0.85][label % 3]);
+  const [red, green, blue] = hsvToRgb(hue, [1, 0.55, 0.8][label % 3], [1, 0.95, 0.85][label % 3]);
   return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
 });
 
-/** @param {number} id @returns {number} index of its color in `COLORS` */
-export function colorIndexOf(id) {
+/** @param {number} id @returns {number} index of the object's color in `COLORS` */
+export function getColorIndex(id) {
   return ((id - 1) % 255) + 1;
 }
 
 /** Return whether the colors of two objects are hard to distinguish. @param {number} id @param {number} other */
 export function haveSimilarColors(id, other) {
-  const [first, second] = [COLORS[colorIndexOf(id)], COLORS[colorIndexOf(other)]];
+  const [first, second] = [COLORS[getColorIndex(id)], COLORS[getColorIndex(other)]];
   const differences = [0, 8, 16].map((shift) => Math.abs(((first >> shift) & 255) - ((second >> shift) & 255)));
   return differences.reduce((sum, part) => sum + part, 0) < SIMILAR_COLOR_DISTANCE;
 }
 
 /** @param {number} id @returns {string} the color of an object in CSS syntax */
-export function cssColor(id) {
-  const color = COLORS[colorIndexOf(id)];
+export function getCssColor(id) {
+  const color = COLORS[getColorIndex(id)];
   return `rgb(${color & 255} ${(color >> 8) & 255} ${(color >> 16) & 255})`;
 }
 
-/** @param {number} hue @param {number} saturation @param {number} value @returns {[number, number, number]} */
-function hsv(hue, saturation, value) {
+/** Convert a color from HSV to RGB. @param {number} hue @param {number} saturation @param {number} value from 0 to 1 @returns {[number, number, number]} from 0 to 255 */
+function hsvToRgb(hue, saturation, value) {
   /** @param {number} n */
-  const part = (n) => {
+  const computeComponent = (n) => {
     const k = (n + hue * 6) % 6;
     return Math.round(255 * value * (1 - saturation * Math.max(0, Math.min(k, 4 - k, 1))));
   };
-  return [part(5), part(3), part(1)];
+  return [computeComponent(5), computeComponent(3), computeComponent(1)];
 }
 
-/** @typedef {{left: number, top: number, scaleX: number, scaleY: number}} Placement position of a plane and size of its voxels, in pixels */
+/** @typedef {{left: number, top: number, scaleX: number, scaleY: number}} Placement position of a plane on the screen, and size of its voxels, in pixels */
 /** @typedef {{filled: boolean, selected: number, hidden: Uint8Array | null, colorIndices: Uint8Array | null, thickness: number}} Style colorIndices: index into `COLORS` by id, null for the default colors */
 
 /**
@@ -164,8 +164,9 @@ export function paintLabels(labels, image, placement, style) {
   if (first < 0) return;
   let last = width - 1;
   while (columns[last] < 0) last -= 1;
-  // The outline of the selected object is thicker.
-  const [thick, reach] = [style.thickness, style.thickness + 1];
+  const { thickness } = style;
+  // The outline of the selected object is one pixel thicker.
+  const reach = thickness + 1;
   /** @param {number} y @param {Int32Array} row */
   const readRow = (y, row) => {
     const v = Math.floor((y + 0.5 - placement.top) / placement.scaleY);
@@ -181,17 +182,17 @@ export function paintLabels(labels, image, placement, style) {
   for (let y = 0; y < 2 * reach; y += 1) readRow(y - reach, rows[y]);
   for (let y = 0; y < height; y += 1) {
     readRow(y + reach, rows[2 * reach]);
-    const [row, above, below] = [rows[reach], rows[reach - thick], rows[reach + thick]];
+    const [row, above, below] = [rows[reach], rows[reach - thickness], rows[reach + thickness]];
     paintRow(above, row, below, pixels, y * width, first, last, style);
     if (style.selected && row.includes(style.selected)) paintSelected(rows, pixels, y * width, first, last, style);
-    const spare = rows.shift();
-    if (spare) rows.push(spare);
+    const recycledRow = rows.shift();
+    if (recycledRow) rows.push(recycledRow);
   }
 }
 
 /**
- * Paint one row of pixels.
- * @param {Int32Array} above @param {Int32Array} row @param {Int32Array} below ids
+ * Paint the outlines and fill colors in one row of pixels.
+ * @param {Int32Array} above @param {Int32Array} row @param {Int32Array} below ids of the objects in this row and the rows around it
  * @param {Uint32Array} pixels @param {number} offset @param {number} first @param {number} last @param {Style} style
  */
 function paintRow(above, row, below, pixels, offset, first, last, style) {
@@ -199,27 +200,27 @@ function paintRow(above, row, below, pixels, offset, first, last, style) {
   for (let x = first; x <= last; x += 1) {
     const id = row[x];
     if (id === 0) continue;
-    // Pixels beyond the ends of a row are undefined, which never equals an id.
-    const inside = row[x - thickness] === id && row[x + thickness] === id && above[x] === id && below[x] === id;
-    if (inside && !filled) continue;
+    // Beyond the ends of a row, the value is undefined, which differs from every id.
+    const isInside = row[x - thickness] === id && row[x + thickness] === id && above[x] === id && below[x] === id;
+    if (isInside && !filled) continue;
     const color = COLORS[colorIndices === null ? ((id - 1) % 255) + 1 : colorIndices[id]];
-    pixels[offset + x] = inside ? (color & 0x00ffffff) | 0x70000000 : color;
+    pixels[offset + x] = isInside ? (color & 0x00ffffff) | 0x70000000 : color;
   }
 }
 
 /**
  * Paint the selected object in its color with a white outline.
- * @param {Int32Array[]} rows of ids; the painted row is in the middle
+ * @param {Int32Array[]} rows ids of the objects; the painted row is in the middle
  * @param {Uint32Array} pixels @param {number} offset @param {number} first @param {number} last @param {Style} style
  */
 function paintSelected(rows, pixels, offset, first, last, { selected, colorIndices }) {
   const reach = rows.length >> 1;
   const row = rows[reach];
-  const color = (COLORS[colorIndices?.[selected] ?? colorIndexOf(selected)] & 0x00ffffff) | 0x3c000000;
+  const color = (COLORS[colorIndices?.[selected] ?? getColorIndex(selected)] & 0x00ffffff) | 0x3c000000;
   for (let x = first; x <= last; x += 1) {
     if (row[x] !== selected) continue;
     const isInsideRow = row[x - reach] === selected && row[x + reach] === selected;
-    const inside = isInsideRow && rows[0][x] === selected && rows[2 * reach][x] === selected;
-    pixels[offset + x] = inside ? color : 0xffffffff;
+    const isInside = isInsideRow && rows[0][x] === selected && rows[2 * reach][x] === selected;
+    pixels[offset + x] = isInside ? color : 0xffffffff;
   }
 }

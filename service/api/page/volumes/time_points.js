@@ -1,12 +1,12 @@
-/** The `time` parameter of requests and results: an index, `all`, or a range such as `2:5`. */
+/** Functions for the parameter `time` of requests and jobs: an index, `all`, or a range such as `2:5`. */
 
 /** @param {unknown} time @returns {number} the first time point */
-export function firstTime(time) {
+export function getFirstTime(time) {
   return Number.parseInt(String(time ?? ""), 10) || 0;
 }
 
-/** @param {unknown} time @returns {boolean} whether it selects several time points */
-export function isRange(time) {
+/** @param {unknown} time @returns {boolean} whether the parameter selects a series */
+export function isTimeSeries(time) {
   const text = String(time ?? "");
   return text === "all" || text.includes(":");
 }
