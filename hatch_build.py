@@ -1,6 +1,6 @@
 """Build script for the C++ kernels: a hatchling build hook, and a command, `python hatch_build.py [--all]`.
 
-A wheel contains one library for each processor level (`service/core/native/variants.py`). An editable installation and
+A wheel contains one library for each variant (`service/core/native/variants.py`). An editable installation and
 the command compile only the library for this processor, in the source folder. With `--all`, the command compiles every
 library that this processor can run. Libraries that are newer than their sources are not compiled again.
 

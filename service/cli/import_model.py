@@ -77,8 +77,8 @@ QUESTIONS = (
     Question(
         "--architecture",
         "architecture",
-        "Constructor call for the network: ShuffleUNet, UNet, BasicUNet, DynUNet or SegResNet, with arguments; "
-        "other networks have to be imported from torch.export or ONNX files",
+        "Constructor call for a ShuffleUNet, UNet, BasicUNet, DynUNet or SegResNet (import other networks from "
+        "torch.export or ONNX files), with arguments",
         "BasicUNet(spatial_dims=3, in_channels=1, out_channels=2)",
         _parse_architecture,
     ),
@@ -161,7 +161,8 @@ def add_arguments(import_parser: argparse.ArgumentParser) -> None:
     import_parser.add_argument(
         "--trust",
         action="store_true",
-        help="Also accept TorchScript, a program that runs with all permissions of this command and of the service",
+        help="Also accept TorchScript files, which are programs that run with all permissions of this command and of "
+        "the service",
     )
     add_settings_options(import_parser, argparse.SUPPRESS)
     import_parser.set_defaults(run=run_import)

@@ -54,7 +54,8 @@ def prepare(
 def fold_batch_norms(module: nn.Module) -> nn.Module:
     """Fold every batch norm that directly follows a convolution in an `nn.Sequential` into that convolution, in place.
 
-    Only sequences, including nested ones, define the order of calls without tracing. Other modules stay unchanged.
+    Only `nn.Sequential` containers, including nested ones, reveal the order of calls without tracing. Other modules
+    stay unchanged.
     """
     return fuse_pairs(module, _fold)
 

@@ -111,7 +111,7 @@ class Runtime:
         if self.is_draining:
             return
         self.is_draining = True
-        self.devices.drain()
+        self.devices.stop_watchdogs()
         self._drain_timer = threading.Timer(self.settings.server.drain_seconds, self.devices.cancel_requests)
         self._drain_timer.daemon = True
         self._drain_timer.start()
@@ -119,7 +119,7 @@ class Runtime:
     def stop(self) -> None:
         """Cancel all requests, stop threads and child processes, and delete the scratch folder."""
         self.is_draining = True
-        self.devices.drain()
+        self.devices.stop_watchdogs()
         if self._drain_timer is not None:
             self._drain_timer.cancel()
         self.devices.stop(JOIN_SECONDS)

@@ -28,7 +28,7 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["jobs"])
 
-# Interval between checks whether a job has changed.
+# Interval between checks for changes to a job.
 POLL_SECONDS = 0.5
 # Time without events after which a comment is sent, so that proxies do not close the connection.
 KEEPALIVE_SECONDS = 15.0
@@ -114,7 +114,7 @@ async def download_result(
     with ExitStack() as exit_stack:
         exit_stack.callback(file.close)
         space = exit_stack.enter_context(runtime.scratch_space.new_reservation(get_quota_name(request)))
-        # A client without other requests may download a result of any size.
+        # A client with no other request in progress may download a result of any size.
         space.reserve(min(os.fstat(file.fileno()).st_size, runtime.scratch_space.max_client_bytes))
         response = build_response(descriptor_path(file.fileno()), metadata)
         response.resources.callback(exit_stack.pop_all().close)

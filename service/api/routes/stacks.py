@@ -1,4 +1,4 @@
-"""/stacks: stacks that are uploaded once, to view and segment them several times."""
+"""/stacks: stacks that are uploaded once and then viewed and segmented several times."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ async def upload_stack(request: Request, runtime: RuntimeDependency, async_jobs:
     """Upload a stack for later requests.
 
     Later requests select the stack with the parameter `stack` instead of sending a body. Accepts the same body as
-    `/segment`. The file is stored without being read. Stacks that have not been used for a while may be deleted.
+    `/segment`. The file is not parsed until a request uses it. Stacks that have not been used for a while may be
+    deleted.
     """
     runtime.check_admission(get_caller(request))
     if request.query_params:
-        raise _no_parameters()
+        raise _make_parameters_error()
     query = Parameters()
     async with receive_file(request, query, incoming_folder(async_jobs)) as file:
         if file.request.query != query:
-            raise _no_parameters()
+            raise _make_parameters_error()
 
         def store() -> StoredStack:
             digest = file.complete() or ""
@@ -60,7 +61,7 @@ async def delete_stack(request: Request, stack: StackId) -> None:
     await run_in_thread(partial(get_stacks(request).delete, stack, get_caller(request)))
 
 
-def _no_parameters() -> BadParameter:
+def _make_parameters_error() -> BadParameter:
     return BadParameter("POST /stacks has no parameters. Set the parameters in the requests that use the stack.")
 
 

@@ -1,4 +1,4 @@
-"""Build variants of the C++ kernels, by processor level.
+"""Variants in which the C++ kernels are built, for different x86-64 microarchitecture levels.
 
 `hatch_build.py` runs this file on its own, so it must not import other modules of the package.
 """
@@ -12,9 +12,9 @@ from typing import NamedTuple
 # Folder that contains the built libraries.
 FOLDER = Path(__file__).parent
 
-# Flags in /proc/cpuinfo that the levels of x86-64 require (https://gitlab.com/x86-psABIs/x86-64-ABI).
-X86_64_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
-X86_64_V4 = X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# Flags in /proc/cpuinfo that the x86-64 microarchitecture levels require (https://gitlab.com/x86-psABIs/x86-64-ABI).
+X86_64_V3_FLAGS = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+X86_64_V4_FLAGS = X86_64_V3_FLAGS | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
 class Variant(NamedTuple):
@@ -30,17 +30,17 @@ class Variant(NamedTuple):
         return FOLDER / f"kernels-{self.name}.so"
 
 
-X86_64 = (
-    Variant("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512bf16"), X86_64_V4 | {"avx512_bf16"}),
-    Variant("x86-64-v4", ("-march=x86-64-v4",), X86_64_V4),
-    Variant("x86-64-v3", ("-march=x86-64-v3",), X86_64_V3),
+X86_64_VARIANTS = (
+    Variant("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512bf16"), X86_64_V4_FLAGS | {"avx512_bf16"}),
+    Variant("x86-64-v4", ("-march=x86-64-v4",), X86_64_V4_FLAGS),
+    Variant("x86-64-v3", ("-march=x86-64-v3",), X86_64_V3_FLAGS),
 )
 
 
 def list_variants(machine: str | None = None) -> tuple[Variant, ...]:
     """Return all variants for an architecture, fastest first. None: the architecture of this machine."""
     machine = machine or platform.machine()
-    return X86_64 if machine == "x86_64" else (Variant(machine),)
+    return X86_64_VARIANTS if machine == "x86_64" else (Variant(machine),)
 
 
 def list_supported() -> tuple[Variant, ...]:

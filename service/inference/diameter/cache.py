@@ -12,8 +12,8 @@ from service.core.types import Volume
 from service.inference.preprocessing.normalize import VolumeChannel
 from service.inference.types import DiameterEstimate
 
-# Number of stacks whose diameter estimate is cached.
-CACHED_STACKS = 1024
+# Maximum number of stacks whose diameter estimates are cached.
+MAX_CACHED_STACKS = 1024
 
 
 class DiameterCache:
@@ -40,7 +40,7 @@ class DiameterCache:
         diameter_estimate = estimate()
         with self._lock:
             self._estimates[key] = diameter_estimate
-            if len(self._estimates) > CACHED_STACKS:
+            if len(self._estimates) > MAX_CACHED_STACKS:
                 self._estimates.popitem(last=False)
         return diameter_estimate
 

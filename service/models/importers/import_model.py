@@ -54,7 +54,7 @@ def import_model(
 
     overrides  keys of a model file that override those of the package
     prepare    function that prepares the network's input for the package's own tests
-    trust      whether TorchScript is allowed, which is a program that can do everything this process can do
+    trust      whether TorchScript files are allowed, which are programs that can do everything this process can do
 
     Nothing is downloaded. The only code that runs is that of the network: a known architecture, or a graph from
     torch.export, ONNX or trusted TorchScript within the limits of its loader. Raises UnsupportedPackage, with the name

@@ -1,8 +1,8 @@
 """Read MONAI bundles: `configs/metadata.json`, `configs/inference.json` or `.yaml`, and `models/model.pt` or `.ts`.
 
 The configuration of a bundle may refer to any class (`_target_`) and any Python expression (`$...`). None of this code
-is run: known names are translated, `@` references to plain values are resolved, and everything else becomes a problem.
-Source: specification of the MONAI bundle format, version 0.1.10.
+is run: known names are translated, `@` references to plain values are resolved, and everything else is reported as
+a problem. Source: specification of the MONAI bundle format, version 0.1.10.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WEIGHTS_FILES: tuple[tuple[str, WeightsKind], ...] = (
     ("models/model.pt", "state dict"),
     ("models/model.ts", "torchscript"),
 )
-# Transforms without an equivalent here: StackSeg loads files, arranges axes and inverts the resampling itself.
+# Transforms that are ignored, because StackSeg loads files, arranges axes and inverts the resampling itself.
 _IGNORED = "LoadImaged EnsureChannelFirstd EnsureTyped ToTensord ToDeviced CastToTyped Invertd SaveImaged Identityd"
 IGNORED_TRANSFORMS = frozenset(_IGNORED.split())
 SPACING_TRANSFORM = "Spacingd"
@@ -41,8 +41,9 @@ AXES_NOTE = (
 )
 
 SPACING_NOTE = (
-    "The Spacingd transform requires voxels of {}, interpreted as um along Z, Y, X. This is input.voxel_size unless "
-    "you specified a different one. Specify it if the bundle uses other units, such as the millimeters of NIfTI files."
+    "The Spacingd transform requires voxels of {}, interpreted as um along Z, Y, X. input.voxel_size is set to this "
+    "value unless you specified a different one. Specify it if the bundle uses other units, such as the millimeters of "
+    "NIfTI files."
 )
 
 
@@ -80,7 +81,7 @@ def read(root: Path) -> Draft:
         content["decoding"] = {"kind": "classes"}
     else:
         problems["decoding"] = (
-            "postprocessing: labels can only be derived from an argmax over several outputs, which is not specified."
+            "postprocessing: labels can only be derived from an argmax over several outputs, but none is specified."
         )
     notes = [AXES_NOTE]
     if "voxel_size" in inputs:
@@ -209,7 +210,7 @@ def _read_roi_size(config: Fields, formats: Fields) -> list[int]:
         size = section.get(key)
         if isinstance(size, list) and len(size) == 3 and all(isinstance(edge, int) and edge > 0 for edge in size):
             return size
-    raise UnsupportedPackage("inferer.roi_size: expected three window edges in voxels.")
+    raise UnsupportedPackage("inferer.roi_size: expected the window size in voxels along three axes.")
 
 
 def _read_transforms(config: Fields, key: str) -> list[tuple[str, Fields]]:
@@ -226,7 +227,7 @@ def _read_name(step: Fields) -> str:
 
 
 def _read_normalization(config: Fields, channels: Any) -> dict[str, Any]:
-    """Read the normalization of intensities. Raises UnsupportedPackage for other transforms, except `Spacingd`."""
+    """Read the intensity normalization. Raises UnsupportedPackage for other transforms, except `Spacingd`."""
     if "preprocessing" not in config:
         raise UnsupportedPackage("preprocessing: this key is missing, so the normalization of images is unknown.")
     step = _find_normalization(config)
@@ -241,7 +242,7 @@ def _read_normalization(config: Fields, channels: Any) -> dict[str, Any]:
 
 
 def _find_normalization(config: Fields) -> Fields | None:
-    """Return the only transform of intensities, or None. Raises UnsupportedPackage if there are other transforms."""
+    """Return the only intensity transform, or None. Raises UnsupportedPackage if there are other transforms."""
     steps = [step for name, step in _read_transforms(config, "preprocessing") if name != SPACING_TRANSFORM]
     supported_steps = [step for step in steps if _read_name(step) in _TRANSLATORS][:1]
     unsupported = [f"{step.location('_target_')}: {_read_name(step)}" for step in steps if step not in supported_steps]
@@ -276,10 +277,10 @@ def _read_spacing(config: Fields) -> list[float] | None:
     if (modes[0] if isinstance(modes, list) else modes) != "bilinear":
         raise UnsupportedPackage(f"{step.location('mode')}: {modes!r} is not supported; only bilinear is.")
     pixdim = step.get("pixdim")
-    # As in MONAI, the last edge is repeated for missing ones.
+    # As in MONAI, the last value is repeated for missing ones.
     edges = [*pixdim, *pixdim[-1:] * 3][:3] if isinstance(pixdim, list) else [pixdim] * 3
     if not all(map(_is_length, edges)):
-        raise UnsupportedPackage(f"{step.location('pixdim')}: expected three voxel edges, not {pixdim!r:.80}.")
+        raise UnsupportedPackage(f"{step.location('pixdim')}: expected voxel sizes for three axes, not {pixdim!r:.80}.")
     return [float(edge) for edge in edges]
 
 
@@ -314,13 +315,13 @@ def _translate_percentiles(step: Fields) -> dict[str, Any]:
     return {"kind": "percentile", "low": _read_number(step, "lower"), "high": _read_number(step, "upper"), "clip": clip}
 
 
-def _translate_extremes(step: Fields) -> dict[str, Any]:
+def _translate_min_max(step: Fields) -> dict[str, Any]:
     if _read_number(step, "minv", 0) != 0 or _read_number(step, "maxv", 1) != 1 or "factor" in step:
         raise UnsupportedPackage(f"{step.location('minv')}: only scaling to the range from 0 to 1 is supported.")
     return {"kind": "percentile", "low": 0.0, "high": 100.0}
 
 
-def _translate_mean(step: Fields) -> dict[str, Any]:
+def _translate_standardization(step: Fields) -> dict[str, Any]:
     if step.get("nonzero"):
         raise UnsupportedPackage(f"{step.location('nonzero')}: statistics that exclude zero voxels are not supported.")
     if "subtrahend" in step or "divisor" in step:
@@ -332,8 +333,8 @@ def _translate_mean(step: Fields) -> dict[str, Any]:
 _TRANSLATORS = {
     "ScaleIntensityRanged": _translate_range,
     "ScaleIntensityRangePercentilesd": _translate_percentiles,
-    "ScaleIntensityd": _translate_extremes,
-    "NormalizeIntensityd": _translate_mean,
+    "ScaleIntensityd": _translate_min_max,
+    "NormalizeIntensityd": _translate_standardization,
 }
 
 

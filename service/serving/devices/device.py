@@ -1,4 +1,4 @@
-"""The protocol of a device that processes requests, on this host or on another one, and the scheduler of a device."""
+"""The interface of a device that processes requests on this or another host, and its scheduler."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class DeviceState(StrEnum):
 
 
 class Device(Protocol):
-    """Owner of one device: `LocalDevice` or `RemoteDevice`. Models become ready after `start` has returned."""
+    """A device, implemented by `LocalDevice` and `RemoteDevice`. Models become ready after `start` has returned."""
 
     @property
     def name(self) -> str: ...

@@ -43,12 +43,12 @@ class DevicePool:
 
     @property
     def waiting_count(self) -> int:
-        """Number of waiting requests."""
+        """Number of waiting jobs of all devices."""
         return sum(device.scheduler.queue.waiting_count for device in self.all)
 
     @property
     def running_jobs(self) -> tuple[Job[Any], ...]:
-        """The running requests."""
+        """The running jobs of all devices."""
         return tuple(job for device in self.all for job in device.scheduler.queue.running_jobs)
 
     @property
@@ -64,7 +64,7 @@ class DevicePool:
         if self._cluster:
             self._cluster.start(self._measure_backlog, len(self._local_devices))
 
-    def drain(self) -> None:
+    def stop_watchdogs(self) -> None:
         """Stop the watchdogs, because the threads of the devices are about to be stopped."""
         for watchdog in self._watchdogs:
             watchdog.stop()
@@ -76,7 +76,7 @@ class DevicePool:
 
     def stop(self, seconds: float) -> None:
         """Cancel all requests and stop all threads. Do not wait for threads that take longer than `seconds`."""
-        self.drain()
+        self.stop_watchdogs()
         self.cancel_requests()
         if self._cluster:
             self._cluster.stop()

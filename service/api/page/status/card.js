@@ -5,7 +5,10 @@ import { formatDuration, formatNumber } from "../core/format.js";
 
 /** @typedef {import("../core/elements.js").Child} Child */
 
-/** Card that is redrawn only if its data has changed, so that text selections, open details and the focus are kept. */
+/**
+ * Card that is redrawn only if its data has changed, so that text selections, expanded <details> elements and the focus
+ * are preserved.
+ */
 export class Card {
   /** @param {string} title @param {Child[]} tools controls shown next to the title */
   constructor(title, ...tools) {

@@ -1,4 +1,4 @@
-"""The protocol of an actor handle. An actor is a process on another host that owns a device or processes blocks."""
+"""The interface of an actor handle. An actor is a process on another host that owns a device or processes blocks."""
 
 from __future__ import annotations
 

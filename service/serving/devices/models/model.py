@@ -1,4 +1,4 @@
-"""The protocol of a model that is loaded on a device."""
+"""The interface of a model that is loaded on a device, as a `typing.Protocol`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DeviceModel(Protocol):
         """Segment a volume [C, Z, Y, X] for a job, in a thread of the queue.
 
         request   the request as planned by `estimator`; None if it has not been planned yet
-        progress  called with the number of completed windows, starting at 0, and their total number
+        progress  called with the number of completed windows, starting at 0, and the total number of windows
 
         Raises BadParameter, TooLarge, Cancelled, OutOfMemory, NonFiniteScores, DeviceLost and LowConfidenceResult. A
         device on another host also raises OutOfStorage, StorageUnavailable and JobInterrupted.
@@ -58,7 +58,7 @@ class DeviceModel(Protocol):
     def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> DiameterEstimate | None:
         """Estimate the object diameter for a job; return None if `segment` would not estimate it.
 
-        Raises the errors of `segment`.
+        Raises the same errors as `segment`.
         """
 
 
