@@ -192,7 +192,7 @@ def attack_from_reader(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
         open_targets(folder) as targets,
         Reader(memory_bytes=2**30, seconds=30, decoded_bytes=2**20, process_count=1, module="attacks") as reader,
     ):
-        reader.await_start()
+        reader.wait_until_ready()
         targets["attempts"] = list_blocked_attacks(confinement.LAYERS.keys() - reader.missing_layers)
         content = json.dumps(targets).encode().ljust(SIDE * SIDE, b"\0")
         tifffile.imwrite(path, np.frombuffer(content, np.uint8).reshape(SIDE, SIDE), metadata=None)

@@ -29,10 +29,14 @@ def add_arguments(evaluate: argparse.ArgumentParser) -> None:
         "--diameter",
         nargs="+",
         default=[],
-        help="Object diameters to evaluate, one row each: a diameter as in POST /segment, or mean or extents for the"
-        " mean diameter or the median extents of the annotated objects",
+        help="Object diameters to evaluate, one output row each: a value that POST /segment accepts, mean (the mean"
+        " diameter of the annotated objects), or extents (their median extents)",
     )
-    evaluate.add_argument("--no-floor", action="store_true", help="Skip the classical method, which can be slow")
+    evaluate.add_argument(
+        "--no-floor",
+        action="store_true",
+        help="Skip the classical method, the baseline for the scores of the model, which can be slow",
+    )
     evaluate.add_argument("--json", action="store_true", help="Print a JSON array with one entry per stack and method")
     evaluate.set_defaults(run=run, extra="train")
 

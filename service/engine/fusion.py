@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import nn
 
-from service.models.network import is_sequence, iter_children, iter_modules
+from service.models.network import is_plain_sequential, iter_children, iter_modules
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
@@ -35,7 +35,7 @@ def iter_adjacent_modules(network: nn.Module) -> Iterator[tuple[ModuleSlot, Modu
     modules = list(iter_modules(network))
     usages = Counter(child for module in modules for _, child in iter_children(module))
     for module in modules:
-        if is_sequence(module):
+        if is_plain_sequential(module):
             yield from itertools.pairwise(list(_iter_slots(module, usages)))
 
 
@@ -70,7 +70,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _iter_slots(sequence: nn.Module, usages: Counter[nn.Module]) -> Iterator[ModuleSlot]:
     for name, child in iter_children(sequence):
-        if is_sequence(child) and usages[child] == 1 and not _has_hooks(child):
+        if is_plain_sequential(child) and usages[child] == 1 and not _has_hooks(child):
             yield from _iter_slots(child, usages)
         elif not any(is_plain(child, kind) for kind in (nn.Identity, nn.Dropout, nn.Dropout3d)):
             yield ModuleSlot(sequence, name, child)

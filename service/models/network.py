@@ -1,6 +1,6 @@
 """Utilities for torch networks: their type, size and modules.
 
-They include the detection of `nn.Sequential` modules whose children are not only called in sequence.
+`observe_calls` detects `nn.Sequential` modules whose children are also called in other ways.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 Network = Callable[[Tensor], Tensor]
 """A network that is ready to run: windows [B, C, z, y, x] -> scores [B, K, z, y, x], for one fixed shape."""
 
-# Maximum number of elements in a value. As float32, they take 8 GiB. Untrusted files could specify any number.
+# Maximum number of elements in a tensor. As float32, they take 8 GiB. Untrusted files could specify any number.
 MAX_ELEMENTS = 2**31
-# Attribute that marks every `nn.Sequential` that `is_sequence` must reject. Copies of the module keep the mark.
+# Attribute that marks every `nn.Sequential` that `is_plain_sequential` must reject. Copies of the module keep the mark.
 _BYPASSED_ATTRIBUTE = "_stackseg_bypassed"
 
 
@@ -29,7 +29,7 @@ def count_weight_bytes(network: nn.Module) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def is_sequence(module: nn.Module) -> bool:
+def is_plain_sequential(module: nn.Module) -> bool:
     """Return whether `module` only calls its children in order, and `observe_calls` found no other calls to them."""
     is_plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     return is_plain and not getattr(module, _BYPASSED_ATTRIBUTE, False)
@@ -72,10 +72,10 @@ def observe_calls(network: nn.Module) -> Iterator[None]:
 def _find_bypassed(modules: Sequence[nn.Module], calls: Counter[nn.Module]) -> list[nn.Module]:
     """Return sequences that were never called, or that have a child that was called more often than its sequences.
 
-    Fusing such a sequence would change the network, because values between its children are used elsewhere. A child
-    that also has a parent other than a sequence is exempt, because that parent makes the additional calls.
+    Fusing such a sequence would change the network, because the tensors between its children are used elsewhere. A
+    child that also has a parent other than a sequence is exempt, because that parent makes the additional calls.
     """
-    sequences = [module for module in modules if is_sequence(module)]
+    sequences = [module for module in modules if is_plain_sequential(module)]
     other_modules = set(modules).difference(sequences)
     exempt_modules = {child for module in other_modules for _, child in iter_children(module)}
     bypassed_children = (calls - _count_calls_by(sequences, calls)).keys() - exempt_modules

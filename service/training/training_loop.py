@@ -48,7 +48,8 @@ class TrainingPlan(Training):
     """Training options: the settings and two additional options.
 
     Durations are in steps, so that the same seed gives the same result on machines of different speed. The learning
-    rate has a linear warm-up during the first twentieth of the steps, and then a cosine decay.
+    rate has a linear warm-up during the first twentieth of the steps, and then a cosine decay. Checkpoints contain the
+    options by name, so renaming a field would prevent resuming from older checkpoints.
 
     averaging   decay per step of the moving average of the weights, which is used for the new model
     statistics  number of batches from which the batch normalization statistics of the averaged network are computed
@@ -69,7 +70,7 @@ class TrainingPlan(Training):
 
 @dataclass
 class TrainerState:
-    """The progress of training: the content of a checkpoint except for tensors.
+    """The progress of training: the content of a checkpoint except for tensors. Checkpoints contain the field names.
 
     best     lowest validation loss
     stale    number of validations since the validation loss last improved
@@ -126,7 +127,7 @@ class TrainingPlacement(NamedTuple):
 
 
 class Trainer:
-    """The training of a network on one device. The loss curve and the checkpoints are written to `folder`."""
+    """Trains a network on one device. The loss curve and the checkpoints are written to `folder`."""
 
     def __init__(
         self, network: nn.Module, data: TrainingData, plan: TrainingPlan, folder: Path, placement: TrainingPlacement
@@ -152,8 +153,8 @@ class Trainer:
     def run(self) -> nn.Module:
         """Train as planned. Return the averaged network with the lowest validation loss, on the CPU."""
         plan, state = self.plan, self.state
-        first_number = state.step // STEPS_PER_REFRESH
-        pool = ExamplePool(self._dataset, plan.pool, first=first_number, workers=plan.workers)
+        first_example_number = state.step // STEPS_PER_REFRESH
+        pool = ExamplePool(self._dataset, plan.pool, first=first_example_number, workers=plan.workers)
         batches = prefetch_batches(pool, plan, state.step, pinned=self._device.type == "cuda")
         start_time = time.monotonic()
         try:
@@ -181,7 +182,7 @@ class Trainer:
             rng = np.random.default_rng([plan.seed, 3])
             images = (draw_batch(pool, rng, plan.batch_size, plan.edge)[0] for _ in range(plan.statistics))
             recompute_statistics(self._averaged_network, images)
-            if self._score_average()[0] > state.best:
+            if self._score_averaged_network()[0] > state.best:
                 self._averaged_network.load_state_dict(self._best_weights)
         finally:
             batches.close()
@@ -243,7 +244,7 @@ class Trainer:
         return is_finite
 
     def _prepare_network(self) -> Callable[[Tensor], Tensor]:
-        """Set the planned memory format and checkpointing of the network. Return the network, compiled if planned."""
+        """Apply the planned memory format and activation checkpointing. Return the network, compiled if planned."""
         if self.plan.channels_last:
             for parameter in self._network.parameters():
                 if parameter.dim() == 5:
@@ -262,7 +263,7 @@ class Trainer:
         return scores.float()
 
     @torch.no_grad()
-    def _score_average(self) -> tuple[float, float | None]:
+    def _score_averaged_network(self) -> tuple[float, float | None]:
         """Return the mean validation loss and the foreground Dice score (None if undefined) of the averaged network."""
         losses, dice_scores = list[float](), list[Tensor]()
         for images, targets in self._validation_tiles:
@@ -274,7 +275,7 @@ class Trainer:
 
     def _validate(self) -> None:
         """Validate the averaged network, keep its weights if they are the best so far, and write the loss curve."""
-        state, (loss, dice) = self.state, self._score_average()
+        state, (loss, dice) = self.state, self._score_averaged_network()
         if loss < state.best:
             state.best, state.stale = loss, 0
             self._best_weights = copy.deepcopy(self._averaged_network.state_dict())
@@ -295,7 +296,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint, which atomically replaces the previous one."""
         content = {
-            "plan": _select_result_options(self.plan),
+            "plan": _select_options_affecting_result(self.plan),
             "state": vars(self.state),
             "network": self._network.state_dict(),
             "average": self._averaged_network.state_dict(),
@@ -311,7 +312,10 @@ class Trainer:
         path = self.folder / CHECKPOINT_FILE
         try:
             content: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
-            if {**_select_result_options(TrainingPlan()), **content["plan"]} != _select_result_options(self.plan):
+            if {
+                **_select_options_affecting_result(TrainingPlan()),
+                **content["plan"],
+            } != _select_options_affecting_result(self.plan):
                 raise BadParameter(
                     f"{path} was written with different options. Use the same options, or start training from scratch"
                     " in a new folder."
@@ -337,6 +341,6 @@ def _format_number(value: float | None) -> str:
     return f"{value:.4f}" if value is not None and math.isfinite(value) else "-"
 
 
-def _select_result_options(plan: TrainingPlan) -> dict[str, Any]:
+def _select_options_affecting_result(plan: TrainingPlan) -> dict[str, Any]:
     """Return the options that must be equal so that resumed training gives the same result."""
     return {name: value for name, value in plan.model_dump().items() if name not in {"minutes", "patience", "workers"}}

@@ -16,7 +16,7 @@ from service.core.errors import BrokenModel
 from service.inference.runner.memory_estimate import measure_activation_bytes, measure_activations
 from service.models.architectures import ShuffleUNet, build_network
 from service.models.loader import compute_scores, load_network
-from service.models.network import is_sequence
+from service.models.network import is_plain_sequential
 from service.models.spec import Architecture, ModelSpec, Weights
 
 WriteModel = Callable[..., ModelSpec]
@@ -104,10 +104,10 @@ def test_sequences_called_in_parts_are_detected_while_loading(random_nuclei: Mod
         stem[2](scores)
         return scores
 
-    assert is_sequence(load_network(random_nuclei).get_submodule("stem"))
+    assert is_plain_sequential(load_network(random_nuclei).get_submodule("stem"))
     network = load_network(random_nuclei, call_partially)
-    assert not is_sequence(network.get_submodule("stem"))
-    assert is_sequence(network.get_submodule("down.0"))
+    assert not is_plain_sequential(network.get_submodule("stem"))
+    assert is_plain_sequential(network.get_submodule("down.0"))
 
 
 def test_model_file_with_more_outputs_than_scores_is_rejected(random_nuclei: ModelSpec) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from service.models.network import is_sequence, iter_children, observe_calls
+from service.models.network import is_plain_sequential, iter_children, observe_calls
 
 
 class Owner(nn.Module):
@@ -38,10 +38,10 @@ def test_sequence_is_one_whose_children_are_not_called_elsewhere(
     call: Callable[[Owner, Tensor], Tensor], expected: bool
 ) -> None:
     network = Owner(call)
-    assert is_sequence(network.steps)
+    assert is_plain_sequential(network.steps)
     with observe_calls(network):
         network(torch.zeros(2))
-    assert is_sequence(network.steps) == expected
+    assert is_plain_sequential(network.steps) == expected
 
 
 def test_subclass_with_its_own_forward_is_not_a_sequence() -> None:
@@ -51,7 +51,7 @@ def test_subclass_with_its_own_forward_is_not_a_sequence() -> None:
                 x = module(x)
             return x
 
-    assert not is_sequence(Reversed(nn.ReLU()))
+    assert not is_plain_sequential(Reversed(nn.ReLU()))
 
 
 def test_child_with_two_names_is_yielded_twice() -> None:

@@ -1,4 +1,4 @@
-"""Request and response headers, which are read directly from ASGI's lists of byte pairs, without a wrapper object."""
+"""Request and response headers, read directly from ASGI's lists of (name, value) byte strings without a wrapper."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def choose_request_id(proposed: str) -> str:
     """Return the request id that the client proposes if it is safe to log, or else a new id."""
     if REQUEST_ID_PATTERN.fullmatch(proposed):
         return proposed
-    # Request ids may be guessable, and a generator that is not secure saves a system call.
+    # Request ids need not be unpredictable, and a non-cryptographic generator saves a system call.
     return str(uuid.UUID(int=random.getrandbits(128), version=4))

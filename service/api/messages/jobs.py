@@ -156,7 +156,7 @@ def _report_part_progress(view: JobView) -> dict[str, Any]:
 
 def _report_result(record: JobRecord) -> dict[str, Any]:
     """Return the members of a `JobReport` that describe the result. Without a result, these are only the model."""
-    metadata = record.answer
+    metadata = record.result_metadata
     if metadata is None:
         return {"model": record.request.model, "warnings": []}
     return {

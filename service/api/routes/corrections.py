@@ -172,7 +172,7 @@ def _read_provenance(
         )
     record = async_jobs.view(query.job, caller).record
     job_parameters = {key: value for key, value in record.request.parameters.items() if key in SELECTION_PARAMETERS}
-    answer = record.answer
+    answer = record.result_metadata
     diameter = None if answer is None or answer.diameter is None else answer.diameter.partition(";")[0]
     parameters = merge_fields(Parameters(), {**job_parameters, **overrides})
     model = record.request.model if answer is None else answer.model

@@ -15,7 +15,7 @@ PARAMETERS = {
     "channel": (
         "CHANNEL",
         "Name or zero-based index of the channel, or all if the model has several input channels (default: the only"
-        " channel, or all if the model has the same number of input channels)",
+        " channel, or all if the model has as many input channels as the file has channels)",
     ),
     "time": (
         "INDEX",
@@ -80,8 +80,8 @@ PARAMETERS = {
     ),
     "quality": (
         "fast|best",
-        "fast, or best, which combines three views of windows that overlap by half and takes about ten times as long"
-        " (default: fast)",
+        "best uses windows that overlap by half, averages three mirrored views of each, and takes about ten times as"
+        " long as fast (default: fast)",
     ),
     "overlap": (
         "FRACTION",

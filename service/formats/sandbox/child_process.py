@@ -43,11 +43,17 @@ _log = logging.getLogger(__name__)
 
 
 class ReaderProcess:
-    """Child process that is started when needed and restarted after it ends. Only one thread may use it at a time."""
+    """Child process that is started when needed and restarted after it ends. Only one thread may use it at a time.
 
-    def __init__(self, module: str, memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
-        self._arguments = [module, str(memory_bytes), str(decoded_bytes), str(seconds)]
-        self._seconds = seconds
+    module              module that the process runs, such as `child_main`
+    memory_bytes        memory that the process may use in addition to its memory at startup
+    max_decoded_bytes   maximum size of a file that the process writes
+    time_limit_seconds  time limit for a request
+    """
+
+    def __init__(self, module: str, memory_bytes: int, max_decoded_bytes: int, time_limit_seconds: float) -> None:
+        self._arguments = [module, str(memory_bytes), str(max_decoded_bytes), str(time_limit_seconds)]
+        self._time_limit_seconds = time_limit_seconds
         self._is_shut_down = False
         # Layers of confinement that are not in force, with reasons. None until a process has started.
         self.missing_layers: dict[str, str] | None = None
@@ -64,13 +70,14 @@ class ReaderProcess:
 
     def call(self, request: dict[str, Any], files: RequestFiles, cancelled: CancellationCheck) -> dict[str, Any]:
         """Send a request with the descriptor of its file, and wait for the reply. Restart the process on errors."""
-        self.await_start()
+        self.wait_until_ready()
         try:
             return self._exchange_messages(request, files, cancelled)
         except TimeoutError:
             self.restart()
             raise TooLarge(
-                f"Reading the file took more than {self._seconds:g} seconds. Crop the stack, or save it uncompressed."
+                f"Reading the file took more than {self._time_limit_seconds:g} seconds. Crop the stack, or save it"
+                " uncompressed."
             ) from None
         except (EOFError, ConnectionError):
             if self._is_shut_down:
@@ -84,7 +91,7 @@ class ReaderProcess:
             raise
 
     def shut_down(self) -> None:
-        """Kill the process permanently. Callers that are waiting for a reply get NotReady."""
+        """Kill the process and do not start another one. Callers that are waiting for a reply get NotReady."""
         self._is_shut_down = True
         if self._process is not None:
             self._process.kill()
@@ -99,7 +106,7 @@ class ReaderProcess:
     def _exchange_messages(
         self, request: dict[str, Any], files: RequestFiles, cancelled: CancellationCheck
     ) -> dict[str, Any]:
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self._time_limit_seconds
         self._send(request, files.input_fd)
         while True:
             reply = self._receive(deadline, cancelled)
@@ -121,7 +128,7 @@ class ReaderProcess:
             else:
                 return reply
 
-    def await_start(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until the process is ready, and restart it if it has ended. Raises NotReady."""
         if self._is_shut_down:
             raise NotReady("The service is stopping.")
@@ -190,7 +197,7 @@ class ReaderProcess:
     def _explain_exit(self) -> StackSegError:
         status = self._log_exit()
         if status >= 0 or -status in _CRASH_SIGNALS:
-            return BadFile("The file is damaged: decoding it crashed. Export the file again without compression.")
+            return BadFile("The file is damaged: the decoder crashed. Export the file again without compression.")
         self.kill_count += 1
         return ReaderKilled(
             f"The process that reads files was killed twice by signal {-status}. Most likely the host ran"

@@ -171,11 +171,11 @@ class Reader:
         """Layers of `confinement` that are not in force on this host, with reasons; empty until a child has started."""
         return next((child.missing_layers for child in self._children if child.missing_layers is not None), {})
 
-    def await_start(self) -> None:
-        """Wait until a child has started. Raises NotReady if it does not start."""
+    def wait_until_ready(self) -> None:
+        """Wait until a child is ready, and restart it if it has ended. Raises NotReady if it does not start."""
         child = self._idle.get()
         try:
-            child.await_start()
+            child.wait_until_ready()
         finally:
             self._idle.put(child)
 

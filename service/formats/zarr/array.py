@@ -213,8 +213,8 @@ def _check_array(array: ZarrArray) -> None:
         raise BadFile(f"The Zarr array has the invalid dimension order {array.codec.order}.")
     if array.sharding is not None and math.prod(array.sharding.chunks_per_shard) > _MAX_CHUNKS_PER_SHARD:
         raise TooLarge(
-            f"A shard of the Zarr array has {math.prod(array.sharding.chunks_per_shard)} chunks. Save the image"
-            " with larger chunks."
+            f"A shard of the Zarr array has {math.prod(array.sharding.chunks_per_shard)} chunks, which is more than"
+            " supported. Save the image with larger chunks."
         )
 
 

@@ -102,7 +102,7 @@ class UploadedVolume:
         has_supported_type = volume.dtype.kind in "iu" and volume.dtype.itemsize <= 2
         return has_supported_type and fits_on_device(volume.shape[0], as_size(volume.shape[1:]))
 
-    def count_keys(self, index: int) -> NDArray[np.int64]:
+    def compute_histogram(self, index: int) -> NDArray[np.int64]:
         """Return the histogram of one channel, as `percentiles.count_digits` does for up to 16 bits."""
         counts: NDArray[np.int64] = self._counts[index].view(NUM_HISTOGRAMS, -1).sum(0).cpu().numpy()
         return counts

@@ -34,7 +34,7 @@ def fill_holes(labels: Labels) -> None:
     labels  unsigned integers [Z, Y, X], 0 for the background
 
     A hole is a face-connected component of the background that does not touch a face of the volume and touches only one
-    object. Background between two objects is not filled. Axes of one voxel have no faces.
+    object. Background between two objects is not filled. Axes that are only one voxel long have no faces.
     """
     runs = _find_background(labels)
     components = _label_components(runs, labels.shape)

@@ -39,39 +39,46 @@ def label_basins(  # noqa: PLR0913
     """Merge basins into objects; return labels [Z, Y, X], uint16 or uint32, numbered from 1, and the objects.
 
     minimum_size   minimum number of voxels of an object
-    drop_border    whether to remove objects that touch a face of the volume; axes of one voxel have no faces
+    drop_border    whether to remove objects that touch a face of the volume; axes that are only one voxel long have no
+                   faces
     object_filter  selects which of the remaining objects get a label
     merge          returns the object of every basin
     """
     # NumPy is much faster than PyTorch for so few numbers.
-    group, peaks = merge(basins, persistence), persistence.to_distances(basins.peaks).cpu().numpy()
-    objects = gather_objects(group, basins.voxels.numpy(), basins.foreground.numpy(), peaks)
+    object_of_basin, peaks = (
+        merge(basins, persistence),
+        persistence.to_distances(basins.peaks).cpu().numpy(),
+    )
+    objects = gather_objects(object_of_basin, basins.voxels.numpy(), basins.foreground.numpy(), peaks)
     is_kept = objects.voxels >= max(minimum_size, 1)
     if drop_border:
-        is_kept[group[_find_basins_at_faces(basins).numpy()]] = False
+        is_kept[object_of_basin[_find_basins_at_faces(basins).numpy()]] = False
     objects = objects.select(is_kept)
     is_selected = object_filter(objects)
     is_kept[is_kept] = is_selected
     objects = objects.select(is_selected)
     # The background has basin -1, which indexes the last entry.
-    label_of_basin = np.append(number_objects(is_kept)[1:][group], 0).astype(label_dtype(len(objects)))
+    label_of_basin = np.append(number_objects(is_kept)[1:][object_of_basin], 0).astype(label_dtype(len(objects)))
     return look_up_labels(basins.pieces, label_of_basin[basins.basin_of.numpy()]), objects
 
 
 def gather_objects(
-    group: NDArray[np.int64], voxels: NDArray[np.int64], foreground: NDArray[np.int64], peaks: NDArray[np.float64]
+    object_of_basin: NDArray[np.int64],
+    voxels: NDArray[np.int64],
+    foreground: NDArray[np.int64],
+    peaks: NDArray[np.float64],
 ) -> Objects:
     """Return the objects that basins are merged into.
 
-    group               object of every basin, int64 [R], numbered from 0
+    object_of_basin     object of every basin, int64 [R], numbered from 0
     voxels, foreground  values of every basin, as in `Basins`
     peaks               distance at the maximum of every basin
     """
-    object_count = int(group.max(initial=-1)) + 1
+    object_count = int(object_of_basin.max(initial=-1)) + 1
     sums, max_peaks = np.zeros((2, object_count), np.int64), np.full(object_count, -np.inf)
-    np.add.at(sums[0], group, voxels)
-    np.add.at(sums[1], group, foreground)
-    np.fmax.at(max_peaks, group, peaks)
+    np.add.at(sums[0], object_of_basin, voxels)
+    np.add.at(sums[1], object_of_basin, foreground)
+    np.fmax.at(max_peaks, object_of_basin, peaks)
     return Objects.from_sums(sums[0], sums[1] / PROBABILITY_ONE, max_peaks)
 
 
@@ -85,15 +92,15 @@ def look_up_labels(pieces: Tensor, label_of: NDArray[np.unsignedinteger]) -> NDA
     if pieces.is_cuda and pieces.numel() * label_of.itemsize <= PINNED_BYTES:
         # PyTorch reuses pinned memory for the next labels. The operating system would first clear every page of new
         # memory.
-        return _download(signed, pieces).numpy().view(label_of.dtype)
+        return _look_up_and_download(signed, pieces).numpy().view(label_of.dtype)
     labels = np.empty(pieces.shape, label_of.dtype)
     step = max(LOOKUP_VOXELS // max(pieces[0].numel(), 1), 1)
     for z0 in range(0, len(labels), step):
-        labels[z0 : z0 + step] = _download(signed, pieces[z0 : z0 + step]).numpy().view(labels.dtype)
+        labels[z0 : z0 + step] = _look_up_and_download(signed, pieces[z0 : z0 + step]).numpy().view(labels.dtype)
     return labels
 
 
-def _download(label_of: Tensor, pieces: Tensor) -> Tensor:
+def _look_up_and_download(label_of: Tensor, pieces: Tensor) -> Tensor:
     """Return the label of each voxel's piece on the host, in pinned memory if it comes from a GPU."""
     labels = label_of.index_select(0, pieces.flatten()).view(pieces.shape)
     if not labels.is_cuda:
@@ -105,7 +112,10 @@ def _download(label_of: Tensor, pieces: Tensor) -> Tensor:
 
 
 def _find_basins_at_faces(basins: Basins) -> Tensor:
-    """Return the basins that touch a face of the volume, int64 [N] on the CPU. Axes of one voxel have no faces."""
+    """Return the basins that touch a face of the volume, int64 [N] on the CPU.
+
+    Axes that are only one voxel long have no faces.
+    """
     faces = [
         basins.pieces.select(axis, end).flatten()
         for axis, edge in enumerate(basins.pieces.shape)

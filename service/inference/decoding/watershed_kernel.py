@@ -188,7 +188,8 @@ class KernelWatershed:
         """Return labels [Z, Y, X], uint16 or uint32 from 1, and the objects, after all planes have been added.
 
         minimum_size   minimum number of voxels of an object
-        drop_border    whether to remove objects that touch a face of the volume; axes of one voxel have no faces
+        drop_border    whether to remove objects that touch a face of the volume; axes that are only one voxel long
+                       have no faces
         object_filter  selects which of the remaining objects get a label
         """
         if self._missing_planes:

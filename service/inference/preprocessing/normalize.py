@@ -68,7 +68,7 @@ class VolumeChannel:
 class DevicePixels(Protocol):
     """All pixels of a volume in their stored dtype of up to 16 bits, on a device other than the host."""
 
-    def count_keys(self, index: int) -> NDArray[np.int64]:
+    def compute_histogram(self, index: int) -> NDArray[np.int64]:
         """Return the histogram of one channel, like `percentiles.count_digits` for up to 16 bits."""
 
     def planes(self, index: int, first: int, end: int) -> Tensor:
@@ -82,7 +82,7 @@ class DeviceChannel(VolumeChannel):
     device_pixels: DevicePixels = field(kw_only=True)
 
     def count_digits(self, _shift: int, _prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
-        return {0: self.device_pixels.count_keys(self.index)}
+        return {0: self.device_pixels.compute_histogram(self.index)}
 
 
 def replace_nonfinite(pixels: Array, substitute: float | None) -> Array:

@@ -1,4 +1,4 @@
-"""Callbacks of a request, which compute its windows, check whether it was cancelled, and report its progress."""
+"""Callbacks of a request, which run the network on windows, check for cancellation, and report progress."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ComputeSlabs = Callable[[SlidingWindow, Image, float], Iterator[Slab]]
 
 
 class RunWindows(Protocol):
-    """Function that computes the windows of an image.
+    """Function that runs the network on the windows of an image.
 
-    `WindowBatcher.run` computes them together with those of other requests, and `SlidingWindow.run` alone.
+    `WindowBatcher.run` batches them with the windows of other requests; `SlidingWindow.run` processes them separately.
     """
 
     def __call__(
@@ -39,7 +39,7 @@ class RunWindows(Protocol):
 class Callbacks(NamedTuple):
     """Callbacks of one request.
 
-    run              computes the windows
+    run              runs the network on the windows
     cancelled        returns whether the request was cancelled; called between batches
     progress         called with the number of finished windows, starting with 0, and the total; each view of a window
                      counts separately
@@ -53,5 +53,5 @@ class Callbacks(NamedTuple):
 
     @property
     def probe(self) -> ComputeSlabs:
-        """Function that computes windows in order to measure objects or background. They do not count as progress."""
+        """Function that runs the network on windows to measure objects or background, without reporting progress."""
         return partial(self.run, cancelled=self.cancelled, progress=lambda _done, _total: None)

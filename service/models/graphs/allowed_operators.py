@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-# TorchScript operators `prim::`: control flow, numbers, lists and tensors. None accepts a file, class or process.
+# TorchScript `prim::` operators: control flow, numbers, lists and tensors. None accepts a file, class or process.
 _PRIM_NAMES = """
 abs AutogradAnyNonZero Constant ConstantChunk data device DictConstruct dtype GetAttr If ImplicitTensorToNum is_cuda
 isinstance layout ListConstruct ListUnpack Loop max min NumToTensor RaiseException requires_grad TupleConstruct
 TupleIndex TupleUnpack unchecked_cast unchecked_unwrap_optional Uninitialized
 """
-# PyTorch operators `aten::`, used by TorchScript files and by graphs exported by torch.export.
+# PyTorch `aten::` operators, used by TorchScript files and by graphs exported by torch.export.
 _ATEN_NAMES = """
 __and__ __contains__ __derive_index __getitem__ __is__ __isnot__ __not__ __or__ __range_length _convolution
 _convolution_mode _set_item _softmax _upsample_bicubic2d_aa _upsample_bilinear2d_aa

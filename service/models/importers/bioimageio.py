@@ -90,7 +90,7 @@ def _read_description(root: Path) -> tuple[Fields, str]:
     version = str(rdf.get("format_version"))
     if rdf.get("type") != "model" or not version.startswith(("0.4.", "0.5.")):
         raise UnsupportedPackage(
-            f"format_version: expected a model in format 0.4 or 0.5, not a {rdf.get('type')} in {version}."
+            f"format_version: expected a model in format 0.4 or 0.5, not a {rdf.get('type')} in format {version}."
         )
     return rdf, version
 
@@ -244,7 +244,7 @@ def _read_tests(root: Path, rdf: Fields, input_tensor: Fields, output_tensor: Fi
     elif rdf.get("test_inputs") and rdf.get("test_outputs"):
         paths = [find_file(root, str(rdf.get(side)[0])) for side in ("test_inputs", "test_outputs")]
     else:
-        raise UnsupportedPackage("inputs[0].test_tensor: it is missing, so the package cannot be checked.")
+        raise UnsupportedPackage("inputs[0].test_tensor is missing, so the package cannot be checked.")
     image, expected = (_read_tensor(path) for path in paths)
     return (PackageTest(paths[0].name, image, expected),)
 

@@ -137,7 +137,7 @@ def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
 
 def _view_from_record(record: JobRecord) -> JobView:
     """Return the view of a job based only on its record."""
-    answer, windows = record.answer, record.request.windows
+    answer, windows = record.result_metadata, record.request.windows
     if answer is None:
         return JobView(record, Progress(0, windows))
     if answer.stacks:

@@ -206,16 +206,16 @@ class JobManager:
         Raises UnknownJob, JobNotFinished and ResultUnavailable. If the job failed without a result, raises its error.
         """
         record = self._find(job_id, owner)
-        if record.failure is not None and record.answer is None:
+        if record.failure is not None and record.result_metadata is None:
             raise record.failure
         if record.state == "cancelled":
             raise ResultUnavailable("The job was cancelled. Submit the stack again.")
-        if record.answer is None:
+        if record.result_metadata is None:
             raise JobNotFinished(
                 f"The job is {record.state}. Get the result when GET /jobs/{job_id} reports the state done."
             )
         try:
-            return self._store.result_path(job_id).open("rb"), record.answer
+            return self._store.result_path(job_id).open("rb"), record.result_metadata
         except FileNotFoundError:
             raise ResultUnavailable(
                 "The result was deleted by the operator, or to free space. Submit the stack again."

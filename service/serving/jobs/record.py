@@ -1,4 +1,4 @@
-"""A job as stored on disk: the request, its state, and its answer or failure."""
+"""A job as stored on disk: the request, its state, and the metadata of its result or its failure."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ class JobRequest:
 class JobRecord:
     """A row of the jobs table. Times are in seconds since the Unix epoch.
 
-    attempts  number of times that the job has been started
-    answer    metadata of the result, which is kept when the result is deleted
-    failure   why the job failed, or why the result of a finished job is incomplete
+    number           sequence number in the order of creation, named like its column in the database
+    attempts         number of times that the job has been started
+    result_metadata  metadata of the result, which is kept when the result is deleted
+    failure          why the job failed, or why the result of a finished job is incomplete
     """
 
     id: str
@@ -54,7 +55,7 @@ class JobRecord:
     attempts: int
     input_bytes: int
     result_bytes: int
-    answer: AnswerMetadata | None
+    result_metadata: AnswerMetadata | None
     failure: StackSegError | None
 
     @property

@@ -344,7 +344,7 @@ def _decode_row(row: sqlite3.Row) -> JobRecord:
     request = JobRequest(
         row["model"], json.loads(row["parameters"]), row["name"], row["windows"], row["receive_seconds"]
     )
-    columns = {field.name for field in fields(JobRecord)} - {"request", "answer", "failure"}
+    columns = {field.name for field in fields(JobRecord)} - {"request", "result_metadata", "failure"}
     values = {name: row[name] for name in columns}
-    answer = None if row["outcome"] is None else _ANSWER_ADAPTER.validate_json(row["outcome"])
-    return JobRecord(**values, request=request, answer=answer, failure=decode_failure(row["failure"]))
+    result_metadata = None if row["outcome"] is None else _ANSWER_ADAPTER.validate_json(row["outcome"])
+    return JobRecord(**values, request=request, result_metadata=result_metadata, failure=decode_failure(row["failure"]))

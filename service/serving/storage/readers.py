@@ -40,7 +40,7 @@ class FileReaders:
             process_count=SMALL_FILE_READER_COUNT + LARGE_FILE_READER_COUNT,
         )
         # Wait for the start in the background, so that `reader.missing_layers` is set soon.
-        self.read_threads.submit("", self.reader.await_start)
+        self.read_threads.submit("", self.reader.wait_until_ready)
 
     def stop(self) -> None:
         """Stop the processes and threads."""

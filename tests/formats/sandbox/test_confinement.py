@@ -84,7 +84,7 @@ def test_attacks_succeed_without_confinement(tmp_path: Path) -> None:
 
 def test_reported_layers_match_the_process(tmp_path: Path) -> None:
     with Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, process_count=1) as reader:
-        reader.await_start()
+        reader.wait_until_ready()
         process = Path(f"/proc/{reader._children[0]._process.pid}")
         status = dict(line.split(":\t") for line in (process / "status").read_text(encoding="ascii").splitlines())
         layers_in_force = {
@@ -107,7 +107,7 @@ def test_missing_layer_is_reported_and_files_are_still_read(tmp_path: Path, capl
         assert reader.missing_layers == {}
         np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).array()[0], stack)
         for _ in range(2):
-            reader.await_start()
+            reader.wait_until_ready()
         assert "pyseccomp" in reader.missing_layers["seccomp"]
     assert [
         record.message for record in caplog.records if "without the confinement layer seccomp" in record.message

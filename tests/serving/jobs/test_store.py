@@ -85,7 +85,7 @@ def test_job_passes_through_its_states_until_it_is_deleted(store: JobStore) -> N
     assert store.find(job_id, "ada").state == "running"
     assert finish(store, job_id)
     record = store.find(job_id, "ada")
-    assert (record.state, record.has_ended, record.answer, record.result_bytes) == ("done", True, ANSWER, 20)
+    assert (record.state, record.has_ended, record.result_metadata, record.result_bytes) == ("done", True, ANSWER, 20)
     assert record.created <= record.started <= record.ended
     assert list_files(store) == [job_id, f"{job_id}/result"]
     store.delete(job_id)
@@ -154,7 +154,7 @@ def test_unfinished_jobs_of_a_killed_process_are_recovered(store: JobStore) -> N
     store.close()
     with closing(open_store(store._folder)) as reopened:
         assert [record.id for record in reopened.recover()] == [running, waiting]
-        assert reopened.find(done, None).answer == ANSWER
+        assert reopened.find(done, None).result_metadata == ANSWER
         assert reopened.result_path(done).stat().st_size == 20
         assert {record.state for record in reopened.list_unfinished()} == {"waiting"}
         assert not list(reopened._incoming.iterdir())

@@ -115,7 +115,7 @@ class _NetworkBuilder:
                 raise BrokenModel(f"{node.operator}: {error}") from error
         scores = self._values.get(self._model.outputs[0].name)
         if not isinstance(scores, fx.Node):
-            raise BrokenModel(f"graph.output {self._model.outputs[0].name}: it is not computed from the image.")
+            raise BrokenModel(f"graph.output {self._model.outputs[0].name} is not computed from the image.")
         self._graph.output(scores)
         return make_graph_module(self._root, self._graph)
 
@@ -181,14 +181,14 @@ class _NetworkBuilder:
     def _require_weights(self, node: Node, index: int) -> Tensor:
         weights = self._get_weights(node, index)
         if weights is None:
-            raise UnsupportedCall(f"input {index}: it is missing.")
+            raise UnsupportedCall(f"input {index} is missing.")
         return weights
 
     def _add_layer(self, node: Node, module: nn.Module, padding: Sequence[int] = (), value: float = 0.0) -> None:
         """Add a module, preceded by constant padding in the order of `functional.pad`."""
         source = self._get_value(node.inputs[0])
         if not isinstance(source, fx.Node):
-            raise UnsupportedCall("input 0: it is not computed from the image.")
+            raise UnsupportedCall("input 0 is not computed from the image.")
         if any(padding):
             module = nn.Sequential(nn.ConstantPad3d(tuple(padding), value), module)  # type: ignore[arg-type]
         name = f"layer_{len(self._graph.nodes)}"

@@ -92,7 +92,7 @@ VOLUME = ["b", 1, 8, 8, 8]
         (VOLUME, [helper.make_node("Custom", ["x"], ["y"], domain="com.acme")], {}, "Custom from the domain com.acme"),
         (VOLUME, [helper.make_node("Loop", ["x"], ["y"])], {}, "Loop is not supported"),
         (VOLUME, [helper.make_node("Relu", ["z"], ["y"])], {}, "Relu: z: this input is not defined"),
-        (VOLUME, [helper.make_node("Relu", ["x"], ["z"])], {}, "graph.output y: it is not computed from the image"),
+        (VOLUME, [helper.make_node("Relu", ["x"], ["z"])], {}, "graph.output y is not computed from the image"),
         (
             VOLUME,
             [CONV_2D],
