@@ -26,7 +26,7 @@ import yaml
 from common import make_bomb, make_model, make_tiff, request, run_server
 
 from service.api.access.keys import hash_key
-from service.api.http.listener import limit_connections
+from service.api.http.listener import raise_open_file_limit
 
 # Maximum 99th percentile of the seconds of each request.
 LIMITS = {"/inspect": 2.0, "/segment": 10.0}
@@ -266,7 +266,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--attack", choices=ATTACKS, action="append")
     options = parser.parse_args()
-    limit_connections(3 * CONNECTIONS)
+    raise_open_file_limit(3 * CONNECTIONS)
     has_failed = False
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from service.api.app import create_app
 from service.api.http.data_rate import SlowClientLimits
-from service.api.http.listener import Listener, limit_connections
+from service.api.http.listener import Listener, raise_open_file_limit
 from service.api.http.protocol import Connection
 from service.core.config import Settings
 from service.core.errors import ConfigError
@@ -134,8 +134,8 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         raise ConfigError(
             f"The TLS key (server.ssl_keyfile) or certificate (server.ssl_certfile) cannot be loaded: {error}."
         ) from error
-    limit = limit_connections(settings.server.connections)
-    with Listener(listen(host, port), limit) as listener:
+    max_connections = raise_open_file_limit(settings.server.connections)
+    with Listener(listen(host, port), max_connections) as listener:
         server = Server(config, runtime)
         # Handle signals that arrive before uvicorn installs its own handlers. After its shutdown, uvicorn raises a
         # captured signal again. With the default handlers, that signal would kill the process after a clean shutdown.

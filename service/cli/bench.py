@@ -50,7 +50,7 @@ def _add_comparison_options(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--compare-engines",
         action="store_true",
-        help="Also compare all engines on the network without pre- and postprocessing",
+        help="Also compare the speed of all engines running only the neural network, without pre- and postprocessing",
     )
     bench.add_argument(
         "--batch-sizes",

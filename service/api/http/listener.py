@@ -48,9 +48,9 @@ class _AcceptedConnection(NamedTuple):
 class Listener(socket.socket):
     """Listening socket that limits the number of open connections as asyncio accepts them.
 
-    If a new connection exceeds the limit, connections that are waiting for their clients are closed, first those from
-    the address with the most connections, in the order in which they began to wait. If no connection is waiting, the
-    new one is closed. A connection with received but unread bytes is not waiting for its client.
+    If a new connection exceeds the limit, connections that are waiting for their clients are closed, starting with
+    those from the address with the most connections, and longest-waiting first. If no connection is waiting, the new
+    one is closed. A connection with received but unread bytes is not waiting for its client.
 
     listening_socket  listening socket whose descriptor this object takes over
     max_connections   maximum number of connections
@@ -79,7 +79,7 @@ class Listener(socket.socket):
             accepted_socket, address = super().accept()
         except OSError as error:
             if error.errno in _RESOURCE_ERRORS:
-                self._wait_for_resources()
+                self._handle_resource_exhaustion()
             raise
         if (
             len(self._accepted_connections) >= self._max_connections
@@ -110,7 +110,7 @@ class Listener(socket.socket):
         }
         return self._accepted_connections
 
-    def _wait_for_resources(self) -> None:
+    def _handle_resource_exhaustion(self) -> None:
         """Close connections when the process has run out of descriptors or memory.
 
         Raises BlockingIOError to end the loop in which asyncio accepts connections. Returns normally at most once per
@@ -157,12 +157,13 @@ class Listener(socket.socket):
             )
             if state is not None and not count_unread_bytes(connection.socket):
                 interrupts_response, waiting_since = state
-                # Close new connections after running responses, so that new clients can send their first request.
+                # Rank new connections after those with a response in progress, so that new clients can send their first
+                # request.
                 rank = 1 if interrupts_response else 2 * (time.monotonic() - waiting_since < NEW_CONNECTION_SECONDS)
                 yield rank, -connection_counts[connection.address], waiting_since, descriptor
 
 
-def limit_connections(requested_count: int) -> int:
+def raise_open_file_limit(requested_count: int) -> int:
     """Raise the limit on open files. Return the number of connections to allow, at most half of that limit."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = MAX_DESCRIPTORS if hard_limit == resource.RLIM_INFINITY else min(hard_limit, MAX_DESCRIPTORS)

@@ -14,7 +14,10 @@ from service.serving.jobs.record import JobRecord, JobState
 
 
 class JobProgress(BaseModel):
-    """Progress: `done` of `total`. If these are windows, decoding counts as windows that would take the same time."""
+    """Progress: `done` of `total`.
+
+    If the unit is windows, decoding counts as the number of windows that would take the same time.
+    """
 
     done: int
     total: int
@@ -155,7 +158,10 @@ def _report_part_progress(view: JobView) -> dict[str, Any]:
 
 
 def _report_result(record: JobRecord) -> dict[str, Any]:
-    """Return the members of a `JobReport` that describe the result. Without a result, these are only the model."""
+    """Return the members of a `JobReport` that describe the result.
+
+    If there is no result, these are only `model` and an empty `warnings`.
+    """
     metadata = record.result_metadata
     if metadata is None:
         return {"model": record.request.model, "warnings": []}

@@ -17,7 +17,9 @@ from service.core.quantities import Size
 from service.inference.types import EngineReport
 
 DERIVED_VALUES = ("voxels_per_second", "gflop_per_second", "peak_share")
-TABLE_HEADER = "| {} | batch size | ms per window | windows/s | GFLOP/s | share of peak | speed relative to the first |"
+TABLE_HEADER = (
+    "| {} | batch size | ms per window | windows/s | GFLOP/s | share of peak | speed relative to the first row |"
+)
 
 
 def format_device(name: str, threads: int) -> str:
@@ -33,8 +35,8 @@ def format_start(seconds: float, engine_label: str) -> str:
 def format_engine(model: str, engine: EngineReport, *, tf32_allowed: bool) -> Iterator[str]:
     """Return the line for the engine in use, and one line for each of its warnings."""
     precision = format_precision(engine.precision, tf32_allowed=tf32_allowed)
-    network = f"{engine.engine} {precision} {engine.memory_format}, compile_mode {engine.compile_mode or 'none'}"
-    yield f"{model}: {network}, batch size {engine.sw_batch_size}, streams {engine.streams}"
+    engine_text = f"{engine.engine} {precision} {engine.memory_format}, compile_mode {engine.compile_mode or 'none'}"
+    yield f"{model}: {engine_text}, batch size {engine.sw_batch_size}, streams {engine.streams}"
     yield from format_warnings(engine.warnings)
 
 
@@ -51,9 +53,9 @@ def format_first_request(shape: Size, windows: int, seconds: float) -> Iterator[
 
 def format_repeat_header(repeat: Repeat) -> Iterator[str]:
     """Return the header of the table of repeats, with the columns of this repeat."""
-    names = ["repeat", *(f"{stage} s" for stage in repeat.stages), "windows per second / bare loop"]
+    names = ["repeat", *(f"{stage} s" for stage in repeat.stages), "windows per second relative to a bare loop"]
     if repeat.plain:
-        names += [f"{_get_baseline(tf32=repeat.plain_tf32)}, total s", "baseline script / total"]
+        names += [f"{_format_baseline_name(tf32=repeat.plain_tf32)}, total s", "speedup over the baseline script"]
     yield ""
     yield f"| {' | '.join(names)} |"
     yield "|---" * len(names) + "|"
@@ -70,9 +72,9 @@ def format_repeat(number: int, repeat: Repeat) -> str:
 def format_summary(report: Report) -> Iterator[str]:
     """Return the lines that summarize all repeats."""
     times, peak = report.answered, report.peaks[report.engine.precision]
-    baseline = _get_baseline(tf32=times.plain_tf32)
+    baseline_name = _format_baseline_name(tf32=times.plain_tf32)
     yield ""
-    yield "| stage | median s (minimum to maximum) |" + (f" {baseline} |" if times.plain else "")
+    yield "| stage | median s (minimum to maximum) |" + (f" {baseline_name} |" if times.plain else "")
     yield "|---|---|" + ("---|" if times.plain else "")
     for stage in dict.fromkeys((*times.stages, *times.plain)):
         columns = [times.stages, times.plain] if times.plain else [times.stages]
@@ -85,14 +87,14 @@ def format_summary(report: Report) -> Iterator[str]:
     loops = f"{_format_seconds(times.stitched)} s; a bare loop of their forward passes: {_format_seconds(times.bare)} s"
     yield f"windows from pixels to scores: {loops}"
     ratios = f"{_format_ratio(times.stitching)}, in CPU seconds {_format_ratio(times.cpu_stitching)}"
-    yield f"windows per second / bare loop: {ratios}"
+    yield f"windows per second relative to a bare loop: {ratios}"
     if times.speedup is not None:
-        yield f"speed relative to the {baseline}: {_format_ratio(times.speedup)}"
+        yield f"speed relative to the {baseline_name}: {_format_ratio(times.speedup)}"
     device = f", {report.device_bytes / 2**30:.2f} GiB on the device" if report.device_bytes else ""
     yield f"peak memory: {report.peak_bytes / 2**30:.2f} GiB{device}"
 
 
-def _get_baseline(*, tf32: bool) -> str:
+def _format_baseline_name(*, tf32: bool) -> str:
     return "baseline script (eager FP32; torch's defaults allow TF32)" if tf32 else "baseline script"
 
 

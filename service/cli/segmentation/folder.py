@@ -94,7 +94,8 @@ def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
     stacks = select_stacks((str(path.relative_to(folder)) for path in paths), glob)
     if not stacks:
         raise BadParameter(
-            f"{folder} contains no stacks that match {glob or '*.tif'}. Set --glob to the pattern of the stacks."
+            f"{folder} contains no stacks that match {glob or '*.tif'}. "
+            "Set --glob to a pattern that matches the stacks."
         )
     return stacks
 

@@ -116,19 +116,19 @@ def _find_directory(file: IO[bytes], limits: ZipLimits) -> int:
     file.seek(max(0, size - END_BYTES - LOCATOR_BYTES - END64_BYTES))
     tail = file.read(min(size, END_BYTES + LOCATOR_BYTES + END64_BYTES))
     if tail[-END_BYTES:][:4] != b"PK\5\6" or tail[-2:] != struct.pack("<H", comment_bytes):
-        raise zipfile.BadZipFile("it is not a zip archive, or has content after its directory.")
+        raise zipfile.BadZipFile("it is not a zip archive, or has content after its central directory.")
     length, start = struct.unpack("<LL", tail[-10:-2])
     end = size - END_BYTES
     if tail[-END_BYTES - LOCATOR_BYTES :][:4] == b"PK\6\7":
         end -= LOCATOR_BYTES + END64_BYTES
         (offset,) = struct.unpack("<Q", tail[-34:-26])
         if tail[:4] != b"PK\6\6" or offset != end:
-            raise zipfile.BadZipFile("its directory is ambiguous.")
+            raise zipfile.BadZipFile("its central directory is ambiguous.")
         length, start = struct.unpack("<QQ", tail[40:56])
     if start + length != end:
         raise zipfile.BadZipFile("there are extra bytes before or after the archive.")
     if length > limits.directory_bytes:
-        raise zipfile.BadZipFile(f"its directory is longer than {limits.directory_bytes} bytes.")
+        raise zipfile.BadZipFile(f"its central directory is larger than {limits.directory_bytes} bytes.")
     return int(start)
 
 

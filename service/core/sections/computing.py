@@ -171,10 +171,10 @@ class Windows(Section):
     @model_validator(mode="after")
     def _check_inferer_keys(self) -> Self:
         if self.inferer == "monai" and self.skip_below != "none":
-            raise ValueError("skip_below requires inferer own; MONAI's inferer computes every window")
+            raise ValueError("skip_below requires `inferer: own`; MONAI's inferer computes every window")
         for name in ("padding_mode", "cval", "sw_device", "device"):
             if self.inferer == "own" and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} requires inferer monai")
+                raise ValueError(f"{name} requires `inferer: monai`")
         return self
 
 

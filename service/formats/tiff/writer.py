@@ -47,7 +47,7 @@ class _FileLayout(NamedTuple):
     kind: OutputKind | Literal["image"]
     voxel_size: VoxelSize | None
     axes: str
-    names: tuple[str, ...] = ()
+    channel_names: tuple[str, ...] = ()
     time_interval: TimeInterval | None = None
 
     @property
@@ -65,9 +65,9 @@ def write(segmentation: Segmentation, path: Path, provenance: Mapping[str, str] 
     The array of a time series has an additional first axis T. The file appears only when complete.
 
     The file has one page per plane, compressed with Deflate without a predictor, which every reader supports. It is a
-    BigTIFF only if a classic TIFF might be too small. The voxel size is stored as PhysicalSizeX, Y, Z in um, in the
-    resolution tags, and in a second description for ImageJ's built-in reader. `provenance` describes how the
-    segmentation was made as names and values. It is stored as an annotation of the image in the OME-XML, and as lines
+    BigTIFF only if the pixels might not fit into a classic TIFF. The voxel size is stored as PhysicalSizeX, Y, Z in um,
+    in the resolution tags, and in a second description for ImageJ's built-in reader. `provenance` maps names to values
+    that describe how the segmentation was made. It is stored as an annotation of the image in the OME-XML, and as lines
     of the second description. Labels and classes have a color map.
     """
     # Most files are sent to a client and deleted, so syncing to disk is left to callers that keep them.
@@ -120,7 +120,7 @@ def _remove_control_characters(provenance: Mapping[str, str]) -> dict[str, str]:
 def _describe(layout: _FileLayout, provenance: Mapping[str, str]) -> dict[str, object]:
     """Return the metadata from which tifffile makes the OME-XML of a file."""
     # XML cannot represent control characters.
-    names = ["".join(filter(str.isprintable, name)) for name in layout.names]
+    names = ["".join(filter(str.isprintable, name)) for name in layout.channel_names]
     metadata: dict[str, object] = {
         "UUID": str(uuid.uuid4()),
         "Creator": "StackSeg",

@@ -167,7 +167,9 @@ class KernelWatershed:
         shape[self._along_y] = planes
         for tensor, dtypes in ((heights, HEIGHT_DTYPES), (foreground, FOREGROUND_DTYPES)):
             if tensor.dtype not in dtypes or list(tensor.shape) != shape or tensor.device.type != "cpu":
-                raise ValueError(f"expected planes {shape} on the CPU, got {tensor.dtype} {list(tensor.shape)}")
+                raise ValueError(
+                    f"expected planes of shape {shape} on the CPU, got {tensor.dtype} {list(tensor.shape)}"
+                )
         if planes > self._missing_planes:
             raise ValueError(f"{planes} planes were added, but the volume has only {self._missing_planes} left")
         self._missing_planes -= planes

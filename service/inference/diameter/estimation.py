@@ -36,7 +36,7 @@ from service.inference.diameter.window_selection import (
     box_around,
     cut_boxes,
     rank_by_contrast,
-    select_separate_boxes,
+    select_spaced_boxes,
 )
 from service.inference.types import DiameterEstimate, DiameterTrial
 from service.inference.windows.grid import as_size
@@ -232,10 +232,10 @@ class DiameterEstimator:
         return None
 
     def probe(self, centers: Sequence[Size], factors: Factors, max_windows: int) -> ScaleProbe:
-        """Score up to `max_windows` separate windows at this scale, around the first `centers`."""
+        """Score up to `max_windows` spaced windows at this scale, around the first `centers`."""
         scaled_size = [max(round(length * factor), 1) for length, factor in zip(self._size, factors, strict=True)]
         inner_size = [min(edge, length) for edge, length in zip(self._spec.input.roi_size, scaled_size, strict=True)]
-        boxes = select_separate_boxes(
+        boxes = select_spaced_boxes(
             (box_around(position, self._size, inner_size, scaled_size) for position in centers), max_windows
         )
         decoded = [self._decode_objects(window[None]) for window in self._score_boxes(boxes, inner_size)]

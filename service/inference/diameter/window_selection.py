@@ -1,4 +1,4 @@
-"""Selection of the windows of an image with the highest contrast."""
+"""Selection of the highest-contrast windows of an image."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ Box = tuple[slice, slice, slice]
 """Slices along (z, y, x) that select a part of an image."""
 
 
-def rank_by_contrast(image: Image, edges: Size) -> list[Size]:
-    """Return candidate window centers (z, y, x) by descending contrast of their plane within windows of `edges`."""
+def rank_by_contrast(image: Image, window_size: Size) -> list[Size]:
+    """Return candidate window centers (z, y, x) in descending order of contrast.
+
+    The contrast of a center is that of its plane within a window of size `window_size`.
+    """
     depth, height, width = image.shape[2:]
     rows, columns = (
-        _place_centers(height, edges[1], MAX_CENTERS_PER_AXIS),
-        _place_centers(width, edges[2], MAX_CENTERS_PER_AXIS),
+        _place_centers(height, window_size[1], MAX_CENTERS_PER_AXIS),
+        _place_centers(width, window_size[2], MAX_CENTERS_PER_AXIS),
     )
     candidates = list[tuple[float, Size]]()
-    half_height, half_width = edges[1] // 2, edges[2] // 2
-    for z in _place_centers(depth, edges[0] // 2, MAX_CANDIDATE_PLANES):
+    half_height, half_width = window_size[1] // 2, window_size[2] // 2
+    for z in _place_centers(depth, window_size[0] // 2, MAX_CANDIDATE_PLANES):
         plane = image[0, slice(None), slice(z, z + 1), slice(0, height), slice(0, width)].clamp(0, 1)
         for y, x in itertools.product(rows, columns):
             patch = plane[:, :, max(y - half_height, 0) : y + half_height, max(x - half_width, 0) : x + half_width]
@@ -41,12 +44,12 @@ def rank_by_contrast(image: Image, edges: Size) -> list[Size]:
 
 
 def select_high_contrast_windows(image: Image, roi: Size) -> list[Tensor]:
-    """Return the windows [C, z, y, x] of at most `roi` voxels with the highest contrast, at the original resolution."""
+    """Return the highest-contrast windows [C, z, y, x] of at most `roi` voxels, at the original resolution."""
     size = as_size(image.shape[2:])
     window_size = [min(edge, length) for edge, length in zip(roi, size, strict=True)]
     return cut_boxes(
         image,
-        select_separate_boxes(
+        select_spaced_boxes(
             (box_around(center, size, window_size, size) for center in rank_by_contrast(image, roi)), MAX_WINDOWS
         ),
     )
@@ -69,7 +72,7 @@ def cut_boxes(image: Image, boxes: Sequence[Box]) -> list[Tensor]:
 
 
 def box_around(center: Size, size: Size, inner_size: Sequence[int], scaled_size: Sequence[int]) -> Box:
-    """Return a box around `center` with `inner_size` voxels when the image is resized from `size` to `scaled_size`."""
+    """Return the box around `center` that has `inner_size` voxels after resizing from `size` to `scaled_size`."""
     spans = []
     for position, length, edge, scaled_length in zip(center, size, inner_size, scaled_size, strict=True):
         extent = min(max(round(edge * length / scaled_length), 1), length)
@@ -78,16 +81,16 @@ def box_around(center: Size, size: Size, inner_size: Sequence[int], scaled_size:
     return spans[0], spans[1], spans[2]
 
 
-def select_separate_boxes(candidates: Iterable[Box], max_count: int) -> list[Box]:
-    """Return the first boxes, up to `max_count`, that are separate from all boxes selected before them."""
+def select_spaced_boxes(candidates: Iterable[Box], max_count: int) -> list[Box]:
+    """Return the first boxes, up to `max_count`, that are spaced apart from all boxes selected before them."""
     boxes = list[Box]()
     for box in candidates:
-        if len(boxes) < max_count and all(_is_separate(box, other) for other in boxes):
+        if len(boxes) < max_count and all(_are_spaced(box, other) for other in boxes):
             boxes.append(box)
     return boxes
 
 
-def _is_separate(one: Box, other: Box) -> bool:
+def _are_spaced(one: Box, other: Box) -> bool:
     """Return whether the centers of two boxes are at least half an edge apart along some axis."""
     return any(
         abs(span.start - other_span.start) * 2 >= span.stop - span.start

@@ -22,8 +22,8 @@ from service.models.network import MAX_ELEMENTS
 Shape = tuple[int, ...]
 Shapes = Mapping[Node, Shape]
 
-# Types of arguments other than nodes, and pattern of strings. Arguments are restricted because torch generates and
-# executes Python code for a graph.
+# Permitted types of arguments other than nodes, and the pattern that string arguments must match. Arguments are
+# restricted because torch generates and executes Python code for a graph.
 PLAIN_TYPES = (bool, int, float, torch.dtype, type(None))
 SAFE_STRING = re.compile(r"[A-Za-z0-9_ .,>-]*")
 # Maximum total number of elements of all values that are in memory at the same time for one window. As float32, they

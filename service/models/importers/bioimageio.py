@@ -258,7 +258,9 @@ def _read_tensor(path: Path) -> Array:
     if not isinstance(array, np.ndarray) or array.ndim != 5 or array.shape[0] != 1 or array.dtype.kind not in "iuf":
         raise UnsupportedPackage(f"{path.name}: expected a numeric array of shape [1, C, z, y, x].")
     if array.size > MAX_TEST_VOXELS:
-        raise UnsupportedPackage(f"{path.name}: a test may have at most {MAX_TEST_VOXELS} elements, not {array.size}.")
+        raise UnsupportedPackage(
+            f"{path.name}: a test array may have at most {MAX_TEST_VOXELS} elements, not {array.size}."
+        )
     return array
 
 

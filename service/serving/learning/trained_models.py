@@ -83,7 +83,8 @@ class TrainedModels:
             name: name of the model
             owner: name of the API key of the client; None owns no models
             is_admin: whether the client is an admin, who can delete the models of all owners
-            has_jobs: returns whether unfinished jobs use a model; called twice, finally when no new jobs are accepted
+            has_jobs: returns whether unfinished jobs use a model; called twice, the second time when no new jobs are
+                accepted anymore
 
         Raises UnknownModel, ModelNotDeletable, Unauthorized and NotReady.
         """

@@ -127,7 +127,7 @@ def read_labels(  # noqa: PLR0913
         return read_file(descriptor_path(file.fileno()))
     if metadata.media_type != ARCHIVE_TYPE:
         raise BadParameter(
-            "The result of this job contains no labels: it is only a table, or it was saved to a host file."
+            "The result of this job contains no labels: it is only a table, or it was saved to a file on the host."
         )
     labels = folder / LABELS_FILE
     _copy_member(file, LABELS_FILE, labels)

@@ -27,7 +27,7 @@ from sockets import (
 )
 
 from service.api.http.data_rate import SlowClientLimits
-from service.api.http.listener import LOG_INTERVAL_SECONDS, NEW_CONNECTION_SECONDS, Listener, limit_connections
+from service.api.http.listener import LOG_INTERVAL_SECONDS, NEW_CONNECTION_SECONDS, Listener, raise_open_file_limit
 from service.api.server import Server, listen
 
 LIMIT = 8
@@ -237,9 +237,9 @@ def test_connections_use_at_most_half_of_the_descriptors(monkeypatch: pytest.Mon
     limits: Any = SimpleNamespace(now=(1024, 20_000))
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits.now)
     monkeypatch.setattr(resource, "setrlimit", lambda _, values: setattr(limits, "now", values))
-    assert (limit_connections(1000), limits.now) == (1000, (20_000, 20_000))
+    assert (raise_open_file_limit(1000), limits.now) == (1000, (20_000, 20_000))
     limits.now = (256, 1024)
-    assert (limit_connections(1000), limits.now) == (512, (1024, 1024))
+    assert (raise_open_file_limit(1000), limits.now) == (512, (1024, 1024))
     limits.now = (1024, resource.RLIM_INFINITY)
-    assert limit_connections(1000) == 1000
+    assert raise_open_file_limit(1000) == 1000
     assert limits.now == (2**16, resource.RLIM_INFINITY)

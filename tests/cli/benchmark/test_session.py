@@ -159,8 +159,8 @@ def test_row_of_a_repeat_contains_its_ratios():
     windows = WindowSeconds(bare=1.5, stitched=2.0)
     repeat = Repeat({"windows": 2.25, "total": 2.5}, windows, windows, {"windows": 9.0, "total": 10.0})
     _, head, rule = report_module.format_repeat_header(repeat)
-    names = ["repeat", "windows s", "total s", "windows per second / bare loop"]
-    assert head == f"| {' | '.join([*names, 'baseline script, total s', 'baseline script / total'])} |"
+    names = ["repeat", "windows s", "total s", "windows per second relative to a bare loop"]
+    assert head == f"| {' | '.join([*names, 'baseline script, total s', 'speedup over the baseline script'])} |"
     assert rule == "|---|---|---|---|---|---|"
     assert report_module.format_repeat(3, repeat) == "| 3 | 2.250 | 2.500 | 0.75 | 10.000 | 4.00 |"
     _, head, _ = report_module.format_repeat_header(replace(repeat, plain={}))

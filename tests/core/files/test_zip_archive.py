@@ -76,10 +76,10 @@ HOSTILE = {
     "empty file": (b"", "not a zip archive"),
     "text": (b"no archive" * 20, "not a zip archive"),
     "prefix": (b"#!/bin/sh\n" + ARCHIVE, "before or after"),
-    "trailing bytes": (ARCHIVE + b"behind", "not a zip archive, or has content after its directory"),
+    "trailing bytes": (ARCHIVE + b"behind", "not a zip archive, or has content after its central directory"),
     "trailing archive": (ARCHIVE + make_archive({"a/code/other.py": b""}), "before or after"),
-    "comment": (ARCHIVE[:-2] + b"\4\0more", "not a zip archive, or has content after its directory"),
-    "two directories": (make_ambiguous_archive(MEMBERS, {"a/code/net.py": b"other"}), "directory is ambiguous"),
+    "comment": (ARCHIVE[:-2] + b"\4\0more", "not a zip archive, or has content after its central directory"),
+    "two directories": (make_ambiguous_archive(MEMBERS, {"a/code/net.py": b"other"}), "central directory is ambiguous"),
     "overlap": (make_overlapping_archive(), "overlaps the next entry|before its"),
     "two sizes": (patch(ARCHIVE, DIRECTORY + 24, struct.pack("<L", 4)), "specifies two different sizes"),
     "same name": (make_archive({"a/data.pkl": b"1", "a/DATA.pkl": b"2"}), "the same name"),
@@ -104,7 +104,7 @@ HOSTILE = {
         make_archive(
             {f"{number}".rjust(60_000, "n"): b"" for number in range(TORCH_LIMITS.directory_bytes // 60_000 + 1)}
         ),
-        "its directory is longer",
+        "its central directory is larger",
     ),
     "bomb": (make_archive({"a/code/net.py": bytes(MAX_COMPRESSED_BYTES + 1)}, zipfile.ZIP_DEFLATED), "is compressed"),
     "many bombs": (
@@ -176,7 +176,7 @@ def test_comment_is_accepted_if_it_is_allowed(comment: bytes, tmp_path: Path) ->
                 offset = locate_stored_member(file.fileno(), archive.getinfo(name))
                 assert os.pread(file.fileno(), len(content), offset) == content
         if comment:
-            with pytest.raises(zipfile.BadZipFile, match="content after its directory"):
+            with pytest.raises(zipfile.BadZipFile, match="content after its central directory"):
                 open_archive(file, WITH_COMMENT._replace(comment=False))
 
 

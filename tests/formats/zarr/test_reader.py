@@ -368,7 +368,7 @@ def test_damaged_and_ambiguous_archives_are_rejected(reader: Reader, tmp_path: P
         with pytest.raises(error):
             reader.read(bytearray(content), Selection(), tmp_path)
     with_trailing_byte = bytearray(original + b"x")
-    with pytest.raises(BadFile, match="content after its directory"):
+    with pytest.raises(BadFile, match="content after its central directory"):
         reader.read(with_trailing_byte, Selection(), tmp_path)
     archive_path = tmp_path / "two.zip"
     with zipfile.ZipFile(archive_path, "w") as archive:

@@ -4,7 +4,7 @@ import { toPageTerms } from "./terminology.js";
 
 const API_KEY_STORAGE_KEY = "stackseg-key";
 
-/** An error response of the service, from a problem document (RFC 9457). */
+/** An error response from the service, from a problem document (RFC 9457). */
 export class Problem extends Error {
   /**
    * @param {string} slug last part of the problem type @param {string} detail @param {number} status HTTP status, 0 if the service did not answer
@@ -59,7 +59,7 @@ export async function request(path, options = {}) {
   return request(path, options);
 }
 
-/** Send a request that not every key has permission for. Therefore, do not prompt for another key. @param {string} path @param {RequestInit} [options] */
+/** Send a request without prompting for a key, for requests that not every key is allowed to make. @param {string} path @param {RequestInit} [options] */
 export async function requestWithoutPrompt(path, options = {}) {
   const headers = { ...createKeyHeaders(), .../** @type {Record<string, string>} */ (options.headers) };
   const response = await fetch(path, { ...options, headers }).catch((error) => {

@@ -219,24 +219,24 @@ def pad(x: Tensor, pads: Value, value: Value = None, axes: Value = None, *, mode
         return functional.pad(x, flatten_padding(padding), value=float(to_number(value) or 0))
     modes = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
     if any(map(any, padding[:2])) or mode not in modes:
-        raise UnsupportedCall(f"mode: {mode} is not supported, or not for the axes that are padded.")
+        raise UnsupportedCall(f"mode: {mode} is not supported, or it is not supported for the padded axes.")
     return functional.pad(x, flatten_padding(padding[2:]), mode=modes[mode])
 
 
 def resize(x: Tensor, _roi: Value = None, scales: Value = None, sizes: Value = None, *, torch_mode: str) -> Tensor:
     """Interpolate a volume. `torch_mode` is a mode of `functional.interpolate`, or "corners" for aligned corners."""
-    edges: Any = None
+    output_size: Any = None
     factors: Any = None
     if sizes is not None and sizes != ():
-        edges = to_ints(sizes, "sizes")[-3:]
+        output_size = to_ints(sizes, "sizes")[-3:]
     else:
         factors = tuple(map(float, scales))
         if any(factor != 1 for factor in factors[:-3]):
             raise UnsupportedCall("scales: scaling of the batch or channel axis is not supported.")
         factors = factors[-3:]
     if torch_mode.startswith("nearest"):
-        return functional.interpolate(x, edges, factors, torch_mode)
-    return functional.interpolate(x, edges, factors, "trilinear", align_corners=torch_mode == "corners")
+        return functional.interpolate(x, output_size, factors, torch_mode)
+    return functional.interpolate(x, output_size, factors, "trilinear", align_corners=torch_mode == "corners")
 
 
 def pool_globally(function: Callable[..., Tensor], x: Tensor) -> Tensor:
