@@ -126,7 +126,7 @@ def test_existing_results_are_replaced_with_force(config: Path, stack: Path, tmp
     [
         ((3, 2, 40, 50), [], "for example --axes ZCYX."),
         ((4, 40, 50), ["--axes", "TYX"], "Choose one with --time 0 to --time 3, or all with --time all."),
-        ((4, 40, 50), ["--axes", "CYX"], "--channel (index or name)"),
+        ((4, 40, 50), ["--axes", "CYX"], "Use --channel with an index or a name"),
         ((4, 40, 50), ["--axes", "ZYX", "--channel", "DAPI"], "--channel 'DAPI' does not exist: the file has 1"),
         ((4, 40, 50), ["--voxel-size", "1"], "--voxel-size: Expected three positive numbers"),
         ((4, 40, 50), ["--sw-batch-size", "0"], "--sw-batch-size: "),
@@ -212,7 +212,7 @@ def test_invalid_header_is_rejected_before_weights_are_loaded(
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     spec.write_text(re.sub(r"(?<=sha256: )\w+", digest, spec.read_text()))
     stack.write_bytes(as_tiff(np.zeros((8, 3, 16, 16), np.uint16), metadata={"axes": "ZCYX"}))
-    assert "--channel (index or name)" in run_stackseg(
+    assert "Use --channel with an index or a name" in run_stackseg(
         "segment", stack, tmp_path / "out.tif", "--config", config, "--models", models, status=1
     )
 

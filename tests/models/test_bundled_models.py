@@ -63,7 +63,7 @@ def eager_runner(nuclei: ModelSpec) -> ModelRunner:
 
 def make_eager_runner(spec: ModelSpec) -> ModelRunner:
     settings = {"engine": {"precision": "fp32"}, "windows": {"sw_batch_size": 1}}
-    runner = ModelRunner(spec, live.eager(spec.folder.parent, **settings))
+    runner = ModelRunner(spec, live.eager_settings(spec.folder.parent, **settings))
     runner.warm_up()
     return runner
 
@@ -127,7 +127,11 @@ def test_bfloat16_is_within_the_tuning_tolerance(nuclei: ModelSpec) -> None:
             layer.register_forward_pre_hook(lambda _layer, inputs: round_to_bfloat16(inputs[0]))
             layer.register_forward_hook(lambda _layer, _inputs, output: round_to_bfloat16(output))
     agreement = LabelAgreement(nuclei, CPU, lambda: make_sliding_window(nuclei, load_network(nuclei)))
-    assert 0 < agreement.difference(make_sliding_window(nuclei, network)) <= read_settings(None, {}).engine.tolerance
+    assert (
+        0
+        < agreement.compute_difference(make_sliding_window(nuclei, network))
+        <= read_settings(None, {}).engine.tolerance
+    )
 
 
 def round_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
