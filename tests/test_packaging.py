@@ -267,6 +267,13 @@ def test_links_between_documents_are_valid(path: Path) -> None:
         assert not anchor or anchor in list_anchors(document), f"{target}#{anchor}"
 
 
+def test_documents_that_code_and_settings_refer_to_exist() -> None:
+    sources = [*ROOT.glob("service/**/*.py"), *ROOT.glob("service/**/*.js"), *ROOT.glob("configs/*.yaml")]
+    references = {name for path in sources for name in re.findall(r"docs/\w+\.md", path.read_text(encoding="utf-8"))}
+    assert references
+    assert [name for name in sorted(references) if not (ROOT / name).exists()] == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_lines_of_documents_are_at_most_120_characters_long(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -41,7 +41,7 @@ StackSegError
 |-- ConfigError              an unknown or invalid setting; raised only at startup
 `-- Cancelled                the client disconnected; logged, but never sent as a response
 
-A message has one or two sentences for the person who can solve the problem: what is wrong, and what to do.
+A message states the problem and its remedy in one or two sentences, for the user or operator who can apply it.
 `slug` is the last part of the problem type. It is stable, so clients may rely on it.
 This module does not contain HTTP statuses: `service.api.messages.problems` maps errors to statuses.
 """

@@ -42,7 +42,7 @@ export function toPageTerms(text) {
   return formatLengths(titledText)
     .replace(ZYX_SHAPE_PATTERN, "$3 × $2 × $1")
     .replace(CONFIDENCE_PATTERN, (_, fraction) => `(confidence ${Math.round(fraction * 100)}%)`)
-    .replace(" (docs/models.md)", "");
+    .replace(" (docs/training.md)", "");
 }
 
 /** Convert lengths to x, y, z order and to the units of the web UI. @param {string} text */
