@@ -21,8 +21,8 @@ Allocator = Callable[[tuple[int, ...], DTypeLike], Array]
 # Arrays of at least this size are allocated on disk, and volumes of at least this size are read slab by slab.
 LARGE_BYTES = 2**28
 
-# Size of a cache line and of the widest vector register, in bytes.
-ALIGNMENT = 64
+# Alignment of buffers in bytes: the size of a cache line and of the widest vector register.
+ALIGNMENT_BYTES = 64
 
 
 def make_allocator(folder: Path | None) -> Allocator:
@@ -40,33 +40,34 @@ def make_allocator(folder: Path | None) -> Allocator:
 
 
 def allocate_on_disk(shape: tuple[int, ...], dtype: DTypeLike, folder: Path | None) -> Array:
-    """Return an array of zeros in an unnamed memory-mapped file, which is freed with the array. Raises OutOfStorage."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
+    """Return an array of zeros in an unnamed memory-mapped file that is freed with the array. Raises OutOfStorage."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             # Writing to a memory-mapped file on a full disk kills the process, so reserve the space first.
-            os.posix_fallocate(file.fileno(), 0, size)
+            os.posix_fallocate(file.fileno(), 0, nbytes)
         except OSError as error:
             raise OutOfStorage(
-                f"The disk for intermediate results has no space for {size:,} bytes. Send a smaller stack, or try again"
-                " later."
+                f"The disk for intermediate results has no space for {nbytes:,} bytes. Send a smaller stack, or try"
+                " again later."
             ) from error
-        return np.ndarray(shape, dtype, mmap.mmap(file.fileno(), size))
+        return np.ndarray(shape, dtype, mmap.mmap(file.fileno(), nbytes))
 
 
 class BufferPool:
     """A pool of aligned buffers of one size; a buffer is reused once no array refers to it.
 
     `malloc` splits large freed blocks, so they are often too small for the aligned blocks that PyTorch allocates.
-    Without a pool, allocating many arrays in succession would increase the memory of the process.
+    Without a pool, allocating many arrays in succession would increase the memory usage of the process.
 
-    nbytes    size of each buffer
-    max_idle  maximum number of unused buffers in the pool
-    cache     provides buffers before new memory is allocated, and receives the unused buffers when the pool is deleted
+    nbytes            size of each buffer
+    max_idle_buffers  maximum sequence_number of unused buffers in the pool
+    cache             provides buffers before new memory is allocated, and receives the unused buffers when the pool is
+                      deleted
     """
 
-    def __init__(self, nbytes: int, max_idle: int, cache: BufferCache | None = None) -> None:
-        self._nbytes, self._max_idle, self._cache = nbytes, max_idle, cache
+    def __init__(self, nbytes: int, max_idle_buffers: int, cache: BufferCache | None = None) -> None:
+        self._nbytes, self._max_idle_buffers, self._cache = nbytes, max_idle_buffers, cache
         self._idle_buffers = list[Array]()
 
     def take(self) -> NDArray[np.uint8]:
@@ -85,7 +86,7 @@ class BufferPool:
 
     def return_buffer(self, memory: Array) -> None:
         """Return a buffer to the pool. No array may refer to it."""
-        if len(self._idle_buffers) < self._max_idle:
+        if len(self._idle_buffers) < self._max_idle_buffers:
             self._idle_buffers.append(memory)
 
 
@@ -94,20 +95,20 @@ class BufferCache:
 
     Consecutive requests often have the same size. Allocating new memory is slower, because the system zeroes its pages.
 
-    max_bytes  maximum total size of the buffers; the oldest buffers are dropped first
+    max_bytes  maximum total size of the buffers; if it is exceeded, the oldest buffers are dropped first
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        # There is no lock, because Python may collect a pool as garbage at any point, even while the lock is held.
+        # There is no lock, because Python may delete a pool at any point, even in the thread that holds the lock.
         # `pop` is atomic.
         self._idle_buffers = dict[int, Array]()
-        self._numbers = itertools.count()
+        self._sequence_numbers = itertools.count()
 
     def take(self, nbytes: int) -> Array | None:
         """Remove and return the newest buffer of exactly this size, or return None."""
-        for number, memory in reversed(self._idle_buffers.copy().items()):
-            if memory.nbytes == nbytes and self._idle_buffers.pop(number, None) is not None:
+        for sequence_number, memory in reversed(self._idle_buffers.copy().items()):
+            if memory.nbytes == nbytes and self._idle_buffers.pop(sequence_number, None) is not None:
                 return memory
         return None
 
@@ -115,13 +116,13 @@ class BufferCache:
         """Add a buffer that no array refers to, and drop the oldest buffers if the cache exceeds its limit."""
         if not 0 < memory.nbytes <= self._max_bytes:
             return
-        self._idle_buffers[next(self._numbers)] = memory
+        self._idle_buffers[next(self._sequence_numbers)] = memory
         idle_buffers = self._idle_buffers.copy()
         total_bytes = sum(buffer.nbytes for buffer in idle_buffers.values())
-        for number, oldest in idle_buffers.items():
+        for sequence_number, oldest in idle_buffers.items():
             if total_bytes <= self._max_bytes:
                 return
-            self._idle_buffers.pop(number, None)
+            self._idle_buffers.pop(sequence_number, None)
             total_bytes -= oldest.nbytes
 
 
@@ -137,9 +138,9 @@ class _BufferView:
 
 
 def _allocate_aligned(nbytes: int) -> Array:
-    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % ALIGNMENT
-    return memory[first : first + nbytes]
+    memory = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
+    offset = -memory.ctypes.data % ALIGNMENT_BYTES
+    return memory[offset : offset + nbytes]
 
 
 def release_pages(array: Array) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the service: a YAML file, overridden by environment variables `STACKSEG_SECTION__KEY`."""
+"""Settings of the service, read from a YAML file and overridden by environment variables `STACKSEG_SECTION__KEY`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from service.core.sections.serving import (
     Watchdog,
 )
 
-PREFIX = "STACKSEG_"
+ENVIRONMENT_PREFIX = "STACKSEG_"
 
 
 class Settings(Section):
@@ -50,14 +50,14 @@ class Settings(Section):
     @property
     def annotations_folder(self) -> Path:
         """The folder that stores annotated stacks."""
-        return self.annotations.folder or self._data_folder("annotations")
+        return self.annotations.folder or self._find_data_folder("annotations")
 
     @property
     def trained_folder(self) -> Path:
         """The folder that stores the models trained by the service."""
-        return self.models.trained_folder or self._data_folder("trained-models")
+        return self.models.trained_folder or self._find_data_folder("trained-models")
 
-    def _data_folder(self, name: str) -> Path:
+    def _find_data_folder(self, name: str) -> Path:
         if self.jobs.folder is not None:
             return self.jobs.folder / name
         return _find_user_data_folder() / "stackseg" / name
@@ -75,8 +75,10 @@ class Settings(Section):
     def _check_reference_keys(self) -> Self:
         for roots in (self.references.inputs, self.references.outputs):
             for name, root in roots.items():
-                if unknown := sorted(set(root.keys) - self.access.keys.keys()):
-                    raise ValueError(f"references: {name} lists the API key {unknown[0]}, which is not in access.keys")
+                if unknown_keys := sorted(set(root.keys) - self.access.keys.keys()):
+                    raise ValueError(
+                        f"references: {name} lists the API key {unknown_keys[0]}, which is not in access.keys"
+                    )
         return self
 
 
@@ -85,32 +87,32 @@ def _find_user_data_folder() -> Path:
 
     If the user has no home directory, return a relative path.
     """
-    if configured := os.environ.get("XDG_DATA_HOME"):
-        return Path(configured)
-    data = Path("~/.local/share")
+    if configured_folder := os.environ.get("XDG_DATA_HOME"):
+        return Path(configured_folder)
+    default_folder = Path("~/.local/share")
     try:
-        return data.expanduser()
+        return default_folder.expanduser()
     except RuntimeError:
-        return data
+        return default_folder
 
 
 def read_settings(path: Path | None = None, environment: Mapping[str, str] | None = None) -> Settings:
-    """Read a configuration file or a bundled preset, and apply overrides from `STACKSEG_SECTION__KEY` variables.
+    """Read a configuration file or a bundled preset, and apply overrides from environment variables.
 
     Raises ConfigError if the file cannot be read, or if a key, variable or value is unknown or invalid.
     """
-    values = _read_file(path) if path is not None else {}
+    values = _read_settings_file(path) if path is not None else {}
     _apply_overrides(values, os.environ if environment is None else environment)
-    return _validate(values)
+    return _validate_settings(values)
 
 
 def override_settings(settings: Settings, section: str, values: Mapping[str, Any]) -> Settings:
     """Return a copy of the settings with some keys of one section changed. Raises ConfigError for invalid values."""
     sections = settings.model_dump()
-    return _validate({**sections, section: {**sections[section], **values}})
+    return _validate_settings({**sections, section: {**sections[section], **values}})
 
 
-def _validate(values: Mapping[str, Any]) -> Settings:
+def _validate_settings(values: Mapping[str, Any]) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
@@ -121,7 +123,7 @@ def _validate(values: Mapping[str, Any]) -> Settings:
         raise ConfigError(f"The configuration is invalid: {problems}") from error
 
 
-def _find_file(path: Path) -> Path:
+def _find_settings_file(path: Path) -> Path:
     """Return `path` if the file exists, otherwise the path of the bundled preset of that name. Raises ConfigError."""
     presets = {file.stem: file for file in sorted(bundled_folder("configs").glob("*.yaml"))}
     if path.exists() and not path.is_dir():
@@ -133,8 +135,8 @@ def _find_file(path: Path) -> Path:
     return presets[str(path)]
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    path = _find_file(path)
+def _read_settings_file(path: Path) -> dict[str, Any]:
+    path = _find_settings_file(path)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -147,15 +149,15 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _apply_overrides(values: dict[str, Any], environment: Mapping[str, str]) -> None:
-    for variable, text in environment.items():
-        if not variable.startswith(PREFIX):
+    for variable, yaml_text in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
-        section, separator, key = variable.removeprefix(PREFIX).lower().partition("__")
+        section, separator, key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
         field = Settings.model_fields.get(section)
         if not separator or field is None or key not in type(field.default).model_fields:
-            reference = bundled_folder("configs") / "default.yaml"
-            raise ConfigError(f"{variable} does not match a setting. {reference} lists all settings.")
+            settings_reference = bundled_folder("configs") / "default.yaml"
+            raise ConfigError(f"{variable} does not match a setting. {settings_reference} lists all settings.")
         try:
-            values.setdefault(section, {})[key] = yaml.safe_load(text)
+            values.setdefault(section, {})[key] = yaml.safe_load(yaml_text)
         except yaml.YAMLError as error:
             raise ConfigError(f"The value of {variable} is not valid YAML: {error}") from error

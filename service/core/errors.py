@@ -2,21 +2,21 @@
 
 StackSegError
 |-- RequestError             client error: the client must change the request
-|   |-- BadFile              an unreadable, truncated or inconsistent file
+|   |-- BadFile              the file is unreadable, truncated or inconsistent
 |   |-- AmbiguousAxes        the file does not specify the meaning of its axes
-|   |-- BadParameter         a parameter that is invalid, or does not match the file or the model
-|   |-- LowConfidenceResult  labels of low confidence, with `strict=true`
-|   |-- UnsupportedMedia     a file in an unsupported format
+|   |-- BadParameter         a parameter is invalid, or does not match the file or the model
+|   |-- LowConfidenceResult  the confidence in the labels is low, and the request has `strict=true`
+|   |-- UnsupportedMedia     the format of the file is not supported
 |   |-- TooLarge             the file or its decoded pixels exceed a limit
 |   |-- TooSlow              the client sends its request too slowly
 |   |-- OutputExists         the output file already exists
 |   |-- UnknownModel         no model has this name
-|   |-- Unauthorized         a missing or unknown API key, or one without the required permission
+|   |-- Unauthorized         the API key is missing, is unknown, or does not have the required permission
 |   |-- MisdirectedRequest   the Host header names a host that this service does not serve
-|   |-- UnknownJob           no job has this id, or it belongs to another key
-|   |-- UnknownStack         no uploaded stack has this id, or it belongs to another key
-|   |-- UnknownAnnotation    no annotated stack has this id, or it belongs to another key
-|   |-- UnknownTraining      no training run has this id, or it belongs to another key
+|   |-- UnknownJob           no job has this id, or the job belongs to another key
+|   |-- UnknownStack         no uploaded stack has this id, or the stack belongs to another key
+|   |-- UnknownAnnotation    no annotated stack has this id, or the stack belongs to another key
+|   |-- UnknownTraining      no training run has this id, or the run belongs to another key
 |   |-- FeatureDisabled      the feature is disabled by the operator, or its dependency is not installed
 |   |-- ModelNotDeletable    the model cannot be deleted
 |   |-- JobNotFinished       the job has no result yet
@@ -33,17 +33,17 @@ StackSegError
 |   |-- ReaderKilled         the process that was reading the file was killed, usually because memory ran out
 |   `-- JobInterrupted       the process died too many times while it was running this job
 |-- ModelError               error for the operator: the model must be fixed
-|   |-- BrokenModel          an incomplete or inconsistent model folder, or weights that do not match the architecture
+|   |-- BrokenModel          the model folder is inconsistent, or its weights do not match the architecture
 |   |-- NonFiniteScores      the network returned NaN or infinity
-|   `-- UnsupportedPackage   a model package that cannot be imported; raised only by the command line
-|       `-- MissingKeys      a model package without some of the required information
+|   `-- UnsupportedPackage   a model package cannot be imported; raised only by the command line
+|       `-- MissingKeys      a model package lacks some of the required information
 |-- InternalError            a job failed because of a bug in the service
-|-- ConfigError              an unknown or invalid setting; raised only at startup
+|-- ConfigError              a setting is unknown or invalid; raised only at startup
 `-- Cancelled                the client disconnected; logged, but never sent as a response
 
-A message states the problem and its remedy in one or two sentences, for the user or operator who can apply it.
-`slug` is the last part of the problem type. It is stable, so clients may rely on it.
-This module does not contain HTTP statuses: `service.api.messages.problems` maps errors to statuses.
+Each message states the problem and its remedy in one or two sentences, for the user or operator who can solve it.
+`slug` is the last part of the problem type (RFC 9457) in error responses. It is stable, so clients may rely on it.
+This module does not contain HTTP status codes: `service.api.messages.problems` maps errors to status codes.
 """
 
 import re
@@ -133,7 +133,7 @@ class UnknownModel(RequestError):
 
 
 class Unauthorized(RequestError):
-    """The request has no API key, an unknown one, or one without the required permission."""
+    """The API key is missing, is unknown, or does not have the required permission."""
 
     slug = "unauthorized"
 
@@ -145,31 +145,31 @@ class MisdirectedRequest(RequestError):
 
 
 class UnknownJob(RequestError):
-    """No job has this id, or it belongs to another API key."""
+    """No job has this id, or the job belongs to another API key."""
 
     slug = "unknown-job"
 
 
 class UnknownStack(RequestError):
-    """No uploaded stack has this id, or it belongs to another API key."""
+    """No uploaded stack has this id, or the stack belongs to another API key."""
 
     slug = "unknown-stack"
 
 
 class UnknownAnnotation(RequestError):
-    """No annotated stack has this id, or it belongs to another API key."""
+    """No annotated stack has this id, or the stack belongs to another API key."""
 
     slug = "unknown-annotation"
 
 
 class UnknownTraining(RequestError):
-    """No training run has this id, or it belongs to another API key."""
+    """No training run has this id, or the run belongs to another API key."""
 
     slug = "unknown-training"
 
 
 class FeatureDisabled(RequestError):
-    """The operator has disabled this feature, or has not installed its dependency."""
+    """The operator has disabled this feature, or its dependency is not installed."""
 
     slug = "switched-off"
 
@@ -219,7 +219,7 @@ class RateLimited(CapacityError):
 
 
 class NotReady(CapacityError):
-    """The service is starting or stopping; try again after `retry_after` seconds."""
+    """A model is being loaded, or the service is starting or stopping; try again after `retry_after` seconds."""
 
     slug = "not-ready"
 
@@ -252,7 +252,7 @@ class TimedOut(CapacityError):
 
 
 class OutOfStorage(CapacityError):
-    """The disk for uploads, decoded pixels and jobs is full, or the quota for jobs is exhausted."""
+    """The disk for uploads, decoded pixels and jobs is full, or the quota for uploads or jobs is exhausted."""
 
     slug = "out-of-storage"
 
@@ -307,7 +307,7 @@ class MissingKeys(UnsupportedPackage):
     """A model package lacks information that `model.yaml` requires.
 
     package   description of the package
-    problems  why each key of `model.yaml` is missing, by key.
+    problems  the reason why each key of `model.yaml` is missing, by key.
     """
 
     slug = "missing-keys"
@@ -337,14 +337,14 @@ class Cancelled(StackSegError):
 
 
 # The folders of an absolute path, without its last component. URLs and relative paths do not match.
-_FOLDERS = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"]+/)+")
+_FOLDER_PATTERN = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"]+/)+")
 
 
 def remove_folders(message: str) -> str:
     """Shorten absolute paths in a message to file names, so that clients do not learn the folders of this host."""
-    return _FOLDERS.sub("", message)
+    return _FOLDER_PATTERN.sub("", message)
 
 
 def get_validation_message(error: Mapping[str, Any]) -> str:
-    """Return the message of one entry of `ValidationError.errors()` of pydantic, without its prefix."""
+    """Return the message of an entry of pydantic's `ValidationError.errors()`, without the prefix for ValueErrors."""
     return str(error["msg"]).removeprefix("Value error, ")

@@ -10,7 +10,7 @@ from typing import Literal, Self
 from service.core.errors import BadParameter
 
 Size = tuple[int, int, int]
-"""Number of voxels along (Z, Y, X)."""
+"""Numbers of voxels along (Z, Y, X)."""
 
 
 # Shortest and longest length in micrometers, from a tenth of an atom to a meter. TIFF tags and ratios of lengths
@@ -140,13 +140,14 @@ class Diameter:
         """Describe the diameter for users, such as `21 px wide and 10 px deep`."""
         depth, *rows_and_columns = (f"{length:.3g}" for length in self.lengths)
         width = " x ".join(dict.fromkeys(rows_and_columns)) or depth
-        wide = f"{width} {self.unit} wide"
-        return wide if width == depth else f"{wide} and {depth} {self.unit} deep"
+        description = f"{width} {self.unit} wide"
+        return description if width == depth else f"{description} and {depth} {self.unit} deep"
 
     def to_voxels(self, voxel_size: VoxelSize | None) -> tuple[float, float, float] | None:
-        """Return the diameters along (z, y, x) in voxels; None for micrometers without a voxel size.
+        """Return the diameters along (z, y, x) in voxels.
 
-        Without a voxel size, voxels are assumed to be cubic.
+        If the voxel size is unknown, return None for a diameter in micrometers, and assume that voxels are cubic for a
+        diameter in pixels.
         """
         if self.unit == "um" and voxel_size is None:
             return None
@@ -161,7 +162,7 @@ class Diameter:
 
 
 DiameterSetting = Diameter | Literal["auto", "none"]
-"""A diameter, `auto` (estimated from the stack), or `none` (the stack is segmented at its original resolution)."""
+"""A diameter, `auto` (estimate it from the stack), or `none` (segment the stack at its original resolution)."""
 
 
 def parse_diameter(text: str) -> DiameterSetting:
@@ -175,15 +176,15 @@ def parse_diameter(text: str) -> DiameterSetting:
 
 def parse_roi_size(text: str) -> Size:
     """Parse the size of a window, such as `64,64,64`. Raises BadParameter."""
-    edges = [int(part) for part in text.split(",") if is_index(part.strip()) and len(part) <= MAX_EDGE_DIGITS]
-    match edges:
-        case [z, y, x] if min(edges) > 0 and text.count(",") == 2:
+    window_size = [int(part) for part in text.split(",") if is_index(part.strip()) and len(part) <= MAX_EDGE_DIGITS]
+    match window_size:
+        case [z, y, x] if min(window_size) > 0 and text.count(",") == 2:
             return z, y, x
-    raise BadParameter(f"Expected three positive numbers of voxels Z,Y,X, such as 64,64,64, not {text!r}")
+    raise BadParameter(f"Expected three positive numbers of voxels along Z,Y,X, such as 64,64,64, not {text!r}")
 
 
 SkipBelow = float | Literal["auto", "none"]
-"""Gray value up to which voxels count as empty, `auto` (determined from the stack), or `none` (nothing is skipped)."""
+"""Gray value up to which voxels count as empty, `auto` (determine it from the stack), or `none` (skip no windows)."""
 
 
 def parse_skip_below(text: str) -> SkipBelow:
@@ -227,7 +228,7 @@ class ObjectVolume:
         )
 
     def to_voxels(self, voxel_size: VoxelSize | None) -> float | None:
-        """Return the volume in voxels; None for cubic micrometers without a voxel size."""
+        """Return the volume in voxels; None if it is in cubic micrometers and the voxel size is unknown."""
         if self.unit == "px":
             return self.amount
         return None if voxel_size is None else self.amount / math.prod(voxel_size)

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import IO, Any
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Id of the current request; "" outside requests and in threads."""
+"""Id of the current request; "" outside requests, and in threads that do not copy the context of a request."""
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 # A step that takes longer is logged, and is logged again each time its duration has doubled.
@@ -28,7 +28,7 @@ def configure_logging(level: str, format_name: str, stream: IO[str] | None = Non
 
     level        name of the lowest level to log, such as "info"
     format_name  "text", or "json" for one JSON object per line
-    stream       None: standard error
+    stream       stream for the log; None: standard error
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if format_name == "json" else logging.Formatter(TEXT_FORMAT))
@@ -88,23 +88,23 @@ class Progress:
             _current_progress.reset(token)
 
     @contextmanager
-    def step(self, name: str, long_seconds: float = SLOW_STEP_SECONDS) -> Iterator[None]:
-        """Record the block as a step. If the step takes longer than `long_seconds`, log it."""
-        entry, ended = (name, time.monotonic()), threading.Event()
+    def step(self, name: str, log_after_seconds: float = SLOW_STEP_SECONDS) -> Iterator[None]:
+        """Record the block as a step. If the step takes longer than `log_after_seconds`, log it."""
+        entry, end_event = (name, time.monotonic()), threading.Event()
         self._steps.append(entry)
-        threading.Thread(target=self._log_while, args=(entry, ended, long_seconds), daemon=True).start()
+        threading.Thread(target=self._log_until, args=(entry, end_event, log_after_seconds), daemon=True).start()
         try:
             yield
         finally:
             self._steps.remove(entry)
-            ended.set()
+            end_event.set()
 
-    def _log_while(self, entry: tuple[str, float], ended: threading.Event, seconds: float) -> None:
-        while not ended.wait(seconds):
+    def _log_until(self, entry: tuple[str, float], end_event: threading.Event, wait_seconds: float) -> None:
+        while not end_event.wait(wait_seconds):
             # Log only the innermost step, which is the most specific.
             if self._steps[-1:] == [entry]:
                 log.info("%s", ": ".join(filter(None, (self._title, str(self)))))
-            seconds = time.monotonic() - entry[1]
+            wait_seconds = time.monotonic() - entry[1]
 
 
 _current_progress: ContextVar[Progress | None] = ContextVar("progress", default=None)
@@ -143,6 +143,6 @@ class Stages:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def update(self, seconds: Mapping[str, float]) -> None:
-        """Add to the durations of several stages."""
-        for name, value in seconds.items():
-            self.add(name, value)
+        """Add `seconds` to the durations of several stages, by name."""
+        for name, stage_seconds in seconds.items():
+            self.add(name, stage_seconds)

@@ -17,7 +17,7 @@ StackShape = tuple[int, int, int, int]
 """Number of channels, and of voxels along (Z, Y, X)."""
 OutputKind = Literal["labels", "classes", "probabilities"]
 Quality = Literal["fast", "best"]
-"""fast: compute each window once; best: use more overlap, and average the scores of several views."""
+"""fast: run the network once on each window; best: use more overlap, and average the scores of several views."""
 Views = tuple[tuple[int, ...], ...]
 """For each view, the axes of [N, C, Z, Y, X] along which a window is mirrored, from 2 (z) to 4 (x)."""
 Linking = Literal["overlap", "laptrack"]
@@ -29,7 +29,7 @@ CancellationCheck = Callable[[], bool]
 
 
 def never_cancelled() -> bool:
-    """Return False; for work that cannot be cancelled."""
+    """Return False. This is the `CancellationCheck` for work that cannot be cancelled."""
     return False
 
 
@@ -68,7 +68,7 @@ class Volume:
     read        read(z0, z1) returns planes [C, z1 - z0, Y, X] in native byte order; the pixels may be in a file
     voxel_size  in micrometers; None if unknown
     channels    one name per channel; "" for a channel without a name
-    notes       assumptions about the metadata that the user should know, one sentence each
+    notes       assumptions about the metadata that users should know about, one sentence each
     """
 
     shape: StackShape
@@ -149,7 +149,7 @@ class Objects:
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Result of a segmentation, on the grid of the volume. For a time series, pixels have a leading axis T.
+    """Result of a segmentation, on the grid of the volume. For a time series, `pixels` has a leading axis T.
 
     pixels         labels and classes: [Z, Y, X] uint8, uint16 or uint32; probabilities: [K, Z, Y, X] float32
     kind           meaning of the pixels

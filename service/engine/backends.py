@@ -91,7 +91,7 @@ def list_default_order(configs: Sequence[EngineConfig], features: Sequence[str])
     """Return the configurations that build within seconds and are usually fast, the fastest first.
 
     configs   configurations from `list_configs`
-    features  features of the processor, from `host.FEATURES`
+    features  features of the processor, from `host.INSTRUCTION_SETS`
     """
     quick_configs = [config for config in configs if config.engine not in {"compiled", "eager"}]
     # The first configuration of a precision is the most promising one.

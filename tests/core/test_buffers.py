@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from service.core import buffers
-from service.core.buffers import ALIGNMENT, BufferCache, BufferPool, allocate_on_disk, make_allocator, release_pages
+from service.core.buffers import (
+    ALIGNMENT_BYTES,
+    BufferCache,
+    BufferPool,
+    allocate_on_disk,
+    make_allocator,
+    release_pages,
+)
 from service.core.errors import OutOfStorage
 
 
@@ -55,7 +62,7 @@ def test_allocation_fails_before_writing_if_the_disk_is_too_small(tmp_path: Path
 
 
 def test_buffer_is_reused_after_its_last_view_is_deleted() -> None:
-    pool = BufferPool(1000, max_idle=2)
+    pool = BufferPool(1000, max_idle_buffers=2)
     one = pool.take()
     address, view = one.ctypes.data, one.view(np.float32)[10:20]
     view[:] = 7
@@ -69,14 +76,14 @@ def test_buffer_is_reused_after_its_last_view_is_deleted() -> None:
 
 
 def test_buffers_are_aligned_to_cache_lines() -> None:
-    pool = BufferPool(100, max_idle=0)
+    pool = BufferPool(100, max_idle_buffers=0)
     buffers = [pool.take() for _ in range(20)]
-    assert all(array.nbytes == 100 and array.ctypes.data % ALIGNMENT == 0 for array in buffers)
+    assert all(array.nbytes == 100 and array.ctypes.data % ALIGNMENT_BYTES == 0 for array in buffers)
     assert len({array.ctypes.data for array in buffers}) == 20
 
 
 def test_pool_keeps_at_most_its_number_of_idle_buffers() -> None:
-    pool, kept_bytes = BufferPool(2**24, max_idle=1), 2**24 + ALIGNMENT
+    pool, kept_bytes = BufferPool(2**24, max_idle_buffers=1), 2**24 + ALIGNMENT_BYTES
     tracemalloc.start()
     try:
         held = [pool.take() for _ in range(3)]

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.core.config import PREFIX, Settings, override_settings, read_settings
+from service.core.config import ENVIRONMENT_PREFIX, Settings, override_settings, read_settings
 from service.core.errors import ConfigError
 
 HASH = "sha256:" + 64 * "0"
@@ -19,7 +19,7 @@ KEYS = [(section, key) for section, keys in Settings().model_dump().items() for 
 
 
 def variable(section: str, key: str) -> str:
-    return f"{PREFIX}{section}__{key}".upper()
+    return f"{ENVIRONMENT_PREFIX}{section}__{key}".upper()
 
 
 def write(folder: Path, content: Any) -> Path:
@@ -85,7 +85,7 @@ def test_other_environment_variables_are_ignored() -> None:
 
 @given(st.text("ABCDEFGHIJKLMNOPQRSTUVWXYZ_", max_size=30))
 def test_misspelled_variable_is_rejected_with_its_name(rest: str) -> None:
-    name = PREFIX + rest
+    name = ENVIRONMENT_PREFIX + rest
     if name in {variable(*key) for key in KEYS}:
         return
     with pytest.raises(ConfigError, match=f"^{name} does not match a setting"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Flags to open a folder, so that names can be looked up relative to it. Symbolic links are not followed.
+# Flags for opening a folder relative to which names are looked up. Symbolic links are not followed.
 OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -16,7 +16,7 @@ OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def write_atomically(path: Path, temporary_path: Path | None = None, *, sync: bool = True) -> Iterator[Path]:
     """Write a file atomically: yield a temporary path, and rename the file to `path` after the block.
 
-    If the block or renaming fails, the temporary file is deleted.
+    If the block or the renaming fails, the temporary file is deleted.
 
     Args:
         path: the final path; an existing file at this path is replaced
@@ -63,26 +63,26 @@ def open_folder_by_path(path: Path) -> Iterator[int]:
 
 
 @contextmanager
-def open_subfolder(folder_fd: int, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
-    """Open a folder below an open folder for the duration of the block.
+def open_subfolder(folder_fd: int, folder_names: Sequence[str], *, make: bool = False) -> Iterator[int]:
+    """Open a subfolder of an open folder for the duration of the block.
 
-    folder_fd  file descriptor of the open folder
-    parts      names of the nested folders
-    make       whether to create missing folders
+    folder_fd     file descriptor of the open folder
+    folder_names  names of the nested folders, starting with the outermost one
+    make          whether to create missing folders
 
     Raises OSError, including if a name is a symbolic link or `..`.
     """
-    if ".." in parts:
+    if ".." in folder_names:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-    opened_fd = os.dup(folder_fd)
+    current_fd = os.dup(folder_fd)
     try:
-        for part in parts:
+        for folder_name in folder_names:
             if make:
                 with suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=opened_fd)
-            inner_fd = os.open(part, OPEN_FOLDER_FLAGS, dir_fd=opened_fd)
-            os.close(opened_fd)
-            opened_fd = inner_fd
-        yield opened_fd
+                    os.mkdir(folder_name, dir_fd=current_fd)
+            inner_fd = os.open(folder_name, OPEN_FOLDER_FLAGS, dir_fd=current_fd)
+            os.close(current_fd)
+            current_fd = inner_fd
+        yield current_fd
     finally:
-        os.close(opened_fd)
+        os.close(current_fd)

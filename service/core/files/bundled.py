@@ -20,5 +20,5 @@ def software_version(distribution: str = "stackseg") -> str:
     try:
         return version(distribution)
     except PackageNotFoundError:
-        project_file = tomllib.loads((PACKAGE_FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))
-        return str(project_file["project"]["version"])
+        project_metadata = tomllib.loads((PACKAGE_FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))
+        return str(project_metadata["project"]["version"])

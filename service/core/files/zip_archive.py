@@ -1,6 +1,6 @@
 """Strict validation of zip archives, so that every zip reader finds the same members in an accepted archive.
 
-Readers disagree about archives with two central directories, with bytes before, between or after the members, and with
+Zip readers disagree about archives that have two central directories, bytes before, between or after the members, or
 names that differ only in case. Such archives are rejected.
 """
 
@@ -21,11 +21,11 @@ MAX_DEPTH = 32
 # Maximum total size of the compressed members after decompression. PyTorch compresses only code, which is small.
 MAX_COMPRESSED_BYTES = 2**26
 
-# Sizes of the records of the zip format, without names, extra fields and comments.
-HEADER_BYTES = 30
-END_BYTES = 22
-LOCATOR_BYTES = 20
-END64_BYTES = 56
+# Sizes of the records of the zip format, excluding names, extra fields and comments.
+LOCAL_HEADER_BYTES = 30
+END_RECORD_BYTES = 22
+ZIP64_LOCATOR_BYTES = 20
+ZIP64_END_RECORD_BYTES = 56
 # Flag bits of an entry.
 DESCRIPTOR_FLAG = 8
 ENCRYPTION_FLAG = 1
@@ -35,9 +35,9 @@ _MAX_COMMENT_BYTES = 2**16 - 1
 class ZipLimits(NamedTuple):
     """Limits on archives of one kind.
 
-    entries          maximum number of members and folders; each takes about 500 bytes of memory
-    directory_bytes  maximum size of the central directory, which lists all entries with their names
-    comment          whether a comment may follow the directory
+    entries              maximum number of entries (members and folders); each takes about 500 bytes of memory
+    directory_bytes      maximum size of the central directory, which lists all entries with their names
+    comment              whether a comment may follow the central directory
     """
 
     entries: int
@@ -45,7 +45,7 @@ class ZipLimits(NamedTuple):
     comment: bool = False
 
 
-# More entries than any model has, with long names.
+# Limits for PyTorch archives: more entries than any model has, even if all names are long.
 TORCH_LIMITS = ZipLimits(entries=10_000, directory_bytes=2**22)
 
 
@@ -53,24 +53,25 @@ def open_archive(file: IO[bytes], limits: ZipLimits) -> zipfile.ZipFile:
     """Open an archive that consists only of contiguous members followed by the central directory.
 
     Raises zipfile.BadZipFile, with the reason, for any other layout; for archives that exceed the limits; for members
-    that are encrypted, links, devices or outside the target folder; and for names that differ only in case.
+    that are encrypted, that are links or devices, or that would be extracted outside the target folder; and for names
+    that differ only in case.
     """
-    start = _find_directory(file, limits)
+    directory_start = _find_directory(file, limits)
     archive = zipfile.ZipFile(file)
     entries = archive.infolist()
     if len(entries) > limits.entries:
-        raise zipfile.BadZipFile(f"it has {len(entries)} entries; the maximum is {limits.entries}.")
+        raise zipfile.BadZipFile(f"the archive has {len(entries)} entries; the maximum is {limits.entries}.")
     for entry in entries:
         _check_entry(entry)
     if len({entry.filename.lower() for entry in entries}) < len(entries):
-        raise zipfile.BadZipFile("several entries have the same name.")
-    _check_layout(file, sorted(entries, key=lambda entry: entry.header_offset), start)
+        raise zipfile.BadZipFile("several entries have the same name, ignoring case.")
+    _check_layout(file, sorted(entries, key=lambda entry: entry.header_offset), directory_start)
     return archive
 
 
 @contextmanager
 def open_torch_archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Open an archive that contains a model or its weights for the duration of the block. Raises zipfile.BadZipFile."""
+    """Open the archive of a model or its weights for the duration of the block. Raises zipfile.BadZipFile."""
     with path.open("rb") as file, open_archive(file, TORCH_LIMITS) as archive:
         yield archive
 
@@ -80,22 +81,22 @@ def copy_members(archive: zipfile.ZipFile) -> io.BytesIO:
 
     Raises zipfile.BadZipFile if the compressed members exceed `MAX_COMPRESSED_BYTES`.
     """
-    _check_compressed(archive)
-    copy = io.BytesIO()
-    with zipfile.ZipFile(copy, "w") as other:
+    _check_compressed_size(archive)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as copied_archive:
         for entry in archive.infolist():
-            other.writestr(entry.filename, archive.read(entry))
-    copy.seek(0)
-    return copy
+            copied_archive.writestr(entry.filename, archive.read(entry))
+    buffer.seek(0)
+    return buffer
 
 
-def _check_compressed(archive: zipfile.ZipFile) -> None:
-    """Raise zipfile.BadZipFile if compressed members are too large. `file_size` is an upper limit for each."""
-    compressed = [entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-    if sum(entry.file_size for entry in compressed) > MAX_COMPRESSED_BYTES:
-        largest = max(compressed, key=lambda entry: entry.file_size)
+def _check_compressed_size(archive: zipfile.ZipFile) -> None:
+    """Raise zipfile.BadZipFile if compressed members are too large. No member decompresses to more than `file_size`."""
+    compressed_entries = [entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    if sum(entry.file_size for entry in compressed_entries) > MAX_COMPRESSED_BYTES:
+        largest_entry = max(compressed_entries, key=lambda entry: entry.file_size)
         raise zipfile.BadZipFile(
-            f"{largest.filename} is compressed and too large; PyTorch compresses only the code of a network."
+            f"{largest_entry.filename} is compressed and too large; PyTorch compresses only the code of a network."
         )
 
 
@@ -104,46 +105,48 @@ def locate_stored_member(descriptor: int, entry: zipfile.ZipInfo) -> int:
 
     The file position does not change, so other threads may read the same file concurrently.
     """
-    name_bytes, extra_bytes = struct.unpack("<HH", os.pread(descriptor, HEADER_BYTES, entry.header_offset)[-4:])
-    return int(entry.header_offset + HEADER_BYTES + name_bytes + extra_bytes)
+    name_bytes, extra_bytes = struct.unpack("<HH", os.pread(descriptor, LOCAL_HEADER_BYTES, entry.header_offset)[-4:])
+    return int(entry.header_offset + LOCAL_HEADER_BYTES + name_bytes + extra_bytes)
 
 
 def _find_directory(file: IO[bytes], limits: ZipLimits) -> int:
-    """Return the offset of the central directory at the end of the file. Raises zipfile.BadZipFile if it is missing."""
+    """Return the offset of the central directory at the end of the file. Raises zipfile.BadZipFile."""
     size = file.seek(0, io.SEEK_END)
     comment_bytes = _measure_comment(file, size) if limits.comment else 0
     size -= comment_bytes
-    file.seek(max(0, size - END_BYTES - LOCATOR_BYTES - END64_BYTES))
-    tail = file.read(min(size, END_BYTES + LOCATOR_BYTES + END64_BYTES))
-    if tail[-END_BYTES:][:4] != b"PK\5\6" or tail[-2:] != struct.pack("<H", comment_bytes):
-        raise zipfile.BadZipFile("it is not a zip archive, or has content after its central directory.")
-    length, start = struct.unpack("<LL", tail[-10:-2])
-    end = size - END_BYTES
-    if tail[-END_BYTES - LOCATOR_BYTES :][:4] == b"PK\6\7":
-        end -= LOCATOR_BYTES + END64_BYTES
-        (offset,) = struct.unpack("<Q", tail[-34:-26])
-        if tail[:4] != b"PK\6\6" or offset != end:
-            raise zipfile.BadZipFile("its central directory is ambiguous.")
-        length, start = struct.unpack("<QQ", tail[40:56])
-    if start + length != end:
+    file.seek(max(0, size - END_RECORD_BYTES - ZIP64_LOCATOR_BYTES - ZIP64_END_RECORD_BYTES))
+    tail = file.read(min(size, END_RECORD_BYTES + ZIP64_LOCATOR_BYTES + ZIP64_END_RECORD_BYTES))
+    if tail[-END_RECORD_BYTES:][:4] != b"PK\5\6" or tail[-2:] != struct.pack("<H", comment_bytes):
+        raise zipfile.BadZipFile("the file is not a zip archive, or has content after its central directory.")
+    directory_bytes, directory_start = struct.unpack("<LL", tail[-10:-2])
+    directory_end = size - END_RECORD_BYTES
+    if tail[-END_RECORD_BYTES - ZIP64_LOCATOR_BYTES :][:4] == b"PK\6\7":
+        directory_end -= ZIP64_LOCATOR_BYTES + ZIP64_END_RECORD_BYTES
+        (end_record_offset,) = struct.unpack("<Q", tail[-34:-26])
+        if tail[:4] != b"PK\6\6" or end_record_offset != directory_end:
+            raise zipfile.BadZipFile("the position of the central directory is ambiguous.")
+        directory_bytes, directory_start = struct.unpack("<QQ", tail[40:56])
+    if directory_start + directory_bytes != directory_end:
         raise zipfile.BadZipFile("there are extra bytes before or after the archive.")
-    if length > limits.directory_bytes:
-        raise zipfile.BadZipFile(f"its central directory is larger than {limits.directory_bytes} bytes.")
-    return int(start)
+    if directory_bytes > limits.directory_bytes:
+        raise zipfile.BadZipFile(f"the central directory is larger than {limits.directory_bytes} bytes.")
+    return int(directory_start)
 
 
 def _measure_comment(file: IO[bytes], size: int) -> int:
-    """Return the size of the archive comment, which follows the last end-of-directory record; 0 without a record."""
-    file.seek(max(0, size - END_BYTES - _MAX_COMMENT_BYTES))
+    """Return the size of the comment after the last end-of-central-directory record; 0 if there is no such record."""
+    file.seek(max(0, size - END_RECORD_BYTES - _MAX_COMMENT_BYTES))
     tail = file.read()
     offset = tail.rfind(b"PK\5\6")
-    return max(0, len(tail) - offset - END_BYTES) if offset >= 0 else 0
+    return max(0, len(tail) - offset - END_RECORD_BYTES) if offset >= 0 else 0
 
 
 def _check_entry(entry: zipfile.ZipInfo) -> None:
     path = PurePosixPath(entry.filename)
     if _is_unsafe(entry, path):
-        raise zipfile.BadZipFile(f"{entry.orig_filename!r} would be extracted outside the target folder.")
+        raise zipfile.BadZipFile(
+            f"{entry.orig_filename!r} would be extracted outside the target folder, or is a link or a device."
+        )
     if len(path.parts) > MAX_DEPTH:
         raise zipfile.BadZipFile(f"{entry.filename[:80]!r}... is nested more than {MAX_DEPTH} folders deep.")
     if entry.flag_bits & ENCRYPTION_FLAG or entry.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
@@ -159,16 +162,16 @@ def _is_unsafe(entry: zipfile.ZipInfo, path: PurePosixPath) -> bool:
     return is_outside or kind not in {0, stat.S_IFREG, stat.S_IFDIR}
 
 
-def _check_layout(file: IO[bytes], entries: list[zipfile.ZipInfo], start: int) -> None:
-    """Raise zipfile.BadZipFile if the entries, sorted by offset, overlap or leave gaps before the directory."""
+def _check_layout(file: IO[bytes], entries: list[zipfile.ZipInfo], directory_start: int) -> None:
+    """Raise zipfile.BadZipFile if the entries, sorted by offset, overlap or have gaps around them."""
     position = 0
-    ends = [*(entry.header_offset for entry in entries[1:]), start]
+    ends = [*(entry.header_offset for entry in entries[1:]), directory_start]
     for entry, end in zip(entries, ends, strict=True):
         file.seek(position)
-        header = file.read(HEADER_BYTES)
-        if entry.header_offset != position or len(header) < HEADER_BYTES:
-            raise zipfile.BadZipFile("there are extra bytes before its first entry.")
-        position += HEADER_BYTES + sum(struct.unpack("<HH", header[-4:])) + entry.compress_size
+        header = file.read(LOCAL_HEADER_BYTES)
+        if entry.header_offset != position or len(header) < LOCAL_HEADER_BYTES:
+            raise zipfile.BadZipFile("there are extra bytes before the first entry.")
+        position += LOCAL_HEADER_BYTES + sum(struct.unpack("<HH", header[-4:])) + entry.compress_size
         file.seek(position)
         has_descriptor = (
             entry.flag_bits & DESCRIPTOR_FLAG and end - position in {16, 24} and file.read(4) == b"PK\7\x08"
@@ -178,5 +181,5 @@ def _check_layout(file: IO[bytes], entries: list[zipfile.ZipInfo], start: int) -
                 f"{entry.filename!r} overlaps the next entry, or there are extra bytes between them."
             )
         position = end
-    if position != start:
-        raise zipfile.BadZipFile("there are extra bytes before its directory.")
+    if position != directory_start:
+        raise zipfile.BadZipFile("there are extra bytes before the central directory.")

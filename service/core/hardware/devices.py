@@ -27,16 +27,16 @@ PROBE_INTERVAL_SECONDS = 0.5
 # PyTorch's id for the memory pool of allocations outside CUDA graphs.
 SHARED_POOL_ID = (0, 0)
 
-# Bytes in the memory pools of CUDA graphs that are unused between replays, by device.
+# Unused bytes between replays in the memory pools of CUDA graphs, by device.
 _idle_pool_bytes: dict[torch.device, int] = {}
 
-# Versions of cuDNN whose 3D convolutions in BF16 are wrong for large inputs (pytorch#163539). For BF16 and FP16 in the
-# contiguous memory format, PyTorch replaces them with code that is several times slower (pytorch#166122) and needs more
-# memory (pytorch#166643).
+# Versions of cuDNN whose 3D convolutions in BF16 give wrong results for large inputs (pytorch#163539). With these
+# versions, PyTorch runs convolutions in BF16 and FP16 in the contiguous memory format with other code, which is several
+# times slower (pytorch#166122) and needs more memory (pytorch#166643).
 FAULTY_CUDNN = range(90800, 91500)
 
-# Fragments of error messages that indicate that memory is exhausted: from PyTorch's CPU allocator, oneDNN (whose
-# primitives were created during the warm-up, so they can only fail for lack of memory), Python's threads, CUDA
+# Fragments of error messages that indicate that memory is exhausted: from PyTorch's CPU allocator, oneDNN (the same
+# primitives were created during the warm-up, so creating them can fail only for lack of memory), Python's threads, CUDA
 # allocations outside PyTorch's allocator, and the CUDA libraries (cuDNN, cuBLAS).
 _OUT_OF_MEMORY_MESSAGES = (
     "DefaultCPUAllocator",
@@ -49,7 +49,7 @@ _OUT_OF_MEMORY_MESSAGES = (
 
 
 class Driver(Protocol):
-    """Health and memory queries for a device. This module implements the protocol; tests inject faults."""
+    """Health and memory queries for a device. This module implements the protocol; tests use fakes with faults."""
 
     def is_on_host(self, device: torch.device) -> bool: ...
 
@@ -64,12 +64,12 @@ class Driver(Protocol):
 
 def choose_device(name: str) -> torch.device:
     """Return the device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises ConfigError if the GPU is not available."""
-    available = torch.cuda.is_available()
-    if name == "auto" and not available:
+    is_cuda_available = torch.cuda.is_available()
+    if name == "auto" and not is_cuda_available:
         _warn_of_unused_gpus()
-    if name == "cpu" or (name == "auto" and not available):
+    if name == "cpu" or (name == "auto" and not is_cuda_available):
         return torch.device("cpu")
-    if not available:
+    if not is_cuda_available:
         reason = explain_no_cuda()
         raise ConfigError(
             f"device.name is {name}, but no CUDA device is available: {reason}. Alternatively, set device.name to"
@@ -103,7 +103,7 @@ def list_native_precisions(device: torch.device) -> frozenset[torch.dtype]:
     """
     if device.type == "cuda":
         return list_cuda_precisions(torch.cuda.get_device_capability(device)) - list_faulty_precisions(device).keys()
-    # PyTorch has no public query for these instruction sets. The private functions return False for unknown processors.
+    # PyTorch has no public query for AVX512-BF16 and AMX. The private functions return False for unknown processors.
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return frozenset({torch.float32, torch.bfloat16} if has_bf16 else {torch.float32})
 
@@ -119,7 +119,7 @@ def list_cuda_precisions(capability: tuple[int, int]) -> frozenset[torch.dtype]:
 
 
 def list_faulty_precisions(device: torch.device) -> dict[torch.dtype, str]:
-    """Return the dtypes that the device supports but for which cuDNN is wrong or slow, with the reason for each."""
+    """Return the supported dtypes for which cuDNN gives wrong results or is slow, with the reason for each."""
     if device.type != "cuda":
         return {}
     version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
@@ -138,7 +138,7 @@ def list_faulty_cuda_precisions(capability: tuple[int, int], cudnn_version: int 
 
 
 def explain_faulty_cudnn(version: int | None) -> str | None:
-    """Explain what is wrong with BF16 and FP16 in a version of cuDNN, and what to install. None if nothing is wrong.
+    """Explain which problem a version of cuDNN has in BF16 and FP16, and what to install. None if it has no problem.
 
     version  version number, such as 91000 for 9.10.0; None if cuDNN is not installed
     """
@@ -149,8 +149,8 @@ def explain_faulty_cudnn(version: int | None) -> str | None:
         return None
     version_name = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     return (
-        f"cuDNN {version_name} is installed. In cuDNN 9.8 to 9.14, 3D convolutions in BF16 can be wrong for large"
-        f" inputs, and convolutions in BF16 and FP16 can be several times slower and need more memory. {advice}"
+        f"cuDNN {version_name} is installed. In cuDNN 9.8 to 9.14, 3D convolutions in BF16 can give wrong results for"
+        f" large inputs, and convolutions in BF16 and FP16 can be several times slower and need more memory. {advice}"
     )
 
 
@@ -173,7 +173,7 @@ def is_working(
     can_compute: Callable[[torch.device], bool] = _can_compute,
     pause_seconds: float = PROBE_INTERVAL_SECONDS,
 ) -> bool:
-    """Return whether the device still works. Once a CUDA context has failed, it fails until the process ends.
+    """Return whether the device still works. Once a CUDA context has failed, all calls fail until the process ends.
 
     An error can also have a temporary cause: while another thread records a CUDA graph, some calls are not allowed.
     Therefore, `can_compute` is called up to `MAX_PROBES` times, `pause_seconds` apart. A device that is out of memory
@@ -198,7 +198,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        text in str(error) for text in _OUT_OF_MEMORY_MESSAGES
+        fragment in str(error) for fragment in _OUT_OF_MEMORY_MESSAGES
     )
 
 
@@ -221,10 +221,10 @@ def find_device_loss(device: torch.device, error: BaseException, driver: Driver)
 
 
 def set_torch_threads(count: int) -> None:
-    """Set the number of CPU threads that PyTorch uses in the calling thread; 0: one per usable core."""
+    """Set the number of CPU threads that PyTorch uses for calls from this thread; 0: one per usable core."""
     torch.set_num_threads(count or host.count_usable_cores())
-    # Reading the number makes it permanent for this thread. Otherwise, the thread would use the number that any thread
-    # set last.
+    # Reading the number makes it permanent for this thread. Otherwise, this thread would use the number that was last
+    # set by any thread.
     torch.get_num_threads()
 
 

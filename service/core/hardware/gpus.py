@@ -14,7 +14,7 @@ import torch
 class GpuStatus:
     """State of one GPU. Memory is in bytes; values that the driver does not report are None.
 
-    reserved_bytes  memory that PyTorch holds in this process, whether in use or cached
+    reserved_bytes  memory that PyTorch has reserved in this process, whether in use or cached
     """
 
     index: int
@@ -29,13 +29,13 @@ class GpuStatus:
     power_watts: float | None
 
 
-def explain_no_cuda(built_for: str | None = torch.version.cuda, nvml: Any = pynvml) -> str:
+def explain_no_cuda(torch_cuda_version: str | None = torch.version.cuda, nvml: Any = pynvml) -> str:
     """Explain why PyTorch finds no CUDA device, and what to do.
 
-    built_for  CUDA version that PyTorch was built for; None for a build without CUDA
-    nvml       the `pynvml` module; tests replace it
+    torch_cuda_version  CUDA version that PyTorch was built for; None for a build without CUDA
+    nvml                the `pynvml` module; tests replace it
     """
-    if built_for is None:
+    if torch_cuda_version is None:
         return (
             "this build of PyTorch supports only CPUs; install a build for CUDA, or build the container image with the"
             " build argument VARIANT=gpu"
@@ -48,21 +48,23 @@ def explain_no_cuda(built_for: str | None = torch.version.cuda, nvml: Any = pynv
             " --gpus all)"
         )
     try:
-        driver, cuda_version = (
+        driver_version, driver_cuda_version = (
             _query(nvml.nvmlSystemGetDriverVersion),
             _query(nvml.nvmlSystemGetCudaDriverVersion_v2) or 0,
         )
     finally:
         nvml.nvmlShutdown()
-    supported = f"{cuda_version // 1000}.{cuda_version % 1000 // 10}"
+    supported_version = f"{driver_cuda_version // 1000}.{driver_cuda_version % 1000 // 10}"
     # A driver supports all minor versions of its major CUDA version.
-    if cuda_version and cuda_version // 1000 < int(built_for.partition(".")[0]):
+    if driver_cuda_version and driver_cuda_version // 1000 < int(torch_cuda_version.partition(".")[0]):
         return (
-            f"the NVIDIA driver {driver} is too old: it supports CUDA up to {supported}, but PyTorch was built for"
-            f" {built_for}; update the driver, or install a build of PyTorch for an older CUDA version (build argument"
-            " CUDA of the container image)"
+            f"the NVIDIA driver {driver_version} is too old: it supports CUDA up to {supported_version}, but PyTorch"
+            f" was built for CUDA {torch_cuda_version}; update the driver, or install a build of PyTorch for an older"
+            " CUDA version (build argument CUDA of the container image)"
         )
-    return f"the NVIDIA driver {driver} shows no GPU to this process; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return (
+        f"the NVIDIA driver {driver_version} exposes no GPU to this process; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    )
 
 
 def query_gpus(nvml: Any = pynvml) -> tuple[GpuStatus, ...]:
@@ -84,7 +86,7 @@ def _query_gpu(nvml: Any, index: int, driver: str | None) -> GpuStatus:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = _query(nvml.nvmlDeviceGetMemoryInfo, handle)
     capability = _query(nvml.nvmlDeviceGetCudaComputeCapability, handle)
-    utilisation = _query(nvml.nvmlDeviceGetUtilizationRates, handle)
+    utilization = _query(nvml.nvmlDeviceGetUtilizationRates, handle)
     milliwatts = _query(nvml.nvmlDeviceGetPowerUsage, handle)
     return GpuStatus(
         index=index,
@@ -94,7 +96,7 @@ def _query_gpu(nvml: Any, index: int, driver: str | None) -> GpuStatus:
         memory_total=int(memory.total) if memory else None,
         memory_used=int(memory.used) if memory else None,
         reserved_bytes=_count_reserved_bytes(_query(nvml.nvmlDeviceGetUUID, handle)),
-        utilisation_percent=int(utilisation.gpu) if utilisation else None,
+        utilisation_percent=int(utilization.gpu) if utilization else None,
         temperature_celsius=_query(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         power_watts=milliwatts / 1000 if milliwatts is not None else None,
     )
@@ -109,7 +111,7 @@ def _query(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _count_reserved_bytes(uuid: str | None) -> int:
-    """Return how many bytes PyTorch holds on the GPU with this UUID.
+    """Return how many bytes PyTorch has reserved on the GPU with this UUID.
 
     GPUs are matched by UUID because NVML's indices ignore CUDA_VISIBLE_DEVICES.
     """

@@ -18,17 +18,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Folder with the resource limits of the container (control groups, version 2). Outside a container, it has no limits.
-CGROUP = Path("/sys/fs/cgroup")
+# Folder with the resource limits of the container (control groups, version 2). It contains no limits on a plain host.
+CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
 MEMINFO_PATH = "/proc/meminfo"
-# Maximum size of a volume that is processed in a single thread.
+# Maximum size of a volume that is processed in a single thread, in bytes.
 SINGLE_THREAD_BYTES = 2**20
 # Number of bytes to read from a system file. /proc/meminfo and the memory files of a control group are smaller.
 READ_BYTES = 2**14
 
 # Instruction sets that determine the speed of networks.
-FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
+INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class HostStatus:
     """State of the host's processor and memory. Memory is in bytes; unknown values are None.
 
     cores     number of cores that this process may use
-    features  instruction sets in `FEATURES` that the processor supports
+    features  the members of `INSTRUCTION_SETS` that the processor supports
     """
 
     name: str
@@ -53,11 +53,11 @@ def query_host() -> HostStatus:
         cores=count_usable_cores(),
         memory_total=read_meminfo("MemTotal"),
         memory_available=query_available_memory(),
-        features=tuple(flag for flag in FEATURES if flag in read_cpuinfo("flags").split()),
+        features=tuple(flag for flag in INSTRUCTION_SETS if flag in read_cpuinfo("flags").split()),
     )
 
 
-def count_usable_cores(cgroup: Path = CGROUP) -> int:
+def count_usable_cores(cgroup: Path = CGROUP_FOLDER) -> int:
     """Return the number of cores that this process may use, according to its CPU affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read_file(cgroup / "cpu.max").partition(" ")
@@ -66,18 +66,18 @@ def count_usable_cores(cgroup: Path = CGROUP) -> int:
     return min(cores, max(1, round(int(quota) / int(period))))
 
 
-def query_available_memory(cgroup: Path = CGROUP) -> int | None:
-    """Return the available memory of the host or the container, whichever is less, in bytes; None if unknown."""
+def query_available_memory(cgroup: Path = CGROUP_FOLDER) -> int | None:
+    """Return the available memory of the host or the container, whichever is smaller, in bytes; None if unknown."""
     host_bytes = read_meminfo("MemAvailable")
-    maximum, current, statistics = _list_memory_files(cgroup)
-    limit = _read_through_open_descriptor(maximum).strip()
-    usage = _read_through_open_descriptor(current).strip() if limit.isdigit() else b""
+    limit_path, usage_path, statistics_path = _list_memory_files(cgroup)
+    limit = _read_through_open_descriptor(limit_path).strip()
+    usage = _read_through_open_descriptor(usage_path).strip() if limit.isdigit() else b""
     if not usage.isdigit():
         return host_bytes
     # Cached file pages count as used memory, but the kernel evicts them when memory is needed.
-    fields = dict(line.split(b" ", 1) for line in _read_through_open_descriptor(statistics).splitlines())
-    reclaimable = int(fields.get(b"inactive_file", 0)) + int(fields.get(b"active_file", 0))
-    container_bytes = max(0, int(limit) - int(usage) + reclaimable)
+    fields = dict(line.split(b" ", 1) for line in _read_through_open_descriptor(statistics_path).splitlines())
+    reclaimable_bytes = int(fields.get(b"inactive_file", 0)) + int(fields.get(b"active_file", 0))
+    container_bytes = max(0, int(limit) - int(usage) + reclaimable_bytes)
     return container_bytes if host_bytes is None else min(host_bytes, container_bytes)
 
 
@@ -104,13 +104,13 @@ def _list_memory_files(cgroup: Path) -> tuple[str, str, str]:
 def _read_through_open_descriptor(path: str) -> bytes:
     """Read a system file of up to `READ_BYTES` through a descriptor that stays open; return b"" if it is missing.
 
-    Memory is checked several times per request, and opening the file or releasing the GIL takes longer than reading.
+    Memory is checked several times per request, and opening a file or releasing the GIL takes longer than reading it.
     """
     file = _open_once(path)
     if file is None:
         return b""
     content = ctypes.create_string_buffer(READ_BYTES)
-    size = _pread_with_gil()(file, content, READ_BYTES, 0)
+    size = _load_pread_with_gil()(file, content, READ_BYTES, 0)
     return ctypes.string_at(content, max(size, 0))
 
 
@@ -123,7 +123,7 @@ def _open_once(path: str) -> int | None:
 
 
 @cache
-def _pread_with_gil() -> Callable[..., int]:
+def _load_pread_with_gil() -> Callable[..., int]:
     """Return the C library's `pread`, called without releasing the GIL."""
     pread = ctypes.PyDLL(None).pread
     pread.argtypes, pread.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64), ctypes.c_ssize_t
@@ -144,18 +144,19 @@ CORE_COUNT = count_usable_cores()
 
 
 def run_in_threads(
-    process: Callable[[T], None], parts: Sequence[T], nbytes: int, max_threads: int = CORE_COUNT
+    process_part: Callable[[T], None], parts: Sequence[T], nbytes: int, max_threads: int = CORE_COUNT
 ) -> None:
-    """Process the parts of a volume in threads, one per core.
+    """Process the parts of a volume in threads, with at most one thread per core.
 
-    nbytes       size of the volume; small volumes are processed in the calling thread
-    max_threads  maximum number of threads
+    process_part  function that processes one part
+    nbytes        size of the volume; small volumes are processed in the calling thread
+    max_threads   maximum number of threads
     """
     if min(len(parts), max_threads) == 1 or nbytes <= SINGLE_THREAD_BYTES:
         # Switching threads takes longer than processing such small parts.
         for part in parts:
-            process(part)
+            process_part(part)
         return
     with ThreadPoolExecutor(min(CORE_COUNT, max_threads)) as pool:
-        for _ in pool.map(process, parts):
+        for _ in pool.map(process_part, parts):
             pass

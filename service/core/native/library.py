@@ -16,8 +16,8 @@ def load_library(variants: Sequence[Variant] | None = None) -> ctypes.CDLL:
 
     variants  variants in order of preference; None: the variants that this processor supports, fastest first
 
-    Raises OSError if the package contains none of these variants or the library cannot be loaded. The message suggests
-    a solution.
+    Raises OSError if the package contains none of these variants, or if the library cannot be loaded. The message
+    suggests a solution.
     """
     variants = list_supported() if variants is None else variants
     if not variants:
@@ -61,7 +61,7 @@ class CppFunctions:
         self._functions = library
         """Functions that release the GIL."""
         self._functions_with_gil = ctypes.PyDLL(library._name, handle=library._handle)
-        """Functions that hold the GIL, for calls of less than about 30 us: reacquiring the GIL would take longer."""
+        """Functions that hold the GIL, for calls that take less time than reacquiring it would (about 30 us)."""
         for name, arguments, result in signatures:
             for functions in (self._functions, self._functions_with_gil):
                 function = getattr(functions, name, None)

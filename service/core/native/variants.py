@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # Folder that contains the built libraries.
-FOLDER = Path(__file__).parent
+LIBRARY_FOLDER = Path(__file__).parent
 
 # Flags in /proc/cpuinfo that the x86-64 microarchitecture levels require (https://gitlab.com/x86-psABIs/x86-64-ABI).
 X86_64_V3_FLAGS = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
@@ -27,7 +27,7 @@ class Variant(NamedTuple):
     @property
     def library(self) -> Path:
         """Path of the library, which exists if the package was built with this variant."""
-        return FOLDER / f"kernels-{self.name}.so"
+        return LIBRARY_FOLDER / f"kernels-{self.name}.so"
 
 
 X86_64_VARIANTS = (
@@ -38,18 +38,18 @@ X86_64_VARIANTS = (
 
 
 def list_variants(machine: str | None = None) -> tuple[Variant, ...]:
-    """Return all variants for an architecture, fastest first. None: the architecture of this machine."""
+    """Return all variants for `machine`, such as x86_64 (None: the architecture of this machine), fastest first."""
     machine = machine or platform.machine()
     return X86_64_VARIANTS if machine == "x86_64" else (Variant(machine),)
 
 
 def list_supported() -> tuple[Variant, ...]:
     """Return the variants that this processor supports, fastest first."""
-    flags = _read_flags()
+    flags = _read_cpu_flags()
     return tuple(variant for variant in list_variants() if variant.required_flags <= flags)
 
 
-def _read_flags() -> frozenset[str]:
+def _read_cpu_flags() -> frozenset[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

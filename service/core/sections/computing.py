@@ -20,7 +20,7 @@ Precision = Literal["auto", "bf16", "fp16", "fp32"]
 Overlap = Annotated[float, Field(ge=0, lt=1)]
 GrayValue = Annotated[float, Field(allow_inf_nan=False)]
 DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")]
-# Maximum number of concurrent batches. Further threads would only wait for the GIL.
+# Maximum number of concurrent batches. Each runs in its own thread, and further threads would only wait for the GIL.
 MAX_STREAMS = 8
 
 
@@ -53,7 +53,7 @@ class Models(Section):
 class Device(Section):
     """Devices on which models run.
 
-    name     device to use; auto: the first CUDA GPU, else the CPU
+    name     device to use; auto: the first CUDA GPU, or the CPU if there is none
     serve    several devices for one service, each with its own queue and loaded models; all: every GPU; empty: `name`
     threads  number of CPU threads for the network; 0: one per usable core
     """
@@ -75,8 +75,8 @@ class Cluster(Section):
 
     address          address of the cluster as HOST:PORT; auto: the cluster of this host; None: no cluster
     workers          maximum number of workers; workers that do not fit into the cluster wait for resources
-    least_workers    minimum number of workers, which are requested even without work; None: the same as `workers`
-    backlog_seconds  a worker is requested for each period of this length of waiting and running work
+    least_workers    minimum number of workers, requested even if there is no work; None: the same as `workers`
+    backlog_seconds  one worker is requested for every `backlog_seconds` of waiting and running work
     idle_seconds     time after which a worker that is not needed is released
     gpus, cpus       number of GPUs and CPUs of each worker
     shared_folder    folder that all hosts mount at the same path; pixels and labels are exchanged through it
@@ -112,9 +112,9 @@ class Cluster(Section):
 class Engine(Section):
     """Engine that executes the network.
 
-    kind              winograd: convolutions with fewer multiplications, on CPUs in bfloat16 or float32;
-                      auto: the tuned engine, or the fastest one known for the hardware that gives the same labels
-    precision         auto: BF16 if the hardware supports it, FP16 on older tensor cores, else FP32
+    kind              engine to use; winograd: convolutions with fewer multiplications, on CPUs in bfloat16 or float32;
+                      auto: the tuned engine, or else the engine that is usually fastest and gives the same labels
+    precision         auto: BF16 if the hardware supports it, FP16 on GPUs with older tensor cores, else FP32
     channels_last     use the memory format channels_last_3d; auto: the tuned setting, or true
     compile_mode      mode of torch.compile; auto: reduce-overhead on CUDA, default elsewhere. The engines winograd and
                       cudagraph are compiled only if a mode is set
@@ -122,7 +122,7 @@ class Engine(Section):
     streams           CPU only: number of concurrent batches, each on a share of the cores; auto: the tuned number, or 2
     matmul_precision  CUDA only: precision of float32 matrix products, as named by torch; high and medium allow TF32
     cudnn_benchmark   CUDA only: let cuDNN benchmark its algorithms in the first calls
-    tune              when to compare all possible engines if kind is auto: never, or at the first start of `serve`
+    tune              when to compare all possible engines if kind is auto: never, or when `stackseg serve` first starts
     tune_seconds      time limit for tuning, after which no further candidate is measured
     tolerance         maximum fraction of the sample's labels in which a candidate may differ
     cache_folder      folder for tuning results and compiled artifacts, which are reused by later starts
@@ -148,9 +148,10 @@ class Windows(Section):
     sw_batch_size  number of windows per batch; auto: the tuned number, or a default for the device
     overlap        fraction of overlap between adjacent windows
     blending       how the scores of overlapping windows are weighted
-    sigma          standard deviation of the Gaussian weights, as a fraction of the window's edge
+    sigma          standard deviation of the Gaussian weights, as a fraction of the window's edge length
     skip_below     skip windows in which no voxel is above this gray value; auto: the background level of the stack
-    inferer        own; monai: `monai.inferers.sliding_window_inference`, to which the following keys apply
+    inferer        own: StackSeg's implementation; monai: `monai.inferers.sliding_window_inference`, to which the
+                   following keys apply
     padding_mode   padding of axes that are shorter than the window
     cval           value for padding_mode constant
     sw_device      device of the windows; None: the device of the network
@@ -171,7 +172,7 @@ class Windows(Section):
     @model_validator(mode="after")
     def _check_inferer_keys(self) -> Self:
         if self.inferer == "monai" and self.skip_below != "none":
-            raise ValueError("skip_below requires `inferer: own`; MONAI's inferer computes every window")
+            raise ValueError("skip_below requires `inferer: own`; MONAI's inferer runs the network on every window")
         for name in ("padding_mode", "cval", "sw_device", "device"):
             if self.inferer == "own" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} requires `inferer: monai`")

@@ -9,11 +9,11 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from service.core.sections.computing import Overlap, Section
 
-# Names of API keys, which appear in logs and metrics.
+# Pattern for the names of API keys, which appear in logs and metrics.
 KEY_NAME = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
 KeyName = Annotated[str, Field(pattern=rf"^{KEY_NAME}$")]
 KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
-# First component of a path such as scans/2026/stack.tif.
+# Name of a folder or store that the settings list, used as the first component of paths such as scans/2026/stack.tif.
 RootName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 HostPattern = Annotated[str, Field(pattern=r"^((\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,})$")]
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.:\[\]-]+)$")]
@@ -26,12 +26,12 @@ class Limits(Section):
     decoded_bytes     maximum size of the pixels that are decoded from a file
     sw_batch_size     maximum `sw_batch_size` of a request
     overlap           maximum `overlap` of a request
-    windows           maximum number of windows of one volume (determined by its size, the overlap and the diameter)
-    cache_bytes       size of the result cache; 0: no cache
+    windows           maximum number of windows per volume; the number depends on the volume size, overlap and diameter
+    cache_bytes       maximum size of the result cache; 0: no cache
     scratch_bytes     disk space for uploads, decoded pixels, and results that have not been sent yet; at most the free
                       space at startup
     waiting           maximum number of requests in the queue of a device, in addition to the running one
-    at_once           maximum number of requests that a device prepares, computes or decodes concurrently
+    at_once           maximum number of requests that are prepared, run or decoded concurrently on a device
     read_seconds      time limit for decoding one file
     request_seconds   time limit for a request, including the time in the queue
     bytes_per_second  minimum rate at which a client sends a request or receives a response, averaged over 30 s
@@ -92,8 +92,8 @@ class References(Section):
 
     @model_validator(mode="after")
     def _check_unique_names(self) -> Self:
-        if both := sorted(self.inputs.keys() & self.stores.keys()):
-            raise ValueError(f"inputs and stores both contain the name {both[0]}; rename one of them")
+        if shared_names := sorted(self.inputs.keys() & self.stores.keys()):
+            raise ValueError(f"inputs and stores both contain the name {shared_names[0]}; rename one of them")
         return self
 
 
@@ -103,7 +103,7 @@ class Jobs(Section):
     folder        folder for inputs, job states and results; None: a folder in the scratch folder, deleted at exit
     quota_bytes   disk quota for inputs and results; if it is exceeded, the oldest results of the API key with the
                   largest usage are deleted
-    keep_hours    how long a job and its result are kept after its end, and a stack after its last use
+    keep_hours    how long a job and its result are stored after the job has finished, and a stack after its last use
     attempts      maximum number of times that a job is started if the process dies while the job is running
     stacks_bytes  disk quota for uploaded stacks (`POST /stacks`); if it is exceeded, the least recently used stacks of
                   the API key with the largest usage are deleted
@@ -119,8 +119,9 @@ class Jobs(Section):
 class Annotations(Section):
     """Annotated stacks: stacks with corrected labels, which are stored for training.
 
-    folder       None: `annotations` below `jobs.folder` if that is set, else below the user's data folder
-    quota_bytes  disk quota for the annotated stacks of one API key; 0: none can be stored
+    folder       folder for the stacks; None: `annotations` below `jobs.folder` if that is set, else below the user's
+                 data folder
+    quota_bytes  disk quota for the annotated stacks of one API key; 0: no stack can be stored
     """
 
     folder: Path | None = None
@@ -128,15 +129,15 @@ class Annotations(Section):
 
 
 class Trainings(Section):
-    """Training runs on annotated stacks, which clients start. The section `training` has the hyperparameters.
+    """Training runs that clients start on annotated stacks. The section `training` contains the hyperparameters.
 
-    enabled       whether clients may train models: the API keys in `access.trainers` and `access.admins`, or without
-                  keys all clients on this host
-    minutes       maximum training time that a request may specify; a training that takes twice as long, including
+    enabled       whether clients may train models: the API keys in `access.trainers` and `access.admins`, or all
+                  clients on this host if there are no keys
+    minutes       maximum training time that a request may specify; a training run that takes twice as long, including
                   reading and evaluation, is stopped
     waiting       maximum number of training runs in the queue, in addition to the running one; one API key may fill up
                   to half of the queue
-    models        maximum number of models in `models.trained_folder`; once it is reached, no training can be started
+    models        maximum number of models in `models.trained_folder`; once it is reached, no training run can start
     memory_bytes  memory limit for the training process, not including the libraries that it loads
     niceness      niceness of the training process; 0: same CPU priority as requests, 19: lowest priority
     """
@@ -157,7 +158,7 @@ class Server(Section):
     ssl_certfile    certificate (PEM)
     scratch_folder  folder for uploads and results of requests; None: the system's temporary folder
     drain_seconds   time limit for running requests to finish at shutdown
-    connections     maximum number of connections; those that wait for their clients are closed to admit new ones
+    connections     maximum number of connections; those that wait for data from clients are closed to admit new ones
     """
 
     host: str = "127.0.0.1"
@@ -179,8 +180,8 @@ class Access(Section):
     """API keys, their rate limits, and allowed hosts and origins.
 
     keys                 name of an API key -> its hash, as printed by `stackseg key NAME`; empty: no key is required
-    admins               names of the keys that may reload models and see the status; without keys, all clients on this
-                         host may
+    admins               names of the keys that may reload models and see the status; if `keys` is empty, all clients on
+                         this host may do so
     trainers             names of further keys that may train models if `trainings.enabled` is true
     requests_per_minute  maximum request rate of one key; 0: no limit
     requests_at_once     maximum number of concurrent POST requests of one key; 0: no limit
@@ -201,8 +202,8 @@ class Access(Section):
         if not self.keys and (self.requests_per_minute or self.requests_at_once):
             raise ValueError("requests_per_minute and requests_at_once apply to API keys, but keys is empty")
         for role in ("admins", "trainers"):
-            if unknown := sorted(set(getattr(self, role)) - self.keys.keys()):
-                raise ValueError(f"{role} lists {unknown[0]}, which is not in keys")
+            if unknown_names := sorted(set(getattr(self, role)) - self.keys.keys()):
+                raise ValueError(f"{role} lists {unknown_names[0]}, which is not in keys")
         return self
 
 
@@ -218,7 +219,7 @@ class Watchdog(Section):
 
 
 class Logging(Section):
-    """Level and format of the log. The format json writes one JSON object per line."""
+    """Level and format of the log. With the format `json`, each line is a JSON object."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"

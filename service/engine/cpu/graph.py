@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from service.core.buffers import ALIGNMENT, BufferPool
+from service.core.buffers import ALIGNMENT_BYTES, BufferPool
 from service.engine.cpu import strided_conv
 from service.engine.cpu.kernel_call import DTYPES, OUT_OF_MEMORY_MESSAGE, KernelCall, Kernels, observe_calls
 from service.models.network import Network
@@ -173,7 +173,7 @@ class _Buffer:
     """Memory written by each forward pass, and the indices of the first and last call that use it."""
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self.nbytes = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.first = self.last = -1
         self.place, self.offset = ARENA, 0
 

@@ -104,7 +104,7 @@ HOSTILE = {
         make_archive(
             {f"{number}".rjust(60_000, "n"): b"" for number in range(TORCH_LIMITS.directory_bytes // 60_000 + 1)}
         ),
-        "its central directory is larger",
+        "the central directory is larger",
     ),
     "bomb": (make_archive({"a/code/net.py": bytes(MAX_COMPRESSED_BYTES + 1)}, zipfile.ZIP_DEFLATED), "is compressed"),
     "many bombs": (

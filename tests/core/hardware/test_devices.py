@@ -83,7 +83,7 @@ def test_cpu_status_describes_this_machine() -> None:
     assert 1 <= cpu.cores <= (os.cpu_count() or 1)
     if cpu.memory_total is not None and cpu.memory_available is not None:
         assert 0 < cpu.memory_available <= cpu.memory_total
-    assert set(cpu.features) <= set(host.FEATURES)
+    assert set(cpu.features) <= set(host.INSTRUCTION_SETS)
     assert devices.get_device_name(torch.device("cpu")) == cpu.name
 
 

@@ -86,9 +86,13 @@ def test_unsupported_queries_return_none() -> None:
     [
         (None, FakeDriver(), "supports only CPUs"),
         ("13.0", FakeDriver("Init"), "no NVIDIA driver"),
-        ("13.0", FakeDriver(), "driver 580.65 is too old: it supports CUDA up to 12.4, but PyTorch was built for 13.0"),
-        ("12.6", FakeDriver(), "driver 580.65 shows no GPU to this process"),
-        ("13.0", FakeDriver("SystemGetCudaDriverVersion_v2"), "driver 580.65 shows no GPU to this process"),
+        (
+            "13.0",
+            FakeDriver(),
+            "driver 580.65 is too old: it supports CUDA up to 12.4, but PyTorch was built for CUDA 13.0",
+        ),
+        ("12.6", FakeDriver(), "driver 580.65 exposes no GPU to this process"),
+        ("13.0", FakeDriver("SystemGetCudaDriverVersion_v2"), "driver 580.65 exposes no GPU to this process"),
     ],
     ids=["no CUDA", "no driver", "old driver", "no device", "unknown"],
 )
