@@ -1,1 +1,1 @@
-"""Inference engines. Each one turns a torch module into a fast `Network` for one fixed input shape."""
+"""Inference engines. Each engine turns a PyTorch module into a fast `Network` for one fixed input shape."""

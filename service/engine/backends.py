@@ -91,15 +91,15 @@ def list_default_order(configs: Sequence[EngineConfig], features: Sequence[str])
     """Return the configurations that build within seconds and are usually fast, the fastest first.
 
     configs   configurations from `list_configs`
-    features  features of the processor, from `host.INSTRUCTION_SETS`
+    features  instruction sets of the processor, as in `HostStatus.features`
     """
     quick_configs = [config for config in configs if config.engine not in {"compiled", "eager"}]
-    # The first configuration of a precision is the most promising one.
-    by_precision = {(config.engine, config.precision): config for config in reversed(quick_configs)}
-    # On processors with AMX, OpenVINO's bfloat16 convolutions (oneDNN) are faster than our kernels.
+    # The first configuration of an engine and precision is the most promising one.
+    first_configs = {(config.engine, config.precision): config for config in reversed(quick_configs)}
+    # On processors with AMX, OpenVINO's bfloat16 convolutions (oneDNN) are faster than StackSeg's kernels.
     preferred_engine = ("openvino", "bf16") if "amx_bf16" in features else None
     return sorted(
-        by_precision.values(),
+        first_configs.values(),
         key=lambda config: ((config.engine, config.precision) != preferred_engine, quick_configs.index(config)),
     )
 
@@ -131,11 +131,11 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     backend = BACKENDS[config.engine]
     if (reason := explain_unavailability(config, example.device)) is not None:
         raise ImportError(reason)
-    start = time.perf_counter()
+    start_time = time.perf_counter()
     device_build: DeviceBuild = CudaBuild(example.device) if example.device.type == "cuda" else CpuBuild()
     with torch.inference_mode():
         transformed = backend.transform(module)
-        # Counted before building, because engines may move weights into a layout whose size cannot be read.
+        # Count the bytes before building, because engines may move weights into a layout whose size cannot be read.
         module_bytes = count_weight_bytes(transformed)
         network = backend.build(transformed, example, config, settings)
         owns_scores = device_build.warm_up(network, example)
@@ -147,12 +147,12 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     copy_count = (transformed is not module) + (backend.packs_weights or is_frozen)
     nbytes = copy_count * module_bytes + device_build.count_buffer_bytes(network, config.streams)
     score_bytes = device_build.count_score_bytes(network)
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - start_time
     return BuiltNetwork(network, seconds, nbytes, accepts_any_batch_size, owns_scores, score_bytes)
 
 
 def supports_any_batch_size(network: Network, example: Tensor, stream_count: int) -> bool:
-    """Return whether every smaller batch gives the same scores as within a full batch, in up to `stream_count` streams.
+    """Return whether windows get the same scores in a smaller batch as in a full one, in up to `stream_count` streams.
 
     The check runs with every number of threads that a stream may have, because libraries choose algorithms based on
     that number.
@@ -161,15 +161,15 @@ def supports_any_batch_size(network: Network, example: Tensor, stream_count: int
         return True
     cores = torch.get_num_threads()
 
-    def check(thread_count: int) -> bool:
+    def check_with_threads(thread_count: int) -> bool:
         devices.set_torch_threads(thread_count)
         return _matches_smaller_batches(network, example)
 
-    # All cores come last: threads that have not yet read the setting use the last value.
+    # The total number of cores comes last: threads that have not yet read the setting use the last value.
     thread_counts = sorted({max(cores // count, 1) for count in range(1, stream_count + 1)})
     with ThreadPoolExecutor(1, "accepts_any_batch_size") as executor:
-        checks = list(executor.map(check, thread_counts))
-    return all(checks)
+        check_results = list(executor.map(check_with_threads, thread_counts))
+    return all(check_results)
 
 
 @torch.inference_mode()

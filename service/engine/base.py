@@ -20,7 +20,7 @@ ANY_FORMAT = ("channels_last_3d", "contiguous")
 
 
 class Backend(ABC):
-    """Base class of engines. Subclasses override the defaults that differ.
+    """Base class of engines. Subclasses override the attributes and methods whose defaults do not apply.
 
     memory_formats           memory formats to try by device type, the most promising first; other device types are not
                              supported
@@ -61,7 +61,7 @@ class Backend(ABC):
         return (None,)
 
     def list_allowed_formats(self, settings: EngineSettings, device: torch.device) -> tuple[str, ...]:
-        """Return the memory formats that the settings allow. It is empty if the engine does not support the device."""
+        """Return the memory formats that the settings allow; none if the engine does not support the device."""
         formats = self.memory_formats.get(device.type, ())
         if settings.channels_last == "auto" or self.uses_float32_batches or not formats:
             return formats
@@ -73,7 +73,7 @@ class Backend(ABC):
             names = ("a CUDA device" if name == "cuda" else "a CPU" for name in self.memory_formats)
             return f"needs {' or '.join(names)}"
         if precision not in self.precisions:
-            return f"does not compute in {precision}"
+            return f"does not support {precision}"
         return None if self.can_improve(network) else "changes nothing in this network"
 
 
@@ -84,7 +84,7 @@ class DeviceBuild(Protocol):
         """Run the warm-up calls, and return whether every call returns scores in newly allocated memory."""
 
     def count_buffer_bytes(self, network: Network, stream_count: int) -> int:
-        """Return the number of bytes that the network holds between calls, without weights. Call after `warm_up`."""
+        """Return the bytes that the network holds between calls, excluding weights. Call this after `warm_up`."""
 
     def count_score_bytes(self, network: Network) -> int | None:
         """Return the size of one window's scores in bytes, or None if a forward pass allocates anything else."""

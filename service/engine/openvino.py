@@ -1,4 +1,4 @@
-"""OpenVINO on the CPU, for one static shape. An optional dependency (`stackseg[openvino]`)."""
+"""The OpenVINO engine on the CPU, for one static shape. OpenVINO is an optional dependency (`stackseg[openvino]`)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from service.engine.tuning.plans import EngineConfig
 from service.models.network import Network
 
 # On import, openvino sends telemetry to its vendor unless the user has opted out or `openvino_telemetry` cannot be
-# imported. A service that processes other people's images must not send any.
+# imported. A service that processes other people's images must not send any telemetry.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
 PRECISION_HINTS = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 
 
 class OpenVinoBackend(Backend):
-    """OpenVINO's CPU plugin. It computes in the configured precision; the module and the batches stay float32."""
+    """OpenVINO's CPU plugin, which converts float32 batches and weights to the configured precision."""
 
     memory_formats: ClassVar = {"cpu": ("contiguous",)}
     uses_float32_batches = True
@@ -39,7 +39,7 @@ class OpenVinoBackend(Backend):
     def build(self, module: nn.Module, example: Tensor, config: EngineConfig, /, *_: object) -> Network:
         """Convert and compile `module` for the shape of `example`. The streams share all of torch's threads.
 
-        Raises ImportError if openvino is not installed, RuntimeError if it cannot convert the module.
+        Raises ImportError if openvino is not installed, and RuntimeError if it cannot convert the module.
         """
         # Imported here because it is optional and takes a second.
         openvino = import_module("openvino")
@@ -78,7 +78,7 @@ class CompiledNetwork:
             raise BadParameter(
                 f"This network was built for batches of shape {tuple(self._shape)}, not {tuple(x.shape)}."
             )
-        # Windows arrive in a few long-lived buffers, one per stream. Each buffer is bound to a request once.
+        # Windows arrive in a few long-lived buffers, one per stream. Each buffer is bound once to an inference request.
         binding = self._bindings.get(x.data_ptr())
         if binding is None:
             binding = self._bind(x)
@@ -111,7 +111,7 @@ def _convert(module: nn.Module, example: Tensor) -> Any:
     """
     ts_decoder = import_module("openvino.frontend.pytorch.ts_decoder")
     with warnings.catch_warnings():
-        # torch warns that a trace may be inexact. With static shapes it is exact.
+        # torch warns that a trace may be inexact. With static shapes, the trace is exact.
         warnings.simplefilter("ignore")
         decoder = ts_decoder.TorchScriptPythonDecoder(module, example_input=example)
     frontend = import_module("openvino.frontend").FrontEndManager().load_by_framework("pytorch")

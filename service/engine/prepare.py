@@ -35,8 +35,8 @@ def prepare(
 ) -> nn.Module:
     """Return a copy of `network` for inference on `device`: batch norms folded, weights in `dtype` and `memory_format`.
 
-    Folding happens in float32, before the conversion, so that every weight is rounded to a narrow dtype only once. With
-    channels last, the other norms are replaced by norms that preserve that format.
+    Folding happens in float32, before the conversion, so that every weight is rounded to a smaller dtype only once.
+    With channels last, the other norms are replaced with norms that preserve that format.
     """
     network_copy = copy.deepcopy(network).eval()
     folded_network = fold_batch_norms(network_copy) if fold else network_copy

@@ -130,7 +130,7 @@ def test_network_owns_its_scores_if_each_call_allocates_them(build_fake, network
 
 def test_winograd_engine_explains_why_it_is_not_used():
     module = nn.Sequential(nn.Conv3d(8, 16, 3, padding=1)).eval()
-    assert BACKENDS["winograd"].explain_unsupported("fp16", CPU, module) == "does not compute in fp16"
+    assert BACKENDS["winograd"].explain_unsupported("fp16", CPU, module) == "does not support fp16"
     assert BACKENDS["winograd"].explain_unsupported("bf16", CUDA, module) == "needs a CPU"
     assert BACKENDS["winograd"].explain_unsupported("bf16", CPU, nn.Sequential(nn.Conv3d(1, 1, 1))) is not None
     assert BACKENDS["winograd"].explain_unsupported("bf16", CPU, module.bfloat16()) is None

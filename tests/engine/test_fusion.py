@@ -200,4 +200,4 @@ def test_sequences_called_as_a_whole_still_count_as_sequences(make, pairs):
     network = make()
     with observe_calls(network):
         network(torch.zeros(1, 16, 5, 6, 7))
-    assert len({(slot.owner, slot.name) for slot, _ in iter_adjacent_modules(network)}) == pairs
+    assert len({(slot.parent, slot.name) for slot, _ in iter_adjacent_modules(network)}) == pairs

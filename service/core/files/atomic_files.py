@@ -66,9 +66,9 @@ def open_folder_by_path(path: Path) -> Iterator[int]:
 def open_subfolder(folder_fd: int, folder_names: Sequence[str], *, make: bool = False) -> Iterator[int]:
     """Open a subfolder of an open folder for the duration of the block.
 
-    folder_fd     file descriptor of the open folder
-    folder_names  names of the nested folders, starting with the outermost one
-    make          whether to create missing folders
+    folder_fd       file descriptor of the open folder
+    folder_names    names of the nested folders, starting with the outermost one
+    make  whether to create missing folders
 
     Raises OSError, including if a name is a symbolic link or `..`.
     """

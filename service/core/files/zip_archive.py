@@ -35,9 +35,9 @@ _MAX_COMMENT_BYTES = 2**16 - 1
 class ZipLimits(NamedTuple):
     """Limits on archives of one kind.
 
-    entries              maximum number of entries (members and folders); each takes about 500 bytes of memory
-    directory_bytes      maximum size of the central directory, which lists all entries with their names
-    comment              whether a comment may follow the central directory
+    entries          maximum number of entries (members and folders); each takes about 500 bytes of memory
+    directory_bytes  maximum size of the central directory, which lists all entries with their names
+    comment       whether a comment may follow the central directory
     """
 
     entries: int

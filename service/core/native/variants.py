@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # Folder that contains the built libraries.
-LIBRARY_FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 # Flags in /proc/cpuinfo that the x86-64 microarchitecture levels require (https://gitlab.com/x86-psABIs/x86-64-ABI).
 X86_64_V3_FLAGS = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
@@ -27,7 +27,7 @@ class Variant(NamedTuple):
     @property
     def library(self) -> Path:
         """Path of the library, which exists if the package was built with this variant."""
-        return LIBRARY_FOLDER / f"kernels-{self.name}.so"
+        return FOLDER / f"kernels-{self.name}.so"
 
 
 X86_64_VARIANTS = (

@@ -10,9 +10,9 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo import config as dynamo
+from torch._dynamo import config as dynamo_config
 from torch._dynamo import lookup_backend
-from torch._inductor import config as inductor
+from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch.fx import GraphModule
 from torch.nn import functional
@@ -21,8 +21,8 @@ from service.core.errors import BadParameter
 from service.models.network import Network
 
 # Every module is compiled through the same entry function, and by default torch compiles only eight variants of it.
-dynamo.recompile_limit = 1024
-dynamo.accumulated_recompile_limit = 1024
+dynamo_config.recompile_limit = 1024
+dynamo_config.accumulated_recompile_limit = 1024
 
 
 def compile_unfrozen(module: nn.Module, mode: str) -> Network:
@@ -35,13 +35,13 @@ def compile_unfrozen(module: nn.Module, mode: str) -> Network:
 class FrozenNetwork:
     """A module on the CPU, compiled at its first call, with its weights as constants of the graph.
 
-    The compiled graph is called without torch.compile's guards, because they fix the number of threads to that at
-    compilation time. Here, the number of threads of a caller depends on how many callers share the cores.
+    The compiled graph is called without torch.compile's guards, because the guards fix the number of threads to the
+    number at compilation time. Here, the number of threads of a caller depends on how many callers share the cores.
     """
 
     def __init__(self, module: nn.Module, mode: str) -> None:
         self._module = module
-        # Divide loops among the threads of the caller, not those at compilation time.
+        # Divide loops by the number of threads of the caller, not by the number at compilation time.
         self._options = dict(list_mode_options(mode)) | {"cpp.dynamic_threads": True}
         self._compiled: tuple[Network, torch.Size, tuple[int, ...]] | None = None
 
@@ -67,14 +67,14 @@ class FrozenNetwork:
         graphs: list[tuple[Callable[..., Sequence[Tensor]], int]] = []
 
         def backend(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
-            run_graph = lookup_backend("inductor")(_keep_nan(graph), inputs)
+            run_graph = lookup_backend("inductor")(_replace_relus(graph), inputs)
             graphs.append((run_graph, len(inputs)))
             return run_graph
 
         compiled: Network = torch.compile(_make_entry(self._module), backend=backend, fullgraph=True, dynamic=False)
-        # Freezing must be enabled before the module is traced. As an option of torch.compile it is applied too late and
-        # silently ignored.
-        with inductor.patch(self._options | {"freezing": True}):
+        # Freezing must be enabled before the module is traced. As an option of torch.compile, it would be applied too
+        # late and silently ignored.
+        with inductor_config.patch(self._options | {"freezing": True}):
             compiled(x)
         # torch never releases a backend, so everything left in this list would stay in memory.
         run_graph, input_count = graphs.pop()
@@ -86,8 +86,8 @@ class FrozenNetwork:
 def _make_entry(module: nn.Module) -> Network:
     """Return a function that calls `module`, with its own code object and globals.
 
-    torch keeps compiled code and its weights as long as the code object that it compiled. The code of the module's
-    `forward` is never released, but the code of this function is released with the network.
+    torch retains compiled code, including weights, as long as the code object from which it was compiled exists. The
+    code of the module's `forward` is never released, but the code of this function is released with the network.
     """
 
     def enter(x: Tensor) -> Tensor:
@@ -99,11 +99,11 @@ def _make_entry(module: nn.Module) -> Network:
     return entry
 
 
-def _keep_nan(graph: GraphModule) -> GraphModule:
-    """Replace every ReLU in the graph with a maximum with 0, in place.
+def _replace_relus(graph: GraphModule) -> GraphModule:
+    """Replace every ReLU in the graph with `torch.clamp_min`, in place.
 
     Inductor fuses a ReLU with the preceding convolution, and oneDNN's fused ReLU turns NaN into 0, which would hide
-    non-finite scores. A maximum is not fused and propagates NaN.
+    non-finite scores. `torch.clamp_min` is not fused and propagates NaN.
     """
     relu_functions = {torch.relu, torch.relu_, functional.relu, functional.relu_}
     for node in graph.graph.nodes:

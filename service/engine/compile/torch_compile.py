@@ -20,7 +20,7 @@ from service.models.network import Network
 
 
 class TorchCompileBackend(Backend):
-    """torch.compile of the whole network."""
+    """The engine that compiles the whole network with torch.compile."""
 
     # On the CPU, inductor chooses the layout of convolutions itself, so the format of the input hardly matters.
     memory_formats: ClassVar = {"cpu": ("channels_last_3d",), "cuda": ANY_FORMAT}
@@ -39,7 +39,7 @@ class TorchCompileBackend(Backend):
 
 
 def explain_missing_compiler() -> str | None:
-    """Return which requirement for compiling C++ on a CPU is missing and how to meet it, or None."""
+    """Return which requirement of torch.compile on a CPU is missing and how to install it, or None."""
     compiler = (os.environ.get("CXX") or "g++").split()[0]
     if shutil.which(compiler) is None:
         return f"torch.compile on a CPU needs a C++ compiler, but {compiler} was not found; install g++ or set CXX"
@@ -50,13 +50,13 @@ def explain_missing_compiler() -> str | None:
 
 
 def compile_module(module: nn.Module, mode: str, *, freeze: bool) -> Network:
-    """Compile a module for static shapes. The first call compiles, and raises RuntimeError or OSError if that fails.
+    """Return a compiled module for static shapes. Its first call compiles, and raises RuntimeError or OSError.
 
     A module that cannot be compiled to a single graph is an error, because parts of it would silently run eagerly.
 
     mode    mode of torch.compile: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs
-    freeze  whether weights become constants, so that convolutions are repacked for the CPU only once, and fused with
-            the layers after them
+    freeze  whether weights become constants, so that the weights of convolutions are packed for the CPU only once, and
+            convolutions are fused with the layers that follow
     """
     from service.engine.compile import inductor  # noqa: PLC0415 - takes seconds, and many services never compile
 
@@ -77,24 +77,24 @@ class LoadingLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._graphs_at_entry: int | None = None
+        self._graph_count_at_entry: int | None = None
         # Graphs compiled before serving began do not count as recompilations.
-        self._expected_graphs = count_graphs()
+        self._expected_graph_count = count_graphs()
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._graphs_at_entry = count_graphs()
+        self._graph_count_at_entry = count_graphs()
 
     def __exit__(self, *_: object) -> None:
-        self._expected_graphs += count_graphs() - (self._graphs_at_entry or 0)
-        self._graphs_at_entry = None
+        self._expected_graph_count += count_graphs() - (self._graph_count_at_entry or 0)
+        self._graph_count_at_entry = None
         self._lock.release()
 
     @property
     def recompilations(self) -> int:
         """Number of graphs that were compiled while no model was loading."""
-        graphs_at_entry = self._graphs_at_entry
-        return (count_graphs() if graphs_at_entry is None else graphs_at_entry) - self._expected_graphs
+        graph_count_at_entry = self._graph_count_at_entry
+        return (count_graphs() if graph_count_at_entry is None else graph_count_at_entry) - self._expected_graph_count
 
 
 def drop_generated_code() -> None:

@@ -18,11 +18,11 @@ from service.models.network import Network
 
 
 class WinogradBackend(Backend):
-    """3x3x3 convolutions by Winograd's algorithm, and all other layers by StackSeg's or oneDNN's kernels.
+    """The engine that runs 3x3x3 convolutions with Winograd's algorithm, and other layers with other CPU kernels.
 
-    With a compile mode, torch.compile runs the other layers instead. This is faster only for a few networks in float32
-    and costs 10 s of CPU time at each start. For most networks, packed weights and single-pass norms gain as much as
-    the compiler's fusions.
+    The other layers run with StackSeg's or oneDNN's kernels or, if a compile mode is set, with torch.compile.
+    torch.compile is faster only for a few networks in float32, and costs 10 s of CPU time at each start. For most
+    networks, packed weights and fused norms gain as much as the compiler's fusions.
     """
 
     memory_formats: ClassVar = {"cpu": ("channels_last_3d",)}

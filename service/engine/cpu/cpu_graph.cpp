@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t MAX_TENSORS = 8; // per kernel
+constexpr int64_t MAX_TENSORS = 8; // maximum number of tensors per kernel call
 
 typedef int (*Kernel)(void *const *tensors, const int64_t *sizes, const double *reals, int threads);
 
@@ -34,20 +34,22 @@ int stackseg_add(void *const *tensors, const int64_t *sizes, const double *, int
   return 0;
 }
 
-// calls  for each kernel call: the address of the function; the numbers of tensors, sizes and reals; the place of each
-//        tensor and its offset there in bytes; the sizes; the reals
-// places base address of each place; the first is null, for tensors at a fixed address
+// calls           for each kernel call: the address of the function; the numbers of tensors, sizes and reals; the place
+//                 of each tensor and its offset within that place in bytes; the sizes; the reals
+// call_count      number of calls
+// base_addresses  base address of each place; the first is null, for tensors at a fixed address
 // Returns the first nonzero status, or 0.
-int stackseg_replay(const int64_t *calls, int64_t count, void *const *places, int threads) {
-  for (; count > 0; --count) {
+int stackseg_replay(const int64_t *calls, int64_t call_count, void *const *base_addresses, int threads) {
+  for (; call_count > 0; --call_count) {
     const Kernel kernel = reinterpret_cast<Kernel>(calls[0]);
-    const int64_t tensors = calls[1], sizes = calls[2], reals = calls[3];
-    const int64_t *operand = calls + 4, *size = operand + 2 * tensors;
-    void *at[MAX_TENSORS];
-    for (int64_t t = 0; t < tensors; ++t, operand += 2)
-      at[t] = reinterpret_cast<void *>(reinterpret_cast<uintptr_t>(places[operand[0]]) + operand[1]);
-    if (const int failed = kernel(at, size, reinterpret_cast<const double *>(size + sizes), threads)) return failed;
-    calls = size + sizes + reals;
+    const int64_t tensor_count = calls[1], size_count = calls[2], real_count = calls[3];
+    const int64_t *location = calls + 4, *sizes = location + 2 * tensor_count;
+    void *tensors[MAX_TENSORS];
+    for (int64_t t = 0; t < tensor_count; ++t, location += 2)
+      tensors[t] = reinterpret_cast<void *>(reinterpret_cast<uintptr_t>(base_addresses[location[0]]) + location[1]);
+    const double *reals = reinterpret_cast<const double *>(sizes + size_count);
+    if (const int status = kernel(tensors, sizes, reals, threads)) return status;
+    calls = sizes + size_count + real_count;
   }
   return 0;
 }

@@ -27,10 +27,10 @@ from service.engine.cpu import strided_conv
 from service.engine.cpu.kernel_call import DTYPES, OUT_OF_MEMORY_MESSAGE, KernelCall, Kernels, observe_calls
 from service.models.network import Network
 
-# Maximum memory of unused score buffers that are kept for later calls.
+# Maximum total size in bytes of the unused score buffers that are retained for later calls.
 MAX_IDLE_SCORE_BYTES = 2**24
 
-# Where the memory of a tensor is: at a fixed address, in the batch, in the scores, or in the arena.
+# Place of a tensor's memory: at a fixed address, in the batch, in the scores, or in the arena.
 FIXED, BATCH, SCORES, ARENA = range(4)
 
 KERNELS = Kernels(["stackseg_add"], [("stackseg_replay", "pqpi", "i")])
@@ -42,7 +42,7 @@ ALLOCATION_OPERATORS = {
 }
 ADD_OPERATORS = {_ATEN.add.Tensor, _ATEN.add_.Tensor}
 
-# Functions that give Python access to the values of a tensor. Results computed from these are invisible to ATen.
+# Functions that give Python access to the values of a tensor. Results computed from the values are invisible to ATen.
 VALUE_READING_FUNCTIONS: set[Any] = {Tensor.numpy, Tensor.tolist}
 
 log = logging.getLogger(__name__)
@@ -55,34 +55,34 @@ class CaptureError(Exception):
 class CpuGraph:
     """A module captured for batches like `example` [B, C, z, y, x] and for smaller batches, with unchanged scores.
 
-    All other batches are passed to the module itself. Several threads may call it concurrently; each has its own arena.
+    All other batches are passed to the module itself. Threads may call the graph concurrently; each has its own arena.
 
-    Raises CaptureError if the module cannot be captured, OSError if the kernels are missing.
+    Raises CaptureError if the module cannot be captured, and OSError if the kernels are missing.
     """
 
     def __init__(self, module: nn.Module, example: Tensor) -> None:
         KERNELS.require()
         self._module = module
         batch = _randomize_like(example, 0)
-        smaller_batches = [batch[:length] for length in range(1, len(batch) + 1)]
-        self._graphs = {smaller_batch.shape: capture_graph(module, smaller_batch) for smaller_batch in smaller_batches}
+        batches = [batch[:length] for length in range(1, len(batch) + 1)]
+        self._graphs = {example_batch.shape: capture_graph(module, example_batch) for example_batch in batches}
         self._batch_layout = (batch.dtype, batch.stride())
         self.nbytes = max(graph.arena_bytes for graph in self._graphs.values())
-        self.score_bytes = self._graphs[batch[:1].shape].nbytes
-        max_score_bytes = max(graph.nbytes for graph in self._graphs.values())
-        self._scores = BufferPool(max_score_bytes, MAX_IDLE_SCORE_BYTES // max_score_bytes)
-        self._local = threading.local()
+        self.score_bytes = self._graphs[batch[:1].shape].score_bytes
+        max_score_bytes = max(graph.score_bytes for graph in self._graphs.values())
+        self._score_pool = BufferPool(max_score_bytes, MAX_IDLE_SCORE_BYTES // max_score_bytes)
+        self._thread_local = threading.local()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute scores [B, K, z, y, x] of a batch [B, C, z, y, x]. Later calls do not overwrite them."""
+        """Compute scores [B, K, z, y, x] of a batch [B, C, z, y, x]. Later calls do not overwrite the scores."""
         graph = self._graphs.get(x.shape)
         if graph is None or (x.dtype, x.stride()) != self._batch_layout:
             scores: Tensor = self._module(x)
             return scores
-        arena = getattr(self._local, "arena", None)
+        arena = getattr(self._thread_local, "arena", None)
         if arena is None:
-            arena = self._local.arena = Arena(self.nbytes)
-        return graph.replay(x, arena, self._scores)
+            arena = self._thread_local.arena = Arena(self.nbytes)
+        return graph.replay(x, arena, self._score_pool)
 
 
 class Arena:
@@ -90,40 +90,40 @@ class Arena:
 
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8)
-        # Base addresses for the kernel: null for fixed tensors; each forward pass sets those of batch and scores.
+        # Base address of each place: null for fixed addresses; each forward pass sets those of the batch and scores.
         self.base_addresses = (ctypes.c_void_p * 4)(None, None, None, self.memory.data_ptr())
 
 
 class CapturedGraph:
     """The recorded kernel calls that compute the scores of a batch.
 
-    numbers         the calls in the encoding of `cpu_graph.cpp`
+    encoded_calls   the calls in the encoding of `cpu_graph.cpp`
     call_count      number of calls
-    arena_bytes     memory for intermediate tensors
+    arena_bytes     size of the arena for intermediate tensors
     example_scores  scores tensor from which shape, strides and dtype are taken
-    fixed_tensors   tensors whose addresses are among the numbers, referenced to keep them alive
+    fixed_tensors   tensors whose addresses occur in the encoded calls, referenced to keep the tensors alive
     """
 
     def __init__(
         self,
-        numbers: Sequence[int],
+        encoded_calls: Sequence[int],
         call_count: int,
         arena_bytes: int,
         example_scores: Tensor,
         fixed_tensors: Sequence[Tensor],
     ) -> None:
         self.call_count, self.arena_bytes = call_count, arena_bytes
-        self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
+        self._calls = (ctypes.c_int64 * len(encoded_calls))(*encoded_calls)
         self._shape, self._strides, self._dtype = example_scores.shape, example_scores.stride(), example_scores.dtype
-        self.nbytes = example_scores.nbytes
-        self._fixed = tuple(fixed_tensors)
+        self.score_bytes = example_scores.nbytes
+        self._fixed_tensors = tuple(fixed_tensors)
 
     def replay(self, x: Tensor, arena: Arena, pool: BufferPool) -> Tensor:
         """Return the scores of `x`, in memory from the pool. Raises MemoryError."""
         scores = torch.from_numpy(pool.take()).view(self._dtype).as_strided(self._shape, self._strides)
         base_addresses = arena.base_addresses
         base_addresses[BATCH], base_addresses[SCORES] = x.data_ptr(), scores.data_ptr()
-        if KERNELS.call("stackseg_replay", self._numbers, self.call_count, base_addresses, torch.get_num_threads()):
+        if KERNELS.call("stackseg_replay", self._calls, self.call_count, base_addresses, torch.get_num_threads()):
             raise MemoryError(OUT_OF_MEMORY_MESSAGE)
         return scores
 
@@ -132,9 +132,9 @@ def capture(module: nn.Module, example: Tensor) -> Network:
     """Return `module` captured for batches like `example`, or the module itself if it cannot be captured."""
     try:
         return CpuGraph(module, example)
-    except (CaptureError, RuntimeError) as reason:
+    except (CaptureError, RuntimeError) as error:
         # TorchScript turns every error into a RuntimeError. A module that cannot run at all raises its own error later.
-        log.debug("The network cannot be captured and runs layer by layer: %s", reason)
+        log.debug("The network cannot be captured and runs layer by layer: %s", error)
         return module
 
 
@@ -144,10 +144,10 @@ def capture_graph(module: nn.Module, x: Tensor) -> CapturedGraph:
     with _ValueReadingGuard(), recorder, observe_calls(recorder.add_call):
         scores = module(x)
     graph = recorder.make_graph(scores)
-    # Check with a different batch: the scores may depend on this one in a way that the recorder cannot see.
+    # Check with a different batch: the scores may depend on the first one in a way that the recorder cannot see.
     other_batch = _randomize_like(x, 1)
     if not torch.equal(
-        graph.replay(other_batch, Arena(graph.arena_bytes), BufferPool(graph.nbytes, 0)), module(other_batch)
+        graph.replay(other_batch, Arena(graph.arena_bytes), BufferPool(graph.score_bytes, 0)), module(other_batch)
     ):
         raise CaptureError("replaying the recorded calls gives different scores")
     return graph
@@ -174,17 +174,17 @@ class _Buffer:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self.first = self.last = -1
+        self.first_call = self.last_call = -1
         self.place, self.offset = ARENA, 0
 
     @property
     def is_in_arena(self) -> bool:
-        """Whether a recorded call uses the buffer and it is located in the arena."""
-        return self.place == ARENA and self.first >= 0
+        """Whether the buffer is in the arena and a recorded call uses it."""
+        return self.place == ARENA and self.first_call >= 0
 
     def overlaps(self, other: _Buffer) -> bool:
         """Return whether both buffers are in use at the same time."""
-        return self.first <= other.last and other.first <= self.last
+        return self.first_call <= other.last_call and other.first_call <= self.last_call
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -201,7 +201,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls: list[KernelCall] = []
         # Buffers by address. All tensors are kept alive, so that no address is used twice.
         self._buffers: dict[int, _Buffer] = {}
-        self._tensors_alive = [x]
+        self._live_tensors = [x]
 
     def add_call(self, call: KernelCall) -> None:
         """Record a kernel call."""
@@ -213,36 +213,36 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operator, and record or check it. Raises CaptureError."""
         inputs, result = _list_tensors((args, kwargs)), operator(*args, **(kwargs or {}))
         outputs = _list_tensors(result)
-        self._tensors_alive += outputs
+        self._live_tensors += outputs
         if operator in ALLOCATION_OPERATORS:
             self._buffers.update(
                 (_get_storage_address(tensor), _Buffer(tensor.untyped_storage().nbytes())) for tensor in outputs
             )
         elif operator in ADD_OPERATORS and _is_plain_sum(args, kwargs):
-            self._add(args[0], args[1], result)
+            self._record_sum(args[0], args[1], result)
         elif operator._schema.is_mutable or not (_are_views(inputs, outputs) or self._is_constant(operator, inputs)):
             raise CaptureError(f"{operator} cannot be replayed")
         return result
 
     def make_graph(self, scores: Any) -> CapturedGraph:
         """Return the graph of the recorded calls, with the output `scores`. Raises CaptureError."""
-        self._find_lifetimes()
+        self._set_lifetimes()
         self._find_scores_buffer(scores).place = SCORES
         arena_bytes = _place_in_arena([buffer for buffer in self._buffers.values() if buffer.is_in_arena])
-        numbers = [number for call in self._calls for number in self._encode(call)]
+        encoded_calls = [number for call in self._calls for number in self._encode(call)]
         tensors = (tensor for call in self._calls for tensor in call.tensors if tensor is not None)
-        fixed_tensors = [tensor for tensor in tensors if not self._varies(tensor)]
-        return CapturedGraph(numbers, len(self._calls), arena_bytes, scores, fixed_tensors)
+        fixed_tensors = [tensor for tensor in tensors if not self._is_variable(tensor)]
+        return CapturedGraph(encoded_calls, len(self._calls), arena_bytes, scores, fixed_tensors)
 
     def _find_scores_buffer(self, scores: Any) -> _Buffer:
-        """Return the buffer of the scores. Raises CaptureError if they do not fill it or no kernel writes it."""
+        """Return the buffer of the scores. Raises CaptureError if they do not fill it, or if no kernel writes to it."""
         fills_storage = isinstance(scores, Tensor) and scores.nbytes == scores.untyped_storage().nbytes()
         buffer = self._find_buffer(scores) if fills_storage else None
-        if buffer is None or buffer.first < 0:
+        if buffer is None or buffer.first_call < 0:
             raise CaptureError("the scores are not a separate tensor written by a kernel")
         return buffer
 
-    def _add(self, first_term: Tensor, second_term: Tensor, total: Tensor) -> None:
+    def _record_sum(self, first_term: Tensor, second_term: Tensor, total: Tensor) -> None:
         """Record a sum, fused if possible with the kernel call that writes its first term."""
         if _get_storage_address(total) != _get_storage_address(first_term):
             self._buffers[_get_storage_address(total)] = _Buffer(total.untyped_storage().nbytes())
@@ -255,7 +255,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = (total.numel(), total.dtype == torch.bfloat16)
         self._calls.append(KernelCall(KERNELS, "stackseg_add", (first_term, second_term), total, sizes))
 
-    def _varies(self, tensor: Tensor) -> bool:
+    def _is_variable(self, tensor: Tensor) -> bool:
         """Return whether the values of a tensor differ between forward passes."""
         return _get_storage_address(tensor) in self._buffers or _get_storage_address(tensor) == _get_storage_address(
             self._x
@@ -264,21 +264,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_constant(self, operator: Any, inputs: Sequence[Tensor]) -> bool:
         """Return whether an operator gives the same result in each forward pass."""
         is_random = torch.Tag.nondeterministic_seeded in operator.tags
-        return not is_random and not any(self._varies(tensor) for tensor in inputs)
+        return not is_random and not any(self._is_variable(tensor) for tensor in inputs)
 
-    def _find_lifetimes(self) -> None:
+    def _set_lifetimes(self) -> None:
         """Set the first and last call that use each buffer. Raises CaptureError for calls that cannot be replayed."""
         for index, call in enumerate(self._calls):
             for buffer in (self._find_buffer(tensor) for tensor in call.inputs):
-                if buffer is not None and buffer.first < 0:
+                if buffer is not None and buffer.first_call < 0:
                     raise CaptureError(f"{call.kernel} reads a tensor before it is written")
                 if buffer is not None:
-                    buffer.last = index
+                    buffer.last_call = index
             output_buffer = self._find_buffer(call.output)
             if output_buffer is None:
                 raise CaptureError(f"{call.kernel} writes to a tensor that the forward pass has not allocated")
-            output_buffer.first = index if output_buffer.first < 0 else output_buffer.first
-            output_buffer.last = index
+            output_buffer.first_call = index if output_buffer.first_call < 0 else output_buffer.first_call
+            output_buffer.last_call = index
 
     def _find_buffer(self, tensor: Tensor | None) -> _Buffer | None:
         """Return the buffer that holds a tensor, or None."""
@@ -293,11 +293,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         yield from struct.unpack(f"{len(call.reals)}q", struct.pack(f"{len(call.reals)}d", *call.reals))
 
     def _locate(self, tensor: Tensor) -> tuple[int, int]:
-        """Return the place of a tensor and its offset there in bytes."""
+        """Return the place of a tensor, and its offset within that place in bytes."""
         buffer = self._find_buffer(tensor)
         if buffer is not None:
             return buffer.place, buffer.offset + tensor.data_ptr() - _get_storage_address(tensor)
-        if self._varies(tensor):
+        if self._is_variable(tensor):
             return BATCH, tensor.data_ptr() - self._x.data_ptr()
         return FIXED, tensor.data_ptr()
 
@@ -320,7 +320,7 @@ def _are_views(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
 
 
 def _is_plain_sum(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Return whether a sum adds two tensors of the same shape, dtype and dense layout, without a factor."""
+    """Return whether a sum adds two tensors of the same shape, dtype and dense layout, without a scaling factor."""
     first_term, second_term = args[:2]
     if kwargs or len(args) != 2 or not isinstance(second_term, Tensor) or first_term.dtype not in DTYPES:
         return False

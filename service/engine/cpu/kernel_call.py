@@ -21,7 +21,7 @@ OUT_OF_MEMORY_MESSAGE = "not enough memory for the working buffers of a CPU kern
 class Kernels(CppFunctions):
     """Kernels with the signature int (void *const *tensors, const int64_t *sizes, const double *reals, int threads).
 
-    They write the last tensor and read all others. They return 0, or a nonzero status if memory ran out.
+    They write to the last tensor and read all others. They return 0, or a nonzero status if memory ran out.
 
     kernels          names of the kernels
     other_functions  functions with other signatures
@@ -35,14 +35,15 @@ class Kernels(CppFunctions):
         result: int = getattr(self._functions, name)(*arguments)
         return result
 
-    def split_columns(self, next_width: str, columns: int) -> list[int]:
-        """Split columns into the blocks that a kernel processes together, and return their widths.
+    def split_columns(self, width_function: str, column_count: int) -> list[int]:
+        """Split columns into blocks that a kernel processes together, and return the widths of the blocks.
 
-        `next_width` is the name of the function that returns the width of the next block from the columns left.
+        `width_function` is the name of the function that returns the width of the next block for the number of
+        remaining columns.
         """
         widths = list[int]()
-        while (columns_left := columns - sum(widths)) > 0:
-            widths.append(self.call(next_width, columns_left))
+        while (remaining_columns := column_count - sum(widths)) > 0:
+            widths.append(self.call(width_function, remaining_columns))
         return widths
 
     def get_address(self, kernel: str) -> int:
@@ -51,7 +52,7 @@ class Kernels(CppFunctions):
 
 
 class KernelCall(NamedTuple):
-    """A call to a kernel of a library, with its arguments. The kernel reads `inputs` and writes `output`."""
+    """A call to a kernel of a library, with its arguments. The kernel reads `inputs` and writes to `output`."""
 
     library: Kernels
     kernel: str
@@ -66,7 +67,7 @@ class KernelCall(NamedTuple):
         return (*self.inputs, self.output)
 
     def run(self) -> None:
-        """Run the kernel with torch's number of threads. Raises MemoryError."""
+        """Run the kernel with the number of threads that torch uses. Raises MemoryError."""
         tensors = self.tensors
         status = self.library.call(
             self.kernel,

@@ -2,8 +2,8 @@
 
 ATen and inductor would convert tensors to the contiguous layout and back.
 
-On a CPU, `norm.cpp` computes them for float32 and bfloat16. Its comments explain why it is faster and more accurate
-than ATen. Everywhere else, in compiled graphs, and if the kernels are missing, torch computes them.
+On a CPU, `norm.cpp` computes the norms for float32 and bfloat16. Its comments explain why it is faster and more
+accurate than ATen. On other devices, in compiled graphs, and if the kernels are missing, torch computes the norms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from service.engine.fusion import fuse_pairs, is_plain, read_slope, replace_modu
 
 SPATIAL_AXES = (2, 3, 4)
 
-KERNELS = Kernels(["stackseg_normalise"])
+KERNELS = Kernels(["stackseg_normalize"])
 
 
 class ChannelsLastNorm(nn.Module):
@@ -65,7 +65,7 @@ class ChannelsLastNorm(nn.Module):
         batch, channels, depth, height, width = x.shape
         weights = (None if tensor is None else tensor.float() for tensor in (self.weight, self.bias, self.slope))
         sizes = (batch, depth * height * width, channels, self.groups, x.dtype == torch.bfloat16)
-        KernelCall(KERNELS, "stackseg_normalise", (x, *weights), y, sizes, (self.eps,)).run()
+        KernelCall(KERNELS, "stackseg_normalize", (x, *weights), y, sizes, (self.eps,)).run()
         return y
 
 
@@ -79,7 +79,7 @@ def _compute_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _combine_groups(variance: Tensor, mean: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the variance and the mean of each group, repeated for each of its channels, each [B, C]."""
+    """Return the variance and the mean of each group, repeated for all of its channels: two tensors [B, C]."""
     grouped_shape = (len(mean), groups, -1)
     variances, means = variance.view(grouped_shape), mean.view(grouped_shape)
     between_variance, group_mean = torch.var_mean(means, 2, correction=0, keepdim=True)
@@ -88,9 +88,9 @@ def _combine_groups(variance: Tensor, mean: Tensor, groups: int) -> tuple[Tensor
 
 
 def replace_norms(module: nn.Module) -> nn.Module:
-    """Replace, in place, every group norm and every instance norm without running statistics.
+    """Replace, in place, every group norm, and every instance norm that has no running statistics.
 
-    A ReLU, LeakyReLU or PReLU that follows in a sequence is fused with the norm.
+    A ReLU, LeakyReLU or PReLU that follows the norm in an `nn.Sequential` is fused with it.
     """
     return replace_modules(fuse_pairs(module, _fuse_activation), _make_replacement)
 
@@ -116,5 +116,5 @@ def _read_slopes(activation: nn.Module) -> Tensor | None:
     """Return the negative slopes of a (leaky) ReLU, [1] or [C], or None for any other activation."""
     if is_plain(activation, nn.PReLU):
         return activation.weight
-    number = read_slope(activation)
-    return None if number is None else torch.tensor([number])
+    slope = read_slope(activation)
+    return None if slope is None else torch.tensor([slope])

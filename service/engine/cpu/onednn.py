@@ -32,27 +32,27 @@ class PackedConvolution(nn.Module):
 
     Sums and the activation are computed in float32 and rounded to the layer's dtype once.
 
-    Weights are packed for the shape of the first input. Other shapes give correct results too, but more slowly.
+    Weights are packed for the shape of the first input. Inputs of other shapes give correct results but take longer.
     """
 
     def __init__(self, layer: Layer, activation: Activation) -> None:
         super().__init__()
-        # Kept until the first input, whose shape is needed to pack the weights.
+        # Retained until the first input, whose shape is needed to pack the weights.
         self._unpacked_weight: Tensor | None = layer.weight
         # Not registered as a buffer, because a tensor in a oneDNN layout can be neither moved nor copied.
         self._weight = torch.empty(0)
         self.bias, self.activation = layer.bias, activation
         # Geometry arguments of the operators: padding, output padding if transposed, stride, dilation, groups.
         common_arguments = (list(layer.stride), list(layer.dilation), layer.groups)
-        padding = [list(_read_padding(layer))]
-        if transposed := isinstance(layer, nn.ConvTranspose3d):
-            padding.append(list(layer.output_padding))
-        self.geometry = (*padding, *common_arguments)
+        padding_arguments = [list(_read_padding(layer))]
+        if is_transposed := isinstance(layer, nn.ConvTranspose3d):
+            padding_arguments.append(list(layer.output_padding))
+        self.geometry = (*padding_arguments, *common_arguments)
         operators = torch.ops.mkldnn
         self._pack = (
-            operators._reorder_convolution_transpose_weight if transposed else operators._reorder_convolution_weight
+            operators._reorder_convolution_transpose_weight if is_transposed else operators._reorder_convolution_weight
         )
-        self._run = operators._convolution_transpose_pointwise if transposed else operators._convolution_pointwise
+        self._run = operators._convolution_transpose_pointwise if is_transposed else operators._convolution_pointwise
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply convolution and activation: [B, C, z, y, x] -> [B, K, z, y, x]."""
@@ -66,14 +66,14 @@ class PackedConvolution(nn.Module):
 
 
 def pack(module: nn.Module, *, returns_scores: bool = False) -> nn.Module:
-    """Replace, in place, every convolution in `module` by a packed one. Return `module`.
+    """Replace, in place, every convolution in `module` with a packed one. Return `module`.
 
-    Convolutions with equal kernel size and stride, and pixel shuffles, are replaced by StackSeg's kernels.
+    Convolutions with equal kernel size and stride, and pixel shuffles, are replaced with StackSeg's kernels.
 
     returns_scores  whether the outputs are scores. If so, a ReLU whose zeros may appear in the scores is not fused,
                     because the class with the highest score must not change where several scores are zero.
 
-    Raises OSError if the kernels cannot be compiled.
+    Raises OSError if the kernels are missing.
     """
     exact_layers = _find_exact_layers(module) if returns_scores else set[nn.Module]()
     fused_network = fuse_pairs(
@@ -112,15 +112,15 @@ def _is_packable(module: nn.Module) -> TypeGuard[Layer]:
         return False
     if isinstance(module, nn.ConvTranspose3d):
         return module.groups == 1
-    # For even kernels `same` pads more on one side, which oneDNN's operators do not support.
-    return module.padding != "same" or all(edge % 2 for edge in module.kernel_size)
+    # For even kernel sizes, `same` pads more on one side, which oneDNN's operators do not support.
+    return module.padding != "same" or all(size % 2 for size in module.kernel_size)
 
 
 def _read_padding(layer: Layer) -> tuple[int, ...]:
     if isinstance(layer.padding, str):
         if layer.padding == "valid":
             return (0, 0, 0)
-        return tuple(step * (edge - 1) // 2 for edge, step in zip(layer.kernel_size, layer.dilation, strict=True))
+        return tuple(step * (size - 1) // 2 for size, step in zip(layer.kernel_size, layer.dilation, strict=True))
     return tuple(layer.padding)
 
 

@@ -1,4 +1,4 @@
-"""Space-to-depth and depth-to-space on a CPU, in channels last, moving several voxels as one word."""
+"""Space-to-depth and depth-to-space on a CPU, in channels last. Several voxels are moved as one word."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@
 
 namespace {
 
-constexpr int LINE = 64 / sizeof(float); // floats in a cache line
+constexpr int CACHE_LINE_FLOATS = 64 / sizeof(float);
 
-// Vector types for N floats: `Floats` for computation, `Stored` and `Halves` for float32 and bfloat16 in memory.
+// Types of vectors with N elements: `Floats` for computation, `Stored` and `Halves` for float32 and bfloat16 in memory.
 template <int N> struct Vectors {
   typedef float Floats __attribute__((vector_size(4 * N)));
   typedef float Stored __attribute__((vector_size(4 * N), aligned(4), may_alias));

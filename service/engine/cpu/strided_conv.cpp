@@ -1,15 +1,15 @@
 // Convolutions with equal kernel size and stride and without padding, including transposed ones, for channels-last
 // images. Images are float32 or bfloat16; sums are float32.
 //
-// Patches of the finer image do not overlap, so the convolution is one matrix product with a row per position of the
-// coarser image. A patch consists of several runs of voxels along x. The runs of neighboring positions are contiguous in
-// memory, so rows are read and written in place, without an im2col copy.
+// Patches of the finer image do not overlap, so the convolution is one matrix product with one row for each position of
+// the coarser image. A patch consists of several runs of voxels along x. The runs of neighboring positions are
+// contiguous in memory, so rows are read and written in place, without an im2col copy.
 //
-// With AVX2 this is about as fast as oneDNN. With AVX-512 and BF16, oneDNN's transposed convolutions spend much time
-// outside the product. These kernels are 1.2 to 1.8 times as fast for transposed and 1.0 to 1.1 times as fast for strided
-// convolutions, but 1x1x1 convolutions take 1.3 to 1.5 times as long. This is accepted because a network with a oneDNN
-// layer cannot be captured in one call. Tiles with positions of several lines are not worthwhile: they save 4 to 8 us on
-// short lines, but cost more on large layers.
+// With AVX2, these kernels are about as fast as oneDNN. With AVX-512 and BF16, oneDNN's transposed convolutions spend
+// much time outside the product. These kernels are 1.2 to 1.8 times as fast for transposed and 1.0 to 1.1 times as fast
+// for strided convolutions, but 1x1x1 convolutions take 1.3 to 1.5 times as long. This is accepted because a network
+// with a oneDNN layer cannot be captured in one call. Tiles with positions of several lines are not worthwhile: they
+// save 4 to 8 us on short lines, but cost more on large layers.
 
 #include <algorithm>
 #include <cstdint>
@@ -21,27 +21,32 @@
 
 namespace {
 
-constexpr int64_t PIECE = 24; // maximum number of positions along x in one unit of work
+constexpr int64_t MAX_PIECE_POSITIONS = 24; // maximum number of positions along x in one piece of work
 
 // An image, and the size of the patch of voxels that belongs to one position.
 struct Image {
-  int64_t depth, height, width, channels, deep, high, wide;
+  int64_t depth, height, width, channels;
+  int64_t patch_depth, patch_height, patch_width;
   // Number of elements in a run, which is also the distance between positions along x.
-  int64_t run() const { return wide * channels; }
-  int64_t runs() const { return deep * high; }
-  int64_t start(int64_t window, int64_t z, int64_t y) const {
-    return ((window * depth + z * deep) * height + y * high) * width * channels;
+  int64_t run_length() const { return patch_width * channels; }
+  // Number of runs in a patch.
+  int64_t patch_runs() const { return patch_depth * patch_height; }
+  // Offset of the first position in a line of positions.
+  int64_t line_offset(int64_t window, int64_t z, int64_t y) const {
+    return ((window * depth + z * patch_depth) * height + y * patch_height) * width * channels;
   }
   // Distance between lines of positions in a plane.
-  int64_t line() const { return high * width * channels; }
-  // Offsets of the runs of a patch from the first one.
-  int64_t offset(int64_t run) const { return (run / high * height + run % high) * width * channels; }
+  int64_t line_stride() const { return patch_height * width * channels; }
+  // Offset of a run from the first run of its patch.
+  int64_t run_offset(int64_t run) const {
+    return (run / patch_height * height + run % patch_height) * width * channels;
+  }
 };
 
 struct Layer {
-  int64_t batch, depth, height, width; // positions
+  int64_t batch, depth, height, width; // number of windows, and of positions along each axis
   Image in, out;
-  int64_t paired; // weights of two inputs are interleaved, for the processor's BF16 dot product
+  int64_t has_paired_weights; // whether weights of two inputs are interleaved, for the processor's BF16 dot product
 };
 
 template <class T> struct Work {
@@ -60,7 +65,7 @@ struct Single {
 };
 
 #if defined(__AVX512BF16__) && defined(__AVX512VL__)
-constexpr bool PAIRS = true;
+constexpr bool HAS_PAIR_PRODUCT = true;
 // Processes two inputs at a time.
 struct Paired {
   static constexpr int STEP = 2;
@@ -71,22 +76,23 @@ struct Paired {
   }
 };
 #else
-constexpr bool PAIRS = false;
+constexpr bool HAS_PAIR_PRODUCT = false;
 typedef Single Paired;
 #endif
 
-// Multiplies R positions, starting at `a`, by V vectors of columns. Bias and activation are in a separate function. In a
-// single function, the compiler keeps a third of the sums in memory, and layers of 256 channels take 1.5 times as long.
+// Multiplies R positions, starting at `a`, by V vectors of columns. Bias and activation are in a separate function. In
+// a single function, the compiler would hold a third of the sums in memory instead of registers, and layers of 256
+// channels would take 1.5 times as long.
 template <class Product, int R, int V, class T>
 [[gnu::noinline]] void multiply_tile(const Image &in, const T *a, const float *weights, float *sums) {
-  const int64_t row = in.run(), line = in.width * in.channels, plane = in.height * line;
+  const int64_t row = in.run_length(), line = in.width * in.channels, plane = in.height * line;
   Floats<LANES> sum[R][V];
 #pragma GCC unroll 24
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) sum[r][v] = Floats<LANES>{};
-  for (int64_t i = 0; i < in.deep; ++i)
-    for (int64_t j = 0; j < in.high; ++j) {
+  for (int64_t i = 0; i < in.patch_depth; ++i)
+    for (int64_t j = 0; j < in.patch_height; ++j) {
       const T *at = a + i * plane + j * line;
       for (const T *end = at + row; at < end; at += Product::STEP, weights += V * LANES) {
         Floats<LANES> w[V];
@@ -108,28 +114,29 @@ template <class Product, int R, int V, class T>
 template <class T> struct Target {
   T *y;
   const T *skip;
-  int64_t step, columns; // distance between rows; maximum number of columns in a row
+  int64_t row_stride, columns; // distance between rows; maximum number of columns in a row
 };
 
-// Loads and stores the first `count` elements of a vector.
-template <class T> Floats<LANES> some(const T *from, int64_t count) {
+// Load or store the first `count` elements of a vector.
+template <class T> Floats<LANES> load_partial(const T *from, int64_t count) {
   T values[LANES] = {};
   std::memcpy(values, from, count * sizeof(T));
   return load<LANES>(values);
 }
-template <class T> void put_some(T *to, Floats<LANES> value, int64_t count) {
+template <class T> void store_partial(T *to, Floats<LANES> value, int64_t count) {
   T values[LANES];
   store<LANES>(values, value);
   std::memcpy(to, values, count * sizeof(T));
 }
 
 // Returns `value` rounded to T and converted back.
-template <class T> Floats<LANES> rounded(Floats<LANES> value) {
+template <class T> Floats<LANES> round_to(Floats<LANES> value) {
   T values[LANES];
   store<LANES>(values, value);
   return load<LANES>(values);
 }
 
+// Adds the bias to the sums of a tile, applies the activation, adds the skip connection, and stores the results.
 template <int V, class T, class Activation>
 [[gnu::noinline]] void finish_tile(const float *sums, int64_t rows, const float *bias, const Activation &activation,
                                    const Target<T> &to) {
@@ -137,62 +144,66 @@ template <int V, class T, class Activation>
     const Floats<LANES> offset = load<LANES>(bias + v * LANES);
     const int64_t count = to.columns - v * LANES;
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t at = r * to.step + v * LANES;
+      const int64_t at = r * to.row_stride + v * LANES;
       Floats<LANES> value = activation(load<LANES>(sums + (r * V + v) * LANES) + offset);
       if (to.skip) {
-        value = rounded<T>(value);
-        value += count < LANES ? some(to.skip + at, count) : load<LANES>(to.skip + at);
+        value = round_to<T>(value);
+        value += count < LANES ? load_partial(to.skip + at, count) : load<LANES>(to.skip + at);
       }
       if (count < LANES)
-        put_some(to.y + at, value, count);
+        store_partial(to.y + at, value, count);
       else
         store<LANES>(to.y + at, value);
     }
   }
 }
 
-template <int V, class T> void finish(const float *sums, int64_t rows, const float *bias, float slope, const Target<T> &to) {
+template <int V, class T>
+void finish(const float *sums, int64_t rows, const float *bias, float slope, const Target<T> &to) {
   if (slope == 1)
-    finish_tile<V>(sums, rows, bias, Keep{}, to);
+    finish_tile<V>(sums, rows, bias, Identity{}, to);
   else if (slope == 0)
-    finish_tile<V>(sums, rows, bias, Rectify{}, to);
+    finish_tile<V>(sums, rows, bias, Relu{}, to);
   else
-    finish_tile<V>(sums, rows, bias, Leak{slope}, to);
+    finish_tile<V>(sums, rows, bias, LeakyRelu{slope}, to);
 }
 
-// Prefetches the given number of elements, because the hardware does not predict the accesses to patches. Without it, the
-// top layer of a network, whose skip connection comes from the third-level cache, takes twice as long.
-template <bool WRITE, class T> inline void ask(const T *from, int64_t count) {
+// Prefetches the given number of elements, because the hardware does not predict the accesses to patches. Without
+// prefetching, the top layer of a network, whose skip connection comes from the third-level cache, takes twice as long.
+template <bool WRITE, class T> inline void prefetch(const T *from, int64_t count) {
   for (int64_t at = 0; at < count; at += 64 / sizeof(T)) __builtin_prefetch(from + at, WRITE);
 }
 
-// Computes `count` positions along x, starting at `a`, and prefetches the data of the next ones.
+// Computes `count` positions along x, starting at `a`, and prefetches the data of the following positions.
 template <class Product, class T>
 void multiply_positions(const Work<T> &work, const T *a, int64_t count, T *y, const T *skip) {
   const Image &in = work.layer.in, &out = work.layer.out;
-  const bool one_line = work.layer.height == 1;
-  const int64_t in_ahead = one_line ? PIECE * in.run() : in.line(), out_ahead = one_line ? PIECE * out.run() : out.line();
-  const int64_t inputs = in.runs() * in.run() / Product::STEP, padded = whole_vectors(out.run()) * LANES;
+  const bool is_single_line = work.layer.height == 1;
+  const int64_t in_ahead = is_single_line ? MAX_PIECE_POSITIONS * in.run_length() : in.line_stride();
+  const int64_t out_ahead = is_single_line ? MAX_PIECE_POSITIONS * out.run_length() : out.line_stride();
+  const int64_t inputs = in.patch_runs() * in.run_length() / Product::STEP;
+  const int64_t padded_columns = count_vectors(out.run_length()) * LANES;
   const float *weights = work.weights;
-  for (int64_t run = 0; run < out.runs(); ++run)
-    for (int64_t column = 0; column < padded;) {
-      const int64_t at = out.offset(run) + column, left = out.run() - column;
-      const int vectors = next_columns((padded - column) / LANES);
-      with_constant<3>(vectors, [&](auto wide) {
-        constexpr int V = decltype(wide)::value;
-        each_tile<V>(count, [&](auto high, int64_t first) {
-          constexpr int R = decltype(high)::value;
+  for (int64_t run = 0; run < out.patch_runs(); ++run)
+    for (int64_t column = 0; column < padded_columns;) {
+      const int64_t at = out.run_offset(run) + column, left = out.run_length() - column;
+      const int vectors = next_block_vectors((padded_columns - column) / LANES);
+      with_constant<3>(vectors, [&](auto block_vectors) {
+        constexpr int V = decltype(block_vectors)::value;
+        for_each_tile<V>(count, [&](auto tile_height, int64_t first) {
+          constexpr int R = decltype(tile_height)::value;
           alignas(64) float sums[R * V * LANES];
-          multiply_tile<Product, R, V>(in, a + first * in.run(), weights, sums);
-          const int64_t to = at + first * out.run();
+          multiply_tile<Product, R, V>(in, a + first * in.run_length(), weights, sums);
+          const int64_t to = at + first * out.run_length();
           if (run == 0 && column == 0)
-            for (int64_t each = 0; each < in.runs(); ++each)
-              ask<false>(a + in_ahead + in.offset(each) + first * in.run(), R * in.run());
+            for (int64_t each = 0; each < in.patch_runs(); ++each)
+              prefetch<false>(a + in_ahead + in.run_offset(each) + first * in.run_length(), R * in.run_length());
           if (column == 0) {
-            ask<true>(y + out_ahead + to, R * out.run());
-            if (skip) ask<false>(skip + out_ahead + to, R * out.run());
+            prefetch<true>(y + out_ahead + to, R * out.run_length());
+            if (skip) prefetch<false>(skip + out_ahead + to, R * out.run_length());
           }
-          finish<V>(sums, R, work.bias + column, work.slope, Target<T>{y + to, skip ? skip + to : nullptr, out.run(), left});
+          const Target<T> target{y + to, skip ? skip + to : nullptr, out.run_length(), left};
+          finish<V>(sums, R, work.bias + column, work.slope, target);
         });
       });
       column += vectors * LANES, weights += inputs * vectors * LANES;
@@ -201,13 +212,15 @@ void multiply_positions(const Work<T> &work, const T *a, int64_t count, T *y, co
 
 template <class Product, class T> void multiply(const Work<T> &work, int threads) {
   const Layer &s = work.layer;
-  const int64_t pieces = (s.width + PIECE - 1) / PIECE, all = s.batch * s.depth * s.height * pieces;
+  const int64_t line_pieces = (s.width + MAX_PIECE_POSITIONS - 1) / MAX_PIECE_POSITIONS;
+  const int64_t total_pieces = s.batch * s.depth * s.height * line_pieces;
 #pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t piece = 0; piece < all; ++piece) {
-    const int64_t line = piece / pieces, x = piece % pieces * PIECE;
+  for (int64_t piece = 0; piece < total_pieces; ++piece) {
+    const int64_t line = piece / line_pieces, x = piece % line_pieces * MAX_PIECE_POSITIONS;
     const int64_t y = line % s.height, z = line / s.height % s.depth, window = line / s.height / s.depth;
-    const int64_t from = s.in.start(window, z, y) + x * s.in.run(), to = s.out.start(window, z, y) + x * s.out.run();
-    multiply_positions<Product>(work, work.x + from, std::min(PIECE, s.width - x), work.y + to,
+    const int64_t from = s.in.line_offset(window, z, y) + x * s.in.run_length();
+    const int64_t to = s.out.line_offset(window, z, y) + x * s.out.run_length();
+    multiply_positions<Product>(work, work.x + from, std::min(MAX_PIECE_POSITIONS, s.width - x), work.y + to,
                                 work.skip ? work.skip + to : nullptr);
   }
 }
@@ -221,7 +234,7 @@ template <class T> void convolve(const Layer &layer, void *const *tensors, float
                      static_cast<T *>(tensors[4]),
                      slope};
   if constexpr (std::is_same_v<T, Bfloat16>) {
-    if (layer.paired) return multiply<Paired>(work, threads);
+    if (layer.has_paired_weights) return multiply<Paired>(work, threads);
   }
   multiply<Single>(work, threads);
 }
@@ -230,15 +243,16 @@ template <class T> void convolve(const Layer &layer, void *const *tensors, float
 
 extern "C" {
 
-// Return the width of a vector, and the width of the next block of columns of weights, which is a multiple of it.
+// Return the width of a vector, and the width of the next block of columns of weights, which is a multiple of the
+// vector width.
 int64_t stackseg_patch_lanes() { return LANES; }
-int64_t stackseg_patch_columns(int64_t left) { return next_columns(left / LANES) * LANES; }
+int64_t stackseg_patch_columns(int64_t left) { return next_block_vectors(left / LANES) * LANES; }
 
 // Returns whether bfloat16 weights should be packed in pairs.
-int64_t stackseg_patch_pairs() { return PAIRS; }
+int64_t stackseg_patch_pairs() { return HAS_PAIR_PRODUCT; }
 
-// tensors  x, weights [run of the result][column block][inputs, columns], or bfloat16 [..][inputs / 2, columns, 2] if
-//          packed in pairs, bias [columns], skip connection or null -> y
+// tensors  x; weights, float32 [run of the result][column block][inputs, columns] or, if packed in pairs, bfloat16
+//          [..][inputs / 2, columns, 2]; bias [columns]; skip connection or null -> y
 // sizes    windows, positions along z, y and x; for x and then for y: voxels along z, y and x, channels, and voxels per
 //          position along z, y and x; whether weights are packed in pairs; whether images are bfloat16
 // reals    slope of the activation for negative values

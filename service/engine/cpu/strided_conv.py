@@ -17,7 +17,7 @@ from service.engine.fusion import is_plain
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
-# Minimum number of columns. With fewer, vectors are partly empty but take as long as full ones.
+# Minimum number of columns of the product. With fewer columns, vectors are partly empty but take as long as full ones.
 MIN_COLUMNS = 8
 
 PATCH_KERNEL = "stackseg_patches"
@@ -43,17 +43,17 @@ class StridedConvolution(nn.Module):
     def __init__(self, layer: Layer, slope: float = 1.0) -> None:
         super().__init__()
         KERNELS.require()
-        self.transposed, self.slope = isinstance(layer, nn.ConvTranspose3d), slope
+        self.is_transposed, self.slope = isinstance(layer, nn.ConvTranspose3d), slope
         self.dtype, self.in_channels, self.out_channels = layer.weight.dtype, layer.in_channels, layer.out_channels
         bz, by, bx = layer.kernel_size
         self.block = (bz, by, bx)
-        run_length = self.in_channels * (1 if self.transposed else bx)
+        run_length = self.in_channels * (1 if self.is_transposed else bx)
         self.has_paired_weights = (
             self.dtype == torch.bfloat16 and run_length % 2 == 0 and KERNELS.call("stackseg_patch_pairs") == 1
         )
         self.register_buffer("weights", self._pack(layer.weight.detach()))
         bias = torch.zeros(self.out_channels) if layer.bias is None else layer.bias.detach().float()
-        self.register_buffer("bias", _pad_to_vectors(bias.repeat(bx if self.transposed else 1)))
+        self.register_buffer("bias", _pad_to_vectors(bias.repeat(bx if self.is_transposed else 1)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: [B, C, z, y, x] -> [B, K, z / bz, y / by, x / bx], or the inverse if transposed."""
@@ -61,7 +61,8 @@ class StridedConvolution(nn.Module):
             raise RuntimeError(f"an input of shape {list(x.shape)} and dtype {x.dtype} does not match the weights")
         x = x.contiguous(memory_format=torch.channels_last_3d)
         size = [
-            edge * step if self.transposed else edge // step for edge, step in zip(x.shape[2:], self.block, strict=True)
+            edge * step if self.is_transposed else edge // step
+            for edge, step in zip(x.shape[2:], self.block, strict=True)
         ]
         y = x.new_empty(len(x), *size, self.out_channels).permute(0, 4, 1, 2, 3)
         sizes = (*self._list_sizes(x, y), self.has_paired_weights, x.dtype == torch.bfloat16)
@@ -73,10 +74,10 @@ class StridedConvolution(nn.Module):
         ones = [1, 1, 1]
         if self.block == (1, 1, 1):
             # Treat all voxels of all windows as one line.
-            line = [1, 1, len(x) * math.prod(x.shape[2:])]
-            return [1, *line, *line, self.in_channels, *ones, *line, self.out_channels, *ones]
-        input_block, output_block = (ones, self.block) if self.transposed else (self.block, ones)
-        positions = (x if self.transposed else y).shape[2:]
+            line_shape = [1, 1, len(x) * math.prod(x.shape[2:])]
+            return [1, *line_shape, *line_shape, self.in_channels, *ones, *line_shape, self.out_channels, *ones]
+        input_block, output_block = (ones, self.block) if self.is_transposed else (self.block, ones)
+        positions = (x if self.is_transposed else y).shape[2:]
         return [
             len(x),
             *positions,
@@ -91,7 +92,7 @@ class StridedConvolution(nn.Module):
     def _pack(self, weight: Tensor) -> Tensor:
         """Return the weights of a torch layer in the order in which the kernel reads them."""
         bz, by, bx = self.block
-        if self.transposed:
+        if self.is_transposed:
             # Shape [runs of the result, inputs, columns].
             runs = weight.permute(2, 3, 0, 4, 1).reshape(bz * by, self.in_channels, bx * self.out_channels)
         else:
@@ -107,7 +108,7 @@ class StridedConvolution(nn.Module):
 def fuse_addition(call: KernelCall, result: Tensor, other: Tensor) -> KernelCall | None:
     """Return a kernel call that also adds `other` to its output, bit-identical to a separate addition.
 
-    Return None if `call` runs a different kernel, does not write exactly `result`, or already adds a tensor.
+    Return None if `call` runs a different kernel, writes to a tensor other than `result`, or already adds a tensor.
     """
     *inputs, addend = call.inputs
     if call.kernel != PATCH_KERNEL or addend is not None or call.output.data_ptr() != result.data_ptr():

@@ -3,18 +3,19 @@
 //
 // A 4x4x4 tile of outputs takes 216 products for each pair of channels instead of 1728, which is an eighth. Direct
 // convolutions already run at the speed of a matrix product, so only an algorithm with fewer multiplications can be
-// faster. In float32 it even beats BF16 units. Compared with F(4x4, 3x3) within planes, which takes twice as many
-// products, it is only 1.3 times as fast, because its transforms move more data. With few channels, the transforms take
-// nearly half of the time.
+// faster. Even in float32, Winograd's algorithm is faster than a direct convolution on BF16 units. F(4x4, 3x3) within
+// planes takes twice as many products, but F(4x4x4, 3x3x3) is only 1.3 times as fast, because its transforms move more
+// data. With few channels, the transforms take nearly half of the time.
 //
-// Tiles are processed in blocks that fit in a core's second-level cache: about sixteen tiles and if possible whole rows,
-// because adjacent tiles along y share two of their six lines. With fewer tiles, reading the weights takes longer than
-// multiplying. A block is computed one point along z after the other: sampled along y and x, multiplied (36 small matrix
-// products), and interpolated along x and y in registers. Intermediate values thus take a sixth of the memory.
+// Tiles are processed in blocks that fit in a core's second-level cache: about sixteen tiles and, if possible, whole
+// rows, because adjacent tiles along y share two of their six lines. With fewer tiles, reading the weights takes longer
+// than multiplying. A block is processed one point along z after the other: it is sampled along y and x, multiplied (36
+// small matrix products), and interpolated along x and y in registers. Intermediate values thus take a sixth of the
+// memory.
 //
 // Sampled weights take sixteen times as many bytes as 27 BF16 weights. Layers with 256 or more channels and fewer than
-// about ten tiles are therefore slower than oneDNN's. They are replaced anyway, because the number of tiles is not known
-// at that time, and larger images gain more than small ones lose.
+// about ten tiles are therefore slower than with oneDNN. They are replaced anyway, because the number of tiles is not
+// yet known when layers are replaced, and large images gain more than small ones lose.
 
 #include <algorithm>
 #include <cstddef>
@@ -29,9 +30,11 @@
 
 namespace {
 
-constexpr int AHEAD = 512; // prefetch distance in elements of the image
-constexpr int PLANE = REACH * REACH, POINTS = REACH * PLANE;
+constexpr int PREFETCH_DISTANCE = 512; // in elements of the image
+// Number of sampling points of a tile at one point along z, and in total.
+constexpr int PLANE_POINTS = REACH * REACH, TILE_POINTS = REACH * PLANE_POINTS;
 
+// Returns the number of tiles along an axis of this size.
 inline int64_t tiles_along(int64_t size) { return (size + EDGE - 1) / EDGE; }
 
 struct Shape {
@@ -49,7 +52,7 @@ struct Place {
   }
 };
 
-// Scratch memory of one thread, kept between calls.
+// Scratch memory of one thread, retained between calls.
 class Scratch {
 public:
   float *take(size_t count) {
@@ -68,13 +71,14 @@ private:
   size_t size_ = 0;
 };
 
-// Rows of the matrix products are read and written in parallel. Rows a multiple of 4 KiB apart would share one set of the
-// first-level cache, which holds only eight lines. An odd number of lines avoids this.
-inline int64_t spread(int64_t count) {
-  return ((count + LINE - 1) / LINE | 1) * LINE;
+// Returns a stride for rows of `count` floats: an odd number of cache lines. Rows of the matrix products are read and
+// written in parallel. Rows a multiple of 4 KiB apart would share one set of the first-level cache, which holds only
+// eight lines.
+inline int64_t pad_stride(int64_t count) {
+  return ((count + CACHE_LINE_FLOATS - 1) / CACHE_LINE_FLOATS | 1) * CACHE_LINE_FLOATS;
 }
 
-// The five stages below are noinline, so that profilers can distinguish them.
+// The functions for the five stages below are not inlined, so that profilers can distinguish them.
 
 // A block of tiles and its intermediate arrays, all float32.
 struct Block {
@@ -90,26 +94,26 @@ struct Block {
 struct Run {
   Place at;
   int64_t count, stride;
-  bool follows; // whether the previous run is the one above, with which it shares two lines
-  int64_t start; // offset of its lines within those of the block, in floats
+  bool shares_lines; // whether the previous run is the adjacent one along y, with which this run shares two lines
+  int64_t start; // offset of the run's lines within the lines of the block, in floats
   Run(const Shape &s, const Block &block) : Run(s, block, 0, 0) {}
   Run next(const Shape &s, const Block &block, int64_t done) const {
     Run run(s, block, done, start + REACH * REACH * stride);
-    run.follows = run.count == count && run.at.x == 0 && at.x == 0 && run.at.y > 0 && run.at.z == at.z;
-    if (run.follows) run.start -= (REACH - EDGE) * REACH * stride;
+    run.shares_lines = run.count == count && run.at.x == 0 && at.x == 0 && run.at.y > 0 && run.at.z == at.z;
+    if (run.shares_lines) run.start -= (REACH - EDGE) * REACH * stride;
     return run;
   }
-  int64_t end() const { return start + PLANE * stride; }
+  int64_t end() const { return start + PLANE_POINTS * stride; }
 
 private:
   Run(const Shape &s, const Block &block, int64_t done, int64_t from) : at(s, block.first + done) {
     count = std::min(block.count - done, tiles_along(s.width) - at.x / EDGE);
-    stride = spread((count * EDGE + 2) * s.inputs), follows = false, start = from;
+    stride = pad_stride((count * EDGE + 2) * s.inputs), shares_lines = false, start = from;
   }
 };
 
 // Calls f with each run and the number of tiles before it. Returns the number of floats in all lines.
-template <class F> int64_t each_run(const Shape &s, const Block &block, F f) {
+template <class F> int64_t for_each_run(const Shape &s, const Block &block, F f) {
   Run run(s, block);
   for (int64_t done = 0;;) {
     f(run, done);
@@ -119,22 +123,23 @@ template <class F> int64_t each_run(const Shape &s, const Block &block, F f) {
   }
 }
 
-// Samples voxels along z, with zeros outside the image: out[y][z point][x, inputs]. It reads six lines in parallel from
+// Samples voxels along z, with zeros outside the image: out[y][z point][x, inputs]. Six lines are read in parallel from
 // start to end, which the hardware prefetches. The hardware would not prefetch 36 lines that are read column by column.
-// Lines of 32 voxels with 32 channels, a multiple of 4 KiB apart, would also evict each other from the caches.
+// Also, lines of 32 voxels with 32 channels, which are a multiple of 4 KiB apart, would evict each other from the
+// caches.
 template <int G, class T>
 [[gnu::noinline]] void sample_lines(const T *image, const T *zeros, const Shape &s, const Run &run, float *out) {
   const Place &at = run.at;
   const int64_t left = std::max<int64_t>(at.x - 1, 0), right = std::min(at.x + run.count * EDGE + 1, s.width);
   const int64_t before = (left - (at.x - 1)) * s.inputs, length = (right - left) * s.inputs;
   const int64_t after = (run.count * EDGE + 2) * s.inputs - before - length, stride = run.stride;
-  for (int64_t j = run.follows ? REACH - EDGE : 0; j < REACH; ++j) {
+  for (int64_t j = run.shares_lines ? REACH - EDGE : 0; j < REACH; ++j) {
     const int64_t y = at.y - 1 + j;
     const T *lines[REACH];
     for (int64_t i = 0; i < REACH; ++i) {
       const int64_t z = at.z - 1 + i;
-      const bool inside = z >= 0 && z < s.depth && y >= 0 && y < s.height;
-      lines[i] = inside ? image + (((at.window * s.depth + z) * s.height + y) * s.width + left) * s.inputs : zeros;
+      const bool is_inside = z >= 0 && z < s.depth && y >= 0 && y < s.height;
+      lines[i] = is_inside ? image + (((at.window * s.depth + z) * s.height + y) * s.width + left) * s.inputs : zeros;
     }
     float *line = out + j * REACH * stride;
     for (int i = 0; i < REACH; ++i) {
@@ -144,7 +149,7 @@ template <int G, class T>
     line += before;
     for (int64_t c = 0; c < length; c += G) {
       Floats<G> d[REACH], t[REACH];
-      for (int i = 0; i < REACH; ++i) __builtin_prefetch(lines[i] + c + AHEAD);
+      for (int i = 0; i < REACH; ++i) __builtin_prefetch(lines[i] + c + PREFETCH_DISTANCE);
       for (int i = 0; i < REACH; ++i) d[i] = load<G>(lines[i] + c);
       sample(d, t);
       for (int i = 0; i < REACH; ++i) store<G>(line + i * stride + c, t[i]);
@@ -152,8 +157,8 @@ template <int G, class T>
   }
 }
 
-// Samples one group of channels of the lines of one tile at one point along z -> sampled[36][inputs ...]. It processes
-// three points along x at a time, so that the values of six lines fit in registers.
+// Samples one group of channels of the lines of one tile at one point along z -> sampled[36][inputs ...]. Three points
+// along x are processed at a time, so that the values of six lines fit in registers.
 template <int G>
 [[gnu::noinline]] void sample_plane(const float *lines, int64_t line_stride, int64_t inputs, float *sampled) {
   constexpr int HALF = REACH / 2;
@@ -180,7 +185,7 @@ template <int G>
 }
 
 template <int G> void sample_block(const Shape &s, const Block &b, int64_t z_point) {
-  each_run(s, b, [&](const Run &run, int64_t done) {
+  for_each_run(s, b, [&](const Run &run, int64_t done) {
     const float *lines = b.lines + run.start + z_point * run.stride;
     for (int64_t tile = 0; tile < run.count; ++tile)
       for (int64_t c = 0; c < s.inputs; c += G)
@@ -189,10 +194,12 @@ template <int G> void sample_block(const Shape &s, const Block &b, int64_t z_poi
   });
 }
 
-// out[row, column] = sum over channels of a[row, channel] * weights[channel, column]
-// The loops are unrolled explicitly. Otherwise the compiler keeps the sums in memory, and layers of 8 inputs take 1.2 to
-// 1.5 times as long. Weights are prefetched one point ahead because they are evicted from the caches between two blocks.
-// Without prefetching, layers of 96 channels take 1.7 times as long.
+// Multiplies R rows by V vectors of columns: out[row, column] = sum over channels of
+// a[row, channel] * weights[channel, column].
+//
+// The loops are unrolled explicitly. Otherwise, the compiler would hold the sums in memory instead of registers, and
+// layers of 8 inputs would take 1.2 to 1.5 times as long. Weights are prefetched one point ahead because they are
+// evicted from the caches between two blocks. Without prefetching, layers of 96 channels take 1.7 times as long.
 template <int R, int V>
 [[gnu::noinline]] void multiply_tile(const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
                           int64_t out_stride) {
@@ -205,7 +212,8 @@ template <int R, int V>
     Floats<LANES> w[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) w[v] = load<LANES>(weights + v * LANES);
-    for (int column = 0; column < V * LANES; column += LINE) __builtin_prefetch(weights + inputs * V * LANES + column);
+    for (int column = 0; column < V * LANES; column += CACHE_LINE_FLOATS)
+      __builtin_prefetch(weights + inputs * V * LANES + column);
 #pragma GCC unroll 24
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -222,25 +230,26 @@ template <int R, int V>
 template <int V>
 void multiply(int64_t rows, const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
               int64_t out_stride) {
-  each_tile<V>(rows, [&](auto high, int64_t first) {
-    multiply_tile<decltype(high)::value, V>(a + first * stride, stride, inputs, weights, out + first * out_stride,
-                                            out_stride);
+  for_each_tile<V>(rows, [&](auto tile_height, int64_t first) {
+    multiply_tile<decltype(tile_height)::value, V>(a + first * stride, stride, inputs, weights,
+                                                   out + first * out_stride, out_stride);
   });
 }
 
-// Multiplies at one point along z. `weights` has the weights of all columns, in the layout of `stackseg_convolve`.
+// Multiplies at one point along z. `weights` contains the weights of all columns, in the layout of `stackseg_convolve`.
 void multiply_block(const Shape &s, const Block &b, const float *weights, int64_t z_point) {
   for (int64_t column = 0; column < s.outputs;) {
-    const int vectors = next_columns((s.outputs - column) / LANES);
+    const int vectors = next_block_vectors((s.outputs - column) / LANES);
     const int64_t size = s.inputs * vectors * LANES;
-    for (int64_t p = 0; p < PLANE; ++p) {
-      const float *in = b.sampled + p * s.inputs, *by = weights + (z_point * PLANE + p) * size;
+    for (int64_t p = 0; p < PLANE_POINTS; ++p) {
+      const float *in = b.sampled + p * s.inputs, *point_weights = weights + (z_point * PLANE_POINTS + p) * size;
       float *out = b.products + p * s.outputs + column;
-      with_constant<3>(vectors, [&](auto wide) {
-        multiply<decltype(wide)::value>(b.count, in, b.sampled_stride, s.inputs, by, out, b.product_stride);
+      with_constant<3>(vectors, [&](auto block_vectors) {
+        multiply<decltype(block_vectors)::value>(b.count, in, b.sampled_stride, s.inputs, point_weights, out,
+                                                 b.product_stride);
       });
     }
-    column += vectors * LANES, weights += POINTS * size;
+    column += vectors * LANES, weights += TILE_POINTS * size;
   }
 }
 
@@ -284,7 +293,7 @@ template <int G, class T, class Activation>
         interpolate(m, line);
         const Floats<G> offset = bias ? load<G>(bias + c) : Floats<G>{};
         T *out = result + y * line_step + x * step + c;
-        // Prefetch the outputs of the next tile, because a write to memory outside the caches would stall.
+        // Prefetch the memory for the outputs of the next tile, because a write outside the caches would stall.
         for (int z = 0; z < EDGE; ++z) __builtin_prefetch(out + z * plane_step + EDGE * step, 1);
         for (int64_t z = 0; z < deep; ++z, out += plane_step) store<G>(out, activation(line[z] + offset));
       }
@@ -305,21 +314,22 @@ void finish_block(const Work<T> &work, const Block &b, const Activation &activat
                    Place(work.shape, b.first + tile), work.result);
 }
 
-// IN input channels and OUT output channels are transformed at a time, as vectors.
+// Convolves one block. IN input channels and OUT output channels are transformed at a time, as vectors.
 template <int IN, int OUT, class T> void convolve_block(const Work<T> &work, const T *zeros, const Block &b) {
   const Shape &s = work.shape;
-  each_run(s, b, [&](const Run &run, int64_t) { sample_lines<IN>(work.image, zeros, s, run, b.lines + run.start); });
+  for_each_run(
+      s, b, [&](const Run &run, int64_t) { sample_lines<IN>(work.image, zeros, s, run, b.lines + run.start); });
   for (int64_t z_point = 0; z_point < REACH; ++z_point) {
     sample_block<IN>(s, b, z_point);
     multiply_block(s, b, work.weights, z_point);
     interpolate_block<OUT>(s, b, z_point);
   }
   if (work.slope == 1)
-    finish_block<OUT>(work, b, Keep{});
+    finish_block<OUT>(work, b, Identity{});
   else if (work.slope == 0)
-    finish_block<OUT>(work, b, Rectify{});
+    finish_block<OUT>(work, b, Relu{});
   else
-    finish_block<OUT>(work, b, Leak{work.slope});
+    finish_block<OUT>(work, b, LeakyRelu{work.slope});
 }
 
 template <class T> bool convolve_tiles(const Work<T> &work, int64_t first, int64_t count) {
@@ -327,49 +337,50 @@ template <class T> bool convolve_tiles(const Work<T> &work, int64_t first, int64
   const Shape &s = work.shape;
   Block b{};
   b.first = first, b.count = count;
-  b.sampled_stride = spread(PLANE * s.inputs), b.product_stride = spread(PLANE * s.outputs);
-  b.reduced_stride = spread(REACH * EDGE * EDGE * s.outputs);
-  const int64_t line = spread(s.width * s.inputs);
-  const int64_t lines = each_run(s, b, [](const Run &, int64_t) {});
-  b.lines = scratch.take(line + lines + count * (b.sampled_stride + b.product_stride + b.reduced_stride));
+  b.sampled_stride = pad_stride(PLANE_POINTS * s.inputs), b.product_stride = pad_stride(PLANE_POINTS * s.outputs);
+  b.reduced_stride = pad_stride(REACH * EDGE * EDGE * s.outputs);
+  const int64_t line_floats = pad_stride(s.width * s.inputs);
+  const int64_t run_floats = for_each_run(s, b, [](const Run &, int64_t) {});
+  b.lines = scratch.take(line_floats + run_floats + count * (b.sampled_stride + b.product_stride + b.reduced_stride));
   if (!b.lines) return false;
-  b.sampled = b.lines + lines, b.products = b.sampled + count * b.sampled_stride;
+  b.sampled = b.lines + run_floats, b.products = b.sampled + count * b.sampled_stride;
   b.reduced = b.products + count * b.product_stride;
   float *zeros = b.reduced + count * b.reduced_stride;
-  std::memset(zeros, 0, line * sizeof(float));
-  constexpr int wide = std::max(LANES, 8);
-  if (s.inputs % wide == 0)
-    convolve_block<wide, wide>(work, reinterpret_cast<const T *>(zeros), b);
+  std::memset(zeros, 0, line_floats * sizeof(float));
+  constexpr int group = std::max(LANES, 8);
+  if (s.inputs % group == 0)
+    convolve_block<group, group>(work, reinterpret_cast<const T *>(zeros), b);
   else
-    convolve_block<8, wide>(work, reinterpret_cast<const T *>(zeros), b);
+    convolve_block<8, group>(work, reinterpret_cast<const T *>(zeros), b);
   return true;
 }
 
-// Returns the number of tiles in a block, close to `about`: whole rows if possible, because rows share input lines.
-int64_t blocking(int64_t tiles, int64_t across, int64_t about, int64_t threads) {
-  const int64_t share = std::max<int64_t>((tiles + threads - 1) / threads, 1);
-  if (tiles < 2 * about) return share;
-  const int64_t rows = std::max<int64_t>(1, (2 * about + across) / (2 * across)) * across;
-  return std::min(rows < 2 * about ? rows : about, share);
+// Returns the number of tiles in a block, close to `target`: whole rows if possible, because rows share input lines.
+int64_t choose_block_tiles(int64_t tiles, int64_t row_tiles, int64_t target, int64_t threads) {
+  const int64_t thread_tiles = std::max<int64_t>((tiles + threads - 1) / threads, 1);
+  if (tiles < 2 * target) return thread_tiles;
+  const int64_t rows = std::max<int64_t>(1, (2 * target + row_tiles) / (2 * row_tiles)) * row_tiles;
+  return std::min(rows < 2 * target ? rows : target, thread_tiles);
 }
 
-template <class T> int convolve(const Work<T> &work, int64_t about, int threads) {
-  const int64_t all = work.shape.tiles(), tiles = blocking(all, tiles_along(work.shape.width), about, threads);
+template <class T> int convolve(const Work<T> &work, int64_t target, int threads) {
+  const int64_t total_tiles = work.shape.tiles();
+  const int64_t block_tiles = choose_block_tiles(total_tiles, tiles_along(work.shape.width), target, threads);
   int failed = 0;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) reduction(| : failed)
-  for (int64_t first = 0; first < all; first += tiles)
-    failed |= !convolve_tiles(work, first, std::min(tiles, all - first));
+  for (int64_t first = 0; first < total_tiles; first += block_tiles)
+    failed |= !convolve_tiles(work, first, std::min(block_tiles, total_tiles - first));
   return failed;
 }
 
-template <class T> int convolve(const Shape &shape, void *const *tensors, float slope, int64_t about, int threads) {
+template <class T> int convolve(const Shape &shape, void *const *tensors, float slope, int64_t target, int threads) {
   const Work<T> work{shape,
                      static_cast<const T *>(tensors[0]),
                      static_cast<const float *>(tensors[1]),
                      static_cast<const float *>(tensors[2]),
                      static_cast<T *>(tensors[3]),
                      slope};
-  return convolve(work, about, threads);
+  return convolve(work, target, threads);
 }
 
 } // namespace
@@ -377,10 +388,11 @@ template <class T> int convolve(const Shape &shape, void *const *tensors, float 
 extern "C" {
 
 // Returns the width of the next block of weights if `left` columns (outputs) are left.
-int64_t stackseg_columns(int64_t left) { return next_columns(left / LANES) * LANES; }
+int64_t stackseg_columns(int64_t left) { return next_block_vectors(left / LANES) * LANES; }
 
-int64_t stackseg_blocking(int64_t tiles, int64_t across, int64_t about, int64_t threads) {
-  return blocking(tiles, across, about, threads);
+// See `choose_block_tiles`.
+int64_t stackseg_blocking(int64_t tiles, int64_t row_tiles, int64_t target, int64_t threads) {
+  return choose_block_tiles(tiles, row_tiles, target, threads);
 }
 
 // tensors  image [batch, depth, height, width, inputs], weights [column block][216][inputs, columns], bias [outputs] or

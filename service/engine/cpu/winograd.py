@@ -1,4 +1,4 @@
-"""3x3x3 convolutions on CPUs with an eighth of the multiplications, for images in float32 or bfloat16.
+"""3x3x3 convolutions on CPUs with an eighth of the usual multiplications, for images in float32 or bfloat16.
 
 The algorithm is Winograd's F(4x4x4, 3x3x3) (Lavin and Gray 2016), described in `winograd.cpp`. It always computes in
 float32; bfloat16 is only a storage format. Its rounding errors are several times those of a direct convolution, about
@@ -22,18 +22,19 @@ KERNELS = Kernels(["stackseg_convolve"], [("stackseg_columns", "q", "q"), ("stac
 INPUT_CHANNEL_MULTIPLE = 8
 OUTPUT_CHANNEL_MULTIPLE = 16
 
-# Approximate number of 4x4x4 output tiles that are processed together. More do not fit in a core's second-level cache.
+# Approximate number of 4x4x4 output tiles processed together. More tiles would not fit in a core's second-level cache.
 TILES_PER_BLOCK = 16
-SAMPLING_POINTS = 216
+# Number of points at which a tile is sampled: six along each axis.
+SAMPLING_POINT_COUNT = 216
 
-_ROOT = 2**0.5
+_SQRT_2 = 2**0.5
 # Matrix G of F(4, 3): maps three weights to values at the points 0, sqrt(2), -sqrt(2), sqrt(1/2), -sqrt(1/2), infinity.
 WEIGHT_TRANSFORM = (
     (1.0, 0.0, 0.0),
-    (1 / 6, _ROOT / 6, 1 / 3),
-    (1 / 6, -_ROOT / 6, 1 / 3),
-    (-2 / 3, -_ROOT / 3, -1 / 3),
-    (-2 / 3, _ROOT / 3, -1 / 3),
+    (1 / 6, _SQRT_2 / 6, 1 / 3),
+    (1 / 6, -_SQRT_2 / 6, 1 / 3),
+    (-2 / 3, -_SQRT_2 / 3, -1 / 3),
+    (-2 / 3, _SQRT_2 / 3, -1 / 3),
     (0.0, 0.0, 1.0),
 )
 
@@ -51,7 +52,7 @@ class WinogradConvolution(nn.Module):
 
     def __init__(self, convolution: nn.Conv3d, slope: float = 1.0) -> None:
         super().__init__()
-        self.outputs, self.slope = convolution.out_channels, slope
+        self.out_channels, self.slope = convolution.out_channels, slope
         self.register_buffer("weights", pack(convolution.weight.detach()))
         bias = convolution.bias
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32, copy=True))
@@ -61,18 +62,18 @@ class WinogradConvolution(nn.Module):
         # torch.compile does not trace into a custom operator. Calling one imports torch's compiler, which takes
         # seconds, so the operator is used only while compiling.
         run = torch.ops.stackseg.convolve if torch.compiler.is_compiling() else convolve
-        y: Tensor = run(x, self.weights, self.bias, self.outputs, self.slope)
+        y: Tensor = run(x, self.weights, self.bias, self.out_channels, self.slope)
         return y
 
 
 def replace_convolutions(module: nn.Module) -> nn.Module:
     """Return a copy of `module` with a `WinogradConvolution` for every convolution for which `is_replaceable` is true.
 
-    A ReLU, LeakyReLU, or PReLU with one slope that follows in a sequence is fused with the convolution.
+    A ReLU, a LeakyReLU, or a PReLU with one slope is fused with the convolution that it follows in an `nn.Sequential`.
 
     Raises OSError if the kernels are missing.
     """
-    # Only a sequence defines which module follows the convolution.
+    # Only an `nn.Sequential` defines which module follows the convolution.
     fused_network = fuse_pairs(copy.deepcopy(module), _fuse_activation)
     return replace_modules(fused_network, lambda child: WinogradConvolution(child) if is_replaceable(child) else None)
 
@@ -104,46 +105,46 @@ def is_replaceable(module: nn.Module) -> TypeGuard[nn.Conv3d]:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Transform weights [K, C, 3, 3, 3] to the sampling points: float32 [216 C K], in the order that the kernel reads.
+    """Transform weights [K, C, 3, 3, 3] to the sampling points: float32 [216 C K], in the order of the kernel.
 
-    The result is a sequence of blocks of columns (outputs), each with shape [216, C, columns].
+    The result is a sequence of blocks of columns (output channels), each with shape [216, C, columns].
     """
-    sampling = torch.tensor(WEIGHT_TRANSFORM, dtype=torch.float64)
-    outputs, inputs = weight.shape[:2]
-    sampled = torch.einsum("iz,jy,lx,kczyx->ijlck", sampling, sampling, sampling, weight.double()).float()
-    sampled = sampled.reshape(SAMPLING_POINTS, inputs, outputs)
+    transform = torch.tensor(WEIGHT_TRANSFORM, dtype=torch.float64)
+    out_channels, in_channels = weight.shape[:2]
+    sampled_weights = torch.einsum("iz,jy,lx,kczyx->ijlck", transform, transform, transform, weight.double()).float()
+    sampled_weights = sampled_weights.reshape(SAMPLING_POINT_COUNT, in_channels, out_channels)
     KERNELS.require()
-    widths = KERNELS.split_columns("stackseg_columns", outputs)
-    return torch.cat([block.reshape(-1) for block in torch.split(sampled, widths, dim=2)])
+    widths = KERNELS.split_columns("stackseg_columns", out_channels)
+    return torch.cat([block.reshape(-1) for block in torch.split(sampled_weights, widths, dim=2)])
 
 
-def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, outputs: int, slope: float) -> Tensor:
+def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, out_channels: int, slope: float) -> Tensor:
     """Convolve `x` [B, C, z, y, x] in float32 or bfloat16, with weights from `pack` and a float32 bias [K].
 
     Raises TypeError for other dtypes, RuntimeError if the channels do not match the weights, and MemoryError.
     """
     if x.dtype not in DTYPES:
         raise TypeError(f"Winograd convolutions do not support {x.dtype}")
-    if x.dim() != 5 or SAMPLING_POINTS * x.shape[1] * outputs != weights.numel():
+    if x.dim() != 5 or SAMPLING_POINT_COUNT * x.shape[1] * out_channels != weights.numel():
         raise RuntimeError(f"the channels of an input of shape {list(x.shape)} do not match the weights")
     x = x.contiguous(memory_format=torch.channels_last_3d)
-    y = _allocate_output(x, outputs)
+    y = _allocate_output(x, out_channels)
     batch, channels, depth, height, width = x.shape
-    sizes = (batch, depth, height, width, channels, outputs, TILES_PER_BLOCK, x.dtype == torch.bfloat16)
+    sizes = (batch, depth, height, width, channels, out_channels, TILES_PER_BLOCK, x.dtype == torch.bfloat16)
     KernelCall(KERNELS, "stackseg_convolve", (x, weights, bias), y, sizes, (slope,)).run()
     return y
 
 
-# By default inductor converts the inputs of an operator to the layout of eager mode, which for a single window is not
-# channels last. The tag allows any layout.
+# By default, inductor converts the inputs of an operator to the layout of eager mode, which is not channels last for a
+# single window. The tag allows any layout.
 _operator = torch.library.custom_op("stackseg::convolve", mutates_args=(), tags=(torch.Tag.flexible_layout,))(convolve)
 
 
 @_operator.register_fake
-def _(x: Tensor, _weights: Tensor, _bias: Tensor | None, outputs: int, _slope: float) -> Tensor:
-    return _allocate_output(x, outputs)
+def _(x: Tensor, _weights: Tensor, _bias: Tensor | None, out_channels: int, _slope: float) -> Tensor:
+    return _allocate_output(x, out_channels)
 
 
-def _allocate_output(x: Tensor, outputs: int) -> Tensor:
-    shape = (x.shape[0], outputs, *x.shape[2:])
+def _allocate_output(x: Tensor, out_channels: int) -> Tensor:
+    shape = (x.shape[0], out_channels, *x.shape[2:])
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)

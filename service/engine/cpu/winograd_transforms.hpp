@@ -1,14 +1,14 @@
 // The one-dimensional transforms of Winograd's F(4, 3).
 //
 // The sampling points are 0, +-sqrt(1/2), +-sqrt(2) and infinity. For outputs of the order of 1, F(4x4x4, 3x3x3) has
-// rounding errors of up to 1e-5 with these points, and of up to 1.1e-4 with the usual 0, +-1, +-2 and infinity.
+// rounding errors of up to 1e-5 with these points, and of up to 1.1e-4 with the usual points 0, +-1, +-2 and infinity.
 
 #pragma once
 
 namespace {
 
-constexpr int EDGE = 4;  // outputs along each edge of a tile
-constexpr int REACH = 6; // inputs that a tile depends on, and sampling points, along each edge
+constexpr int EDGE = 4;  // number of outputs along each edge of a tile
+constexpr int REACH = 6; // number of inputs that a tile depends on, and of sampling points, along each edge
 
 constexpr float ROOT_2 = 1.41421356237309504880f, ROOT_HALF = ROOT_2 / 2;
 

@@ -21,12 +21,12 @@ def record_end(device: torch.device) -> Callable[[], object]:
 class CudaTimer:
     """A timer for the seconds that a CUDA device spends on parts of the work in its current stream.
 
-    The time of the host is not included as long as each part is a single launch, such as the replay of a graph.
+    Time spent on the host is not included as long as each part is a single launch, such as the replay of a graph.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
-        self._parts: list[tuple[Any, Any]] = []
+        self._event_pairs: list[tuple[Any, Any]] = []
 
     @contextmanager
     def measure(self) -> Iterator[None]:
@@ -36,10 +36,10 @@ class CudaTimer:
         start.record(stream)
         yield
         end.record(stream)
-        self._parts.append((start, end))
+        self._event_pairs.append((start, end))
 
     @property
     def seconds(self) -> float:
-        """Total time of all parts. Read it only after the device has finished them."""
-        milliseconds: float = sum(start.elapsed_time(end) for start, end in self._parts)
+        """Total time of all parts. Read this property only after the device has finished all of them."""
+        milliseconds: float = sum(start.elapsed_time(end) for start, end in self._event_pairs)
         return milliseconds / 1000

@@ -1,7 +1,7 @@
 """A CUDA graph of a network with one fixed input shape, which turns a forward pass into one launch.
 
-torch.compile's mode `reduce-overhead` also records CUDA graphs, but only the thread that compiled can replay them. The
-graph recorded here, around the eager or the compiled network, can be replayed by any thread.
+torch.compile's mode `reduce-overhead` also records CUDA graphs, but only the thread that compiled the network can
+replay them. The graph recorded here, around the eager or the compiled network, can be replayed by any thread.
 
 Source: the capture pattern in the PyTorch documentation, "CUDA semantics", section CUDA graphs.
 """
@@ -25,18 +25,20 @@ from service.engine.compile.torch_compile import compile_module
 from service.engine.tuning.plans import EngineConfig
 from service.models.network import Network
 
-# Modes of torch.compile that record CUDA graphs, which is not possible during a capture, and their equivalents that do
-# not.
+# For each mode of torch.compile that records CUDA graphs, which is not possible during a capture, the equivalent mode
+# that does not record them.
 MODES_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
-# All networks are recorded on the same stream. Work that another thread submits to it would become part of the graph.
+# All networks are recorded on the same stream. Work that another thread submits to that stream would become part of the
+# graph.
 _recording_lock = threading.Lock()
 
+# Graphs whose capture failed and that must not be deleted.
 _failed_graphs: list[Any] = []
 
 
 class CudaGraphBackend(Backend):
-    """The whole network recorded as one CUDA graph, compiled first if a mode of torch.compile is given."""
+    """The engine that records the whole network as one CUDA graph, after compiling it if a compile mode is set."""
 
     memory_formats: ClassVar = {"cuda": ANY_FORMAT}
 
@@ -48,7 +50,7 @@ class CudaGraphBackend(Backend):
         self._record, self._compile = record or GraphedNetwork, compile_network
 
     def list_compile_modes(self, settings: EngineSettings, _device: torch.device) -> tuple[str | None, ...]:
-        """Return the modes to try. None, without compilation, comes first for `auto` because it is ready in seconds."""
+        """Return the modes to try. For `auto`, None (no compilation) comes first, because it is ready in seconds."""
         return (None, "reduce-overhead") if settings.compile_mode == "auto" else (settings.compile_mode, None)
 
     def build(self, module: nn.Module, example: Tensor, config: EngineConfig, _settings: EngineSettings, /) -> Network:
@@ -65,7 +67,7 @@ def _get_capture_stream(device: torch.device, cuda: Any) -> Any:
 
 
 class CudaRecorder:
-    """Recording and replay of work on a CUDA device. Tests replace it, or `cuda`, with a fake that needs no GPU.
+    """Records and replays work on a CUDA device. Tests replace this class, or `cuda`, with a fake that needs no GPU.
 
     bindings  module with torch's C++ functions that release a memory pool
     options   additional arguments of `torch.cuda.graph`
@@ -78,12 +80,12 @@ class CudaRecorder:
 
     def warm_up(self, work: Callable[[], Tensor]) -> None:
         """Run `work` on the capture stream, so that lazy initialization is done before the capture."""
-        current = self._cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
+        current_stream = self._cuda.current_stream(self._device)
+        self._stream.wait_stream(current_stream)
         with self._cuda.stream(self._stream):
             for _ in range(WARM_UP_CALLS):
                 work()
-        current.wait_stream(self._stream)
+        current_stream.wait_stream(self._stream)
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
         """Record `work`, and return the tensor that every replay fills."""
@@ -130,8 +132,8 @@ class CudaRecorder:
 class GraphedNetwork:
     """A recorded forward pass of `network` on batches like `example`.
 
-    Input and output buffers are fixed, so scores are valid until the next call. `nbytes` is the memory held between
-    calls.
+    Input and output buffers are fixed, so scores are valid only until the next call. `nbytes` is the size of the memory
+    held between calls.
     """
 
     def __init__(self, network: Network, example: Tensor, recorder: CudaRecorder | None = None) -> None:
@@ -140,7 +142,7 @@ class GraphedNetwork:
         self._input = example.clone()
         self._recorder = recorder or CudaRecorder(example.device)
         with torch.inference_mode():
-            # The first call compiles. It is made without the lock, so that other recordings do not have to wait.
+            # The first call compiles the network, without the lock, so that other recordings do not have to wait.
             network(self._input)
             with _recording_lock:
                 self._recorder.warm_up(lambda: network(self._input))
@@ -180,7 +182,7 @@ class CudaBuild:
 
 
 def count_graph_bytes(network: Network, pool_bytes: int) -> int:
-    """Return the number of bytes that a recorded network holds between calls, without its weights.
+    """Return the number of bytes that a recorded network holds between calls, excluding its weights.
 
     pool_bytes  size of the memory pools that the network has added, used if torch.compile recorded the graphs
     """

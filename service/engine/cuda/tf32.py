@@ -2,7 +2,7 @@
 
 TF32 rounds the factors of float32 matrix products to a 10-bit mantissa, like that of float16, and accumulates in
 float32. It is several times as fast on Ampere and later GPUs. Like every other optimization, it is accepted only if the
-labels agree with those of a reference computed without it.
+labels agree with those of a reference computed without TF32.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _lock = threading.RLock()
 
 
 def configure(settings: Engine, device: torch.device) -> None:
-    """Set the precision of matrix products and cuDNN's benchmark mode. Does nothing on a CPU."""
+    """Set the precision of matrix products and cuDNN's benchmark mode. Do nothing on a CPU."""
     if device.type != "cuda":
         return
-    _set(settings.matmul_precision)
+    _set_matmul_precision(settings.matmul_precision)
     # Every network runs with one shape, so cuDNN chooses its algorithms only once.
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark
 
@@ -35,7 +35,7 @@ def disable_tf32() -> Iterator[None]:
     """Disable TF32 within this context, on all devices. Only one thread at a time can enter it."""
     with _lock:
         matmul_precision, cudnn_allow_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        _set("highest")
+        _set_matmul_precision("highest")
         try:
             yield
         finally:
@@ -53,7 +53,7 @@ def wrap_without_tf32(network: Network) -> Network:
     return call
 
 
-def _set(precision: str) -> None:
+def _set_matmul_precision(precision: str) -> None:
     torch.set_float32_matmul_precision(precision)
     # TF32 in cuDNN's convolutions can only be on or off. torch's default is on.
     torch.backends.cudnn.allow_tf32 = precision != "highest"

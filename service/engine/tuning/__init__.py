@@ -1,1 +1,1 @@
-"""Races between engines, and the plans that keep their results."""
+"""Comparison of engine configurations, and the plan files that store the results."""

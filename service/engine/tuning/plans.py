@@ -1,4 +1,4 @@
-"""Engine configurations, their trials, and the plan files that store the results. Does not import torch."""
+"""Engine configurations, their trials, and the plan files that store the results. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, PositiveInt, TypeAd
 
 from service.core.sections.computing import MAX_STREAMS
 
-FOLDER = "plans"
+FOLDER_NAME = "plans"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class EngineConfig:
     memory_format   contiguous or channels_last_3d
     sw_batch_size   windows per call
     compile_mode    mode of torch.compile, or None if not compiled
-    streams         number of batches computed concurrently; on a CPU each stream has a share of the cores
+    streams         number of batches that run concurrently; on a CPU, each stream has a share of the cores
     """
 
     engine: str
@@ -57,7 +57,7 @@ class Outcome(StrEnum):
 
 
 class Verdict(NamedTuple):
-    """An outcome and the reason for it. Serialized to JSON as the string that `str` returns."""
+    """An outcome and the reason for it, serialized to JSON as the string that `str` returns."""
 
     outcome: Outcome
     detail: str = ""
@@ -75,8 +75,8 @@ class Verdict(NamedTuple):
         if not isinstance(string, str):
             raise ValueError(f"A verdict must be a string, not {string!r}.")  # noqa: TRY004 - pydantic expects it
         outcome, _, detail = string.partition(": ")
-        is_plain = outcome in set(Outcome) - {Outcome.SLOWER}
-        return cls(Outcome(outcome), detail) if is_plain else cls(Outcome.SLOWER, string)
+        has_outcome_prefix = outcome in set(Outcome) - {Outcome.SLOWER}
+        return cls(Outcome(outcome), detail) if has_outcome_prefix else cls(Outcome.SLOWER, string)
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class Trial:
     """A configuration that was considered, and the result.
 
     verdict             outcome, with the reason if it was not chosen
-    windows_per_second  speed, or None if it was not timed
+    windows_per_second  speed, or None if it was not measured
     difference          fraction of the sample's voxels whose label differs from that of the eager FP32 network
-    build_seconds       time for conversion, compilation and warm-up calls, or None if it did not run
+    build_seconds       time for conversion, compilation and warm-up calls, or None if these did not succeed
     """
 
     choice: EngineConfig
@@ -137,12 +137,12 @@ class EnginePlan:
 _ADAPTER = TypeAdapter(EnginePlan)
 
 
-def resolve_folder(configured: Path | None) -> Path:
+def resolve_folder(cache_folder: Path | None) -> Path:
     """Return the folder of plan files: in `engine.cache_folder` if set, otherwise in the user's cache folder."""
-    if configured is not None:
-        return configured / FOLDER
-    caches = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    return Path(caches) / "stackseg" / FOLDER
+    if cache_folder is not None:
+        return cache_folder / FOLDER_NAME
+    user_cache_folder = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    return Path(user_cache_folder) / "stackseg" / FOLDER_NAME
 
 
 @cache
@@ -154,28 +154,28 @@ def hash_sources(*folders: Path) -> str:
 
 
 def find(folder: Path, model: str, circumstances: Mapping[str, str]) -> EnginePlan | None:
-    """Return the plan for exactly these circumstances, or None if no readable plan exists."""
+    """Return the plan for exactly these circumstances, or None if there is no readable plan."""
     plan = _read(folder / _make_file_name(model, circumstances))
     return plan if plan is not None and plan.circumstances == dict(circumstances) else None
 
 
-def find_all(folder: Path, model: str, weights: str) -> tuple[EnginePlan, ...]:
-    """Return all saved plans for a model with these weights (SHA-256), the newest first."""
+def find_all(folder: Path, model: str, weights_hash: str) -> tuple[EnginePlan, ...]:
+    """Return all saved plans for a model whose weights have this SHA-256 hash, the newest first."""
     files = sorted(folder.glob(f"{model}-*.json"), key=_get_modification_time, reverse=True)
     plans = (plan for plan in map(_read, files) if plan is not None)
-    return tuple(plan for plan in plans if plan.model == model and plan.circumstances.get("weights") == weights)
+    return tuple(plan for plan in plans if plan.model == model and plan.circumstances.get("weights") == weights_hash)
 
 
 def save(folder: Path, plan: EnginePlan) -> None:
     """Write a plan atomically to the file that `find` reads. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor, name = tempfile.mkstemp(dir=folder, suffix=".part")
+    descriptor, temporary_name = tempfile.mkstemp(dir=folder, suffix=".part")
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(_ADAPTER.dump_json(plan, indent=1))
-        Path(name).replace(folder / _make_file_name(plan.model, plan.circumstances))
+        Path(temporary_name).replace(folder / _make_file_name(plan.model, plan.circumstances))
     finally:
-        Path(name).unlink(missing_ok=True)
+        Path(temporary_name).unlink(missing_ok=True)
 
 
 def _get_modification_time(file: Path) -> float:
@@ -194,5 +194,5 @@ def _read(file: Path) -> EnginePlan | None:
 
 
 def _make_file_name(model: str, circumstances: Mapping[str, str]) -> str:
-    encoded = json.dumps(dict(circumstances), sort_keys=True)
-    return f"{model}-{hashlib.sha256(encoded.encode()).hexdigest()[:24]}.json"
+    encoded_circumstances = json.dumps(dict(circumstances), sort_keys=True)
+    return f"{model}-{hashlib.sha256(encoded_circumstances.encode()).hexdigest()[:24]}.json"

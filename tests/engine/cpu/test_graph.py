@@ -99,7 +99,7 @@ def test_graph_keeps_the_weights_alive():
     fillers = [torch.full((1024 * size,), torch.nan) for size in range(1, 100)]
     arena = cpu_graph.Arena(graph.arena_bytes)
     arena.memory.fill_(255)
-    assert torch.equal(graph.replay(x, arena, BufferPool(graph.nbytes, 0)), expected)
+    assert torch.equal(graph.replay(x, arena, BufferPool(graph.score_bytes, 0)), expected)
     assert fillers
 
 

@@ -89,7 +89,7 @@ def test_only_a_fixed_engine_is_built(bands, settings, tmp_path):
     [
         ({}, "other", None),
         ({"memory_formats": {"cuda": ("contiguous",)}}, "eager", "needs a CUDA device"),
-        ({"precisions": ("fp16",)}, "eager", "does not compute in fp32"),
+        ({"precisions": ("fp16",)}, "eager", "does not support fp32"),
         ({"can_improve": lambda _: False}, "eager", "changes nothing in this network"),
     ],
     ids=["fits", "device", "precision", "network"],
