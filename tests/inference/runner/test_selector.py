@@ -420,7 +420,7 @@ def test_engine_on_a_separate_device_is_checked_with_a_full_batch(bands, setting
     ready = make_separate(bands, chosen_settings).run()
     assert ready.config.engine == engine
     (verdict,) = (str(trial.verdict) for trial in ready.plan.trials if trial.choice.engine == "other")
-    assert ("in a full batch" in verdict) == (engine == "eager")
+    assert ("of a full batch" in verdict) == (engine == "eager")
 
 
 @pytest.mark.parametrize(("make", "windows"), [(make_separate, 1), (make_selector, LARGE_BATCH)])
