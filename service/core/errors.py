@@ -41,7 +41,7 @@ StackSegError
 |-- ConfigError              a setting is unknown or invalid; raised only at startup
 `-- Cancelled                the client disconnected; logged, but never sent as a response
 
-Each message states the problem and its remedy in one or two sentences, for the user or operator who can solve it.
+Each message states the problem and a remedy in one or two sentences, for the user or operator who can apply it.
 `slug` is the last part of the problem type (RFC 9457) in error responses. It is stable, so clients may rely on it.
 This module does not contain HTTP status codes: `service.api.messages.problems` maps errors to status codes.
 """

@@ -13,7 +13,7 @@ from service.core.sections.computing import Overlap, Section
 KEY_NAME = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
 KeyName = Annotated[str, Field(pattern=rf"^{KEY_NAME}$")]
 KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
-# Name of a folder or store that the settings list, used as the first component of paths such as scans/2026/stack.tif.
+# Name of a folder or store in `references`, used as the first component of paths such as scans/2026/stack.tif.
 RootName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 HostPattern = Annotated[str, Field(pattern=r"^((\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,})$")]
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.:\[\]-]+)$")]
