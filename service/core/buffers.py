@@ -61,7 +61,7 @@ class BufferPool:
     Without a pool, allocating many arrays in succession would increase the memory usage of the process.
 
     nbytes            size of each buffer
-    max_idle_buffers  maximum sequence_number of unused buffers in the pool
+    max_idle_buffers  maximum number of unused buffers in the pool
     cache             provides buffers before new memory is allocated, and receives the unused buffers when the pool is
                       deleted
     """

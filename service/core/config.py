@@ -101,9 +101,9 @@ def read_settings(path: Path | None = None, environment: Mapping[str, str] | Non
 
     Raises ConfigError if the file cannot be read, or if a key, variable or value is unknown or invalid.
     """
-    values = _read_settings_file(path) if path is not None else {}
-    _apply_overrides(values, os.environ if environment is None else environment)
-    return _validate_settings(values)
+    sections = _read_settings_file(path) if path is not None else {}
+    _apply_overrides(sections, os.environ if environment is None else environment)
+    return _validate_settings(sections)
 
 
 def override_settings(settings: Settings, section: str, values: Mapping[str, Any]) -> Settings:
@@ -112,9 +112,9 @@ def override_settings(settings: Settings, section: str, values: Mapping[str, Any
     return _validate_settings({**sections, section: {**sections[section], **values}})
 
 
-def _validate_settings(values: Mapping[str, Any]) -> Settings:
+def _validate_settings(sections: Mapping[str, Any]) -> Settings:
     try:
-        return Settings.model_validate(values)
+        return Settings.model_validate(sections)
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(map(str, problem['loc'][:2])) or 'settings'}: {get_validation_message(problem)}"
@@ -148,7 +148,7 @@ def _read_settings_file(path: Path) -> dict[str, Any]:
     return {name: dict(section or {}) for name, section in content.items()}
 
 
-def _apply_overrides(values: dict[str, Any], environment: Mapping[str, str]) -> None:
+def _apply_overrides(sections: dict[str, Any], environment: Mapping[str, str]) -> None:
     for variable, yaml_text in environment.items():
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
@@ -158,6 +158,6 @@ def _apply_overrides(values: dict[str, Any], environment: Mapping[str, str]) -> 
             settings_reference = bundled_folder("configs") / "default.yaml"
             raise ConfigError(f"{variable} does not match a setting. {settings_reference} lists all settings.")
         try:
-            values.setdefault(section, {})[key] = yaml.safe_load(yaml_text)
+            sections.setdefault(section, {})[key] = yaml.safe_load(yaml_text)
         except yaml.YAMLError as error:
             raise ConfigError(f"The value of {variable} is not valid YAML: {error}") from error

@@ -12,9 +12,8 @@ from service.core.errors import BadParameter
 Size = tuple[int, int, int]
 """Numbers of voxels along (Z, Y, X)."""
 
-
-# Shortest and longest length in micrometers, from a tenth of an atom to a meter. TIFF tags and ratios of lengths
-# outside this range would overflow.
+# Shortest and longest length in micrometers, from a tenth of an atom to a meter. For lengths outside this range, TIFF
+# tags and ratios of lengths would overflow.
 PLAUSIBLE_LENGTHS = (1e-5, 1e6)
 # Largest volume in cubic micrometers: one cubic meter.
 MAX_VOLUME = 1e18
@@ -93,8 +92,8 @@ def parse_time(text: str) -> int | TimeRange:
 def _parse_range(text: str) -> TimeRange | None:
     """Parse a range with at least one index; return None for any other string."""
     first, colon, stop = text.partition(":")
-    parts = [part for part in (first, stop) if part]
-    if not colon or not parts or not all(map(is_index, parts)):
+    indices = [index for index in (first, stop) if index]
+    if not colon or not indices or not all(map(is_index, indices)):
         return None
     return TimeRange(int(first or 0), int(stop) if stop else None)
 
@@ -138,8 +137,8 @@ class Diameter:
 
     def describe(self) -> str:
         """Describe the diameter for users, such as `21 px wide and 10 px deep`."""
-        depth, *rows_and_columns = (f"{length:.3g}" for length in self.lengths)
-        width = " x ".join(dict.fromkeys(rows_and_columns)) or depth
+        depth, *in_plane_lengths = (f"{length:.3g}" for length in self.lengths)
+        width = " x ".join(dict.fromkeys(in_plane_lengths)) or depth
         description = f"{width} {self.unit} wide"
         return description if width == depth else f"{description} and {depth} {self.unit} deep"
 

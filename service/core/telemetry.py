@@ -17,7 +17,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the current request; "" outside requests, and in threads that do not copy the context of a request."""
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(message)s"
-# A step that takes longer is logged, and is logged again each time its duration has doubled.
+# A step that takes longer than this is logged, and is logged again each time its duration has doubled.
 SLOW_STEP_SECONDS = 5.0
 
 log = logging.getLogger(__name__)

@@ -122,9 +122,9 @@ class Objects:
         return cls(voxel_counts.astype(np.int64), confidence.astype(np.float32), peaks.astype(np.float32))
 
     @classmethod
-    def concatenate(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate the statistics of one or more parts."""
-        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+    def concatenate(cls, object_groups: Sequence[Self]) -> Self:
+        """Concatenate the statistics of one or more groups of objects."""
+        return cls(*(np.concatenate([getattr(group, field.name) for group in object_groups]) for field in fields(cls)))
 
     def __len__(self) -> int:
         return len(self.voxels)
@@ -171,12 +171,12 @@ class Segmentation:
     @property
     def axes(self) -> str:
         """Axes of the pixels, one letter from TCZYX per dimension."""
-        volume = "CZYX" if self.kind == "probabilities" else "ZYX"
-        return "T" * (self.pixels.ndim - len(volume)) + volume
+        volume_axes = "CZYX" if self.kind == "probabilities" else "ZYX"
+        return "T" * (self.pixels.ndim - len(volume_axes)) + volume_axes
 
 
 def label_dtype(count: int) -> np.dtype[Any]:
-    """Return the smaller of uint16 and uint32 that can represent `count` labels."""
+    """Return uint16 if it can represent `count` labels, otherwise uint32."""
     return np.dtype(np.uint16 if count < 2**16 else np.uint32)
 
 
@@ -197,7 +197,8 @@ class Description:
     notes            assumptions and ambiguities of the metadata, one sentence each
     time_interval    time between time points; None if unknown
     time_points      (first, stop) of the selected range, which excludes `stop`; None without a range
-    problem          why the selected part cannot be read, for example because no time point is selected; "" if it can
+    problem          why the selected part cannot be read, for example because no time point is selected; "" if it
+                     can be read
     """
 
     container: str
@@ -255,7 +256,7 @@ class Options:
     roi_size        window size (z, y, x) in voxels of the network's grid, if the model supports sizes other than its
                     own
     strict          whether low confidence in the labels is an error
-    quality         None: fast
+    quality         fast or best; None: fast
     """
 
     output: OutputKind | None = None

@@ -70,7 +70,7 @@ def open_subfolder(folder_fd: int, folder_names: Sequence[str], *, make: bool = 
     folder_names    names of the nested folders, starting with the outermost one
     make  whether to create missing folders
 
-    Raises OSError, including if a name is a symbolic link or `..`.
+    Raises OSError, for example if a name is a symbolic link or `..`.
     """
     if ".." in folder_names:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))

@@ -91,7 +91,7 @@ def copy_members(archive: zipfile.ZipFile) -> io.BytesIO:
 
 
 def _check_compressed_size(archive: zipfile.ZipFile) -> None:
-    """Raise zipfile.BadZipFile if compressed members are too large. No member decompresses to more than `file_size`."""
+    """Raise zipfile.BadZipFile if compressed members are too large. No member exceeds its `file_size`."""
     compressed_entries = [entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
     if sum(entry.file_size for entry in compressed_entries) > MAX_COMPRESSED_BYTES:
         largest_entry = max(compressed_entries, key=lambda entry: entry.file_size)
@@ -157,9 +157,9 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
 
 def _is_unsafe(entry: zipfile.ZipInfo, path: PurePosixPath) -> bool:
     """Return whether an entry would be extracted outside the target folder, or is a link or a device."""
-    kind = stat.S_IFMT(entry.external_attr >> 16)
+    file_type = stat.S_IFMT(entry.external_attr >> 16)
     is_outside = path.is_absolute() or ".." in path.parts or "\\" in entry.orig_filename or "\0" in entry.orig_filename
-    return is_outside or kind not in {0, stat.S_IFREG, stat.S_IFDIR}
+    return is_outside or file_type not in {0, stat.S_IFREG, stat.S_IFDIR}
 
 
 def _check_layout(file: IO[bytes], entries: list[zipfile.ZipInfo], directory_start: int) -> None:

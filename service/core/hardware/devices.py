@@ -20,19 +20,19 @@ from service.core.hardware.gpus import explain_no_cuda, query_gpus
 log = logging.getLogger(__name__)
 
 # Number of failed health checks after which a device counts as lost.
-MAX_PROBES = 3
+MAX_HEALTH_CHECKS = 3
 # Seconds between two health checks.
-PROBE_INTERVAL_SECONDS = 0.5
+HEALTH_CHECK_INTERVAL_SECONDS = 0.5
 
 # PyTorch's id for the memory pool of allocations outside CUDA graphs.
 SHARED_POOL_ID = (0, 0)
 
-# Unused bytes between replays in the memory pools of CUDA graphs, by device.
+# Number of bytes in the memory pools of CUDA graphs that are unused between replays, by device.
 _idle_pool_bytes: dict[torch.device, int] = {}
 
 # Versions of cuDNN whose 3D convolutions in BF16 give wrong results for large inputs (pytorch#163539). With these
-# versions, PyTorch runs convolutions in BF16 and FP16 in the contiguous memory format with other code, which is several
-# times slower (pytorch#166122) and needs more memory (pytorch#166643).
+# versions, PyTorch runs convolutions in BF16 and FP16 in the contiguous memory format with other kernels, which are
+# several times slower (pytorch#166122) and need more memory (pytorch#166643).
 FAULTY_CUDNN = range(90800, 91500)
 
 # Fragments of error messages that indicate that memory is exhausted: from PyTorch's CPU allocator, oneDNN (the same
@@ -49,7 +49,7 @@ _OUT_OF_MEMORY_MESSAGES = (
 
 
 class Driver(Protocol):
-    """Health and memory queries for a device. This module implements the protocol; tests use fakes with faults."""
+    """Health and memory queries for a device. This module implements the protocol; fakes in tests inject faults."""
 
     def is_on_host(self, device: torch.device) -> bool: ...
 
@@ -127,9 +127,9 @@ def list_faulty_precisions(device: torch.device) -> dict[torch.dtype, str]:
 
 
 def list_faulty_cuda_precisions(capability: tuple[int, int], cudnn_version: int | None) -> dict[torch.dtype, str]:
-    """Return `list_faulty_precisions` for a CUDA compute capability and a version of cuDNN (None: no cuDNN).
+    """Return the faulty dtypes for a CUDA compute capability and a version of cuDNN (None: no cuDNN).
 
-    FP16 is never excluded on Volta, because no newer cuDNN fixes it: cuDNN 9.10 is the last version for Volta.
+    FP16 is never excluded on Volta, because no newer cuDNN fixes it: the last version that supports Volta is 9.10.
     """
     reason = explain_faulty_cudnn(cudnn_version)
     if reason is None or (cudnn_version is not None and capability < (7, 5)):
@@ -138,11 +138,14 @@ def list_faulty_cuda_precisions(capability: tuple[int, int], cudnn_version: int 
 
 
 def explain_faulty_cudnn(version: int | None) -> str | None:
-    """Explain which problem a version of cuDNN has in BF16 and FP16, and what to install. None if it has no problem.
+    """Return which problem a version of cuDNN has in BF16 and FP16, and what to install; None if it has no problem.
 
     version  version number, such as 91000 for 9.10.0; None if cuDNN is not installed
     """
-    advice = "Install cuDNN 9.15 or later. PyTorch 2.11 and later for CUDA 13 include it (on PyPI: nvidia-cudnn-cu12)."
+    advice = (
+        "Install cuDNN 9.15 or later (on PyPI: nvidia-cudnn-cu12 for CUDA 12, nvidia-cudnn-cu13 for CUDA 13), or"
+        " PyTorch 2.11 or later for CUDA 13, which includes it."
+    )
     if version is None:
         return f"PyTorch cannot find cuDNN. Without it, 3D convolutions in BF16 and FP16 are slow. {advice}"
     if version not in FAULTY_CUDNN:
@@ -171,16 +174,16 @@ def _can_compute(device: torch.device) -> bool:
 def is_working(
     device: torch.device,
     can_compute: Callable[[torch.device], bool] = _can_compute,
-    pause_seconds: float = PROBE_INTERVAL_SECONDS,
+    pause_seconds: float = HEALTH_CHECK_INTERVAL_SECONDS,
 ) -> bool:
     """Return whether the device still works. Once a CUDA context has failed, all calls fail until the process ends.
 
     An error can also have a temporary cause: while another thread records a CUDA graph, some calls are not allowed.
-    Therefore, `can_compute` is called up to `MAX_PROBES` times, `pause_seconds` apart. A device that is out of memory
-    counts as working.
+    Therefore, `can_compute` is called up to `MAX_HEALTH_CHECKS` times, `pause_seconds` apart. A device that is out of
+    memory counts as working.
     """
-    for probe in range(MAX_PROBES):
-        if probe:
+    for check_index in range(MAX_HEALTH_CHECKS):
+        if check_index:
             time.sleep(pause_seconds)
         try:
             return can_compute(device)

@@ -49,8 +49,8 @@ def explain_no_cuda(torch_cuda_version: str | None = torch.version.cuda, nvml: A
         )
     try:
         driver_version, driver_cuda_version = (
-            _query(nvml.nvmlSystemGetDriverVersion),
-            _query(nvml.nvmlSystemGetCudaDriverVersion_v2) or 0,
+            _query_nvml(nvml.nvmlSystemGetDriverVersion),
+            _query_nvml(nvml.nvmlSystemGetCudaDriverVersion_v2) or 0,
         )
     finally:
         nvml.nvmlShutdown()
@@ -74,7 +74,7 @@ def query_gpus(nvml: Any = pynvml) -> tuple[GpuStatus, ...]:
     except pynvml.NVMLError:
         return ()
     try:
-        driver = _query(nvml.nvmlSystemGetDriverVersion)
+        driver = _query_nvml(nvml.nvmlSystemGetDriverVersion)
         return tuple(_query_gpu(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount()))
     except pynvml.NVMLError:
         return ()
@@ -84,25 +84,25 @@ def query_gpus(nvml: Any = pynvml) -> tuple[GpuStatus, ...]:
 
 def _query_gpu(nvml: Any, index: int, driver: str | None) -> GpuStatus:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = _query(nvml.nvmlDeviceGetMemoryInfo, handle)
-    capability = _query(nvml.nvmlDeviceGetCudaComputeCapability, handle)
-    utilization = _query(nvml.nvmlDeviceGetUtilizationRates, handle)
-    milliwatts = _query(nvml.nvmlDeviceGetPowerUsage, handle)
+    memory = _query_nvml(nvml.nvmlDeviceGetMemoryInfo, handle)
+    capability = _query_nvml(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    utilization = _query_nvml(nvml.nvmlDeviceGetUtilizationRates, handle)
+    milliwatts = _query_nvml(nvml.nvmlDeviceGetPowerUsage, handle)
     return GpuStatus(
         index=index,
-        name=_query(nvml.nvmlDeviceGetName, handle) or "unknown",
+        name=_query_nvml(nvml.nvmlDeviceGetName, handle) or "unknown",
         driver=driver,
         compute_capability=".".join(map(str, capability)) if capability else None,
         memory_total=int(memory.total) if memory else None,
         memory_used=int(memory.used) if memory else None,
-        reserved_bytes=_count_reserved_bytes(_query(nvml.nvmlDeviceGetUUID, handle)),
+        reserved_bytes=_count_reserved_bytes(_query_nvml(nvml.nvmlDeviceGetUUID, handle)),
         utilisation_percent=int(utilization.gpu) if utilization else None,
-        temperature_celsius=_query(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        temperature_celsius=_query_nvml(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         power_watts=milliwatts / 1000 if milliwatts is not None else None,
     )
 
 
-def _query(function: Callable[..., Any], *arguments: Any) -> Any:
+def _query_nvml(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return the result of an NVML query, or None if this GPU does not support the query."""
     try:
         return function(*arguments)

@@ -23,9 +23,9 @@ CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
 MEMINFO_PATH = "/proc/meminfo"
 # Maximum size of a volume that is processed in a single thread, in bytes.
-SINGLE_THREAD_BYTES = 2**20
+MAX_SINGLE_THREAD_BYTES = 2**20
 # Number of bytes to read from a system file. /proc/meminfo and the memory files of a control group are smaller.
-READ_BYTES = 2**14
+READ_BUFFER_BYTES = 2**14
 
 # Instruction sets that determine the speed of networks.
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
@@ -60,7 +60,7 @@ def query_host() -> HostStatus:
 def count_usable_cores(cgroup: Path = CGROUP_FOLDER) -> int:
     """Return the number of cores that this process may use, according to its CPU affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read_file(cgroup / "cpu.max").partition(" ")
+    quota, _, period = _read_system_file(cgroup / "cpu.max").partition(" ")
     if not quota.isdigit():
         return cores
     return min(cores, max(1, round(int(quota) / int(period))))
@@ -83,7 +83,7 @@ def query_available_memory(cgroup: Path = CGROUP_FOLDER) -> int | None:
 
 def read_cpuinfo(key: str) -> str:
     """Return a field of the first processor in /proc/cpuinfo; "" if it is missing."""
-    for line in _read_file(Path("/proc/cpuinfo")).splitlines():
+    for line in _read_system_file(Path("/proc/cpuinfo")).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == key:
             return value.strip()
@@ -102,15 +102,15 @@ def _list_memory_files(cgroup: Path) -> tuple[str, str, str]:
 
 
 def _read_through_open_descriptor(path: str) -> bytes:
-    """Read a system file of up to `READ_BYTES` through a descriptor that stays open; return b"" if it is missing.
+    """Read a system file through a descriptor that stays open; return b"" if the file is missing.
 
     Memory is checked several times per request, and opening a file or releasing the GIL takes longer than reading it.
     """
     file = _open_once(path)
     if file is None:
         return b""
-    content = ctypes.create_string_buffer(READ_BYTES)
-    size = _load_pread_with_gil()(file, content, READ_BYTES, 0)
+    content = ctypes.create_string_buffer(READ_BUFFER_BYTES)
+    size = _load_pread_with_gil()(file, content, READ_BUFFER_BYTES, 0)
     return ctypes.string_at(content, max(size, 0))
 
 
@@ -130,7 +130,7 @@ def _load_pread_with_gil() -> Callable[..., int]:
     return pread
 
 
-def _read_file(path: Path) -> str:
+def _read_system_file(path: Path) -> str:
     try:
         # Text mode creates a buffer and a decoder, which takes longer than reading a small file.
         with path.open("rb", buffering=0) as file:
@@ -139,7 +139,7 @@ def _read_file(path: Path) -> str:
         return ""
 
 
-# Determined at import, because a sandboxed process can no longer read the limits when it parses a file.
+# Determined at import time, because a sandboxed process can no longer read the limits when it parses a file.
 CORE_COUNT = count_usable_cores()
 
 
@@ -152,7 +152,7 @@ def run_in_threads(
     nbytes        size of the volume; small volumes are processed in the calling thread
     max_threads   maximum number of threads
     """
-    if min(len(parts), max_threads) == 1 or nbytes <= SINGLE_THREAD_BYTES:
+    if min(len(parts), max_threads) == 1 or nbytes <= MAX_SINGLE_THREAD_BYTES:
         # Switching threads takes longer than processing such small parts.
         for part in parts:
             process_part(part)

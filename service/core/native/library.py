@@ -34,7 +34,7 @@ def load_library(variants: Sequence[Variant] | None = None) -> ctypes.CDLL:
 class CppFunctions:
     """A set of functions of the C++ library.
 
-    signatures  (name, argument types, result type) of each function; each type is a letter from `CTYPES`
+    signatures  (name, argument types, result type) of each function; each type is a key of `CTYPES`
     load        returns the library, or raises OSError
     """
 
@@ -62,13 +62,16 @@ class CppFunctions:
         """Functions that release the GIL."""
         self._functions_with_gil = ctypes.PyDLL(library._name, handle=library._handle)
         """Functions that hold the GIL, for calls that take less time than reacquiring it would (about 30 us)."""
-        for name, arguments, result in signatures:
+        for name, argument_types, result_type in signatures:
             for functions in (self._functions, self._functions_with_gil):
                 function = getattr(functions, name, None)
                 if function is None:
                     self.problem = "the C++ kernels were built for another version of StackSeg; reinstall StackSeg"
                     return
-                function.argtypes, function.restype = [self.CTYPES[letter] for letter in arguments], self.CTYPES[result]
+                function.argtypes, function.restype = (
+                    [self.CTYPES[key] for key in argument_types],
+                    self.CTYPES[result_type],
+                )
 
     @property
     def is_available(self) -> bool:

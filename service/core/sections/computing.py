@@ -71,7 +71,7 @@ class Device(Section):
 
 
 class Cluster(Section):
-    """Devices of other hosts, used through actors of a Ray cluster. Requires `stackseg[ray]` on all hosts.
+    """Devices on other hosts, used through actors of a Ray cluster. Requires `stackseg[ray]` on all hosts.
 
     address          address of the cluster as HOST:PORT; auto: the cluster of this host; None: no cluster
     workers          maximum number of workers; workers that do not fit into the cluster wait for resources
@@ -105,7 +105,7 @@ class Cluster(Section):
 
     @property
     def min_workers(self) -> int:
-        """Minimum number of workers."""
+        """Minimum number of workers: `least_workers`, or `workers` if that is not set."""
         return self.workers if self.least_workers is None else self.least_workers
 
 
@@ -124,7 +124,7 @@ class Engine(Section):
     cudnn_benchmark   CUDA only: let cuDNN benchmark its algorithms in the first calls
     tune              when to compare all possible engines if kind is auto: never, or when `stackseg serve` first starts
     tune_seconds      time limit for tuning, after which no further candidate is measured
-    tolerance         maximum fraction of the sample's labels in which a candidate may differ
+    tolerance         maximum fraction of the sample's voxels whose labels may differ from those of the FP32 network
     cache_folder      folder for tuning results and compiled artifacts, which are reused by later starts
     """
 

@@ -52,7 +52,7 @@ class Limits(Section):
 
 
 class ReferenceFolder(Section):
-    """A folder of this host, and the names of the API keys that may use it (empty: all clients)."""
+    """A folder on this host, and the names of the API keys that may use it (empty: all clients)."""
 
     folder: Path
     keys: tuple[KeyName, ...] = ()
@@ -76,7 +76,7 @@ class ReferenceStore(Section):
 
 
 class References(Section):
-    """Folders of this host and remote stores that requests may use instead of uploads and downloads; empty: disabled.
+    """Folders on this host and remote stores that requests may use instead of uploads and downloads; empty: disabled.
 
     inputs         name -> folder, or folder and keys, from which `input=NAME/...` reads
     outputs        name -> folder, or folder and keys, to which `output_to=NAME/...` writes
