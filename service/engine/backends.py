@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from service.core.hardware import devices
 from service.core.sections.computing import Engine as EngineSettings
-from service.engine.base import ANY_FORMAT, Backend, DeviceBuild
+from service.engine.base import ALL_MEMORY_FORMATS, Backend, DeviceBuild
 from service.engine.compile.torch_compile import TorchCompileBackend, explain_missing_compiler
 from service.engine.cpu.backend import CpuBuild, WinogradBackend
 from service.engine.cuda.graph import CudaBuild, CudaGraphBackend
@@ -31,7 +31,7 @@ MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last_3d": tor
 class EagerBackend(Backend):
     """PyTorch eager execution, the reference for other engines and the fallback if none of them works."""
 
-    memory_formats: ClassVar = {"cpu": ANY_FORMAT, "cuda": ANY_FORMAT}
+    memory_formats: ClassVar = {"cpu": ALL_MEMORY_FORMATS, "cuda": ALL_MEMORY_FORMATS}
 
     def build(self, module: nn.Module, /, *_: object) -> Network:
         """Return the module itself: [B, C, z, y, x] -> float32 [B, K, z, y, x]."""
@@ -159,14 +159,14 @@ def supports_any_batch_size(network: Network, example: Tensor, stream_count: int
     """
     if len(example) == 1:
         return True
-    cores = torch.get_num_threads()
+    total_threads = torch.get_num_threads()
 
     def check_with_threads(thread_count: int) -> bool:
         devices.set_torch_threads(thread_count)
         return _matches_smaller_batches(network, example)
 
-    # The total number of cores comes last: threads that have not yet read the setting use the last value.
-    thread_counts = sorted({max(cores // count, 1) for count in range(1, stream_count + 1)})
+    # The total number of threads comes last, because threads that have not yet read the setting use the last value.
+    thread_counts = sorted({max(total_threads // count, 1) for count in range(1, stream_count + 1)})
     with ThreadPoolExecutor(1, "accepts_any_batch_size") as executor:
         check_results = list(executor.map(check_with_threads, thread_counts))
     return all(check_results)

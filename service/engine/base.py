@@ -16,7 +16,7 @@ from service.models.network import Network
 # The first call compiles, the second records CUDA graphs, and the third already runs like all later calls.
 WARM_UP_CALLS = 3
 
-ANY_FORMAT = ("channels_last_3d", "contiguous")
+ALL_MEMORY_FORMATS = ("channels_last_3d", "contiguous")
 
 
 class Backend(ABC):
@@ -27,8 +27,8 @@ class Backend(ABC):
     precisions               supported precisions
     uses_float32_batches     whether batch and weights stay float32 and `precision` is only a hint to the engine
     packs_weights            whether the engine holds a copy of the weights in its own layout
-    accepts_smaller_batches  whether networks accept smaller batches than the one they were built for, unless
-                             torch.compile built them
+    accepts_smaller_batches  whether networks accept smaller batches than those they were built for; networks
+                             compiled with torch.compile never do
     """
 
     memory_formats: ClassVar[dict[str, tuple[str, ...]]]
@@ -78,13 +78,13 @@ class Backend(ABC):
 
 
 class DeviceBuild(Protocol):
-    """The steps of building a network that differ between a CPU and a CUDA device."""
+    """Device-specific steps of building a network, implemented for CPUs and for CUDA devices."""
 
     def warm_up(self, network: Network, example: Tensor) -> bool:
         """Run the warm-up calls, and return whether every call returns scores in newly allocated memory."""
 
     def count_buffer_bytes(self, network: Network, stream_count: int) -> int:
-        """Return the bytes that the network holds between calls, excluding weights. Call this after `warm_up`."""
+        """Return the number of bytes that the network holds between calls, excluding weights. Call after `warm_up`."""
 
     def count_score_bytes(self, network: Network) -> int | None:
         """Return the size of one window's scores in bytes, or None if a forward pass allocates anything else."""

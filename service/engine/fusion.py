@@ -61,7 +61,7 @@ def replace_modules(network: nn.Module, make_replacement: Callable[[nn.Module], 
 
 
 def is_plain(module: nn.Module, module_class: type[ModuleT]) -> TypeGuard[ModuleT]:
-    """Return whether a module has the `forward` of `module_class` and no hooks, so that both compute the same."""
+    """Return whether a module has the `forward` of `module_class` and no hooks, so that it computes the same."""
     return isinstance(module, module_class) and type(module).forward is module_class.forward and not _has_hooks(module)
 
 
@@ -69,12 +69,12 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _iter_slots(sequence: nn.Module, usage_counts: Counter[nn.Module]) -> Iterator[ModuleSlot]:
-    for name, child in iter_children(sequence):
+def _iter_slots(sequential: nn.Module, usage_counts: Counter[nn.Module]) -> Iterator[ModuleSlot]:
+    for name, child in iter_children(sequential):
         if is_plain_sequential(child) and usage_counts[child] == 1 and not _has_hooks(child):
             yield from _iter_slots(child, usage_counts)
         elif not any(is_plain(child, module_class) for module_class in (nn.Identity, nn.Dropout, nn.Dropout3d)):
-            yield ModuleSlot(sequence, name, child)
+            yield ModuleSlot(sequential, name, child)
 
 
 def read_slope(activation: nn.Module) -> float | None:

@@ -41,7 +41,7 @@ class OpenVinoBackend(Backend):
 
         Raises ImportError if openvino is not installed, and RuntimeError if it cannot convert the module.
         """
-        # Imported here because it is optional and takes a second.
+        # Imported here because openvino is optional and its import takes a second.
         openvino = import_module("openvino")
         graph = _convert(module, example)
         options = {

@@ -38,7 +38,7 @@ def choose(
     if setting == "auto":
         name = next(name for name in ("bf16", "fp16", "fp32") if DTYPES[name] in native_dtypes)
         reason = next((faults[dtype] for dtype in DTYPES.values() if dtype in faults), None)
-        return ChosenPrecision(name, None if reason is None else f"{reason} Until then, {name} is used.")
+        return ChosenPrecision(name, None if reason is None else f"{reason} Until this is fixed, {name} is used.")
     if DTYPES[setting] in native_dtypes:
         return ChosenPrecision(setting)
     if DTYPES[setting] in faults:

@@ -169,9 +169,9 @@ def check_optimizations(network):
     prepared_network = prepare(network, x.device, x.dtype, FORMAT)
     variants = {
         "prepared": prepared_network,
-        "packed": onednn.pack(copy.deepcopy(network)),
+        "packed": onednn.pack_convolutions(copy.deepcopy(network)),
         "winograd": winograd.replace_convolutions(network),
-        "all": onednn.pack(winograd.replace_convolutions(prepared_network)),
+        "all": onednn.pack_convolutions(winograd.replace_convolutions(prepared_network)),
     }
     for name, variant in variants.items():
         assert (variant(x) - expected).abs().max() <= 1e-4 * expected.abs().max(), name

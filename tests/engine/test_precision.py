@@ -28,7 +28,7 @@ def test_explicit_precision_is_used_with_a_warning_if_emulated(setting, native_d
 
 def test_auto_skips_faulty_precisions_and_explicit_ones_cause_a_warning():
     faults = {torch.float16: "cuDNN 9.10.2 is installed."}
-    assert choose("auto", FP32, faults) == ("fp32", "cuDNN 9.10.2 is installed. Until then, fp32 is used.")
+    assert choose("auto", FP32, faults) == ("fp32", "cuDNN 9.10.2 is installed. Until this is fixed, fp32 is used.")
     name, warning = choose("fp16", FP32, faults)
     assert (name, "cuDNN 9.10.2" in warning, "units" in warning) == ("fp16", True, False)
     assert "no bf16 units" in choose("bf16", FP32, faults).warning

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from service.core.sections.computing import Engine as EngineSettings
-from service.engine.base import ANY_FORMAT, Backend
+from service.engine.base import ALL_MEMORY_FORMATS, Backend
 from service.engine.tuning.plans import EngineConfig
 from service.models.network import Network
 
@@ -23,7 +23,7 @@ class TorchCompileBackend(Backend):
     """The engine that compiles the whole network with torch.compile."""
 
     # On the CPU, inductor chooses the layout of convolutions itself, so the format of the input hardly matters.
-    memory_formats: ClassVar = {"cpu": ("channels_last_3d",), "cuda": ANY_FORMAT}
+    memory_formats: ClassVar = {"cpu": ("channels_last_3d",), "cuda": ALL_MEMORY_FORMATS}
 
     def list_compile_modes(self, settings: EngineSettings, device: torch.device) -> tuple[str | None, ...]:
         """Return the modes to try. `auto` means modes with CUDA graphs on a GPU, and the default mode on a CPU."""
@@ -50,9 +50,10 @@ def explain_missing_compiler() -> str | None:
 
 
 def compile_module(module: nn.Module, mode: str, *, freeze: bool) -> Network:
-    """Return a compiled module for static shapes. Its first call compiles, and raises RuntimeError or OSError.
+    """Return a compiled module for static shapes. It is compiled at its first call.
 
-    A module that cannot be compiled to a single graph is an error, because parts of it would silently run eagerly.
+    The first call raises RuntimeError or OSError if compilation fails. Compilation to more than one graph counts as a
+    failure, because code between the graphs would silently run eagerly.
 
     mode    mode of torch.compile: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs
     freeze  whether weights become constants, so that the weights of convolutions are packed for the CPU only once, and

@@ -46,7 +46,7 @@ class WinogradBackend(Backend):
             return TorchCompileBackend().build(module, example, config, settings)
         # Blending converts scores to float32 when it reads them, so a float32 copy would waste memory bandwidth.
         network = module.network if isinstance(module, Float32Scores) else module
-        return capture(onednn.pack(network, returns_scores=True), example)
+        return capture(onednn.pack_convolutions(network, returns_scores=True), example)
 
 
 class CpuBuild:

@@ -24,14 +24,14 @@ from torch.utils._pytree import tree_leaves
 
 from service.core.buffers import ALIGNMENT_BYTES, BufferPool
 from service.engine.cpu import strided_conv
-from service.engine.cpu.kernel_call import DTYPES, OUT_OF_MEMORY_MESSAGE, KernelCall, Kernels, observe_calls
+from service.engine.cpu.kernel_call import OUT_OF_MEMORY_MESSAGE, SUPPORTED_DTYPES, KernelCall, Kernels, observe_calls
 from service.models.network import Network
 
 # Maximum total size in bytes of the unused score buffers that are retained for later calls.
 MAX_IDLE_SCORE_BYTES = 2**24
 
 # Place of a tensor's memory: at a fixed address, in the batch, in the scores, or in the arena.
-FIXED, BATCH, SCORES, ARENA = range(4)
+FIXED_ADDRESS, BATCH, SCORES, ARENA = range(4)
 
 KERNELS = Kernels(["stackseg_add"], [("stackseg_replay", "pqpi", "i")])
 
@@ -288,7 +288,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Yield the numbers that encode a call for `cpu_graph.cpp`."""
         yield from (call.library.get_address(call.kernel), len(call.tensors), len(call.sizes), len(call.reals))
         for tensor in call.tensors:
-            yield from (FIXED, 0) if tensor is None else self._locate(tensor)
+            yield from (FIXED_ADDRESS, 0) if tensor is None else self._locate(tensor)
         yield from map(int, call.sizes)
         yield from struct.unpack(f"{len(call.reals)}q", struct.pack(f"{len(call.reals)}d", *call.reals))
 
@@ -299,7 +299,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return buffer.place, buffer.offset + tensor.data_ptr() - _get_storage_address(tensor)
         if self._is_variable(tensor):
             return BATCH, tensor.data_ptr() - self._x.data_ptr()
-        return FIXED, tensor.data_ptr()
+        return FIXED_ADDRESS, tensor.data_ptr()
 
 
 def _list_tensors(values: Any) -> list[Tensor]:
@@ -322,7 +322,7 @@ def _are_views(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
 def _is_plain_sum(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
     """Return whether a sum adds two tensors of the same shape, dtype and dense layout, without a scaling factor."""
     first_term, second_term = args[:2]
-    if kwargs or len(args) != 2 or not isinstance(second_term, Tensor) or first_term.dtype not in DTYPES:
+    if kwargs or len(args) != 2 or not isinstance(second_term, Tensor) or first_term.dtype not in SUPPORTED_DTYPES:
         return False
     is_dense = first_term.is_contiguous() or (
         first_term.dim() == 5 and first_term.is_contiguous(memory_format=torch.channels_last_3d)

@@ -14,7 +14,7 @@ from torch import Tensor
 from service.core.native.library import CppFunctions
 
 # Image dtypes that the kernels support.
-DTYPES = (torch.float32, torch.bfloat16)
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 OUT_OF_MEMORY_MESSAGE = "not enough memory for the working buffers of a CPU kernel"
 
 

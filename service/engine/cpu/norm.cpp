@@ -57,7 +57,6 @@ void measure_vector(const T *x, int64_t voxels, int64_t channels, float *mean, f
 }
 
 // Computes the means of all channels, and the sums of squared deviations from the means.
-
 template <class T> void measure(const T *x, int64_t voxels, int64_t channels, float *mean, float *squares) {
   int64_t c = 0;
   for (; c + MAX_LANES <= channels; c += MAX_LANES)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from service.engine.cpu.kernel_call import DTYPES, KernelCall, Kernels
+from service.engine.cpu.kernel_call import SUPPORTED_DTYPES, KernelCall, Kernels
 from service.engine.fusion import fuse_pairs, is_plain, read_slope, replace_modules
 
 SPATIAL_AXES = (2, 3, 4)
@@ -43,7 +43,7 @@ class ChannelsLastNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x` [B, C, z, y, x], with moments in float32. The shape, dtype and layout stay the same."""
-        is_cpu_image = x.device.type == "cpu" and x.dtype in DTYPES
+        is_cpu_image = x.device.type == "cpu" and x.dtype in SUPPORTED_DTYPES
         # A norm without weights accepts any number of channels, but the kernel reads a slope for each channel.
         if not torch.compiler.is_compiling() and is_cpu_image and x.shape[1] == self.channels and KERNELS.is_available:
             return self._run_kernel(x)
@@ -63,9 +63,9 @@ class ChannelsLastNorm(nn.Module):
         x = x.contiguous(memory_format=torch.channels_last_3d)
         y = torch.empty_like(x)
         batch, channels, depth, height, width = x.shape
-        weights = (None if tensor is None else tensor.float() for tensor in (self.weight, self.bias, self.slope))
+        parameters = (None if tensor is None else tensor.float() for tensor in (self.weight, self.bias, self.slope))
         sizes = (batch, depth * height * width, channels, self.groups, x.dtype == torch.bfloat16)
-        KernelCall(KERNELS, "stackseg_normalize", (x, *weights), y, sizes, (self.eps,)).run()
+        KernelCall(KERNELS, "stackseg_normalize", (x, *parameters), y, sizes, (self.eps,)).run()
         return y
 
 

@@ -65,7 +65,7 @@ class PackedConvolution(nn.Module):
         return y
 
 
-def pack(module: nn.Module, *, returns_scores: bool = False) -> nn.Module:
+def pack_convolutions(module: nn.Module, *, returns_scores: bool = False) -> nn.Module:
     """Replace, in place, every convolution in `module` with a packed one. Return `module`.
 
     Convolutions with equal kernel size and stride, and pixel shuffles, are replaced with StackSeg's kernels.

@@ -69,7 +69,7 @@ template <bool TO_BLOCKS, class Word> void move(const Shape &s, Word *image, Wor
   });
 }
 
-// Moves runs that are not a word long, or not aligned to words.
+// Moves runs that are not exactly one word long, or are not aligned to words.
 template <bool TO_BLOCKS> void move_bytes(const Shape &s, char *image, char *blocks, int threads) {
   const int64_t bytes = s.block_width * s.element_bytes;
   for_each_row(s, threads, [=](int64_t row) {

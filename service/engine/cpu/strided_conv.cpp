@@ -6,9 +6,9 @@
 // contiguous in memory, so rows are read and written in place, without an im2col copy.
 //
 // With AVX2, these kernels are about as fast as oneDNN. With AVX-512 and BF16, oneDNN's transposed convolutions spend
-// much time outside the product. These kernels are 1.2 to 1.8 times as fast for transposed and 1.0 to 1.1 times as fast
-// for strided convolutions, but 1x1x1 convolutions take 1.3 to 1.5 times as long. This is accepted because a network
-// with a oneDNN layer cannot be captured in one call. Tiles with positions of several lines are not worthwhile: they
+// much time outside the matrix product. These kernels are 1.2 to 1.8 times as fast for transposed and 1.0 to 1.1 times
+// as fast for strided convolutions, but 1x1x1 convolutions take 1.3 to 1.5 times as long. This is accepted because a
+// network with a oneDNN layer cannot be captured in one call. Tiles that span several lines are not worthwhile: they
 // save 4 to 8 us on short lines, but cost more on large layers.
 
 #include <algorithm>
@@ -168,7 +168,7 @@ void finish(const float *sums, int64_t rows, const float *bias, float slope, con
     finish_tile<V>(sums, rows, bias, LeakyRelu{slope}, to);
 }
 
-// Prefetches the given number of elements, because the hardware does not predict the accesses to patches. Without
+// Prefetches `count` elements, because the hardware does not predict the accesses to patches. Without
 // prefetching, the top layer of a network, whose skip connection comes from the third-level cache, takes twice as long.
 template <bool WRITE, class T> inline void prefetch(const T *from, int64_t count) {
   for (int64_t at = 0; at < count; at += 64 / sizeof(T)) __builtin_prefetch(from + at, WRITE);

@@ -12,7 +12,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from service.engine.cpu.kernel_call import DTYPES, KernelCall, Kernels
+from service.engine.cpu.kernel_call import SUPPORTED_DTYPES, KernelCall, Kernels
 from service.engine.fusion import is_plain
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
@@ -125,7 +125,7 @@ def is_replaceable(module: nn.Module) -> TypeGuard[Layer]:
     columns = module.out_channels * (module.kernel_size[2] if isinstance(module, nn.ConvTranspose3d) else 1)
     return (
         columns >= MIN_COLUMNS
-        and module.weight.dtype in DTYPES
+        and module.weight.dtype in SUPPORTED_DTYPES
         and module.weight.device.type == "cpu"
         and module.kernel_size == module.stride
         and module.padding in {(0, 0, 0), "valid"}

@@ -1,7 +1,7 @@
 // 3x3x3 convolution, stride 1, padding 1, channels last: Winograd's F(4x4x4, 3x3x3) (Lavin and Gray, "Fast Algorithms
 // for Convolutional Neural Networks", 2016). Images are float32 or bfloat16; computation is in float32.
 //
-// A 4x4x4 tile of outputs takes 216 products for each pair of channels instead of 1728, which is an eighth. Direct
+// A 4x4x4 tile of outputs takes 216 products for each pair of channels, an eighth of the usual 1728. Direct
 // convolutions already run at the speed of a matrix product, so only an algorithm with fewer multiplications can be
 // faster. Even in float32, Winograd's algorithm is faster than a direct convolution on BF16 units. F(4x4, 3x3) within
 // planes takes twice as many products, but F(4x4x4, 3x3x3) is only 1.3 times as fast, because its transforms move more
@@ -226,7 +226,7 @@ template <int R, int V>
     for (int v = 0; v < V; ++v) store<LANES>(out + r * out_stride + v * LANES, sum[r][v]);
 }
 
-// Multiplies at one sampling point: a[rows, inputs] x weights[inputs, V vectors] -> out[rows, V vectors].
+// Multiplies the matrices of one sampling point: a[rows, inputs] x weights[inputs, V vectors] -> out[rows, V vectors].
 template <int V>
 void multiply(int64_t rows, const float *a, int64_t stride, int64_t inputs, const float *weights, float *out,
               int64_t out_stride) {
@@ -236,7 +236,8 @@ void multiply(int64_t rows, const float *a, int64_t stride, int64_t inputs, cons
   });
 }
 
-// Multiplies at one point along z. `weights` contains the weights of all columns, in the layout of `stackseg_convolve`.
+// Multiplies the matrices at one point along z. `weights` contains the weights of all columns, in the layout of
+// `stackseg_convolve`.
 void multiply_block(const Shape &s, const Block &b, const float *weights, int64_t z_point) {
   for (int64_t column = 0; column < s.outputs;) {
     const int vectors = next_block_vectors((s.outputs - column) / LANES);

@@ -13,7 +13,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from service.engine.cpu.kernel_call import DTYPES, KernelCall, Kernels
+from service.engine.cpu.kernel_call import SUPPORTED_DTYPES, KernelCall, Kernels
 from service.engine.fusion import fuse_pairs, is_plain, read_slope, replace_modules
 
 KERNELS = Kernels(["stackseg_convolve"], [("stackseg_columns", "q", "q"), ("stackseg_blocking", "qqqq", "q")])
@@ -53,7 +53,7 @@ class WinogradConvolution(nn.Module):
     def __init__(self, convolution: nn.Conv3d, slope: float = 1.0) -> None:
         super().__init__()
         self.out_channels, self.slope = convolution.out_channels, slope
-        self.register_buffer("weights", pack(convolution.weight.detach()))
+        self.register_buffer("weights", pack_weights(convolution.weight.detach()))
         bias = convolution.bias
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32, copy=True))
 
@@ -92,7 +92,7 @@ def is_replaceable(module: nn.Module) -> TypeGuard[nn.Conv3d]:
     """Return whether `WinogradConvolution` can replace this module."""
     return (
         is_plain(module, nn.Conv3d)
-        and module.weight.dtype in DTYPES
+        and module.weight.dtype in SUPPORTED_DTYPES
         and module.weight.device.type == "cpu"
         and module.kernel_size == (3, 3, 3)
         and module.stride == module.dilation == (1, 1, 1)
@@ -104,7 +104,7 @@ def is_replaceable(module: nn.Module) -> TypeGuard[nn.Conv3d]:
     )
 
 
-def pack(weight: Tensor) -> Tensor:
+def pack_weights(weight: Tensor) -> Tensor:
     """Transform weights [K, C, 3, 3, 3] to the sampling points: float32 [216 C K], in the order of the kernel.
 
     The result is a sequence of blocks of columns (output channels), each with shape [216, C, columns].
@@ -119,11 +119,11 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, out_channels: int, slope: float) -> Tensor:
-    """Convolve `x` [B, C, z, y, x] in float32 or bfloat16, with weights from `pack` and a float32 bias [K].
+    """Convolve `x` [B, C, z, y, x] in float32 or bfloat16, with weights from `pack_weights` and a float32 bias [K].
 
     Raises TypeError for other dtypes, RuntimeError if the channels do not match the weights, and MemoryError.
     """
-    if x.dtype not in DTYPES:
+    if x.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"Winograd convolutions do not support {x.dtype}")
     if x.dim() != 5 or SAMPLING_POINT_COUNT * x.shape[1] * out_channels != weights.numel():
         raise RuntimeError(f"the channels of an input of shape {list(x.shape)} do not match the weights")

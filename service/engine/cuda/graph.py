@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from service.core.errors import BadParameter
 from service.core.hardware import devices
 from service.core.sections.computing import Engine as EngineSettings
-from service.engine.base import ANY_FORMAT, WARM_UP_CALLS, Backend
+from service.engine.base import ALL_MEMORY_FORMATS, WARM_UP_CALLS, Backend
 from service.engine.compile.torch_compile import compile_module
 from service.engine.tuning.plans import EngineConfig
 from service.models.network import Network
 
-# For each mode of torch.compile that records CUDA graphs, which is not possible during a capture, the equivalent mode
-# that does not record them.
+# Modes of torch.compile that record CUDA graphs, with the equivalent modes that do not. No other graph can be recorded
+# while a graph is being captured.
 MODES_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 # All networks are recorded on the same stream. Work that another thread submits to that stream would become part of the
@@ -40,7 +40,7 @@ _failed_graphs: list[Any] = []
 class CudaGraphBackend(Backend):
     """The engine that records the whole network as one CUDA graph, after compiling it if a compile mode is set."""
 
-    memory_formats: ClassVar = {"cuda": ANY_FORMAT}
+    memory_formats: ClassVar = {"cuda": ALL_MEMORY_FORMATS}
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """TF32 on CUDA devices, controlled by process-wide switches of torch that are set when a network is built.
 
 TF32 rounds the factors of float32 matrix products to a 10-bit mantissa, like that of float16, and accumulates in
-float32. It is several times as fast on Ampere and later GPUs. Like every other optimization, it is accepted only if the
-labels agree with those of a reference computed without TF32.
+float32. On Ampere and later GPUs, this is several times as fast. Like every other optimization, TF32 is accepted only
+if the labels agree with those of a reference computed without TF32.
 """
 
 from __future__ import annotations

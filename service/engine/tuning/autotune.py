@@ -89,7 +89,8 @@ class Tuner(Generic[Result]):
     build             function that builds a candidate; it raises one of `TRIAL_ERRORS` if the configuration does not
                       work
     max_difference    maximum accepted fraction of changed labels
-    max_seconds       time limit, after which no further configuration or round is started, if at least one has run
+    max_seconds       time limit, after which no further configuration or round is started, if at least one
+                      configuration has run
     explain_skip      function that returns why a configuration must not be tried, or None
     announce          function called before each trial, with the configuration and the total number of configurations
     find_device_loss  function that returns the exception to raise if an error means that the device was lost, or None;
@@ -178,7 +179,7 @@ class Tuner(Generic[Result]):
     def _build_entrant(self, config: EngineConfig) -> _Entrant[Result] | None:
         """Build a configuration and check its labels. Return None and record the reason if it is rejected."""
         self._announce(config, self._config_count)
-        if (reason := self._explain_skipping(config)) is not None:
+        if (reason := self._find_skip_reason(config)) is not None:
             self._record(Trial(config, Verdict(Outcome.SKIPPED, reason)))
             return None
         start_time = self._clock()
@@ -211,7 +212,7 @@ class Tuner(Generic[Result]):
             )
         return Verdict(Outcome.RUNS)
 
-    def _explain_skipping(self, config: EngineConfig) -> str | None:
+    def _find_skip_reason(self, config: EngineConfig) -> str | None:
         if self._champion is not None and self.seconds > self._max_seconds:
             return "time limit reached"
         for tried_config, trial in self._trials.items():
@@ -221,7 +222,7 @@ class Tuner(Generic[Result]):
         return self._explain_skip(config)
 
     def _time_alternately(self, *entrants: _Entrant[Result]) -> list[_Entrant[Result]]:
-        """Time entrants alternately, until one is clearly slower or time is up. Return those that did not fail."""
+        """Time entrants alternately until one is clearly slower or time is up. Return the entrants without errors."""
         running_entrants = list(entrants)
         for entrant in entrants:
             entrant.seconds_per_window.clear()

@@ -24,12 +24,12 @@ FOLDER_NAME = "plans"
 class EngineConfig:
     """An engine and its options for running a network.
 
-    engine          value of `engine.kind` other than auto
-    precision       bf16, fp16 or fp32
-    memory_format   contiguous or channels_last_3d
-    sw_batch_size   windows per call
-    compile_mode    mode of torch.compile, or None if not compiled
-    streams         number of batches that run concurrently; on a CPU, each stream has a share of the cores
+    engine         value of `engine.kind` other than auto
+    precision      bf16, fp16 or fp32
+    memory_format  contiguous or channels_last_3d
+    sw_batch_size  number of windows per call
+    compile_mode   mode of torch.compile, or None if not compiled
+    streams        number of batches that run concurrently; on a CPU, each stream has a share of the cores
     """
 
     engine: str
@@ -102,8 +102,8 @@ class EnginePlan:
 
     seconds         duration of the trials
     circumstances   model, hardware, versions and settings for which the plan is valid; any change requires a new plan
-    tuned           True if the configuration was the fastest of several; False if it was the first one with correct
-                    labels in the known order
+    tuned           True if the configuration was the fastest of several; False if it was the first one in the
+                    default order that gave correct labels
     """
 
     model: str
@@ -115,7 +115,7 @@ class EnginePlan:
 
     @property
     def selection_method(self) -> str:
-        """How the configuration was chosen: `tuned` or `known-order`."""
+        """How the configuration was chosen: `tuned`, or `known-order` if it was the first with correct labels."""
         return "tuned" if self.tuned else "known-order"
 
     def format_lines(self) -> Iterator[str]:

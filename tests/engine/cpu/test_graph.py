@@ -43,7 +43,7 @@ def prepare_and_pack(network, dtype=torch.float32):
     for parameter in network.parameters():
         nn.init.uniform_(parameter, -0.3, 0.3)
     prepared = prepare(network, torch.device("cpu"), dtype, FORMAT)
-    return onednn.pack(winograd.replace_convolutions(prepared).network)
+    return onednn.pack_convolutions(winograd.replace_convolutions(prepared).network)
 
 
 def make_batch(channels, window_count=3, dtype=torch.float32, size=(8, 16, 24)):

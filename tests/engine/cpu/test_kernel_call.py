@@ -11,7 +11,7 @@ from torch import nn
 
 from service.core.native.variants import list_supported
 from service.engine.cpu import graph, norm, pixel_shuffle, strided_conv, winograd
-from service.engine.cpu.kernel_call import DTYPES, KernelCall, observe_calls
+from service.engine.cpu.kernel_call import SUPPORTED_DTYPES, KernelCall, observe_calls
 from service.engine.cpu.norm import replace_norms
 
 # Relative to the largest result: float32 sums are computed in a different order, and BF16 results are rounded once.
@@ -49,7 +49,7 @@ def variant(request, monkeypatch):
 @pytest.mark.parametrize("kind", LAYERS)
 @torch.inference_mode()
 def test_every_processor_variant_matches_torch(kind):
-    for dtype in DTYPES:
+    for dtype in SUPPORTED_DTYPES:
         plain_layer, fast_layer = make_plain_and_fast(kind, 0.0, dtype)
         x = torch.randn(2, 24, 6, 10, 14).to(dtype)
         expected, y = copy.deepcopy(plain_layer).double()(x.double()), fast_layer(x)
@@ -63,7 +63,7 @@ def test_every_processor_variant_matches_torch(kind):
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("slope", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 @torch.inference_mode()
 def test_non_finite_values_reach_the_result(kind, value, slope, dtype):
     plain_layer, fast_layer = make_plain_and_fast(kind, slope, dtype)
@@ -78,7 +78,7 @@ def test_non_finite_values_reach_the_result(kind, value, slope, dtype):
 
 
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 @pytest.mark.parametrize(("slope", "expected"), [(0.0, 0.0), (0.1, -torch.inf), (1.0, -torch.inf)])
 @torch.inference_mode()
 def test_activations_of_negative_infinity(kind, slope, expected, dtype):
@@ -87,7 +87,7 @@ def test_activations_of_negative_infinity(kind, slope, expected, dtype):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 @torch.inference_mode()
 def test_results_do_not_depend_on_batch_size_or_threads(kind, dtype):
     _, fast_layer = make_plain_and_fast(kind, 0.0, dtype)

@@ -49,7 +49,7 @@ def make_plain_and_packed(layer, activation, dtype):
     sequence = copy.deepcopy(nn.Sequential(layer, *([activation] if activation else []))).eval()
     sequence.requires_grad_(requires_grad=False)
     rounded_sequence = sequence.to(dtype)
-    return copy.deepcopy(rounded_sequence).float(), onednn.pack(rounded_sequence)
+    return copy.deepcopy(rounded_sequence).float(), onednn.pack_convolutions(rounded_sequence)
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=repr)
@@ -84,7 +84,7 @@ def test_activation_is_fused_only_if_the_result_stays_the_same(activation, dtype
 
 @torch.inference_mode()
 def test_negative_values_after_a_fused_relu_vanish_in_sums():
-    packed_layer = onednn.pack(nn.Sequential(nn.Conv3d(8, 16, 3), nn.ReLU()))
+    packed_layer = onednn.pack_convolutions(nn.Sequential(nn.Conv3d(8, 16, 3), nn.ReLU()))
     scores = packed_layer(100 * torch.randn(2, 8, *SIZE))
     negative_values = scores[scores < 0]
     assert negative_values.numel() > 0
@@ -104,7 +104,7 @@ def test_negative_values_after_a_fused_relu_vanish_in_sums():
     ids=repr,
 )
 def test_unsupported_layers_are_not_replaced(layer):
-    assert onednn.pack(nn.Sequential(layer))[0] is layer
+    assert onednn.pack_convolutions(nn.Sequential(layer))[0] is layer
 
 
 @torch.inference_mode()
@@ -142,7 +142,7 @@ import torch
 from torch import nn
 from service.engine.cpu import onednn
 wide, narrow = nn.Conv3d(8, 16, 3), nn.Conv3d(8, 16, 3).bfloat16()
-module = onednn.pack(nn.Sequential(wide, nn.ReLU(), narrow)).requires_grad_(requires_grad=False)
+module = onednn.pack_convolutions(nn.Sequential(wide, nn.ReLU(), narrow)).requires_grad_(requires_grad=False)
 assert isinstance(module[0], onednn.PackedConvolution) and module[2] is narrow
 x = torch.zeros(2, 8, 5, 5, 5)
 x[0, 0, 2, 2, 2] = float("nan")
@@ -168,6 +168,6 @@ def test_relu_before_the_scores_keeps_exact_zeros(bias, first_bias):
     x = torch.randn(1, 8, *SIZE)
     expected = network(x)
     assert (expected.amax(1) == 0).any() or (bias and first_bias == -100.0)
-    packed_layer = onednn.pack(network, returns_scores=True)
+    packed_layer = onednn.pack_convolutions(network, returns_scores=True)
     assert isinstance(packed_layer[1], nn.Identity) == bias
     assert torch.equal(packed_layer(x) == 0, expected == 0)

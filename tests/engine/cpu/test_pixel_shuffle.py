@@ -57,7 +57,7 @@ def test_packing_a_network_replaces_its_pixel_shuffles():
     network = architectures.ShuffleUNet(1, 2, (4, 6)).eval().requires_grad_(requires_grad=False)
     x = torch.rand(2, 1, 8, 8, 8)
     expected = network(x)
-    packed_network = onednn.pack(network)
+    packed_network = onednn.pack_convolutions(network)
     assert isinstance(packed_network.unfold, pixel_shuffle.SpaceToDepth)
     assert isinstance(packed_network.fold, pixel_shuffle.DepthToSpace)
     torch.testing.assert_close(packed_network(x), expected, atol=1e-5, rtol=1e-5)

@@ -39,7 +39,7 @@ def compute_in_float64(module, x, slope=1.0):
     transposed=st.booleans(),
     bias=st.booleans(),
     slope=st.sampled_from([0.0, 0.01, 1.0, 1.5, -1.0]),
-    dtype=st.sampled_from(strided_conv.DTYPES),
+    dtype=st.sampled_from(strided_conv.SUPPORTED_DTYPES),
 )
 @torch.inference_mode()
 def test_results_match_torch_for_any_shape(

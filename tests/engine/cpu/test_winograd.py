@@ -33,7 +33,7 @@ def compute_reference(layer, x):
     out_channels=st.sampled_from([16, 32, 48, 64, 80]),
     bias=st.booleans(),
     slope=st.sampled_from([0.0, 0.01, 0.25, 1.0, 1.5, -1.0]),
-    dtype=st.sampled_from(winograd.DTYPES),
+    dtype=st.sampled_from(winograd.SUPPORTED_DTYPES),
     seed=st.integers(0, 2**31),
 )
 def test_results_match_torch_for_any_shape(size, batch, in_channels, out_channels, bias, slope, dtype, seed):
@@ -107,7 +107,7 @@ def test_unsupported_layers_are_not_replaced(layer):
     assert winograd.replace_convolutions(nn.Sequential(layer))[0].__class__ is layer.__class__
 
 
-@pytest.mark.parametrize("dtype", winograd.DTYPES)
+@pytest.mark.parametrize("dtype", winograd.SUPPORTED_DTYPES)
 def test_following_activations_with_one_slope_are_fused(dtype):
     module = nn.Sequential(
         *(make_convolution(8, 16), nn.Sequential(nn.Identity(), nn.Dropout(), nn.ReLU())),
@@ -132,7 +132,7 @@ def test_following_activations_with_one_slope_are_fused(dtype):
 
 
 def test_fake_operator_has_the_shape_and_strides_of_the_real_one():
-    weights = winograd.pack(make_convolution(8, 16).weight)
-    for bias, slope, dtype in itertools.product([None, torch.zeros(16)], [0.0, 1.0], winograd.DTYPES):
+    weights = winograd.pack_weights(make_convolution(8, 16).weight)
+    for bias, slope, dtype in itertools.product([None, torch.zeros(16)], [0.0, 1.0], winograd.SUPPORTED_DTYPES):
         x = torch.randn(1, 8, 5, 6, 7).to(dtype, memory_format=FORMAT)
         torch.library.opcheck(torch.ops.stackseg.convolve, (x, weights, bias, 16, slope))
