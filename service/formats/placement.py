@@ -1,8 +1,7 @@
 """Location of a volume's pixels in a file, and volumes that read the pixels from the file.
 
 Uncompressed pixels with constant strides are not copied: a `Placement` locates them, and the volume memory-maps the
-file.
-Decoded pixels are written to a separate file, which is read in the same way.
+file. Decoded pixels are written to a separate file, which is read in the same way.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def store_into(pixels: Array) -> StoreBlock:
     return store
 
 
-def make_file(folder: Path, nbytes: int) -> IO[bytes]:
-    """Create an unnamed file, and its folder if it does not exist. The file disappears when it is closed."""
+def make_temporary_file(folder: Path, nbytes: int) -> IO[bytes]:
+    """Create an unnamed file in a folder, which is created if it does not exist. Closing the file deletes it."""
     folder.mkdir(mode=0o700, exist_ok=True)
     with ExitStack() as undo:
         file = undo.enter_context(tempfile.TemporaryFile(dir=folder))
@@ -108,7 +107,7 @@ class Placement:
     ) -> Volume:
         """Return a volume that reads each slab from an open file into new memory.
 
-        The volume keeps its own duplicate of the descriptor. Reading a slab raises BadFile if the file has been
+        The volume owns a duplicate of the descriptor. Reading a slab raises BadFile if the file has been
         truncated.
 
         Raises ValueError if the placement extends beyond the file.
@@ -134,7 +133,7 @@ class Placement:
         return Volume(self.shape, dtype, read, voxel_size, channels, notes)
 
     def _compute_extent(self, axis: int) -> int:
-        """Return the number of bytes from the first pixel to the end of the last one, over the axes from `axis` on."""
+        """Return the number of bytes from the first to the end of the last pixel, over `axis` and all later axes."""
         steps = zip(self.shape[axis:], self.strides[axis:], strict=True)
         return sum((length - 1) * stride for length, stride in steps) + np.dtype(self.dtype).itemsize
 
@@ -151,14 +150,14 @@ class VolumeLocation:
 
 
 def _read_all(file: int, buffer: Array, offset: int) -> None:
-    rest = memoryview(buffer.data).cast("B")
-    while rest:
-        count = os.preadv(file, [rest], offset)
+    remaining = memoryview(buffer.data).cast("B")
+    while remaining:
+        count = os.preadv(file, [remaining], offset)
         if not count:
             raise BadFile(
                 "The file was truncated while it was being read. Send the request again when the file is complete."
             )
-        rest, offset = rest[count:], offset + count
+        remaining, offset = remaining[count:], offset + count
 
 
 def get_native_dtype(stored_dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -168,7 +167,7 @@ def get_native_dtype(stored_dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def check_size(nbytes: int, limit_bytes: int, subject: str = "The selected volume") -> None:
-    """Raise TooLarge if `subject` decodes to more bytes than the limit."""
+    """Raise TooLarge, with a message about `subject`, if its decoded size exceeds the limit."""
     if nbytes > limit_bytes:
         raise TooLarge(
             f"{subject} decodes to {_format_bytes(nbytes)}, but this service reads up to {_format_bytes(limit_bytes)}."

@@ -27,7 +27,7 @@ def is_zarr(path: Path) -> bool:
 
 
 def write(segmentation: Segmentation, path: Path, provenance: Mapping[str, str]) -> None:
-    """Write OME-TIFF, OME-Zarr, .npy or NIfTI, depending on the suffix of the file name.
+    """Write a segmentation as OME-TIFF, OME-Zarr, .npy or NIfTI, depending on the suffix of the file name.
 
     provenance  describes how the segmentation was made; it cannot be stored in .npy or NIfTI files
 

@@ -26,10 +26,11 @@ from service.core.types import CancellationCheck, never_cancelled
 from service.formats.sandbox.remote_store import POLL_SECONDS
 from service.formats.sandbox.request_files import INVALID_REPLY_MESSAGE, RequestFiles
 
+# Time limit for starting a process.
 STARTUP_SECONDS = 60.0
 # Time that a process may take to exit after it has closed its end of the socket. A compromised process may not exit.
 EXIT_SECONDS = 1.0
-# Maximum size of a reply in bytes, far more than any file needs.
+# Maximum size of a reply in bytes, far larger than the reply for any valid file.
 MAX_REPLY_BYTES = 2**26
 
 # Environment variables that Python and its libraries may need. Secrets in the environment are not passed on.
@@ -152,7 +153,7 @@ class ReaderProcess:
             open_files.enter_context(self._channel)
             with remote:
                 process = subprocess.Popen(  # noqa: S603 - this interpreter with a module of this package
-                    # -P: do not import modules from the working directory, which others may be able to write to.
+                    # -P: do not import modules from the working directory, to which other users may be able to write.
                     [sys.executable, "-P", "-m", *self._arguments],
                     stdin=remote.fileno(),
                     stdout=self._error_output,
@@ -222,7 +223,7 @@ class ReaderProcess:
 
 @cache
 def _warn_about_missing_layer(layer: str, reason: str) -> None:
-    """Log a warning, but only once per layer and reason."""
+    """Log a warning about a missing layer of confinement, but only once per layer and reason."""
     _log.warning("Processes that read files run without the confinement layer %s: %s.", layer, reason)
 
 
