@@ -33,7 +33,7 @@ class Layout:
     shape: tuple[int, ...]
     notes: tuple[str, ...] = ()
 
-    def length(self, axis: str) -> int:
+    def get_length(self, axis: str) -> int:
         """Return the length along an axis, or 1 if the array does not have the axis."""
         return self.shape[self.axes.index(axis)] if axis in self.axes else 1
 
@@ -52,7 +52,7 @@ class StackPart:
 
 def get_part_shape(layout: Layout, part: StackPart) -> StackShape:
     """Return the shape (C, Z, Y, X) of the selected part."""
-    return len(part.channels), layout.length("Z"), layout.length("Y"), layout.length("X")
+    return len(part.channels), layout.get_length("Z"), layout.get_length("Y"), layout.get_length("X")
 
 
 def expand_to_cszyx(pixels: Array, letters: str) -> Array:
@@ -70,7 +70,7 @@ def find_channels(
     `block_start` contains the numbers of the first channel and of the first sample in the block.
     """
     for position, channel_number in enumerate(part.channels):
-        c, s = divmod(channel_number, layout.length("S"))
+        c, s = divmod(channel_number, layout.get_length("S"))
         c, s = c - block_start[0], s - block_start[1]
         if 0 <= c < block.shape[0] and 0 <= s < block.shape[1]:
             yield position, (c, s)
@@ -167,7 +167,7 @@ def select_part(layout: Layout, channel_names: Sequence[str], selection: Selecti
 
 def select_times(layout: Layout, times: TimeRange) -> range:
     """Return the time points of a range. Raises BadParameter if the file does not have all of them."""
-    count = layout.length("T")
+    count = layout.get_length("T")
     stop = count if times.stop is None else times.stop
     if not times.first < stop <= count:
         requested = f"{times.first}:{'' if times.stop is None else times.stop}"
@@ -181,16 +181,16 @@ def select_times(layout: Layout, times: TimeRange) -> range:
 
 def explain_time_choice(layout: Layout) -> str:
     """Return the message for a file with several time points if the request selects none."""
-    count = layout.length("T")
+    count = layout.get_length("T")
     message = f"The file has {count} time points. Choose one with time=0 to time={count - 1}, or all with time=all."
-    if layout.length("Z") == 1:
+    if layout.get_length("Z") == 1:
         other_axes = layout.axes.replace("Z", "").replace("T", "Z")
         message += f" If they are the planes of one stack, set axes={other_axes}."
     return message
 
 
 def _select_time(layout: Layout, time: int | TimeRange | None) -> int | None:
-    count = layout.length("T")
+    count = layout.get_length("T")
     if isinstance(time, TimeRange):
         select_times(layout, time)
         return None

@@ -106,7 +106,7 @@ class OpenStack(ABC):
         notes = [*self.image.notes, *self.layout.notes]
         if selection.voxel_size is None:
             notes += self.image.calibration.list_user_notes()
-        if self.layout.length("Z") == 1:
+        if self.layout.get_length("Z") == 1:
             notes.append("The selection is a single plane. It is segmented as a stack with one plane.")
         return tuple(notes)
 
@@ -130,7 +130,7 @@ class OpenStack(ABC):
             voxel_size_from="the request" if selection.voxel_size else source,
             channels=self.channel_names,
             colours=self.colors,
-            times=self.layout.length("T"),
+            times=self.layout.get_length("T"),
             notes=self.list_notes(selection),
             time_interval=self.image.time_interval,
             time_points=None if time_range is None else (time_range.start, time_range.stop),

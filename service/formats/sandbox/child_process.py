@@ -29,7 +29,7 @@ from service.formats.sandbox.request_files import INVALID_REPLY_MESSAGE, Request
 # Time limit for starting a process.
 STARTUP_SECONDS = 60.0
 # Time that a process may take to exit after it has closed its end of the socket. A compromised process may not exit.
-EXIT_SECONDS = 1.0
+EXIT_TIMEOUT_SECONDS = 1.0
 # Maximum size of a reply in bytes, far larger than the reply for any valid file.
 MAX_REPLY_BYTES = 2**26
 
@@ -188,7 +188,7 @@ class ReaderProcess:
             if not chunk:
                 raise EOFError
             line += chunk
-            if len(line) > MAX_REPLY_BYTES or time.monotonic() >= deadline + EXIT_SECONDS:
+            if len(line) > MAX_REPLY_BYTES or time.monotonic() >= deadline + EXIT_TIMEOUT_SECONDS:
                 raise ValueError("the reply is too long or too slow")
         match json.loads(line):
             case dict() as reply:
@@ -211,7 +211,7 @@ class ReaderProcess:
         if process is None:
             raise RuntimeError("no process was started")
         try:
-            status = process.wait(EXIT_SECONDS)
+            status = process.wait(EXIT_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             status = process.wait()

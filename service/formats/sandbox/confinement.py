@@ -54,13 +54,13 @@ def confine(layers: Iterable[str] | None = None) -> dict[str, str]:
     steps_by_layer = {layer: LAYERS[layer]() for layer in (LAYERS if layers is None else layers)}
     for _ in ("prepare", "apply"):
         for layer, steps in steps_by_layer.items():
-            with _report_failure(layer, missing_layers):
+            with _record_failure(layer, missing_layers):
                 next(steps, None)
     return missing_layers
 
 
 @contextmanager
-def _report_failure(layer: str, missing_layers: dict[str, str]) -> Iterator[None]:
+def _record_failure(layer: str, missing_layers: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except (OSError, ImportError, AttributeError, RuntimeError) as error:

@@ -13,7 +13,7 @@ from service.core.quantities import TimeInterval
 from service.formats import sampling
 from service.formats.sampling import Calibration, Resolution
 
-CONTAINERS = {
+CONTAINER_NAMES = {
     "shaped": "TIFF written by tifffile",
     "imagej": "ImageJ TIFF",
     "lsm": "Zeiss LSM",

@@ -107,7 +107,7 @@ def locate(image: StoredImage, layout: Layout, part: StackPart) -> Placement | N
     channel_stride = _find_channel_stride(layout, part, axis_strides)
     if channel_stride is None:
         return None
-    c, s = divmod(part.channels[0], layout.length("S"))
+    c, s = divmod(part.channels[0], layout.get_length("S"))
     indices = {"T": part.time, "C": c, "S": s}
     offset = page_offsets[0] + sum(index * axis_strides.get(axis, 0) for axis, index in indices.items())
     strides = (channel_stride, axis_strides.get("Z", 0), axis_strides["Y"], axis_strides["X"])
@@ -146,12 +146,12 @@ def _compute_strides(image: StoredImage, layout: Layout, page_distance: int) -> 
 
 def _find_channel_stride(layout: Layout, part: StackPart, axis_strides: dict[str, int]) -> int | None:
     """Return the stride of the selected channels in bytes, 0 for a single channel, or None if it is irregular."""
-    sample_count = layout.length("S")
+    sample_count = layout.get_length("S")
     if len(part.channels) == 1:
         return 0
     if sample_count == 1:
         return axis_strides["C"]
-    if layout.length("C") == 1 or axis_strides["C"] == sample_count * axis_strides["S"]:
+    if layout.get_length("C") == 1 or axis_strides["C"] == sample_count * axis_strides["S"]:
         return axis_strides["S"]
     return None
 
@@ -205,7 +205,7 @@ class _PageToDecode:
 
 def _iterate_pages(layout: Layout, part: StackPart, outer_count: int) -> Iterator[_PageToDecode]:
     """Yield the pages that contain a part of the selection."""
-    sample_count = layout.length("S")
+    sample_count = layout.get_length("S")
     selected_channels = {divmod(channel_number, sample_count) for channel_number in part.channels}
     for index, position in enumerate(np.ndindex(layout.shape[:outer_count])):
         indices = dict(zip(layout.axes, position, strict=False))

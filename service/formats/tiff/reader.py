@@ -64,7 +64,7 @@ def open_stack(stream: BinaryIO, selection: Selection, limit_bytes: int) -> Open
 
 def _get_channel_colors(image: StoredImage, layout: Layout) -> tuple[str, ...]:
     """Return one color per channel, or "" if the file has none. Color samples are red, green and blue."""
-    channel_count, sample_count = layout.length("C"), layout.length("S")
+    channel_count, sample_count = layout.get_length("C"), layout.get_length("S")
     if sample_count > 1:
         rgb = ("#ff0000", "#00ff00", "#0000ff") if sample_count in {3, 4} else ()
         return (*rgb, *("",) * (sample_count - len(rgb))) * channel_count
@@ -73,7 +73,7 @@ def _get_channel_colors(image: StoredImage, layout: Layout) -> tuple[str, ...]:
 
 def _get_channel_names(image: StoredImage, layout: Layout) -> tuple[str, ...]:
     """Return one name per channel and color sample, such as "DAPI" or "GFP red", or "" if the file has none."""
-    channel_count, sample_count = layout.length("C"), layout.length("S")
+    channel_count, sample_count = layout.get_length("C"), layout.get_length("S")
     channel_names = image.channel_names if len(image.channel_names) == channel_count else ("",) * channel_count
     sample_names = metadata.get_sample_names(image.page, sample_count) if sample_count > 1 else ("",)
     return tuple(f"{channel} {sample}".strip() for channel in channel_names for sample in sample_names)

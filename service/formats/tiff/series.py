@@ -131,7 +131,7 @@ def _read_container(tiff: TiffFile, structure: Structure) -> StoredImage:
             return replace(_read_plain_pages(tiff, structure), container="OME-TIFF", metadata_problem=str(error))
     if "<OME" in description[:2000]:
         raise BadFile("The OME-XML in the file is truncated. Export the file again.")
-    for kind in metadata.CONTAINERS:
+    for kind in metadata.CONTAINER_NAMES:
         if getattr(tiff, f"is_{kind}"):
             return _read_with_tifffile(tiff, structure, kind)
     return _read_plain_pages(tiff, structure)
@@ -162,7 +162,7 @@ def _read_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImag
 
 
 def _read_with_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredImage:
-    container = metadata.CONTAINERS[kind]
+    container = metadata.CONTAINER_NAMES[kind]
     expected_count = metadata.count_expected_planes(tiff, kind)
     _check_complete(tiff, structure, expected_count, container)
     if kind == "imagej":

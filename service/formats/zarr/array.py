@@ -61,9 +61,9 @@ class ChunkCodec:
     compressor: str | None = None
     has_checksum: bool = False
 
-    def decode(self, data: bytes, shape: Sequence[int]) -> Array:
+    def decode(self, encoded_chunk: bytes, shape: Sequence[int]) -> Array:
         """Decode the bytes of a chunk. Raises BadFile if they do not match the shape or the checksum."""
-        data = _verify_checksum(data, "A chunk") if self.has_checksum else data
+        data = _verify_checksum(encoded_chunk, "A chunk") if self.has_checksum else encoded_chunk
         nbytes = math.prod(shape) * self.dtype.itemsize
         content: Any = data
         if self.compressor is not None:
@@ -169,10 +169,10 @@ class ZarrArray:
         return FileRange(shard_key, length, start)
 
 
-def _parse_index(data: bytes | None, sharding: Sharding) -> Array:
-    if data is None:
+def _parse_index(encoded_index: bytes | None, sharding: Sharding) -> Array:
+    if encoded_index is None:
         return np.empty(0, "<u8")
-    content = _verify_checksum(data, "The index of a shard") if sharding.has_checksum else data
+    content = _verify_checksum(encoded_index, "The index of a shard") if sharding.has_checksum else encoded_index
     return np.frombuffer(content, "<u8").reshape(*sharding.chunks_per_shard, 2)
 
 

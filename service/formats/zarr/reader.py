@@ -136,7 +136,7 @@ class ZarrStack(OpenStack):
 
     def _find_chunks(self, region: Region) -> list[Sequence[int]]:
         """Return the indices of the chunks along each dimension that contain a part of a region of the selection."""
-        sample_count = self.layout.length("S")
+        sample_count = self.layout.get_length("S")
         channels = [divmod(channel_number, sample_count) for channel_number in self.part.channels]
         selected_indices = {"T": {self.part.time or 0}, "C": {c for c, _ in channels}, "S": {s for _, s in channels}}
         extent = dict(zip("ZYX", region, strict=True))
@@ -195,7 +195,7 @@ def open_stack(store: Store, selection: Selection, limit_bytes: int) -> ZarrStac
     """Find the image in a store and check the selected part. Raises BadFile, AmbiguousAxes, BadParameter, TooLarge."""
     image = find_image(store)
     layout = axes.resolve_axes(image.axes, image.array.shape, selection.axes)
-    channel_count = layout.length("C") * layout.length("S")
+    channel_count = layout.get_length("C") * layout.get_length("S")
     if channel_count > _MAX_CHANNELS:
         raise TooLarge(f"The image has {channel_count} channels, but at most {_MAX_CHANNELS} are supported.")
     channel_names = image.channel_names if len(image.channel_names) == channel_count else ("",) * channel_count

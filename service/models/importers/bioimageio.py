@@ -1,4 +1,4 @@
-"""Read bioimage.io model packages in the formats 0.4 and 0.5: a description in YAML, weights and test tensors.
+"""Read bioimage.io model packages in the formats 0.4 and 0.5: a description (rdf.yaml), weights and test tensors.
 
 Source: model descriptions 0.4 and 0.5 of the bioimage.io specification.
 """
@@ -36,8 +36,8 @@ SUPPORTED_WEIGHTS: tuple[tuple[str, WeightsKind], ...] = (
     ("onnx", "onnx"),
     ("torchscript", "torchscript"),
 )
-# Smallest window edge in voxels to use if the package allows several sizes.
-MIN_EDGE = 64
+# Minimum window size along an axis, in voxels, if the package allows several sizes.
+MIN_SIZE = 64
 MAX_TEST_VOXELS = 2**28
 
 
@@ -74,17 +74,17 @@ def read(root: Path) -> Draft:
     if outputs.channels > 1 and content.get("activation") != "sigmoid":
         content["decoding"] = {"kind": "classes"}
     else:
-        problems["decoding"] = f"{output_tensor.location()}: does not specify how labels are computed from the output."
+        problems["decoding"] = f"{output_tensor.location()} does not specify how labels are computed from the output."
     file = _find_checked_file(root, weights)
     if kind == "onnx":
         if "external_data" in weights:
             _find_checked_file(root, weights.get_mapping("external_data"))
-        content["input"] |= onnx_file.read_input(file)
+        content["input"] |= onnx_file.read_input_settings(file)
     return Draft(content, file, kind, tests, problems, (f"Imported from {name} of {rdf.get_string('name')!r}.",))
 
 
 def _read_description(root: Path) -> tuple[Fields, str]:
-    """Return the description of a model and the version of its format."""
+    """Return the description of a model and the version of the description format."""
     path = _find_description(root)
     rdf = read_mapping(path) if path is not None else Fields({})
     version = str(rdf.get("format_version"))
@@ -133,7 +133,7 @@ class _Axes:
             raise UnsupportedPackage(f"{self.location}: the axes are {axes!r}; only bczyx is supported.")
         shape = tensor.get("shape")
         if isinstance(shape, list):
-            minimum, step = shape, [0] * 5
+            min_shape, steps = shape, [0] * 5
         else:
             parameters = tensor.get_mapping("shape")
             if "reference_tensor" in parameters:
@@ -146,9 +146,9 @@ class _Axes:
                 )
                 self.sizes = [None] * 3
                 return
-            minimum, step = parameters.get("min"), parameters.get("step")
-        self.channels = check_channels(int(minimum[1]), tensor.location("shape"))
-        self.sizes = [_choose_size(*pair) for pair in zip(minimum[2:], step[2:], strict=True)]
+            min_shape, steps = parameters.get("min"), parameters.get("step")
+        self.channels = check_channels(int(min_shape[1]), tensor.location("shape"))
+        self.sizes = [_choose_size(*pair) for pair in zip(min_shape[2:], steps[2:], strict=True)]
 
     def _read_list(self, tensor: Fields) -> None:
         axes = tensor.get_mappings("axes")
@@ -174,19 +174,19 @@ def _read_size(axis: Fields) -> int | None:
 
 
 def _choose_size(minimum: int, step: int) -> int:
-    """Return the smallest allowed size that is at least `MIN_EDGE`, or `minimum` if the size is fixed."""
-    return minimum if not step or minimum >= MIN_EDGE else minimum + step * -(-(MIN_EDGE - minimum) // step)
+    """Return the smallest allowed size that is at least `MIN_SIZE`, or `minimum` if the size is fixed."""
+    return minimum if not step or minimum >= MIN_SIZE else minimum + step * -(-(MIN_SIZE - minimum) // step)
 
 
 def _add_roi_size(
     content: dict[str, Any], problems: dict[str, str], axes: _Axes, tests: tuple[PackageTest, ...]
 ) -> None:
     test_size = tests[0].image.shape[2:] if tests else (None, None, None)
-    roi_size = [edge or test_edge for edge, test_edge in zip(axes.sizes, test_size, strict=True)]
+    roi_size = [size or test_length for size, test_length in zip(axes.sizes, test_size, strict=True)]
     if all(roi_size):
         content["roi_size"] = roi_size
     else:
-        problems["input.roi_size"] = f"{axes.location}: does not specify a size."
+        problems["input.roi_size"] = f"{axes.location} does not specify a size."
 
 
 def _choose_weights(rdf: Fields) -> tuple[str, Fields, WeightsKind]:
@@ -200,8 +200,8 @@ def _choose_weights(rdf: Fields) -> tuple[str, Fields, WeightsKind]:
             f"{entry.location('architecture')}: the network is not one of {', '.join(ARCHITECTURES)}. Python code from "
             "a package is never run. Use a package with onnx weights instead."
         )
-    available = ", ".join(weights.as_dict()) or "none"
-    raise UnsupportedPackage(f"weights: {available}; only pytorch_state_dict, onnx and torchscript are supported.")
+    names = ", ".join(weights.as_dict()) or "none"
+    raise UnsupportedPackage(f"weights: found {names}; only pytorch_state_dict, onnx and torchscript are supported.")
 
 
 def _find_architecture(entry: Fields) -> str | None:
@@ -228,12 +228,12 @@ def _read_training_data(rdf: Fields) -> str:
 
 
 def _find_checked_file(root: Path, entry: Fields) -> Path:
-    """Return the path of the file that an entry names. Raises UnsupportedPackage if the SHA-256 is different."""
+    """Return the path of the file in an entry. Raises UnsupportedPackage if its SHA-256 does not match the entry."""
     path = find_file(root, entry.get_string("source"))
     sha256 = entry.get("sha256")
     with path.open("rb") as file:
         if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise UnsupportedPackage(f"{entry.location('sha256')}: it differs from the SHA-256 of {path.name}.")
+            raise UnsupportedPackage(f"{entry.location('sha256')} does not match the SHA-256 of {path.name}.")
     return path
 
 
@@ -245,8 +245,8 @@ def _read_tests(root: Path, rdf: Fields, input_tensor: Fields, output_tensor: Fi
         paths = [find_file(root, str(rdf.get(side)[0])) for side in ("test_inputs", "test_outputs")]
     else:
         raise UnsupportedPackage("inputs[0].test_tensor is missing, so the package cannot be checked.")
-    image, expected = (_read_tensor(path) for path in paths)
-    return (PackageTest(paths[0].name, image, expected),)
+    image, expected_output = (_read_tensor(path) for path in paths)
+    return (PackageTest(paths[0].name, image, expected_output),)
 
 
 def _read_tensor(path: Path) -> Array:
@@ -254,7 +254,7 @@ def _read_tensor(path: Path) -> Array:
         # With memory mapping, an array cannot be larger than its file.
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile) as error:
-        raise UnsupportedPackage(f"{path.name}: cannot be read as an array: {error}") from error
+        raise UnsupportedPackage(f"{path.name} cannot be read as an array: {error}") from error
     if not isinstance(array, np.ndarray) or array.ndim != 5 or array.shape[0] != 1 or array.dtype.kind not in "iuf":
         raise UnsupportedPackage(f"{path.name}: expected a numeric array of shape [1, C, z, y, x].")
     if array.size > MAX_TEST_VOXELS:
@@ -311,7 +311,7 @@ def _read_linear_map(settings: Fields) -> tuple[str, float, float]:
     return "range", -offset / gain, (1 - offset) / gain
 
 
-# Readers of steps that map two intensities or percentiles to 0 and 1. They return kind, low and high.
+# Readers of steps that map two intensities or percentiles to 0 and 1. They return a kind, low and high.
 _RANGE_READERS: dict[str, Callable[[Fields], tuple[str, float, float]]] = {
     "scale_range": _read_percentiles,
     "fixed_zero_mean_unit_variance": _read_fixed_mean,
@@ -345,6 +345,6 @@ def _read_activation(tensor: Fields) -> str:
         return "none"
     name, settings = steps[0]
     if len(steps) > 1 or name not in {"sigmoid", "softmax"}:
-        rejected_name = steps[1][0] if name in {"sigmoid", "softmax"} else name
-        raise UnsupportedPackage(f"{settings.location()}: {rejected_name}; only one sigmoid or softmax is supported.")
+        step_name = steps[1][0] if name in {"sigmoid", "softmax"} else name
+        raise UnsupportedPackage(f"{settings.location()}: found {step_name}; only one sigmoid or softmax is supported.")
     return name

@@ -42,8 +42,8 @@ AXES_NOTE = (
 
 SPACING_NOTE = (
     "The Spacingd transform requires voxels of {}, interpreted as um along Z, Y, X. input.voxel_size is set to this "
-    "value unless you specified a different one. Specify it if the bundle uses other units, such as the millimeters of "
-    "NIfTI files."
+    "value unless you specified a different one. Specify the voxel size if the bundle uses other units, such as the "
+    "millimeters of NIfTI files."
 )
 
 
@@ -85,7 +85,7 @@ def read(root: Path) -> Draft:
         )
     notes = [AXES_NOTE]
     if "voxel_size" in inputs:
-        notes.append(SPACING_NOTE.format(", ".join(f"{edge:g}" for edge in inputs["voxel_size"])))
+        notes.append(SPACING_NOTE.format(", ".join(f"{size:g}" for size in inputs["voxel_size"])))
     return Draft(content, file, kind, problems=problems, notes=tuple(notes))
 
 
@@ -120,14 +120,14 @@ def _find_inference_config(root: Path) -> Path:
 
 
 class _Resolver:
-    """A resolver of `@` references to other values of a configuration."""
+    """Resolver of `@` references to other values of a configuration."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
-        self._characters = 0
+        self._character_count = 0
 
     def resolve(self) -> Any:
-        """Return the configuration with resolved references. Raises UnsupportedPackage for circular or huge values."""
+        """Resolve the references. Raises UnsupportedPackage if they are circular or expand to too many characters."""
         return self._resolve(self._config, 0)
 
     def _resolve(self, value: Any, depth: int) -> Any:
@@ -143,10 +143,10 @@ class _Resolver:
 
     def _count_characters(self, value: Any, depth: int) -> None:
         """Count the characters of a value. Raises UnsupportedPackage if the depth or the total exceeds its limit."""
-        self._characters += 1 + (len(value) if isinstance(value, str) else 0)
+        self._character_count += 1 + (len(value) if isinstance(value, str) else 0)
         if depth > MAX_DEPTH:
             raise UnsupportedPackage("configs: references are circular or nested too deeply.")
-        if self._characters > MAX_CHARACTERS:
+        if self._character_count > MAX_CHARACTERS:
             raise UnsupportedPackage(f"configs: references expand to more than {MAX_CHARACTERS} characters.")
 
     def _look_up(self, reference: str) -> Any:
@@ -194,12 +194,12 @@ def _get_only_tensor(formats: Fields, side: str) -> Fields:
 
 def _read_outputs(output: Fields) -> list[str]:
     definition = output.get_mapping("channel_def").as_dict()
-    channels = output.get("num_channels")
-    if not isinstance(channels, int):
+    channel_count = output.get("num_channels")
+    if not isinstance(channel_count, int):
         raise UnsupportedPackage(f"{output.location('num_channels')}: expected an integer.")
-    check_channels(channels, output.location("num_channels"))
-    names = [str(definition.get(str(number), f"output {number}")) for number in range(channels)]
-    return names if len(set(names)) == channels else [f"output {number}" for number in range(channels)]
+    check_channels(channel_count, output.location("num_channels"))
+    names = [str(definition.get(str(number), f"output {number}")) for number in range(channel_count)]
+    return names if len(set(names)) == channel_count else [f"output {number}" for number in range(channel_count)]
 
 
 def _read_roi_size(config: Fields, formats: Fields) -> list[int]:
@@ -208,13 +208,13 @@ def _read_roi_size(config: Fields, formats: Fields) -> list[int]:
         (_get_only_tensor(formats, "inputs"), "spatial_shape"),
     ):
         size = section.get(key)
-        if isinstance(size, list) and len(size) == 3 and all(isinstance(edge, int) and edge > 0 for edge in size):
+        if isinstance(size, list) and len(size) == 3 and all(isinstance(length, int) and length > 0 for length in size):
             return size
     raise UnsupportedPackage("inferer.roi_size: expected the window size in voxels along three axes.")
 
 
 def _read_transforms(config: Fields, key: str) -> list[tuple[str, Fields]]:
-    """Return the names and settings of a chain of transforms, without disabled and ignored ones."""
+    """Return the names and settings of a chain of transforms, excluding disabled and ignored transforms."""
     chain = config.get_mapping(key)
     steps = chain.get_mappings("transforms")
     named_steps = [(_read_name(step), step) for step in steps if step.get("_disabled_") is not True]
@@ -227,7 +227,7 @@ def _read_name(step: Fields) -> str:
 
 
 def _read_normalization(config: Fields, channels: Any) -> dict[str, Any]:
-    """Read the intensity normalization. Raises UnsupportedPackage for other transforms, except `Spacingd`."""
+    """Read the intensity normalization. Raises UnsupportedPackage for all other transforms except `Spacingd`."""
     if "preprocessing" not in config:
         raise UnsupportedPackage("preprocessing: this key is missing, so the normalization of images is unknown.")
     step = _find_normalization(config)
@@ -242,14 +242,14 @@ def _read_normalization(config: Fields, channels: Any) -> dict[str, Any]:
 
 
 def _find_normalization(config: Fields) -> Fields | None:
-    """Return the only intensity transform, or None. Raises UnsupportedPackage if there are other transforms."""
+    """Return the only intensity transform, or None. Raises UnsupportedPackage if there are others except `Spacingd`."""
     steps = [step for name, step in _read_transforms(config, "preprocessing") if name != SPACING_TRANSFORM]
     supported_steps = [step for step in steps if _read_name(step) in _TRANSLATORS][:1]
     unsupported = [f"{step.location('_target_')}: {_read_name(step)}" for step in steps if step not in supported_steps]
     if unsupported:
         raise UnsupportedPackage(
-            f"{', '.join(unsupported)}: not supported; the supported transforms are {SPACING_TRANSFORM} and "
-            f"one of {', '.join(_TRANSLATORS)}."
+            f"preprocessing: these transforms are not supported: {', '.join(unsupported)}. The supported transforms are "
+            f"{SPACING_TRANSFORM} and one of {', '.join(_TRANSLATORS)}."
         )
     return supported_steps[0] if supported_steps else None
 
@@ -269,7 +269,7 @@ def _find_spacing(config: Fields) -> Fields | None:
 
 
 def _read_spacing(config: Fields) -> list[float] | None:
-    """Return the voxel size to which images are resampled, along the network's axes, or None without resampling."""
+    """Return the voxel size to which images are resampled, along the network's axes, or None if they are not."""
     step = _find_spacing(config)
     if step is None:
         return None
@@ -278,14 +278,14 @@ def _read_spacing(config: Fields) -> list[float] | None:
         raise UnsupportedPackage(f"{step.location('mode')}: {modes!r} is not supported; only bilinear is.")
     pixdim = step.get("pixdim")
     # As in MONAI, the last value is repeated for missing ones.
-    edges = [*pixdim, *pixdim[-1:] * 3][:3] if isinstance(pixdim, list) else [pixdim] * 3
-    if not all(map(_is_length, edges)):
+    sizes = [*pixdim, *pixdim[-1:] * 3][:3] if isinstance(pixdim, list) else [pixdim] * 3
+    if not all(map(_is_positive_number, sizes)):
         raise UnsupportedPackage(f"{step.location('pixdim')}: expected voxel sizes for three axes, not {pixdim!r:.80}.")
-    return [float(edge) for edge in edges]
+    return [float(size) for size in sizes]
 
 
-def _is_length(value: object) -> bool:
-    """Return whether a value is a finite number above 0."""
+def _is_positive_number(value: object) -> bool:
+    """Return whether a value is a finite number greater than 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
