@@ -248,8 +248,8 @@ def _find_normalization(config: Fields) -> Fields | None:
     unsupported = [f"{step.location('_target_')}: {_read_name(step)}" for step in steps if step not in supported_steps]
     if unsupported:
         raise UnsupportedPackage(
-            f"preprocessing: these transforms are not supported: {', '.join(unsupported)}. The supported transforms are "
-            f"{SPACING_TRANSFORM} and one of {', '.join(_TRANSLATORS)}."
+            f"preprocessing: these transforms are not supported: {', '.join(unsupported)}. The supported transforms "
+            f"are {SPACING_TRANSFORM} and one of {', '.join(_TRANSLATORS)}."
         )
     return supported_steps[0] if supported_steps else None
 
