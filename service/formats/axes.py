@@ -229,7 +229,7 @@ def _select_channels(channel_names: Sequence[str], channel: int | str | None) ->
 
 
 def _find_channels_by_name(channel_names: Sequence[str], name: str) -> list[int]:
-    """Return the indices of the channels with this name or, if there are none, of those whose name differs in case."""
+    """Return the indices of the channels with this name or, if none has it, with a name that differs only in case."""
     exact_matches = [index for index, channel in enumerate(channel_names) if channel and channel == name]
     return exact_matches or [
         index for index, channel in enumerate(channel_names) if channel and channel.lower() == name.lower()

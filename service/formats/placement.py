@@ -107,8 +107,7 @@ class Placement:
     ) -> Volume:
         """Return a volume that reads each slab from an open file into new memory.
 
-        The volume owns a duplicate of the descriptor. Reading a slab raises BadFile if the file has been
-        truncated.
+        The volume owns a duplicate of the descriptor. Reading a slab raises BadFile if the file has been truncated.
 
         Raises ValueError if the placement extends beyond the file.
         """

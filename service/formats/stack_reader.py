@@ -63,7 +63,7 @@ def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Pa
 
 @contextmanager
 def open_blocks(path: Path, selection: Selection) -> Iterator[ZarrStack]:
-    """Open the selected part of an OME-Zarr image to read it block by block. Raises the errors of `inspect`."""
+    """Open the selected part of an OME-Zarr image to read it block by block. Raises the same errors as `inspect`."""
     with ExitStack() as files:
         if not path.is_dir():
             raise BadParameter(f"{path} is not an OME-Zarr folder. Block-wise processing requires one.")
@@ -77,8 +77,8 @@ def extract(
 
     `make_output` receives the size of the decoded pixels in bytes and returns the descriptor of a file of that size. It
     is called only if pixels have to be decoded. The descriptors of both files are closed. If more than
-    `max_decoded_bytes` would have to be decoded, nothing is decoded and the description is returned. Raises the errors
-    of `read` and of `make_output`.
+    `max_decoded_bytes` would have to be decoded, nothing is decoded and the description is returned. Raises the same
+    errors as `read` and `make_output`.
     """
     with _open(file, selection, limit_bytes) as stack:
         if stack.placement is None and stack.decoded_bytes > max_decoded_bytes:

@@ -81,10 +81,10 @@ def main(memory_bytes: int, max_decoded_bytes: int, time_limit_seconds: float) -
     force, with reasons. Each request about a file comes with its descriptor; requests about folders and remote stores
     come without one. A reply is a result, an error, or one of the following questions:
 
-    output_bytes  requests the descriptor of an output file of this size
-    open          requests the descriptor of the file with this key in the folder
-    fetch         requests ranges of objects in a remote store: their sizes, and the descriptor of a file that contains
-                  the ranges
+    output_bytes  size of an output file; the answer contains the descriptor of such a file
+    open          key of a file in the folder; the answer contains its descriptor if the file exists
+    fetch         ranges of objects in a remote store; the answer contains their sizes, and the descriptor of a file
+                  with the content of the ranges
     """
     with socket.socket(fileno=0) as channel:
         _set_limits(memory_bytes, max_decoded_bytes)

@@ -47,8 +47,8 @@ _WRITE_FLAGS = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
 def confine(layers: Iterable[str] | None = None) -> dict[str, str]:
     """Permanently drop all rights that parsing does not need. Call this after all imports and before starting threads.
 
-    `layers` contains keys of `LAYERS`; by default, all layers are applied. Returns the
-    layers that could not be applied, with reasons.
+    `layers` contains keys of `LAYERS`; by default, all layers are applied. Returns the layers that could not be
+    applied, with reasons.
     """
     missing_layers: dict[str, str] = {}
     steps_by_layer = {layer: LAYERS[layer]() for layer in (LAYERS if layers is None else layers)}

@@ -31,7 +31,8 @@ def extract(file: int, shape: Size, make_output: Callable[[int], int]) -> Volume
     """Locate labels with a single channel in an open file, or decode them to another file, like `stack_reader.extract`.
 
     `file` is a descriptor, which is closed. `shape` (Z, Y, X) is the shape of the stack to which the labels belong.
-    Labels of a different shape are not decoded. Raises BadFile, BadParameter, and the errors of `stack_reader.extract`.
+    Labels of a different shape are not decoded. Raises BadFile, BadParameter, and the same errors as
+    `stack_reader.extract`.
     """
     magic = os.pread(file, len(_NPY_MAGIC), 0)
     if magic == _NPY_MAGIC or magic.startswith(_GZIP_MAGIC):

@@ -102,8 +102,8 @@ class Reader:
     ) -> Description:
         """Describe a file and the selected part like `stack_reader.inspect`.
 
-        Raises the errors of `stack_reader.inspect`, BadFile if the child crashes, TooLarge if it takes too long, and
-        ReaderKilled if it is killed twice.
+        Raises the same errors as `stack_reader.inspect`, BadFile if the child crashes, TooLarge if it takes too long,
+        and ReaderKilled if it is killed twice.
         """
         request = self._make_request("inspect", selection, source, shared=shared)
         with _open_source(source) as file:
@@ -125,7 +125,7 @@ class Reader:
         change the file at any time. Such a file is read and never mapped, because accessing a mapped file that was
         truncated kills the process.
 
-        Raises the errors of `stack_reader.read`, BadFile if the child crashes, TooLarge if it takes too long, and
+        Raises the same errors as `stack_reader.read`, BadFile if the child crashes, TooLarge if it takes too long, and
         ReaderKilled if it is killed twice.
         """
         request = self._make_request("extract", selection, source, shared=shared, max_decoded_bytes=sys.maxsize)
@@ -154,7 +154,7 @@ class Reader:
     ) -> Volume:
         """Read labels for a stack of shape (Z, Y, X) from a TIFF, or from a .npy file with or without gzip.
 
-        Raises BadParameter if the labels have a different shape, and the errors of `read`.
+        Raises BadParameter if the labels have a different shape, and the same errors as `read`.
         """
         request = self._make_request("labels", Selection(), source, shared=False) | {"shape": shape}
         volume = self._extract(request, source, scratch, cancelled, shared=False)
@@ -235,7 +235,7 @@ class Reader:
         cancelled: CancellationCheck,
         parse_result: Callable[[Any], T],
     ) -> T:
-        """Send a request to a child, and return the result after parsing it with `parse`.
+        """Send a request to a child, and return the result after parsing it with `parse_result`.
 
         A child that sends an invalid reply is restarted, because the file may have compromised it.
         """

@@ -48,7 +48,7 @@ def read_resolution(page: TiffPage) -> Resolution:
 
 
 def read_calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
-    """Read the voxel size from the container's metadata or, for containers without any, from the resolution tags."""
+    """Read the voxel size from the container's metadata or, if the container has none, from the resolution tags."""
     match kind:
         case "imagej":
             return sampling.parse_imagej_calibration(

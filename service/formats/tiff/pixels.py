@@ -126,7 +126,7 @@ def count_decoded_bytes(image: StoredImage, layout: Layout, part: StackPart) -> 
 
 
 def _find_page_distance(page_offsets: Sequence[int]) -> int | None:
-    """Return the distance of consecutive pages in bytes (0 for a single page), or None if irregular or negative."""
+    """Return the distance between consecutive pages in bytes (0 for one page), or None if irregular or negative."""
     distances = {b - a for a, b in itertools.pairwise(page_offsets)} or {0}
     page_distance = distances.pop()
     return None if distances or page_distance < 0 else page_distance

@@ -262,7 +262,7 @@ def _check_complete(tiff: TiffFile, structure: Structure, expected_count: int, c
 
 
 def _check_same_layout(offsets: Sequence[int], structure: Structure) -> None:
-    """Raise BadFile if planes have different layouts. tifffile would decode them all with the tags of the first."""
+    """Raise BadFile if planes have different layouts. tifffile would decode all of them with the tags of the first."""
     layout = structure.layouts.get(offsets[0])
     for index, offset in enumerate(offsets):
         if structure.layouts.get(offset, layout) != layout:

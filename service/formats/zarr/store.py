@@ -144,7 +144,7 @@ def open_file(folder_fd: int, key: str) -> int | None:
 
 @contextmanager
 def translate_errors(subject: str) -> Iterator[None]:
-    """Translate errors that invalid metadata causes to BadFile."""
+    """Replace errors that are caused by invalid metadata with BadFile."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:

@@ -37,7 +37,7 @@ _ARCHIVE_COMMENT = b'{"ome": {"version": "0.5", "zipFile": {"centralDirectory": 
 
 
 def write(segmentation: Segmentation, path: Path, provenance: Mapping[str, str] = NO_PROVENANCE) -> None:
-    """Write labels, classes or probabilities with a pyramid and the voxel size.
+    """Write labels, classes or probabilities as OME-Zarr, with a resolution pyramid and the voxel size.
 
     Coarser resolutions are subsampled, not averaged, because averages of labels are meaningless. An existing store
     is replaced. The store appears only when complete. `provenance` describes how the segmentation was made. It is
@@ -74,7 +74,7 @@ class Level(NamedTuple):
     """One resolution of a store that is being written.
 
     steps  distance between neighboring voxels along z, y, x, in voxels of the full resolution
-    block  shape of the blocks that several processes may write independently, each to its own file if sharded
+    block  shape of blocks that several processes may write independently; in a sharded array, a block is one file
     """
 
     array: Any
@@ -125,7 +125,7 @@ def open_level(path: Path, level_number: int) -> Any:
 
 
 def finish(path: Path) -> None:
-    """Rename the store created by `create` to its final name, and add it to the list of labels of its image."""
+    """Rename the store created by `create` to its final name, and add it to the list of labels of its image, if any."""
     if path.exists():
         shutil.rmtree(path)
     get_partial_path(path).rename(path)
