@@ -24,7 +24,7 @@ from service.models.importers.draft import (
     Fields,
     PackageTest,
     WeightsKind,
-    check_channels,
+    check_channel_count,
     collect_problem,
     find_file,
     read_mapping,
@@ -50,8 +50,8 @@ def read(root: Path) -> Draft:
     """Read a package into a draft. Raises UnsupportedPackage if it is damaged or its network cannot be used."""
     rdf, version = _read_description(root)
     input_tensor, output_tensor = (_get_only_tensor(rdf, side) for side in ("inputs", "outputs"))
-    inputs = _Axes(input_tensor)
-    outputs = _Axes(output_tensor, inputs.channels)
+    input_axes = _Axes(input_tensor)
+    output_axes = _Axes(output_tensor, input_axes.channel_count)
     name, weights, kind = _choose_weights(rdf)
     content: dict[str, Any] = {
         "name": rdf.get_string("name"),
@@ -59,22 +59,22 @@ def read(root: Path) -> Draft:
         "summary": rdf.get_string("description", "A bioimage.io model."),
         "licence": rdf.get_string("license", "Not stated."),
         "training_data": _read_training_data(rdf),
-        "input": {"channels": inputs.channels, "channel_names": inputs.channel_names},
-        "outputs": outputs.channel_names or [f"output {number}" for number in range(outputs.channels)],
+        "input": {"channels": input_axes.channel_count, "channel_names": input_axes.channel_names},
+        "outputs": output_axes.channel_names or [f"output {number}" for number in range(output_axes.channel_count)],
     }
     if kind == "state dict":
         content["architecture"] = _read_architecture(weights, version)
     tests = _read_tests(root, rdf, input_tensor, output_tensor)
     problems: dict[str, str] = {}
-    _add_roi_size(content["input"], problems, inputs, tests)
+    _add_roi_size(content["input"], problems, input_axes, tests)
     with collect_problem(problems, "input.normalisation"):
         content["input"]["normalisation"] = _read_normalization(input_tensor)
     with collect_problem(problems, "activation"):
         content["activation"] = _read_activation(output_tensor)
-    if outputs.channels > 1 and content.get("activation") != "sigmoid":
+    if output_axes.channel_count > 1 and content.get("activation") != "sigmoid":
         content["decoding"] = {"kind": "classes"}
     else:
-        problems["decoding"] = f"{output_tensor.location()} does not specify how labels are computed from the output."
+        problems["decoding"] = f"{output_tensor.locate()} does not specify how labels are computed from the output."
     file = _find_checked_file(root, weights)
     if kind == "onnx":
         if "external_data" in weights:
@@ -113,22 +113,19 @@ def _get_only_tensor(rdf: Fields, side: str) -> Fields:
 
 
 class _Axes:
-    """The channels, channel names, and sizes along z, y, x of a tensor with the axes batch, channel, z, y, x.
+    """Channels and spatial sizes of a tensor. The shape of an output may refer to the number of input channels."""
 
-    `reference_channels` is the number of input channels, to which the shape of an output may refer.
-    """
-
-    def __init__(self, tensor: Fields, reference_channels: int = 1) -> None:
-        self.location = tensor.location("axes")
+    def __init__(self, tensor: Fields, input_channel_count: int = 1) -> None:
+        self.location = tensor.locate("axes")
         self.channel_names: list[str] = []
         self.sizes: list[Any] = []
         axes = tensor.get("axes")
         if isinstance(axes, str):
-            self._read_letters(tensor, axes, reference_channels)
+            self._read_letters(tensor, axes, input_channel_count)
         else:
             self._read_list(tensor)
 
-    def _read_letters(self, tensor: Fields, axes: str, reference_channels: int) -> None:
+    def _read_letters(self, tensor: Fields, axes: str, input_channel_count: int) -> None:
         if axes != "bczyx":
             raise UnsupportedPackage(f"{self.location}: the axes are {axes!r}; only bczyx is supported.")
         shape = tensor.get("shape")
@@ -139,15 +136,15 @@ class _Axes:
             if "reference_tensor" in parameters:
                 scale, offset = (list(parameters.get(key)) for key in ("scale", "offset"))
                 if scale[2:] != [1, 1, 1] or any(offset[2:]):
-                    location = parameters.location("scale")
+                    location = parameters.locate("scale")
                     raise UnsupportedPackage(f"{location}: the output must have the same size as the input.")
-                self.channels = check_channels(
-                    round(reference_channels * scale[1] + 2 * offset[1]), parameters.location("scale")
+                self.channel_count = check_channel_count(
+                    round(input_channel_count * scale[1] + 2 * offset[1]), parameters.locate("scale")
                 )
                 self.sizes = [None] * 3
                 return
             min_shape, steps = parameters.get("min"), parameters.get("step")
-        self.channels = check_channels(int(min_shape[1]), tensor.location("shape"))
+        self.channel_count = check_channel_count(int(min_shape[1]), tensor.locate("shape"))
         self.sizes = [_choose_size(*pair) for pair in zip(min_shape[2:], steps[2:], strict=True)]
 
     def _read_list(self, tensor: Fields) -> None:
@@ -159,7 +156,9 @@ class _Axes:
                 f"{self.location}: the axes are {', '.join(letters)}; only batch, channel, z, y, x are supported."
             )
         self.channel_names = [str(name) for name in axes[1].get("channel_names") or []]
-        self.channels = check_channels(len(self.channel_names) or int(axes[1].get("size") or 1), axes[1].location())
+        self.channel_count = check_channel_count(
+            len(self.channel_names) or int(axes[1].get("size") or 1), axes[1].locate()
+        )
         self.sizes = [_read_size(axis) for axis in axes[2:]]
 
 
@@ -167,7 +166,7 @@ def _read_size(axis: Fields) -> int | None:
     """Return the size of an axis, or None if it refers to another axis."""
     size = axis.get("size")
     if axis.get("halo") or (isinstance(size, dict) and size.get("offset")):
-        raise UnsupportedPackage(f"{axis.location('size')}: the output must have the size of the input and no halo.")
+        raise UnsupportedPackage(f"{axis.locate('size')}: the output must have the size of the input and no halo.")
     if isinstance(size, dict) and "min" in size:
         return _choose_size(size["min"], size.get("step", 0))
     return size if isinstance(size, int) else None
@@ -197,7 +196,7 @@ def _choose_weights(rdf: Fields) -> tuple[str, Fields, WeightsKind]:
     if "pytorch_state_dict" in weights:
         entry = weights.get_mapping("pytorch_state_dict")
         raise UnsupportedPackage(
-            f"{entry.location('architecture')}: the network is not one of {', '.join(ARCHITECTURES)}. Python code from "
+            f"{entry.locate('architecture')}: the network is not one of {', '.join(ARCHITECTURES)}. Python code from "
             "a package is never run. Use a package with onnx weights instead."
         )
     names = ", ".join(weights.as_dict()) or "none"
@@ -233,7 +232,7 @@ def _find_checked_file(root: Path, entry: Fields) -> Path:
     sha256 = entry.get("sha256")
     with path.open("rb") as file:
         if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise UnsupportedPackage(f"{entry.location('sha256')} does not match the SHA-256 of {path.name}.")
+            raise UnsupportedPackage(f"{entry.locate('sha256')} does not match the SHA-256 of {path.name}.")
     return path
 
 
@@ -285,14 +284,14 @@ def _read_normalization(tensor: Fields) -> dict[str, Any]:
         later_steps = []
     _reject_later_steps(name, later_steps)
     if name not in _RANGE_READERS:
-        raise UnsupportedPackage(f"{settings.location()}: {name} is not supported.")
+        raise UnsupportedPackage(f"{settings.locate()}: {name} is not supported.")
     kind, low, high = _RANGE_READERS[name](settings)
     return {"kind": kind, "low": low, "high": high, "clip": clip}
 
 
 def _reject_later_steps(name: str, later_steps: list[tuple[str, Fields]]) -> None:
     if later_steps:
-        raise UnsupportedPackage(f"{later_steps[0][1].location()}: {later_steps[0][0]} after {name} is not supported.")
+        raise UnsupportedPackage(f"{later_steps[0][1].locate()}: {later_steps[0][0]} after {name} is not supported.")
 
 
 def _read_percentiles(settings: Fields) -> tuple[str, float, float]:
@@ -301,7 +300,7 @@ def _read_percentiles(settings: Fields) -> tuple[str, float, float]:
     return "percentile", 0.0 if low is None else float(low), 100.0 if high is None else float(high)
 
 
-def _read_fixed_mean(settings: Fields) -> tuple[str, float, float]:
+def _read_fixed_standardization(settings: Fields) -> tuple[str, float, float]:
     low = _read_number(settings, "mean")
     return "range", low, low + _read_number(settings, "std")
 
@@ -314,8 +313,8 @@ def _read_linear_map(settings: Fields) -> tuple[str, float, float]:
 # Readers of steps that map two intensities or percentiles to 0 and 1. They return a kind, low and high.
 _RANGE_READERS: dict[str, Callable[[Fields], tuple[str, float, float]]] = {
     "scale_range": _read_percentiles,
-    "fixed_zero_mean_unit_variance": _read_fixed_mean,
-    "zero_mean_unit_variance": _read_fixed_mean,
+    "fixed_zero_mean_unit_variance": _read_fixed_standardization,
+    "zero_mean_unit_variance": _read_fixed_standardization,
     "scale_linear": _read_linear_map,
 }
 
@@ -326,7 +325,7 @@ def _read_number(settings: Fields, key: str, default: float | None = None) -> fl
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UnsupportedPackage(f"{settings.location(key)}: expected a single number, not {value!r}.")
+        raise UnsupportedPackage(f"{settings.locate(key)}: expected a single number, not {value!r}.")
     return float(value)
 
 
@@ -334,9 +333,9 @@ def _check_extent(settings: Fields) -> None:
     """Raise UnsupportedPackage for statistics over anything other than a whole channel of the stack."""
     axes = settings.get("axes")
     if axes is not None and not {"z", "y", "x"} <= set(axes):
-        raise UnsupportedPackage(f"{settings.location('axes')}: only statistics over z, y and x are supported.")
+        raise UnsupportedPackage(f"{settings.locate('axes')}: only statistics over z, y and x are supported.")
     if "reference_tensor" in settings or settings.get("mode") == "per_dataset":
-        raise UnsupportedPackage(f"{settings.location('mode')}: only statistics of the stack itself are supported.")
+        raise UnsupportedPackage(f"{settings.locate('mode')}: only statistics of the stack itself are supported.")
 
 
 def _read_activation(tensor: Fields) -> str:
@@ -346,5 +345,5 @@ def _read_activation(tensor: Fields) -> str:
     name, settings = steps[0]
     if len(steps) > 1 or name not in {"sigmoid", "softmax"}:
         step_name = steps[1][0] if name in {"sigmoid", "softmax"} else name
-        raise UnsupportedPackage(f"{settings.location()}: found {step_name}; only one sigmoid or softmax is supported.")
+        raise UnsupportedPackage(f"{settings.locate()}: found {step_name}; only one sigmoid or softmax is supported.")
     return name

@@ -111,25 +111,25 @@ def _load_torch_file(path: Path) -> Any:
         raise _make_error(path, "it was written by neither PyTorch nor safetensors.")
     try:
         with open_torch_archive(path) as archive:
-            copy = copy_members(archive)
+            archive_copy = copy_members(archive)
     except _READ_ERRORS as error:
         raise _make_error(path, str(error)) from error
     try:
-        return torch.load(copy, map_location="cpu", weights_only=True)
+        return torch.load(archive_copy, map_location="cpu", weights_only=True)
     except _READ_ERRORS as error:
-        raise _make_error(path, _explain_pickled_objects(path, copy) or str(error)) from error
+        raise _make_error(path, _explain_pickled_objects(path, archive_copy) or str(error)) from error
 
 
 def _make_error(path: Path, reason: str) -> UnsupportedPackage:
     return UnsupportedPackage(f"{path.name} cannot be read as plain tensors: {reason.strip() or 'it is damaged'}")
 
 
-def _explain_pickled_objects(path: Path, copy: BytesIO) -> str:
+def _explain_pickled_objects(path: Path, archive_copy: BytesIO) -> str:
     """Explain which objects other than tensors a file contains and what to do. Return "" for any other problem."""
-    copy.seek(0)
+    archive_copy.seek(0)
     try:
-        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(copy))
-        with zipfile.ZipFile(copy) as archive:
+        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(archive_copy))
+        with zipfile.ZipFile(archive_copy) as archive:
             pickle_bytes = next(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
         outermost_class = next(
             (str(text).replace(" ", ".") for code, text, _ in genops(pickle_bytes) if code.name == "GLOBAL"), ""
@@ -144,8 +144,8 @@ def _explain_pickled_objects(path: Path, copy: BytesIO) -> str:
         reason, selector = f"it contains objects other than tensors: {', '.join(names[:3])}.", "['state_dict']"
     command = RESAVE_COMMAND.format(name=path.name, safe=False, selector=selector)
     return (
-        f"{reason} Unpickling it could execute arbitrary code, so StackSeg does not. If you trust the file, save only "
-        f"its tensors in the environment in which it was created, and import tensors.pth:\n{command}"
+        f"{reason} Unpickling it could execute arbitrary code, so StackSeg does not unpickle it. If you trust the "
+        f"file, save only its tensors in the environment in which it was created, and import tensors.pth:\n{command}"
     )
 
 

@@ -63,7 +63,7 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return self._content.get(key) is not None
 
-    def location(self, key: str = "") -> str:
+    def locate(self, key: str = "") -> str:
         """Return the path of a key, such as `weights.torchscript.source`."""
         return ".".join(part for part in (self._name, key) if part)
 
@@ -79,19 +79,19 @@ class Fields:
         """Return a string, or `default` if the key is missing."""
         value = self._content.get(key, default)
         if not isinstance(value, str):
-            raise UnsupportedPackage(f"{self.location(key)}: expected a string, not {value!r:.80}.")
+            raise UnsupportedPackage(f"{self.locate(key)}: expected a string, not {value!r:.80}.")
         return value
 
     def get_mapping(self, key: str) -> Fields:
         """Return a nested mapping, which is empty if the key is missing."""
-        return Fields(self._content.get(key) or {}, self.location(key))
+        return Fields(self._content.get(key) or {}, self.locate(key))
 
     def get_mappings(self, key: str) -> list[Fields]:
         """Return a list of nested mappings, which is empty if the key is missing."""
         items = self._content.get(key) or []
         if not isinstance(items, list):
-            raise UnsupportedPackage(f"{self.location(key)}: expected a list, not {items!r:.80}.")
-        return [Fields(item, f"{self.location(key)}[{index}]") for index, item in enumerate(items)]
+            raise UnsupportedPackage(f"{self.locate(key)}: expected a list, not {items!r:.80}.")
+        return [Fields(item, f"{self.locate(key)}[{index}]") for index, item in enumerate(items)]
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def find_file(root: Path, name: str) -> Path:
     return path
 
 
-def check_channels(channel_count: int, location: str) -> int:
+def check_channel_count(channel_count: int, location: str) -> int:
     """Return `channel_count`. Raises UnsupportedPackage, with `location`, if it is out of range."""
     if not 1 <= channel_count <= MAX_CHANNELS:
         raise UnsupportedPackage(f"{location}: found {channel_count} channels; 1 to {MAX_CHANNELS} are supported.")

@@ -28,7 +28,8 @@ from service.models.loader import load_network
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import Architecture, ModelSpec
 
-# Maximum difference from the expected output of a test, relative to the larger of 1 and its largest absolute value.
+# Maximum difference from the expected output of a test, relative to the largest absolute value in the expected output,
+# or to 1 if all values are smaller.
 TEST_TOLERANCE = 1e-3
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # Errors that readers raise if values in a description have unexpected types or sizes.

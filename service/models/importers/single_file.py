@@ -17,7 +17,7 @@ DESCRIPTIONS = {
     "torchscript": "a TorchScript program",
 }
 SIZE_NOTE = (
-    "The file does not contain the voxel size or the object diameter on which the network was trained. Stacks are "
+    "The file does not specify the voxel size or the object diameter of the training data. Stacks are "
     "used at their original resolution unless you specified --voxel-size or --diameter."
 )
 
