@@ -126,7 +126,7 @@ def _make_ambiguous_axes_error(axes: str, shape: Sequence[int], metadata_problem
         problem = f"The axes of the file are ambiguous: its dimensions are {lengths} ({axes})."
     suggested = _suggest_axes(axes, shape)
     if suggested is None:
-        return AmbiguousAxes(f"{problem} Export a single position that has no dimensions other than {AXIS_LETTERS}.")
+        return AmbiguousAxes(f"{problem} Export an image that has no dimensions other than {AXIS_LETTERS}.")
     return AmbiguousAxes(
         f"{problem} Set axes to one letter of {AXIS_LETTERS} per dimension, for example axes={suggested}.",
         parameter="axes",

@@ -30,7 +30,7 @@ The channel is given by its position in the selection. The function is called fr
 """
 
 
-def store_into(pixels: Array) -> StoreBlock:
+def make_block_writer(pixels: Array) -> StoreBlock:
     """Return a `StoreBlock` function that writes to an array [C, Z, Y, X]."""
 
     def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
@@ -116,15 +116,17 @@ class Placement:
         if min(self.offset, *self.strides) < 0 or self.offset + self._compute_extent(0) > os.fstat(file).st_size:
             raise ValueError("the pixels extend beyond the end of the file")
         file = os.dup(file)
-        is_direct = stored_dtype == dtype and self.strides[2:] == Placement.make_dense(dtype, self.shape).strides[2:]
+        can_read_directly = (
+            stored_dtype == dtype and self.strides[2:] == Placement.make_dense(dtype, self.shape).strides[2:]
+        )
 
         def read(z0: int, z1: int) -> Array:
             slab = np.empty((self.shape[0], z1 - z0, *self.shape[2:]), dtype)
-            block = np.empty(0 if is_direct else self._compute_extent(2), np.uint8)
+            block = np.empty(0 if can_read_directly else self._compute_extent(2), np.uint8)
             for channel, z in np.ndindex(slab.shape[:2]):
                 start = self.offset + channel * self.strides[0] + (z0 + z) * self.strides[1]
-                _read_all(file, slab[channel, z] if is_direct else block, start)
-                if not is_direct:
+                _fill_buffer(file, slab[channel, z] if can_read_directly else block, start)
+                if not can_read_directly:
                     slab[channel, z] = np.ndarray(self.shape[2:], stored_dtype, block, 0, self.strides[2:])
             return slab
 
@@ -132,7 +134,7 @@ class Placement:
         return Volume(self.shape, dtype, read, voxel_size, channels, notes)
 
     def _compute_extent(self, axis: int) -> int:
-        """Return the number of bytes from the first to the end of the last pixel, over `axis` and all later axes."""
+        """Return the number of bytes from the first to the last pixel, inclusive, along `axis` and all later axes."""
         steps = zip(self.shape[axis:], self.strides[axis:], strict=True)
         return sum((length - 1) * stride for length, stride in steps) + np.dtype(self.dtype).itemsize
 
@@ -148,15 +150,15 @@ class VolumeLocation:
     is_decoded: bool
 
 
-def _read_all(file: int, buffer: Array, offset: int) -> None:
-    remaining = memoryview(buffer.data).cast("B")
-    while remaining:
-        count = os.preadv(file, [remaining], offset)
-        if not count:
+def _fill_buffer(file: int, buffer: Array, offset: int) -> None:
+    unfilled_part = memoryview(buffer.data).cast("B")
+    while unfilled_part:
+        read_bytes = os.preadv(file, [unfilled_part], offset)
+        if not read_bytes:
             raise BadFile(
                 "The file was truncated while it was being read. Send the request again when the file is complete."
             )
-        remaining, offset = remaining[count:], offset + count
+        unfilled_part, offset = unfilled_part[read_bytes:], offset + read_bytes
 
 
 def get_native_dtype(stored_dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -21,7 +21,7 @@ _INCH_IN_MICROMETERS = 25_400.0
 
 # All units of UnitsLength in the OME schema, and other spellings of common units, such as those of ImageJ.
 MICROMETERS_PER_UNIT: dict[str, float] = {
-    **{f"{prefix}m": 10.0 ** (power + 6) for prefix, power in _SI_EXPONENTS.items()},
+    **{f"{prefix}m": 10.0 ** (exponent + 6) for prefix, exponent in _SI_EXPONENTS.items()},
     "Å": 1e-4,
     "thou": _INCH_IN_MICROMETERS / 1000,
     "li": _INCH_IN_MICROMETERS / 12,
@@ -86,7 +86,7 @@ class Calibration:
         if len(known_sizes) == 3:
             return self.notes
         if not known_sizes:
-            return (*self.notes, NO_VOXEL_SIZE)
+            return (*self.notes, NO_VOXEL_SIZE_NOTE)
         known_text = ", ".join(f"{axis} {size:g} um" for axis, size in known_sizes.items())
         return (
             *self.notes,
@@ -95,7 +95,7 @@ class Calibration:
         )
 
 
-NO_VOXEL_SIZE = (
+NO_VOXEL_SIZE_NOTE = (
     "The file has no voxel size. The plane spacing is assumed to equal the pixel size, and sizes are given in voxels."
     " Set voxel_size=Z,Y,X in micrometers."
 )

@@ -19,7 +19,7 @@ import numpy as np
 from service.core.errors import BadParameter
 from service.core.types import Array, Description, Selection, Volume
 from service.formats.open_stack import OpenStack
-from service.formats.placement import Placement, VolumeLocation, make_temporary_file, map_file, store_into
+from service.formats.placement import Placement, VolumeLocation, make_block_writer, make_temporary_file, map_file
 from service.formats.tiff import reader as tiff_reader
 from service.formats.zarr import reader as zarr_reader
 from service.formats.zarr.reader import ZarrStack
@@ -57,7 +57,7 @@ def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Pa
         if placement is not None and isinstance(path, Path):
             return placement.map_volume(map_file(path), *stack.volume_metadata(selection))
         decoded: Array = np.empty(stack.shape, stack.dtype)
-        stack.decode(store_into(decoded))
+        stack.decode(make_block_writer(decoded))
         return Volume(stack.shape, decoded.dtype, lambda z0, z1: decoded[:, z0:z1], *stack.volume_metadata(selection))
 
 
@@ -128,10 +128,10 @@ def _read_to_file(path: Path | Store, selection: Selection, limit_bytes: int, sc
 
 
 def _write_all(descriptor: int, block: Array, offset: int) -> None:
-    remaining = memoryview(block.data).cast("B")
-    while remaining:
-        written_bytes = os.pwrite(descriptor, remaining, offset)
-        remaining, offset = remaining[written_bytes:], offset + written_bytes
+    unwritten_part = memoryview(block.data).cast("B")
+    while unwritten_part:
+        written_bytes = os.pwrite(descriptor, unwritten_part, offset)
+        unwritten_part, offset = unwritten_part[written_bytes:], offset + written_bytes
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def _open(file: Source, selection: Selection, limit_bytes: int, *, keep_open: bo
 
 
 def _open_source(file: Source, files: ExitStack, *, keep_open: bool) -> Store | BufferedReader:
-    """Return `file` itself if it is a store, the store in a folder, or an open file."""
+    """Return a store unchanged, open a folder as a store, and open any other path or descriptor as a file."""
     if isinstance(file, int):
         return files.enter_context(os.fdopen(file, "rb", closefd=not keep_open))
     if not isinstance(file, Path):

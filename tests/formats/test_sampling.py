@@ -67,7 +67,7 @@ def test_imagej_unit_may_differ_per_axis(metadata: dict[str, Any], size: VoxelSi
     calibration = sampling.parse_imagej_calibration(metadata, RESOLUTION, "ImageJ metadata")
 
     assert calibration.get_voxel_size() == size
-    assert calibration.list_user_notes() == (() if size else (sampling.NO_VOXEL_SIZE,))
+    assert calibration.list_user_notes() == (() if size else (sampling.NO_VOXEL_SIZE_NOTE,))
 
 
 @pytest.mark.parametrize("spacing", [0, -0.5, float("nan"), "x"])

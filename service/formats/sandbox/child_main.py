@@ -64,7 +64,7 @@ def handle_request(request: dict[str, Any], file: Source, make_output: Callable[
     except MemoryError:
         return {
             "error": TooLarge.slug,
-            "message": "Reading the file requires more memory than one file may use. Crop or downsample the stack.",
+            "message": "Reading the file exceeds the memory limit for one file. Crop or downsample the stack.",
         }
     except OSError as error:
         return {"errno": error.errno, "message": error.strerror}

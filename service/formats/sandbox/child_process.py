@@ -1,6 +1,6 @@
 """Child process that parses and decodes stacks for `Reader`. A process that has ended is replaced.
 
-Requests and replies are lines of JSON on a socket. Files are passed with them as open descriptors.
+Requests and replies are lines of JSON on a socket. Files are passed on the same socket as open descriptors.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ReaderProcess:
         except (EOFError, ConnectionError):
             if self._is_shut_down:
                 raise NotReady("The service is stopping.") from None
-            raise self._explain_exit() from None
+            raise self._make_exit_error() from None
         except (ValueError, RecursionError):
             self.restart()
             raise BadFile(INVALID_REPLY_MESSAGE) from None
@@ -149,13 +149,13 @@ class ReaderProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         with ExitStack() as open_files:
             self._error_output = open_files.enter_context(tempfile.TemporaryFile())
-            self._channel, remote = socket.socketpair()
+            self._channel, child_socket = socket.socketpair()
             open_files.enter_context(self._channel)
-            with remote:
+            with child_socket:
                 process = subprocess.Popen(  # noqa: S603 - this interpreter with a module of this package
                     # -P: do not import modules from the working directory, to which other users may be able to write.
                     [sys.executable, "-P", "-m", *self._arguments],
-                    stdin=remote.fileno(),
+                    stdin=child_socket.fileno(),
                     stdout=self._error_output,
                     stderr=self._error_output,
                     env=child_environment(),
@@ -195,7 +195,7 @@ class ReaderProcess:
                 return reply
         raise ValueError("the reply is not a JSON object")
 
-    def _explain_exit(self) -> StackSegError:
+    def _make_exit_error(self) -> StackSegError:
         status = self._log_exit()
         if status >= 0 or -status in _CRASH_SIGNALS:
             return BadFile("The file is damaged: the decoder crashed. Export the file again without compression.")

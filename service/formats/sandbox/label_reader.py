@@ -118,13 +118,13 @@ def _decompress(stream: IO[bytes], shape: Size, make_output: Callable[[int], int
             content.seek(0)
             placement = replace(_parse_npy_header(content, shape), offset=0)
             with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
-                _copy(content, output, placement.nbytes)
+                _copy_bytes(content, output, placement.nbytes)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise BadFile(f"The gzip stream is truncated or damaged: {error}") from error
     return _make_location(placement, is_decoded=True)
 
 
-def _copy(content: IO[bytes], output: IO[bytes], nbytes: int) -> None:
+def _copy_bytes(content: IO[bytes], output: IO[bytes], nbytes: int) -> None:
     remaining_bytes = nbytes
     while remaining_bytes:
         block = content.read(min(remaining_bytes, _COPY_BLOCK_BYTES))

@@ -38,7 +38,7 @@ from service.formats.sandbox.request_files import INVALID_REPLY_MESSAGE, Request
 
 # This module is not imported here, because only the child may run code that parses files.
 CHILD_MODULE = "service.formats.sandbox.child_main"
-# Number of processes that start before the first request. Each uses 20 MB, and its start takes 0.2 s.
+# Number of processes that start before the first request. Each uses 20 MB and takes 0.2 s to start.
 NUM_PRESTARTED_PROCESSES = 2
 # Files that decode to at most this size are decoded immediately, usually in less than a second.
 MAX_SMALL_FILE_BYTES = 2**25

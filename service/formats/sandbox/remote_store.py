@@ -72,10 +72,12 @@ def is_url(location: str) -> bool:
 def check_url(url: str) -> str:
     """Return the URL of a store or a prefix without trailing slashes. Raises BadParameter if it is not supported."""
     try:
-        parts = urlsplit(url)
-        is_plain = not (parts.query or parts.fragment or parts.username or parts.password or "@" in parts.netloc)
-        is_supported = parts.scheme in SCHEMES and parts.hostname is not None
-        _ = parts.port
+        url_parts = urlsplit(url)
+        is_plain = not (
+            url_parts.query or url_parts.fragment or url_parts.username or url_parts.password or "@" in url_parts.netloc
+        )
+        is_supported = url_parts.scheme in SCHEMES and url_parts.hostname is not None
+        _ = url_parts.port
     except ValueError:
         is_plain = is_supported = False
     if not is_supported or not is_plain:
@@ -160,7 +162,7 @@ class _WebServer:
                 # The server may have closed an idle connection.
                 return self._get(file_range)
         except TimeoutError:
-            raise _make_unavailable_error(file_range.key, "the server takes too long") from None
+            raise _make_unavailable_error(file_range.key, "the server takes too long to respond") from None
         except http.client.IncompleteRead:
             raise _make_truncated_error(file_range.key) from None
         except (OSError, ValueError, http.client.HTTPException) as error:

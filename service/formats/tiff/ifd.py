@@ -169,30 +169,30 @@ class _DirectoryReader:
         return directory
 
     def _parse(self, directory: bytes, page_index: int) -> _DirectoryPattern:
-        """Parse a directory entry by entry."""
-        entry, offset_bytes, first_entry = (
+        """Parse a directory, one entry at a time."""
+        entry, offset_bytes, entries_start = (
             self._format.entry,
             self._format.offset.size,
             self._format.count.size,
         )
-        layout, external_values, mask = [], [], bytearray(b"\xff" * first_entry)
-        for start in range(first_entry, len(directory) - offset_bytes, entry.size):
+        layout, external_values, mask_bytes = [], [], bytearray(b"\xff" * entries_start)
+        for start in range(entries_start, len(directory) - offset_bytes, entry.size):
             tag, type_code, value_count, value = entry.unpack_from(directory, start)
             value_position, value_bytes = start + entry.size - offset_bytes, value_count * _TYPE_SIZES.get(type_code, 0)
             if value_bytes > offset_bytes:
                 self._check_value_inside_file(directory, value_position, value_bytes, tag, page_index)
                 external_values.append((tag, value_position, value_bytes))
             defines_layout = tag in _LAYOUT_TAGS
-            mask += b"\xff" * (entry.size - offset_bytes) + (b"\xff" if defines_layout else b"\0") * offset_bytes
+            mask_bytes += b"\xff" * (entry.size - offset_bytes) + (b"\xff" if defines_layout else b"\0") * offset_bytes
             if defines_layout:
                 if offset_bytes < value_bytes <= _MAX_LAYOUT_VALUE_BYTES:
                     value = self._read_bytes(self._format.offset.unpack(value)[0], value_bytes)
                 layout.append(struct.pack("=HHQ", tag, type_code, value_count) + value)
-        bits = int.from_bytes(mask, "little")
+        mask = int.from_bytes(mask_bytes, "little")
         return _DirectoryPattern(
             len(directory),
-            bits,
-            int.from_bytes(directory, "little") & bits,
+            mask,
+            int.from_bytes(directory, "little") & mask,
             b"".join(sorted(layout)),
             tuple(external_values),
         )

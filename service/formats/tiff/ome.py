@@ -49,13 +49,13 @@ class OmeImage:
     time_increment: tuple[str, str]
 
 
-def parse(text: str, page_count: int) -> list[OmeImage]:
+def parse(ome_xml: str, page_count: int) -> list[OmeImage]:
     """Parse the images of an OME-XML document, in document order.
 
     Raises BadFile if the XML declares entities, contradicts itself, or declares planes that the file does not have.
     Raises UnusableOme if the XML is malformed, points to another file, or describes planes in other files.
     """
-    root = _parse_root(text)
+    root = _parse_root(ome_xml)
     tags = {_get_local_name(element) for element in root.iter()}
     if "BinaryOnly" in tags:
         raise UnusableOme("its OME-XML only points to another file, and referenced files are never opened")
@@ -72,9 +72,9 @@ def parse(text: str, page_count: int) -> list[OmeImage]:
     return images
 
 
-def _parse_root(text: str) -> Element:
+def _parse_root(ome_xml: str) -> Element:
     try:
-        root: Element = fromstring(text, forbid_dtd=True)
+        root: Element = fromstring(ome_xml, forbid_dtd=True)
     except DefusedXmlException as error:
         raise BadFile(
             "The OME-XML contains a document type declaration or entities, which are not supported. Remove them."

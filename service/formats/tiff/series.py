@@ -52,8 +52,8 @@ class StoredImage:
     pages             pages in C order of the leading dimensions, all with the same layout
     is_contiguous     whether all pixels follow the first page's offset without gaps; if so, `pages` has only that page
     metadata_problem  clause that explains why the container's metadata cannot be used, or ""
-    channel_names     names of the channels, of which the file may specify fewer or more than the image has
-    colors            colors of the channels as in `Description.colours`, with the same restriction
+    channel_names     channel names in the file; there may be fewer or more names than channels
+    colors            channel colors as in `Description.colours`; there may be fewer or more colors than channels
     """
 
     container: str
@@ -93,7 +93,7 @@ def translate_errors(activity: str) -> Iterator[None]:
         yield
     except MemoryError as error:
         raise TooLarge(
-            f"{activity.capitalize()} requires more memory than one file may use. Crop or downsample the stack."
+            f"{activity.capitalize()} exceeds the memory limit for one file. Crop or downsample the stack."
         ) from error
     except _DECODING_ERRORS as error:
         reason = " ".join(str(error).split())[:160]
@@ -213,21 +213,23 @@ def _read_plain_pages(tiff: TiffFile, structure: Structure) -> StoredImage:
         pages for pages in images if not (_get_keyframe(pages).is_reduced or _get_keyframe(pages).is_mask)
     ] or images
     pages = max(images, key=lambda pages: len(pages) * _count_pixels(_get_keyframe(pages)))
-    page, count = _get_keyframe(pages), len(pages)
+    page, page_count = _get_keyframe(pages), len(pages)
     return StoredImage(
         container="TIFF",
-        axes="I" * (count > 1) + page.axes,
-        shape=(count,) * (count > 1) + page.shape,
+        axes="I" * (page_count > 1) + page.axes,
+        shape=(page_count,) * (page_count > 1) + page.shape,
         pages=pages,
         calibration=metadata.read_resolution(page).get_calibration(),
         notes=_make_choice_notes(len(images), ""),
     )
 
 
-def _make_choice_notes(count: int, name: str) -> tuple[str, ...]:
-    if count == 1:
+def _make_choice_notes(image_count: int, image_name: str) -> tuple[str, ...]:
+    if image_count == 1:
         return ()
-    return (f"The file contains {count} images. The largest{f', {name!r},' if name else ''} is used.",)
+    return (
+        f"The file contains {image_count} images. The largest{f', {image_name!r},' if image_name else ''} is used.",
+    )
 
 
 def _count_pixels(page: TiffPage) -> int:

@@ -120,13 +120,13 @@ def _remove_control_characters(provenance: Mapping[str, str]) -> dict[str, str]:
 def _make_ome_metadata(layout: _FileLayout, provenance: Mapping[str, str]) -> dict[str, object]:
     """Return the metadata from which tifffile generates the OME-XML of a file."""
     # XML cannot represent control characters.
-    names = ["".join(filter(str.isprintable, name)) for name in layout.channel_names]
+    channel_names = ["".join(filter(str.isprintable, name)) for name in layout.channel_names]
     metadata: dict[str, object] = {
         "UUID": str(uuid.uuid4()),
         "Creator": "StackSeg",
         "axes": layout.axes,
         "Name": layout.kind,
-        "Channel": {"Name": names if "C" in layout.axes else layout.kind},
+        "Channel": {"Name": channel_names if "C" in layout.axes else layout.kind},
     }
     if provenance:
         metadata["MapAnnotation"] = {"Namespace": PROVENANCE_NAMESPACE, "Value": dict(provenance)}

@@ -163,7 +163,7 @@ class ZarrArray:
             return None
         if length > self.max_stored_bytes:
             raise BadFile(
-                f"A chunk of the Zarr array has {length} bytes, which is too many for {self.chunk_bytes} decoded bytes."
+                f"A chunk of the Zarr array is stored in {length} bytes, but decodes to only {self.chunk_bytes} bytes."
                 " Export the image again."
             )
         return FileRange(shard_key, length, start)

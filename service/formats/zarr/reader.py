@@ -18,7 +18,7 @@ from service.core.types import Array, Selection
 from service.formats import axes
 from service.formats.axes import Layout
 from service.formats.open_stack import OpenStack
-from service.formats.placement import Placement, StoreBlock, check_size, store_into
+from service.formats.placement import Placement, StoreBlock, check_size, make_block_writer
 from service.formats.zarr.image import ZarrImage, find_image
 from service.formats.zarr.store import Store
 
@@ -89,7 +89,7 @@ class ZarrStack(OpenStack):
         Chunks outside the region are not read.
         """
         decoded: Array = np.empty((self.shape[0], *map(len, region)), self.dtype)
-        self._decode(region, store_into(decoded))
+        self._decode(region, make_block_writer(decoded))
         return decoded
 
     @property

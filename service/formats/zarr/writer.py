@@ -103,17 +103,19 @@ def create(segmentation: Segmentation, path: Path, provenance: Mapping[str, str]
     finished. See `write` for `provenance`.
     """
     image = find_labeled_image(path)
-    version: Literal[2, 3] = 2 if image is not None and not (image / "zarr.json").exists() else 3
+    zarr_format: Literal[2, 3] = 2 if image is not None and not (image / "zarr.json").exists() else 3
     temporary_path = get_partial_path(path)
     path.parent.mkdir(exist_ok=True)
     shutil.rmtree(temporary_path, ignore_errors=True)
-    group = zarr.open_group(temporary_path, mode="w-", zarr_format=version)
+    group = zarr.open_group(temporary_path, mode="w-", zarr_format=zarr_format)
     levels = [
         _create_level(group, level_number, segmentation, steps)
         for level_number, steps in enumerate(_choose_steps(segmentation))
     ]
     datasets = [_describe_level(level_number, segmentation, level.steps) for level_number, level in enumerate(levels)]
-    group.attrs.update(_make_ome_attributes(segmentation, datasets, version, path.name, is_in_image=image is not None))
+    group.attrs.update(
+        _make_ome_attributes(segmentation, datasets, zarr_format, path.name, is_in_image=image is not None)
+    )
     if provenance:
         group.attrs[PROVENANCE_NAMESPACE] = dict(provenance)
     return levels
@@ -131,8 +133,8 @@ def finish(path: Path) -> None:
     get_partial_path(path).rename(path)
     image = find_labeled_image(path)
     if image is not None:
-        version: Literal[2, 3] = 3 if (image / "zarr.json").exists() else 2
-        _register_label(zarr.open_group(path.parent, mode="a", zarr_format=version), path.name, version)
+        zarr_format: Literal[2, 3] = 3 if (image / "zarr.json").exists() else 2
+        _register_label(zarr.open_group(path.parent, mode="a", zarr_format=zarr_format), path.name, zarr_format)
 
 
 def get_partial_path(path: Path) -> Path:
@@ -143,8 +145,8 @@ def get_partial_path(path: Path) -> Path:
 def _choose_steps(segmentation: Segmentation) -> Iterator[tuple[int, int, int]]:
     """Yield the steps along z, y, x of each resolution, beginning with the full resolution.
 
-    Y and X are halved until the planes are small. Z is halved at the same time unless the distance between
-    planes is larger than the resulting pixels.
+    The resolution along Y and X is halved until the planes are small. The resolution along Z is halved at the same time
+    unless the distance between planes is larger than the resulting pixel size.
     """
     sizes = np.array(tuple(segmentation.voxel_size or (np.inf, 1.0, 1.0)))
     steps, shape = np.ones(3, int), np.array(segmentation.pixels.shape[-3:])
@@ -192,24 +194,24 @@ _V2_KEY_ENCODING = {"chunk_key_encoding": {"name": "v2", "separator": "/"}}
 
 
 def _make_ome_attributes(
-    segmentation: Segmentation, datasets: list[dict[str, Any]], version: int, name: str, *, is_in_image: bool
+    segmentation: Segmentation, datasets: list[dict[str, Any]], zarr_format: int, name: str, *, is_in_image: bool
 ) -> dict[str, Any]:
     """Return the OME attributes of the group."""
-    version_attribute = {"version": OME_VERSIONS[version]}
+    version_attribute = {"version": OME_VERSIONS[zarr_format]}
     axes = _describe_axes(segmentation)
     multiscales = {"name": name, "axes": axes, "datasets": datasets, "type": "nearest"}
-    ome: dict[str, Any] = {"multiscales": [multiscales | (version_attribute if version == 2 else {})]}
+    ome: dict[str, Any] = {"multiscales": [multiscales | (version_attribute if zarr_format == 2 else {})]}
     if segmentation.kind == "probabilities":
         ome["omero"] = {"channels": [_describe_channel(label) for label in segmentation.names]}
     else:
-        ome["image-label"] = (version_attribute if version == 2 else {}) | (
+        ome["image-label"] = (version_attribute if zarr_format == 2 else {}) | (
             {"source": {"image": "../../"}} if is_in_image else {}
         )
         if segmentation.names:
             ome["image-label"]["properties"] = [
-                {"label-value": value, "name": label} for value, label in enumerate(segmentation.names)
+                {"label-value": value, "name": class_name} for value, class_name in enumerate(segmentation.names)
             ]
-    return ome if version == 2 else {"ome": version_attribute | ome}
+    return ome if zarr_format == 2 else {"ome": version_attribute | ome}
 
 
 def _describe_axes(segmentation: Segmentation) -> list[dict[str, str]]:
@@ -229,8 +231,8 @@ def _describe_channel(label: str) -> dict[str, Any]:
     return {"label": label, "color": "FFFFFF", "window": {"min": 0, "max": 1, "start": 0, "end": 1}, "active": True}
 
 
-def _register_label(labels: Any, name: str, version: int) -> None:
+def _register_label(labels: Any, name: str, zarr_format: int) -> None:
     """Add the name of a label image to the list in the `labels` group."""
-    ome = dict(labels.attrs) if version == 2 else dict(labels.attrs.get("ome", {}))
+    ome = dict(labels.attrs) if zarr_format == 2 else dict(labels.attrs.get("ome", {}))
     ome["labels"] = sorted({*ome.get("labels", ()), name})
-    labels.attrs.update(ome if version == 2 else {"ome": {"version": OME_VERSIONS[version]} | ome})
+    labels.attrs.update(ome if zarr_format == 2 else {"ome": {"version": OME_VERSIONS[zarr_format]} | ome})
