@@ -31,7 +31,7 @@ class Image(Protocol):
 
     @property
     def calibration(self) -> Calibration:
-        """Voxel size as stored in the file."""
+        """Voxel size that the file specifies, in micrometers."""
 
     @property
     def time_interval(self) -> TimeInterval | None:

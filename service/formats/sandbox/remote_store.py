@@ -27,7 +27,7 @@ from service.formats.zarr.store import FileRange, resolve_range, split_key
 
 # Time limit for receiving one object.
 OBJECT_TIMEOUT_SECONDS = 60.0
-# Time limit for connecting, and for each response of a server.
+# Time limit for connecting, and for each response from a server.
 RESPONSE_TIMEOUT_SECONDS = 10.0
 # Interval between checks for cancellation.
 POLL_SECONDS = 0.2

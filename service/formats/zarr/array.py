@@ -1,4 +1,4 @@
-"""Parse the metadata of arrays in Zarr format 2 or 3, and decode single chunks to a bounded size.
+"""Parse the metadata of arrays in Zarr format 2 or 3, and decode single chunks with bounded memory.
 
 Specifications: https://zarr-specs.readthedocs.io, and numcodecs for the codecs that are common in microscopy.
 zarr-python is not used here because it runs an event loop and threads, and its codecs allocate as much memory as a

@@ -1,7 +1,7 @@
 """Write a segmentation as OME-Zarr, as a separate store or as labels of an existing image.
 
-Separate stores have version 0.5. Labels have the version of their image, 0.4 or 0.5. The `zarr` extra is required.
-Specification: https://ngff.openmicroscopy.org.
+Separate stores are written in OME-Zarr 0.5, and labels in the version of their image, 0.4 or 0.5. The `zarr` extra is
+required. Specification: https://ngff.openmicroscopy.org.
 """
 
 from __future__ import annotations
