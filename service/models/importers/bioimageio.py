@@ -264,7 +264,7 @@ def _read_tensor(path: Path) -> Array:
 
 
 def _read_steps(tensor: Fields, key: str) -> list[tuple[str, Fields]]:
-    """Return the names (`id` since 0.5, `name` before) and settings of processing steps, except dtype conversions."""
+    """Return the names (`id` since format 0.5) and settings of processing steps, except dtype conversions."""
     steps = [(str(step.get("id") or step.get("name")), step.get_mapping("kwargs")) for step in tensor.get_mappings(key)]
     return [(name, settings) for name, settings in steps if name != "ensure_dtype"]
 

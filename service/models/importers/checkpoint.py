@@ -72,7 +72,7 @@ def is_torchscript(path: Path) -> bool:
         with open_torch_archive(path) as archive:
             return any(name.endswith("/constants.pkl") for name in archive.namelist())
     except _READ_ERRORS as error:
-        raise _make_error(path, str(error)) from error
+        raise _make_unreadable_error(path, str(error)) from error
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -93,7 +93,7 @@ def _load_safetensors(path: Path) -> Any:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise _make_error(path, str(error)) from error
+        raise _make_unreadable_error(path, str(error)) from error
 
 
 def _load_torch_file(path: Path) -> Any:
@@ -102,25 +102,25 @@ def _load_torch_file(path: Path) -> Any:
         header = file.read(len(LEGACY_TORCH_HEADER))
     if header == LEGACY_TORCH_HEADER:
         command = RESAVE_COMMAND.format(name=path.name, safe=True, selector="")
-        raise _make_error(
+        raise _make_unreadable_error(
             path, f"it was written by PyTorch before 1.6. Save the file again and import tensors.pth:\n{command}"
         )
     if is_torchscript(path):
-        raise _make_error(path, "it is a TorchScript program.")
+        raise _make_unreadable_error(path, "it is a TorchScript program.")
     if not zipfile.is_zipfile(path):
-        raise _make_error(path, "it was written by neither PyTorch nor safetensors.")
+        raise _make_unreadable_error(path, "it was written by neither PyTorch nor safetensors.")
     try:
         with open_torch_archive(path) as archive:
             archive_copy = copy_members(archive)
     except _READ_ERRORS as error:
-        raise _make_error(path, str(error)) from error
+        raise _make_unreadable_error(path, str(error)) from error
     try:
         return torch.load(archive_copy, map_location="cpu", weights_only=True)
     except _READ_ERRORS as error:
-        raise _make_error(path, _explain_pickled_objects(path, archive_copy) or str(error)) from error
+        raise _make_unreadable_error(path, _explain_pickled_objects(path, archive_copy) or str(error)) from error
 
 
-def _make_error(path: Path, reason: str) -> UnsupportedPackage:
+def _make_unreadable_error(path: Path, reason: str) -> UnsupportedPackage:
     return UnsupportedPackage(f"{path.name} cannot be read as plain tensors: {reason.strip() or 'it is damaged'}")
 
 

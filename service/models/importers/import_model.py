@@ -49,9 +49,9 @@ class ImportResult(NamedTuple):
 
 
 def import_model(
-    path: Path, models: Path, overrides: Mapping[str, Any], *, prepare: ImagePreparer, trust: bool = False
+    path: Path, models_folder: Path, overrides: Mapping[str, Any], *, prepare: ImagePreparer, trust: bool = False
 ) -> ImportResult:
-    """Create the model folder `models/<name>` from a package, which is a folder or a file.
+    """Create a model folder in `models_folder` from a package, which is a folder or a file.
 
     overrides  values of model keys that override the values in the package
     prepare    function that prepares the network's input for the package's own tests
@@ -68,7 +68,7 @@ def import_model(
                 "do. Export the network as ONNX or with torch.export. If you trust the author of the file as you would "
                 "trust the author of a program that you install, import the file with --trust."
             )
-        return _write_model_folder(draft, models, overrides, prepare)
+        return _write_model_folder(draft, models_folder, overrides, prepare)
 
 
 @contextmanager
@@ -95,23 +95,23 @@ def _read_draft(path: Path) -> Iterator[Draft]:
 
 
 def _write_model_folder(
-    draft: Draft, models: Path, overrides: Mapping[str, Any], prepare: ImagePreparer
+    draft: Draft, models_folder: Path, overrides: Mapping[str, Any], prepare: ImagePreparer
 ) -> ImportResult:
-    """Write a model folder to a temporary folder in `models`, check it, and move it to `models/<name>`."""
+    """Write a model folder to a temporary folder inside `models_folder`, check it, and move it to its final path."""
     content = _make_content(draft, overrides)
     problems = dict.fromkeys(draft.missing_keys, f"{FORMAT_NAMES[draft.kind]} files do not contain it") | draft.problems
     unresolved = {key: problem for key, problem in problems.items() if not _has_key(overrides, key)}
     if unresolved:
         raise MissingKeys(f"{draft.weights_path.name} is {draft.description}", unresolved)
     override_notes = [
-        f"You specified {key} because the setting in the package is not supported: {problem}"
+        f"Your value of {key} is used because the setting in the package is not supported: {problem}"
         for key, problem in draft.problems.items()
     ]
-    target = models / content["name"]
+    target = models_folder / content["name"]
     if target.exists():
         raise UnsupportedPackage(f"{target} already exists. Choose another name with --name, or delete that folder.")
-    models.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".import-", dir=models) as scratch_folder:
+    models_folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".import-", dir=models_folder) as scratch_folder:
         folder = Path(scratch_folder) / content["name"]
         folder.mkdir()
         content["weights"] = _store_weights(draft, content.get("architecture"), folder)

@@ -30,8 +30,10 @@ WEIGHTS_FILES: tuple[tuple[str, WeightsKind], ...] = (
     ("models/model.ts", "torchscript"),
 )
 # Transforms that are ignored, because StackSeg loads files, arranges axes and inverts the resampling itself.
-_IGNORED = "LoadImaged EnsureChannelFirstd EnsureTyped ToTensord ToDeviced CastToTyped Invertd SaveImaged Identityd"
-IGNORED_TRANSFORMS = frozenset(_IGNORED.split())
+_IGNORED_NAMES = (
+    "LoadImaged EnsureChannelFirstd EnsureTyped ToTensord ToDeviced CastToTyped Invertd SaveImaged Identityd"
+)
+IGNORED_TRANSFORMS = frozenset(_IGNORED_NAMES.split())
 SPACING_TRANSFORM = "Spacingd"
 # Maximum nesting depth of a configuration with resolved references.
 MAX_DEPTH = 32
@@ -224,7 +226,7 @@ def _read_name(step: Fields) -> str:
     return step.get_string("_target_").rpartition(".")[2]
 
 
-def _read_normalization(config: Fields, channels: Any) -> dict[str, Any]:
+def _read_normalization(config: Fields, channel_count: Any) -> dict[str, Any]:
     """Read the intensity normalization. Raises UnsupportedPackage for all other transforms except `Spacingd`."""
     if "preprocessing" not in config:
         raise UnsupportedPackage("preprocessing: this key is missing, so the normalization of images is unknown.")
@@ -232,7 +234,7 @@ def _read_normalization(config: Fields, channels: Any) -> dict[str, Any]:
     if step is None:
         return {"kind": "range", "low": 0.0, "high": 1.0}
     name = _read_name(step)
-    if channels != 1 and name != "ScaleIntensityRanged" and not step.get("channel_wise") and "divisor" not in step:
+    if channel_count != 1 and name != "ScaleIntensityRanged" and not step.get("channel_wise") and "divisor" not in step:
         raise UnsupportedPackage(
             f"{step.locate('channel_wise')}: statistics computed jointly over all channels are not supported."
         )

@@ -268,7 +268,7 @@ def test_unsupported_spacing_is_rejected_unless_overridden(
         import_bundle(inference, input={"normalisation": {"kind": "zscore"}})
     spec, notes = import_bundle(inference, input={"voxel_size": None})
     assert spec.input.voxel_size is None
-    assert any("You specified input.voxel_size" in note and "transforms[0]" in note for note in notes)
+    assert any("Your value of input.voxel_size" in note and "transforms[0]" in note for note in notes)
 
 
 def test_unsupported_transforms_are_reported(import_bundle: Callable[..., ImportResult]) -> None:
