@@ -15,23 +15,25 @@ from service.core.errors import AmbiguousAxes, BadFile, BadParameter
 from service.core.quantities import TimeRange
 from service.core.types import Array, Selection, StackShape
 
-LETTERS = "TZCYXS"
+AXIS_LETTERS = "TZCYXS"
 _UNNAMED_AXES = "QI"  # tifffile's letters for dimensions without a name
-_MAX_SUGGESTED_CHANNELS = 6  # longest unnamed dimension that is suggested as channels
+_MAX_SUGGESTED_CHANNELS = 6  # longest unnamed dimension that is suggested as the channel axis
 
 
 @dataclass(frozen=True)
 class Layout:
     """Axes and shape of a stored array. Dimensions of length 1 may be missing.
 
-    axes, shape  one letter of TZCYXS per dimension; Y and X are always included
+    axes   one letter of TZCYXS per dimension; Y and X are always included
+    shape  length of each dimension
+    notes  notes for the user about how the axes were determined
     """
 
     axes: str
     shape: tuple[int, ...]
     notes: tuple[str, ...] = ()
 
-    def length(self, axis: str) -> int:
+    def get_length(self, axis: str) -> int:
         """Return the length along an axis, or 1 if the array does not have the axis."""
         return self.shape[self.axes.index(axis)] if axis in self.axes else 1
 
@@ -41,7 +43,7 @@ class StackPart:
     """Selected part of a stack.
 
     time      index of the time point; None if a range is selected, or if none of several time points is selected
-    channels  channel numbers; sample s of channel c has the number c * samples + s
+    channels  channel numbers; with n samples per pixel, sample s of channel c has the number c * n + s
     """
 
     time: int | None
@@ -50,10 +52,10 @@ class StackPart:
 
 def get_part_shape(layout: Layout, part: StackPart) -> StackShape:
     """Return the shape (C, Z, Y, X) of the selected part."""
-    return len(part.channels), layout.length("Z"), layout.length("Y"), layout.length("X")
+    return len(part.channels), layout.get_length("Z"), layout.get_length("Y"), layout.get_length("X")
 
 
-def expand(pixels: Array, letters: str) -> Array:
+def expand_to_cszyx(pixels: Array, letters: str) -> Array:
     """Transpose pixels whose axes are a subset of CSZYX to [C, S, Z, Y, X], with length 1 for the missing axes."""
     missing_axes = "".join(axis for axis in "CSZYX" if axis not in letters)
     pixels = pixels[(np.newaxis,) * len(missing_axes)]
@@ -67,8 +69,8 @@ def find_channels(
 
     `block_start` contains the numbers of the first channel and of the first sample in the block.
     """
-    for position, number in enumerate(part.channels):
-        c, s = divmod(number, layout.length("S"))
+    for position, channel_number in enumerate(part.channels):
+        c, s = divmod(channel_number, layout.get_length("S"))
         c, s = c - block_start[0], s - block_start[1]
         if 0 <= c < block.shape[0] and 0 <= s < block.shape[1]:
             yield position, (c, s)
@@ -95,7 +97,7 @@ def resolve_axes(axes: str, shape: Sequence[int], override: str | None, metadata
     if not _has_valid_plane(axes) or _has_ambiguous_axes(metadata_problem, axes):
         raise _make_ambiguous_axes_error(axes, shape, metadata_problem)
     notes = (f"The file's metadata is ignored: {metadata_problem}.",) if metadata_problem else ()
-    if set(axes) <= set(LETTERS):
+    if set(axes) <= set(AXIS_LETTERS):
         return Layout(axes, shape, notes)
     if len(axes) == 3 and axes[0] in _UNNAMED_AXES:
         note = (
@@ -124,9 +126,9 @@ def _make_ambiguous_axes_error(axes: str, shape: Sequence[int], metadata_problem
         problem = f"The axes of the file are ambiguous: its dimensions are {lengths} ({axes})."
     suggested = _suggest_axes(axes, shape)
     if suggested is None:
-        return AmbiguousAxes(f"{problem} Export a single position that has no dimensions other than {LETTERS}.")
+        return AmbiguousAxes(f"{problem} Export an image that has no dimensions other than {AXIS_LETTERS}.")
     return AmbiguousAxes(
-        f"{problem} Set axes to one letter of {LETTERS} per dimension, for example axes={suggested}.",
+        f"{problem} Set axes to one letter of {AXIS_LETTERS} per dimension, for example axes={suggested}.",
         parameter="axes",
         suggested={"axes": suggested},
     )
@@ -139,9 +141,9 @@ def squeeze(axes: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
 
 
 def _apply_override(override: str, axes: str, shape: Sequence[int]) -> Layout:
-    if not set(override) <= set(LETTERS) or not _has_valid_plane(override):
+    if not set(override) <= set(AXIS_LETTERS) or not _has_valid_plane(override):
         raise BadParameter(
-            f"axes={override!r} is not valid. Use each letter of {LETTERS} at most once, and include Y and X.",
+            f"axes={override!r} is not valid. Use each letter of {AXIS_LETTERS} at most once, and include Y and X.",
             parameter="axes",
         )
     squeezed_shape = squeeze(axes, shape)[1]
@@ -155,17 +157,17 @@ def _apply_override(override: str, axes: str, shape: Sequence[int]) -> Layout:
     )
 
 
-def select(layout: Layout, names: Sequence[str], selection: Selection) -> StackPart:
+def select_part(layout: Layout, channel_names: Sequence[str], selection: Selection) -> StackPart:
     """Select a time point and channels. By default, select all channels, and the time point if the stack has only one.
 
-    Raises BadParameter if the file does not have the time point or channel. The message lists the existing ones.
+    Raises BadParameter if the file does not have the time point or channel. The error message lists those that exist.
     """
-    return StackPart(_select_time(layout, selection.time), _select_channels(names, selection.channel))
+    return StackPart(_select_time(layout, selection.time), _select_channels(channel_names, selection.channel))
 
 
 def select_times(layout: Layout, times: TimeRange) -> range:
     """Return the time points of a range. Raises BadParameter if the file does not have all of them."""
-    count = layout.length("T")
+    count = layout.get_length("T")
     stop = count if times.stop is None else times.stop
     if not times.first < stop <= count:
         requested = f"{times.first}:{'' if times.stop is None else times.stop}"
@@ -179,16 +181,16 @@ def select_times(layout: Layout, times: TimeRange) -> range:
 
 def explain_time_choice(layout: Layout) -> str:
     """Return the message for a file with several time points if the request selects none."""
-    count = layout.length("T")
+    count = layout.get_length("T")
     message = f"The file has {count} time points. Choose one with time=0 to time={count - 1}, or all with time=all."
-    if layout.length("Z") == 1:
+    if layout.get_length("Z") == 1:
         other_axes = layout.axes.replace("Z", "").replace("T", "Z")
         message += f" If they are the planes of one stack, set axes={other_axes}."
     return message
 
 
 def _select_time(layout: Layout, time: int | TimeRange | None) -> int | None:
-    count = layout.length("T")
+    count = layout.get_length("T")
     if isinstance(time, TimeRange):
         select_times(layout, time)
         return None
@@ -207,11 +209,11 @@ def _format_times(count: int) -> str:
     return "one time point: time=0" if count == 1 else f"{count} time points: time=0 to time={count - 1}"
 
 
-def _select_channels(names: Sequence[str], channel: int | str | None) -> tuple[int, ...]:
+def _select_channels(channel_names: Sequence[str], channel: int | str | None) -> tuple[int, ...]:
     if channel is None:
-        return tuple(range(len(names)))
+        return tuple(range(len(channel_names)))
     requested_name = str(channel).strip()
-    matches = _find_by_name(names, requested_name)
+    matches = _find_channels_by_name(channel_names, requested_name)
     if len(matches) > 1:
         raise BadParameter(
             f"channel={channel!r} is ambiguous: {len(matches)} channels have this name. Choose one by its number.",
@@ -219,18 +221,18 @@ def _select_channels(names: Sequence[str], channel: int | str | None) -> tuple[i
             suggested={"channel": str(matches[0])},
         )
     index = matches[0] if matches else _parse_index(requested_name)
-    if index is None or not 0 <= index < len(names):
+    if index is None or not 0 <= index < len(channel_names):
         raise BadParameter(
-            f"channel={channel!r} does not exist: the file has {_format_channels(names)}.", parameter="channel"
+            f"channel={channel!r} does not exist: the file has {_format_channels(channel_names)}.", parameter="channel"
         )
     return (index,)
 
 
-def _find_by_name(names: Sequence[str], name: str) -> list[int]:
-    """Return the channels with exactly this name, or if there are none, those whose name differs only in case."""
-    exact_matches = [index for index, channel in enumerate(names) if channel and channel == name]
+def _find_channels_by_name(channel_names: Sequence[str], name: str) -> list[int]:
+    """Return the indices of the channels with this name or, if none has it, with a name that differs only in case."""
+    exact_matches = [index for index, channel in enumerate(channel_names) if channel and channel == name]
     return exact_matches or [
-        index for index, channel in enumerate(names) if channel and channel.lower() == name.lower()
+        index for index, channel in enumerate(channel_names) if channel and channel.lower() == name.lower()
     ]
 
 
@@ -241,11 +243,13 @@ def _parse_index(text: str) -> int | None:
         return None
 
 
-def _format_channels(names: Sequence[str]) -> str:
+def _format_channels(channel_names: Sequence[str]) -> str:
     """Return a string such as "2 channels: 0 (DAPI), 1"."""
-    channel_list = ", ".join(f"{index} ({name})" if name else str(index) for index, name in enumerate(names[:16]))
-    suffix = f" and {len(names) - 16} more" if len(names) > 16 else ""
-    return f"{len(names)} channel{'s' * (len(names) > 1)}: {channel_list}{suffix}"
+    channel_list = ", ".join(
+        f"{index} ({name})" if name else str(index) for index, name in enumerate(channel_names[:16])
+    )
+    suffix = f" and {len(channel_names) - 16} more" if len(channel_names) > 16 else ""
+    return f"{len(channel_names)} channel{'s' * (len(channel_names) > 1)}: {channel_list}{suffix}"
 
 
 def _format_shape(shape: Sequence[int]) -> str:
@@ -264,11 +268,11 @@ def _suggest_axes(axes: str, shape: Sequence[int]) -> str | None:
     """Suggest axes for an override. Return None if there are more dimensions than letters.
 
     Letters from the file are retained if possible. The shortest of several unnamed dimensions becomes the channel
-    axis if it is short enough. The innermost of the remaining dimensions becomes z, and the next one time.
+    axis if it is short enough. The innermost of the remaining dimensions becomes z, and the next one becomes time.
     """
-    if len(axes) > len(LETTERS):
+    if len(axes) > len(AXIS_LETTERS):
         return None
-    letters = [axis if axis in LETTERS and axis not in axes[:index] else "" for index, axis in enumerate(axes)]
+    letters = [axis if axis in AXIS_LETTERS and axis not in axes[:index] else "" for index, axis in enumerate(axes)]
     _assign_plane_axes(letters)
     _assign_remaining_axes(letters, shape)
     return "".join(letters)

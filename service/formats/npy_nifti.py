@@ -1,4 +1,4 @@
-"""Write .npy files and NIfTI-1 for medical image viewers, and compress arrays that are sent between processes."""
+"""Write .npy and NIfTI-1 files, and compress arrays of labels that processes exchange."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MICROMETER_UNIT = 3
 _HEADER_BYTES = 352
 _MAX_AXIS_LENGTH = 2**15 - 1
 _SCANNER_COORDINATES = 1
-# `wbits` of zlib for the largest window in the gzip format.
+# zlib's `wbits` argument for the gzip format with the largest window.
 _GZIP_WBITS = 31
-SLAB_PLANES = 16
+PLANES_PER_SLAB = 16
 
 
 def write_npy(volume: Volume, path: Path) -> None:
@@ -80,17 +80,17 @@ def make_nifti_header(volume: Volume) -> bytes:
 
 
 def _read_slabs(volume: Volume) -> Iterator[Array]:
-    """Yield slabs [z, Y, X] of up to `SLAB_PLANES` planes of the first channel."""
-    for z in range(0, volume.shape[1], SLAB_PLANES):
-        yield volume.read(z, min(z + SLAB_PLANES, volume.shape[1]))[0]
+    """Yield slabs [z, Y, X] of up to `PLANES_PER_SLAB` planes of the first channel."""
+    for z in range(0, volume.shape[1], PLANES_PER_SLAB):
+        yield volume.read(z, min(z + PLANES_PER_SLAB, volume.shape[1]))[0]
 
 
 def pack(array: Array) -> bytes:
-    """Compress an array of labels. Speed matters more than the compression ratio."""
+    """Compress an array of labels with the fastest compression level."""
     return isal_zlib.compress(np.ascontiguousarray(array).data, 1)
 
 
-def unpack(data: bytes, shape: Sequence[int], dtype: DTypeLike) -> Array:
-    """Decompress an array that was compressed with `pack`."""
+def unpack(compressed_pixels: bytes, shape: Sequence[int], dtype: DTypeLike) -> Array:
+    """Decompress the pixels of an array that was compressed with `pack`."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    return np.frombuffer(isal_zlib.decompress(data, bufsize=max(nbytes, 1)), dtype).reshape(shape)
+    return np.frombuffer(isal_zlib.decompress(compressed_pixels, bufsize=max(nbytes, 1)), dtype).reshape(shape)

@@ -23,7 +23,7 @@ class Image(Protocol):
 
     @property
     def container(self) -> str:
-        """Name of the format."""
+        """Name of the file format."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -31,7 +31,7 @@ class Image(Protocol):
 
     @property
     def calibration(self) -> Calibration:
-        """Voxel size as stored in the file."""
+        """Voxel size that the file specifies, in micrometers."""
 
     @property
     def time_interval(self) -> TimeInterval | None:
@@ -49,7 +49,7 @@ class OpenStack(ABC):
     image: Image
     layout: Layout
     part: StackPart
-    names: tuple[str, ...]
+    channel_names: tuple[str, ...]
 
     @property
     @abstractmethod
@@ -59,11 +59,11 @@ class OpenStack(ABC):
     @property
     @abstractmethod
     def decoded_bytes(self) -> int:
-        """Number of bytes to decode for the selected part if `locate` returns None."""
+        """Number of bytes that have to be decoded for the selected part if `locate` returns None."""
 
     @cached_property
     def placement(self) -> Placement | None:
-        """Location of the selected pixels in the file, or None if they have to be decoded.
+        """Location of the selected pixels in the file, or None if the pixels have to be decoded.
 
         Raises BadParameter if the stack has several time points and none is selected.
         """
@@ -95,7 +95,7 @@ class OpenStack(ABC):
     @property
     def channels(self) -> tuple[str, ...]:
         """Names of the selected channels."""
-        return tuple(self.names[number] for number in self.part.channels)
+        return tuple(self.channel_names[channel_number] for channel_number in self.part.channels)
 
     def choose_voxel_size(self, selection: Selection) -> VoxelSize | None:
         """Return the voxel size from the request or, if the request has none, from the file."""
@@ -106,7 +106,7 @@ class OpenStack(ABC):
         notes = [*self.image.notes, *self.layout.notes]
         if selection.voxel_size is None:
             notes += self.image.calibration.list_user_notes()
-        if self.layout.length("Z") == 1:
+        if self.layout.get_length("Z") == 1:
             notes.append("The selection is a single plane. It is segmented as a stack with one plane.")
         return tuple(notes)
 
@@ -128,9 +128,9 @@ class OpenStack(ABC):
             dtype=self.image.dtype.name,
             voxel_size=voxel_size,
             voxel_size_from="the request" if selection.voxel_size else source,
-            channels=self.names,
+            channels=self.channel_names,
             colours=self.colors,
-            times=self.layout.length("T"),
+            times=self.layout.get_length("T"),
             notes=self.list_notes(selection),
             time_interval=self.image.time_interval,
             time_points=None if time_range is None else (time_range.start, time_range.stop),

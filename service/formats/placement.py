@@ -1,8 +1,7 @@
 """Location of a volume's pixels in a file, and volumes that read the pixels from the file.
 
 Uncompressed pixels with constant strides are not copied: a `Placement` locates them, and the volume memory-maps the
-file.
-Decoded pixels are written to a separate file, which is read in the same way.
+file. Decoded pixels are written to a separate file, which is read in the same way.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ The channel is given by its position in the selection. The function is called fr
 """
 
 
-def store_into(pixels: Array) -> StoreBlock:
+def make_block_writer(pixels: Array) -> StoreBlock:
     """Return a `StoreBlock` function that writes to an array [C, Z, Y, X]."""
 
     def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
@@ -41,8 +40,8 @@ def store_into(pixels: Array) -> StoreBlock:
     return store
 
 
-def make_file(folder: Path, nbytes: int) -> IO[bytes]:
-    """Create an unnamed file, and its folder if it does not exist. The file disappears when it is closed."""
+def make_temporary_file(folder: Path, nbytes: int) -> IO[bytes]:
+    """Create an unnamed file in a folder, which is created if it does not exist. Closing the file deletes it."""
     folder.mkdir(mode=0o700, exist_ok=True)
     with ExitStack() as undo:
         file = undo.enter_context(tempfile.TemporaryFile(dir=folder))
@@ -108,8 +107,7 @@ class Placement:
     ) -> Volume:
         """Return a volume that reads each slab from an open file into new memory.
 
-        The volume keeps its own duplicate of the descriptor. Reading a slab raises BadFile if the file has been
-        truncated.
+        The volume owns a duplicate of the descriptor. Reading a slab raises BadFile if the file has been truncated.
 
         Raises ValueError if the placement extends beyond the file.
         """
@@ -118,15 +116,17 @@ class Placement:
         if min(self.offset, *self.strides) < 0 or self.offset + self._compute_extent(0) > os.fstat(file).st_size:
             raise ValueError("the pixels extend beyond the end of the file")
         file = os.dup(file)
-        is_direct = stored_dtype == dtype and self.strides[2:] == Placement.make_dense(dtype, self.shape).strides[2:]
+        can_read_directly = (
+            stored_dtype == dtype and self.strides[2:] == Placement.make_dense(dtype, self.shape).strides[2:]
+        )
 
         def read(z0: int, z1: int) -> Array:
             slab = np.empty((self.shape[0], z1 - z0, *self.shape[2:]), dtype)
-            block = np.empty(0 if is_direct else self._compute_extent(2), np.uint8)
+            block = np.empty(0 if can_read_directly else self._compute_extent(2), np.uint8)
             for channel, z in np.ndindex(slab.shape[:2]):
                 start = self.offset + channel * self.strides[0] + (z0 + z) * self.strides[1]
-                _read_all(file, slab[channel, z] if is_direct else block, start)
-                if not is_direct:
+                _fill_buffer(file, slab[channel, z] if can_read_directly else block, start)
+                if not can_read_directly:
                     slab[channel, z] = np.ndarray(self.shape[2:], stored_dtype, block, 0, self.strides[2:])
             return slab
 
@@ -134,7 +134,7 @@ class Placement:
         return Volume(self.shape, dtype, read, voxel_size, channels, notes)
 
     def _compute_extent(self, axis: int) -> int:
-        """Return the number of bytes from the first pixel to the end of the last one, over the axes from `axis` on."""
+        """Return the number of bytes from the first to the last pixel, inclusive, along `axis` and all later axes."""
         steps = zip(self.shape[axis:], self.strides[axis:], strict=True)
         return sum((length - 1) * stride for length, stride in steps) + np.dtype(self.dtype).itemsize
 
@@ -150,15 +150,15 @@ class VolumeLocation:
     is_decoded: bool
 
 
-def _read_all(file: int, buffer: Array, offset: int) -> None:
-    rest = memoryview(buffer.data).cast("B")
-    while rest:
-        count = os.preadv(file, [rest], offset)
-        if not count:
+def _fill_buffer(file: int, buffer: Array, offset: int) -> None:
+    unfilled_part = memoryview(buffer.data).cast("B")
+    while unfilled_part:
+        read_bytes = os.preadv(file, [unfilled_part], offset)
+        if not read_bytes:
             raise BadFile(
                 "The file was truncated while it was being read. Send the request again when the file is complete."
             )
-        rest, offset = rest[count:], offset + count
+        unfilled_part, offset = unfilled_part[read_bytes:], offset + read_bytes
 
 
 def get_native_dtype(stored_dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -168,7 +168,7 @@ def get_native_dtype(stored_dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def check_size(nbytes: int, limit_bytes: int, subject: str = "The selected volume") -> None:
-    """Raise TooLarge if `subject` decodes to more bytes than the limit."""
+    """Raise TooLarge, with a message about `subject`, if its decoded size exceeds the limit."""
     if nbytes > limit_bytes:
         raise TooLarge(
             f"{subject} decodes to {_format_bytes(nbytes)}, but this service reads up to {_format_bytes(limit_bytes)}."

@@ -1,4 +1,4 @@
-"""Voxel sizes and time intervals from file metadata, which uses many units and names and is often missing or wrong.
+"""Parse voxel sizes and time intervals from file metadata, which is often missing or wrong and uses many units.
 
 Voxel sizes are converted to micrometers. A wrong voxel size never makes a file unreadable: a value that is not a
 positive number in a known unit is treated as unknown, and an unknown voxel size adds a note.
@@ -21,7 +21,7 @@ _INCH_IN_MICROMETERS = 25_400.0
 
 # All units of UnitsLength in the OME schema, and other spellings of common units, such as those of ImageJ.
 MICROMETERS_PER_UNIT: dict[str, float] = {
-    **{f"{prefix}m": 10.0 ** (power + 6) for prefix, power in _SI_EXPONENTS.items()},
+    **{f"{prefix}m": 10.0 ** (exponent + 6) for prefix, exponent in _SI_EXPONENTS.items()},
     "Å": 1e-4,
     "thou": _INCH_IN_MICROMETERS / 1000,
     "li": _INCH_IN_MICROMETERS / 12,
@@ -39,10 +39,12 @@ MICROMETERS_PER_UNIT: dict[str, float] = {
     '"': _INCH_IN_MICROMETERS,
     "angstrom": 1e-4,
 }
-for _word, _micrometers in (("meter", 1e6), ("metre", 1e6), ("micron", 1.0)):
-    for _name, _factor in (("", 1.0), ("milli", 1e-3), ("centi", 1e-2), ("micro", 1e-6), ("nano", 1e-9)):
-        if _word != "micron" or not _name:
-            MICROMETERS_PER_UNIT[f"{_name}{_word}"] = MICROMETERS_PER_UNIT[f"{_name}{_word}s"] = _micrometers * _factor
+for _unit_name, _micrometers in (("meter", 1e6), ("metre", 1e6), ("micron", 1.0)):
+    for _prefix, _factor in (("", 1.0), ("milli", 1e-3), ("centi", 1e-2), ("micro", 1e-6), ("nano", 1e-9)):
+        if _unit_name != "micron" or not _prefix:
+            MICROMETERS_PER_UNIT[f"{_prefix}{_unit_name}"] = MICROMETERS_PER_UNIT[f"{_prefix}{_unit_name}s"] = (
+                _micrometers * _factor
+            )
 
 # Units of UnitsTime in the OME schema that are relevant for microscopy, by their spellings in OME and ImageJ.
 TIME_UNITS = {
@@ -71,7 +73,7 @@ class Calibration:
     notes: tuple[str, ...] = ()
 
     def get_voxel_size(self) -> VoxelSize | None:
-        """Return the voxel size, or None if any of its three edge lengths is unknown."""
+        """Return the voxel size, or None if it is unknown along any axis."""
         if self.z is None or self.y is None or self.x is None:
             return None
         return VoxelSize(self.z, self.y, self.x)
@@ -84,7 +86,7 @@ class Calibration:
         if len(known_sizes) == 3:
             return self.notes
         if not known_sizes:
-            return (*self.notes, NO_VOXEL_SIZE)
+            return (*self.notes, NO_VOXEL_SIZE_NOTE)
         known_text = ", ".join(f"{axis} {size:g} um" for axis, size in known_sizes.items())
         return (
             *self.notes,
@@ -93,7 +95,7 @@ class Calibration:
         )
 
 
-NO_VOXEL_SIZE = (
+NO_VOXEL_SIZE_NOTE = (
     "The file has no voxel size. The plane spacing is assumed to equal the pixel size, and sizes are given in voxels."
     " Set voxel_size=Z,Y,X in micrometers."
 )
@@ -103,7 +105,7 @@ UNKNOWN_CALIBRATION = Calibration(None, None, None, "not stated")
 def normalize_unit(unit: str) -> str:
     """Return a unit without padding and with U+00B5 as the micro sign.
 
-    Files contain U+00B5, U+03BC, ImageJ's escape sequence, or UTF-8 that was decoded as Latin-1.
+    Files represent the micro sign as U+00B5, U+03BC, ImageJ's escape sequence, or UTF-8 that was decoded as Latin-1.
     """
     name = unit.strip().strip("\0")
     for alias in ("\\u00B5", "\\u00b5", "Âµ", "Î¼", "μ"):
@@ -127,8 +129,8 @@ def convert_to_micrometers(value: Any, unit: str) -> float | None:
     return size if PLAUSIBLE_LENGTHS[0] <= size <= PLAUSIBLE_LENGTHS[1] else None
 
 
-def _convert_edge(axis: str, value: Any, unit: str, notes: list[str]) -> float | None:
-    """Convert one edge length of a voxel to micrometers, and add a note if the value is not a plausible length."""
+def _convert_voxel_size(axis: str, value: Any, unit: str, notes: list[str]) -> float | None:
+    """Convert the voxel size along one axis to micrometers, and add a note if the value is not a plausible length."""
     if value in (None, ""):
         return None
     size = convert_to_micrometers(value, unit)
@@ -142,23 +144,27 @@ def _convert_edge(axis: str, value: Any, unit: str, notes: list[str]) -> float |
 
 @dataclass(frozen=True)
 class Resolution:
-    """The tags XResolution and YResolution (numerator, denominator), and ResolutionUnit of a page."""
+    """The tags XResolution, YResolution and ResolutionUnit of a page.
+
+    ratios  pixels per unit along x and y, each as (numerator, denominator), or None if the tag is missing
+    unit    name of the unit, or "" if it is unknown
+    """
 
     ratios: tuple[tuple[int, int] | None, tuple[int, int] | None]
     unit: str
 
     def get_pixel_size(self, index: int) -> float | str | None:
-        """Return the pixel size in `unit` along x (0) or y (1): None if unknown, "1/0" if it is not a number."""
+        """Return the pixel size in `unit` along x (0) or y (1), None if it is unknown, or "1/0" if the ratio is 0."""
         ratio = self.ratios[index]
         if ratio is None:
             return None
         return ratio[1] / ratio[0] if ratio[0] else "1/0"
 
     def get_calibration(self) -> Calibration:
-        """Return the in-plane pixel size if the tags contain a plausible one.
+        """Return the in-plane pixel size if the tags contain a plausible one, or else `UNKNOWN_CALIBRATION`.
 
-        Image editors write meaningless dots per inch (72, 96, 300). Therefore, the tags are used only if their unit is
-        the centimeter and the pixels are smaller than 20 um. No tag contains the distance between planes.
+        Image editors write meaningless resolutions in dots per inch (72, 96, 300). Therefore, the tags are used only if
+        their unit is the centimeter and the pixels are at most 20 um wide. No tag contains the distance between planes.
         """
         y, x = (
             convert_to_micrometers(self.get_pixel_size(1), self.unit),
@@ -169,28 +175,30 @@ class Resolution:
         return Calibration(None, y, x, "resolution tags")
 
 
-def parse_spacing(metadata: Mapping[str, Any], tags: Resolution, source: str) -> Calibration:
-    """Convert ImageJ's `spacing` and `unit`: z is a length, but x and y are pixels per unit in the resolution tags."""
+def parse_imagej_calibration(metadata: Mapping[str, Any], tags: Resolution, source: str) -> Calibration:
+    """Parse a voxel size in ImageJ's format: `spacing` along z, and pixels per unit along x and y in `tags`."""
     unit = str(metadata.get("unit") or "")
     if get_micrometers_per_unit(unit) is None:
         return tags.get_calibration() if not unit else UNKNOWN_CALIBRATION
     notes: list[str] = []
-    z = _convert_edge("z", metadata.get("spacing"), str(metadata.get("zunit") or unit), notes)
-    y = _convert_edge("y", tags.get_pixel_size(1), str(metadata.get("yunit") or unit), notes)
-    x = _convert_edge("x", tags.get_pixel_size(0), unit, notes)
+    z = _convert_voxel_size("z", metadata.get("spacing"), str(metadata.get("zunit") or unit), notes)
+    y = _convert_voxel_size("y", tags.get_pixel_size(1), str(metadata.get("yunit") or unit), notes)
+    x = _convert_voxel_size("x", tags.get_pixel_size(0), unit, notes)
     if tags.ratios == ((1, 1), (1, 1)):
         notes.append(
-            f"The file has exactly one pixel per {unit[:16]} in the plane. Some programs write this if they do not know"
-            " the pixel size. If it is wrong, set voxel_size=Z,Y,X in micrometers."
+            f"The file has exactly one pixel per {unit[:16]} in the plane. Some programs write this value if they do"
+            " not know the pixel size. If the value is wrong, set voxel_size=Z,Y,X in micrometers."
         )
     return Calibration(z, y, x, source, tuple(notes)) if any((z, y, x)) else UNKNOWN_CALIBRATION
 
 
-def parse_lengths(sizes: Sequence[Any], units: str | Sequence[str], source: str) -> Calibration:
-    """Convert voxel edge lengths along z, y and x, given in one common unit or each in its own unit."""
+def parse_calibration(sizes: Sequence[Any], units: str | Sequence[str], source: str) -> Calibration:
+    """Convert the voxel size along z, y and x, with a common unit or with one unit per axis."""
     notes: list[str] = []
     axis_units = (units,) * 3 if isinstance(units, str) else units
-    z, y, x = (_convert_edge(a, s, u, notes) for a, s, u in zip("zyx", sizes, axis_units, strict=True))
+    z, y, x = (
+        _convert_voxel_size(axis, size, unit, notes) for axis, size, unit in zip("zyx", sizes, axis_units, strict=True)
+    )
     return Calibration(z, y, x, source, tuple(notes))
 
 

@@ -19,13 +19,13 @@ import numpy as np
 from service.core.errors import BadParameter
 from service.core.types import Array, Description, Selection, Volume
 from service.formats.open_stack import OpenStack
-from service.formats.placement import Placement, VolumeLocation, make_file, map_file, store_into
+from service.formats.placement import Placement, VolumeLocation, make_block_writer, make_temporary_file, map_file
 from service.formats.tiff import reader as tiff_reader
 from service.formats.zarr import reader as zarr_reader
 from service.formats.zarr.reader import ZarrStack
 from service.formats.zarr.store import FolderStore, Store, ZipStore, open_file
 
-_ZIP = b"PK\x03\x04"
+_ZIP_SIGNATURE = b"PK\x03\x04"
 
 Source = Path | int | Store
 """Path of a file or folder, descriptor of an open file, or a Zarr store."""
@@ -35,7 +35,7 @@ def inspect(file: Source, selection: Selection, limit_bytes: int, *, keep_open: 
     """Describe a file and the selected part without decoding pixels.
 
     A descriptor is closed unless `keep_open` is set. If the file has several time points and none is selected, this is
-    reported in `problem`.
+    reported in `Description.problem`.
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
     with _open(file, selection, limit_bytes, keep_open=keep_open) as stack:
@@ -57,13 +57,13 @@ def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Pa
         if placement is not None and isinstance(path, Path):
             return placement.map_volume(map_file(path), *stack.volume_metadata(selection))
         decoded: Array = np.empty(stack.shape, stack.dtype)
-        stack.decode(store_into(decoded))
+        stack.decode(make_block_writer(decoded))
         return Volume(stack.shape, decoded.dtype, lambda z0, z1: decoded[:, z0:z1], *stack.volume_metadata(selection))
 
 
 @contextmanager
 def open_blocks(path: Path, selection: Selection) -> Iterator[ZarrStack]:
-    """Open the selected part of an OME-Zarr image to read it block by block. Raises the errors of `inspect`."""
+    """Open the selected part of an OME-Zarr image to read it block by block. Raises the same errors as `inspect`."""
     with ExitStack() as files:
         if not path.is_dir():
             raise BadParameter(f"{path} is not an OME-Zarr folder. Block-wise processing requires one.")
@@ -77,8 +77,8 @@ def extract(
 
     `make_output` receives the size of the decoded pixels in bytes and returns the descriptor of a file of that size. It
     is called only if pixels have to be decoded. The descriptors of both files are closed. If more than
-    `max_decoded_bytes` would have to be decoded, nothing is decoded and the description is returned. Raises the errors
-    of `read` and of `make_output`.
+    `max_decoded_bytes` would have to be decoded, nothing is decoded and the description is returned. Raises the same
+    errors as `read` and `make_output`.
     """
     with _open(file, selection, limit_bytes) as stack:
         if stack.placement is None and stack.decoded_bytes > max_decoded_bytes:
@@ -102,10 +102,10 @@ def _extract(stack: OpenStack, selection: Selection, make_output: Callable[[int]
     with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
 
         def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
-            # Bytes are contiguous in the output only within a row, a plane or a whole block, depending on what the
-            # block covers.
-            separate_axes = 2 if block.shape[2] < stack.shape[3] else int(block.shape[1] < stack.shape[2])
-            for index in np.ndindex(block.shape[:separate_axes]):
+            # Bytes are contiguous in the output only within a row, a plane or the whole block, depending on whether the
+            # block spans complete rows and planes.
+            separate_axis_count = 2 if block.shape[2] < stack.shape[3] else int(block.shape[1] < stack.shape[2])
+            for index in np.ndindex(block.shape[:separate_axis_count]):
                 block_start = np.add(start, (*index, 0, 0, 0)[:3])
                 _write_all(output.fileno(), block[index], np.dot((channel, *block_start), placement.strides))
 
@@ -118,7 +118,7 @@ def _read_to_file(path: Path | Store, selection: Selection, limit_bytes: int, sc
         outputs = []
 
         def make_output(nbytes: int) -> int:
-            outputs.append(files.enter_context(make_file(scratch, nbytes)))
+            outputs.append(files.enter_context(make_temporary_file(scratch, nbytes)))
             return os.dup(outputs[0].fileno())
 
         with _open(path, selection, limit_bytes) as stack:
@@ -128,10 +128,10 @@ def _read_to_file(path: Path | Store, selection: Selection, limit_bytes: int, sc
 
 
 def _write_all(descriptor: int, block: Array, offset: int) -> None:
-    data = memoryview(block.data).cast("B")
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+    unwritten_part = memoryview(block.data).cast("B")
+    while unwritten_part:
+        written_bytes = os.pwrite(descriptor, unwritten_part, offset)
+        unwritten_part, offset = unwritten_part[written_bytes:], offset + written_bytes
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def _open(file: Source, selection: Selection, limit_bytes: int, *, keep_open: bo
 
 
 def _open_source(file: Source, files: ExitStack, *, keep_open: bool) -> Store | BufferedReader:
-    """Return the store itself, the store in a folder, or an open file."""
+    """Return a store unchanged, open a folder as a store, and open any other path or descriptor as a file."""
     if isinstance(file, int):
         return files.enter_context(os.fdopen(file, "rb", closefd=not keep_open))
     if not isinstance(file, Path):
@@ -166,7 +166,7 @@ def _open_archive(stream: BinaryIO) -> Store | None:
     """Return the store in a zip archive, or None for any other file. Rewind the stream."""
     # The process that passed the descriptor may have moved its position.
     stream.seek(0)
-    is_zip = stream.read(len(_ZIP)) == _ZIP
+    is_zip = stream.read(len(_ZIP_SIGNATURE)) == _ZIP_SIGNATURE
     stream.seek(0)
     archive = ZipStore(stream) if is_zip else None
     return archive if archive is not None and archive.has_zarr else None

@@ -12,7 +12,7 @@ from service.formats.tiff import writer as tiff_writer
 from service.formats.zarr.store import find_labeled_image
 
 TIFF_SUFFIXES = (".tif", ".tiff")
-# Formats for labels and classes of a single time point.
+# Writers by suffix, for formats that can store only labels or classes of a single time point.
 ARRAY_WRITERS = {".npy": npy_nifti.write_npy, ".nii.gz": npy_nifti.write_nifti}
 
 
@@ -27,7 +27,7 @@ def is_zarr(path: Path) -> bool:
 
 
 def write(segmentation: Segmentation, path: Path, provenance: Mapping[str, str]) -> None:
-    """Write OME-TIFF, OME-Zarr, .npy or NIfTI, depending on the suffix of the file name.
+    """Write a segmentation as OME-TIFF, OME-Zarr, .npy or NIfTI, depending on the suffix of the file name.
 
     provenance  describes how the segmentation was made; it cannot be stored in .npy or NIfTI files
 

@@ -67,7 +67,7 @@ def test_suggested_axes_are_valid(stored: str, data: st.DataObject) -> None:
         axes.resolve_axes(stored, shape, None, "the metadata is damaged")
     except AmbiguousAxes as error:
         match = re.search(r"axes=(\w*)", str(error))
-        assert bool(match) == (len(stored) <= len(axes.LETTERS))
+        assert bool(match) == (len(stored) <= len(axes.AXIS_LETTERS))
         if match:
             axes.resolve_axes(stored, shape, match[1])
 
@@ -122,32 +122,32 @@ def test_empty_dimensions_are_rejected(shape: tuple[int, ...]) -> None:
     ("channel", "number"), [(0, 0), (3, 3), ("2", 2), (" 1 ", 1), ("DAPI", 0), ("dapi", 0), ("gfp", 2)]
 )
 def test_channel_is_selected_by_number_or_name(channel: int | str, number: int) -> None:
-    assert axes.select(Layout("CYX", (4, 6, 7)), NAMES, Selection(channel=channel)).channels == (number,)
+    assert axes.select_part(Layout("CYX", (4, 6, 7)), NAMES, Selection(channel=channel)).channels == (number,)
 
 
 @pytest.mark.parametrize("channel", [-1, 4, "4", "RFP", "", "Gfp", "1.0"])
 def test_error_for_unknown_channel_lists_existing_channels(channel: int | str) -> None:
     with pytest.raises(BadParameter, match=r"0 \(DAPI\), 1 \(GFP\), 2 \(gfp\), 3|Choose one by its number"):
-        axes.select(Layout("CYX", (4, 6, 7)), NAMES, Selection(channel=channel))
+        axes.select_part(Layout("CYX", (4, 6, 7)), NAMES, Selection(channel=channel))
 
 
 def test_channel_name_takes_precedence_over_number() -> None:
-    assert axes.select(Layout("CYX", (3, 6, 7)), ("405", "1", "0"), Selection(channel="0")).channels == (2,)
-    assert axes.select(Layout("CYX", (3, 6, 7)), ("405", "1", "0"), Selection()).channels == (0, 1, 2)
+    assert axes.select_part(Layout("CYX", (3, 6, 7)), ("405", "1", "0"), Selection(channel="0")).channels == (2,)
+    assert axes.select_part(Layout("CYX", (3, 6, 7)), ("405", "1", "0"), Selection()).channels == (0, 1, 2)
 
 
 def test_single_time_point_is_selected_by_default() -> None:
-    assert axes.select(Layout("ZYX", (5, 6, 7)), ("",), Selection()).time == 0
-    assert axes.select(Layout("TYX", (5, 6, 7)), ("",), Selection()).time is None
-    assert axes.select(Layout("TYX", (5, 6, 7)), ("",), Selection(time=4)).time == 4
+    assert axes.select_part(Layout("ZYX", (5, 6, 7)), ("",), Selection()).time == 0
+    assert axes.select_part(Layout("TYX", (5, 6, 7)), ("",), Selection()).time is None
+    assert axes.select_part(Layout("TYX", (5, 6, 7)), ("",), Selection(time=4)).time == 4
 
 
 @pytest.mark.parametrize("time", [-1, 5])
 def test_missing_time_point_is_rejected(time: int) -> None:
     with pytest.raises(BadParameter, match="time=0 to time=4"):
-        axes.select(Layout("TYX", (5, 6, 7)), ("",), Selection(time=time))
+        axes.select_part(Layout("TYX", (5, 6, 7)), ("",), Selection(time=time))
     with pytest.raises(BadParameter, match="one time point"):
-        axes.select(Layout("ZYX", (5, 6, 7)), ("",), Selection(time=5))
+        axes.select_part(Layout("ZYX", (5, 6, 7)), ("",), Selection(time=5))
 
 
 def test_time_choice_message_suggests_time_and_axes() -> None:

@@ -64,15 +64,15 @@ def test_sizes_in_micrometers_are_unchanged(size: float) -> None:
     ],
 )
 def test_imagej_unit_may_differ_per_axis(metadata: dict[str, Any], size: VoxelSize | None) -> None:
-    calibration = sampling.parse_spacing(metadata, RESOLUTION, "ImageJ metadata")
+    calibration = sampling.parse_imagej_calibration(metadata, RESOLUTION, "ImageJ metadata")
 
     assert calibration.get_voxel_size() == size
-    assert calibration.list_user_notes() == (() if size else (sampling.NO_VOXEL_SIZE,))
+    assert calibration.list_user_notes() == (() if size else (sampling.NO_VOXEL_SIZE_NOTE,))
 
 
 @pytest.mark.parametrize("spacing", [0, -0.5, float("nan"), "x"])
 def test_invalid_spacing_is_noted_and_other_edges_are_reported(spacing: object) -> None:
-    calibration = sampling.parse_spacing({"spacing": spacing, "unit": "um"}, RESOLUTION, "ImageJ metadata")
+    calibration = sampling.parse_imagej_calibration({"spacing": spacing, "unit": "um"}, RESOLUTION, "ImageJ metadata")
 
     assert calibration.get_voxel_size() is None
     assert "along z" in calibration.notes[0]
@@ -81,13 +81,13 @@ def test_invalid_spacing_is_noted_and_other_edges_are_reported(spacing: object) 
 
 
 def test_zero_resolution_is_unknown() -> None:
-    calibration = sampling.parse_spacing({"spacing": 1, "unit": "um"}, Resolution(((0, 1), None), ""), "")
+    calibration = sampling.parse_imagej_calibration({"spacing": 1, "unit": "um"}, Resolution(((0, 1), None), ""), "")
 
     assert (calibration.z, calibration.y, calibration.x) == (1, None, None)
 
 
 def test_one_pixel_per_unit_is_used_with_a_note() -> None:
-    calibration = sampling.parse_spacing({"spacing": 2, "unit": "um"}, Resolution(((1, 1), (1, 1)), ""), "")
+    calibration = sampling.parse_imagej_calibration({"spacing": 2, "unit": "um"}, Resolution(((1, 1), (1, 1)), ""), "")
 
     assert calibration.get_voxel_size() == VoxelSize(2, 1, 1)
     assert "exactly one pixel per um" in calibration.notes[0]
@@ -115,8 +115,8 @@ def test_resolution_tags_are_used_only_if_plausible_for_a_microscope(
 
 
 def test_lengths_in_vendor_headers() -> None:
-    calibration = sampling.parse_lengths((1e-6, 2e-7, 3e-7), "m", "LSM header").get_voxel_size()
+    calibration = sampling.parse_calibration((1e-6, 2e-7, 3e-7), "m", "LSM header").get_voxel_size()
 
     assert calibration is not None
     assert tuple(calibration) == pytest.approx((1, 0.2, 0.3))
-    assert sampling.parse_lengths((None, None, None), "m", "LSM header").get_voxel_size() is None
+    assert sampling.parse_calibration((None, None, None), "m", "LSM header").get_voxel_size() is None

@@ -32,7 +32,7 @@ def parse_voxel_size(sizes: dict[str, float] | None) -> VoxelSize | None:
     return None if sizes is None else VoxelSize(**sizes)
 
 
-def encode(message: dict[str, Any]) -> bytes:
+def encode_message(message: dict[str, Any]) -> bytes:
     """Encode a message as a line of JSON. Dataclasses are encoded by their fields."""
     return json.dumps(message, default=vars).encode() + b"\n"
 
@@ -64,7 +64,7 @@ def handle_request(request: dict[str, Any], file: Source, make_output: Callable[
     except MemoryError:
         return {
             "error": TooLarge.slug,
-            "message": "Reading the file requires more memory than one file may use. Crop or downsample the stack.",
+            "message": "Reading the file exceeds the memory limit for one file. Crop or downsample the stack.",
         }
     except OSError as error:
         return {"errno": error.errno, "message": error.strerror}
@@ -74,17 +74,20 @@ def handle_request(request: dict[str, Any], file: Source, make_output: Callable[
     return {"result": vars(location.placement) | {name: getattr(location, name) for name in fields_to_send}}
 
 
-def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
+def main(memory_bytes: int, max_decoded_bytes: int, time_limit_seconds: float) -> None:
     """Handle requests from the socket at descriptor 0, one at a time, until the parent closes it.
 
     Messages are lines of JSON. The first message to the parent contains the layers of confinement that are not in
-    force, with reasons. Each request comes with the descriptor of a file, or without one for a folder. Replies are
-    results, errors or questions. `output_bytes` asks for the descriptor of an output file of this size, `open` for that
-    of the file with this key in the folder, and `fetch` for ranges of objects in a remote store. The answer to `fetch`
-    contains their sizes and the descriptor of a file with their contents.
+    force, with reasons. Each request about a file comes with its descriptor; requests about folders and remote stores
+    come without one. A reply is a result, an error, or one of the following questions:
+
+    output_bytes  size of an output file; the answer contains the descriptor of such a file
+    open          key of a file in the folder; the answer contains its descriptor if the file exists
+    fetch         ranges of objects in a remote store; the answer contains their sizes, and the descriptor of a file
+                  with the content of the ranges
     """
     with socket.socket(fileno=0) as channel:
-        _set_limits(memory_bytes, decoded_bytes)
+        _set_limits(memory_bytes, max_decoded_bytes)
         missing_layers = confine()
         messages = _receive(channel)
 
@@ -98,7 +101,7 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
         def request_file(question: dict[str, Any]) -> tuple[dict[str, Any], int]:
             reply, file = send_question(question)
             if file is None:
-                raise EOFError("the parent replied without a file")
+                raise EOFError("the parent replied without a descriptor")
             return reply, file
 
         def make_output(nbytes: int) -> int:
@@ -106,12 +109,12 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
 
         def fetch(ranges: Sequence[FileRange]) -> tuple[list[int], int]:
             reply, content = request_file({"fetch": ranges})
-            signal.setitimer(signal.ITIMER_REAL, seconds + 5)
+            signal.setitimer(signal.ITIMER_REAL, time_limit_seconds + 5)
             return reply["sizes"], content
 
         _send(channel, {"missing": missing_layers})
         for request, file in messages:
-            signal.setitimer(signal.ITIMER_REAL, seconds + 5)
+            signal.setitimer(signal.ITIMER_REAL, time_limit_seconds + 5)
             store = (
                 FetchedStore(fetch)
                 if request.get("remote")
@@ -123,11 +126,11 @@ def main(memory_bytes: int, decoded_bytes: int, seconds: float) -> None:
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
-    channel.sendall(encode(message))
+    channel.sendall(encode_message(message))
 
 
 def _receive(channel: socket.socket) -> Iterator[tuple[dict[str, Any], int | None]]:
-    """Yield each message with its descriptor or None, until the other side closes the socket."""
+    """Yield each message with its descriptor, or with None, until the other side closes the socket."""
     line, files = b"", list[int]()
     while True:
         data, received_files, _, _ = socket.recv_fds(channel, 1 << 16, 1)
@@ -139,10 +142,10 @@ def _receive(channel: socket.socket) -> Iterator[tuple[dict[str, Any], int | Non
             line, files = b"", []
 
 
-def _set_limits(memory_bytes: int, decoded_bytes: int) -> None:
-    current_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (current_bytes + memory_bytes, current_bytes + memory_bytes))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (decoded_bytes, decoded_bytes))
+def _set_limits(memory_bytes: int, max_decoded_bytes: int) -> None:
+    startup_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (startup_bytes + memory_bytes, startup_bytes + memory_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_decoded_bytes, max_decoded_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

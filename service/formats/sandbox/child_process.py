@@ -1,6 +1,6 @@
 """Child process that parses and decodes stacks for `Reader`. A process that has ended is replaced.
 
-Requests and replies are lines of JSON on a socket. Files are passed with them as open descriptors.
+Requests and replies are lines of JSON on a socket. Files are passed on the same socket as open descriptors.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from service.core.types import CancellationCheck, never_cancelled
 from service.formats.sandbox.remote_store import POLL_SECONDS
 from service.formats.sandbox.request_files import INVALID_REPLY_MESSAGE, RequestFiles
 
+# Time limit for starting a process.
 STARTUP_SECONDS = 60.0
 # Time that a process may take to exit after it has closed its end of the socket. A compromised process may not exit.
-EXIT_SECONDS = 1.0
-# Maximum size of a reply in bytes, far more than any file needs.
+EXIT_TIMEOUT_SECONDS = 1.0
+# Maximum size of a reply in bytes, far larger than the reply for any valid file.
 MAX_REPLY_BYTES = 2**26
 
 # Environment variables that Python and its libraries may need. Secrets in the environment are not passed on.
@@ -82,7 +83,7 @@ class ReaderProcess:
         except (EOFError, ConnectionError):
             if self._is_shut_down:
                 raise NotReady("The service is stopping.") from None
-            raise self._explain_exit() from None
+            raise self._make_exit_error() from None
         except (ValueError, RecursionError):
             self.restart()
             raise BadFile(INVALID_REPLY_MESSAGE) from None
@@ -148,13 +149,13 @@ class ReaderProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         with ExitStack() as open_files:
             self._error_output = open_files.enter_context(tempfile.TemporaryFile())
-            self._channel, remote = socket.socketpair()
+            self._channel, child_socket = socket.socketpair()
             open_files.enter_context(self._channel)
-            with remote:
+            with child_socket:
                 process = subprocess.Popen(  # noqa: S603 - this interpreter with a module of this package
-                    # -P: do not import modules from the working directory, which others may be able to write to.
+                    # -P: do not import modules from the working directory, to which other users may be able to write.
                     [sys.executable, "-P", "-m", *self._arguments],
-                    stdin=remote.fileno(),
+                    stdin=child_socket.fileno(),
                     stdout=self._error_output,
                     stderr=self._error_output,
                     env=child_environment(),
@@ -187,14 +188,14 @@ class ReaderProcess:
             if not chunk:
                 raise EOFError
             line += chunk
-            if len(line) > MAX_REPLY_BYTES or time.monotonic() >= deadline + EXIT_SECONDS:
+            if len(line) > MAX_REPLY_BYTES or time.monotonic() >= deadline + EXIT_TIMEOUT_SECONDS:
                 raise ValueError("the reply is too long or too slow")
         match json.loads(line):
             case dict() as reply:
                 return reply
         raise ValueError("the reply is not a JSON object")
 
-    def _explain_exit(self) -> StackSegError:
+    def _make_exit_error(self) -> StackSegError:
         status = self._log_exit()
         if status >= 0 or -status in _CRASH_SIGNALS:
             return BadFile("The file is damaged: the decoder crashed. Export the file again without compression.")
@@ -210,7 +211,7 @@ class ReaderProcess:
         if process is None:
             raise RuntimeError("no process was started")
         try:
-            status = process.wait(EXIT_SECONDS)
+            status = process.wait(EXIT_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             status = process.wait()
@@ -222,7 +223,7 @@ class ReaderProcess:
 
 @cache
 def _warn_about_missing_layer(layer: str, reason: str) -> None:
-    """Log a warning, but only once per layer and reason."""
+    """Log a warning about a missing layer of confinement, but only once per layer and reason."""
     _log.warning("Processes that read files run without the confinement layer %s: %s.", layer, reason)
 
 

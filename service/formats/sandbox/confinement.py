@@ -1,4 +1,4 @@
-"""Confine this process to the operations that are needed to parse an open file, with several independent layers.
+"""Confine this process, in several independent layers, to the operations that are needed to parse an open file.
 
 Each layer is a feature of Linux that needs no privileges: namespaces(7), `no_new_privs` of prctl(2), landlock(7) and
 seccomp(2). Some kernels, containers and other operating systems lack some of them.
@@ -22,13 +22,13 @@ _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 _PR_SET_NO_NEW_PRIVS = 38
 
-# Landlock: system call numbers, which are the same on all processors, arguments, and access types of files per version.
+# Landlock: system call numbers (the same on all processors), arguments, and number of file access types per version.
 _CREATE_RULESET = 444
 _ADD_RULE = 445
 _RESTRICT_SELF = 446
 _CREATE_RULESET_VERSION = 1
 _RULE_PATH_BENEATH = 1
-_FILE_ACCESS_TYPES = {1: 13, 2: 14, 3: 15, 4: 15}
+_FILE_ACCESS_TYPE_COUNTS = {1: 13, 2: 14, 3: 15, 4: 15}
 _READ_ACCESS = 1 << 2 | 1 << 3  # files and folders
 
 # The system calls that Python, NumPy and the codecs use after startup. Calls that truncate files are not included, even
@@ -45,48 +45,49 @@ _WRITE_FLAGS = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
 
 
 def confine(layers: Iterable[str] | None = None) -> dict[str, str]:
-    """Permanently give up everything that parsing does not need. Call it after all imports and before starting threads.
+    """Permanently drop all rights that parsing does not need. Call this after all imports and before starting threads.
 
-    `layers` selects names of `LAYERS`; the default is all. Returns the reason for each layer that could not be applied.
+    `layers` contains keys of `LAYERS`; by default, all layers are applied. Returns the layers that could not be
+    applied, with reasons.
     """
     missing_layers: dict[str, str] = {}
     steps_by_layer = {layer: LAYERS[layer]() for layer in (LAYERS if layers is None else layers)}
     for _ in ("prepare", "apply"):
         for layer, steps in steps_by_layer.items():
-            with _report_failure(layer, missing_layers):
+            with _record_failure(layer, missing_layers):
                 next(steps, None)
     return missing_layers
 
 
 @contextmanager
-def _report_failure(layer: str, missing_layers: dict[str, str]) -> Iterator[None]:
+def _record_failure(layer: str, missing_layers: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except (OSError, ImportError, AttributeError, RuntimeError) as error:
         missing_layers[layer] = getattr(error, "strerror", None) or str(error)
 
 
-# Each layer is prepared up to its `yield`, when no other layer is in force yet, and then applied.
+# Each function below prepares its layer before the `yield`, while no layer is in force yet, and applies it afterwards.
 
 
 def _enter_new_namespaces() -> Iterator[None]:
     """Enter a network namespace without devices, and a user namespace whose privileges have no effect outside."""
     yield
-    _check(_load_libc().unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC))
+    _raise_if_negative(_load_libc().unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC))
 
 
 def _disable_new_privileges() -> Iterator[None]:
     """Prevent setuid programs from gaining privileges."""
     yield
-    _check(_load_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _raise_if_negative(_load_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 
 
-def _restrict_files() -> Iterator[None]:
-    """Allow opening only libraries for reading. Newer kernels also block connections and signals."""
+def _restrict_file_access() -> Iterator[None]:
+    """Allow only libraries to be opened, and only for reading. Newer kernels also block connections and signals."""
     version = _syscall(_CREATE_RULESET, 0, 0, _CREATE_RULESET_VERSION)
-    rights = (1 << _FILE_ACCESS_TYPES.get(version, 16)) - 1
-    network, scopes = 3 * (version >= 4), 3 * (version >= 6)
-    attributes = ctypes.create_string_buffer(struct.pack("=QQQ", rights, network, scopes), 24)
+    rights = (1 << _FILE_ACCESS_TYPE_COUNTS.get(version, 16)) - 1
+    network_rights, scopes = 3 * (version >= 4), 3 * (version >= 6)
+    attributes = ctypes.create_string_buffer(struct.pack("=QQQ", rights, network_rights, scopes), 24)
     ruleset = _syscall(_CREATE_RULESET, ctypes.addressof(attributes), len(attributes), 0)
     try:
         for folder in _find_library_folders():
@@ -106,7 +107,9 @@ def _find_library_folders() -> set[Path]:
     """Return the folders of Python, of installed packages, and of the packages and libraries in use."""
     installed_folders = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return {
-        folder for folder in _find_package_folders() | _find_linked_folders() | installed_folders if folder.is_dir()
+        folder
+        for folder in _find_package_folders() | _find_shared_library_folders() | installed_folders
+        if folder.is_dir()
     }
 
 
@@ -116,24 +119,24 @@ def _find_package_folders() -> set[Path]:
     return {Path(file).parent for package in packages if (file := getattr(package, "__file__", None))}
 
 
-def _find_linked_folders() -> set[Path]:
+def _find_shared_library_folders() -> set[Path]:
     """Return the folders of the loaded shared libraries."""
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    mapped_paths = (Path(line[line.index("/") :]) for line in maps if "/" in line)
+    mapping_lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    mapped_paths = (Path(line[line.index("/") :]) for line in mapping_lines if "/" in line)
     return {path.parent for path in mapped_paths if ".so" in path.suffixes}
 
 
 def _filter_system_calls() -> Iterator[None]:
-    """Allow the calls in `_ALLOWED_CALLS`, and those that the rules below restrict.
+    """Allow the calls in `_ALLOWED_CALLS`, and some others with certain arguments only.
 
-    The rules allow opening files for reading, creating threads, and changing the resource limits of this process.
-    All other calls fail as if the kernel did not support them, which libraries can handle.
+    Those calls may open files for reading, create threads, and change the resource limits of this process. All other
+    calls fail as if the kernel did not support them, which libraries can handle.
     """
     # pyseccomp needs the system's libseccomp, and runs programs to find it.
     import pyseccomp as seccomp  # noqa: PLC0415
 
-    system_calls = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))
-    system_calls.set_attr(seccomp.Attr.CTL_TSYNC, 1)
+    call_filter = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))
+    call_filter.set_attr(seccomp.Attr.CTL_TSYNC, 1)
     rules: list[tuple[str, list[seccomp.Arg]]] = [(name, []) for name in _ALLOWED_CALLS.split()]
     rules.append(("open", [seccomp.Arg(1, seccomp.MASKED_EQ, _WRITE_FLAGS, 0)]))
     rules.append(("openat", [seccomp.Arg(2, seccomp.MASKED_EQ, _WRITE_FLAGS, 0)]))
@@ -143,9 +146,9 @@ def _filter_system_calls() -> Iterator[None]:
         number = seccomp.resolve_syscall(seccomp.Arch.NATIVE, name)
         # Older versions of libseccomp do not know newer calls, and some calls do not exist on all processors.
         if number >= 0:
-            system_calls.add_rule(seccomp.ALLOW, number, *conditions)
+            call_filter.add_rule(seccomp.ALLOW, number, *conditions)
     yield
-    system_calls.load()
+    call_filter.load()
 
 
 def _load_libc() -> ctypes.CDLL:
@@ -153,10 +156,10 @@ def _load_libc() -> ctypes.CDLL:
 
 
 def _syscall(number: int, *arguments: int) -> int:
-    return _check(_load_libc().syscall(*map(ctypes.c_long, (number, *arguments))))
+    return _raise_if_negative(_load_libc().syscall(*map(ctypes.c_long, (number, *arguments))))
 
 
-def _check(result: int) -> int:
+def _raise_if_negative(result: int) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
@@ -165,6 +168,6 @@ def _check(result: int) -> int:
 LAYERS: dict[str, Callable[[], Iterator[None]]] = {
     "namespaces": _enter_new_namespaces,
     "no_new_privs": _disable_new_privileges,
-    "landlock": _restrict_files,
+    "landlock": _restrict_file_access,
     "seccomp": _filter_system_calls,
 }

@@ -1,4 +1,4 @@
-"""Read uploaded labels from a TIFF or a .npy file, with or without gzip. Runs in the confined child process."""
+"""Read uploaded labels from a TIFF, or from a .npy file with or without gzip. Runs in the confined child process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.formats.placement import Placement, VolumeLocation
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _NPY_MAGIC = b"\x93NUMPY"
-_LABEL_TYPES = {"uint8", "uint16", "uint32", "int32"}
+_LABEL_DTYPES = {"uint8", "uint16", "uint32", "int32"}
 # The header of a three-dimensional array is short. `numpy.load` has the same limit.
 _MAX_HEADER_BYTES = 10_000
 _COPY_BLOCK_BYTES = 2**20
@@ -31,7 +31,8 @@ def extract(file: int, shape: Size, make_output: Callable[[int], int]) -> Volume
     """Locate labels with a single channel in an open file, or decode them to another file, like `stack_reader.extract`.
 
     `file` is a descriptor, which is closed. `shape` (Z, Y, X) is the shape of the stack to which the labels belong.
-    Labels of a different shape are not decoded. Raises BadFile, BadParameter, and the errors of `stack_reader.extract`.
+    Labels of a different shape are not decoded. Raises BadFile, BadParameter, and the same errors as
+    `stack_reader.extract`.
     """
     magic = os.pread(file, len(_NPY_MAGIC), 0)
     if magic == _NPY_MAGIC or magic.startswith(_GZIP_MAGIC):
@@ -43,10 +44,10 @@ def extract(file: int, shape: Size, make_output: Callable[[int], int]) -> Volume
 
 
 def _extract_tiff(file: int, shape: Size, make_output: Callable[[int], int]) -> VolumeLocation:
-    limit = 4 * math.prod(shape)
+    limit_bytes = 4 * math.prod(shape)
     try:
-        selection = _choose_axes(file, shape, limit)
-        location = stack_reader.extract_unlimited(file, selection, limit, make_output)
+        selection = _choose_axes(file, shape, limit_bytes)
+        location = stack_reader.extract_unlimited(file, selection, limit_bytes, make_output)
     except TooLarge as error:
         raise BadParameter(
             f"The labels are larger than the stack, {'x'.join(map(str, shape))} (ZYX), or have more than 32 bits per"
@@ -59,14 +60,14 @@ def _extract_tiff(file: int, shape: Size, make_output: Callable[[int], int]) -> 
     return location
 
 
-def _choose_axes(file: int, shape: Size, limit: int) -> Selection:
+def _choose_axes(file: int, shape: Size, limit_bytes: int) -> Selection:
     """Choose the axes of labels. Many programs save the planes of labels as channels or time points.
 
     A three-dimensional array with the shape of the stack is read as ZYX, regardless of its metadata. `file` stays open.
     """
     zyx_selection = Selection(axes="ZYX")
     try:
-        has_stack_shape = stack_reader.inspect(file, zyx_selection, limit, keep_open=True).shape == (1, *shape)
+        has_stack_shape = stack_reader.inspect(file, zyx_selection, limit_bytes, keep_open=True).shape == (1, *shape)
     except RequestError:
         has_stack_shape = False
     os.lseek(file, 0, os.SEEK_SET)
@@ -88,9 +89,9 @@ def _parse_npy_header(stream: IO[bytes], shape: Size) -> Placement:
             header = np.lib.format.read_array_header_2_0(stream, _MAX_HEADER_BYTES)
     except (ValueError, EOFError) as error:
         raise BadFile(f"The .npy file cannot be read: {error}") from error
-    stored_shape, fortran_order, dtype = header
+    stored_shape, is_fortran_order, dtype = header
     _check_labels(dtype, stored_shape, shape)
-    if fortran_order and min(sorted(shape)[1:]) > 1:
+    if is_fortran_order and min(sorted(shape)[1:]) > 1:
         raise BadFile("The .npy file is in Fortran order. Save numpy.ascontiguousarray(labels) instead.")
     return replace(Placement.make_dense(dtype, (1, *shape)), offset=stream.tell())
 
@@ -102,7 +103,7 @@ def _check_labels(dtype: np.dtype[Any], stored_shape: tuple[int, ...], shape: Si
             f"The labels are {shape_text}, but the selected part of the stack is {'x'.join(map(str, shape))} (ZYX)."
             " Upload labels of the whole stack, and set region= if only a part of them was corrected."
         )
-    if dtype.name not in _LABEL_TYPES:
+    if dtype.name not in _LABEL_DTYPES:
         raise BadFile(f"Labels of type {dtype.name} are not supported. {_SAVE_ADVICE}")
 
 
@@ -111,19 +112,19 @@ def _decompress(stream: IO[bytes], shape: Size, make_output: Callable[[int], int
         with cast("IO[bytes]", gzip.GzipFile(fileobj=stream)) as content:
             if content.read(len(_NPY_MAGIC)) != _NPY_MAGIC:
                 raise BadFile(
-                    "Only .npy labels may be compressed with gzip. Upload a TIFF without gzip. It may use TIFF"
-                    " compression."
+                    "Only .npy labels may be compressed with gzip. Upload a TIFF without gzip. Compression within the"
+                    " TIFF is supported."
                 )
             content.seek(0)
             placement = replace(_parse_npy_header(content, shape), offset=0)
             with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
-                _copy(content, output, placement.nbytes)
+                _copy_bytes(content, output, placement.nbytes)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise BadFile(f"The gzip stream is truncated or damaged: {error}") from error
     return _make_location(placement, is_decoded=True)
 
 
-def _copy(content: IO[bytes], output: IO[bytes], nbytes: int) -> None:
+def _copy_bytes(content: IO[bytes], output: IO[bytes], nbytes: int) -> None:
     remaining_bytes = nbytes
     while remaining_bytes:
         block = content.read(min(remaining_bytes, _COPY_BLOCK_BYTES))

@@ -1,9 +1,9 @@
 """Read untrusted stacks in child processes. If a child crashes, hangs, or is compromised, the service is not affected.
 
-A `Reader` keeps several child processes that parse and decode files. Requests and replies are JSON messages on
-a socket. Files are passed as open descriptors, and files in a folder are passed when the child requests them. A child
-returns the location of the pixels in one of these files, which this process maps. A child that crashes or takes too
-long is replaced. `confinement` describes what a child is prevented from doing.
+A `Reader` runs several child processes that parse and decode files. Requests and replies are JSON messages on a socket.
+Files are passed as open descriptors, and files in a folder are passed when the child requests them. A child returns the
+location of the pixels in one of these files, and this process maps the file. A child that crashes or takes too long is
+replaced. `confinement` describes the restrictions of a child.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from service.formats.sandbox.request_files import INVALID_REPLY_MESSAGE, Request
 
 # This module is not imported here, because only the child may run code that parses files.
 CHILD_MODULE = "service.formats.sandbox.child_main"
-# Number of processes that start before the first request. Each uses 20 MB, and its start takes 0.2 s.
+# Number of processes that start before the first request. Each uses 20 MB and takes 0.2 s to start.
 NUM_PRESTARTED_PROCESSES = 2
 # Files that decode to at most this size are decoded immediately, usually in less than a second.
 MAX_SMALL_FILE_BYTES = 2**25
-_ERRORS = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
+_ERROR_TYPES = {error.slug: error for error in (AmbiguousAxes, BadFile, BadParameter, TooLarge, UnsupportedMedia)}
 _DESCRIPTION_ADAPTER = TypeAdapter(Description)
 _LOCATION_ADAPTER = TypeAdapter(VolumeLocation)
 # The parameter that caused an error, and suggested values.
@@ -58,14 +58,15 @@ class Reader:
     """Thread-safe reader of stacks that parses files in child processes.
 
     Args:
-            memory_bytes: memory that a child may use for one file, in addition to that of an idle child
-            seconds: time limit for one file
-            decoded_bytes: maximum decoded size of a selection from an upload
-            shared_bytes: maximum decoded size of a selection from a shared file; None: `decoded_bytes`
-            process_count: number of files that can be read at the same time; additional callers wait
-            module: module that the children run; it must accept the arguments and the socket of `CHILD_MODULE`
+        memory_bytes: memory that a child may use for one file, in addition to the memory of an idle child
+        seconds: time limit for one file
+        decoded_bytes: maximum decoded size of a selection from an upload
+        shared_bytes: maximum decoded size of a selection from a file on the host; None: `decoded_bytes`
+        process_count: number of files that can be read at the same time; additional callers wait
+        module: module that the children run; it must accept the arguments and the socket of `CHILD_MODULE`
 
-    max_small_bytes  maximum decoded size of the selections that `read_small` decodes
+    Attributes:
+        max_small_bytes: maximum decoded size of the selections that `read_small` decodes
 
     If `cancelled` returns True while a file is being read, the child is killed and Cancelled is raised.
     """
@@ -84,12 +85,12 @@ class Reader:
         self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
         max_bytes = max(self._decoded_bytes, self._shared_bytes)
         self._children = [ReaderProcess(module, memory_bytes, max_bytes, seconds) for _ in range(process_count)]
-        # The child that became idle last is used first.
-        self._idle: queue.LifoQueue[ReaderProcess] = queue.LifoQueue()
-        for number, child in enumerate(reversed(self._children), 1 + NUM_PRESTARTED_PROCESSES - process_count):
-            if number > 0:
+        # The child that became idle most recently is used first.
+        self._idle_children: queue.LifoQueue[ReaderProcess] = queue.LifoQueue()
+        for rank, child in enumerate(reversed(self._children), 1 + NUM_PRESTARTED_PROCESSES - process_count):
+            if rank > 0:
                 child.restart()
-            self._idle.put(child)
+            self._idle_children.put(child)
 
     def inspect(
         self,
@@ -101,8 +102,8 @@ class Reader:
     ) -> Description:
         """Describe a file and the selected part like `stack_reader.inspect`.
 
-        Raises the errors of `stack_reader.inspect`, BadFile if the child crashes, TooLarge if it takes too long, and
-        ReaderKilled if it is killed twice.
+        Raises the same errors as `stack_reader.inspect`, BadFile if the child crashes, TooLarge if it takes too long,
+        and ReaderKilled if it is killed twice.
         """
         request = self._make_request("inspect", selection, source, shared=shared)
         with _open_source(source) as file:
@@ -120,11 +121,11 @@ class Reader:
         """Read the selected part of a file like `stack_reader.read`.
 
         Decoded pixels are written to an unnamed file in the folder `scratch`, which is created if necessary. The volume
-        maps that file or the uploaded one, or shares the memory of `source`. Other processes can change a `shared` file
-        at any time. Such a file is read and never mapped, because accessing a mapped file that was truncated kills the
-        process.
+        maps that file or the uploaded one, or shares the memory of `source`. If `shared` is set, other processes can
+        change the file at any time. Such a file is read and never mapped, because accessing a mapped file that was
+        truncated kills the process.
 
-        Raises the errors of `stack_reader.read`, BadFile if the child crashes, TooLarge if it takes too long, and
+        Raises the same errors as `stack_reader.read`, BadFile if the child crashes, TooLarge if it takes too long, and
         ReaderKilled if it is killed twice.
         """
         request = self._make_request("extract", selection, source, shared=shared, max_decoded_bytes=sys.maxsize)
@@ -151,9 +152,9 @@ class Reader:
     def read_labels(
         self, source: Source, shape: Size, scratch: Path, *, cancelled: CancellationCheck = never_cancelled
     ) -> Volume:
-        """Read labels for a stack of the given shape (Z, Y, X) from a TIFF, or from .npy with or without gzip.
+        """Read labels for a stack of shape (Z, Y, X) from a TIFF, or from a .npy file with or without gzip.
 
-        Raises BadParameter if the labels have a different shape, and the errors of `read`.
+        Raises BadParameter if the labels have a different shape, and the same errors as `read`.
         """
         request = self._make_request("labels", Selection(), source, shared=False) | {"shape": shape}
         volume = self._extract(request, source, scratch, cancelled, shared=False)
@@ -163,7 +164,7 @@ class Reader:
 
     @property
     def killed_child_count(self) -> int:
-        """Number of children that were killed from outside while they were reading a file."""
+        """Number of children that the kernel or a user killed while they were reading a file."""
         return sum(child.kill_count for child in self._children)
 
     @property
@@ -173,19 +174,19 @@ class Reader:
 
     def wait_until_ready(self) -> None:
         """Wait until a child is ready, and restart it if it has ended. Raises NotReady if it does not start."""
-        child = self._idle.get()
+        child = self._idle_children.get()
         try:
             child.wait_until_ready()
         finally:
-            self._idle.put(child)
+            self._idle_children.put(child)
 
     def close(self) -> None:
         """Stop the child processes. Callers that are still waiting for a reply get NotReady."""
         for child in self._children:
             child.shut_down()
-        for child in [self._idle.get() for _ in self._children]:
+        for child in [self._idle_children.get() for _ in self._children]:
             child.kill()
-            self._idle.put(child)
+            self._idle_children.put(child)
 
     def __enter__(self) -> Self:
         return self
@@ -196,19 +197,19 @@ class Reader:
     def _extract(
         self, request: dict[str, Any], source: Source, scratch: Path, cancelled: CancellationCheck, *, shared: bool
     ) -> Volume | Description:
-        limit = request["limit_bytes"]
-        with _open_source(source) as file, RequestFiles(file, scratch, limit) as files:
+        limit_bytes = request["limit_bytes"]
+        with _open_source(source) as file, RequestFiles(file, scratch, limit_bytes) as files:
 
-            def parse(result: dict[str, Any]) -> Description | tuple[VolumeLocation, bytearray | int]:
+            def parse_result(result: dict[str, Any]) -> Description | tuple[VolumeLocation, bytearray | int]:
                 if "description" in result:
                     return _DESCRIPTION_ADAPTER.validate_python(result["description"])
-                location = _parse_location(result, limit)
+                location = _parse_location(result, limit_bytes)
                 input_content = source if isinstance(source, bytearray) else file
                 if isinstance(input_content, RemoteStore):
                     return location, files.output_fd
                 return location, files.output_fd if location.is_decoded else input_content
 
-            result = self._run_request(request, files, cancelled, parse)
+            result = self._run_request(request, files, cancelled, parse_result)
             if isinstance(result, Description):
                 return result
             location, content = result
@@ -216,7 +217,7 @@ class Reader:
                 return _make_volume(location, content, is_streamed=shared and not location.is_decoded)
             except (ValueError, OverflowError) as error:
                 raise BadFile(
-                    "The file is damaged: its pixels extend beyond its end. Copy or export the file again."
+                    "The file is damaged: its pixels extend beyond the end of the file. Copy or export it again."
                 ) from error
 
     def _make_request(
@@ -232,13 +233,13 @@ class Reader:
         request: dict[str, Any],
         files: RequestFiles,
         cancelled: CancellationCheck,
-        parse: Callable[[Any], T],
+        parse_result: Callable[[Any], T],
     ) -> T:
-        """Send a request to a child, and return the result after parsing it with `parse`.
+        """Send a request to a child, and return the result after parsing it with `parse_result`.
 
         A child that sends an invalid reply is restarted, because the file may have compromised it.
         """
-        child = self._idle.get()
+        child = self._idle_children.get()
         try:
             try:
                 reply = child.call(request, files, cancelled)
@@ -246,17 +247,17 @@ class Reader:
                 reply = child.call(request, files, cancelled)
             try:
                 _raise_error(reply)
-                return parse(reply["result"])
+                return parse_result(reply["result"])
             except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
                 child.restart()
                 raise BadFile(INVALID_REPLY_MESSAGE) from error
         finally:
-            self._idle.put(child)
+            self._idle_children.put(child)
 
 
 @contextmanager
 def _open_source(source: Source) -> Iterator[int | RemoteStore]:
-    """Yield the descriptor of a file, a folder, or an in-memory copy of the content, or the remote store itself."""
+    """Yield the remote store itself, or a descriptor of the file, the folder, or an in-memory copy of the content."""
     if isinstance(source, RemoteStore):
         yield source
         return
@@ -284,7 +285,7 @@ def _raise_error(reply: dict[str, Any]) -> None:
 def _parse_error(reply: dict[str, Any]) -> RequestError:
     """Parse the error in a child's reply. Raises ValueError if the reply is invalid."""
     parameter, suggested = _ADVICE_ADAPTER.validate_python((reply.get("parameter"), reply.get("suggested", {})))
-    error_type: type[RequestError] = _ERRORS.get(str(reply["error"]), BadFile)
+    error_type: type[RequestError] = _ERROR_TYPES.get(str(reply["error"]), BadFile)
     return error_type(str(reply["message"]), parameter=parameter, suggested=suggested)
 
 
@@ -298,14 +299,14 @@ def _parse_location(reply: dict[str, Any], limit_bytes: int) -> VolumeLocation:
 
 
 def _make_volume(location: VolumeLocation, content: bytearray | int, *, is_streamed: bool) -> Volume:
-    """Return a volume over content in memory or in an open file. A large or streamed file is read, not mapped.
+    """Return a volume that uses content in memory or in an open file. A large or streamed file is read, not mapped.
 
     Raises ValueError if the content ends before the pixels.
     """
-    placement, volume_metadata = location.placement, (location.voxel_size, location.channels, location.notes)
+    placement, metadata_fields = location.placement, (location.voxel_size, location.channels, location.notes)
     if isinstance(content, bytearray):
-        return placement.map_volume(content, *volume_metadata)
+        return placement.map_volume(content, *metadata_fields)
     # The pages of a large mapped file would fill the memory and count as used memory.
     if placement.nbytes >= LARGE_BYTES or is_streamed:
-        return placement.stream_volume(content, *volume_metadata)
-    return placement.map_volume(map_file(content), *volume_metadata)
+        return placement.stream_volume(content, *metadata_fields)
+    return placement.map_volume(map_file(content), *metadata_fields)

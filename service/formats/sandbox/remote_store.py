@@ -1,9 +1,9 @@
-"""Remote Zarr stores: on S3, Google Cloud and Azure with obstore (the `remote` extra), and on web servers.
+"""Remote Zarr stores on web servers, and on S3, Google Cloud and Azure through obstore (the `remote` extra).
 
 Credentials come only from the environment. Only objects below the URL of the store are requested. Redirects from web
-servers are not followed, because they could lead to any address. Redirects from object storage are followed, because
-obstore cannot disable them. However, obstore stays on https and does not send credentials to other hosts. The contents
-are parsed in a child process of `sandbox.reader`.
+servers are not followed, because they could lead to any host. Redirects from object storage are followed, because
+obstore cannot disable them. However, obstore does not follow redirects to plain HTTP and does not send credentials to
+other hosts. The contents are parsed in a child process of `sandbox.reader`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from service.formats.zarr.store import FileRange, resolve_range, split_key
 
 # Time limit for receiving one object.
 OBJECT_TIMEOUT_SECONDS = 60.0
-# Time limit for connecting, and for each response of a server.
+# Time limit for connecting, and for each response from a server.
 RESPONSE_TIMEOUT_SECONDS = 10.0
 # Interval between checks for cancellation.
 POLL_SECONDS = 0.2
-# Number of objects that one store requests concurrently.
+# Maximum number of objects that are requested from a store concurrently.
 _MAX_CONCURRENT_REQUESTS = 16
-# Maximum size of the ranges that are fetched together and held in memory, for example one large chunk.
+# Maximum total size of the ranges that are fetched together and held in memory, for example one large chunk.
 _MAX_FETCH_BYTES = 2**29
 _RECEIVE_CHUNK_BYTES = 2**18
 _CONNECTION_TYPES = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-# Schemes that obstore supports, and environment variables that indicate the presence of credentials. Requests are
-# anonymous if none of them is set. Otherwise the libraries would search for credentials at addresses in the host's
-# network.
+# Schemes that obstore supports, and environment variables that indicate the presence of credentials. If none of these
+# variables is set, requests are anonymous, because the libraries would otherwise search for credentials at addresses in
+# the host's network.
 _CREDENTIAL_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_"),
     "gs": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BEARER_TOKEN"),
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Backend(Protocol):
-    """Objects below a prefix; thread-safe."""
+    """Thread-safe access to the objects below a prefix."""
 
     def get(self, file_range: FileRange) -> bytes | None:
         """Return a range of an object, or None if the object does not exist. Raises BadFile, StorageUnavailable."""
@@ -70,17 +70,19 @@ def is_url(location: str) -> bool:
 
 
 def check_url(url: str) -> str:
-    """Return the URL of a store or a prefix without a trailing slash. Raises BadParameter if it is not supported."""
+    """Return the URL of a store or a prefix without trailing slashes. Raises BadParameter if it is not supported."""
     try:
-        parts = urlsplit(url)
-        is_plain = not (parts.query or parts.fragment or parts.username or parts.password or "@" in parts.netloc)
-        is_supported = parts.scheme in SCHEMES and parts.hostname is not None
-        _ = parts.port
+        url_parts = urlsplit(url)
+        is_plain = not (
+            url_parts.query or url_parts.fragment or url_parts.username or url_parts.password or "@" in url_parts.netloc
+        )
+        is_supported = url_parts.scheme in SCHEMES and url_parts.hostname is not None
+        _ = url_parts.port
     except ValueError:
         is_plain = is_supported = False
     if not is_supported or not is_plain:
         raise BadParameter(
-            "The URL of the store is not valid. Use s3://BUCKET/PATH or one of the schemes"
+            "The URL of the store is not valid. Use s3://BUCKET/PATH or a URL with one of the schemes"
             f" {', '.join(SCHEMES[1:])}, without credentials, a query or a fragment. Set credentials in the environment"
             " of the service."
         )
@@ -88,7 +90,7 @@ def check_url(url: str) -> str:
 
 
 class RemoteStore:
-    """Store at a URL that implements `formats.zarr.store.Store`; thread-safe.
+    """Thread-safe implementation of `formats.zarr.store.Store` for a store at a URL.
 
     Raises BadParameter if the URL is not supported, or if it requires the `remote` extra, which is not installed.
     """
@@ -101,14 +103,15 @@ class RemoteStore:
         self._threads = ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS, "fetch")
 
     def read(self, ranges: Sequence[FileRange]) -> list[bytes | None]:
-        """Read ranges of objects, with None for each missing object. Raises BadFile, StorageUnavailable."""
+        """Read ranges of objects, or None for each missing object. Raises BadFile, StorageUnavailable."""
         return self.fetch(ranges, never_cancelled)
 
     def fetch(self, ranges: Sequence[FileRange], cancelled: CancellationCheck) -> list[bytes | None]:
-        """Read ranges of objects concurrently until `cancelled` returns True. The result is None for missing objects.
+        """Read ranges of objects concurrently. The result contains None for each missing object.
 
         Raises BadFile if a key leads outside the store or an object has the wrong length, TooLarge if the ranges exceed
-        the memory limit, StorageUnavailable if the server fails or takes too long, and Cancelled.
+        the memory limit, StorageUnavailable if the server fails or takes too long, and Cancelled if `cancelled` returns
+        True.
         """
         if sum(max(file_range.size, 0) for file_range in ranges) > _MAX_FETCH_BYTES:
             raise TooLarge(
@@ -146,7 +149,7 @@ class _WebServer:
 
     def __init__(self, url: str) -> None:
         self._url = urlsplit(url)
-        self._local = threading.local()
+        self._thread_local = threading.local()
         self._connections = list[http.client.HTTPConnection]()
         self._is_closed = False
 
@@ -159,12 +162,14 @@ class _WebServer:
                 # The server may have closed an idle connection.
                 return self._get(file_range)
         except TimeoutError:
-            raise _make_unavailable_error(file_range.key, "the server takes too long") from None
+            raise _make_unavailable_error(file_range.key, "the server takes too long to respond") from None
         except http.client.IncompleteRead:
             raise _make_truncated_error(file_range.key) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             # The messages of these errors may contain addresses, so they are not shown.
-            raise _make_unavailable_error(file_range.key, f"the connection failed, {type(error).__name__}") from error
+            raise _make_unavailable_error(
+                file_range.key, f"the connection failed with {type(error).__name__}"
+            ) from error
 
     def close(self) -> None:
         """Close all connections, which cancels running requests."""
@@ -203,11 +208,13 @@ class _WebServer:
         raise _make_status_error(file_range.key, response.status)
 
     def _get_connection(self) -> http.client.HTTPConnection:
-        if not hasattr(self._local, "connection"):
+        if not hasattr(self._thread_local, "connection"):
             host, port = self._url.hostname or "", self._url.port
-            self._local.connection = _CONNECTION_TYPES[self._url.scheme](host, port, timeout=RESPONSE_TIMEOUT_SECONDS)
-            self._connections.append(self._local.connection)
-        connection: http.client.HTTPConnection = self._local.connection
+            self._thread_local.connection = _CONNECTION_TYPES[self._url.scheme](
+                host, port, timeout=RESPONSE_TIMEOUT_SECONDS
+            )
+            self._connections.append(self._thread_local.connection)
+        connection: http.client.HTTPConnection = self._thread_local.connection
         return connection
 
 
@@ -239,7 +246,7 @@ class _ObjectStorage:
                 "Stores on S3, Google Cloud and Azure require the `remote` extra: pip install 'stackseg[remote]'."
             ) from None
         open_url: Callable[..., Any] = obstore.store.from_url
-        self._library, self._error = obstore, obstore.exceptions.BaseError
+        self._library, self._error_type = obstore, obstore.exceptions.BaseError
         variables = _CREDENTIAL_VARIABLES[urlsplit(url).scheme]
         has_credentials = any(name.startswith(variables) and value for name, value in os.environ.items())
         # Client options override the environment, including variables such as AWS_ALLOW_HTTP.
@@ -256,7 +263,7 @@ class _ObjectStorage:
             self._store: Any = open_url(
                 url, client_options=client_options, retry_config=retry_config, **signature_options
             )
-        except (self._error, ValueError) as error:
+        except (self._error_type, ValueError) as error:
             reason = str(error).partition("\n")[0][:160]
             raise BadParameter(
                 f"The store cannot be opened: {reason}. Check the environment variables of the service."
@@ -268,15 +275,15 @@ class _ObjectStorage:
             return self._get(file_range)
         except FileNotFoundError:
             return None
-        except self._error as error:
-            # The message of the error contains addresses, so it is not shown. It also contains the status.
-            name = type(error).__name__
-            _log.debug("request to a store failed: %s", name)
-            if name in {"PermissionDeniedError", "UnauthenticatedError"}:
+        except self._error_type as error:
+            # The message of the error contains addresses, so it is not shown. It also contains the status code.
+            error_name = type(error).__name__
+            _log.debug("request to a store failed: %s", error_name)
+            if error_name in {"PermissionDeniedError", "UnauthenticatedError"}:
                 raise _make_status_error(file_range.key, 403) from None
             if "status code: 416" in str(error):
                 raise _make_truncated_error(file_range.key) from None
-            raise _make_unavailable_error(file_range.key, f"the request failed, {name}") from None
+            raise _make_unavailable_error(file_range.key, f"the request failed with {error_name}") from None
 
     def _get(self, file_range: FileRange) -> bytes | None:
         if file_range.start is None:
@@ -304,9 +311,7 @@ def _make_status_error(key: str, status: int) -> StackSegError:
             " service."
         )
     if 300 <= status < 400:
-        return BadFile(
-            f"The store redirects {key[:80]} to another address. Use the final address as the URL of the store."
-        )
+        return BadFile(f"The store redirects {key[:80]} to another URL. Use the final URL of the store.")
     if status == 416:
         return _make_truncated_error(key)
     if status == 200:

@@ -1,4 +1,4 @@
-"""Open files that a child process may use while it handles a request."""
+"""The open files that a child process may use while it handles a request."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pydantic import TypeAdapter
 
 from service.core.errors import BadFile
 from service.core.types import CancellationCheck
-from service.formats.placement import make_file
+from service.formats.placement import make_temporary_file
 from service.formats.sandbox.remote_store import RemoteStore
 from service.formats.zarr.store import FileRange, open_file
 
 INVALID_REPLY_MESSAGE = "The file is damaged: reading it gave an invalid result. Export the file again."
-_FILE_RANGES = TypeAdapter(list[FileRange])
+_FILE_RANGES_ADAPTER = TypeAdapter(list[FileRange])
 
 
 def make_unnamed_file() -> IO[bytes]:
@@ -35,8 +35,8 @@ class RequestFiles:
 
     input_fd  descriptor of the input file, or None for a folder or a remote store
 
-    The child receives the descriptor of an input file. From a folder it receives only the regular files that it
-    requests, and from a remote store copies of the ranges that it requests.
+    The child receives the descriptor of an input file. From a folder, it receives only the regular files that it
+    requests. From a remote store, it receives copies of the ranges that it requests.
     """
 
     def __init__(self, source: int | RemoteStore, scratch: Path | None = None, limit_bytes: int = 0) -> None:
@@ -57,7 +57,7 @@ class RequestFiles:
         """Create the output file and return its descriptor. Raises BadFile if it would exceed the size limit."""
         if self._scratch is None or not isinstance(nbytes, int) or not 0 <= nbytes <= self._limit_bytes:
             raise BadFile(INVALID_REPLY_MESSAGE)
-        self._output_file = self._files.enter_context(make_file(self._scratch, nbytes))
+        self._output_file = self._files.enter_context(make_temporary_file(self._scratch, nbytes))
         return self._output_file.fileno()
 
     @contextmanager
@@ -76,12 +76,12 @@ class RequestFiles:
     def fetch(self, ranges: Any, cancelled: CancellationCheck) -> Iterator[tuple[list[int], int]]:
         """Fetch ranges of the objects in a remote store.
 
-        Yields their sizes, with -1 for each object that does not exist, and the descriptor of a file that contains the
-        ranges one after the other.
+        Yields the size of each range, or -1 if the object does not exist, and the descriptor of a file that contains
+        the ranges one after the other.
         """
         if self._store is None:
             raise BadFile(INVALID_REPLY_MESSAGE)
-        contents = self._store.fetch(_FILE_RANGES.validate_python(ranges, strict=True), cancelled)
+        contents = self._store.fetch(_FILE_RANGES_ADAPTER.validate_python(ranges, strict=True), cancelled)
         with make_unnamed_file() as file:
             file.writelines(content for content in contents if content)
             file.flush()

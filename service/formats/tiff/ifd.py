@@ -1,6 +1,6 @@
 """Validate the header and the chain of image file directories (IFDs) of a TIFF before anything else is read.
 
-Common TIFF readers accept a chain that points beyond the end of the file as complete, and therefore read only a part of
+Common TIFF readers treat a chain that points beyond the end of the file as complete, and therefore read only a part of
 the stack without an error. They also assume that all pages have the layout of the first one. Both cases are detected
 here. The file layout is that of TIFF revision 6.0 (1992) and BigTIFF (libtiff).
 """
@@ -32,9 +32,9 @@ _DIRECTORY_FORMATS = {42: ("H", "HHI4s", "I"), 43: ("Q", "HHQ8s", "Q")}
 class Structure:
     """Offsets and layouts of the pages of a file.
 
-    size     of the file in bytes
-    offsets  of the page directories in bytes, in the order of the chain
-    layouts  directory offset -> key that is equal for pages that are decoded in the same way
+    size     size of the file in bytes
+    offsets  offsets of the page directories in bytes, in the order of the chain
+    layouts  layout key of each page by the offset of its directory; pages with the same key are decoded in the same way
     """
 
     size: int
@@ -81,13 +81,15 @@ def _read_header(stream: BinaryIO) -> tuple[DirectoryFormat, int]:
     """Return the directory format and the offset of the first directory. Raises UnsupportedMedia, BadFile."""
     stream.seek(0)
     header = stream.read(16)
-    order = {b"II": "<", b"MM": ">"}.get(header[:2])
-    version = struct.unpack(f"{order}H", header[2:4])[0] if order and len(header) >= 4 else None
+    byte_order = {b"II": "<", b"MM": ">"}.get(header[:2])
+    version = struct.unpack(f"{byte_order}H", header[2:4])[0] if byte_order and len(header) >= 4 else None
     if version in _DIRECTORY_FORMATS:
-        directory_format = DirectoryFormat(*(struct.Struct(f"{order}{code}") for code in _DIRECTORY_FORMATS[version]))
-        width = directory_format.offset.size
-        if len(header) >= 2 * width:
-            return directory_format, directory_format.offset.unpack_from(header, width)[0]
+        directory_format = DirectoryFormat(
+            *(struct.Struct(f"{byte_order}{code}") for code in _DIRECTORY_FORMATS[version])
+        )
+        offset_bytes = directory_format.offset.size
+        if len(header) >= 2 * offset_bytes:
+            return directory_format, directory_format.offset.unpack_from(header, offset_bytes)[0]
         raise BadFile(
             f"The file is truncated: it contains only a part of a TIFF header ({len(header)} bytes). Copy the file"
             " again."
@@ -100,10 +102,10 @@ def _read_header(stream: BinaryIO) -> tuple[DirectoryFormat, int]:
 class _DirectoryPattern(NamedTuple):
     """Bits of a page directory that define the layout of the page, for comparison with other directories.
 
-    length    of the directory in bytes
-    mask      selects the bits that define the layout and the lengths of values, as a little-endian number
-    bits      the directory under this mask
-    layout    key of the page in `Structure.layouts`
+    length           length of the directory in bytes
+    mask             little-endian number that selects the bits that define the layout and the lengths of values
+    bits             the selected bits of the directory
+    layout           layout key of the page in `Structure.layouts`
     external_values  (tag, position of the offset in the directory, size in bytes) of each value outside the directory
     """
 
@@ -113,9 +115,9 @@ class _DirectoryPattern(NamedTuple):
     layout: bytes
     external_values: tuple[tuple[int, int, int], ...]
 
-    def matches(self, data: bytes) -> bool:
+    def matches(self, directory: bytes) -> bool:
         """Return whether another directory has the same layout, and values of the same sizes at the same positions."""
-        return len(data) == self.length and int.from_bytes(data, "little") & self.mask == self.bits
+        return len(directory) == self.length and int.from_bytes(directory, "little") & self.mask == self.bits
 
 
 class _DirectoryReader:
@@ -129,17 +131,17 @@ class _DirectoryReader:
         self._stream, self._format, self._size = stream, directory_format, size
         self._last_pattern: _DirectoryPattern | None = None
 
-    def read(self, offset: int, index: int) -> tuple[bytes, int]:
-        """Return the layout of one page and the offset of the next directory, or 0 after the last one."""
+    def read(self, offset: int, page_index: int) -> tuple[bytes, int]:
+        """Return the layout key of one page and the offset of the next directory, or 0 after the last one."""
         pattern = self._last_pattern
-        data = b"" if pattern is None else self._read_bytes(offset, pattern.length)
-        if pattern is None or not pattern.matches(data):
-            data = self._read_directory(offset, index)
-            pattern = self._last_pattern = self._parse(data, index)
+        directory = b"" if pattern is None else self._read_bytes(offset, pattern.length)
+        if pattern is None or not pattern.matches(directory):
+            directory = self._read_directory(offset, page_index)
+            pattern = self._last_pattern = self._parse(directory, page_index)
         else:
             for tag, position, length in pattern.external_values:
-                self._check_inside(data, position, length, tag, index)
-        return pattern.layout, self._format.offset.unpack_from(data, len(data) - self._format.offset.size)[0]
+                self._check_value_inside_file(directory, position, length, tag, page_index)
+        return pattern.layout, self._format.offset.unpack_from(directory, len(directory) - self._format.offset.size)[0]
 
     def _read_bytes(self, offset: int, length: int) -> bytes:
         """Read `length` bytes, or fewer at the end of the file."""
@@ -148,51 +150,56 @@ class _DirectoryReader:
         self._stream.seek(offset)
         return self._stream.read(length)
 
-    def _read_directory(self, offset: int, index: int) -> bytes:
+    def _read_directory(self, offset: int, page_index: int) -> bytes:
         """Read the entry count, the entries, and the offset of the next directory."""
         directory_format = self._format
-        data = self._read_bytes(offset, directory_format.count.size)
-        count = directory_format.count.unpack(data)[0] if len(data) == directory_format.count.size else 0
+        directory = self._read_bytes(offset, directory_format.count.size)
+        count = directory_format.count.unpack(directory)[0] if len(directory) == directory_format.count.size else 0
         if count > MAX_TAGS:
             raise BadFile(
-                f"The file is damaged: page {index} declares {count} tags, but at most {MAX_TAGS} are accepted."
+                f"The file is damaged: page {page_index} declares {count} tags, but at most {MAX_TAGS} are accepted."
             )
         length = directory_format.count.size + count * directory_format.entry.size + directory_format.offset.size
-        data = self._read_bytes(offset, length)
-        if len(data) < length:
+        directory = self._read_bytes(offset, length)
+        if len(directory) < length:
             raise BadFile(
-                f"The file is truncated or damaged: the tags of page {index}, at byte {offset}, are outside"
+                f"The file is truncated or damaged: the tags of page {page_index}, at byte {offset}, are outside"
                 f" the file of {self._size} bytes. Copy or export the file again."
             )
-        return data
+        return directory
 
-    def _parse(self, data: bytes, index: int) -> _DirectoryPattern:
-        """Parse a directory entry by entry."""
-        entry, offset_bytes, first_entry = (
+    def _parse(self, directory: bytes, page_index: int) -> _DirectoryPattern:
+        """Parse a directory, one entry at a time."""
+        entry, offset_bytes, entries_start = (
             self._format.entry,
             self._format.offset.size,
             self._format.count.size,
         )
-        layout, external_values, mask = [], [], bytearray(b"\xff" * first_entry)
-        for start in range(first_entry, len(data) - offset_bytes, entry.size):
-            tag, type_code, value_count, value = entry.unpack_from(data, start)
+        layout, external_values, mask_bytes = [], [], bytearray(b"\xff" * entries_start)
+        for start in range(entries_start, len(directory) - offset_bytes, entry.size):
+            tag, type_code, value_count, value = entry.unpack_from(directory, start)
             value_position, value_bytes = start + entry.size - offset_bytes, value_count * _TYPE_SIZES.get(type_code, 0)
             if value_bytes > offset_bytes:
-                self._check_inside(data, value_position, value_bytes, tag, index)
+                self._check_value_inside_file(directory, value_position, value_bytes, tag, page_index)
                 external_values.append((tag, value_position, value_bytes))
             defines_layout = tag in _LAYOUT_TAGS
-            mask += b"\xff" * (entry.size - offset_bytes) + (b"\xff" if defines_layout else b"\0") * offset_bytes
+            mask_bytes += b"\xff" * (entry.size - offset_bytes) + (b"\xff" if defines_layout else b"\0") * offset_bytes
             if defines_layout:
                 if offset_bytes < value_bytes <= _MAX_LAYOUT_VALUE_BYTES:
                     value = self._read_bytes(self._format.offset.unpack(value)[0], value_bytes)
                 layout.append(struct.pack("=HHQ", tag, type_code, value_count) + value)
-        bits = int.from_bytes(mask, "little")
+        mask = int.from_bytes(mask_bytes, "little")
         return _DirectoryPattern(
-            len(data), bits, int.from_bytes(data, "little") & bits, b"".join(sorted(layout)), tuple(external_values)
+            len(directory),
+            mask,
+            int.from_bytes(directory, "little") & mask,
+            b"".join(sorted(layout)),
+            tuple(external_values),
         )
 
-    def _check_inside(self, data: bytes, position: int, length: int, tag: int, index: int) -> None:
-        if self._format.offset.unpack_from(data, position)[0] + length > self._size:
+    def _check_value_inside_file(self, directory: bytes, position: int, length: int, tag: int, page_index: int) -> None:
+        if self._format.offset.unpack_from(directory, position)[0] + length > self._size:
             raise BadFile(
-                f"The file is truncated: tag {tag} of page {index} is beyond the end of the file. Copy the file again."
+                f"The file is truncated: the value of tag {tag} of page {page_index} is beyond the end of the file."
+                " Copy the file again."
             )

@@ -1,6 +1,6 @@
-"""Second ImageDescription for ImageJ's built-in TIFF reader, which ignores OME-XML and would lose the voxel depth.
+"""Second ImageDescription tag for ImageJ's built-in TIFF reader, which ignores OME-XML and the plane spacing in it.
 
-OME-TIFF readers use the first ImageDescription of a page. ImageJ uses the one that begins with "ImageJ=".
+OME-TIFF readers use the first ImageDescription of a page. ImageJ uses the description that begins with "ImageJ=".
 Micro-Manager writes both descriptions as well.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 COLOR_MAP_TAG = 320
 
 
-def describe(segmentation: Segmentation) -> str:
+def make_description(segmentation: Segmentation) -> str:
     """Return the dimensions and the voxel size in ImageJ's syntax.
 
     Lengths are in cm, the smallest unit of the resolution tags.
@@ -27,7 +27,7 @@ def describe(segmentation: Segmentation) -> str:
     pixels = segmentation.pixels
     lines = ["ImageJ=1.54f", f"slices={pixels.shape[-3]}"]
     lengths = dict(zip(segmentation.axes, pixels.shape, strict=True))
-    lines += [f"{word}={lengths[axis]}" for axis, word in (("C", "channels"), ("T", "frames")) if axis in lengths]
+    lines += [f"{key}={lengths[axis]}" for axis, key in (("C", "channels"), ("T", "frames")) if axis in lengths]
     if pixels.ndim > 3:
         lines += ["hyperstack=true", "mode=grayscale", "order=zct"]
     interval = segmentation.time_interval
@@ -40,7 +40,7 @@ def describe(segmentation: Segmentation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def describe_provenance(provenance: Mapping[str, str]) -> str:
+def make_provenance_lines(provenance: Mapping[str, str]) -> str:
     """Return the provenance of an image as additional description lines, which Image > Show Info displays in ImageJ."""
     lines = (f"stackseg_{name}={''.join(filter(str.isprintable, value))}\n" for name, value in provenance.items())
     return "".join(lines).encode("ascii", "replace").decode()
@@ -50,7 +50,7 @@ def describe_provenance(provenance: Mapping[str, str]) -> str:
 def make_label_colors() -> tuple[int, ...]:
     """Return the ColorMap tag for labels: 256 red, 256 green and 256 blue values of 16 bits. Color 0 is black.
 
-    Hues follow the golden ratio, so any run of consecutive labels is spread over the color circle.
+    Hues follow the golden ratio, so consecutive labels are spread over the whole color wheel.
     """
     colors = [(0.0, 0.0, 0.0)]
     for label in range(255):

@@ -13,7 +13,7 @@ from service.core.quantities import TimeInterval
 from service.formats import sampling
 from service.formats.sampling import Calibration, Resolution
 
-CONTAINERS = {
+CONTAINER_NAMES = {
     "shaped": "TIFF written by tifffile",
     "imagej": "ImageJ TIFF",
     "lsm": "Zeiss LSM",
@@ -48,39 +48,43 @@ def read_resolution(page: TiffPage) -> Resolution:
 
 
 def read_calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
-    """Read the voxel size from the container's metadata or, for other containers, from the resolution tags."""
+    """Read the voxel size from the container's metadata or, if the container has none, from the resolution tags."""
     match kind:
         case "imagej":
-            return sampling.parse_spacing(tiff.imagej_metadata or {}, read_resolution(page), "ImageJ metadata")
+            return sampling.parse_imagej_calibration(
+                tiff.imagej_metadata or {}, read_resolution(page), "ImageJ metadata"
+            )
         case "shaped":
-            return sampling.parse_spacing(_read_shaped_metadata(page), read_resolution(page), "tifffile metadata")
+            return sampling.parse_imagej_calibration(
+                _read_shaped_metadata(page), read_resolution(page), "tifffile metadata"
+            )
         case "lsm":
-            return _read_zeiss(tiff)
+            return _read_lsm_calibration(tiff)
         case "stk":
-            return _read_metamorph(tiff)
+            return _read_metamorph_calibration(tiff)
         case "mmstack":
-            return _read_micromanager(tiff)
+            return _read_micromanager_calibration(tiff)
         case _:
             return read_resolution(page).get_calibration()
 
 
-def _read_zeiss(tiff: TiffFile) -> Calibration:
+def _read_lsm_calibration(tiff: TiffFile) -> Calibration:
     header = tiff.lsm_metadata or {}
-    return sampling.parse_lengths([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
+    return sampling.parse_calibration([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
 
 
-def _read_metamorph(tiff: TiffFile) -> Calibration:
+def _read_metamorph_calibration(tiff: TiffFile) -> Calibration:
     header = tiff.stk_metadata or {}
     distances = header.get("ZDistance", ())
     z = float(distances[0]) if len(distances) else None
     sizes = [z, header.get("YCalibration"), header.get("XCalibration")]
-    return sampling.parse_lengths(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
+    return sampling.parse_calibration(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
 
 
-def _read_micromanager(tiff: TiffFile) -> Calibration:
+def _read_micromanager_calibration(tiff: TiffFile) -> Calibration:
     summary = _read_micromanager_summary(tiff)
     sizes = [summary.get(key) or None for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
-    return sampling.parse_lengths(sizes, "um", "Micro-Manager metadata")
+    return sampling.parse_calibration(sizes, "um", "Micro-Manager metadata")
 
 
 def _read_micromanager_summary(tiff: TiffFile) -> Mapping[str, Any]:
@@ -88,7 +92,7 @@ def _read_micromanager_summary(tiff: TiffFile) -> Mapping[str, Any]:
     return summary
 
 
-def _read_zeiss_channels(tiff: TiffFile) -> Mapping[str, Any]:
+def _read_lsm_channels(tiff: TiffFile) -> Mapping[str, Any]:
     """Return the names and colors of the channels from an LSM header."""
     return (tiff.lsm_metadata or {}).get("ChannelColors") or {}
 
@@ -112,7 +116,7 @@ def read_channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:
     """Read channel names from a vendor's header, or return () if it has none."""
     names: Any = ()
     if kind == "lsm":
-        names = _read_zeiss_channels(tiff).get("ColorNames", ())
+        names = _read_lsm_channels(tiff).get("ColorNames", ())
     if kind == "mmstack":
         names = _read_micromanager_summary(tiff).get("ChNames", ())
     return tuple(str(name) for name in names) if isinstance(names, list | tuple) else ()
@@ -133,33 +137,37 @@ def _read_colors(tiff: TiffFile, kind: str) -> tuple[str, ...]:
             tables = (tiff.imagej_metadata or {}).get("LUTs", ())
             return tuple(_format_color([row[-1] for row in table]) for table in tables)
         case "lsm":
-            return tuple(_format_color(color[:3]) for color in _read_zeiss_channels(tiff).get("Colors", ()))
+            return tuple(_format_color(color[:3]) for color in _read_lsm_channels(tiff).get("Colors", ()))
         case "mmstack":
-            # Signed 32-bit integers. The bytes are alpha, red, green, blue from high to low.
+            # Signed 32-bit integers that consist of alpha, red, green and blue, from the highest to the lowest byte.
             colors = _read_micromanager_summary(tiff).get("ChColors", ())
             return tuple(f"#{int(color) & 0xFFFFFF:06x}" for color in colors)
         case _:
             return ()
 
 
-def parse_ome_color(text: str) -> str:
+def parse_ome_color(rgba_text: str) -> str:
     """Convert a channel color of OME-XML, a signed RGBA integer, to #rrggbb. Return "" if it is not a number."""
     try:
-        return f"#{int(text) >> 8 & 0xFFFFFF:06x}"
+        return f"#{int(rgba_text) >> 8 & 0xFFFFFF:06x}"
     except ValueError:
         return ""
 
 
-def _format_color(parts: Sequence[int]) -> str:
-    red, green, blue = (int(part) & 0xFF for part in parts)
+def _format_color(rgb: Sequence[int]) -> str:
+    red, green, blue = (int(value) & 0xFF for value in rgb)
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
 def get_sample_names(page: TiffPage, count: int) -> tuple[str, ...]:
-    """Return the names of `count` samples per pixel in the color space of the page. One extra sample is named alpha."""
-    spaces = {2: ("red", "green", "blue"), 6: ("red", "green", "blue"), 5: ("cyan", "magenta", "yellow", "black")}
-    space = spaces.get(int(page.photometric), ("grey",) if count == 2 else ())[:count]
-    names = space + ("alpha",) * (0 < len(space) == count - 1)
+    """Return the names of the `count` samples of a pixel in its color space. An extra sample is named alpha."""
+    names_by_color_space = {
+        2: ("red", "green", "blue"),
+        6: ("red", "green", "blue"),
+        5: ("cyan", "magenta", "yellow", "black"),
+    }
+    color_names = names_by_color_space.get(int(page.photometric), ("grey",) if count == 2 else ())[:count]
+    names = color_names + ("alpha",) * (0 < len(color_names) == count - 1)
     return names + ("",) * (count - len(names))
 
 

@@ -1,7 +1,7 @@
-"""Parse the OME-XML of an OME-TIFF: the images, and the page of each plane.
+"""Parse the OME-XML of an OME-TIFF: its images, and the page that contains each plane.
 
 Schema: OME 2016-06, https://docs.openmicroscopy.org/ome-model/. Only this module parses XML. It rejects entities and
-document types, and never follows references to other files.
+document type declarations, and never follows references to other files.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from service.core.errors import BadFile
 
 
 class UnusableOme(Exception):
-    """OME-XML that does not describe the pages. The message is a clause. The exception stays within this package."""
+    """OME-XML that does not describe the pages. The message is a clause. This package handles the exception."""
 
 
 @dataclass(frozen=True)
 class OmeImage:
     """One Image element.
 
-    axes, shape  without Y and X, slowest first as in `DimensionOrder`; C does not include the samples of a pixel
-    samples      per pixel (3 for RGB)
-    colors       Color of each channel as written, "" if absent
-    pages        page index of each plane, in C order of `shape`
-    sizes        PhysicalSizeZ, Y, X as written, "" if absent
-    units        units of `sizes`, "µm" if absent
-    time_increment  TimeIncrement as written, "" if absent, and its unit
+    axes                 axes other than Y and X, slowest first
+    shape                lengths along these axes; the length along C does not include the samples of a pixel
+    samples_per_pixel    number of samples per pixel (3 for RGB)
+    page_indices         index of the page of each plane, in C order of `shape`
+    channel_names        name of each channel, or ""
+    colors               Color attribute of each channel as written, or ""
+    physical_sizes       PhysicalSizeZ, PhysicalSizeY and PhysicalSizeX as written, or ""
+    physical_size_units  units of `physical_sizes`, or "µm" if not specified
+    time_increment       TimeIncrement as written, or "", and its unit
     """
 
     name: str
@@ -38,28 +40,28 @@ class OmeImage:
     shape: tuple[int, ...]
     size_y: int
     size_x: int
-    samples: int
-    pages: tuple[int, ...]
-    channels: tuple[str, ...]
+    samples_per_pixel: int
+    page_indices: tuple[int, ...]
+    channel_names: tuple[str, ...]
     colors: tuple[str, ...]
-    sizes: tuple[str, ...]
-    units: tuple[str, ...]
+    physical_sizes: tuple[str, ...]
+    physical_size_units: tuple[str, ...]
     time_increment: tuple[str, str]
 
 
-def parse(text: str, page_count: int) -> list[OmeImage]:
+def parse(ome_xml: str, page_count: int) -> list[OmeImage]:
     """Parse the images of an OME-XML document, in document order.
 
     Raises BadFile if the XML declares entities, contradicts itself, or declares planes that the file does not have.
     Raises UnusableOme if the XML is malformed, points to another file, or describes planes in other files.
     """
-    root = _parse_root(text)
+    root = _parse_root(ome_xml)
     tags = {_get_local_name(element) for element in root.iter()}
     if "BinaryOnly" in tags:
         raise UnusableOme("its OME-XML only points to another file, and referenced files are never opened")
     if any(tag.startswith("ModuloAlong") for tag in tags):
         raise UnusableOme("its OME-XML nests additional dimensions in Z, C or T (ModuloAlong)")
-    if _has_other_files(root):
+    if _has_planes_in_other_files(root):
         raise UnusableOme(
             "its OME-XML describes a set of several files, and referenced files are never opened. To segment the"
             " whole image, export the set as one file"
@@ -70,20 +72,20 @@ def parse(text: str, page_count: int) -> list[OmeImage]:
     return images
 
 
-def _parse_root(text: str) -> Element:
+def _parse_root(ome_xml: str) -> Element:
     try:
-        root: Element = fromstring(text, forbid_dtd=True)
+        root: Element = fromstring(ome_xml, forbid_dtd=True)
     except DefusedXmlException as error:
         raise BadFile(
-            "The OME-XML declares a document type or entities, which are not supported. Remove them."
+            "The OME-XML contains a document type declaration or entities, which are not supported. Remove them."
         ) from error
     except (ParseError, ValueError) as error:
         raise UnusableOme(f"its OME-XML is not well-formed ({error})") from error
     return root
 
 
-def _has_other_files(root: Element) -> bool:
-    """Return whether planes are in other files. UUIDs are compared because the file may have been renamed."""
+def _has_planes_in_other_files(root: Element) -> bool:
+    """Return whether planes are in other files. UUIDs are compared, because the files may have been renamed."""
     elements = [element for element in root.iter() if _get_local_name(element) == "TiffData"]
     uuids = {
         _find_children(element, "UUID")[0].text if _find_children(element, "UUID") else None for element in elements
@@ -122,33 +124,33 @@ def _parse_image(element: Element, page_count: int) -> OmeImage:
     if sorted(order) != sorted("XYZCT") or order[:2] != "XY":
         raise BadFile(f"The OME-XML is damaged: DimensionOrder={order!r} is not valid.")
     channels = _find_children(pixels, "Channel")
-    samples = _count_samples(channels)
+    samples_per_pixel = _count_samples(channels)
     axes = order[:1:-1]
-    shape = tuple(_parse_integer(pixels, f"Size{axis}") // (samples if axis == "C" else 1) for axis in axes)
-    _check_planes(math.prod(shape), page_count)
+    shape = tuple(_parse_integer(pixels, f"Size{axis}") // (samples_per_pixel if axis == "C" else 1) for axis in axes)
+    _check_plane_count(math.prod(shape), page_count)
     return OmeImage(
         name=element.get("Name", ""),
         axes=axes,
         shape=shape,
         size_y=_parse_integer(pixels, "SizeY"),
         size_x=_parse_integer(pixels, "SizeX"),
-        samples=samples,
-        pages=_parse_pages(_find_children(pixels, "TiffData"), axes, shape, page_count),
-        channels=tuple(channel.get("Name", "") for channel in channels),
+        samples_per_pixel=samples_per_pixel,
+        page_indices=_parse_pages(_find_children(pixels, "TiffData"), axes, shape, page_count),
+        channel_names=tuple(channel.get("Name", "") for channel in channels),
         colors=tuple(channel.get("Color", "") for channel in channels),
-        sizes=tuple(pixels.get(f"PhysicalSize{axis}", "") for axis in "ZYX"),
-        units=tuple(pixels.get(f"PhysicalSize{axis}Unit", "µm") for axis in "ZYX"),
+        physical_sizes=tuple(pixels.get(f"PhysicalSize{axis}", "") for axis in "ZYX"),
+        physical_size_units=tuple(pixels.get(f"PhysicalSize{axis}Unit", "µm") for axis in "ZYX"),
         time_increment=(pixels.get("TimeIncrement", ""), pixels.get("TimeIncrementUnit", "s")),
     )
 
 
-def _check_planes(plane_count: int, page_count: int) -> None:
+def _check_plane_count(plane_count: int, page_count: int) -> None:
     if plane_count == 0:
         raise BadFile("The OME-XML is damaged: an image has no planes.")
     if plane_count > page_count:
         raise BadFile(
-            f"The OME-XML declares {plane_count} planes, but the file has {page_count} pages. The file is truncated or"
-            " one of several files. Export the whole image as one file."
+            f"The OME-XML declares {plane_count} planes, but the file has {page_count} pages. The file is truncated"
+            " or is one of several files. Export the whole image as one file."
         )
 
 
@@ -161,7 +163,7 @@ def _count_samples(channels: list[Element]) -> int:
 
 
 def _parse_pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, ...]:
-    """Return the page of every plane. Raises BadFile unless each plane is assigned exactly one page."""
+    """Return the index of the page of each plane. Raises BadFile unless each plane is assigned exactly one page."""
     plane_count = math.prod(shape)
     if not elements and plane_count == page_count:
         return tuple(range(plane_count))

@@ -33,10 +33,10 @@ def check_image(image: StoredImage, structure: Structure, layout: Layout, part: 
     Raises TooLarge if the selection, or a single page of it, decodes to more than `limit_bytes`, BadFile if a plane has
     no pixels or is outside the file, and BadParameter if Y and X are not within a page.
     """
-    needed_bytes = math.prod(axes.get_part_shape(layout, part)) * get_native_dtype(image.dtype).itemsize
-    check_size(max(needed_bytes, 0 if image.is_contiguous else image.page.nbytes), limit_bytes)
+    selection_bytes = math.prod(axes.get_part_shape(layout, part)) * get_native_dtype(image.dtype).itemsize
+    check_size(max(selection_bytes, 0 if image.is_contiguous else image.page.nbytes), limit_bytes)
     if image.is_contiguous:
-        _check_inside(image.page.dataoffsets[0] + math.prod(image.shape) * image.dtype.itemsize, structure, 0)
+        _check_inside_file(image.page.dataoffsets[0] + math.prod(image.shape) * image.dtype.itemsize, structure, 0)
         return
     if len(image.pages) * image.page.size != math.prod(layout.shape):
         raise BadFile(
@@ -50,7 +50,7 @@ def check_image(image: StoredImage, structure: Structure, layout: Layout, part: 
 
 
 def _check_axes(image: StoredImage, layout: Layout) -> None:
-    """Raise BadParameter unless Y and X lie within a page. Each page is decoded to whole planes."""
+    """Raise BadParameter unless Y and X lie within a page, because each page is decoded to complete planes."""
     inner_axes = layout.axes[_count_outer_axes(image, layout) :]
     if not {*"YX"} <= {*inner_axes}:
         raise BadParameter(
@@ -68,24 +68,26 @@ def _check_page(image: StoredImage, page: Page, index: int, structure: Structure
         if not page.dataoffsets:
             raise BadFile(f"Plane {index} has no pixels in the file. Export the file again.")
         byte_count = max(page.databytecounts[:1], default=0) if len(page.dataoffsets) == 1 else 0
-        _check_inside(page.dataoffsets[0] + max(image.page.nbytes, byte_count), structure, index)
+        _check_inside_file(page.dataoffsets[0] + max(image.page.nbytes, byte_count), structure, index)
         return
-    segments = math.prod(image.page.chunked)
-    if min(len(page.dataoffsets), len(page.databytecounts)) < segments or 0 in page.dataoffsets[:segments]:
-        raise BadFile(f"Plane {index} has fewer than its {segments} strips or tiles. Export the file again.")
-    _check_inside(max(map(sum, zip(page.dataoffsets, page.databytecounts, strict=False))), structure, index)
+    segment_count = math.prod(image.page.chunked)
+    if min(len(page.dataoffsets), len(page.databytecounts)) < segment_count or 0 in page.dataoffsets[:segment_count]:
+        raise BadFile(
+            f"Some of the {segment_count} strips or tiles of plane {index} are missing. Export the file again."
+        )
+    _check_inside_file(max(map(sum, zip(page.dataoffsets, page.databytecounts, strict=False))), structure, index)
 
 
 def _read_byte_counts(page: TiffPage) -> tuple[int, ...]:
-    """Return the byte counts of the strips or tiles from the tag.
+    """Return the byte counts of the strips or tiles as stored in the tag.
 
-    They are not read through tifffile, which would replace 0 with the size of the rest of the file.
+    tifffile would replace a count of 0 with the size of the rest of the file.
     """
     tag = page.tags.get(_STRIP_BYTE_COUNTS_TAG) or page.tags.get(_TILE_BYTE_COUNTS_TAG)
     return () if tag is None else tuple(np.atleast_1d(tag.value).tolist())
 
 
-def _check_inside(end: int, structure: Structure, index: int) -> None:
+def _check_inside_file(end: int, structure: Structure, index: int) -> None:
     if end > structure.size:
         raise BadFile(
             f"The file is truncated: plane {index} ends at byte {end}, but the file has {structure.size} bytes."
@@ -105,7 +107,7 @@ def locate(image: StoredImage, layout: Layout, part: StackPart) -> Placement | N
     channel_stride = _find_channel_stride(layout, part, axis_strides)
     if channel_stride is None:
         return None
-    c, s = divmod(part.channels[0], layout.length("S"))
+    c, s = divmod(part.channels[0], layout.get_length("S"))
     indices = {"T": part.time, "C": c, "S": s}
     offset = page_offsets[0] + sum(index * axis_strides.get(axis, 0) for axis, index in indices.items())
     strides = (channel_stride, axis_strides.get("Z", 0), axis_strides["Y"], axis_strides["X"])
@@ -124,14 +126,14 @@ def count_decoded_bytes(image: StoredImage, layout: Layout, part: StackPart) -> 
 
 
 def _find_page_distance(page_offsets: Sequence[int]) -> int | None:
-    """Return the distance between consecutive pages, 0 for a single page, or None if it is irregular or negative."""
+    """Return the distance between consecutive pages in bytes (0 for one page), or None if irregular or negative."""
     distances = {b - a for a, b in itertools.pairwise(page_offsets)} or {0}
     page_distance = distances.pop()
     return None if distances or page_distance < 0 else page_distance
 
 
 def _compute_strides(image: StoredImage, layout: Layout, page_distance: int) -> dict[str, int]:
-    """Return the stride of every axis in bytes: contiguous inside a page, multiples of the page distance outside."""
+    """Return the stride of each axis in bytes: contiguous within a page, multiples of the page distance outside it."""
     outer_count = _count_outer_axes(image, layout)
     strides = [
         page_distance * math.prod(layout.shape[index + 1 : outer_count])
@@ -144,12 +146,12 @@ def _compute_strides(image: StoredImage, layout: Layout, page_distance: int) -> 
 
 def _find_channel_stride(layout: Layout, part: StackPart, axis_strides: dict[str, int]) -> int | None:
     """Return the stride of the selected channels in bytes, 0 for a single channel, or None if it is irregular."""
-    samples = layout.length("S")
+    sample_count = layout.get_length("S")
     if len(part.channels) == 1:
         return 0
-    if samples == 1:
+    if sample_count == 1:
         return axis_strides["C"]
-    if layout.length("C") == 1 or axis_strides["C"] == samples * axis_strides["S"]:
+    if layout.get_length("C") == 1 or axis_strides["C"] == sample_count * axis_strides["S"]:
         return axis_strides["S"]
     return None
 
@@ -173,15 +175,15 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: StackPart, 
     _check_axes(image, layout)
     outer_count = _count_outer_axes(image, layout)
     pages_to_decode = list(_iterate_pages(layout, part, outer_count))
-    is_single = len(pages_to_decode) == 1
+    is_single_page = len(pages_to_decode) == 1
 
     def decode_page(page_to_decode: _PageToDecode) -> None:
-        with translate_errors("decoding its pixels"):
+        with translate_errors("decoding the pixels"):
             if image.is_contiguous:
                 pixels = tiff.filehandle.read_array(image.dtype, math.prod(layout.shape), image.page.dataoffsets[0])
             else:
                 pixels = image.pages[page_to_decode.index].asarray(
-                    lock=lock, maxworkers=host.CORE_COUNT if is_single else 1
+                    lock=lock, maxworkers=host.CORE_COUNT if is_single_page else 1
                 )
             pixels = pixels.reshape(layout.shape[outer_count:]).astype(dtype, copy=False)
         for channel, block in _select_blocks(pixels, layout, part, page_to_decode):
@@ -203,8 +205,8 @@ class _PageToDecode:
 
 def _iterate_pages(layout: Layout, part: StackPart, outer_count: int) -> Iterator[_PageToDecode]:
     """Yield the pages that contain a part of the selection."""
-    samples = layout.length("S")
-    selected_channels = {divmod(number, samples) for number in part.channels}
+    sample_count = layout.get_length("S")
+    selected_channels = {divmod(channel_number, sample_count) for channel_number in part.channels}
     for index, position in enumerate(np.ndindex(layout.shape[:outer_count])):
         indices = dict(zip(layout.axes, position, strict=False))
         if indices.get("T", part.time) != part.time:
@@ -223,6 +225,6 @@ def _select_blocks(
     if "T" in letters:
         pixels = pixels.take(part.time or 0, axis=letters.index("T"))
         letters = letters.replace("T", "")
-    pixels = axes.expand(pixels, letters)
+    pixels = axes.expand_to_cszyx(pixels, letters)
     for channel, index in axes.find_channels(layout, part, (page_to_decode.channel, page_to_decode.sample), pixels):
         yield channel, np.ascontiguousarray(pixels[index])

@@ -1,6 +1,6 @@
 """Read TIFF: ImageJ hyperstacks, OME-TIFF, plain pages and microscope vendors' TIFFs, with the codecs of imagecodecs.
 
-Classic TIFF and BigTIFF are supported in both byte orders. Referenced files are never opened.
+Classic TIFF and BigTIFF are supported in both byte orders. Files that a TIFF refers to are never opened.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ class TiffStack(OpenStack):
 
 
 def open_stack(stream: BinaryIO, selection: Selection, limit_bytes: int) -> OpenStack:
-    """Open a TIFF from a stream, which must stay open, and validate all that can be checked without decoding pixels.
+    """Open a TIFF from a stream, which must stay open, and validate everything that can be validated without decoding.
 
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
     structure = ifd.scan(stream)
     stream.seek(0)
-    with series.translate_errors("reading its tags"):
+    with series.translate_errors("reading the tags"):
         tiff = series.open_pages(stream)
         image = series.find_image(tiff, structure, use_metadata=selection.axes is None)
         layout = axes.resolve_axes(image.axes, image.shape, selection.axes, image.metadata_problem)
-        names = _get_channel_names(image, layout)
-        part = axes.select(layout, names, selection)
+        channel_names = _get_channel_names(image, layout)
+        part = axes.select_part(layout, channel_names, selection)
         pixels.check_image(image, structure, layout, part, limit_bytes)
-    return TiffStack(image, layout, part, names, tiff)
+    return TiffStack(image, layout, part, channel_names, tiff)
 
 
 def _get_channel_colors(image: StoredImage, layout: Layout) -> tuple[str, ...]:
     """Return one color per channel, or "" if the file has none. Color samples are red, green and blue."""
-    channel_count, sample_count = layout.length("C"), layout.length("S")
+    channel_count, sample_count = layout.get_length("C"), layout.get_length("S")
     if sample_count > 1:
         rgb = ("#ff0000", "#00ff00", "#0000ff") if sample_count in {3, 4} else ()
         return (*rgb, *("",) * (sample_count - len(rgb))) * channel_count
@@ -73,7 +73,7 @@ def _get_channel_colors(image: StoredImage, layout: Layout) -> tuple[str, ...]:
 
 def _get_channel_names(image: StoredImage, layout: Layout) -> tuple[str, ...]:
     """Return one name per channel and color sample, such as "DAPI" or "GFP red", or "" if the file has none."""
-    channel_count, sample_count = layout.length("C"), layout.length("S")
-    channel_names = image.channels if len(image.channels) == channel_count else ("",) * channel_count
+    channel_count, sample_count = layout.get_length("C"), layout.get_length("S")
+    channel_names = image.channel_names if len(image.channel_names) == channel_count else ("",) * channel_count
     sample_names = metadata.get_sample_names(image.page, sample_count) if sample_count > 1 else ("",)
     return tuple(f"{channel} {sample}".strip() for channel in channel_names for sample in sample_names)

@@ -1,7 +1,7 @@
 """Choose the image in a TIFF and locate its planes: OME-TIFF, ImageJ, TIFFs from microscope vendors, and plain pages.
 
-tifffile parses tags and containers. Its results are checked against the existing pages, and other files are never
-opened.
+tifffile parses tags and containers. Its results are checked against the pages of the file. Other files are
+never opened.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ _DECODING_ERRORS = (
 class StoredImage:
     """One image as stored in the file.
 
-    axes, shape       as stored, slowest first, including dimensions of length 1
-    pages             in C order of the leading dimensions, all with the same layout
-    is_contiguous     whether all pixels follow the first page's offset without gaps; `pages` then has that page only
+    axes              one letter per stored dimension, slowest first, including dimensions of length 1
+    shape             length of each stored dimension
+    pages             pages in C order of the leading dimensions, all with the same layout
+    is_contiguous     whether all pixels follow the first page's offset without gaps; if so, `pages` has only that page
     metadata_problem  clause that explains why the container's metadata cannot be used, or ""
-    channels          names of the first channels, as many as the file has
-    colors            of the first channels as in `Description.colours`, as many as the file has
+    channel_names     channel names in the file; there may be fewer or more names than channels
+    colors            channel colors as in `Description.colours`; there may be fewer or more colors than channels
     """
 
     container: str
@@ -61,7 +62,7 @@ class StoredImage:
     pages: tuple[Page, ...]
     is_contiguous: bool = False
     metadata_problem: str = ""
-    channels: tuple[str, ...] = ()
+    channel_names: tuple[str, ...] = ()
     colors: tuple[str, ...] = ()
     calibration: Calibration = sampling.UNKNOWN_CALIBRATION
     time_interval: TimeInterval | None = None
@@ -69,7 +70,7 @@ class StoredImage:
 
     @property
     def page(self) -> TiffPage:
-        """Page whose tags are valid for all pages."""
+        """Page whose tags apply to all pages."""
         return _get_keyframe(self.pages)
 
     @property
@@ -92,11 +93,11 @@ def translate_errors(activity: str) -> Iterator[None]:
         yield
     except MemoryError as error:
         raise TooLarge(
-            f"{activity.capitalize()} requires more memory than one file may use. Crop or downsample the stack."
+            f"{activity.capitalize()} exceeds the memory limit for one file. Crop or downsample the stack."
         ) from error
     except _DECODING_ERRORS as error:
-        text = " ".join(str(error).split())[:160]
-        raise BadFile(f"The file is damaged or not supported: {activity} failed ({text or error!r}).") from error
+        reason = " ".join(str(error).split())[:160]
+        raise BadFile(f"The file is damaged or not supported: {activity} failed ({reason or error!r}).") from error
 
 
 def open_pages(stream: BinaryIO) -> TiffFile:
@@ -108,8 +109,8 @@ def open_pages(stream: BinaryIO) -> TiffFile:
 def find_image(tiff: TiffFile, structure: Structure, *, use_metadata: bool = True) -> StoredImage:
     """Find the image in a file. If there are several, choose the largest, or the first of several equally large ones.
 
-    If `use_metadata` is false, a container whose metadata cannot be used is read as plain pages. Callers wrap this in
-    `translate_errors`. Raises BadFile if planes are missing, differ, or contain pixels of an unsupported type.
+    If `use_metadata` is false, a container whose metadata cannot be used is read as plain pages. Calls must be
+    wrapped in `translate_errors`. Raises BadFile if planes are missing or differ, or the pixel type is not supported.
     """
     image = _read_container(tiff, structure)
     if image.metadata_problem and not use_metadata:
@@ -130,7 +131,7 @@ def _read_container(tiff: TiffFile, structure: Structure) -> StoredImage:
             return replace(_read_plain_pages(tiff, structure), container="OME-TIFF", metadata_problem=str(error))
     if "<OME" in description[:2000]:
         raise BadFile("The OME-XML in the file is truncated. Export the file again.")
-    for kind in metadata.CONTAINERS:
+    for kind in metadata.CONTAINER_NAMES:
         if getattr(tiff, f"is_{kind}"):
             return _read_with_tifffile(tiff, structure, kind)
     return _read_plain_pages(tiff, structure)
@@ -138,10 +139,10 @@ def _read_container(tiff: TiffFile, structure: Structure) -> StoredImage:
 
 def _read_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage]) -> StoredImage:
     image = max(images, key=lambda image: math.prod(image.shape) * image.size_y * image.size_x)
-    pages = _get_pages(tiff, structure, image.pages)
+    pages = _get_pages(tiff, structure, image.page_indices)
     page = _get_keyframe(pages)
     stored_lengths = dict(zip(page.axes, page.shape, strict=True))
-    expected_lengths = {"Y": image.size_y, "X": image.size_x, "S": image.samples}
+    expected_lengths = {"Y": image.size_y, "X": image.size_x, "S": image.samples_per_pixel}
     if any(stored_lengths.get(axis, 1) != length for axis, length in expected_lengths.items()):
         raise BadFile(
             f"The OME-XML declares planes of size {expected_lengths}, but the pages have {stored_lengths}. Export the"
@@ -152,16 +153,16 @@ def _read_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImag
         axes=image.axes + page.axes,
         shape=image.shape + page.shape,
         pages=pages,
-        channels=image.channels,
+        channel_names=image.channel_names,
         colors=tuple(map(metadata.parse_ome_color, image.colors)),
-        calibration=sampling.parse_lengths(image.sizes, image.units, "OME-XML"),
+        calibration=sampling.parse_calibration(image.physical_sizes, image.physical_size_units, "OME-XML"),
         time_interval=sampling.parse_time_interval(*image.time_increment),
-        notes=_note_choice(len(images), image.name),
+        notes=_make_choice_notes(len(images), image.name),
     )
 
 
 def _read_with_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredImage:
-    container = metadata.CONTAINERS[kind]
+    container = metadata.CONTAINER_NAMES[kind]
     expected_count = metadata.count_expected_planes(tiff, kind)
     _check_complete(tiff, structure, expected_count, container)
     if kind == "imagej":
@@ -177,21 +178,21 @@ def _read_with_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> Stor
         container=container,
         axes=axes,
         shape=shape,
-        pages=(series.keyframe,) if is_contiguous else _check_all_present(list(series)),
+        pages=(series.keyframe,) if is_contiguous else _require_all_pages(list(series)),
         is_contiguous=is_contiguous,
         metadata_problem=metadata_problem if kind == "imagej" and 1 < expected_count < len(structure.offsets) else "",
-        channels=metadata.read_channel_names(tiff, kind),
+        channel_names=metadata.read_channel_names(tiff, kind),
         colors=metadata.read_channel_colors(tiff, kind),
         calibration=metadata.read_calibration(tiff, series.keyframe, kind),
         time_interval=metadata.find_time_interval(tiff, kind),
-        notes=_note_choice(len(candidates), series.name),
+        notes=_make_choice_notes(len(candidates), series.name),
     )
 
 
 # tifffile 2026.5 can select the kind of series and keep dimensions of length 1. The last version that supports
 # Python 3.11 cannot.
 def _list_series(tiff: TiffFile, kind: str) -> Sequence[TiffPageSeries]:
-    """Return the images of a container. Older versions of tifffile may return a different kind."""
+    """Return the images of a container. Older versions of tifffile may return images of a different kind."""
     return tiff.series(kind=kind, squeeze=False) if callable(tiff.series) else tiff.series
 
 
@@ -204,29 +205,31 @@ def _get_dimensions(series: TiffPageSeries) -> tuple[str, tuple[int, ...]]:
 
 def _read_plain_pages(tiff: TiffFile, structure: Structure) -> StoredImage:
     """Group pages with the same layout into images and return the largest. Reduced copies and masks are ignored."""
-    groups: dict[bytes, list[int]] = {}
+    indices_by_layout: dict[bytes, list[int]] = {}
     for index, offset in enumerate(structure.offsets):
-        groups.setdefault(structure.layouts[offset], []).append(index)
-    images = [_get_pages(tiff, structure, indices) for indices in groups.values()]
+        indices_by_layout.setdefault(structure.layouts[offset], []).append(index)
+    images = [_get_pages(tiff, structure, indices) for indices in indices_by_layout.values()]
     images = [
         pages for pages in images if not (_get_keyframe(pages).is_reduced or _get_keyframe(pages).is_mask)
     ] or images
     pages = max(images, key=lambda pages: len(pages) * _count_pixels(_get_keyframe(pages)))
-    page, count = _get_keyframe(pages), len(pages)
+    page, page_count = _get_keyframe(pages), len(pages)
     return StoredImage(
         container="TIFF",
-        axes="I" * (count > 1) + page.axes,
-        shape=(count,) * (count > 1) + page.shape,
+        axes="I" * (page_count > 1) + page.axes,
+        shape=(page_count,) * (page_count > 1) + page.shape,
         pages=pages,
         calibration=metadata.read_resolution(page).get_calibration(),
-        notes=_note_choice(len(images), ""),
+        notes=_make_choice_notes(len(images), ""),
     )
 
 
-def _note_choice(count: int, name: str) -> tuple[str, ...]:
-    if count == 1:
+def _make_choice_notes(image_count: int, image_name: str) -> tuple[str, ...]:
+    if image_count == 1:
         return ()
-    return (f"The file contains {count} images. The largest{f', {name!r},' if name else ''} is used.",)
+    return (
+        f"The file contains {image_count} images. The largest{f', {image_name!r},' if image_name else ''} is used.",
+    )
 
 
 def _count_pixels(page: TiffPage) -> int:
@@ -240,7 +243,7 @@ def _get_pages(tiff: TiffFile, structure: Structure, indices: Sequence[int]) -> 
     return tuple(tiff.pages[index] for index in indices)
 
 
-def _check_all_present(pages: Sequence[Page | None]) -> tuple[Page, ...]:
+def _require_all_pages(pages: Sequence[Page | None]) -> tuple[Page, ...]:
     present_pages = tuple(page for page in pages if page is not None)
     if len(present_pages) < len(pages):
         missing_count = len(pages) - len(present_pages)
@@ -261,13 +264,13 @@ def _check_complete(tiff: TiffFile, structure: Structure, expected_count: int, c
 
 
 def _check_same_layout(offsets: Sequence[int], structure: Structure) -> None:
-    """Raise BadFile if planes have different layouts. tifffile would decode them all with the tags of the first."""
+    """Raise BadFile if planes have different layouts. tifffile would decode all of them with the tags of the first."""
     layout = structure.layouts.get(offsets[0])
     for index, offset in enumerate(offsets):
         if structure.layouts.get(offset, layout) != layout:
             raise BadFile(
                 f"Plane {index} differs from the first plane in size, data type or compression. Save the stack again"
-                " with planes of the same kind."
+                " with planes of the same size and type."
             )
 
 
@@ -275,7 +278,7 @@ def _check_decodable(page: TiffPage) -> None:
     if page.dtype is None or np.dtype(page.dtype).kind not in "buif":
         pixel_type = np.dtype(page.dtype).name if page.dtype is not None else f"{page.bitspersample}-bit"
         raise BadFile(
-            f"The pixel type {pixel_type} is not supported. Save the stack with 8, 16 or 32-bit integers or floats."
+            f"The pixel type {pixel_type} is not supported. Save the stack as 8-, 16- or 32-bit integers or floats."
         )
     if page.compression != 1 and page.compression not in TIFF.DECOMPRESSORS:
         name = getattr(page.compression, "name", page.compression)

@@ -13,13 +13,13 @@ ACCEPTED_FORMATS_ADVICE = "Send a TIFF (ImageJ, OME-TIFF, BigTIFF or plain pages
 class _Format(NamedTuple):
     """A file format that is not supported.
 
-    name    the vendor's name of the format
-    magic   alternative signatures and their positions in the file
-    advice  how to convert the file to TIFF
+    name        the vendor's name of the format
+    signatures  alternative signatures and their positions in the file
+    advice      how to convert the file to TIFF
     """
 
     name: str
-    magic: tuple[tuple[bytes, int], ...]
+    signatures: tuple[tuple[bytes, int], ...]
     advice: str
 
 
@@ -28,17 +28,17 @@ def _make_bioformats_advice(suffix: str, plugin: str | None = None) -> str:
     advice = f"Convert it with Bio-Formats: bfconvert -series 0 stack.{suffix} stack.ome.tif"
     if plugin is None:
         return f"{advice}."
-    install = f"pip install bioio bioio-ome-tiff {plugin}"
+    install_command = f"pip install bioio bioio-ome-tiff {plugin}"
     return (
-        f"{advice}, or in Python after `{install}`: import bioio;"
+        f"{advice}, or in Python after `{install_command}`: import bioio;"
         f" bioio.BioImage('stack.{suffix}').save('stack.ome.tif')."
     )
 
 
-def _make_python_advice(modules: str, pixels: str) -> str:
-    """Return Python code that converts a file to TIFF. The expression `pixels` reads it as [Z, Y, X]."""
-    write = f"tifffile.imwrite('stack.tif', {pixels}, imagej=True, metadata={{'axes': 'ZYX'}})"
-    return f"Convert it in Python: import {modules}, tifffile; {write}. Then set voxel_size=Z,Y,X in micrometers."
+def _make_python_advice(module: str, read_expression: str) -> str:
+    """Return Python code that converts a file to TIFF. `read_expression` evaluates to an array [Z, Y, X]."""
+    write_call = f"tifffile.imwrite('stack.tif', {read_expression}, imagej=True, metadata={{'axes': 'ZYX'}})"
+    return f"Convert it in Python: import {module}, tifffile; {write_call}. Then set voxel_size=Z,Y,X in micrometers."
 
 
 def _make_unpacking_advice(command: str) -> str:
@@ -49,7 +49,7 @@ _COMBINE_PLANES_ADVICE = (
     "Such a file contains a single plane. Open the planes in Fiji with File > Import > Image Sequence, set the voxel"
     " size under Image > Properties, and save them as one TIFF."
 )
-_HDF5 = b"\x89HDF\r\n\x1a\n"
+_HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _FORMATS = (
     _Format("Zeiss CZI", ((b"ZISRAWFILE", 0),), _make_bioformats_advice("czi", "bioio-czi")),
@@ -79,7 +79,7 @@ _FORMATS = (
     _Format(
         "HTML",
         ((b"<!DOCTYPE", 0), (b"<!doctype", 0), (b"<html", 0)),
-        "It is a web page, not a stack. Check the address from which the file was downloaded.",
+        "It is a web page, not a stack. Check the URL from which the file was downloaded.",
     ),
 )
 _IMARIS = _Format("Imaris IMS", (), _make_bioformats_advice("ims", "bioio-bioformats"))
@@ -88,7 +88,10 @@ _OME_XML = _Format("OME-XML", (), "It describes the image files in its folder. E
 
 
 def describe_file(head: bytes) -> str:
-    """Return a message with the format of a file that begins with these `HEAD_BYTES` bytes and how to convert it."""
+    """Return a message that names the format of a file and explains how to convert it to TIFF.
+
+    `head` contains the first `HEAD_BYTES` bytes of the file.
+    """
     if not head:
         return f"The file is empty. {ACCEPTED_FORMATS_ADVICE}."
     file_format = _identify(head)
@@ -98,11 +101,11 @@ def describe_file(head: bytes) -> str:
 
 
 def _identify(head: bytes) -> _Format | None:
-    if head.startswith(_HDF5):
+    if head.startswith(_HDF5_SIGNATURE):
         return _IMARIS if b"ImarisDataSet" in head else _OTHER_HDF5
     if head.lstrip().startswith((b"<?xml", b"<OME")) and b"<OME" in head:
         return _OME_XML
     for file_format in _FORMATS:
-        if any(head.startswith(magic, position) for magic, position in file_format.magic):
+        if any(head.startswith(signature, position) for signature, position in file_format.signatures):
             return file_format
     return None

@@ -31,9 +31,9 @@ PROVENANCE_NAMESPACE = "stackseg/origin"
 _MAX_CLASSIC_TIFF_BYTES = 2**32 - 2**26
 # Files with up to this many bytes of pixels are encoded in memory. On two cores, threads do not make this faster.
 _MAX_IN_MEMORY_BYTES = 4 * 2**20
-# Maximum number of compression threads. More were not faster on a host with 16 cores.
+# Maximum number of compression threads. More threads were not faster on a host with 16 cores.
 _MAX_THREADS = 8
-# Bytes of pixels per compression task. With single planes of 128 KiB, two threads are slower than none.
+# Bytes of pixels per compression task. If a task is a single plane of 128 KiB, two threads are slower than no threads.
 _TASK_BYTES = 2**20
 # Number of bytes that are read from a mapped array before its memory pages are released.
 _RELEASE_BYTES = 2**24
@@ -70,7 +70,7 @@ def write(segmentation: Segmentation, path: Path, provenance: Mapping[str, str] 
     that describe how the segmentation was made. It is stored as an annotation of the image in the OME-XML, and as lines
     of the second description. Labels and classes have a color map.
     """
-    # Most files are sent to a client and deleted, so syncing to disk is left to callers that keep them.
+    # Most files are sent to a client and deleted, so syncing to disk is left to callers that retain the file.
     with write_atomically(path, sync=False) as partial_path, partial_path.open("w+b") as file:
         _write_segmentation(file, segmentation, provenance)
 
@@ -85,7 +85,7 @@ def encode(segmentation: Segmentation, provenance: Mapping[str, str] = NO_PROVEN
 
 
 def write_image(volume: Volume, path: Path) -> None:
-    """Write the first channel of a stack as OME-TIFF ZYX with its voxel size. The file appears only when complete."""
+    """Write the first channel of a stack as an OME-TIFF with the axes ZYX. The file appears only when complete."""
     shape = volume.shape[1:]
     planes = (volume.read(z, z + 1)[0, 0] for z in range(shape[0]))
     with write_atomically(path, sync=False) as partial_path, partial_path.open("w+b") as file:
@@ -93,7 +93,7 @@ def write_image(volume: Volume, path: Path) -> None:
 
 
 def write_uncompressed(pixels: Array, path: Path) -> None:
-    """Write a stack [Z, Y, X] as most microscopes do: as an uncompressed ImageJ TIFF of up to 16 bits per pixel."""
+    """Write a stack [Z, Y, X] with up to 16 bits per pixel as an uncompressed ImageJ TIFF, as most microscopes do."""
     imwrite(path, pixels, imagej=True, metadata={"axes": "ZYX"})
 
 
@@ -108,7 +108,7 @@ def _write_segmentation(file: BinaryIO, segmentation: Segmentation, provenance: 
         segmentation.names,
         segmentation.time_interval,
     )
-    description = imagej_writer.describe(segmentation) + imagej_writer.describe_provenance(provenance)
+    description = imagej_writer.make_description(segmentation) + imagej_writer.make_provenance_lines(provenance)
     _write_pages(file, layout, _iterate_planes(pixels), _remove_control_characters(provenance), description)
 
 
@@ -117,30 +117,30 @@ def _remove_control_characters(provenance: Mapping[str, str]) -> dict[str, str]:
     return {name: "".join(filter(str.isprintable, value)) for name, value in provenance.items()}
 
 
-def _describe(layout: _FileLayout, provenance: Mapping[str, str]) -> dict[str, object]:
-    """Return the metadata from which tifffile makes the OME-XML of a file."""
+def _make_ome_metadata(layout: _FileLayout, provenance: Mapping[str, str]) -> dict[str, object]:
+    """Return the metadata from which tifffile generates the OME-XML of a file."""
     # XML cannot represent control characters.
-    names = ["".join(filter(str.isprintable, name)) for name in layout.channel_names]
+    channel_names = ["".join(filter(str.isprintable, name)) for name in layout.channel_names]
     metadata: dict[str, object] = {
         "UUID": str(uuid.uuid4()),
         "Creator": "StackSeg",
         "axes": layout.axes,
         "Name": layout.kind,
-        "Channel": {"Name": names if "C" in layout.axes else layout.kind},
+        "Channel": {"Name": channel_names if "C" in layout.axes else layout.kind},
     }
     if provenance:
         metadata["MapAnnotation"] = {"Namespace": PROVENANCE_NAMESPACE, "Value": dict(provenance)}
     if layout.time_interval is not None:
         metadata |= {"TimeIncrement": layout.time_interval.length, "TimeIncrementUnit": layout.time_interval.unit}
-    for axis, edge in zip("ZYX", layout.voxel_size or (), strict=False):
-        metadata |= {f"PhysicalSize{axis}": edge, f"PhysicalSize{axis}Unit": "µm"}
+    for axis, size in zip("ZYX", layout.voxel_size or (), strict=False):
+        metadata |= {f"PhysicalSize{axis}": size, f"PhysicalSize{axis}Unit": "µm"}
     return metadata
 
 
 def _write_pages(
     file: BinaryIO, layout: _FileLayout, planes: Iterator[Array], provenance: Mapping[str, str], description: str = ""
 ) -> None:
-    """Write an OME-TIFF from planes [Y, X]. `description` is the second description for ImageJ."""
+    """Write planes [Y, X] as an OME-TIFF. `description` is the second image description, for ImageJ."""
     voxel_size, tags = layout.voxel_size, list[tuple[int | str, str, int, Any, bool]]()
     if description:
         # The tag is given by name because tifffile reserves the tag number for the description that it writes itself.
@@ -158,7 +158,7 @@ def _write_pages(
             rowsperstrip=layout.shape[-2],
             resolution=None if voxel_size is None else (1e4 / voxel_size.x, 1e4 / voxel_size.y),
             resolutionunit=None if voxel_size is None else "CENTIMETER",
-            metadata=_describe(layout, provenance),
+            metadata=_make_ome_metadata(layout, provenance),
             software="StackSeg",
             extratags=tags,
         )
@@ -167,8 +167,8 @@ def _write_pages(
 def _iterate_planes(pixels: Array) -> Iterator[Array]:
     """Yield the planes [Y, X] of an array. Only a few planes of a mapped array are held in memory."""
     planes_per_release = math.ceil(_RELEASE_BYTES / (math.prod(pixels.shape[-2:]) * pixels.itemsize))
-    for number, index in enumerate(np.ndindex(pixels.shape[:-2])):
-        if number % planes_per_release == 0:
+    for plane_number, index in enumerate(np.ndindex(pixels.shape[:-2])):
+        if plane_number % planes_per_release == 0:
             release_pages(pixels)
         yield pixels[index]
 
@@ -186,8 +186,8 @@ def _compress_planes(planes: Iterator[Array], layout: _FileLayout) -> Iterator[b
             futures.append(executor.submit(_compress_batch, batch))
             if len(futures) > 2 * thread_count:
                 yield from futures.popleft().result()
-        for compressed in futures:
-            yield from compressed.result()
+        for future in futures:
+            yield from future.result()
 
 
 def _compress_batch(planes: list[Array]) -> list[bytes]:

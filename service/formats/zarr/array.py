@@ -1,6 +1,6 @@
-"""Arrays of a Zarr store in format 2 or 3: their metadata, and the decoding of single chunks to a bounded size.
+"""Parse the metadata of arrays in Zarr format 2 or 3, and decode single chunks with bounded memory.
 
-Specifications: https://zarr-specs.readthedocs.io, and the codecs of numcodecs that are common in microscopy.
+Specifications: https://zarr-specs.readthedocs.io, and numcodecs for the codecs that are common in microscopy.
 zarr-python is not used here because it runs an event loop and threads, and its codecs allocate as much memory as a
 chunk claims to need. A confined process with little memory cannot afford this.
 """
@@ -24,13 +24,13 @@ from service.core.types import Array
 from service.formats.zarr.store import FileRange, Store, read_json, translate_errors
 
 _MAX_DIMENSIONS = 16
-# Maximum length of a dimension. No stored array is this long, and the product of all dimensions is a finite float.
+# Maximum length of a dimension. No stored array is this long, and the product of 16 such lengths is a finite float.
 _MAX_LENGTH = 2**60
 # Maximum number of chunks in a shard. The index of a shard has 16 bytes per chunk.
 _MAX_CHUNKS_PER_SHARD = 2**20
 # Maximum total size of the cached shard indices.
 _MAX_INDEX_BYTES = 2**26
-_SUPPORTED_KINDS = "buif"
+_SUPPORTED_DTYPE_KINDS = "buif"
 _MISSING_CHUNK = 2**64 - 1
 _CHECKSUM_BYTES = 4
 
@@ -50,8 +50,8 @@ _CODEC_ADVICE = "Save the image again without compression, or with blosc, gzip, 
 class ChunkCodec:
     """Encoding of the pixels in a chunk.
 
-    dtype         in the byte order of the file
-    order         of the dimensions, slowest first
+    dtype         dtype of the pixels, in the byte order of the file
+    order         order of the stored dimensions, slowest first
     compressor    name in `_DECODERS`, or None for raw bytes
     has_checksum  whether a CRC-32C follows the data
     """
@@ -61,9 +61,9 @@ class ChunkCodec:
     compressor: str | None = None
     has_checksum: bool = False
 
-    def decode(self, data: bytes, shape: Sequence[int]) -> Array:
+    def decode(self, encoded_chunk: bytes, shape: Sequence[int]) -> Array:
         """Decode the bytes of a chunk. Raises BadFile if they do not match the shape or the checksum."""
-        data = _verify_checksum(data, "A chunk") if self.has_checksum else data
+        data = _verify_checksum(encoded_chunk, "A chunk") if self.has_checksum else encoded_chunk
         nbytes = math.prod(shape) * self.dtype.itemsize
         content: Any = data
         if self.compressor is not None:
@@ -82,7 +82,7 @@ class ChunkCodec:
 class Sharding:
     """Layout of shards, which are files that contain several chunks and an index.
 
-    chunks_per_shard   along each dimension
+    chunks_per_shard   number of chunks per shard along each dimension
     is_index_at_start  whether the index is at the start of the file, rather than at its end
     has_checksum       whether a CRC-32C follows the index
     """
@@ -101,16 +101,17 @@ class Sharding:
 class ZarrArray:
     """An array whose chunks can be read independently.
 
-    shape, chunks  voxels of the array, and of a chunk (not of a shard)
-    chunk_key      returns the key of a chunk, or of a shard, by its index in the grid
+    shape        shape of the array in voxels
+    chunk_shape  shape of a chunk (not of a shard) in voxels
+    make_key     function that returns the key of a chunk, or of a shard, by its index in the grid
     """
 
     store: Store
     shape: tuple[int, ...]
-    chunks: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
     codec: ChunkCodec
     fill_value: Any
-    chunk_key: Callable[[Sequence[int]], str]
+    make_key: Callable[[Sequence[int]], str]
     sharding: Sharding | None = None
     dimension_names: tuple[str, ...] = ()
     _shard_indices: dict[str, Array] = field(default_factory=dict)
@@ -118,7 +119,7 @@ class ZarrArray:
     @property
     def chunk_bytes(self) -> int:
         """Decoded size of a chunk in bytes."""
-        return math.prod(self.chunks) * self.codec.dtype.itemsize
+        return math.prod(self.chunk_shape) * self.codec.dtype.itemsize
 
     @property
     def max_stored_bytes(self) -> int:
@@ -128,12 +129,12 @@ class ZarrArray:
     def read_chunks(self, chunk_indices: Sequence[Sequence[int]]) -> list[bytes | None]:
         """Read encoded chunks by their indices in the grid, with None for each missing chunk. Raises BadFile."""
         if self.sharding is None:
-            return self.store.read([FileRange(self.chunk_key(index), self.max_stored_bytes) for index in chunk_indices])
+            return self.store.read([FileRange(self.make_key(index), self.max_stored_bytes) for index in chunk_indices])
         sharding = self.sharding
-        shard_keys = [self.chunk_key(tuple(map(floordiv, index, sharding.chunks_per_shard))) for index in chunk_indices]
+        shard_keys = [self.make_key(tuple(map(floordiv, index, sharding.chunks_per_shard))) for index in chunk_indices]
         shards = self._read_shard_indices(set(shard_keys), sharding)
         file_ranges = [
-            self._locate(index, key, shards[key]) for index, key in zip(chunk_indices, shard_keys, strict=True)
+            self._locate_chunk(index, key, shards[key]) for index, key in zip(chunk_indices, shard_keys, strict=True)
         ]
         encoded_chunks = iter(self.store.read([file_range for file_range in file_ranges if file_range is not None]))
         return [None if file_range is None else next(encoded_chunks) for file_range in file_ranges]
@@ -153,7 +154,7 @@ class ZarrArray:
         self._shard_indices.update(indices)
         return indices
 
-    def _locate(self, chunk_index: Sequence[int], shard_key: str, index: Array) -> FileRange | None:
+    def _locate_chunk(self, chunk_index: Sequence[int], shard_key: str, index: Array) -> FileRange | None:
         """Return the location of a chunk in its shard, or None if the chunk is not stored."""
         if not index.size or self.sharding is None:
             return None
@@ -162,16 +163,16 @@ class ZarrArray:
             return None
         if length > self.max_stored_bytes:
             raise BadFile(
-                f"A chunk of the Zarr array has {length} bytes, which is too many for {self.chunk_bytes} decoded bytes."
+                f"A chunk of the Zarr array is stored in {length} bytes, but decodes to only {self.chunk_bytes} bytes."
                 " Export the image again."
             )
         return FileRange(shard_key, length, start)
 
 
-def _parse_index(data: bytes | None, sharding: Sharding) -> Array:
-    if data is None:
+def _parse_index(encoded_index: bytes | None, sharding: Sharding) -> Array:
+    if encoded_index is None:
         return np.empty(0, "<u8")
-    content = _verify_checksum(data, "The index of a shard") if sharding.has_checksum else data
+    content = _verify_checksum(encoded_index, "The index of a shard") if sharding.has_checksum else encoded_index
     return np.frombuffer(content, "<u8").reshape(*sharding.chunks_per_shard, 2)
 
 
@@ -202,13 +203,13 @@ def open_array(store: Store, path: str) -> ZarrArray:
 
 def _check_array(array: ZarrArray) -> None:
     """Raise BadFile if the array cannot be read, and TooLarge if a shard has too many chunks."""
-    if len(array.chunks) != len(array.shape) or not 2 <= len(array.shape) <= _MAX_DIMENSIONS:
+    if len(array.chunk_shape) != len(array.shape) or not 2 <= len(array.shape) <= _MAX_DIMENSIONS:
         raise BadFile(
-            f"The Zarr array has {len(array.shape)} dimensions, and its chunks have {len(array.chunks)}. This is not"
-            " supported."
+            f"The Zarr array has {len(array.shape)} dimensions, and its chunks have {len(array.chunk_shape)}. This is"
+            " not supported."
         )
-    if min(array.chunks) < 1 or min(array.shape) < 1:
-        raise BadFile(f"The Zarr array of shape {array.shape} with chunks {array.chunks} has no pixels.")
+    if min(array.chunk_shape) < 1 or min(array.shape) < 1:
+        raise BadFile(f"The Zarr array of shape {array.shape} with chunks {array.chunk_shape} has no pixels.")
     if sorted(array.codec.order) != list(range(len(array.shape))):
         raise BadFile(f"The Zarr array has the invalid dimension order {array.codec.order}.")
     if array.sharding is not None and math.prod(array.sharding.chunks_per_shard) > _MAX_CHUNKS_PER_SHARD:
@@ -241,10 +242,10 @@ def _parse_v3(store: Store, prefix: str, content: dict[str, Any]) -> ZarrArray:
     shape = _parse_lengths(content["shape"])
     if content["chunk_grid"]["name"] != "regular" or content.get("storage_transformers"):
         raise BadFile(f"The Zarr array does not have a regular chunk grid. {_CODEC_ADVICE}")
-    chunks = _parse_lengths(content["chunk_grid"]["configuration"]["chunk_shape"])
+    chunk_shape = _parse_lengths(content["chunk_grid"]["configuration"]["chunk_shape"])
     codecs, sharding = content["codecs"], None
     if codecs[0]["name"] == "sharding_indexed":
-        sharding, chunks, codecs = _parse_sharding(codecs, chunks)
+        sharding, chunk_shape, codecs = _parse_sharding(codecs, chunk_shape)
     codec = _parse_codecs(codecs, content["data_type"], len(shape))
     encoding = content["chunk_key_encoding"]
     is_default = {"default": True, "v2": False}[encoding["name"]]
@@ -252,7 +253,7 @@ def _parse_v3(store: Store, prefix: str, content: dict[str, Any]) -> ZarrArray:
     return ZarrArray(
         store,
         shape,
-        chunks,
+        chunk_shape,
         codec,
         _parse_fill_value(content["fill_value"], codec.dtype),
         lambda chunk_index: prefix + separator.join(["c"] * is_default + [str(index) for index in chunk_index]),
@@ -261,40 +262,44 @@ def _parse_v3(store: Store, prefix: str, content: dict[str, Any]) -> ZarrArray:
     )
 
 
-def _parse_sharding(codecs: Any, shard: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...], Any]:
-    """Return the sharding, the shape of a chunk, and the codecs of the chunks."""
+def _parse_sharding(codecs: Any, shard_shape: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...], Any]:
+    """Return the layout of the shards, the shape of a chunk, and the codecs of the chunks."""
     if len(codecs) > 1:
         raise BadFile(f"The Zarr array compresses whole shards ({_format_names(codecs, 'name')}). {_CODEC_ADVICE}")
     configuration = codecs[0]["configuration"]
-    chunks = _parse_lengths(configuration["chunk_shape"])
+    chunk_shape = _parse_lengths(configuration["chunk_shape"])
     index_codecs = [codec["name"] for codec in configuration["index_codecs"]]
-    if len(chunks) != len(shard) or min(*chunks, *shard) < 1 or any(starmap(mod, zip(shard, chunks, strict=True))):
+    if (
+        len(chunk_shape) != len(shard_shape)
+        or min(*chunk_shape, *shard_shape) < 1
+        or any(starmap(mod, zip(shard_shape, chunk_shape, strict=True)))
+    ):
         raise BadFile(
-            f"The Zarr array has shards of shape {shard}, which is not a multiple of the chunk shape {chunks}."
+            f"The shard shape {shard_shape} of the Zarr array is not a multiple of the chunk shape {chunk_shape}."
         )
     if index_codecs not in (["bytes"], ["bytes", "crc32c"]):
         raise BadFile(
             f"The Zarr array encodes the index of its shards with the codecs {index_codecs}, which are not supported."
             f" {_CODEC_ADVICE}"
         )
-    chunks_per_shard = tuple(map(floordiv, shard, chunks))
+    chunks_per_shard = tuple(map(floordiv, shard_shape, chunk_shape))
     is_at_start = configuration.get("index_location", "end") == "start"
-    return Sharding(chunks_per_shard, is_at_start, "crc32c" in index_codecs), chunks, configuration["codecs"]
+    return Sharding(chunks_per_shard, is_at_start, "crc32c" in index_codecs), chunk_shape, configuration["codecs"]
 
 
 def _parse_codecs(codecs: Any, data_type: Any, dimension_count: int) -> ChunkCodec:
     """Parse a chain of codecs: an optional transposition, bytes, an optional compressor, and an optional checksum."""
     codec_names = [codec["name"] for codec in codecs]
-    order, rest = tuple(range(dimension_count)), list(codecs)
+    order, remaining_codecs = tuple(range(dimension_count)), list(codecs)
     if codec_names[0] == "transpose":
-        order = tuple(int(axis) for axis in rest.pop(0)["configuration"]["order"])
-    is_little_endian = rest[0].get("configuration", {}).get("endian", "little") == "little"
-    remaining_names = [codec["name"] for codec in rest[1:]]
+        order = tuple(int(axis) for axis in remaining_codecs.pop(0)["configuration"]["order"])
+    is_little_endian = remaining_codecs[0].get("configuration", {}).get("endian", "little") == "little"
+    remaining_names = [codec["name"] for codec in remaining_codecs[1:]]
     has_checksum = remaining_names[-1:] == ["crc32c"]
     compressors = remaining_names[:-1] if has_checksum else remaining_names
-    if rest[0]["name"] != "bytes" or len(compressors) > 1:
+    if remaining_codecs[0]["name"] != "bytes" or len(compressors) > 1:
         raise BadFile(
-            f"The Zarr array has the codecs {_format_names(codecs, 'name')}, which are not supported. {_CODEC_ADVICE}"
+            f"The Zarr array uses the codecs {_format_names(codecs, 'name')}, which are not supported. {_CODEC_ADVICE}"
         )
     dtype = _parse_dtype(data_type).newbyteorder("<" if is_little_endian else ">")
     return ChunkCodec(dtype, order, _check_compressor(compressors[0]) if compressors else None, has_checksum)
@@ -313,7 +318,7 @@ def _format_names(codecs: Any, key: str) -> str:
 
 def _check_compressor(name: str) -> str:
     if name not in _DECODERS:
-        raise BadFile(f"The Zarr array has the codec {str(name)[:40]!r}, which is not supported. {_CODEC_ADVICE}")
+        raise BadFile(f"The Zarr array uses the codec {str(name)[:40]!r}, which is not supported. {_CODEC_ADVICE}")
     return name
 
 
@@ -322,17 +327,17 @@ def _parse_dtype(name: Any) -> np.dtype[Any]:
         dtype = np.dtype(name) if isinstance(name, str) else None
     except (TypeError, ValueError, SyntaxError):
         dtype = None
-    if dtype is None or dtype.kind not in _SUPPORTED_KINDS or dtype.itemsize > 8:
+    if dtype is None or dtype.kind not in _SUPPORTED_DTYPE_KINDS or dtype.itemsize > 8:
         raise BadFile(
-            f"The pixel type {str(name)[:40]} is not supported. Save the image with 8, 16 or 32-bit integers or floats."
+            f"The pixel type {str(name)[:40]} is not supported. Save the image as 8-, 16- or 32-bit integers or floats."
         )
     return dtype
 
 
-def _check_separator(text: str) -> str:
-    if text not in {"/", "."}:
-        raise ValueError(text)
-    return text
+def _check_separator(separator: str) -> str:
+    if separator not in {"/", "."}:
+        raise ValueError(separator)
+    return separator
 
 
 def _parse_fill_value(value: Any, dtype: np.dtype[Any]) -> Any:

@@ -27,7 +27,7 @@ class ZarrImage:
     container: str
     array: ZarrArray
     axes: str
-    channels: tuple[str, ...]
+    channel_names: tuple[str, ...]
     colors: tuple[str, ...]
     calibration: Calibration
     time_interval: TimeInterval | None
@@ -93,7 +93,7 @@ def _read_attributes(store: Store, folder: str) -> dict[str, Any]:
 
 
 def _parse_axes(metadata: Any, dimension_count: int) -> tuple[str, list[str]]:
-    """Return the letter and the unit of each dimension. Dimensions that are not supported get the letter Q."""
+    """Return the letter and the unit of each dimension. Unsupported dimensions get the letter Q."""
     if metadata is None and dimension_count == 5:
         return "TCZYX", [""] * 5
     letters, units = "", []
@@ -125,13 +125,13 @@ def _parse_scale(dataset: dict[str, Any], multiscale: dict[str, Any], dimension_
 def _parse_calibration(scale_by_axis: Mapping[str, tuple[float, str]]) -> Calibration:
     """Return the voxel size from the pixel size and unit along each axis."""
     sizes_and_units = [scale_by_axis.get(axis, (None, "")) for axis in "ZYX"]
-    return sampling.parse_lengths(
+    return sampling.parse_calibration(
         [size for size, _ in sizes_and_units], [unit for _, unit in sizes_and_units], "OME-Zarr"
     )
 
 
 def _parse_channels(attributes: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return a name and a color per channel, or () if the metadata has none."""
+    """Return the names and the colors of the channels, each () if the metadata has no channels."""
     channels = (attributes.get("omero") or {}).get("channels") or ()
     names = tuple(str(channel.get("label") or "")[:200] for channel in channels)
     return names, tuple(_parse_color(channel.get("color")) for channel in channels)

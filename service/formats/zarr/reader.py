@@ -1,4 +1,4 @@
-"""Read the full resolution of OME-Zarr up to version 0.5 chunk by chunk.
+"""Read the full resolution of OME-Zarr images chunk by chunk. Versions up to 0.5 are supported.
 
 Specification: https://ngff.openmicroscopy.org. Read untrusted stores with `service.formats.sandbox.reader` instead.
 """
@@ -18,7 +18,7 @@ from service.core.types import Array, Selection
 from service.formats import axes
 from service.formats.axes import Layout
 from service.formats.open_stack import OpenStack
-from service.formats.placement import Placement, StoreBlock, check_size, store_into
+from service.formats.placement import Placement, StoreBlock, check_size, make_block_writer
 from service.formats.zarr.image import ZarrImage, find_image
 from service.formats.zarr.store import Store
 
@@ -27,7 +27,7 @@ _MAX_CHUNKS = 2**21
 _MAX_CHANNELS = 2**16
 # Maximum decoded size of neighboring chunks along X that are stored together, so that whole rows are written.
 _MAX_ROW_BYTES = 2**26
-# Maximum decoded size and number of the chunks that are read from the store together.
+# Maximum total decoded size, and maximum number, of the chunks that are read from the store together.
 _MAX_BATCH_BYTES = 2**25
 _MAX_BATCH_CHUNKS = 64
 # Maximum total memory of the decoding threads.
@@ -49,7 +49,9 @@ class ZarrStack(OpenStack):
     @property
     def colors(self) -> tuple[str, ...]:
         """One color per stored channel, or "" if unknown."""
-        return self.image.colors if len(self.image.colors) == len(self.names) else ("",) * len(self.names)
+        return (
+            self.image.colors if len(self.image.colors) == len(self.channel_names) else ("",) * len(self.channel_names)
+        )
 
     @property
     def decoded_bytes(self) -> int:
@@ -57,21 +59,21 @@ class ZarrStack(OpenStack):
         return math.prod(len(indices) for indices in self._selected_chunks) * self.image.array.chunk_bytes
 
     def locate(self) -> Placement | None:
-        """Return None, because the pixels of a chunked image never have constant strides in one file."""
+        """Return None, because the pixels of a chunked image are not stored in one file with constant strides."""
         return None
 
-    def check(self, limit_bytes: int) -> None:
+    def check_selection_size(self, limit_bytes: int) -> None:
         """Check the size of the selection and of its chunks. Raises TooLarge."""
         try:
             check_size(math.prod(self.shape) * self.dtype.itemsize, limit_bytes)
         except TooLarge as error:
             raise TooLarge(
-                f"{error} To segment an OME-Zarr of any size, run `stackseg segment IN OUT --workers N`."
+                f"{error} To segment an OME-Zarr image of any size, run `stackseg segment IN OUT --workers N`."
             ) from None
         check_size(self.image.array.chunk_bytes, limit_bytes, "A chunk of the selected volume")
         chunk_count = math.prod(len(indices) for indices in self._selected_chunks)
         if chunk_count > _MAX_CHUNKS:
-            chunk_size = "x".join(map(str, self.image.array.chunks))
+            chunk_size = "x".join(map(str, self.image.array.chunk_shape))
             raise TooLarge(
                 f"The selected volume has {chunk_count} chunks of {chunk_size} voxels. Save the image with larger"
                 " chunks."
@@ -87,7 +89,7 @@ class ZarrStack(OpenStack):
         Chunks outside the region are not read.
         """
         decoded: Array = np.empty((self.shape[0], *map(len, region)), self.dtype)
-        self._decode(region, store_into(decoded))
+        self._decode(region, make_block_writer(decoded))
         return decoded
 
     @property
@@ -119,12 +121,12 @@ class ZarrStack(OpenStack):
     @property
     def chunk_size(self) -> tuple[int, int, int]:
         """Shape of a chunk along Z, Y and X in voxels."""
-        edges = dict(zip(self._axes, self.image.array.chunks, strict=True))
-        return edges.get("Z", 1), edges.get("Y", 1), edges.get("X", 1)
+        sizes = dict(zip(self._axes, self.image.array.chunk_shape, strict=True))
+        return sizes.get("Z", 1), sizes.get("Y", 1), sizes.get("X", 1)
 
     @property
     def _axes(self) -> str:
-        """One letter per stored dimension. Dimensions of length 1 that the layout leaves out have a dot."""
+        """One letter per stored dimension, or a dot for dimensions of length 1 that the layout leaves out."""
         return _align_axes(self.layout, self.image.array.shape)
 
     @property
@@ -134,18 +136,18 @@ class ZarrStack(OpenStack):
 
     def _find_chunks(self, region: Region) -> list[Sequence[int]]:
         """Return the indices of the chunks along each dimension that contain a part of a region of the selection."""
-        samples = self.layout.length("S")
-        channels = [divmod(number, samples) for number in self.part.channels]
-        selected = {"T": {self.part.time or 0}, "C": {c for c, _ in channels}, "S": {s for _, s in channels}}
+        sample_count = self.layout.get_length("S")
+        channels = [divmod(channel_number, sample_count) for channel_number in self.part.channels]
+        selected_indices = {"T": {self.part.time or 0}, "C": {c for c, _ in channels}, "S": {s for _, s in channels}}
         extent = dict(zip("ZYX", region, strict=True))
         array = self.image.array
         return [
-            sorted({index // step for index in selected[axis]})
-            if axis in selected
+            sorted({index // step for index in selected_indices[axis]})
+            if axis in selected_indices
             else range(extent[axis].start // step, -(-extent[axis].stop // step))
             if axis in extent
             else range(-(-length // step))
-            for axis, length, step in zip(self._axes, array.shape, array.chunks, strict=True)
+            for axis, length, step in zip(self._axes, array.shape, array.chunk_shape, strict=True)
         ]
 
     def _decode_row(
@@ -154,7 +156,7 @@ class ZarrStack(OpenStack):
         """Decode neighboring chunks along X, and store the pixels inside the region."""
         blocks = [self._decode_chunk(chunk_index, data) for chunk_index, data in zip(row, encoded_chunks, strict=True)]
         row_pixels = np.concatenate(blocks, axis=4) if len(blocks) > 1 else blocks[0]
-        steps = zip(self._axes, row[0], self.image.array.chunks, strict=True)
+        steps = zip(self._axes, row[0], self.image.array.chunk_shape, strict=True)
         first_indices = {axis: index * step for axis, index, step in steps}
         start, slices = list[int](), list[slice]()
         for axis, extent, length in zip("ZYX", region, row_pixels.shape[2:], strict=True):
@@ -173,35 +175,37 @@ class ZarrStack(OpenStack):
         """Decode one chunk at the selected time as [C, S, Z, Y, X], without the padding beyond the end of the array."""
         array, letters = self.image.array, self._axes
         inner_shape = tuple(
-            min(step, n - i * step) for i, n, step in zip(chunk_index, array.shape, array.chunks, strict=True)
+            min(step, n - i * step) for i, n, step in zip(chunk_index, array.shape, array.chunk_shape, strict=True)
         )
         if encoded_chunk is None:
             chunk: Array = np.broadcast_to(array.fill_value, inner_shape)
         else:
-            chunk = array.codec.decode(encoded_chunk, array.chunks)
+            chunk = array.codec.decode(encoded_chunk, array.chunk_shape)
         chunk = chunk[tuple(slice(length) for length in inner_shape)].astype(self.dtype, copy=False)
         for axis in reversed(range(len(letters))):
             if letters[axis] in ".T":
-                time = (self.part.time or 0) - chunk_index[axis] * array.chunks[axis] if letters[axis] == "T" else 0
+                time = (
+                    (self.part.time or 0) - chunk_index[axis] * array.chunk_shape[axis] if letters[axis] == "T" else 0
+                )
                 chunk = chunk.take(time, axis)
-        return axes.expand(chunk, letters.replace(".", "").replace("T", ""))
+        return axes.expand_to_cszyx(chunk, letters.replace(".", "").replace("T", ""))
 
 
 def open_stack(store: Store, selection: Selection, limit_bytes: int) -> ZarrStack:
     """Find the image in a store and check the selected part. Raises BadFile, AmbiguousAxes, BadParameter, TooLarge."""
     image = find_image(store)
     layout = axes.resolve_axes(image.axes, image.array.shape, selection.axes)
-    channel_count = layout.length("C") * layout.length("S")
+    channel_count = layout.get_length("C") * layout.get_length("S")
     if channel_count > _MAX_CHANNELS:
         raise TooLarge(f"The image has {channel_count} channels, but at most {_MAX_CHANNELS} are supported.")
-    names = image.channels if len(image.channels) == channel_count else ("",) * channel_count
-    stack = ZarrStack(image, layout, axes.select(layout, names, selection), names)
-    stack.check(limit_bytes)
+    channel_names = image.channel_names if len(image.channel_names) == channel_count else ("",) * channel_count
+    stack = ZarrStack(image, layout, axes.select_part(layout, channel_names, selection), channel_names)
+    stack.check_selection_size(limit_bytes)
     return stack
 
 
 def _split_rows(chunks_by_axis: Sequence[Sequence[int]], x_axis: int, chunks_per_row: int) -> list[list[ChunkIndex]]:
-    """Return the indices of chunks in rows of up to `count` chunks along the dimension `x`."""
+    """Return the indices of chunks in rows of up to `chunks_per_row` chunks along the dimension `x_axis`."""
     return [
         [
             (*chunk_index[:x_axis], index, *chunk_index[x_axis + 1 :])
@@ -216,8 +220,8 @@ def _split_rows(chunks_by_axis: Sequence[Sequence[int]], x_axis: int, chunks_per
 
 def _align_axes(layout: Layout, shape: Sequence[int]) -> str:
     """Return one letter per stored dimension, or a dot for dimensions of length 1 that the layout leaves out."""
-    letters, rest = "", list(zip(layout.axes, layout.shape, strict=True))
+    letters, remaining_axes = "", list(zip(layout.axes, layout.shape, strict=True))
     for length in shape:
-        is_next = bool(rest) and rest[0][1] == length
-        letters += rest.pop(0)[0] if is_next else "."
+        is_next = bool(remaining_axes) and remaining_axes[0][1] == length
+        letters += remaining_axes.pop(0)[0] if is_next else "."
     return letters

@@ -23,23 +23,23 @@ from service.core.files.zip_archive import ZipLimits, locate_stored_member, open
 MAX_JSON_BYTES = 2**24
 METADATA_NAMES = frozenset((".zgroup", ".zattrs", ".zarray", "zarr.json"))
 
-# O_NONBLOCK: opening a pipe with the name of a chunk would block until a writer appears.
-_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# O_NONBLOCK: without this flag, opening a pipe with the name of a chunk would block until a writer appears.
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # Valid components of a path in metadata. Control characters and unpaired surrogates are not allowed. Only metadata
 # files of Zarr may begin with a dot.
 _PATH_COMPONENT = re.compile(r"(?!\.)[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}\Z")
 _MAX_PATH_DEPTH = 64
-# File systems allow 255 bytes. `.NAME.part` needs six of them.
+# File systems allow names of up to 255 bytes. The temporary name `.NAME.part` adds six bytes.
 _MAX_NAME_BYTES = 249
-# A store with more files should use shards. The comment of an OME-Zarr archive contains its version.
+# A store with more files than this should use shards. The archive comment contains the version of OME-Zarr.
 _ZIP_LIMITS = ZipLimits(entries=2**18, directory_bytes=2**25, comment=True)
 
 
 class FileRange(NamedTuple):
     """Byte range of one file in a store.
 
-    start  of the range; negative values count from the end; None selects the whole file
-    size   of the range in bytes; for a whole file its maximum size
+    start  first byte of the range; negative values count from the end; None selects the whole file
+    size   size of the range in bytes; for a whole file, its maximum size
     """
 
     key: str
@@ -48,10 +48,10 @@ class FileRange(NamedTuple):
 
 
 class Store(Protocol):
-    """Collection of read-only files with keys such as `0/c/0/0/0`; thread-safe."""
+    """Thread-safe collection of read-only files with keys such as `0/c/0/0/0`."""
 
     def read(self, ranges: Sequence[FileRange]) -> list[bytes | None]:
-        """Read ranges of files. The result is None for each file that does not exist.
+        """Read ranges of files. The result contains None for each missing file.
 
         Raises BadFile if a range extends beyond the end of its file, or if a whole file exceeds its maximum size.
         """
@@ -75,11 +75,11 @@ def resolve_range(file_range: FileRange, size: int) -> tuple[int, int]:
 
 def read_exactly(descriptor: int, start: int, length: int) -> bytes:
     """Read a range of an open file. Raises BadFile if the file ends before the end of the range."""
-    chunks, rest = list[bytes](), length
-    while rest and (chunk := os.pread(descriptor, rest, start + length - rest)):
+    chunks, remaining_bytes = list[bytes](), length
+    while remaining_bytes and (chunk := os.pread(descriptor, remaining_bytes, start + length - remaining_bytes)):
         chunks.append(chunk)
-        rest -= len(chunk)
-    if rest:
+        remaining_bytes -= len(chunk)
+    if remaining_bytes:
         raise BadFile("A file in the Zarr store is truncated. Copy or export the store again.")
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
@@ -131,7 +131,7 @@ def open_file(folder_fd: int, key: str) -> int | None:
     folders, name = split_key(key)
     try:
         with open_subfolder(folder_fd, folders) as subfolder_fd:
-            file_fd = os.open(name, _OPEN_FILE, dir_fd=subfolder_fd)
+            file_fd = os.open(name, _OPEN_FLAGS, dir_fd=subfolder_fd)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -144,7 +144,7 @@ def open_file(folder_fd: int, key: str) -> int | None:
 
 @contextmanager
 def translate_errors(subject: str) -> Iterator[None]:
-    """Translate errors from metadata that violates the specification to BadFile."""
+    """Replace errors that are caused by invalid metadata with BadFile."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
@@ -155,11 +155,11 @@ def translate_errors(subject: str) -> Iterator[None]:
 
 def read_json(store: Store, key: str) -> dict[str, Any] | None:
     """Read and parse a metadata file, or return None if it does not exist. Raises BadFile."""
-    (text,) = store.read([FileRange(key, MAX_JSON_BYTES)])
-    if text is None:
+    (json_bytes,) = store.read([FileRange(key, MAX_JSON_BYTES)])
+    if json_bytes is None:
         return None
     with translate_errors(key):
-        content = json.loads(text)
+        content = json.loads(json_bytes)
     if not isinstance(content, dict):
         raise BadFile(
             f"The Zarr store is damaged: {key} does not contain a JSON object. Copy or export the store again."
@@ -174,7 +174,7 @@ class FolderStore:
         self._open_file = open_file
 
     def read(self, ranges: Sequence[FileRange]) -> list[bytes | None]:
-        """Read ranges of files. The result is None for each file that does not exist. Raises BadFile.
+        """Read ranges of files. The result contains None for each missing file. Raises BadFile.
 
         A file is opened only once for consecutive ranges, such as the chunks of a shard.
         """
@@ -195,15 +195,15 @@ class FolderStore:
 class FetchedStore:
     """Zarr store that delegates reading to a function.
 
-    `fetch` returns the sizes of the ranges, with -1 for each file that does not exist, and the descriptor of a file
-    that contains the ranges one after the other.
+    `fetch` returns the size of each range, or -1 if the file does not exist, and the descriptor of a file that contains
+    the ranges one after the other.
     """
 
     def __init__(self, fetch: Callable[[Sequence[FileRange]], tuple[list[int], int]]) -> None:
         self._fetch = fetch
 
     def read(self, ranges: Sequence[FileRange]) -> list[bytes | None]:
-        """Read ranges of files. The result is None for each file that does not exist. Raises BadFile."""
+        """Read ranges of files. The result contains None for each missing file. Raises BadFile."""
         if not ranges:
             return []
         sizes, content = self._fetch(ranges)
@@ -225,14 +225,14 @@ class ZipStore:
         roots = sorted(folder for folder in folders if folder.count("/") + bool(folder) == depth)
         if len(roots) > 1:
             raise BadFile(
-                f"The archive contains {len(roots)} Zarr stores, {roots[0]} and others. Upload an"
+                f"The archive contains {len(roots)} Zarr stores, including {roots[0]}. Upload an"
                 " archive with one store."
             )
         self.has_zarr = bool(roots)
         self._prefix = f"{roots[0]}/" if roots and roots[0] else ""
 
     def read(self, ranges: Sequence[FileRange]) -> list[bytes | None]:
-        """Read ranges of files. The result is None for each file that does not exist. Raises BadFile."""
+        """Read ranges of files. The result contains None for each missing file. Raises BadFile."""
         return [self._read(file_range) for file_range in ranges]
 
     def _read(self, file_range: FileRange) -> bytes | None:

@@ -1,7 +1,7 @@
 """Write a segmentation as OME-Zarr, as a separate store or as labels of an existing image.
 
-Separate stores have version 0.5. Labels have the version of their image, 0.4 or 0.5. The `zarr` extra is required.
-Specification: https://ngff.openmicroscopy.org.
+Separate stores are written in OME-Zarr 0.5, and labels in the version of their image, 0.4 or 0.5. The `zarr` extra is
+required. Specification: https://ngff.openmicroscopy.org.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.formats.tiff.writer import NO_PROVENANCE, PROVENANCE_NAMESPACE
 from service.formats.zarr.store import find_labeled_image
 
 OME_VERSIONS = {2: "0.4", 3: "0.5"}
-# Shapes along z, y, x. A shard is one file with several chunks. It is held in memory while it is being written.
+# Shapes along z, y, x. A shard is one file with several chunks and is held in memory while it is being written.
 _CHUNK_SHAPE = (16, 256, 256)
 _SHARD_SHAPE = (64, 512, 512)
 # Maximum edge length of the planes at the coarsest resolution.
@@ -37,9 +37,9 @@ _ARCHIVE_COMMENT = b'{"ome": {"version": "0.5", "zipFile": {"centralDirectory": 
 
 
 def write(segmentation: Segmentation, path: Path, provenance: Mapping[str, str] = NO_PROVENANCE) -> None:
-    """Write labels, classes or probabilities with a pyramid and the voxel size.
+    """Write labels, classes or probabilities as OME-Zarr, with a resolution pyramid and the voxel size.
 
-    Each coarser resolution contains every second voxel, because averages of labels are meaningless. An existing store
+    Coarser resolutions are subsampled, not averaged, because averages of labels are meaningless. An existing store
     is replaced. The store appears only when complete. `provenance` describes how the segmentation was made. It is
     stored in the group attribute `PROVENANCE_NAMESPACE`.
     """
@@ -47,7 +47,7 @@ def write(segmentation: Segmentation, path: Path, provenance: Mapping[str, str] 
     try:
         for level in create(segmentation, path, provenance):
             for block in level.blocks:
-                level.array[block] = level.reduce(segmentation.pixels)[block]
+                level.array[block] = level.subsample(segmentation.pixels)[block]
         finish(path)
     finally:
         shutil.rmtree(temporary_path, ignore_errors=True)
@@ -73,8 +73,8 @@ def write_archive(segmentation: Segmentation, path: Path) -> None:
 class Level(NamedTuple):
     """One resolution of a store that is being written.
 
-    steps  distance of its voxels along z, y, x in the full resolution
-    block  shape of the blocks that may be written independently, by several processes; if sharded, each is one file
+    steps  distance between neighboring voxels along z, y, x, in voxels of the full resolution
+    block  shape of blocks that several processes may write independently; in a sharded array, a block is one file
     """
 
     array: Any
@@ -90,8 +90,8 @@ class Level(NamedTuple):
                 slice(first, min(first + n, end)) for first, n, end in zip(start, self.block, shape, strict=True)
             )
 
-    def reduce(self, pixels: Array) -> Array:
-        """Return the voxels of the full resolution that this resolution contains."""
+    def subsample(self, pixels: Array) -> Array:
+        """Return the voxels of the full resolution that belong to this resolution."""
         z, y, x = self.steps
         return pixels[..., ::z, ::y, ::x]
 
@@ -99,51 +99,54 @@ class Level(NamedTuple):
 def create(segmentation: Segmentation, path: Path, provenance: Mapping[str, str] = NO_PROVENANCE) -> list[Level]:
     """Create a store without pixels for labels, classes or probabilities at `get_partial_path(path)`.
 
-    Only the shape and dtype of `segmentation.pixels` are used. An existing store is replaced. `provenance` is as in
-    `write`.
+    Only the shape and dtype of `segmentation.pixels` are used. An existing store is replaced when the new one is
+    finished. See `write` for `provenance`.
     """
     image = find_labeled_image(path)
-    version: Literal[2, 3] = 2 if image is not None and not (image / "zarr.json").exists() else 3
+    zarr_format: Literal[2, 3] = 2 if image is not None and not (image / "zarr.json").exists() else 3
     temporary_path = get_partial_path(path)
     path.parent.mkdir(exist_ok=True)
     shutil.rmtree(temporary_path, ignore_errors=True)
-    group = zarr.open_group(temporary_path, mode="w-", zarr_format=version)
+    group = zarr.open_group(temporary_path, mode="w-", zarr_format=zarr_format)
     levels = [
-        _create_level(group, number, segmentation, steps) for number, steps in enumerate(_choose_steps(segmentation))
+        _create_level(group, level_number, segmentation, steps)
+        for level_number, steps in enumerate(_choose_steps(segmentation))
     ]
-    datasets = [_describe_level(number, segmentation, level.steps) for number, level in enumerate(levels)]
-    group.attrs.update(_describe(segmentation, datasets, version, path.name, is_in_image=image is not None))
+    datasets = [_describe_level(level_number, segmentation, level.steps) for level_number, level in enumerate(levels)]
+    group.attrs.update(
+        _make_ome_attributes(segmentation, datasets, zarr_format, path.name, is_in_image=image is not None)
+    )
     if provenance:
         group.attrs[PROVENANCE_NAMESPACE] = dict(provenance)
     return levels
 
 
-def open_level(path: Path, number: int) -> Any:
+def open_level(path: Path, level_number: int) -> Any:
     """Open one resolution of the store that `create` created for `path`, for reading and writing."""
-    return zarr.open_array(get_partial_path(path) / str(number), mode="r+")
+    return zarr.open_array(get_partial_path(path) / str(level_number), mode="r+")
 
 
 def finish(path: Path) -> None:
-    """Rename the store created by `create` to its final name, and list it among the labels of its image."""
+    """Rename the store created by `create` to its final name, and add it to the list of labels of its image, if any."""
     if path.exists():
         shutil.rmtree(path)
     get_partial_path(path).rename(path)
     image = find_labeled_image(path)
     if image is not None:
-        version: Literal[2, 3] = 3 if (image / "zarr.json").exists() else 2
-        _register_label(zarr.open_group(path.parent, mode="a", zarr_format=version), path.name, version)
+        zarr_format: Literal[2, 3] = 3 if (image / "zarr.json").exists() else 2
+        _register_label(zarr.open_group(path.parent, mode="a", zarr_format=zarr_format), path.name, zarr_format)
 
 
 def get_partial_path(path: Path) -> Path:
-    """Return the path that a store has until it is complete."""
+    """Return the path of a store while it is being written."""
     return path.with_name(f".{path.name}.part")
 
 
 def _choose_steps(segmentation: Segmentation) -> Iterator[tuple[int, int, int]]:
     """Yield the steps along z, y, x of each resolution, beginning with the full resolution.
 
-    Y and X are halved until the planes are small. Z is halved at the same time unless the planes are
-    farther apart than the resulting pixels.
+    The resolution along Y and X is halved until the planes are small. The resolution along Z is halved at the same time
+    unless the distance between planes is larger than the resulting pixel size.
     """
     sizes = np.array(tuple(segmentation.voxel_size or (np.inf, 1.0, 1.0)))
     steps, shape = np.ones(3, int), np.array(segmentation.pixels.shape[-3:])
@@ -155,7 +158,7 @@ def _choose_steps(segmentation: Segmentation) -> Iterator[tuple[int, int, int]]:
         steps[0] *= 1 + (steps[0] * sizes[0] <= min(steps[1:] * sizes[1:]) and shape[0] > steps[0])
 
 
-def _create_level(group: Any, number: int, segmentation: Segmentation, steps: tuple[int, int, int]) -> Level:
+def _create_level(group: Any, level_number: int, segmentation: Segmentation, steps: tuple[int, int, int]) -> Level:
     """Create the array of one resolution without pixels."""
     z, y, x = steps
     pixels: Array = segmentation.pixels[..., ::z, ::y, ::x]
@@ -167,7 +170,7 @@ def _create_level(group: Any, number: int, segmentation: Segmentation, steps: tu
     )
     is_sharded = group.metadata.zarr_format == 3
     array = group.create_array(
-        str(number),
+        str(level_number),
         shape=pixels.shape,
         dtype=pixels.dtype.newbyteorder("="),
         chunks=chunks,
@@ -178,37 +181,37 @@ def _create_level(group: Any, number: int, segmentation: Segmentation, steps: tu
     return Level(array, steps, block)
 
 
-def _describe_level(number: int, segmentation: Segmentation, steps: tuple[int, int, int]) -> dict[str, Any]:
+def _describe_level(level_number: int, segmentation: Segmentation, steps: tuple[int, int, int]) -> dict[str, Any]:
     """Return the metadata of one resolution."""
     scale = dict(zip("ZYX", np.multiply(steps, tuple(segmentation.voxel_size or (1, 1, 1))).tolist(), strict=True))
     if segmentation.time_interval is not None:
         scale["T"] = segmentation.time_interval.length
     factors = [float(scale.get(axis, 1)) for axis in segmentation.axes]
-    return {"path": str(number), "coordinateTransformations": [{"type": "scale", "scale": factors}]}
+    return {"path": str(level_number), "coordinateTransformations": [{"type": "scale", "scale": factors}]}
 
 
 _V2_KEY_ENCODING = {"chunk_key_encoding": {"name": "v2", "separator": "/"}}
 
 
-def _describe(
-    segmentation: Segmentation, datasets: list[dict[str, Any]], version: int, name: str, *, is_in_image: bool
+def _make_ome_attributes(
+    segmentation: Segmentation, datasets: list[dict[str, Any]], zarr_format: int, name: str, *, is_in_image: bool
 ) -> dict[str, Any]:
     """Return the OME attributes of the group."""
-    version_attribute = {"version": OME_VERSIONS[version]}
+    version_attribute = {"version": OME_VERSIONS[zarr_format]}
     axes = _describe_axes(segmentation)
     multiscales = {"name": name, "axes": axes, "datasets": datasets, "type": "nearest"}
-    ome: dict[str, Any] = {"multiscales": [multiscales | (version_attribute if version == 2 else {})]}
+    ome: dict[str, Any] = {"multiscales": [multiscales | (version_attribute if zarr_format == 2 else {})]}
     if segmentation.kind == "probabilities":
         ome["omero"] = {"channels": [_describe_channel(label) for label in segmentation.names]}
     else:
-        ome["image-label"] = (version_attribute if version == 2 else {}) | (
+        ome["image-label"] = (version_attribute if zarr_format == 2 else {}) | (
             {"source": {"image": "../../"}} if is_in_image else {}
         )
         if segmentation.names:
             ome["image-label"]["properties"] = [
-                {"label-value": value, "name": label} for value, label in enumerate(segmentation.names)
+                {"label-value": value, "name": class_name} for value, class_name in enumerate(segmentation.names)
             ]
-    return ome if version == 2 else {"ome": version_attribute | ome}
+    return ome if zarr_format == 2 else {"ome": version_attribute | ome}
 
 
 def _describe_axes(segmentation: Segmentation) -> list[dict[str, str]]:
@@ -228,8 +231,8 @@ def _describe_channel(label: str) -> dict[str, Any]:
     return {"label": label, "color": "FFFFFF", "window": {"min": 0, "max": 1, "start": 0, "end": 1}, "active": True}
 
 
-def _register_label(labels: Any, name: str, version: int) -> None:
-    """Add a name to the list in the group of labels."""
-    ome = dict(labels.attrs) if version == 2 else dict(labels.attrs.get("ome", {}))
+def _register_label(labels: Any, name: str, zarr_format: int) -> None:
+    """Add the name of a label image to the list in the `labels` group."""
+    ome = dict(labels.attrs) if zarr_format == 2 else dict(labels.attrs.get("ome", {}))
     ome["labels"] = sorted({*ome.get("labels", ()), name})
-    labels.attrs.update(ome if version == 2 else {"ome": {"version": OME_VERSIONS[version]} | ome})
+    labels.attrs.update(ome if zarr_format == 2 else {"ome": {"version": OME_VERSIONS[zarr_format]} | ome})

@@ -1,1 +1,1 @@
-"""Convert packages of other formats to model folders. Each module reads one format for `import_model`."""
+"""Convert packages in other formats to model folders. Each module reads one format for `import_model`."""

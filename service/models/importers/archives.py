@@ -16,10 +16,9 @@ CHUNK_BYTES = 2**20
 
 @contextmanager
 def unpack(path: Path, limit_bytes: int) -> Iterator[Path]:
-    """Yield the root folder of a package. An archive is unpacked into a temporary folder, which is deleted later.
+    """Yield the root folder of a package. An archive is unpacked into a temporary folder, which is deleted afterwards.
 
-    Raises UnsupportedPackage if the archive is rejected, or if its files have more than `limit_bytes` in total, counted
-    while they are written.
+    Raises UnsupportedPackage if the archive is damaged or unsafe, or if more than `limit_bytes` would be written.
     """
     if path.is_dir():
         yield path
@@ -31,12 +30,12 @@ def unpack(path: Path, limit_bytes: int) -> Iterator[Path]:
                 _extract(archive, root, limit_bytes)
         except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise UnsupportedPackage(f"{path.name}: cannot be unpacked: {reason}") from error
+            raise UnsupportedPackage(f"{path.name} cannot be unpacked: {reason}") from error
         yield _find_root(root)
 
 
 def _extract(archive: zipfile.ZipFile, root: Path, limit_bytes: int) -> None:
-    remaining = limit_bytes
+    remaining_bytes = limit_bytes
     for entry in archive.infolist():
         if entry.is_dir():
             continue
@@ -44,13 +43,15 @@ def _extract(archive: zipfile.ZipFile, root: Path, limit_bytes: int) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with archive.open(entry) as source, target.open("xb") as file:
             while chunk := source.read(CHUNK_BYTES):
-                remaining -= len(chunk)
-                if remaining < 0:
-                    raise UnsupportedPackage(f"The files in the archive have more than {limit_bytes} bytes in total.")
+                remaining_bytes -= len(chunk)
+                if remaining_bytes < 0:
+                    raise UnsupportedPackage(
+                        f"The files in the archive contain more than {limit_bytes} bytes in total."
+                    )
                 file.write(chunk)
 
 
 def _find_root(root: Path) -> Path:
-    """Return the only folder in `root`, since many archives have a single top-level folder, otherwise `root`."""
+    """Return the top-level folder of the archive if it is the only entry in `root`. Otherwise, return `root`."""
     entries = list(root.iterdir())
     return entries[0] if len(entries) == 1 and entries[0].is_dir() else root

@@ -1,4 +1,4 @@
-"""Read bioimage.io model packages in the formats 0.4 and 0.5: a description in YAML, weights and test tensors.
+"""Read bioimage.io model packages in the formats 0.4 and 0.5: a description (rdf.yaml), weights and test tensors.
 
 Source: model descriptions 0.4 and 0.5 of the bioimage.io specification.
 """
@@ -24,7 +24,7 @@ from service.models.importers.draft import (
     Fields,
     PackageTest,
     WeightsKind,
-    check_channels,
+    check_channel_count,
     collect_problem,
     find_file,
     read_mapping,
@@ -36,8 +36,8 @@ SUPPORTED_WEIGHTS: tuple[tuple[str, WeightsKind], ...] = (
     ("onnx", "onnx"),
     ("torchscript", "torchscript"),
 )
-# Smallest window edge in voxels to use if the package allows several sizes.
-MIN_EDGE = 64
+# Minimum window size along an axis, in voxels, if the package allows several sizes.
+MIN_SIZE = 64
 MAX_TEST_VOXELS = 2**28
 
 
@@ -50,8 +50,8 @@ def read(root: Path) -> Draft:
     """Read a package into a draft. Raises UnsupportedPackage if it is damaged or its network cannot be used."""
     rdf, version = _read_description(root)
     input_tensor, output_tensor = (_get_only_tensor(rdf, side) for side in ("inputs", "outputs"))
-    inputs = _Axes(input_tensor)
-    outputs = _Axes(output_tensor, inputs.channels)
+    input_axes = _Axes(input_tensor)
+    output_axes = _Axes(output_tensor, input_axes.channel_count)
     name, weights, kind = _choose_weights(rdf)
     content: dict[str, Any] = {
         "name": rdf.get_string("name"),
@@ -59,32 +59,32 @@ def read(root: Path) -> Draft:
         "summary": rdf.get_string("description", "A bioimage.io model."),
         "licence": rdf.get_string("license", "Not stated."),
         "training_data": _read_training_data(rdf),
-        "input": {"channels": inputs.channels, "channel_names": inputs.channel_names},
-        "outputs": outputs.channel_names or [f"output {number}" for number in range(outputs.channels)],
+        "input": {"channels": input_axes.channel_count, "channel_names": input_axes.channel_names},
+        "outputs": output_axes.channel_names or [f"output {number}" for number in range(output_axes.channel_count)],
     }
     if kind == "state dict":
         content["architecture"] = _read_architecture(weights, version)
     tests = _read_tests(root, rdf, input_tensor, output_tensor)
     problems: dict[str, str] = {}
-    _add_roi_size(content["input"], problems, inputs, tests)
+    _add_roi_size(content["input"], problems, input_axes, tests)
     with collect_problem(problems, "input.normalisation"):
         content["input"]["normalisation"] = _read_normalization(input_tensor)
     with collect_problem(problems, "activation"):
         content["activation"] = _read_activation(output_tensor)
-    if outputs.channels > 1 and content.get("activation") != "sigmoid":
+    if output_axes.channel_count > 1 and content.get("activation") != "sigmoid":
         content["decoding"] = {"kind": "classes"}
     else:
-        problems["decoding"] = f"{output_tensor.location()}: does not specify how labels are computed from the output."
+        problems["decoding"] = f"{output_tensor.locate()} does not specify how labels are computed from the output."
     file = _find_checked_file(root, weights)
     if kind == "onnx":
         if "external_data" in weights:
             _find_checked_file(root, weights.get_mapping("external_data"))
-        content["input"] |= onnx_file.read_input(file)
+        content["input"] |= onnx_file.read_input_settings(file)
     return Draft(content, file, kind, tests, problems, (f"Imported from {name} of {rdf.get_string('name')!r}.",))
 
 
 def _read_description(root: Path) -> tuple[Fields, str]:
-    """Return the description of a model and the version of its format."""
+    """Return the description of a model and the version of the description format."""
     path = _find_description(root)
     rdf = read_mapping(path) if path is not None else Fields({})
     version = str(rdf.get("format_version"))
@@ -113,42 +113,39 @@ def _get_only_tensor(rdf: Fields, side: str) -> Fields:
 
 
 class _Axes:
-    """The channels, channel names, and sizes along z, y, x of a tensor with the axes batch, channel, z, y, x.
+    """Channels and spatial sizes of a tensor. The shape of an output may refer to the number of input channels."""
 
-    `reference_channels` is the number of input channels, to which the shape of an output may refer.
-    """
-
-    def __init__(self, tensor: Fields, reference_channels: int = 1) -> None:
-        self.location = tensor.location("axes")
+    def __init__(self, tensor: Fields, input_channel_count: int = 1) -> None:
+        self.location = tensor.locate("axes")
         self.channel_names: list[str] = []
         self.sizes: list[Any] = []
         axes = tensor.get("axes")
         if isinstance(axes, str):
-            self._read_letters(tensor, axes, reference_channels)
+            self._read_letters(tensor, axes, input_channel_count)
         else:
             self._read_list(tensor)
 
-    def _read_letters(self, tensor: Fields, axes: str, reference_channels: int) -> None:
+    def _read_letters(self, tensor: Fields, axes: str, input_channel_count: int) -> None:
         if axes != "bczyx":
             raise UnsupportedPackage(f"{self.location}: the axes are {axes!r}; only bczyx is supported.")
         shape = tensor.get("shape")
         if isinstance(shape, list):
-            minimum, step = shape, [0] * 5
+            min_shape, steps = shape, [0] * 5
         else:
             parameters = tensor.get_mapping("shape")
             if "reference_tensor" in parameters:
                 scale, offset = (list(parameters.get(key)) for key in ("scale", "offset"))
                 if scale[2:] != [1, 1, 1] or any(offset[2:]):
-                    location = parameters.location("scale")
+                    location = parameters.locate("scale")
                     raise UnsupportedPackage(f"{location}: the output must have the same size as the input.")
-                self.channels = check_channels(
-                    round(reference_channels * scale[1] + 2 * offset[1]), parameters.location("scale")
+                self.channel_count = check_channel_count(
+                    round(input_channel_count * scale[1] + 2 * offset[1]), parameters.locate("scale")
                 )
                 self.sizes = [None] * 3
                 return
-            minimum, step = parameters.get("min"), parameters.get("step")
-        self.channels = check_channels(int(minimum[1]), tensor.location("shape"))
-        self.sizes = [_choose_size(*pair) for pair in zip(minimum[2:], step[2:], strict=True)]
+            min_shape, steps = parameters.get("min"), parameters.get("step")
+        self.channel_count = check_channel_count(int(min_shape[1]), tensor.locate("shape"))
+        self.sizes = [_choose_size(*pair) for pair in zip(min_shape[2:], steps[2:], strict=True)]
 
     def _read_list(self, tensor: Fields) -> None:
         axes = tensor.get_mappings("axes")
@@ -159,7 +156,9 @@ class _Axes:
                 f"{self.location}: the axes are {', '.join(letters)}; only batch, channel, z, y, x are supported."
             )
         self.channel_names = [str(name) for name in axes[1].get("channel_names") or []]
-        self.channels = check_channels(len(self.channel_names) or int(axes[1].get("size") or 1), axes[1].location())
+        self.channel_count = check_channel_count(
+            len(self.channel_names) or int(axes[1].get("size") or 1), axes[1].locate()
+        )
         self.sizes = [_read_size(axis) for axis in axes[2:]]
 
 
@@ -167,26 +166,26 @@ def _read_size(axis: Fields) -> int | None:
     """Return the size of an axis, or None if it refers to another axis."""
     size = axis.get("size")
     if axis.get("halo") or (isinstance(size, dict) and size.get("offset")):
-        raise UnsupportedPackage(f"{axis.location('size')}: the output must have the size of the input and no halo.")
+        raise UnsupportedPackage(f"{axis.locate('size')}: the output must have the size of the input and no halo.")
     if isinstance(size, dict) and "min" in size:
         return _choose_size(size["min"], size.get("step", 0))
     return size if isinstance(size, int) else None
 
 
 def _choose_size(minimum: int, step: int) -> int:
-    """Return the smallest allowed size that is at least `MIN_EDGE`, or `minimum` if the size is fixed."""
-    return minimum if not step or minimum >= MIN_EDGE else minimum + step * -(-(MIN_EDGE - minimum) // step)
+    """Return the smallest allowed size that is at least `MIN_SIZE`, or `minimum` if the size is fixed."""
+    return minimum if not step or minimum >= MIN_SIZE else minimum + step * -(-(MIN_SIZE - minimum) // step)
 
 
 def _add_roi_size(
     content: dict[str, Any], problems: dict[str, str], axes: _Axes, tests: tuple[PackageTest, ...]
 ) -> None:
     test_size = tests[0].image.shape[2:] if tests else (None, None, None)
-    roi_size = [edge or test_edge for edge, test_edge in zip(axes.sizes, test_size, strict=True)]
+    roi_size = [size or test_length for size, test_length in zip(axes.sizes, test_size, strict=True)]
     if all(roi_size):
         content["roi_size"] = roi_size
     else:
-        problems["input.roi_size"] = f"{axes.location}: does not specify a size."
+        problems["input.roi_size"] = f"{axes.location} does not specify a size."
 
 
 def _choose_weights(rdf: Fields) -> tuple[str, Fields, WeightsKind]:
@@ -197,11 +196,11 @@ def _choose_weights(rdf: Fields) -> tuple[str, Fields, WeightsKind]:
     if "pytorch_state_dict" in weights:
         entry = weights.get_mapping("pytorch_state_dict")
         raise UnsupportedPackage(
-            f"{entry.location('architecture')}: the network is not one of {', '.join(ARCHITECTURES)}. Python code from "
+            f"{entry.locate('architecture')}: the network is not one of {', '.join(ARCHITECTURES)}. Python code from "
             "a package is never run. Use a package with onnx weights instead."
         )
-    available = ", ".join(weights.as_dict()) or "none"
-    raise UnsupportedPackage(f"weights: {available}; only pytorch_state_dict, onnx and torchscript are supported.")
+    names = ", ".join(weights.as_dict()) or "none"
+    raise UnsupportedPackage(f"weights: found {names}; only pytorch_state_dict, onnx and torchscript are supported.")
 
 
 def _find_architecture(entry: Fields) -> str | None:
@@ -228,12 +227,12 @@ def _read_training_data(rdf: Fields) -> str:
 
 
 def _find_checked_file(root: Path, entry: Fields) -> Path:
-    """Return the path of the file that an entry names. Raises UnsupportedPackage if the SHA-256 is different."""
+    """Return the path of the file in an entry. Raises UnsupportedPackage if its SHA-256 does not match the entry."""
     path = find_file(root, entry.get_string("source"))
     sha256 = entry.get("sha256")
     with path.open("rb") as file:
         if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise UnsupportedPackage(f"{entry.location('sha256')}: it differs from the SHA-256 of {path.name}.")
+            raise UnsupportedPackage(f"{entry.locate('sha256')} does not match the SHA-256 of {path.name}.")
     return path
 
 
@@ -245,8 +244,8 @@ def _read_tests(root: Path, rdf: Fields, input_tensor: Fields, output_tensor: Fi
         paths = [find_file(root, str(rdf.get(side)[0])) for side in ("test_inputs", "test_outputs")]
     else:
         raise UnsupportedPackage("inputs[0].test_tensor is missing, so the package cannot be checked.")
-    image, expected = (_read_tensor(path) for path in paths)
-    return (PackageTest(paths[0].name, image, expected),)
+    image, expected_output = (_read_tensor(path) for path in paths)
+    return (PackageTest(paths[0].name, image, expected_output),)
 
 
 def _read_tensor(path: Path) -> Array:
@@ -254,7 +253,7 @@ def _read_tensor(path: Path) -> Array:
         # With memory mapping, an array cannot be larger than its file.
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile) as error:
-        raise UnsupportedPackage(f"{path.name}: cannot be read as an array: {error}") from error
+        raise UnsupportedPackage(f"{path.name} cannot be read as an array: {error}") from error
     if not isinstance(array, np.ndarray) or array.ndim != 5 or array.shape[0] != 1 or array.dtype.kind not in "iuf":
         raise UnsupportedPackage(f"{path.name}: expected a numeric array of shape [1, C, z, y, x].")
     if array.size > MAX_TEST_VOXELS:
@@ -265,7 +264,7 @@ def _read_tensor(path: Path) -> Array:
 
 
 def _read_steps(tensor: Fields, key: str) -> list[tuple[str, Fields]]:
-    """Return the names (`id` since 0.5, `name` before) and settings of processing steps, except dtype conversions."""
+    """Return the names (`id` since format 0.5) and settings of processing steps, except dtype conversions."""
     steps = [(str(step.get("id") or step.get("name")), step.get_mapping("kwargs")) for step in tensor.get_mappings(key)]
     return [(name, settings) for name, settings in steps if name != "ensure_dtype"]
 
@@ -285,14 +284,14 @@ def _read_normalization(tensor: Fields) -> dict[str, Any]:
         later_steps = []
     _reject_later_steps(name, later_steps)
     if name not in _RANGE_READERS:
-        raise UnsupportedPackage(f"{settings.location()}: {name} is not supported.")
+        raise UnsupportedPackage(f"{settings.locate()}: {name} is not supported.")
     kind, low, high = _RANGE_READERS[name](settings)
     return {"kind": kind, "low": low, "high": high, "clip": clip}
 
 
 def _reject_later_steps(name: str, later_steps: list[tuple[str, Fields]]) -> None:
     if later_steps:
-        raise UnsupportedPackage(f"{later_steps[0][1].location()}: {later_steps[0][0]} after {name} is not supported.")
+        raise UnsupportedPackage(f"{later_steps[0][1].locate()}: {later_steps[0][0]} after {name} is not supported.")
 
 
 def _read_percentiles(settings: Fields) -> tuple[str, float, float]:
@@ -301,7 +300,7 @@ def _read_percentiles(settings: Fields) -> tuple[str, float, float]:
     return "percentile", 0.0 if low is None else float(low), 100.0 if high is None else float(high)
 
 
-def _read_fixed_mean(settings: Fields) -> tuple[str, float, float]:
+def _read_fixed_standardization(settings: Fields) -> tuple[str, float, float]:
     low = _read_number(settings, "mean")
     return "range", low, low + _read_number(settings, "std")
 
@@ -311,11 +310,11 @@ def _read_linear_map(settings: Fields) -> tuple[str, float, float]:
     return "range", -offset / gain, (1 - offset) / gain
 
 
-# Readers of steps that map two intensities or percentiles to 0 and 1. They return kind, low and high.
+# Readers of steps that map two intensities or percentiles to 0 and 1. They return a kind, low and high.
 _RANGE_READERS: dict[str, Callable[[Fields], tuple[str, float, float]]] = {
     "scale_range": _read_percentiles,
-    "fixed_zero_mean_unit_variance": _read_fixed_mean,
-    "zero_mean_unit_variance": _read_fixed_mean,
+    "fixed_zero_mean_unit_variance": _read_fixed_standardization,
+    "zero_mean_unit_variance": _read_fixed_standardization,
     "scale_linear": _read_linear_map,
 }
 
@@ -326,7 +325,7 @@ def _read_number(settings: Fields, key: str, default: float | None = None) -> fl
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UnsupportedPackage(f"{settings.location(key)}: expected a single number, not {value!r}.")
+        raise UnsupportedPackage(f"{settings.locate(key)}: expected a single number, not {value!r}.")
     return float(value)
 
 
@@ -334,9 +333,9 @@ def _check_extent(settings: Fields) -> None:
     """Raise UnsupportedPackage for statistics over anything other than a whole channel of the stack."""
     axes = settings.get("axes")
     if axes is not None and not {"z", "y", "x"} <= set(axes):
-        raise UnsupportedPackage(f"{settings.location('axes')}: only statistics over z, y and x are supported.")
+        raise UnsupportedPackage(f"{settings.locate('axes')}: only statistics over z, y and x are supported.")
     if "reference_tensor" in settings or settings.get("mode") == "per_dataset":
-        raise UnsupportedPackage(f"{settings.location('mode')}: only statistics of the stack itself are supported.")
+        raise UnsupportedPackage(f"{settings.locate('mode')}: only statistics of the stack itself are supported.")
 
 
 def _read_activation(tensor: Fields) -> str:
@@ -345,6 +344,6 @@ def _read_activation(tensor: Fields) -> str:
         return "none"
     name, settings = steps[0]
     if len(steps) > 1 or name not in {"sigmoid", "softmax"}:
-        rejected_name = steps[1][0] if name in {"sigmoid", "softmax"} else name
-        raise UnsupportedPackage(f"{settings.location()}: {rejected_name}; only one sigmoid or softmax is supported.")
+        step_name = steps[1][0] if name in {"sigmoid", "softmax"} else name
+        raise UnsupportedPackage(f"{settings.locate()}: found {step_name}; only one sigmoid or softmax is supported.")
     return name

@@ -60,7 +60,7 @@ class Checkpoint(NamedTuple):
         first, last = (" x ".join(map(str, kernel.shape)) for kernel in (kernels[0], kernels[-1]))
         return (
             f"{description}; the weights of its first 3D convolution have the shape {first}, "
-            f"and those of the last one {last}"
+            f"and those of its last one have the shape {last}"
         )
 
 
@@ -72,7 +72,7 @@ def is_torchscript(path: Path) -> bool:
         with open_torch_archive(path) as archive:
             return any(name.endswith("/constants.pkl") for name in archive.namelist())
     except _READ_ERRORS as error:
-        raise _make_error(path, str(error)) from error
+        raise _make_unreadable_error(path, str(error)) from error
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -81,11 +81,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     The tensors may be stored under a common key or under the only key with tensors. Their names may have the prefix
     that `DataParallel` adds.
     """
-    content = _load_safetensors(path) if path.suffix == ".safetensors" else _load(path)
+    content = _load_safetensors(path) if path.suffix == ".safetensors" else _load_torch_file(path)
     content, keys, skipped_keys = _find_tensors(path, content)
     # Tensors may be views that repeat stored elements, so a small file can contain large tensors.
     if sum(tensor.numel() * tensor.element_size() for tensor in content.values()) > MAX_PACKAGE_BYTES:
-        raise UnsupportedPackage(f"{path.name}: its tensors have more than {MAX_PACKAGE_BYTES} bytes in total.")
+        raise UnsupportedPackage(f"The tensors in {path.name} have more than {MAX_PACKAGE_BYTES} bytes in total.")
     return Checkpoint({str(key).removeprefix("module."): value for key, value in content.items()}, keys, skipped_keys)
 
 
@@ -93,46 +93,46 @@ def _load_safetensors(path: Path) -> Any:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise _make_error(path, str(error)) from error
+        raise _make_unreadable_error(path, str(error)) from error
 
 
-def _load(path: Path) -> Any:
+def _load_torch_file(path: Path) -> Any:
     """Return the content of a `torch.save` file that holds plain data. Raises UnsupportedPackage for other files."""
     with path.open("rb") as file:
-        start = file.read(len(LEGACY_TORCH_HEADER))
-    if start == LEGACY_TORCH_HEADER:
+        header = file.read(len(LEGACY_TORCH_HEADER))
+    if header == LEGACY_TORCH_HEADER:
         command = RESAVE_COMMAND.format(name=path.name, safe=True, selector="")
-        raise _make_error(
+        raise _make_unreadable_error(
             path, f"it was written by PyTorch before 1.6. Save the file again and import tensors.pth:\n{command}"
         )
     if is_torchscript(path):
-        raise _make_error(path, "it is a TorchScript program.")
+        raise _make_unreadable_error(path, "it is a TorchScript program.")
     if not zipfile.is_zipfile(path):
-        raise _make_error(path, "it was written by neither PyTorch nor safetensors.")
+        raise _make_unreadable_error(path, "it was written by neither PyTorch nor safetensors.")
     try:
         with open_torch_archive(path) as archive:
-            copy = copy_members(archive)
+            archive_copy = copy_members(archive)
     except _READ_ERRORS as error:
-        raise _make_error(path, str(error)) from error
+        raise _make_unreadable_error(path, str(error)) from error
     try:
-        return torch.load(copy, map_location="cpu", weights_only=True)
+        return torch.load(archive_copy, map_location="cpu", weights_only=True)
     except _READ_ERRORS as error:
-        raise _make_error(path, _explain_pickled_objects(path, copy) or str(error)) from error
+        raise _make_unreadable_error(path, _explain_pickled_objects(path, archive_copy) or str(error)) from error
 
 
-def _make_error(path: Path, reason: str) -> UnsupportedPackage:
-    return UnsupportedPackage(f"{path.name}: cannot be read as plain tensors: {reason.strip() or 'damaged'}")
+def _make_unreadable_error(path: Path, reason: str) -> UnsupportedPackage:
+    return UnsupportedPackage(f"{path.name} cannot be read as plain tensors: {reason.strip() or 'it is damaged'}")
 
 
-def _explain_pickled_objects(path: Path, copy: BytesIO) -> str:
-    """Return which objects other than tensors a file contains and what to do, or "" if the error has another cause."""
-    copy.seek(0)
+def _explain_pickled_objects(path: Path, archive_copy: BytesIO) -> str:
+    """Explain which objects other than tensors a file contains and what to do. Return "" for any other problem."""
+    archive_copy.seek(0)
     try:
-        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(copy))
-        with zipfile.ZipFile(copy) as archive:
-            pickled = next(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
+        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(archive_copy))
+        with zipfile.ZipFile(archive_copy) as archive:
+            pickle_bytes = next(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
         outermost_class = next(
-            (str(text).replace(" ", ".") for code, text, _ in genops(pickled) if code.name == "GLOBAL"), ""
+            (str(text).replace(" ", ".") for code, text, _ in genops(pickle_bytes) if code.name == "GLOBAL"), ""
         )
     except (*_READ_ERRORS, StopIteration):
         return ""
@@ -144,13 +144,13 @@ def _explain_pickled_objects(path: Path, copy: BytesIO) -> str:
         reason, selector = f"it contains objects other than tensors: {', '.join(names[:3])}.", "['state_dict']"
     command = RESAVE_COMMAND.format(name=path.name, safe=False, selector=selector)
     return (
-        f"{reason} Unpickling it could execute arbitrary code, so StackSeg does not. If you trust the file, save only "
-        f"its tensors in the environment in which it was created, and import tensors.pth:\n{command}"
+        f"{reason} Unpickling it could execute arbitrary code, so StackSeg does not unpickle it. If you trust the "
+        f"file, save only its tensors in the environment in which it was created, and import tensors.pth:\n{command}"
     )
 
 
 def _find_tensors(path: Path, content: Any) -> tuple[Mapping[str, Tensor], tuple[str, ...], tuple[str, ...]]:
-    """Return the tensors in the content of a file, the keys that lead to them, and all other keys on the way."""
+    """Return the tensors in the content of a file, the keys that lead to them, and the other keys along this path."""
     keys, skipped_keys = list[str](), list[str]()
     while isinstance(content, dict) and not _is_state_dict(content):
         chosen_key = _choose_key(path, content)
@@ -158,19 +158,19 @@ def _find_tensors(path: Path, content: Any) -> tuple[Mapping[str, Tensor], tuple
         skipped_keys += [str(key) for key in content if key != chosen_key]
         content = content[chosen_key]
     if not isinstance(content, dict):
-        raise UnsupportedPackage(f"{path.name}: it does not contain the tensors of one network.")
+        raise UnsupportedPackage(f"{path.name} does not contain the tensors of one network.")
     return content, tuple(keys), tuple(skipped_keys)
 
 
 def _choose_key(path: Path, content: dict[Any, Any]) -> Any:
-    """Return a common key for tensors, or the only key with tensors. Raises UnsupportedPackage if there is none."""
+    """Return a common key for tensors, or the only key with tensors. Raises UnsupportedPackage if neither exists."""
     common_keys = [key for key in COMMON_KEYS if isinstance(content.get(key), dict)]
     if common_keys:
         # `model` may also be a configuration stored next to the tensors.
         return next((key for key in common_keys if _is_state_dict(content[key])), common_keys[0])
     network_keys = [key for key, value in content.items() if _is_state_dict(value)]
     if len(network_keys) != 1:
-        raise UnsupportedPackage(f"{path.name}: it contains {_describe_content(network_keys, content)}.")
+        raise UnsupportedPackage(f"{path.name} contains {_describe_content(network_keys, content)}.")
     return network_keys[0]
 
 
@@ -192,7 +192,7 @@ def _is_plain_tensor(value: object) -> bool:
 
 
 def fit_tensors(tensors: Mapping[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
-    """Return the tensors with the names that they have in an architecture.
+    """Return the tensors under the names that the architecture uses.
 
     A prefix that a wrapper has added to all names (`model.`, `_orig_mod.`) is removed. Raises BrokenModel with the
     differences if the tensors do not fit.
@@ -211,25 +211,25 @@ def fit_tensors(tensors: Mapping[str, Tensor], architecture: Architecture) -> di
 
 
 def _strip_prefix(tensors: Mapping[str, Tensor], expected_shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """Return the tensors without a prefix common to all names, if the names then match; otherwise unchanged."""
-    parts = next(iter(tensors)).split(".")
-    for count in range(1, len(parts)):
-        prefix = ".".join(parts[:count]) + "."
+    """Remove a prefix from all names if they match the architecture without it. Otherwise, return the tensors as is."""
+    name_parts = next(iter(tensors)).split(".")
+    for length in range(1, len(name_parts)):
+        prefix = ".".join(name_parts[:length]) + "."
         if set(tensors) == {prefix + name for name in expected_shapes}:
             return {name: tensors[prefix + name] for name in expected_shapes}
     return dict(tensors)
 
 
 def _list_mismatches(found_shapes: Mapping[str, Shape], expected_shapes: Mapping[str, Shape]) -> list[str]:
-    """Describe which tensors are missing, are unexpected, or have a different shape."""
+    """Describe which tensors are missing, which are unexpected, and which have a different shape."""
     wrong_shapes = [
         f"{name} is {' x '.join(map(str, shape))} instead of {' x '.join(map(str, expected_shapes[name]))}"
         for name, shape in found_shapes.items()
         if shape != expected_shapes.get(name, shape)
     ]
-    lists = (
+    mismatches = (
         ("missing", [name for name in expected_shapes if name not in found_shapes]),
         ("not in the network", [name for name in found_shapes if name not in expected_shapes]),
         ("of a different shape", wrong_shapes),
     )
-    return [f"{len(names)} tensors are {problem} ({', '.join(names[:2])})" for problem, names in lists if names]
+    return [f"{len(names)} tensors are {problem} ({', '.join(names[:2])})" for problem, names in mismatches if names]

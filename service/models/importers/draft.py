@@ -1,4 +1,4 @@
-"""The content of a package as keys of `model.yaml`, and access to its fields with errors that name the field."""
+"""The content of a package as keys of `model.yaml`, and a reader of package fields whose errors name the field."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MAX_CHANNELS = 4096
 
 
 class PackageTest(NamedTuple):
-    """A test contained in a package: input [1, C, z, y, x] and expected output [1, K, z, y, x]."""
+    """A test from a package: the input [1, C, z, y, x] and the expected output [1, K, z, y, x]."""
 
     name: str
     image: Array
-    expected: Array
+    expected_output: Array
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Draft:
 
     content       keys of a model file that the package specifies, except `format` and `weights`
     weights_path  path of the weights file
-    kind          kind of weights file
+    kind          kind of the weights file
     tests         tests that the package contains
-    problems      settings of the package that are not supported, by the key of the model file that can replace them
+    problems      settings of the package that are not supported, by the model key that can replace each of them
     notes         sentences for the operator
-    missing_keys  keys of the model file that this format cannot specify
+    missing_keys  keys of the model file that the format of the package cannot specify
     description   phrase that describes the package
     """
 
@@ -63,7 +63,7 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return self._content.get(key) is not None
 
-    def location(self, key: str = "") -> str:
+    def locate(self, key: str = "") -> str:
         """Return the path of a key, such as `weights.torchscript.source`."""
         return ".".join(part for part in (self._name, key) if part)
 
@@ -79,24 +79,24 @@ class Fields:
         """Return a string, or `default` if the key is missing."""
         value = self._content.get(key, default)
         if not isinstance(value, str):
-            raise UnsupportedPackage(f"{self.location(key)}: expected a string, not {value!r:.80}.")
+            raise UnsupportedPackage(f"{self.locate(key)}: expected a string, not {value!r:.80}.")
         return value
 
     def get_mapping(self, key: str) -> Fields:
         """Return a nested mapping, which is empty if the key is missing."""
-        return Fields(self._content.get(key) or {}, self.location(key))
+        return Fields(self._content.get(key) or {}, self.locate(key))
 
     def get_mappings(self, key: str) -> list[Fields]:
         """Return a list of nested mappings, which is empty if the key is missing."""
         items = self._content.get(key) or []
         if not isinstance(items, list):
-            raise UnsupportedPackage(f"{self.location(key)}: expected a list, not {items!r:.80}.")
-        return [Fields(item, f"{self.location(key)}[{number}]") for number, item in enumerate(items)]
+            raise UnsupportedPackage(f"{self.locate(key)}: expected a list, not {items!r:.80}.")
+        return [Fields(item, f"{self.locate(key)}[{index}]") for index, item in enumerate(items)]
 
 
 @contextmanager
 def collect_problem(problems: dict[str, str], key: str) -> Iterator[None]:
-    """Record UnsupportedPackage as a problem with `key`, a key of the model file that the operator can specify."""
+    """Catch UnsupportedPackage, and record it as a problem with `key`, a model key that the operator can specify."""
     try:
         yield
     except UnsupportedPackage as error:
@@ -108,7 +108,7 @@ def read_mapping(path: Path) -> Fields:
     try:
         content = read_document(path)
     except (OSError, ValueError) as error:
-        raise UnsupportedPackage(f"{path.name}: cannot be read: {error}") from error
+        raise UnsupportedPackage(f"{path.name} cannot be read: {error}") from error
     return Fields(content)
 
 
@@ -116,12 +116,12 @@ def find_file(root: Path, name: str) -> Path:
     """Return the path of a file in the package. Raises UnsupportedPackage if it is missing or outside `root`."""
     path = (root / name).resolve()
     if not path.is_relative_to(root.resolve()) or not path.is_file():
-        raise UnsupportedPackage(f"{name}: not a file inside the package; files are not downloaded from URLs.")
+        raise UnsupportedPackage(f"{name} is not a file inside the package. Files are not downloaded from URLs.")
     return path
 
 
-def check_channels(channels: int, location: str) -> int:
-    """Return the number of channels in the field `location`. Raises UnsupportedPackage if it is out of range."""
-    if not 1 <= channels <= MAX_CHANNELS:
-        raise UnsupportedPackage(f"{location}: found {channels} channels; 1 to {MAX_CHANNELS} are supported.")
-    return channels
+def check_channel_count(channel_count: int, location: str) -> int:
+    """Return `channel_count`. Raises UnsupportedPackage, with `location`, if it is out of range."""
+    if not 1 <= channel_count <= MAX_CHANNELS:
+        raise UnsupportedPackage(f"{location}: found {channel_count} channels; 1 to {MAX_CHANNELS} are supported.")
+    return channel_count

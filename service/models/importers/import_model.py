@@ -28,7 +28,8 @@ from service.models.loader import load_network
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import Architecture, ModelSpec
 
-# Maximum difference from the expected output of a test, relative to its largest value, or to 1 if that is larger.
+# Maximum difference from the expected output of a test, relative to the largest absolute value in the expected output,
+# or to 1 if all values are smaller.
 TEST_TOLERANCE = 1e-3
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # Errors that readers raise if values in a description have unexpected types or sizes.
@@ -37,7 +38,7 @@ FORMAT_NAMES = {"state dict": "torch.save", "torchscript": "TorchScript", "expor
 WEIGHTS_SUFFIXES = {"torchscript": ".ts", "exported": ".pt2", "onnx": ".onnx"}
 
 ImagePreparer = Callable[[Volume, ModelSpec], Tensor]
-"""A function that normalizes and resamples a volume [C, Z, Y, X] for a model: -> float32 [1, C, z, y, x]."""
+"""Function that normalizes and resamples a volume [C, Z, Y, X] for a model, and returns float32 [1, C, z, y, x]."""
 
 
 class ImportResult(NamedTuple):
@@ -48,11 +49,11 @@ class ImportResult(NamedTuple):
 
 
 def import_model(
-    path: Path, models: Path, overrides: Mapping[str, Any], *, prepare: ImagePreparer, trust: bool = False
+    path: Path, models_folder: Path, overrides: Mapping[str, Any], *, prepare: ImagePreparer, trust: bool = False
 ) -> ImportResult:
-    """Create the model folder `models/<name>` from a package, which is a folder or a file.
+    """Create a model folder in `models_folder` from a package, which is a folder or a file.
 
-    overrides  keys of a model file that override those of the package
+    overrides  values of model keys that override the values in the package
     prepare    function that prepares the network's input for the package's own tests
     trust      whether TorchScript files are allowed, which are programs that can do everything this process can do
 
@@ -64,56 +65,58 @@ def import_model(
         if draft.kind == "torchscript" and not trust:
             raise UnsupportedPackage(
                 f"{draft.weights_path.name}: a TorchScript file is a program that can do everything this process can "
-                "do. Export the network as ONNX or with torch.export. If you trust its author as you would for a "
-                "program that you install, import it with --trust."
+                "do. Export the network as ONNX or with torch.export. If you trust the author of the file as you would "
+                "trust the author of a program that you install, import the file with --trust."
             )
-        return _write(draft, models, overrides, prepare)
+        return _write_model_folder(draft, models_folder, overrides, prepare)
 
 
 @contextmanager
 def _read_draft(path: Path) -> Iterator[Draft]:
     """Yield the draft of a package. Its files may exist only within the context. Raises UnsupportedPackage."""
     if not path.exists():
-        raise UnsupportedPackage(f"{path}: no such file or folder.")
+        raise UnsupportedPackage(f"{path} does not exist.")
     if single_file.is_supported(path):
         yield single_file.read(path)
         return
     with unpack(path, MAX_PACKAGE_BYTES) as root:
-        readers = [kind.read for kind in (bioimageio, monai_bundle) if kind.is_package(root)]
+        readers = [importer.read for importer in (bioimageio, monai_bundle) if importer.is_package(root)]
         if not readers:
             raise UnsupportedPackage(
-                f"{path}: neither a bioimage.io package (rdf.yaml, bioimageio.yaml) nor a MONAI bundle "
+                f"{path} is neither a bioimage.io package (rdf.yaml, bioimageio.yaml) nor a MONAI bundle "
                 "(configs/metadata.json). TorchScript, torch.export and ONNX models are imported as single files."
             )
         try:
             draft = readers[0](root)
         except _READ_ERRORS as error:
             reason = f"{type(error).__name__}: {str(error)[:200]}"
-            raise UnsupportedPackage(f"{path.name}: its description is inconsistent ({reason}).") from error
+            raise UnsupportedPackage(f"The description in {path.name} is inconsistent ({reason}).") from error
         yield draft
 
 
-def _write(draft: Draft, models: Path, overrides: Mapping[str, Any], prepare: ImagePreparer) -> ImportResult:
-    """Write a model folder to a temporary folder in `models`, check it, and move it to `models/<name>`."""
+def _write_model_folder(
+    draft: Draft, models_folder: Path, overrides: Mapping[str, Any], prepare: ImagePreparer
+) -> ImportResult:
+    """Write a model folder to a temporary folder inside `models_folder`, check it, and move it to its final path."""
     content = _make_content(draft, overrides)
     problems = dict.fromkeys(draft.missing_keys, f"{FORMAT_NAMES[draft.kind]} files do not contain it") | draft.problems
     unresolved = {key: problem for key, problem in problems.items() if not _has_key(overrides, key)}
     if unresolved:
         raise MissingKeys(f"{draft.weights_path.name} is {draft.description}", unresolved)
     override_notes = [
-        f"You specified {key} because the setting in the package is not supported: {problem}"
+        f"Your value of {key} is used because the setting in the package is not supported: {problem}"
         for key, problem in draft.problems.items()
     ]
-    target = models / content["name"]
+    target = models_folder / content["name"]
     if target.exists():
         raise UnsupportedPackage(f"{target} already exists. Choose another name with --name, or delete that folder.")
-    models.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".import-", dir=models) as scratch_folder:
+    models_folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".import-", dir=models_folder) as scratch_folder:
         folder = Path(scratch_folder) / content["name"]
         folder.mkdir()
         content["weights"] = _store_weights(draft, content.get("architecture"), folder)
-        text = yaml.safe_dump({"format": 1, **content}, sort_keys=False, allow_unicode=True)
-        (folder / FILE_NAME).write_text(text, encoding="utf-8")
+        yaml_text = yaml.safe_dump({"format": 1, **content}, sort_keys=False, allow_unicode=True)
+        (folder / FILE_NAME).write_text(yaml_text, encoding="utf-8")
         notes = _check_and_document(draft, folder, prepare, override_notes)
         folder.rename(target)
     return ImportResult(read_spec(target), notes)
@@ -139,14 +142,14 @@ def _check_and_document(
     """Run the package's own tests with the model in `folder`, write its README, and return the notes in it."""
     spec = read_spec(folder)
     network = load_network(spec)
-    checks = [
+    test_notes = [
         _run_test(network, prepare(Volume.from_array(test.image[0]), spec), spec.activation, test)
         for test in draft.tests
     ]
     notes = (
         *draft.notes,
         *override_notes,
-        *(checks or ["The package contains no test; only the shape of the scores was checked."]),
+        *(test_notes or ["The package contains no test; only the shape of the scores was checked."]),
     )
     bullets = "\n".join(f"- {note}" for note in notes)
     (folder / "README.md").write_text(f"# {spec.name}\n\n{spec.summary}\n\n{bullets}\n")
@@ -155,10 +158,10 @@ def _check_and_document(
 
 def _apply_overrides(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the package's keys with the operator's overrides. Keys in `input` are overridden individually."""
-    merged = {**content, **overrides}
+    merged_content = {**content, **overrides}
     if isinstance(overrides.get("input"), Mapping):
-        merged["input"] = {**content.get("input", {}), **overrides["input"]}
-    return merged
+        merged_content["input"] = {**content.get("input", {}), **overrides["input"]}
+    return merged_content
 
 
 def _has_key(overrides: Mapping[str, Any], key: str) -> bool:
@@ -199,8 +202,8 @@ def _store_weights(draft: Draft, architecture: Any, folder: Path) -> dict[str, A
             shutil.copyfile(draft.weights_path, file)
     with file.open("rb") as weights_file:
         digest = hashlib.file_digest(weights_file, "sha256").hexdigest()
-    trusted = {"trusted": True} if kind == "torchscript" else {}
-    return {"kind": kind, "file": file.name, "sha256": digest} | trusted
+    trust_key = {"trusted": True} if kind == "torchscript" else {}
+    return {"kind": kind, "file": file.name, "sha256": digest} | trust_key
 
 
 @torch.inference_mode()
@@ -214,15 +217,17 @@ def _run_test(network: torch.nn.Module, image: Tensor, activation: str | None, t
         scores = torch.sigmoid(scores)
     elif activation == "softmax":
         scores = torch.softmax(scores, 1)
-    if tuple(scores.shape) != test.expected.shape:
+    if tuple(scores.shape) != test.expected_output.shape:
         raise BrokenModel(
-            f"{test.name}: the output shape is {tuple(scores.shape)}, but the package expects {test.expected.shape}."
+            f"{test.name}: the output shape is {tuple(scores.shape)}, but the package expects"
+            f" {test.expected_output.shape}."
         )
-    difference = float(np.abs(scores.numpy() - test.expected).max())
-    max_difference = TEST_TOLERANCE * max(1.0, float(np.abs(test.expected).max()))
+    difference = float(np.abs(scores.numpy() - test.expected_output).max())
+    max_difference = TEST_TOLERANCE * max(1.0, float(np.abs(test.expected_output).max()))
     if not difference <= max_difference:
         raise BrokenModel(
-            f"{test.name}: the output differs from the package's expected output by {difference:.3g}, more than "
-            f"{max_difference:.3g}. The normalization, activation or architecture was probably interpreted wrongly."
+            f"{test.name}: the output differs from the package's expected output by {difference:.3g}, which is more "
+            f"than {max_difference:.3g}. The normalization, activation or architecture was probably "
+            "interpreted incorrectly."
         )
     return f"The package's own test {test.name} was reproduced with a difference of at most {difference:.1g}."

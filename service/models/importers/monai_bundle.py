@@ -19,7 +19,7 @@ from service.models.importers.draft import (
     Draft,
     Fields,
     WeightsKind,
-    check_channels,
+    check_channel_count,
     collect_problem,
     find_file,
     read_mapping,
@@ -30,8 +30,10 @@ WEIGHTS_FILES: tuple[tuple[str, WeightsKind], ...] = (
     ("models/model.ts", "torchscript"),
 )
 # Transforms that are ignored, because StackSeg loads files, arranges axes and inverts the resampling itself.
-_IGNORED = "LoadImaged EnsureChannelFirstd EnsureTyped ToTensord ToDeviced CastToTyped Invertd SaveImaged Identityd"
-IGNORED_TRANSFORMS = frozenset(_IGNORED.split())
+_IGNORED_NAMES = (
+    "LoadImaged EnsureChannelFirstd EnsureTyped ToTensord ToDeviced CastToTyped Invertd SaveImaged Identityd"
+)
+IGNORED_TRANSFORMS = frozenset(_IGNORED_NAMES.split())
 SPACING_TRANSFORM = "Spacingd"
 # Maximum nesting depth of a configuration with resolved references.
 MAX_DEPTH = 32
@@ -42,8 +44,8 @@ AXES_NOTE = (
 
 SPACING_NOTE = (
     "The Spacingd transform requires voxels of {}, interpreted as um along Z, Y, X. input.voxel_size is set to this "
-    "value unless you specified a different one. Specify it if the bundle uses other units, such as the millimeters of "
-    "NIfTI files."
+    "value unless you specified a different one. Specify the voxel size if the bundle uses other units, such as the "
+    "millimeters of NIfTI files."
 )
 
 
@@ -85,7 +87,7 @@ def read(root: Path) -> Draft:
         )
     notes = [AXES_NOTE]
     if "voxel_size" in inputs:
-        notes.append(SPACING_NOTE.format(", ".join(f"{edge:g}" for edge in inputs["voxel_size"])))
+        notes.append(SPACING_NOTE.format(", ".join(f"{size:g}" for size in inputs["voxel_size"])))
     return Draft(content, file, kind, problems=problems, notes=tuple(notes))
 
 
@@ -120,14 +122,14 @@ def _find_inference_config(root: Path) -> Path:
 
 
 class _Resolver:
-    """A resolver of `@` references to other values of a configuration."""
+    """Resolver of `@` references to other values of a configuration."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
-        self._characters = 0
+        self._character_count = 0
 
     def resolve(self) -> Any:
-        """Return the configuration with resolved references. Raises UnsupportedPackage for circular or huge values."""
+        """Resolve the references. Raises UnsupportedPackage if they are circular or expand to too many characters."""
         return self._resolve(self._config, 0)
 
     def _resolve(self, value: Any, depth: int) -> Any:
@@ -143,10 +145,10 @@ class _Resolver:
 
     def _count_characters(self, value: Any, depth: int) -> None:
         """Count the characters of a value. Raises UnsupportedPackage if the depth or the total exceeds its limit."""
-        self._characters += 1 + (len(value) if isinstance(value, str) else 0)
+        self._character_count += 1 + (len(value) if isinstance(value, str) else 0)
         if depth > MAX_DEPTH:
             raise UnsupportedPackage("configs: references are circular or nested too deeply.")
-        if self._characters > MAX_CHARACTERS:
+        if self._character_count > MAX_CHARACTERS:
             raise UnsupportedPackage(f"configs: references expand to more than {MAX_CHARACTERS} characters.")
 
     def _look_up(self, reference: str) -> Any:
@@ -156,12 +158,12 @@ class _Resolver:
         return value
 
 
-def _check_plain(value: Any, location: str) -> Any:
+def _reject_expressions(value: Any, location: str) -> Any:
     """Return `value`. Raises UnsupportedPackage if it contains an expression. Code from a package is never run."""
     if isinstance(value, dict):
-        return {key: _check_plain(item, f"{location}.{key}") for key, item in value.items()}
+        return {key: _reject_expressions(item, f"{location}.{key}") for key, item in value.items()}
     if isinstance(value, list):
-        return [_check_plain(item, f"{location}[{number}]") for number, item in enumerate(value)]
+        return [_reject_expressions(item, f"{location}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, str) and value[:1] in {"$", "@", "%"}:
         raise UnsupportedPackage(f"{location}: {value!r:.80} is an expression; code from a package is never run.")
     return value
@@ -174,11 +176,9 @@ def _read_architecture(config: Fields) -> dict[str, Any]:
     target = network.get_string("_target_")
     name = target.rpartition(".")[2]
     if name not in ARCHITECTURES or not re.fullmatch(r"(monai\.networks\.nets\.(\w+\.)?)?\w+", target):
-        raise UnsupportedPackage(
-            f"{network.location('_target_')}: {target!r} is not one of {', '.join(ARCHITECTURES)}."
-        )
+        raise UnsupportedPackage(f"{network.locate('_target_')}: {target!r} is not one of {', '.join(ARCHITECTURES)}.")
     arguments = {key: value for key, value in network.as_dict().items() if not key.startswith("_")}
-    return {"name": name, "arguments": _check_plain(arguments, network.location())}
+    return {"name": name, "arguments": _reject_expressions(arguments, network.locate())}
 
 
 def _get_only_tensor(formats: Fields, side: str) -> Fields:
@@ -186,20 +186,20 @@ def _get_only_tensor(formats: Fields, side: str) -> Fields:
     tensors = formats.get_mapping(side).as_dict()
     if len(tensors) != 1:
         raise UnsupportedPackage(
-            f"{formats.location(side)}: expected exactly one tensor, found {', '.join(tensors) or 'none'}."
+            f"{formats.locate(side)}: expected exactly one tensor, found {', '.join(tensors) or 'none'}."
         )
     ((name, content),) = tensors.items()
-    return Fields(content, f"{formats.location(side)}.{name}")
+    return Fields(content, f"{formats.locate(side)}.{name}")
 
 
 def _read_outputs(output: Fields) -> list[str]:
     definition = output.get_mapping("channel_def").as_dict()
-    channels = output.get("num_channels")
-    if not isinstance(channels, int):
-        raise UnsupportedPackage(f"{output.location('num_channels')}: expected an integer.")
-    check_channels(channels, output.location("num_channels"))
-    names = [str(definition.get(str(number), f"output {number}")) for number in range(channels)]
-    return names if len(set(names)) == channels else [f"output {number}" for number in range(channels)]
+    channel_count = output.get("num_channels")
+    if not isinstance(channel_count, int):
+        raise UnsupportedPackage(f"{output.locate('num_channels')}: expected an integer.")
+    check_channel_count(channel_count, output.locate("num_channels"))
+    names = [str(definition.get(str(number), f"output {number}")) for number in range(channel_count)]
+    return names if len(set(names)) == channel_count else [f"output {number}" for number in range(channel_count)]
 
 
 def _read_roi_size(config: Fields, formats: Fields) -> list[int]:
@@ -208,13 +208,13 @@ def _read_roi_size(config: Fields, formats: Fields) -> list[int]:
         (_get_only_tensor(formats, "inputs"), "spatial_shape"),
     ):
         size = section.get(key)
-        if isinstance(size, list) and len(size) == 3 and all(isinstance(edge, int) and edge > 0 for edge in size):
+        if isinstance(size, list) and len(size) == 3 and all(isinstance(length, int) and length > 0 for length in size):
             return size
     raise UnsupportedPackage("inferer.roi_size: expected the window size in voxels along three axes.")
 
 
 def _read_transforms(config: Fields, key: str) -> list[tuple[str, Fields]]:
-    """Return the names and settings of a chain of transforms, without disabled and ignored ones."""
+    """Return the names and settings of a chain of transforms, excluding disabled and ignored transforms."""
     chain = config.get_mapping(key)
     steps = chain.get_mappings("transforms")
     named_steps = [(_read_name(step), step) for step in steps if step.get("_disabled_") is not True]
@@ -226,30 +226,30 @@ def _read_name(step: Fields) -> str:
     return step.get_string("_target_").rpartition(".")[2]
 
 
-def _read_normalization(config: Fields, channels: Any) -> dict[str, Any]:
-    """Read the intensity normalization. Raises UnsupportedPackage for other transforms, except `Spacingd`."""
+def _read_normalization(config: Fields, channel_count: Any) -> dict[str, Any]:
+    """Read the intensity normalization. Raises UnsupportedPackage for all other transforms except `Spacingd`."""
     if "preprocessing" not in config:
         raise UnsupportedPackage("preprocessing: this key is missing, so the normalization of images is unknown.")
     step = _find_normalization(config)
     if step is None:
         return {"kind": "range", "low": 0.0, "high": 1.0}
     name = _read_name(step)
-    if channels != 1 and name != "ScaleIntensityRanged" and not step.get("channel_wise") and "divisor" not in step:
+    if channel_count != 1 and name != "ScaleIntensityRanged" and not step.get("channel_wise") and "divisor" not in step:
         raise UnsupportedPackage(
-            f"{step.location('channel_wise')}: statistics computed jointly over all channels are not supported."
+            f"{step.locate('channel_wise')}: statistics computed jointly over all channels are not supported."
         )
-    return _TRANSLATORS[name](Fields(_check_plain(step.as_dict(), step.location()), step.location()))
+    return _TRANSLATORS[name](Fields(_reject_expressions(step.as_dict(), step.locate()), step.locate()))
 
 
 def _find_normalization(config: Fields) -> Fields | None:
-    """Return the only intensity transform, or None. Raises UnsupportedPackage if there are other transforms."""
+    """Return the only intensity transform, or None. Raises UnsupportedPackage for others, except for `Spacingd`."""
     steps = [step for name, step in _read_transforms(config, "preprocessing") if name != SPACING_TRANSFORM]
     supported_steps = [step for step in steps if _read_name(step) in _TRANSLATORS][:1]
-    unsupported = [f"{step.location('_target_')}: {_read_name(step)}" for step in steps if step not in supported_steps]
+    unsupported = [f"{step.locate('_target_')}: {_read_name(step)}" for step in steps if step not in supported_steps]
     if unsupported:
         raise UnsupportedPackage(
-            f"{', '.join(unsupported)}: not supported; the supported transforms are {SPACING_TRANSFORM} and "
-            f"one of {', '.join(_TRANSLATORS)}."
+            f"preprocessing: these transforms are not supported: {', '.join(unsupported)}. The supported transforms "
+            f"are {SPACING_TRANSFORM} and one of {', '.join(_TRANSLATORS)}."
         )
     return supported_steps[0] if supported_steps else None
 
@@ -260,39 +260,39 @@ def _find_spacing(config: Fields) -> Fields | None:
     if not steps:
         return None
     step, *later_steps = steps
-    _check_plain(step.as_dict(), step.location())
+    _reject_expressions(step.as_dict(), step.locate())
     if later_steps or "min_pixdim" in step or "max_pixdim" in step:
         raise UnsupportedPackage(
-            f"{step.location()}: only one {SPACING_TRANSFORM}, without min_pixdim and max_pixdim, is supported."
+            f"{step.locate()}: only one {SPACING_TRANSFORM}, without min_pixdim and max_pixdim, is supported."
         )
     return step
 
 
 def _read_spacing(config: Fields) -> list[float] | None:
-    """Return the voxel size to which images are resampled, along the network's axes, or None without resampling."""
+    """Return the voxel size to which images are resampled, along the network's axes, or None if they are not."""
     step = _find_spacing(config)
     if step is None:
         return None
     modes = step.get("mode") or "bilinear"
     if (modes[0] if isinstance(modes, list) else modes) != "bilinear":
-        raise UnsupportedPackage(f"{step.location('mode')}: {modes!r} is not supported; only bilinear is.")
+        raise UnsupportedPackage(f"{step.locate('mode')}: {modes!r} is not supported; only bilinear is.")
     pixdim = step.get("pixdim")
     # As in MONAI, the last value is repeated for missing ones.
-    edges = [*pixdim, *pixdim[-1:] * 3][:3] if isinstance(pixdim, list) else [pixdim] * 3
-    if not all(map(_is_length, edges)):
-        raise UnsupportedPackage(f"{step.location('pixdim')}: expected voxel sizes for three axes, not {pixdim!r:.80}.")
-    return [float(edge) for edge in edges]
+    sizes = [*pixdim, *pixdim[-1:] * 3][:3] if isinstance(pixdim, list) else [pixdim] * 3
+    if not all(map(_is_positive_number, sizes)):
+        raise UnsupportedPackage(f"{step.locate('pixdim')}: expected voxel sizes for three axes, not {pixdim!r:.80}.")
+    return [float(size) for size in sizes]
 
 
-def _is_length(value: object) -> bool:
-    """Return whether a value is a finite number above 0."""
+def _is_positive_number(value: object) -> bool:
+    """Return whether a value is a finite number greater than 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _read_number(step: Fields, key: str, default: float | None = None) -> float:
     value = step.get(key) if key in step else default
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UnsupportedPackage(f"{step.location(key)}: expected a number, not {value!r}.")
+        raise UnsupportedPackage(f"{step.locate(key)}: expected a number, not {value!r}.")
     return float(value)
 
 
@@ -300,7 +300,7 @@ def _translate_range(step: Fields) -> dict[str, Any]:
     a_min, a_max = _read_number(step, "a_min"), _read_number(step, "a_max")
     b_min, b_max = _read_number(step, "b_min", 0), _read_number(step, "b_max", 1)
     if a_min == a_max or b_min == b_max:
-        raise UnsupportedPackage(f"{step.location('a_max')}: the range is empty.")
+        raise UnsupportedPackage(f"{step.locate('a_max')}: the range is empty.")
     # Compute the intensities that the transform maps to 0 and 1.
     width = (a_max - a_min) / (b_max - b_min)
     low = a_min - b_min * width
@@ -310,20 +310,20 @@ def _translate_range(step: Fields) -> dict[str, Any]:
 
 def _translate_percentiles(step: Fields) -> dict[str, Any]:
     if _read_number(step, "b_min", 0) != 0 or _read_number(step, "b_max", 1) != 1 or step.get("relative"):
-        raise UnsupportedPackage(f"{step.location('b_min')}: only scaling to the range from 0 to 1 is supported.")
+        raise UnsupportedPackage(f"{step.locate('b_min')}: only scaling to the range from 0 to 1 is supported.")
     clip = [0.0, 1.0] if step.get("clip") else None
     return {"kind": "percentile", "low": _read_number(step, "lower"), "high": _read_number(step, "upper"), "clip": clip}
 
 
 def _translate_min_max(step: Fields) -> dict[str, Any]:
     if _read_number(step, "minv", 0) != 0 or _read_number(step, "maxv", 1) != 1 or "factor" in step:
-        raise UnsupportedPackage(f"{step.location('minv')}: only scaling to the range from 0 to 1 is supported.")
+        raise UnsupportedPackage(f"{step.locate('minv')}: only scaling to the range from 0 to 1 is supported.")
     return {"kind": "percentile", "low": 0.0, "high": 100.0}
 
 
 def _translate_standardization(step: Fields) -> dict[str, Any]:
     if step.get("nonzero"):
-        raise UnsupportedPackage(f"{step.location('nonzero')}: statistics that exclude zero voxels are not supported.")
+        raise UnsupportedPackage(f"{step.locate('nonzero')}: statistics that exclude zero voxels are not supported.")
     if "subtrahend" in step or "divisor" in step:
         low = _read_number(step, "subtrahend", 0)
         return {"kind": "range", "low": low, "high": low + _read_number(step, "divisor", 1)}
@@ -346,5 +346,5 @@ def _read_activation(config: Fields) -> str:
             kinds = [kind for kind in ("softmax", "sigmoid") if step.get(kind) not in (None, False, [False])]
             activation = kinds[0] if kinds else "none"
         elif name != "AsDiscreted" or step.get("threshold") is not None:
-            raise UnsupportedPackage(f"{step.location('_target_')}: {name} is not supported with these settings.")
+            raise UnsupportedPackage(f"{step.locate('_target_')}: {name} is not supported with these settings.")
     return activation

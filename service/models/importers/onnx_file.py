@@ -19,19 +19,19 @@ def embed_external_data(path: Path) -> bytes:
 
     def read_part(location: str, offset: int, length: int | None) -> bytes:
         with find_file(path.parent, location).open("rb") as file:
-            # Limit the length to the size of the file, because a read with a huge length would allocate memory first.
-            available = max(os.fstat(file.fileno()).st_size - offset, 0)
+            # Limit the length to the size of the file, because a read allocates memory for the whole length first.
+            available_bytes = max(os.fstat(file.fileno()).st_size - offset, 0)
             file.seek(offset)
-            return file.read(available if length is None else min(length, available))
+            return file.read(available_bytes if length is None else min(length, available_bytes))
 
     try:
         return onnxfile.embed_external_data(onnxfile.read_bytes(path), read_part)
     except (ValueError, IndexError, KeyError, TypeError, OSError, OverflowError) as error:
-        raise UnsupportedPackage(f"{path.name}: cannot be read as ONNX: {error}") from error
+        raise UnsupportedPackage(f"{path.name} cannot be read as ONNX: {error}") from error
 
 
-def read_input(path: Path) -> dict[str, Any]:
-    """Return `channels` and `roi_size` if the ONNX file specifies them. Raises BrokenModel."""
+def read_input_settings(path: Path) -> dict[str, Any]:
+    """Return the input settings `channels` and `roi_size` that an ONNX file specifies. Raises BrokenModel."""
     shape = onnxfile.find_image(onnxfile.parse(embed_external_data(path), path)).shape
     _, channels, *size = shape or (None,) * 5
     content: dict[str, Any] = {} if channels is None else {"channels": channels}

@@ -17,7 +17,7 @@ DESCRIPTIONS = {
     "torchscript": "a TorchScript program",
 }
 SIZE_NOTE = (
-    "The file does not contain the voxel size or the object diameter on which the network was trained. Stacks are "
+    "The file does not specify the voxel size or the object diameter of the training data. Stacks are "
     "used at their original resolution unless you specified --voxel-size or --diameter."
 )
 
@@ -41,9 +41,9 @@ def read(path: Path) -> Draft:
         description, missing_keys = checkpoint.describe(), ["architecture", *REQUIRED_KEYS]
         if checkpoint.skipped_keys:
             source, skipped_keys = ".".join(checkpoint.path), ", ".join(checkpoint.skipped_keys)
-            notes.append(f"The tensors are from {source!r}; other keys were ignored: {skipped_keys}.")
+            notes.append(f"The tensors were read from {source!r}; other keys were ignored: {skipped_keys}.")
     else:
-        inputs |= {"channels": 1} | (onnx_file.read_input(path) if kind == "onnx" else {})
+        inputs |= {"channels": 1} | (onnx_file.read_input_settings(path) if kind == "onnx" else {})
     content: dict[str, Any] = {
         "name": path.stem,
         "version": "1",

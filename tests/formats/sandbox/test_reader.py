@@ -261,7 +261,7 @@ def test_strip_that_decodes_to_too_many_bytes_is_rejected(tmp_path: Path) -> Non
             file.pages.first.tags[name].overwrite(16)
     with (
         make_single_child_reader(memory_bytes=2**27) as reader,
-        pytest.raises((BadFile, TooLarge), match=r"[Dd]ecoding its pixels"),
+        pytest.raises((BadFile, TooLarge), match=r"[Dd]ecoding the pixels"),
     ):
         reader.read(path, Selection(), tmp_path)
 
@@ -454,7 +454,7 @@ def test_reply_that_points_outside_its_file_is_rejected(
     shared: bool,
 ) -> None:
     path = write_ome_tiff(tmp_path / "stack.tif", stack)
-    reader = make_compromised_reader(repr(child_main.encode({"result": LOCATION | change})))
+    reader = make_compromised_reader(repr(child_main.encode_message({"result": LOCATION | change})))
     if not change:
         assert reader.read(path, Selection(), tmp_path, shared=shared).array().shape == (1, 1, 4, 4)
         return
@@ -469,7 +469,7 @@ def test_reply_that_points_outside_its_file_is_rejected(
         "b'[]\\n'",
         "b'[' * 10**5 + b'\\n'",
         "b' ' * (2**26 + 1)",
-        *(repr(child_main.encode(reply)) for reply in INVALID_REPLIES),
+        *(repr(child_main.encode_message(reply)) for reply in INVALID_REPLIES),
     ],
 )
 def test_child_with_an_invalid_reply_is_replaced(

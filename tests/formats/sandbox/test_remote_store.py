@@ -184,7 +184,7 @@ def test_redirects_from_web_servers_are_not_followed(server: ObjectServer, reade
     server.requested_paths.clear()
     with (
         RemoteStore(f"{server.url}/data/sharded.zarr") as store,
-        pytest.raises(BadFile, match=r"redirects zarr\.json to another address"),
+        pytest.raises(BadFile, match=r"redirects zarr\.json to another URL"),
     ):
         reader.read(store, Selection(), tmp_path)
     assert server.requested_paths == ["/data/sharded.zarr/zarr.json"]

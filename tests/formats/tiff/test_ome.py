@@ -26,11 +26,11 @@ def test_dimensions_channels_and_sizes() -> None:
     (image,) = ome.parse(make_xml(channels + "<TiffData/>", extra=extra), 6)
 
     assert (image.name, image.axes, image.shape) == ("cells", "TCZ", (1, 2, 3))
-    assert (image.size_y, image.size_x, image.samples) == (6, 8, 1)
-    assert image.channels == ("DAPI", "")
-    assert image.pages == (0, 1, 2, 3, 4, 5)
-    assert image.sizes == ("", "100", "0.1")
-    assert image.units == ("µm", "nm", "µm")
+    assert (image.size_y, image.size_x, image.samples_per_pixel) == (6, 8, 1)
+    assert image.channel_names == ("DAPI", "")
+    assert image.page_indices == (0, 1, 2, 3, 4, 5)
+    assert image.physical_sizes == ("", "100", "0.1")
+    assert image.physical_size_units == ("µm", "nm", "µm")
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,11 @@ def test_planes_may_be_scattered_over_the_pages() -> None:
 
     (image,) = ome.parse(make_xml(planes), 6)
 
-    assert image.pages == (1, 4, 3, 2, 5, 0)
+    assert image.page_indices == (1, 4, 3, 2, 5, 0)
 
 
 def test_without_tiffdata_pages_are_planes_if_their_number_matches() -> None:
-    assert ome.parse(make_xml(""), 6)[0].pages == (0, 1, 2, 3, 4, 5)
+    assert ome.parse(make_xml(""), 6)[0].page_indices == (0, 1, 2, 3, 4, 5)
 
 
 def test_samples_are_not_planes() -> None:
@@ -62,7 +62,7 @@ def test_samples_are_not_planes() -> None:
 
     (image,) = ome.parse(make_xml('<Channel ID="C:0" SamplesPerPixel="3"/><TiffData/>', sizes=sizes), 3)
 
-    assert (image.shape, image.samples) == ((1, 1, 3), 3)
+    assert (image.shape, image.samples_per_pixel) == ((1, 1, 3), 3)
 
 
 @pytest.mark.parametrize(
@@ -136,4 +136,4 @@ def test_metadata_without_usable_pages_is_unusable(text: str, message: str) -> N
 def test_renamed_single_file_is_accepted(root: str) -> None:
     planes = UUID_TIFFDATA.format(0, 0, "old-name.tif", 1) + UUID_TIFFDATA.format(1, 1, "old-name.tif", 1)
 
-    assert ome.parse(make_xml(planes, sizes=TWO_PLANES, root=root), 2)[0].pages == (0, 1)
+    assert ome.parse(make_xml(planes, sizes=TWO_PLANES, root=root), 2)[0].page_indices == (0, 1)

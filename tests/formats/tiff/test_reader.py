@@ -459,7 +459,7 @@ def test_failed_decoding_leaves_no_files(write_tiff: WriteTiff, tmp_path: Path) 
     data[location : location + 40] = bytes(40)
     path.write_bytes(data)
 
-    with pytest.raises(BadFile, match="decoding its pixels failed"):
+    with pytest.raises(BadFile, match="decoding the pixels failed"):
         stack_reader.read(path, DEFAULT_SELECTION, LIMIT, scratch)
     assert not list(scratch.iterdir())
 

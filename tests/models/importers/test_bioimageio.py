@@ -217,7 +217,7 @@ def test_zipped_package_is_imported_like_a_folder(package: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [
-        (make_weights("keras_hdf5", source="weights.h5"), "weights: keras_hdf5"),
+        (make_weights("keras_hdf5", source="weights.h5"), "weights: found keras_hdf5"),
         ({"format_version": "0.3.6"}, r"format_version: .*0\.3\.6"),
         ({"inputs": []}, "inputs: found 0 tensors"),
         (
@@ -229,12 +229,12 @@ def test_zipped_package_is_imported_like_a_folder(package: Path, tmp_path: Path)
         (make_weights("torchscript", source="../weights.ts"), "not a file inside the package"),
         (make_weights("torchscript", source="https://example.org/weights.ts"), "not a file inside the package"),
         (make_weights("torchscript", source="weights.ts", sha256="0" * 64), "weights.torchscript.sha256"),
-        (make_weights("torchscript", source="weights.ts\0"), "its description is inconsistent"),
+        (make_weights("torchscript", source="weights.ts\0"), "The description in .* is inconsistent"),
         (make_weights("torchscript", source="/etc/passwd"), "not a file inside the package"),
         ({"inputs": [{"axes": 5}]}, "inputs"),
         ({"inputs": [{"axes": "bczyx", "shape": 7}]}, "inputs"),
         ({"inputs": [{"axes": "bczyx", "shape": [1, 10**9, 8, 8, 8]}]}, "1000000000 channels"),
-        ({"inputs": [{"axes": "bczyx", "shape": {"min": 1, "step": "x"}}]}, "its description is inconsistent"),
+        ({"inputs": [{"axes": "bczyx", "shape": {"min": 1, "step": "x"}}]}, "The description in .* is inconsistent"),
     ],
 )
 def test_unsupported_packages_are_rejected_with_the_field(
@@ -296,7 +296,9 @@ def truncate(path: Path) -> None:
 def test_invalid_test_tensors_are_rejected(package: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     damage(package / "input.npy")
     change_description(package, lambda description: description["inputs"][0]["test_tensor"].pop("sha256"))
-    with pytest.raises(UnsupportedPackage, match=r"input\.npy: (cannot be read|expected a numeric array|not a file)"):
+    with pytest.raises(
+        UnsupportedPackage, match=r"input\.npy( cannot be read|: expected a numeric array| is not a file)"
+    ):
         import_model(package, tmp_path / "models", {})
 
 

@@ -40,7 +40,7 @@ def test_unsupported_paths_and_archives_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UnsupportedPackage, match="nor a MONAI bundle"):
         import_model(tmp_path / "empty", tmp_path / "models", {})
-    with pytest.raises(UnsupportedPackage, match="no such file"):
+    with pytest.raises(UnsupportedPackage, match="does not exist"):
         import_model(tmp_path / "nowhere", tmp_path / "models", {})
 
 

@@ -222,7 +222,7 @@ def test_links_to_files_outside_the_bundle_are_not_followed(write: BundleWriter,
     bundle = write()
     (bundle / name).rename(tmp_path / "outside")
     (bundle / name).symlink_to(tmp_path / "outside")
-    with pytest.raises(UnsupportedPackage, match=f"{name}: not a file inside the package"):
+    with pytest.raises(UnsupportedPackage, match=f"{name} is not a file inside the package"):
         import_model(bundle, tmp_path / "models", {})
 
 
@@ -268,13 +268,13 @@ def test_unsupported_spacing_is_rejected_unless_overridden(
         import_bundle(inference, input={"normalisation": {"kind": "zscore"}})
     spec, notes = import_bundle(inference, input={"voxel_size": None})
     assert spec.input.voxel_size is None
-    assert any("You specified input.voxel_size" in note and "transforms[0]" in note for note in notes)
+    assert any("Your value of input.voxel_size" in note and "transforms[0]" in note for note in notes)
 
 
 def test_unsupported_transforms_are_reported(import_bundle: Callable[..., ImportResult]) -> None:
     orientation, crop = {"_target_": "Orientationd", "axcodes": "RAS"}, {"_target_": "CropForegroundd"}
     inference = make_preprocessing_config(orientation, RANGE, crop)
-    with pytest.raises(UnsupportedPackage, match=r"Orientationd, .*CropForegroundd: not supported"):
+    with pytest.raises(UnsupportedPackage, match=r"not supported: .*Orientationd, .*CropForegroundd"):
         import_bundle(inference)
     spec, notes = import_bundle(inference, input={"normalisation": {"kind": "zscore"}})
     assert any("Orientationd" in note and "CropForegroundd" in note for note in notes)
