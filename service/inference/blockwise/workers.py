@@ -1,4 +1,4 @@
-"""Processing of the blocks of a run in any process with access to its folder, and worker processes on this machine."""
+"""Function that processes a block in any process with access to the folder of the run, and local worker processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def load_runner(folder: str) -> ModelRunner:
 
 
 def _run_step(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
-    """Run a block, measure its time in `stages`, and return the results for its record."""
+    """Run a block, measure its time in `stages`, and return the fields of its record."""
     if task.step == "scores":
         return window_scores.score_group(run, task, load_runner(task.folder), stages)
     if task.step == "tile":
@@ -93,11 +93,11 @@ class Workers(Protocol):
         """
 
     def close(self) -> None:
-        """End the workers, and discard their unfinished blocks."""
+        """Stop the workers, and discard their unfinished blocks."""
 
 
 class LocalWorkers:
-    """Processes on this machine, each with its own model."""
+    """Processes on this host, each with its own model."""
 
     def __init__(self, count: int, block_function: BlockFunction = run_block) -> None:
         self.count = count
@@ -120,7 +120,7 @@ class LocalWorkers:
                     self._processes.discard(self._thread_local.process)
                 self._thread_local.process = None
         raise InternalError(
-            f"{MAX_WORKER_DEATHS} workers died in succession on the block {task.step} {task.number}. Resume the run"
+            f"{MAX_WORKER_DEATHS} workers died in succession on block {task.number} of step {task.step}. Resume the run"
             " with fewer workers or smaller windows, which need less memory."
         )
 
@@ -146,11 +146,11 @@ class LocalWorkers:
             process.shutdown(wait=False, cancel_futures=True)
 
 
-def exit_with_parent(parent: int) -> None:
+def exit_with_parent(parent_pid: int) -> None:
     """End this process soon after its parent process ends, even if the parent is killed."""
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent_pid:
             time.sleep(PARENT_CHECK_SECONDS)
         os._exit(1)
 
