@@ -25,7 +25,7 @@ from service.inference.decoding.basin_merging import MergeForest, Persistence, f
 from service.inference.decoding.instances import min_object_confidence, min_object_voxels
 from service.inference.decoding.labels import gather_objects
 from service.inference.decoding.postprocessing import minimum_voxels, require_instances
-from service.inference.decoding.watershed import Basins, Passes, heights_of_keys
+from service.inference.decoding.watershed import Basins, Passes, compute_heights
 
 if TYPE_CHECKING:
     from service.inference.blockwise.run_folder import OpenRun
@@ -100,7 +100,7 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
     basin_of_piece = _follow_links(run, tiles)
     maxima = _find_maxima(run, tiles, basin_of_piece)
     _number_basins(basin_of_piece, maxima)
-    heights = heights_of_keys(torch.from_numpy(maxima.peak_key))
+    heights = compute_heights(torch.from_numpy(maxima.peak_key))
     forest = MergeForest(persistence.to_distances(heights).numpy(), persistence.depth)
     with tempfile.TemporaryFile(dir=run.folder.path) as passes_file:
 
@@ -237,7 +237,7 @@ def _select_shallow_passes(
     numbers, pairs = np.unique(basins, return_inverse=True)
     first_basins, second_basins = (torch.from_numpy(side.astype(np.int64)) for side in pairs.reshape(-1, 2).T)
     empty, numbers = torch.zeros(0, dtype=torch.int64), numbers.astype(np.int64)
-    passes = Passes(first_basins, second_basins, heights_of_keys(torch.from_numpy(np.ascontiguousarray(keys))))
+    passes = Passes(first_basins, second_basins, compute_heights(torch.from_numpy(np.ascontiguousarray(keys))))
     tile_basins = Basins(empty, empty, heights[torch.from_numpy(numbers)], empty, empty, passes)
     first, second, height = (column.numpy() for column in find_shallow_passes(tile_basins, persistence))
     shallow_passes = np.empty(len(height), _PASS)

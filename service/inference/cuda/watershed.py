@@ -1,4 +1,4 @@
-"""Watershed in a device's own memory. It processes many planes at a time, because each synchronization takes time."""
+"""Watershed in a device's own memory, which processes many planes at a time, because synchronization takes time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from service.core.quantities import Size
 from service.core.types import Objects
 from service.inference.decoding.basin_merging import Persistence, ShallowPasses, find_shallow_passes, join_basins
 from service.inference.decoding.labels import label_basins
-from service.inference.decoding.streaming import threshold_mask
-from service.inference.decoding.watershed import Basins, Planes, Watershed, foreground_codes
-from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all
+from service.inference.decoding.streaming import compute_foreground_mask
+from service.inference.decoding.watershed import Basins, Planes, Watershed, encode_foreground
+from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all_objects
 
 # Maximum number of voxels in one block on the device, including margins around each plane. Each voxel needs 36 bytes.
 MAX_BLOCK_VOXELS = 2**26
@@ -28,7 +28,7 @@ class DeviceWatershed:
     """Variant of `StreamingWatershed` that collects all planes on their device, and then processes large blocks.
 
     The host waits for the device a few times per block of up to `block_voxels` voxels, and while basins are merged. The
-    number of parts in which the planes arrive has no effect on this.
+    number of parts in which the planes arrive does not affect how often it waits.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class DeviceWatershed:
         num_planes = heights.shape[self._axis]
         parts = (
             (self._heights, heights),
-            (self._foreground, threshold_mask(foreground, self._threshold)),
-            (self._codes, foreground_codes(foreground)),
+            (self._foreground, compute_foreground_mask(foreground, self._threshold)),
+            (self._codes, encode_foreground(foreground)),
         )
         for target, part in parts:
             target.narrow(self._axis, self._num_collected, num_planes).copy_(part)
         self._num_collected += num_planes
 
     def label_objects(
-        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all
+        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all_objects
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
         # All planes have been collected, so they can be added along z.
         planes = self._planes._replace(along_y=False)
@@ -69,21 +69,22 @@ class DeviceWatershed:
 
 def estimate_watershed_bytes(size: Size) -> int:
     """Estimate the device memory in bytes for the watershed of a volume of `size` (Z, Y, X)."""
-    plane = (size[1] + 2) * (size[2] + 2)
-    block_voxels = min(size[0] * plane, MAX_BLOCK_VOXELS) + 2 * plane
+    plane_voxels = (size[1] + 2) * (size[2] + 2)
+    block_voxels = min(size[0] * plane_voxels, MAX_BLOCK_VOXELS) + 2 * plane_voxels
     # Each block needs about nine 32-bit arrays. Each voxel needs its height, foreground, code, piece and label, and two
-    # bytes (measured) for the passes between crowded objects. The last term is for the neighbors of some voxels.
+    # bytes (measured) for the passes between crowded objects. The last term is for the neighbors of
+    # the voxels in one batch.
     return 36 * block_voxels + (8 + 6) * math.prod(size) + 600 * NEIGHBOR_VOXELS
 
 
 def merge_basins_on_device(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
-    """Return the object of each basin, int64 [R] from 0. The result equals that of `merge_shallow_basins`.
+    """Return the object of each basin, int64 [R], numbered from 0. The result equals that of `merge_shallow_basins`.
 
     The merge tree is built on the device of the basins with Borůvka's algorithm for minimum spanning trees. In each
     round, every group of basins joins the group on the other side of its highest pass, if that pass is shallow relative
     to the peak of the group. This selects the same passes as processing all passes in descending order: no other pass
-    out of the group is higher than the selected one, so descending order also completes the group before it reaches
-    that pass, and the peak of the group cannot become higher until then.
+    out of the group is higher than the selected pass. In descending order, the group is therefore also complete before
+    the selected pass is reached, and until then, its peak cannot become higher.
 
     The host waits for the device once per round, at most log2(R) times.
     """
@@ -118,12 +119,12 @@ def _join_groups(peaks: Tensor, passes: ShallowPasses, depth: float) -> tuple[Te
     while num_passes:
         first_groups, second_groups = groups[passes.first], groups[passes.second]
         outward_passes = torch.where(first_groups == second_groups, num_passes, ranks)
-        best_passes = torch.full_like(numbers, num_passes)
-        best_passes = best_passes.scatter_reduce_(0, first_groups, outward_passes, "amin").scatter_reduce_(
+        highest_passes = torch.full_like(numbers, num_passes)
+        highest_passes = highest_passes.scatter_reduce_(0, first_groups, outward_passes, "amin").scatter_reduce_(
             0, second_groups, outward_passes, "amin"
         )
-        selected = best_passes.clamp(max=num_passes - 1)
-        is_joining = (best_passes < num_passes) & (group_peaks - passes.height[selected] < depth)
+        selected = highest_passes.clamp(max=num_passes - 1)
+        is_joining = (highest_passes < num_passes) & (group_peaks - passes.height[selected] < depth)
         if not bool(is_joining.any()):
             break
         is_joined[torch.where(is_joining, selected, num_passes)] = True

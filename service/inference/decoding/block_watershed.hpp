@@ -1,8 +1,8 @@
-// Watershed of one block of a height map whose other blocks are computed elsewhere or at a different time.
+// Watershed of one block of a height map. The other blocks are computed elsewhere or at a different time.
 //
 // Paths are the same as in `streaming_watershed.hpp`: they depend only on heights and on positions in the whole volume. A
-// path that leaves the block ends at the first voxel outside it. This voxel gets one piece number in this
-// block, and another in the block that it belongs to.
+// path that leaves the block ends at the first voxel outside the block. This voxel gets one piece number in this block, and
+// another number in the block that contains it.
 
 #pragma once
 
@@ -20,9 +20,10 @@ namespace {
 class BlockWatershed {
 public:
   // size     size of the block, [Z, Y, X]
-  // origin   position of its first voxel in the volume, whose size is `volume`
+  // origin   position of the first voxel of the block in the volume
+  // volume   size of the volume
   // margins  whether there is a voxel before and after the block along each axis, [Z, Y, X] x 2
-  // heights, foreground  values of the block with these margins
+  // heights, foreground  values of the voxels in the block and in these margins
   // pieces   output [Z, Y, X]: 0 for background, else the number of a piece, from 1
   BlockWatershed(const int64_t *size, const int64_t *origin, const int64_t *volume, const int32_t *margins, float threshold,
                  Persistence persistence, const Planes &heights, const Planes &foreground, int32_t *pieces)
@@ -32,7 +33,7 @@ public:
     std::fill_n(keys_.get(), planes_ * plane_, BACKGROUND);
     std::fill_n(pieces_.get(), planes_ * plane_, RIM);
     fill(size, margins, threshold, heights, foreground);
-    count_foreground();
+    list_foreground_voxels();
     trace_paths();
     follow_paths();
     find_passes();
@@ -83,7 +84,7 @@ private:
       heights.kind ? fill_typed(Bfloat16{}, float{}) : fill_typed(float{}, float{});
   }
 
-  void count_foreground() {
+  void list_foreground_voxels() {
     for (int64_t z = 1; z < planes_ - 1; ++z)
       for (int64_t y = 1; y < rows_ - 1; ++y) {
         const int64_t row = z * plane_ + y * width_;

@@ -1,7 +1,7 @@
 // Integer keys that order voxels by height, and helpers to find the highest neighbor of each voxel.
 //
 // A key contains the bits of a float32 height in an order-preserving form. Its last five bits are replaced with the
-// position of the voxel modulo 3 along each axis. They identify a neighbor and break ties, so every path ends.
+// position of the voxel modulo 3 along each axis. These bits identify a neighbor and break ties, so every path ends.
 
 #pragma once
 
@@ -29,7 +29,7 @@ constexpr int CODES = 32, NEIGHBORS = 26;
 template <typename Score> inline bool is_above(const Score *score, float threshold) { return load_one(score) > threshold; }
 inline bool is_above(const uint8_t *mask, float) { return *mask != 0; }
 
-// Codes a foreground logit in steps of 1/16 from -8 to 8 as one byte. Voxels of a mask have the highest code.
+// Encodes a foreground logit as one byte, in steps of 1/16 from -8 to 8. Voxels of a mask have the highest code.
 template <typename Score> inline uint8_t code_of(const Score *score) {
   return static_cast<uint8_t>(std::min(std::max(0.0f, load_one(score) * 16 + 128.5f), 255.0f));
 }
@@ -134,7 +134,7 @@ struct Persistence {
   }
 };
 
-// Values in some planes, with any strides. `kind` is 0 for float32, 1 for bfloat16 and 2 for bytes.
+// Values of some planes, with arbitrary strides. `kind` is 0 for float32, 1 for bfloat16 and 2 for bytes.
 struct Planes {
   const void *data;
   int32_t kind;

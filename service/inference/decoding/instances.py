@@ -1,4 +1,4 @@
-"""Decoding of instances: a watershed of smoothed distances, with shallow maxima merged into higher ones.
+"""Decoder of instances, which applies a watershed to smoothed distances and merges shallow maxima into higher maxima.
 
 If a stack has no more planes than a window, scores arrive in rows that contain all planes. Each row is then decoded
 along y while later rows are computed. Ties are broken by the same positions as along z, so the basins are identical.
@@ -36,7 +36,7 @@ class InstanceDecoder:
 
     It stores one int32 per voxel, and the distances of incomplete planes.
 
-    start_watershed  creates the watershed; None: use the C++ kernel if it supports the volume, else PyTorch
+    start_watershed  creates the watershed; if None, use the C++ kernel if it supports the volume, and PyTorch otherwise
     """
 
     def __init__(  # noqa: PLR0913
@@ -70,12 +70,12 @@ class InstanceDecoder:
         if not self._decoding.smoothing and rows == self._size[1]:
             self._get_watershed(distances.device, along_y=False).add(distances, foreground)
         elif not self._decoding.smoothing and planes == self._size[0]:
-            # Windows as high as the volume deliver all planes, so decoding does not have to wait for the last row.
+            # Windows as deep as the volume deliver all planes, so decoding does not have to wait for the last row.
             self._get_watershed(distances.device, along_y=True).add(distances, foreground)
         else:
-            self._gather(y0, distances.float(), foreground)
+            self._collect_rows(y0, distances.float(), foreground)
 
-    def _gather(self, y0: int, distances: Tensor, foreground: Tensor) -> None:
+    def _collect_rows(self, y0: int, distances: Tensor, foreground: Tensor) -> None:
         """Collect rows [z, y, X] of some planes, distances as float32, and process planes once they are complete."""
         planes, rows, width = distances.shape
         if rows < self._size[1]:
@@ -132,7 +132,7 @@ def min_object_voxels(diameter: float, decoding: Instances, objects: Objects, si
     """
     if not decoding.minimum_fraction or not len(objects):
         return 0.0
-    ball_voxels = math.pi / 6 * math.prod(min(diameter, edge) for edge in size)
+    ball_voxels = math.pi / 6 * math.prod(min(diameter, length) for length in size)
     return decoding.minimum_fraction * min(ball_voxels, objects.median_size)
 
 

@@ -56,8 +56,8 @@ public:
   }
 
   // Renumbers each pair by `rename`, which returns numbers below `count`, and removes redundant pairs. A pair is redundant if
-  // its numbers are equal, or if a chain of higher passes (by `level` of their keys) connects the same two pieces: this chain
-  // merges the pieces, or they stay separate. At most about `count` pairs remain.
+  // its numbers are equal, or if a chain of higher passes (by `level` of their keys) connects the same two pieces: either this
+  // chain merges the pieces, or they stay separate in any case. At most about `count` pairs remain.
   template <typename Rename, typename Level> void prune(int64_t count, Rename rename, Level level) {
     std::vector<Entry> entries;
     entries.reserve(count_ + recent_.size());
@@ -95,7 +95,7 @@ public:
   size_t size() const { return count_; }
 
 private:
-  // Most passes belong to a recent pair, so recent pairs are kept in a small direct-mapped cache of 2^SLOT_BITS slots.
+  // Most passes belong to a recent pair, so recent pairs are stored in a small direct-mapped cache of 2^SLOT_BITS slots.
   static constexpr int SLOT_BITS = 9;
   struct Entry {
     uint64_t pair;

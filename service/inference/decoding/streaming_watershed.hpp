@@ -1,4 +1,4 @@
-// Watershed of a height map that arrives in planes. `watershed.py` and `labels.py` are the equivalent in PyTorch.
+// Watershed of a height map that arrives in planes. `watershed.py` and `labels.py` contain the equivalent PyTorch code.
 //
 // A block consists of consecutive planes in flat memory. Each plane has a rim of background, so the 26 neighbors of a voxel
 // are at fixed distances. The first and the last plane of a block serve only as neighbors. While a block is processed, a
@@ -19,7 +19,7 @@
 
 namespace {
 
-// Number of passes above which redundant passes are removed. Each pass uses 16 bytes.
+// Minimum number of passes at which redundant passes are removed. Each pass uses 16 bytes.
 constexpr size_t MIN_PASSES_TO_PRUNE = size_t(1) << 16;
 
 class StreamingWatershed {
@@ -371,7 +371,7 @@ private:
     return shallow;
   }
 
-  // Calls `visit` with the piece of every voxel in the first or last plane along each axis of more than one voxel.
+  // Calls `visit` with the piece of every voxel in the first and last plane along each axis that is longer than one voxel.
   template <typename Visit> void visit_faces(Visit visit) const {
     const std::array<int64_t, 3> edges = {depth_, rows_ - 2, width_ - 2}, strides = {plane_, width_, 1};
     for (size_t axis = 0; axis < 3; ++axis) {
@@ -391,16 +391,16 @@ private:
   // Weights of the position modulo 3 along planes and rows in a position code.
   const std::array<int64_t, 2> weights_;
   Pages<int32_t> keys_, scratch_, positions_, targets_, pieces_;
-  // Codes of the foreground scores, see `code_of`.
+  // Codes of the foreground scores, as returned by `code_of`.
   Pages<uint8_t> scores_;
   std::vector<int32_t> codes_;
-  // Offsets from a voxel to its neighbors: by the position codes of both, and of all neighbors.
+  // Offsets from a voxel to its neighbors: a table indexed by the position codes of both voxels, and a list.
   std::array<int32_t, CODES * CODES> steps_;
   std::array<int64_t, NEIGHBORS> offsets_;
-  // Index of the first plane of the next block, including the rim, and number of its planes that have arrived: the plane
-  // below it, and then the plane that waits for the plane above it.
+  // Index of the first plane of the next block, including the rim, and the number of planes that have already arrived for
+  // this block: the plane below it, and then the plane that waits for the plane above it.
   int64_t z_ = 1, pending_planes_ = 1;
-  // Pieces by number; 0 is the background. Passes of a piece with keys below its entry in `limits_` are irrelevant.
+  // Pieces by number; 0 is the background. Passes with keys below the entry of a piece in `limits_` are irrelevant to it.
   std::vector<int32_t> limits_;
   std::vector<Piece> piece_ends_;
   Passes passes_;

@@ -10,7 +10,7 @@
 
 extern "C" {
 
-// Creates a watershed without planes; returns null if there is not enough memory.
+// Creates a watershed to which planes can be added; returns null if there is not enough memory.
 //
 // size       size of the volume, [Z, Y, X]
 // along_y    whether planes arrive along y, each with its full extent along z, instead of along z
@@ -88,12 +88,14 @@ void *stackseg_block(const int64_t *geometry, const int32_t *margins, float thre
   }
 }
 
-// Return the number of pieces of a block, and the number of passes between them.
+// Returns the number of pieces of a block.
 int64_t stackseg_block_pieces(const void *block) { return static_cast<const BlockWatershed *>(block)->pieces().size(); }
+
+// Returns the number of passes between the pieces of a block.
 int64_t stackseg_block_passes(const void *block) { return static_cast<const BlockWatershed *>(block)->passes().size(); }
 
 // Writes the properties of pieces [pieces, 4]: position of the end in the volume, number of voxels, sum of their
-// probabilities, and key at the end. Writes passes [passes, 3]: two pieces, and the key of their pass.
+// probabilities, and key at the end. Writes passes [passes, 3]: the numbers of two pieces, and the key of their pass.
 void stackseg_block_properties(const void *block, int64_t *pieces, int32_t *passes) {
   for (const Piece &piece : static_cast<const BlockWatershed *>(block)->pieces())
     for (const int64_t property : std::initializer_list<int64_t>{piece.position, piece.voxels, piece.foreground, piece.key})

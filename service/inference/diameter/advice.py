@@ -20,7 +20,7 @@ MIN_DIAMETER_RATIO = 1.4
 # Minimum mean foreground probability of a clear object.
 CLEAR_CONFIDENCE = 0.8
 
-TRAINING_ADVICE = "annotate a piece of the stack and train a model (docs/training.md)"
+TRAINING_ADVICE = "annotate part of the stack and train a model (docs/training.md)"
 
 
 class Evidence(NamedTuple):
