@@ -253,7 +253,7 @@ def _sort_descending(passes: Array) -> Iterator[Array]:
     """Yield passes in descending order of height, about `PASSES_PER_STEP` at a time.
 
     Passes of equal height are sorted by their basins. Several tiles may have passes between the same two basins. The
-    lower passes have no effect: either the basins have already been merged, or the lower peak rises even further above
+    lower passes have no effect: either the basins have already been merged, or the lower peak rises even farther above
     these passes.
     """
     sample = np.sort(passes["height"][:: max(len(passes) // 2**16, 1)])
