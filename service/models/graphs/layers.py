@@ -52,7 +52,7 @@ def add_layers(
     """Return the network with modules for its layers, and with sequences for consecutive layers.
 
     window     shape [C, z, y, x] of the windows that the network processes
-    finders    finders of layers, by a function that a layer of this kind calls
+    finders    finder of each kind of layer, by a function that such a layer calls
     additions  functions that each add two values
     """
     graph = network.graph
@@ -80,7 +80,7 @@ def read_constant(network: GraphModule, argument: Any) -> Tensor | None:
 
 
 def get_first_input(node: Node) -> Any:
-    """Return the first argument of a call."""
+    """Return the first argument of a call, or None if there is none."""
     return next(iter((*node.args, *node.kwargs.values())), None)
 
 
@@ -145,8 +145,8 @@ def make_norm(groups: int, weight: Tensor | None, bias: Tensor | None, *, channe
         norm = nn.InstanceNorm3d(channels, eps, affine=False)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
-            numbers = tensor.flatten().repeat_interleave(channels // tensor.numel())
-            norm.register_parameter(name, nn.Parameter(numbers, requires_grad=False))
+            channel_values = tensor.flatten().repeat_interleave(channels // tensor.numel())
+            norm.register_parameter(name, nn.Parameter(channel_values, requires_grad=False))
     return norm
 
 
@@ -154,7 +154,7 @@ def find_activation(network: GraphModule, node: Node, shapes: Shapes) -> Layer |
     """Find a ReLU or LeakyReLU."""
     source = get_first_input(node)
     is_in_place = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-    # An in-place call changes the source, or the tensor of which it is a view, for all other calls that read it.
+    # An in-place call changes its source, and any tensor of which the source is a view, for all other calls.
     is_only_user = source.op == "call_module" and len(source.users) == 1
     if not is_volume(source, shapes) or (is_in_place and not is_only_user):
         return None
@@ -225,18 +225,22 @@ def _make_shuffle(shape: Shape, split_shape: Shape, axes: tuple[Any, ...]) -> Sp
     """Return the pixel shuffle that reshapes an image of `shape` to `split_shape` and permutes `axes`, or None."""
     if len(shape) != INPUT_RANK or len(split_shape) != 8:
         return None
-    edges = shape[2:]
+    spatial_size = shape[2:]
     if axes == SPACE_TO_DEPTH_AXES:
         block = split_shape[3::2]
-        voxels = tuple(size for edge, step in zip(edges, block, strict=True) for size in (edge // step, step))
+        voxels = tuple(
+            size for length, step in zip(spatial_size, block, strict=True) for size in (length // step, step)
+        )
         return SpaceToDepth(block) if split_shape == (*shape[:2], *voxels) else None
     if axes == DEPTH_TO_SPACE_AXES:
-        return DepthToSpace(split_shape[2:5]) if (split_shape[0], *split_shape[5:]) == (shape[0], *edges) else None
+        return (
+            DepthToSpace(split_shape[2:5]) if (split_shape[0], *split_shape[5:]) == (shape[0], *spatial_size) else None
+        )
     return None
 
 
 def _join_layers(network: GraphModule) -> None:
-    """Join every two layers to an `nn.Sequential` if only the second one reads the result of the first one."""
+    """Join two layers into an `nn.Sequential` if only the second layer reads the result of the first layer."""
     for node in list(network.graph.nodes):
         previous_call = node.args[0] if node.op == "call_module" else None
         if not isinstance(previous_call, Node) or previous_call.op != "call_module" or len(previous_call.users) > 1:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 PartReader = Callable[[str, int, int | None], bytes]
-"""A function (name, offset, length) that reads part of a file in the model's folder. Length None means to the end."""
+"""A function (name, offset, length) that reads part of a file in the model's folder, up to its end if length is None."""
 
 # Codes from onnx.TensorProto.DataType. Floating-point types are float, float16, double and bfloat16. Other supported
 # types are integers and booleans.
@@ -46,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """An input or output of the graph. A size in `shape` is None if not fixed. `shape` is None if not specified."""
+    """An input or output of the graph. `shape` is None if it is not specified. A size is None if it is not fixed."""
 
     name: str
     dtype: int
@@ -69,7 +69,7 @@ def read(path: Path) -> Model:
     try:
         data = read_bytes(path)
     except OSError as error:
-        raise BrokenModel(f"{path}: cannot be read: {error.strerror}") from error
+        raise BrokenModel(f"{path}: the file cannot be read: {error.strerror}") from error
     return parse(data, path)
 
 
@@ -81,13 +81,13 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parse(data: bytes, path: Path) -> Model:
-    """Parse the bytes of the file `path`. Raises BrokenModel."""
+    """Parse the bytes of the file `path`. Raises BrokenModel if they are rejected."""
     try:
         return _read_model(_decode(data))
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except _PARSE_ERRORS as error:
-        raise BrokenModel(f"{path}: cannot be read as ONNX: {error}") from error
+        raise BrokenModel(f"{path}: the file cannot be read as ONNX: {error}") from error
 
 
 def find_image(model: Model) -> TensorInfo:
@@ -107,7 +107,7 @@ def find_image(model: Model) -> TensorInfo:
     if image.shape is not None and image.shape[0] not in {None, 1}:
         raise BrokenModel(
             f"graph.input {image.name}: the batch size is fixed to {image.shape[0]}; "
-            "export the network with batch size 1 or a dynamic one."
+            "export the network with batch size 1 or a dynamic batch size."
         )
     return image
 
@@ -149,24 +149,24 @@ def _import_onnx() -> Any:
     try:
         return import_module("onnx")
     except ImportError as error:
-        raise BrokenModel("onnx is not installed; add it with pip install 'stackseg[onnx]'.") from error
+        raise BrokenModel("the package onnx is not installed; install it with pip install 'stackseg[onnx]'.") from error
 
 
 def _read_model(model: ModelProto) -> Model:
     graph: GraphProto = model.graph
     if not model.HasField("graph"):
-        raise ValueError("it contains no graph")
+        raise ValueError("the file contains no graph")
     if graph.sparse_initializer:
-        raise BrokenModel("it has sparse tensors, which are not supported.")
+        raise BrokenModel("the graph has sparse tensors, which are not supported.")
     versions = {entry.domain: entry.version for entry in model.opset_import}
     tensors = {tensor.name: _read_tensor(tensor) for tensor in graph.initializer}
-    infos = map(_read_tensor_info, graph.input)
+    inputs = map(_read_tensor_info, graph.input)
     return Model(
         versions.get("", versions.get("ai.onnx", 0)),
         tuple(map(_read_node, graph.node)),
         tensors,
         # Before IR version 4, stored tensors were also listed as inputs.
-        tuple(info for info in infos if info.name not in tensors),
+        tuple(info for info in inputs if info.name not in tensors),
         tuple(map(_read_tensor_info, graph.output)),
     )
 
