@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 PartReader = Callable[[str, int, int | None], bytes]
-"""A function (name, offset, length) that reads part of a file in the model's folder, up to its end if length is None."""
+"""A function (name, offset, length) that reads part of a file in the model's folder, to its end if length is None."""
 
 # Codes from onnx.TensorProto.DataType. Floating-point types are float, float16, double and bfloat16. Other supported
 # types are integers and booleans.
