@@ -46,12 +46,12 @@ def load_network(spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]
     """
     # Tensors created in inference mode have no version counter, which the check needs.
     with torch.inference_mode(mode=False):
-        network = _load(spec).eval().requires_grad_(requires_grad=False).float()
-    _check_shapes(network, spec, forward)
+        network = _read_network(spec).eval().requires_grad_(requires_grad=False).float()
+    _check_network(network, spec, forward)
     return network
 
 
-def _load(spec: ModelSpec) -> nn.Module:
+def _read_network(spec: ModelSpec) -> nn.Module:
     if spec.architecture is not None:
         return _build_with_weights(spec.architecture, spec)
     if spec.weights.kind == "torchscript" and not spec.weights.trusted:
@@ -88,7 +88,7 @@ def _summarize_error(error: Exception) -> str:
 
 
 @torch.inference_mode()
-def _check_shapes(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+def _check_network(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
     shape = (1, spec.input.channels, *spec.input.roi_size)
     expected_shape = (1, len(spec.outputs), *spec.input.roi_size)
     if max(math.prod(shape), math.prod(expected_shape)) > MAX_ELEMENTS:

@@ -90,11 +90,11 @@ def get_part_count(run: OpenRun) -> int:
         return len(counting.parts) if counting.is_needed else 0
 
 
-def count_part(run: OpenRun, number: int) -> dict[str, Any]:
+def count_part(run: OpenRun, part_number: int) -> dict[str, Any]:
     """Count the intensities of a part, and write the counts. Parts are numbered consecutively across all rounds."""
     with open_counting(run) as (stack, counting):
         parts = counting.parts
-        round_number, index_in_round = divmod(number, len(parts))
+        round_number, index_in_round = divmod(part_number, len(parts))
         box = parts.get_box(index_in_round)
         pixels = stack.read_region(to_ranges(box))
     requests = (
@@ -111,7 +111,7 @@ def count_part(run: OpenRun, number: int) -> dict[str, Any]:
         )
         digit_counts = count_digits([finite_pixels], request["shift"], frozenset(request["prefixes"]))
         results |= {f"counts-{index}-{request['shift']}-{prefix}": counts for prefix, counts in digit_counts.items()}
-    run.folder.write_arrays(f"survey/{number}.npz", results)
+    run.folder.write_arrays(f"survey/{part_number}.npz", results)
     return {}
 
 
@@ -120,8 +120,8 @@ def _survey_part(run: OpenRun, counting: CountingPlan, pixels: Array, box: Box) 
     results = _count_nonfinite(pixels) if counting.dtype.kind == "f" else {}
     if counting.skip_below is not None:
         size = counting.parts.size
-        first, results["window_maxima"] = survey_box(pixels, box, run.plan.layout.grid, size)
-        results["first"] = np.array(first)
+        first_window, results["window_maxima"] = survey_box(pixels, box, run.plan.layout.grid, size)
+        results["first"] = np.array(first_window)
         if counting.skip_below == "auto":
             results["sample"] = pixels[:, *_get_sample_slices(box, size)[0]]
     return results
@@ -166,9 +166,9 @@ class Counts:
         self._samples = np.zeros(sample_shape if counting.skip_below == "auto" else (0,), counting.dtype)
         for number in range(round_count * len(counting.parts) if counting.is_needed else 0):
             with run.folder.read_arrays(f"survey/{number}.npz") as results:
-                self._add(counting.parts.get_box(number % len(counting.parts)), size, results)
+                self._add_results(counting.parts.get_box(number % len(counting.parts)), size, results)
 
-    def _add(self, box: Box, size: Size, results: Any) -> None:
+    def _add_results(self, box: Box, size: Size, results: Any) -> None:
         for name in results:
             if name.startswith("counts-"):
                 index, shift, prefix = map(int, name.split("-")[1:])

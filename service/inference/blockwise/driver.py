@@ -45,12 +45,12 @@ class Driver:
         `describe` returns metadata for the result, and is called just before the result is written. Raises the
         exceptions of `run_block`.
         """
-        self._survey()
+        self._run_survey()
         self._run = open_run(str(self._folder.path), has_survey=True)
         self._layout = self._run.plan.layout
         self._score_and_decode()
         if self._run.plan.output == "labels":
-            self._run_step("link", range(self._layout.count))
+            self._run_step("link", range(self._layout.total_groups))
             self._run_step("join", [0])
         if not self._has_partial_result(out):
             self._folder.discard_records("labels")
@@ -64,7 +64,7 @@ class Driver:
         has_blocks = bool(self._folder.find_finished_blocks("labels")) and zarr_writer.get_partial_path(out).exists()
         return has_blocks and self._folder.levels["out"] == str(out)
 
-    def _survey(self) -> None:
+    def _run_survey(self) -> None:
         """Count the intensities of all parts, in as many rounds as needed."""
         part_count = counting.get_part_count(open_run(str(self._folder.path)))
         for round_number in itertools.count():
@@ -91,7 +91,7 @@ class Driver:
     def _score_and_decode(self) -> None:
         """Score groups of windows in order, decode each tile once its groups are scored, and delete old scores."""
         tile_count, finished_tiles, scored_groups = (
-            self._layout.count,
+            self._layout.total_groups,
             self._folder.find_finished_blocks("tile"),
             self._folder.find_finished_blocks("scores"),
         )
@@ -107,7 +107,7 @@ class Driver:
         self._progress("tile", num_finished, tile_count)
         while True:
             # Submit only blocks that will start soon, so that tiles that become ready run before the next groups.
-            while len(running_blocks) < 2 * self._workers.count and (block := order.take()) is not None:
+            while len(running_blocks) < 2 * self._workers.count and (block := order.take_next_block()) is not None:
                 running_blocks[self._submit(*block)] = block
             if not running_blocks:
                 return
@@ -149,7 +149,7 @@ class _BlockOrder:
         self._missing_groups = {tile: groups & unscored_groups for tile, groups in groups_by_tile.items()}
         self._ready_tiles = deque(tile for tile, groups in self._missing_groups.items() if not groups)
 
-    def take(self) -> tuple[Step, int] | None:
+    def take_next_block(self) -> tuple[Step, int] | None:
         """Return the next block, or None if no block is ready. Tiles come before groups."""
         if self._ready_tiles:
             return "tile", self._ready_tiles.popleft()

@@ -151,7 +151,7 @@ def _choose_objects(
 
 
 def _list_tiles(run: OpenRun) -> _Tiles:
-    counts = [run.folder.read_record("tile", tile).get("pieces", 0) for tile in range(run.plan.layout.count)]
+    counts = [run.folder.read_record("tile", tile).get("pieces", 0) for tile in range(run.plan.layout.total_groups)]
     numbers = np.flatnonzero(counts)
     return _Tiles(numbers, np.append(0, np.cumsum(np.array(counts, np.int64)[numbers])))
 
@@ -165,7 +165,7 @@ def _follow_links(run: OpenRun, tiles: _Tiles) -> Array:
     link = allocate((tiles.num_pieces + 1,), dtype)
     for part in _split_into_slices(link):
         link[part] = np.arange(part.start, part.stop)
-    offset_of_tile = np.zeros(run.plan.layout.count, np.int64)
+    offset_of_tile = np.zeros(run.plan.layout.total_groups, np.int64)
     offset_of_tile[tiles.numbers] = tiles.offsets[:-1]
     for number in tiles.numbers.tolist():
         with run.folder.read_arrays(f"links/{number}.npz") as links:
@@ -216,9 +216,9 @@ def _sum_pieces(
 
     write_passes  called once for each tile with the basins [E, 2] and the keys [E] of its passes
     """
-    count = int(basin_of_piece.max(initial=-1)) + 1
-    voxels, stack_voxels, foreground = np.zeros((3, count), np.int64)
-    sums = _Sums(voxels, stack_voxels, foreground, np.zeros(count, np.bool_))
+    num_basins = int(basin_of_piece.max(initial=-1)) + 1
+    voxels, stack_voxels, foreground = np.zeros((3, num_basins), np.int64)
+    sums = _Sums(voxels, stack_voxels, foreground, np.zeros(num_basins, np.bool_))
     for _number, part, archive in tiles.open_archives(run):
         basins, properties, passes = basin_of_piece[part], archive["properties"], archive["passes"]
         np.add.at(sums.voxels, basins, properties[:, 1])

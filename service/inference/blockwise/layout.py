@@ -60,8 +60,8 @@ class Layout:
         return as_size([-(-len(starts) // n) for starts, n in zip(self.grid.starts, self.group_shape, strict=True)])
 
     @property
-    def count(self) -> int:
-        """Number of groups, which equals the number of tiles."""
+    def total_groups(self) -> int:
+        """Total number of groups, which equals the number of tiles."""
         return math.prod(self.num_groups)
 
     def get_position(self, number: int) -> Size:

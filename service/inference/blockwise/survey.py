@@ -95,16 +95,16 @@ def merge_counts(run: OpenRun, runner: ModelRunner, round_number: int) -> dict[s
             # The maxima were computed for the windows of a different grid.
             intensities = None
         plan_with_diameter = runner.estimator.plan(plan.options)._replace(diameter=plan.diameter)
-        skipping = skip_empty_windows(runner, image, volume, plan_with_diameter, intensities)
+        skip_result = skip_empty_windows(runner, image, volume, plan_with_diameter, intensities)
         notes = (
             *describe_replaced_pixels(int(counts.nonfinite_counts.sum())),
             *(() if diameter_estimate is None else (diameter_estimate.note,)),
             *describe_resampling(plan.size, plan.layout.size, runner.spec, plan.diameter),
-            *skipping.notes,
+            *skip_result.notes,
             *volume.notes,
         )
-    positions, scores = _list_skipped(skipping.image)
-    survey = Survey(scalings, notes, skipping.skipped, scores, runner.describe_engine(), diameter_estimate)
+    positions, scores = _list_skipped(skip_result.image)
+    survey = Survey(scalings, notes, skip_result.skipped, scores, runner.describe_engine(), diameter_estimate)
     run.folder.write_survey(survey, positions)
     return {"requests": None}
 
@@ -123,13 +123,13 @@ def skip_empty_windows(
 
     survey  intensities in the windows at the plan's diameter; if None, they are read from the volume
     """
-    resampled, _notes = resample_image(image, volume, runner.spec, plan.diameter)
+    resampled_image, _notes = resample_image(image, volume, runner.spec, plan.diameter)
     if plan.skip_below is None:
-        return SkipResult(resampled, None)
-    spec = apply_postprocessing(runner.spec, plan.postprocessing, volume, as_size(resampled.shape[2:]))
+        return SkipResult(resampled_image, None)
+    spec = apply_postprocessing(runner.spec, plan.postprocessing, volume, as_size(resampled_image.shape[2:]))
     with torch.inference_mode():
-        windows = make_filter(resampled, spec, plan, runner.score_windows(plan, DEFAULT_CALLBACKS.probe))
-        return windows.skip(volume, plan.skip_below, survey)
+        window_filter = make_filter(resampled_image, spec, plan, runner.score_windows(plan, DEFAULT_CALLBACKS.probe))
+        return window_filter.skip(volume, plan.skip_below, survey)
 
 
 def read_strongest_windows(run: OpenRun) -> list[Tensor]:

@@ -34,13 +34,13 @@ def run_block(task: BlockTask) -> dict[str, Any]:
     thread. A block may be repeated at any time. Raises the exceptions of `ModelRunner` and `segment`.
     """
     run = open_run(task.folder, has_survey=task.step not in {"count", "survey"})
-    stages, start_time, cpu_start = Stages(), time.time(), time.process_time()
+    stages, start_time, start_cpu_time = Stages(), time.time(), time.process_time()
     results = _run_step(run, task, stages)
     timing = {
         "seconds": stages.seconds,
         "began": start_time,
         "ended": time.time(),
-        "cpu": time.process_time() - cpu_start,
+        "cpu": time.process_time() - start_cpu_time,
     }
     record = results | timing
     run.folder.write_record(task, record)

@@ -44,23 +44,23 @@ class Uploader:
         self._device, self._nbytes, self._start = device, nbytes, start
         is_pinned = device.type == "cuda"
         self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)]
-        self._waits: list[Callable[[], object]] = [lambda: None, lambda: None]
+        self._wait_functions: list[Callable[[], object]] = [lambda: None, lambda: None]
 
     def __call__(self, pixels: Array) -> Tensor:
         """Return a copy of pixels [z, y, x] on the device, with the same dtype, for use on its current stream."""
         dtype = torch.from_numpy(np.empty(0, pixels.dtype)).dtype
         device_pixels = torch.empty(pixels.shape, dtype=dtype, device=self._device)
-        for piece in self._split(pixels):
+        for piece in self._divide_into_transfers(pixels):
             self._buffers.reverse()
-            self._waits.reverse()
-            self._waits[0]()
+            self._wait_functions.reverse()
+            self._wait_functions[0]()
             part = pixels[piece]
             staging_buffer = self._buffers[0][: part.nbytes].view(dtype).view(part.shape)
             np.copyto(staging_buffer.numpy(), part)
-            self._waits[0] = self._start(staging_buffer, device_pixels[piece])
+            self._wait_functions[0] = self._start(staging_buffer, device_pixels[piece])
         return device_pixels
 
-    def _split(self, pixels: Array) -> Iterator[tuple[slice, slice]]:
+    def _divide_into_transfers(self, pixels: Array) -> Iterator[tuple[slice, slice]]:
         """Yield the parts of pixels [z, y, x] that fit in a buffer: several planes, or rows of one plane."""
         depth, height, width = pixels.shape
         rows = min(self._nbytes // (width * pixels.itemsize), height * depth)
@@ -151,8 +151,8 @@ class DeviceImage:
         self._first = self._end = first
         # If more planes are reused than dropped, source and target overlap, so they are moved in several steps.
         for z in range(0, num_reused, max(num_shifted, 1)):
-            count = min(num_shifted, num_reused - z)
-            self.planes[:, z : z + count] = self.planes[:, z + num_shifted : z + num_shifted + count]
+            num_moved = min(num_shifted, num_reused - z)
+            self.planes[:, z : z + num_moved] = self.planes[:, z + num_shifted : z + num_shifted + num_moved]
         for z in range(num_reused, min(depth, self.shape[2] - first), self._step):
             end = min(z + self._step, depth, self.shape[2] - first)
             self._upload_planes(first + z, first + end, self.planes[:, z:end])

@@ -123,12 +123,14 @@ def _join_groups(peaks: Tensor, passes: ShallowPasses, depth: float) -> tuple[Te
         highest_passes = highest_passes.scatter_reduce_(0, first_groups, outward_passes, "amin").scatter_reduce_(
             0, second_groups, outward_passes, "amin"
         )
-        selected = highest_passes.clamp(max=num_passes - 1)
-        is_joining = (highest_passes < num_passes) & (group_peaks - passes.height[selected] < depth)
+        selected_passes = highest_passes.clamp(max=num_passes - 1)
+        is_joining = (highest_passes < num_passes) & (group_peaks - passes.height[selected_passes] < depth)
         if not bool(is_joining.any()):
             break
-        is_joined[torch.where(is_joining, selected, num_passes)] = True
-        neighbors = torch.where(first_groups[selected] == numbers, second_groups[selected], first_groups[selected])
+        is_joined[torch.where(is_joining, selected_passes, num_passes)] = True
+        neighbors = torch.where(
+            first_groups[selected_passes] == numbers, second_groups[selected_passes], first_groups[selected_passes]
+        )
         parents = torch.where(is_joining, neighbors, numbers)
         # Two groups that select the same pass would point to each other, which would cause an endless loop.
         parents = torch.where((parents[parents] == numbers) & (numbers < parents), numbers, parents)

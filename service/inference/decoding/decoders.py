@@ -74,10 +74,10 @@ def make_decoder(  # noqa: PLR0913
 
 
 class HostDecoder:
-    """Decoder that copies scores to the host and passes them to the decoder that `make` creates."""
+    """Decoder that copies scores to the host and passes them to the decoder that `create_decoder` creates."""
 
-    def __init__(self, make: Callable[[], Decoder]) -> None:
-        self._decoder = make()
+    def __init__(self, create_decoder: Callable[[], Decoder]) -> None:
+        self._decoder = create_decoder()
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
         self._decoder.add(z0, y0, scores.cpu())

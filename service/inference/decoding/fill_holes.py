@@ -53,10 +53,10 @@ def _find_background_runs(labels: Labels) -> Runs:
     """Return the runs of voxels with label 0."""
     rows, starts, ends = [], [], []
     height, width = labels.shape[1:]
-    edges = np.zeros((height, width + 2), np.int8)
+    is_background = np.zeros((height, width + 2), np.int8)
     for z, plane in enumerate(labels):
-        edges[:, 1:-1] = plane == 0
-        steps = np.diff(edges, axis=1)
+        is_background[:, 1:-1] = plane == 0
+        steps = np.diff(is_background, axis=1)
         row, start = np.nonzero(steps == 1)
         rows.append(row + z * height)
         starts.append(start)

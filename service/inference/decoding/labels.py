@@ -131,6 +131,6 @@ def _find_basins_at_faces(basins: Basins) -> Tensor:
 def keep_objects(segmentation: Segmentation, is_kept: NDArray[np.bool_]) -> Segmentation:
     """Return a segmentation with only the objects whose entry in `is_kept` [N] is true, numbered without gaps."""
     num_objects = int(np.count_nonzero(is_kept))
-    numbers = number_objects(is_kept).astype(label_dtype(num_objects))
+    new_labels = number_objects(is_kept).astype(label_dtype(num_objects))
     objects = None if segmentation.objects is None else segmentation.objects.select(is_kept)
-    return replace(segmentation, pixels=numbers[segmentation.pixels], count=num_objects, objects=objects)
+    return replace(segmentation, pixels=new_labels[segmentation.pixels], count=num_objects, objects=objects)

@@ -167,11 +167,11 @@ class Watershed:
             # The last block includes the background plane at the end, so that a small volume needs only one block.
             block = self._make_background(num_pending + planes + is_last)
             block[:num_pending] = self._pending
-            self._fill(heights[part], mask[part], block[num_pending : num_pending + planes])
+            self._write_keys(heights[part], mask[part], block[num_pending : num_pending + planes])
             block_codes = torch.zeros_like(block, dtype=torch.uint8)
             block_codes[:num_pending] = self._pending_codes
             block_codes[num_pending : num_pending + planes, 1:-1, 1:-1] = codes[part]
-            self._advance(block, block_codes)
+            self._process_block(block, block_codes)
 
     def finish(self) -> Basins:
         """Return the basins after all planes have been added."""
@@ -190,11 +190,11 @@ class Watershed:
         sums_by_basin = np.zeros((2, len(maxima) + 1), np.int64)
         np.add.at(sums_by_basin[0], basin_of_piece + 1, voxels)
         np.add.at(sums_by_basin[1], basin_of_piece + 1, foreground)
-        inner = self._pieces[1:-1, 1:-1, 1:-1]
-        inner = inner.transpose(0, 1) if self._along_y else inner
+        pieces = self._pieces[1:-1, 1:-1, 1:-1]
+        pieces = pieces.transpose(0, 1) if self._along_y else pieces
         peaks = compute_heights(torch.from_numpy(keys[maxima]).int()).to(self._device)
         basins, sums = torch.from_numpy(basin_of_piece), torch.from_numpy(sums_by_basin[:, 1:])
-        return Basins(basins, inner, peaks, sums[0], sums[1], self._resolve_passes(basins))
+        return Basins(basins, pieces, peaks, sums[0], sums[1], self._resolve_passes(basins))
 
     def _order_by_position(self, position: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return numbers [N] that sort positions including the rim in the order of the voxels of the volume."""
@@ -216,7 +216,7 @@ class Watershed:
     def _make_background(self, planes: int) -> Tensor:
         return torch.full((planes, *self._shape), BACKGROUND_KEY, dtype=torch.int32, device=self._device)
 
-    def _fill(self, heights: Tensor, mask: Tensor, block: Tensor) -> None:
+    def _write_keys(self, heights: Tensor, mask: Tensor, block: Tensor) -> None:
         """Write the keys of the next planes inside their rims."""
         z = (self._z - 1 + len(self._pending)) % 3
         keys = _compute_keys(heights)
@@ -225,7 +225,7 @@ class Watershed:
         background = keys.new_full((), BACKGROUND_KEY)
         torch.where(mask, keys, background, out=block[:, 1:-1, 1:-1])
 
-    def _advance(self, block: Tensor, codes: Tensor) -> None:
+    def _process_block(self, block: Tensor, codes: Tensor) -> None:
         """Process the planes whose upper neighbors have arrived. `block` begins with the pending planes."""
         if len(block) > 2:
             if (paths := self._trace_paths(block.view(-1))) is not None:
@@ -262,9 +262,9 @@ class Watershed:
         """Write the pieces of a block into the volume, and record their ends."""
         pieces = self._pieces.view(-1)
         low = (self._z - 1) * self._plane
-        inner = paths.row_of_voxel[self._plane : -self._plane]
+        rows = paths.row_of_voxel[self._plane : -self._plane]
         piece_numbers = torch.cat((paths.piece.new_zeros(1), paths.piece + self._num_pieces))
-        torch.index_select(piece_numbers, 0, inner, out=pieces[low + self._plane :][: len(inner)])
+        torch.index_select(piece_numbers, 0, rows, out=pieces[low + self._plane :][: len(rows)])
         position = low + paths.targets.long()
         voxels = torch.bincount(paths.piece, minlength=len(paths.targets))
         probability = self._probabilities[codes.index_select(0, paths.position).int()].double()

@@ -58,17 +58,19 @@ def drop_missing_models(calibration: Calibration, models_folder: Path) -> Calibr
 def make_low_confidence_warning(confidence: float, evidence: Evidence, calibration: Calibration) -> QualityWarning:
     """Return the warning for labels with low confidence: the likely reason and what to try next."""
     prefix = "The labels may be wrong"
-    diameter, filtering = _suggest_diameter(evidence), _suggest_filtering(evidence)
-    parameter_advice = (filtering, diameter) if evidence.is_diameter_given else (diameter, filtering)
+    diameter_advice, filter_advice = _suggest_diameter(evidence), _suggest_filtering(evidence)
+    parameter_advice = (
+        (filter_advice, diameter_advice) if evidence.is_diameter_given else (diameter_advice, filter_advice)
+    )
     candidates = (_suggest_model(evidence, calibration), *parameter_advice)
     for advice in filter(None, candidates):
         reason, suggestion, details = advice
         return QualityWarning(confidence, f"{prefix}: {reason}. Try {suggestion}{details}.", suggestion)
     problem = f"{prefix}: the objects do not look like the objects that the model was trained on."
-    check = "Check the labels and the selected channel."
-    diameter_advice = "" if evidence.is_diameter_given else "set diameter= to the diameter of the objects, or "
+    instruction = "Check the labels and the selected channel."
+    diameter_hint = "" if evidence.is_diameter_given else "set diameter= to the diameter of the objects, or "
     return QualityWarning(
-        confidence, f"{problem} {check} If the labels are wrong, {diameter_advice}{TRAINING_ADVICE}.", ""
+        confidence, f"{problem} {instruction} If the labels are wrong, {diameter_hint}{TRAINING_ADVICE}.", ""
     )
 
 

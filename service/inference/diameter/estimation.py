@@ -121,9 +121,9 @@ class DiameterEstimator:
         calibration = self._spec.confidence
         if calibration is None or reference.confidence is None:
             return estimate
-        is_low = reference.confidence < calibration.threshold
+        is_confidence_low = reference.confidence < calibration.threshold
         # Pieces of objects that are too large for the windows have a plausible size and peak, but rarely a good fit.
-        if is_low or max(probe.fit for probe in probes) < GOOD_FIT:
+        if is_confidence_low or max(probe.fit for probe in probes) < GOOD_FIT:
             return self._run_trial(estimate, reference, probes, centers)
         return estimate
 

@@ -63,11 +63,11 @@ def infer_shapes(network: GraphModule, shape: Shape) -> dict[Node, Shape]:
     Raises BrokenModel if the network does not run, or if the size of a tensor exceeds the limits.
     """
     with torch.no_grad(), suppress(*_GRAPH_ERRORS):
-        return _ShapeInterpreter(network, "meta").infer(shape)
+        return _ShapeInterpreter(network, "meta").infer_shapes(shape)
     try:
         # Some graphs cannot run on the meta device because they read the values of tensors.
         with torch.no_grad(), limit_sizes():
-            return _ShapeInterpreter(network, "cpu").infer(shape)
+            return _ShapeInterpreter(network, "cpu").infer_shapes(shape)
     except _GRAPH_ERRORS as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise BrokenModel(f"the network does not accept a window of shape {shape}: {reason[0]}") from error
@@ -82,7 +82,7 @@ class _ShapeInterpreter(Interpreter):
         self.shapes: dict[Node, Shape] = {}
         self._live_elements = 0
 
-    def infer(self, shape: Shape) -> dict[Node, Shape]:
+    def infer_shapes(self, shape: Shape) -> dict[Node, Shape]:
         """Return the shapes of all tensors for an image with this shape."""
         self.run(torch.zeros(shape, device=self._device))
         return self.shapes

@@ -59,10 +59,10 @@ def add_layers(
     graph.eliminate_dead_code()
     shapes = infer_shapes(network, (1, *window))
     for node in list(graph.nodes):
-        find = finders.get(node.target) if node.op == "call_function" else None
-        layer = find(network, node, shapes) if find is not None else None
+        find_layer = finders.get(node.target) if node.op == "call_function" else None
+        layer = find_layer(network, node, shapes) if find_layer is not None else None
         if layer is not None:
-            shapes[_put_layer(network, layer)] = shapes.get(layer.result, ())
+            shapes[_insert_layer(network, layer)] = shapes.get(layer.result, ())
     graph.eliminate_dead_code()
     _join_layers(network)
     _add_in_place(network, additions)
@@ -210,7 +210,7 @@ def make_shuffle_finder(reshapes: Set[Any]) -> LayerFinder:
     return find_shuffle
 
 
-def _put_layer(network: GraphModule, layer: Layer) -> Node:
+def _insert_layer(network: GraphModule, layer: Layer) -> Node:
     """Replace the computation of a layer's result with a call to its module, and return that call."""
     name = f"layer_{layer.result.name}"
     network.add_module(name, layer.module)

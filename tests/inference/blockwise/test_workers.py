@@ -78,7 +78,7 @@ def test_block_that_kills_every_worker_fails_the_run(tmp_path: Path) -> None:
 def test_finished_blocks_are_not_repeated(tmp_path: Path, start) -> None:
     folder, first, again = start(windows=(1, 1, 1)), InlineWorkers(), InlineWorkers()
     labels = segment_blocks(folder, tmp_path / "out.zarr", first)
-    count = folder.plan.layout.count
+    count = folder.plan.layout.total_groups
     assert not list((folder.path / "scores").iterdir())
     for step, number in (("tile", count - 1), ("labels", 0)):
         (folder.path / f"records/{step}-{number}.json").unlink()

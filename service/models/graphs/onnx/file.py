@@ -64,7 +64,7 @@ class Model:
     outputs: tuple[TensorInfo, ...] = field(default=())
 
 
-def read(path: Path) -> Model:
+def read_model(path: Path) -> Model:
     """Read a file without external data. Raises BrokenModel if it is rejected or if `onnx` is not installed."""
     try:
         data = read_bytes(path)

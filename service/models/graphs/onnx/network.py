@@ -43,7 +43,7 @@ def load_onnx(path: Path, window: Sequence[int]) -> nn.Module:
     them. If the batch size in the file is fixed to 1, windows are processed one at a time. Raises BrokenModel with the
     reason if the file is rejected.
     """
-    model = file.read(path)
+    model = file.read_model(path)
     try:
         image = file.find_image(model)
         with torch.no_grad():
