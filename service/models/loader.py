@@ -22,8 +22,8 @@ from service.models.network import MAX_ELEMENTS, observe_calls
 from service.models.spec import Architecture, ModelSpec
 
 _GRAPHS = "service.models.graphs"
-# Modules and functions that load weights files that contain their own network, by `weights.kind`. The modules are
-# imported only when a model needs them, because most services have no such model.
+# Modules and functions that load weights files with an embedded network, by `weights.kind`. The modules are imported
+# only when a model needs them, because most services have no such model.
 _LOADERS = {
     "torchscript": ("torchscript", "load_torchscript"),
     "exported": ("torch_export", "load_torch_export"),

@@ -22,7 +22,7 @@ HIDDEN_PACKAGES = frozenset(["IPython", "PIL", "jsonschema", "matplotlib", "pand
 
 
 class _HidingFinder(MetaPathFinder):
-    """An import finder that reports packages as not installed to one thread. Other threads can still import them."""
+    """An import finder that hides packages from one thread. Other threads can still import them."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names, self._thread = names, threading.get_ident()

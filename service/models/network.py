@@ -18,7 +18,7 @@ Network = Callable[[Tensor], Tensor]
 
 # Maximum number of elements in a tensor, which takes 8 GiB as float32. Untrusted files could specify any number.
 MAX_ELEMENTS = 2**31
-# Attribute that marks every `nn.Sequential` that `is_plain_sequential` must reject. Copies of the module keep the mark.
+# Attribute that marks every `nn.Sequential` that `is_plain_sequential` must reject. Copies of the module retain it.
 _BYPASSED_ATTRIBUTE = "_stackseg_bypassed"
 
 

@@ -178,7 +178,7 @@ class Sample(_FrozenModel):
 class Lineage(_FrozenModel):
     """The origin of a model that was trained on annotated stacks, and its scores before and after training.
 
-    parent       name and version of the model from which the training started
+    parent       name and version of the model from which training started
     annotations  number of annotated stacks
     before       F1 score of the parent on the held-out data, at an intersection over union of 0.5
     after        the same score of this model

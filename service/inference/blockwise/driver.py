@@ -43,7 +43,7 @@ class Driver:
         """Run all steps, and write the result to `out`, which appears only when it is complete.
 
         `describe` returns metadata for the result, and is called just before the result is written. Raises the
-        exceptions of `run_block`.
+        same exceptions as `run_block`.
         """
         self._run_survey()
         self._run = open_run(str(self._folder.path), has_survey=True)

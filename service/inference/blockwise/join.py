@@ -157,7 +157,7 @@ def _list_tiles(run: OpenRun) -> _Tiles:
 
 
 def _follow_links(run: OpenRun, tiles: _Tiles) -> Array:
-    """Return, for each piece, the piece to which its links lead, which contains the maximum of the basin.
+    """Return, for each piece, the piece at the end of its links, which contains the maximum of the basin.
 
     The first entry is the background.
     """

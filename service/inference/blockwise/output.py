@@ -147,7 +147,7 @@ def _get_span(axes: Sequence[NDArray[np.intp]]) -> Box:
 
 
 def _coarsen_block(out: Path, level: int, levels: Sequence[Mapping[str, Any]], box: Box) -> Array:
-    """Return a block of a coarser level, which has every other voxel of the previous level along some axes."""
+    """Return a block of a coarser level, which contains every other voxel of the previous level along some axes."""
     finer_level = zarr_writer.open_level(out, level - 1)
     steps = [
         step // finer_step for step, finer_step in zip(levels[level]["steps"], levels[level - 1]["steps"], strict=True)

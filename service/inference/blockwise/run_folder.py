@@ -56,7 +56,7 @@ class RunPlan:
     weights             SHA-256 of the model's weights
     computing_settings  settings under `engine` and `windows`, as JSON
     layout              groups and tiles on the grid of the network
-    shape               shape of the stack; because it also has `voxel_size`, the plan is an `Extent`
+    shape               shape of the stack; `shape` and `voxel_size` make the plan an `Extent`
     diameter            object diameter for which the stack is resampled; None: no diameter is used
     workers             number of workers that the division of the volume is designed for
     measures_objects    whether objects are measured when their labels are written
@@ -92,7 +92,7 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class Survey:
-    """Properties of a volume that are known only after all of it has been read.
+    """Properties of a volume that are known only after the whole volume has been read.
 
     scalings           intensity scaling of each channel
     notes              notes about the preprocessing of the volume
@@ -232,7 +232,7 @@ class RunFolder:
         return content
 
     def discard_records(self, step: Step) -> None:
-        """Delete the records of a step, so that all its blocks are repeated."""
+        """Delete the records of a step, so that all blocks of the step are repeated."""
         for number in self.find_finished_blocks(step):
             (self.path / _get_record_name(step, number)).unlink()
 
@@ -270,7 +270,7 @@ def _get_record_name(step: Step, number: int) -> str:
 
 
 def _have_same_result(plan_a: RunPlan, plan_b: RunPlan) -> bool:
-    """Return whether two plans have the same result. `strict` and the division of the volume do not matter."""
+    """Return whether two plans produce the same result. `strict` and the division of the volume do not matter."""
     excluded_fields: dict[str, Any] = {"layout": {"group_shape"}, "options": {"strict"}, "workers": True}
     comparable_plans = [
         _PLAN_ADAPTER.dump_python(plan, mode="json", exclude=excluded_fields) for plan in (plan_a, plan_b)

@@ -76,7 +76,7 @@ class _RegionImage(NormalizedImage):
 
 
 def merge_counts(run: OpenRun, runner: ModelRunner, round_number: int) -> dict[str, Any]:
-    """Merge the counts of all rounds up to this one. Write the survey, or return the `requests` for the next round.
+    """Merge the counts of all rounds so far. Write the survey, or return the `requests` for the next round.
 
     Raises BadFile if a channel has no finite pixels. Exceptions raised while reading the stack are propagated.
     """

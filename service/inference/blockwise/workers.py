@@ -31,7 +31,8 @@ def run_block(task: BlockTask) -> dict[str, Any]:
     """Run one block, write its record once all its output is on disk, and return the record.
 
     The model is loaded for the first block that needs it, and stays loaded. Each process must call this from a single
-    thread. A block may be repeated at any time. Raises the exceptions of `ModelRunner` and `segment`.
+    thread. A block may be repeated at any time. Raises the same exceptions as `ModelRunner` and
+    `segment`.
     """
     run = open_run(task.folder, has_survey=task.step not in {"count", "survey"})
     stages, start_time, start_cpu_time = Stages(), time.time(), time.process_time()

@@ -51,7 +51,7 @@ def minimum_voxels(postprocessing: PostprocessingOptions, volume: Extent) -> int
         )
     # Due to rounding errors, 2.7 um3 would be slightly more than 100 voxels of 0.3 um.
     voxel_count = math.ceil(voxels * (1 - 1e-12))
-    # A minimum of one voxel more than the volume contains also removes every object, and fits in the kernel's integers.
+    # A minimum that exceeds the volume by one voxel already removes every object, and it fits in the kernel's integers.
     return min(voxel_count, math.prod(volume.shape[1:]) + 1)
 
 
@@ -62,8 +62,9 @@ def apply_postprocessing(
 
     A minimum size or minimum confidence in the request replaces all of the model's criteria of that kind. Sizes in the
     result are in voxels of the working grid. The decoder removes objects that would be too small at any position;
-    `resample_segmentation` removes the other small objects. Raises the same errors as
-    `minimum_voxels`.
+    `resample_segmentation` removes the other small objects.
+
+    Raises the same errors as `minimum_voxels`.
     """
     decoding = spec.decoding
     if not isinstance(decoding, Instances):

@@ -25,7 +25,7 @@ BACKGROUND_KEY = -(2**31)
 # Number of voxels whose neighbors are examined together. Each voxel has 26 neighbors.
 NEIGHBOR_BATCH_VOXELS = 2**14
 
-# The last five bits of a key contain the position of the voxel modulo 3 along each axis, which identifies the neighbor.
+# The last five bits of a key contain the position of the voxel modulo 3 along each axis, to identify neighbors.
 POSITION_BITS = 0b11111
 
 # Foreground probability by code. The codes are logits in steps of 1/16 from -8 to 8.
@@ -37,8 +37,8 @@ NEIGHBORS = tuple((z, y, x) for z in (-1, 0, 1) for y in (-1, 0, 1) for x in (-1
 class Passes(NamedTuple):
     """Passes between basins: the numbers of both basins, int64 [E] each, and the height of the pass, float32 [E].
 
-    A pass is a pair of neighboring voxels with the height of the lower one. Rows may repeat a pair of basins, or join a
-    basin with itself.
+    A pass is a pair of neighboring voxels and has the height of the lower voxel. Rows may repeat a pair of basins, or
+    join a basin with itself.
     """
 
     first: Tensor

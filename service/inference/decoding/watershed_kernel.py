@@ -96,7 +96,7 @@ def choose_block_voxels(size: Size, *, along_y: bool = False) -> int:
 
 
 def _count_largest_plane_voxels(size: Size) -> int:
-    """Return the number of voxels in the larger of a plane along z and a plane along y, including the rim."""
+    """Return the number of voxels in a plane along z or along y, whichever is larger, including the rim."""
     return (max(size[:2]) + 2) * (size[2] + 2)
 
 

@@ -56,7 +56,7 @@ def drop_missing_models(calibration: Calibration, models_folder: Path) -> Calibr
 
 
 def make_low_confidence_warning(confidence: float, evidence: Evidence, calibration: Calibration) -> QualityWarning:
-    """Return the warning for labels with low confidence: the likely reason and what to try next."""
+    """Return the warning for labels with low confidence, with the likely reason and a suggestion."""
     prefix = "The labels may be wrong"
     diameter_advice, filter_advice = _suggest_diameter(evidence), _suggest_filtering(evidence)
     parameter_advice = (
@@ -75,7 +75,7 @@ def make_low_confidence_warning(confidence: float, evidence: Evidence, calibrati
 
 
 def make_no_objects_warning(evidence: Evidence, calibration: Calibration | None) -> QualityWarning:
-    """Return the warning for a result without objects: the likely reason and what to try next."""
+    """Return the warning for a result without objects, with the likely reason and a suggestion."""
     prefix = "No object was found"
     if evidence.is_blank:
         return QualityWarning(

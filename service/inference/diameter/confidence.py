@@ -77,8 +77,8 @@ def predict_confidence(objects: Objects, expected_diameter: float, calibration: 
 def count_clear_objects(objects: Objects, expected_diameter: float, calibration: Calibration) -> int:
     """Return the number of clear objects if most of the other objects look like noise.
 
-    Returns 0 if most objects are clear, or if the confidence in the clear objects is not much higher than that in all
-    objects.
+    Returns 0 if most objects are clear, or if the confidence in the clear objects is not much higher than the
+    confidence in all objects.
     """
     clear_objects = objects.select(objects.confidence >= CLEAR_CONFIDENCE)
     overall_confidence, clear_confidence = (
@@ -106,8 +106,8 @@ def assess_objects(
 ) -> ConfidenceAssessment:
     """Return the confidence in the objects of a result, and a warning if it is low.
 
-    `objects` is None for outputs other than labels, which have no confidence. `find_evidence` is called only if the
-    confidence is low or no object was found, because it is slow.
+    `objects` is None for outputs other than labels, which have no confidence. `find_evidence` is slow, so it
+    is called only if the confidence is low or no object was found.
     """
     calibration, expected_diameter = spec.confidence, spec.input.diameter
     if objects is None:

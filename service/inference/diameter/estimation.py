@@ -77,7 +77,7 @@ MIN_LOG_ODDS_GAIN = 1.0
 MAX_ROUND_ASPECT = 1.5
 # Typical ratio between the depth and width of object outlines, in micrometers. Light is blurred along z.
 BLURRED_DEPTH_RATIO = 1.25
-# Skip resampling if the object diameter is within this factor of the model's.
+# Skip resampling if the object diameter is within this factor of the model's object diameter.
 MATCHING_DIAMETER_RATIO = 1.2
 # Maximum ratio between a scale and the base grid. Beyond this ratio, objects would be too small to be resolved.
 MAX_SCALE_RATIO = 5.0
@@ -211,8 +211,8 @@ class DiameterEstimator:
     def _has_enough_objects(self, probe: ScaleProbe, reference: ScaleProbe) -> bool:
         """Return whether a probe has enough objects to be compared with `reference`.
 
-        A probe that shows more of the stack than `reference` needs only as many object voxels as one expected object
-        has. At a smaller scale, large objects are few, and the faces of the windows cut them off.
+        A probe that shows more of the stack than `reference` needs only as many object voxels as one object of
+        the expected diameter has. At a smaller scale, large objects are few, and the faces of the windows cut them off.
         """
         expected_voxels = math.pi / 6 * self._expected_diameter**3
         shows_more = math.prod(probe.factors) * EQUAL_SCALE_RATIO < math.prod(reference.factors)

@@ -62,7 +62,7 @@ _READ_ERRORS = (
 def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
     """Load the network of a `.pt2` file, in the precision of the file, on the CPU, in evaluation mode.
 
-    Layers become modules, which engines can replace. They are recognized by the shapes that their tensors have for a
+    Layers become modules, which engines can replace. Layers are recognized by the shapes that their tensors have for a
     window [C, z, y, x]. Raises BrokenModel with the reason if the file is rejected.
     """
     try:

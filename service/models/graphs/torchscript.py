@@ -63,7 +63,10 @@ def load_torchscript(path: Path, _window: Sequence[int] = ()) -> TorchScriptNetw
 
 
 def _read_checked_copy(path: Path) -> BytesIO:
-    """Return an in-memory copy of the archive after checking it. Raises BrokenModel or zipfile.BadZipFile."""
+    """Return an in-memory copy of the archive after checking it.
+
+    Raises BrokenModel or zipfile.BadZipFile if the archive is rejected.
+    """
     with open_torch_archive(path) as archive:
         names = archive.namelist()
         if not any("/code/" in name for name in names):

@@ -1,7 +1,7 @@
-"""Values of ONNX graphs, and elementwise operators on these values. A value is a tensor, or a number or tuple of sizes.
+"""Values of ONNX graphs, and elementwise operators on these values.
 
-A tuple stands for a tensor with one axis. Sizes are computed with Python numbers so that `torch.compile` can capture
-the whole graph.
+Sizes are numbers or tuples of numbers; all other values are tensors. A tuple stands for a tensor with one axis. Sizes
+are computed with Python numbers so that `torch.compile` can capture the whole graph.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _divide(a: Value, b: Value) -> Value:
     if isinstance(a, int) and isinstance(b, int):
         return int(a / b)
     if all(isinstance(v, int) or (isinstance(v, Tensor) and not v.is_floating_point()) for v in (a, b)):
-        # torch's division with rounding toward zero crashes the process for the lowest integer divided by -1.
+        # In torch, division with rounding toward zero crashes the process for the lowest integer divided by -1.
         return (torch.as_tensor(a) - torch.fmod(torch.as_tensor(a), torch.as_tensor(b))) // b
     return a / b
 

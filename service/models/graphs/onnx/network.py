@@ -60,7 +60,7 @@ def load_onnx(path: Path, window: Sequence[int]) -> nn.Module:
 class OnnxNetwork(nn.Module):
     """The network of an ONNX graph: image [B, C, z, y, x] -> first output, scores [B, K, z, y, x].
 
-    image  input of the graph; images must have the sizes that are fixed in it
+    image  input of the graph; images must match its fixed sizes
     """
 
     def __init__(self, image: TensorInfo, network: nn.Module) -> None:
