@@ -96,7 +96,7 @@ def get_only_user(node: Node, functions: Set[Any]) -> Node | None:
 
 
 def read_arguments(network: GraphModule, node: Node) -> dict[str, Any]:
-    """Return the arguments of a call, keyed by ATen's names, including defaults. Nodes of stored tensors become tensors."""
+    """Return the arguments of a call, including defaults, by ATen's names. Nodes of stored tensors become tensors."""
     if isinstance(node.target, OpOverload):
         schema = node.target._schema.arguments
         arguments = {
