@@ -186,7 +186,7 @@ class _CallLimit(TorchFunctionMode):
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._call_count += 1
         if self._call_count > MAX_CONSTRUCTION_CALLS:
-            raise ValueError("they define too many layers")
+            raise ValueError("the arguments define too many layers")
         if func is torch.Tensor.normal_:
             # For meta tensors, torch would import its compiler here while the modes of this construction are active.
             # The import takes seconds and, on a host with a GPU, leaves partially imported modules behind.

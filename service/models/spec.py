@@ -233,7 +233,7 @@ class ModelSpec(_FrozenModel):
     def _check_architecture(self) -> Self:
         if (self.architecture is None) == (self.weights.kind == "safetensors"):
             raise ValueError(
-                "architecture: required for safetensors weights and not allowed for other kinds of weights"
+                "architecture: this key is required for safetensors weights and not allowed for other kinds of weights"
             )
         return self
 

@@ -57,7 +57,8 @@ def load_torchscript(path: Path, _window: Sequence[int] = ()) -> TorchScriptNetw
     if disallowed_operators:
         names = ", ".join(disallowed_operators)
         raise BrokenModel(
-            f"{path}: the program uses {names}, which is not allowed; see service/models/graphs/allowed_operators.py."
+            f"{path}: the program uses operators that are not allowed: {names}; see"
+            " service/models/graphs/allowed_operators.py."
         )
     return TorchScriptNetwork(script).eval().requires_grad_(requires_grad=False)
 

@@ -98,7 +98,7 @@ def find_image(model: Model) -> TensorInfo:
     if image.shape is not None and len(image.shape) != IMAGE_RANK:
         raise BrokenModel(
             f"graph.input {image.name}: the input has {len(image.shape)} axes; "
-            "only batch, channel, z, y, x are supported."
+            "exactly the five axes batch, channel, z, y and x are supported."
         )
     if image.dtype not in FLOATING_POINT:
         raise BrokenModel(

@@ -53,7 +53,7 @@ def load_onnx(path: Path, window: Sequence[int]) -> nn.Module:
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except _BUILD_ERRORS as error:
-        raise BrokenModel(f"{path}: cannot be converted to a network: {error}") from error
+        raise BrokenModel(f"{path}: the file cannot be converted to a network: {error}") from error
     return network.eval().requires_grad_(requires_grad=False)
 
 
@@ -222,7 +222,7 @@ class _NetworkBuilder:
 
     def _add_batch_norm(self, node: Node) -> None:
         if node.attributes.get("training_mode"):
-            raise UnsupportedCall("training_mode: export the network in evaluation mode.")
+            raise UnsupportedCall("training_mode: this attribute is set; export the network in evaluation mode.")
         scale, bias, mean, variance = (self._require_weights(node, index) for index in range(1, 5))
         module = nn.BatchNorm3d(len(mean), eps=node.attributes.get("epsilon", 1e-5))
         module.load_state_dict(
