@@ -151,9 +151,11 @@ def _choose_objects(
 
 
 def _list_tiles(run: OpenRun) -> _Tiles:
-    counts = [run.folder.read_record("tile", tile).get("pieces", 0) for tile in range(run.plan.layout.total_groups)]
-    numbers = np.flatnonzero(counts)
-    return _Tiles(numbers, np.append(0, np.cumsum(np.array(counts, np.int64)[numbers])))
+    piece_counts = [
+        run.folder.read_record("tile", tile).get("pieces", 0) for tile in range(run.plan.layout.total_groups)
+    ]
+    tile_numbers = np.flatnonzero(piece_counts)
+    return _Tiles(tile_numbers, np.append(0, np.cumsum(np.array(piece_counts, np.int64)[tile_numbers])))
 
 
 def _follow_links(run: OpenRun, tiles: _Tiles) -> Array:
@@ -188,9 +190,9 @@ def _split_into_slices(pieces: Array) -> Iterator[slice]:
 def _find_maxima(run: OpenRun, tiles: _Tiles, link: Array) -> _Maxima:
     pieces, positions, peak_keys = [link[:0]], [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
     for _number, part, archive in tiles.open_archives(run):
-        properties, numbers = archive["properties"], np.arange(part.start, part.stop)
-        own_maxima = np.flatnonzero(link[part] == numbers)
-        pieces.append(numbers[own_maxima].astype(link.dtype))
+        properties, piece_numbers = archive["properties"], np.arange(part.start, part.stop)
+        own_maxima = np.flatnonzero(link[part] == piece_numbers)
+        pieces.append(piece_numbers[own_maxima].astype(link.dtype))
         positions.append(properties[own_maxima, 0])
         peak_keys.append(properties[own_maxima, 3].astype(np.int32))
     piece, order = np.concatenate(pieces), np.concatenate(positions).argsort(kind="stable")
@@ -234,17 +236,17 @@ def _select_shallow_passes(
     basins: NDArray[np.integer], keys: NDArray[np.int32], heights: torch.Tensor, persistence: Persistence
 ) -> bytes:
     """Return the shallow passes of a tile as the bytes of an array of `_PASS`."""
-    numbers, pairs = np.unique(basins, return_inverse=True)
+    basin_numbers, pairs = np.unique(basins, return_inverse=True)
     first_basins, second_basins = (torch.from_numpy(side.astype(np.int64)) for side in pairs.reshape(-1, 2).T)
-    empty, numbers = torch.zeros(0, dtype=torch.int64), numbers.astype(np.int64)
+    empty, basin_numbers = torch.zeros(0, dtype=torch.int64), basin_numbers.astype(np.int64)
     passes = Passes(first_basins, second_basins, compute_heights(torch.from_numpy(np.ascontiguousarray(keys))))
-    tile_basins = Basins(empty, empty, heights[torch.from_numpy(numbers)], empty, empty, passes)
+    tile_basins = Basins(empty, empty, heights[torch.from_numpy(basin_numbers)], empty, empty, passes)
     first, second, height = (column.numpy() for column in find_shallow_passes(tile_basins, persistence))
     shallow_passes = np.empty(len(height), _PASS)
     shallow_passes["height"], shallow_passes["first"], shallow_passes["second"] = (
         height,
-        numbers[first],
-        numbers[second],
+        basin_numbers[first],
+        basin_numbers[second],
     )
     return shallow_passes.tobytes()
 

@@ -50,14 +50,14 @@ class Uploader:
         """Return a copy of pixels [z, y, x] on the device, with the same dtype, for use on its current stream."""
         dtype = torch.from_numpy(np.empty(0, pixels.dtype)).dtype
         device_pixels = torch.empty(pixels.shape, dtype=dtype, device=self._device)
-        for piece in self._divide_into_transfers(pixels):
+        for part_slices in self._divide_into_transfers(pixels):
             self._buffers.reverse()
             self._wait_functions.reverse()
             self._wait_functions[0]()
-            part = pixels[piece]
+            part = pixels[part_slices]
             staging_buffer = self._buffers[0][: part.nbytes].view(dtype).view(part.shape)
             np.copyto(staging_buffer.numpy(), part)
-            self._wait_functions[0] = self._start(staging_buffer, device_pixels[piece])
+            self._wait_functions[0] = self._start(staging_buffer, device_pixels[part_slices])
         return device_pixels
 
     def _divide_into_transfers(self, pixels: Array) -> Iterator[tuple[slice, slice]]:
@@ -82,13 +82,13 @@ class UploadedVolume:
     def __init__(self, volume: Volume, device: torch.device) -> None:
         channels, depth, height, width = volume.shape
         bits, step = 8 * volume.dtype.itemsize, count_planes_per_transfer((depth, height, width))
-        minimum = -(1 << (bits - 1)) if volume.dtype.kind == "i" else 0
+        min_value = -(1 << (bits - 1)) if volume.dtype.kind == "i" else 0
         dtype = torch.from_numpy(np.empty(0, volume.dtype)).dtype
         self._pixels = torch.empty(volume.shape, dtype=dtype, device=device)
         self._counts = torch.zeros((channels, NUM_HISTOGRAMS << bits), dtype=torch.int32, device=device)
         ones = torch.ones((), dtype=torch.int32, device=device)
         # Offset of each voxel's histogram. Adding the pixel value to it gives the index of its bin.
-        bin_offsets = (torch.arange(step * height * width, device=device) % NUM_HISTOGRAMS << bits) - minimum
+        bin_offsets = (torch.arange(step * height * width, device=device) % NUM_HISTOGRAMS << bits) - min_value
         upload = Uploader(device, count_buffer_bytes((depth, height, width)))
         for z in range(0, depth, step):
             for index, planes in enumerate(volume.read(z, min(z + step, depth))):
