@@ -78,7 +78,7 @@ class CountingPlan:
 
 
 @contextmanager
-def open_counting(run: OpenRun) -> Iterator[tuple[ZarrStack, CountingPlan]]:
+def open_for_counting(run: OpenRun) -> Iterator[tuple[ZarrStack, CountingPlan]]:
     """Open the stack of a run, and plan the counting of its intensities."""
     with stack_reader.open_blocks(run.plan.source, run.plan.selection) as stack:
         yield stack, CountingPlan(run, stack)
@@ -86,26 +86,26 @@ def open_counting(run: OpenRun) -> Iterator[tuple[ZarrStack, CountingPlan]]:
 
 def get_part_count(run: OpenRun) -> int:
     """Return the number of parts to count in each round, or 0 if the run needs no counts."""
-    with open_counting(run) as (_stack, counting):
-        return len(counting.parts) if counting.is_needed else 0
+    with open_for_counting(run) as (_stack, counting_plan):
+        return len(counting_plan.parts) if counting_plan.is_needed else 0
 
 
 def count_part(run: OpenRun, part_number: int) -> dict[str, Any]:
     """Count the intensities of a part, and write the counts. Parts are numbered consecutively across all rounds."""
-    with open_counting(run) as (stack, counting):
-        parts = counting.parts
+    with open_for_counting(run) as (stack, counting_plan):
+        parts = counting_plan.parts
         round_number, index_in_round = divmod(part_number, len(parts))
         box = parts.get_box(index_in_round)
         pixels = stack.read_region(to_ranges(box))
     requests = (
-        run.folder.read_record("survey", round_number - 1)["requests"] if round_number else counting.first_requests
+        run.folder.read_record("survey", round_number - 1)["requests"] if round_number else counting_plan.first_requests
     )
-    results = {} if round_number else _survey_part(run, counting, pixels, box)
+    results = {} if round_number else _survey_part(run, counting_plan, pixels, box)
     for index, (channel, request) in enumerate(zip(pixels, requests, strict=True)):
         if request is None:
             continue
         # In the first round, the substitute for non-finite pixels is not known yet.
-        is_substitute_known = round_number or counting.dtype.kind != "f"
+        is_substitute_known = round_number or counting_plan.dtype.kind != "f"
         finite_pixels = (
             replace_nonfinite(channel, request["substitute"]) if is_substitute_known else channel[np.isfinite(channel)]
         )
@@ -115,14 +115,14 @@ def count_part(run: OpenRun, part_number: int) -> dict[str, Any]:
     return {}
 
 
-def _survey_part(run: OpenRun, counting: CountingPlan, pixels: Array, box: Box) -> dict[str, Array]:
+def _survey_part(run: OpenRun, counting_plan: CountingPlan, pixels: Array, box: Box) -> dict[str, Array]:
     """Return the results of the first round for a part, excluding the digit counts."""
-    results = _count_nonfinite(pixels) if counting.dtype.kind == "f" else {}
-    if counting.skip_below is not None:
-        size = counting.parts.size
+    results = _count_nonfinite(pixels) if counting_plan.dtype.kind == "f" else {}
+    if counting_plan.skip_below is not None:
+        size = counting_plan.parts.size
         first_window, results["window_maxima"] = survey_box(pixels, box, run.plan.layout.grid, size)
         results["first"] = np.array(first_window)
-        if counting.skip_below == "auto":
+        if counting_plan.skip_below == "auto":
             results["sample"] = pixels[:, *_get_sample_slices(box, size)[0]]
     return results
 
@@ -153,20 +153,20 @@ class Counts:
     window_maxima     maximum of each channel in each window, [C, z, y, x]
     """
 
-    def __init__(self, run: OpenRun, counting: CountingPlan, round_count: int) -> None:
+    def __init__(self, run: OpenRun, counting_plan: CountingPlan, round_count: int) -> None:
         self.digit_counts = dict[tuple[int, int, int], NDArray[np.int64]]()
         self.nonfinite_counts, self.minima = (
-            np.zeros(counting.num_channels, np.int64),
-            np.full(counting.num_channels, np.inf),
+            np.zeros(counting_plan.num_channels, np.int64),
+            np.full(counting_plan.num_channels, np.inf),
         )
-        size, grid = counting.parts.size, run.plan.layout.grid
-        self.window_maxima = np.full((counting.num_channels, *map(len, grid.starts)), -np.inf)
+        size, grid = counting_plan.parts.size, run.plan.layout.grid
+        self.window_maxima = np.full((counting_plan.num_channels, *map(len, grid.starts)), -np.inf)
         step = sample_step(math.prod(size))
-        sample_shape = (counting.num_channels, size[0], *(-(-n // step) for n in size[1:]))
-        self._samples = np.zeros(sample_shape if counting.skip_below == "auto" else (0,), counting.dtype)
-        for number in range(round_count * len(counting.parts) if counting.is_needed else 0):
+        sample_shape = (counting_plan.num_channels, size[0], *(-(-n // step) for n in size[1:]))
+        self._samples = np.zeros(sample_shape if counting_plan.skip_below == "auto" else (0,), counting_plan.dtype)
+        for number in range(round_count * len(counting_plan.parts) if counting_plan.is_needed else 0):
             with run.folder.read_arrays(f"survey/{number}.npz") as results:
-                self._add_results(counting.parts.get_box(number % len(counting.parts)), size, results)
+                self._add_results(counting_plan.parts.get_box(number % len(counting_plan.parts)), size, results)
 
     def _add_results(self, box: Box, size: Size, results: Any) -> None:
         for name in results:

@@ -23,7 +23,7 @@ from service.core.hardware.host import run_in_threads
 from service.core.types import Array, Volume
 from service.formats import stack_reader
 from service.formats.zarr.reader import ZarrStack
-from service.inference.blockwise.counting import CountedChannel, CountRequest, Counts, MissingCounts, open_counting
+from service.inference.blockwise.counting import CountedChannel, CountRequest, Counts, MissingCounts, open_for_counting
 from service.inference.blockwise.run_folder import OpenRun, Survey
 from service.inference.decoding.postprocessing import apply_postprocessing
 from service.inference.diameter.window_selection import select_high_contrast_windows
@@ -80,9 +80,11 @@ def merge_counts(run: OpenRun, runner: ModelRunner, round_number: int) -> dict[s
 
     Raises BadFile if a channel has no finite pixels. Exceptions raised while reading the stack are propagated.
     """
-    with open_counting(run) as (stack, counting):
-        counts, volume = Counts(run, counting, round_number + 1), make_lazy_volume(stack, run)
-        scalings_or_requests = [_fit_scaling(volume, index, counts, runner) for index in range(counting.num_channels)]
+    with open_for_counting(run) as (stack, counting_plan):
+        counts, volume = Counts(run, counting_plan, round_number + 1), make_lazy_volume(stack, run)
+        scalings_or_requests = [
+            _fit_scaling(volume, index, counts, runner) for index in range(counting_plan.num_channels)
+        ]
         requests = [None if isinstance(item, IntensityScaling) else item for item in scalings_or_requests]
         if any(requests):
             return {"requests": requests}
