@@ -97,7 +97,7 @@ def test_folder_of_another_run_is_rejected(tmp_path: Path, source: Path, start) 
     with pytest.raises(BadParameter, match="contains other files"):
         start(source)
     (tmp_path / "run" / "plan.json").write_text("{}")
-    with pytest.raises(BadParameter, match="options or version"):
+    with pytest.raises(BadParameter, match="version or options"):
         start()
 
 
