@@ -22,7 +22,7 @@ from service.core.types import Array, Objects, label_dtype
 from service.inference.blockwise.layout import get_first_voxel
 from service.inference.blockwise.tiles import make_decoding_spec, read_pixels
 from service.inference.decoding.basin_merging import MergeForest, Persistence, find_shallow_passes
-from service.inference.decoding.instances import min_object_confidence, min_object_voxels
+from service.inference.decoding.instances import compute_min_object_confidence, compute_min_object_voxels
 from service.inference.decoding.labels import gather_objects
 from service.inference.decoding.postprocessing import minimum_voxels, require_instances
 from service.inference.decoding.watershed import Basins, Passes, compute_heights
@@ -137,10 +137,10 @@ def _choose_objects(
     if decoding.border == "drop":
         is_kept[object_of_basin[sums.touches_face]] = False
     selected_objects = objects.select(is_kept)
-    voxel_limit = min_object_voxels(
+    voxel_limit = compute_min_object_voxels(
         run.spec.input.diameter or math.inf, decoding, selected_objects, run.plan.layout.size
     )
-    is_kept &= (objects.confidence >= min_object_confidence(decoding, selected_objects)) & (
+    is_kept &= (objects.confidence >= compute_min_object_confidence(decoding, selected_objects)) & (
         objects.voxels >= voxel_limit
     )
     if run.plan.layout.size != run.plan.size:

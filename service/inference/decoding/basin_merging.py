@@ -93,14 +93,14 @@ class MergeForest:
         """Join further pairs [E], whose passes are not higher than those of earlier calls."""
         parent, peaks, depth = self._parent, self._peaks, self._depth
 
-        def root(basin: int) -> int:
+        def find_root(basin: int) -> int:
             while parent[basin] != basin:
                 parent[basin] = parent[parent[basin]]
                 basin = parent[basin]
             return basin
 
         for basin_a, basin_b, saddle in zip(first.tolist(), second.tolist(), height.tolist(), strict=True):
-            high, low = root(basin_a), root(basin_b)
+            high, low = find_root(basin_a), find_root(basin_b)
             if peaks[high] < peaks[low]:
                 high, low = low, high
             if high != low and peaks[low] - saddle < depth:

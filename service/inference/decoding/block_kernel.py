@@ -58,7 +58,7 @@ class Block(NamedTuple):
 
 
 class BlockKernel(CppFunctions):
-    """Function of the C++ library that computes the watershed pieces of a block, for tensors and arrays."""
+    """Python interface to the C++ function that computes the watershed pieces of a block."""
 
     def find_pieces(
         self, block: Block, heights: Tensor, foreground: Tensor, parameters: WatershedParameters

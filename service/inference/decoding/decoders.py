@@ -120,16 +120,16 @@ def split_planes(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
     Temporary arrays of a few planes stay in the cache. Larger arrays would fragment memory, because malloc rarely
     reuses freed memory for the aligned arrays of PyTorch.
     """
-    planes = scores.shape[2]
-    step = max(CACHE_VOXELS // max(math.prod(scores.shape[3:]), 1), 1) if scores.is_cpu else planes
-    yield from zip(range(z0, z0 + planes, step), torch.split(scores, step, 2), strict=True)
+    num_planes = scores.shape[2]
+    step = max(CACHE_VOXELS // max(math.prod(scores.shape[3:]), 1), 1) if scores.is_cpu else num_planes
+    yield from zip(range(z0, z0 + num_planes, step), torch.split(scores, step, 2), strict=True)
 
 
 def write_slab(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> None:
     """Copy `slab` [..., z, y, X] into `pixels` [..., Z, Y, X], and release pages of arrays on disk."""
-    planes, rows = slab.shape[-3:-1]
-    pixels[..., z0 : z0 + planes, y0 : y0 + rows, :] = slab
-    if y0 + rows == pixels.shape[-2]:
+    num_planes, num_rows = slab.shape[-3:-1]
+    pixels[..., z0 : z0 + num_planes, y0 : y0 + num_rows, :] = slab
+    if y0 + num_rows == pixels.shape[-2]:
         release_pages(pixels)
 
 

@@ -42,11 +42,11 @@ def fill_holes(labels: Labels) -> None:
     is_outside[components[_find_face_contacts(runs, labels.shape)]] = True
     is_closed = ~is_outside[components]
     runs, components = Runs(*(column[is_closed] for column in runs)), components[is_closed]
-    lowest, highest = _find_neighbor_labels(labels, runs, components)
-    flat = labels.reshape(-1, labels.shape[2])
-    for row, start, end, low, high in zip(*runs, lowest, highest, strict=True):
-        if low == high:
-            flat[row, start:end] = low
+    lowest_labels, highest_labels = _find_neighbor_labels(labels, runs, components)
+    label_rows = labels.reshape(-1, labels.shape[2])
+    for row, start, end, lowest, highest in zip(*runs, lowest_labels, highest_labels, strict=True):
+        if lowest == highest:
+            label_rows[row, start:end] = lowest
 
 
 def _find_background_runs(labels: Labels) -> Runs:
@@ -117,16 +117,16 @@ def _find_neighbor_labels(labels: Labels, runs: Runs, component: Indices) -> tup
     run_of_voxel = np.repeat(np.arange(len(lengths)), lengths)
     x = np.arange(len(run_of_voxel)) - np.repeat(np.cumsum(lengths) - lengths - runs.start, lengths)
     position = runs.row[run_of_voxel] * width + x
-    flat = labels.reshape(-1)
-    lowest = np.full(int(np.max(component, initial=-1)) + 1, np.iinfo(labels.dtype).max, labels.dtype)
-    highest = np.zeros_like(lowest)
+    flat_labels = labels.reshape(-1)
+    lowest_labels = np.full(int(np.max(component, initial=-1)) + 1, np.iinfo(labels.dtype).max, labels.dtype)
+    highest_labels = np.zeros_like(lowest_labels)
     for length, step in ((depth, height * width), (height, width), (width, 1)):
         for neighbor in (position - step, position + step) if length > 1 else ():
-            neighbor_labels = flat[neighbor]
+            neighbor_labels = flat_labels[neighbor]
             labeled_components, neighbor_labels = (
                 component[run_of_voxel[neighbor_labels > 0]],
                 neighbor_labels[neighbor_labels > 0],
             )
-            np.minimum.at(lowest, labeled_components, neighbor_labels)
-            np.maximum.at(highest, labeled_components, neighbor_labels)
-    return lowest[component], highest[component]
+            np.minimum.at(lowest_labels, labeled_components, neighbor_labels)
+            np.maximum.at(highest_labels, labeled_components, neighbor_labels)
+    return lowest_labels[component], highest_labels[component]

@@ -44,7 +44,7 @@ def label_basins(  # noqa: PLR0913
     object_filter  selects which of the remaining objects get a label
     merge          returns the object of every basin
     """
-    # NumPy is much faster than PyTorch for so few numbers.
+    # NumPy is much faster than PyTorch for such small arrays.
     object_of_basin, peaks = (
         merge(basins, persistence),
         persistence.to_distances(basins.peaks).cpu().numpy(),

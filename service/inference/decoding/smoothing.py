@@ -1,4 +1,4 @@
-"""Smoothing filter for a height map that arrives in planes."""
+"""Smoothing filter for a height map that arrives plane by plane."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Smoother:
 
 
 def _smooth_axis(heights: Tensor, axis: int) -> Tensor:
-    """Filter [z, y, x] with weights 1, 2, 1 along one axis, repeating the voxels at the ends."""
+    """Filter heights [z, y, x] with weights 1, 2, 1 along one axis, repeating the voxels at the ends."""
     last = heights.shape[axis] - 1
     previous_voxels = torch.cat((heights.narrow(axis, 0, 1), heights.narrow(axis, 0, last)), axis)
     next_voxels = torch.cat((heights.narrow(axis, 1, last), heights.narrow(axis, last, 1)), axis)

@@ -1,4 +1,4 @@
-"""Watersheds of a height map that arrives in planes: the common interface, and its implementation in PyTorch."""
+"""Watersheds of a height map that arrives plane by plane: the common interface, and its implementation in PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all_o
 
 
 class StreamingWatershed(Protocol):
-    """Watershed of a height map that arrives in planes, computed by the C++ kernel or by PyTorch."""
+    """Watershed of a height map that arrives plane by plane, computed by the C++ kernel or by PyTorch."""
 
     def add(self, heights: Tensor, foreground: Tensor) -> None:
         """Add the next planes. See `KernelWatershed.add` for shapes and dtypes."""

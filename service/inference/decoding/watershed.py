@@ -1,4 +1,4 @@
-"""Watershed basins of a height map that arrives in planes, and the passes between them, by PyTorch on any device.
+"""Watershed basins of a height map that arrives plane by plane, and the passes between basins, in PyTorch.
 
 Planes are processed in blocks that fit in the cache of a processor; only the piece number of each voxel is retained.
 Basins and passes do not depend on how the planes were divided.
@@ -21,14 +21,12 @@ from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, choose_
 
 # Key of background voxels: the lowest 32-bit integer, below the key of every height.
 BACKGROUND_KEY = -(2**31)
-
 # Number of voxels whose neighbors are examined together. Each voxel has 26 neighbors.
 NEIGHBOR_BATCH_VOXELS = 2**14
-
 # The last five bits of a key contain the position of the voxel modulo 3 along each axis, to identify neighbors.
 POSITION_BITS = 0b11111
 
-# Foreground probability by code. The codes are logits in steps of 1/16 from -8 to 8.
+# Fixed-point foreground probability of each code. The codes are logits in steps of 1/16 from -8 to 8.
 PROBABILITIES = torch.from_numpy(np.rint(PROBABILITY_ONE / (1 + np.exp((128 - np.arange(256)) / 16))).astype(np.int64))
 
 NEIGHBORS = tuple((z, y, x) for z in (-1, 0, 1) for y in (-1, 0, 1) for x in (-1, 0, 1) if (z, y, x) != (0, 0, 0))
@@ -117,7 +115,7 @@ class Watershed:
     Positions break ties, so every path ends. Several maxima of one plateau have passes of the plateau's height.
 
     planes          planes of the volume; the basins do not depend on their order
-    compute_floors  returns the lowest relevant pass of each peak, float32 [R], given the peak heights, float32 [R]
+    compute_floors  returns the lowest height of a relevant pass for each peak, given the peak heights; both float32 [R]
     block_voxels    number of voxels that are processed together; None: use `choose_block_voxels`
     neighbor_batch  number of voxels whose neighbors are examined together
     """
@@ -141,7 +139,7 @@ class Watershed:
         self._pieces = torch.zeros((depth + 2, *self._shape), dtype=torch.int32, device=device)
         # Weights of the coordinates in position codes. The codes do not depend on the direction in which planes arrive.
         self._weights = (3, 9) if along_y else (9, 3)
-        self._plane_codes, self._codes = _encode(self._block_planes, *self._shape, self._weights, device)
+        self._plane_codes, self._codes = _encode_positions(self._block_planes, *self._shape, self._weights, device)
         # Only CPU tensors are cached: other streams would have to wait for a cached tensor on a device.
         self._offsets = _compute_neighbor_offsets(*self._shape).to(device, non_blocking=True)
         self._steps = _compute_steps(self._plane, self._shape[1], self._weights).to(device, non_blocking=True)
@@ -162,15 +160,15 @@ class Watershed:
             heights, mask, codes = (tensor.transpose(0, 1) for tensor in (heights, mask, codes))
         for low in range(0, len(heights), self._block_planes):
             part = slice(low, low + self._block_planes)
-            num_pending, planes = len(self._pending), len(heights[part])
-            is_last = self._z + num_pending - 2 + planes == self._depth
+            num_pending, num_planes = len(self._pending), len(heights[part])
+            is_last = self._z + num_pending - 2 + num_planes == self._depth
             # The last block includes the background plane at the end, so that a small volume needs only one block.
-            block = self._make_background(num_pending + planes + is_last)
+            block = self._make_background(num_pending + num_planes + is_last)
             block[:num_pending] = self._pending
-            self._write_keys(heights[part], mask[part], block[num_pending : num_pending + planes])
+            self._write_keys(heights[part], mask[part], block[num_pending : num_pending + num_planes])
             block_codes = torch.zeros_like(block, dtype=torch.uint8)
             block_codes[:num_pending] = self._pending_codes
-            block_codes[num_pending : num_pending + planes, 1:-1, 1:-1] = codes[part]
+            block_codes[num_pending : num_pending + num_planes, 1:-1, 1:-1] = codes[part]
             self._process_block(block, block_codes)
 
     def finish(self) -> Basins:
@@ -178,7 +176,7 @@ class Watershed:
         ends = torch.cat([torch.stack(columns) for columns in self._piece_ends], 1)
         # The pieces above a block were not known when its paths were traced. Position -1 of piece 0 is in the rim.
         next_pieces = self._pieces.view(-1)[ends[0]]
-        # NumPy is much faster than PyTorch for so few numbers.
+        # NumPy is much faster than PyTorch for such small arrays.
         link, position, keys, voxels, foreground = torch.cat((next_pieces[None], ends)).cpu().numpy()
         maxima = np.flatnonzero(link == np.arange(len(link)))[1:]
         maxima = maxima[self._order_by_position(position[maxima]).argsort()]
@@ -197,7 +195,7 @@ class Watershed:
         return Basins(basins, pieces, peaks, sums[0], sums[1], self._resolve_passes(basins))
 
     def _order_by_position(self, position: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return numbers [N] that sort positions including the rim in the order of the voxels of the volume."""
+        """Return sort keys [N] that order positions, which include the rim, like the voxels of the volume."""
         if not self._along_y:
             return position
         plane, remainder = np.divmod(position, self._plane)
@@ -213,8 +211,8 @@ class Watershed:
         basin_of_piece, other_piece = basin_of_piece.to(self._device), self._pieces.view(-1)[position]
         return Passes(basin_of_piece[piece], basin_of_piece[other_piece], compute_heights(key))
 
-    def _make_background(self, planes: int) -> Tensor:
-        return torch.full((planes, *self._shape), BACKGROUND_KEY, dtype=torch.int32, device=self._device)
+    def _make_background(self, num_planes: int) -> Tensor:
+        return torch.full((num_planes, *self._shape), BACKGROUND_KEY, dtype=torch.int32, device=self._device)
 
     def _write_keys(self, heights: Tensor, mask: Tensor, block: Tensor) -> None:
         """Write the keys of the next planes inside their rims."""
@@ -302,12 +300,12 @@ def encode_foreground(scores: Tensor) -> Tensor:
     return (scores.float() * 16 + 128.5).clamp_(0, 255).nan_to_num_(0).to(torch.uint8)
 
 
-def _find_highest_neighbors(keys: Tensor, plane: int, row: int) -> tuple[Tensor, int]:
+def _find_highest_neighbors(keys: Tensor, plane_step: int, row_step: int) -> tuple[Tensor, int]:
     """Return the highest key of each voxel and its 26 neighbors, and the number of voxels omitted at each end."""
-    for step in (1, row, plane):
+    for step in (1, row_step, plane_step):
         pair_maxima = torch.maximum(keys[: -2 * step], keys[step:-step])
         keys = torch.maximum(pair_maxima, keys[2 * step :], out=pair_maxima)
-    return keys, 1 + row + plane
+    return keys, 1 + row_step + plane_step
 
 
 def _compute_keys(heights: Tensor) -> Tensor:
@@ -327,24 +325,26 @@ def compute_heights(keys: Tensor) -> Tensor:
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
-def _encode(planes: int, rows: int, row: int, weights: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return codes of positions modulo 3 along planes, int32 [planes + 2, 1, 1], and within a plane, [Y, X]."""
-    z, y, x = (torch.arange(length, dtype=torch.int32, device=device) % 3 for length in (planes + 2, rows, row))
+def _encode_positions(
+    depth: int, height: int, width: int, weights: tuple[int, int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return codes of positions modulo 3 along planes, int32 [depth + 2, 1, 1], and within a plane, [Y, X]."""
+    z, y, x = (torch.arange(length, dtype=torch.int32, device=device) % 3 for length in (depth + 2, height, width))
     return weights[0] * z[:, None, None], weights[1] * y[1:-1, None] + x[1:-1]
 
 
 @lru_cache(maxsize=16)
-def _compute_neighbor_offsets(rows: int, row: int) -> Tensor:
+def _compute_neighbor_offsets(num_rows: int, width: int) -> Tensor:
     """Return the offsets, int32 [26] on the CPU, from a voxel to its neighbors in flat memory."""
-    return torch.tensor([(z * rows + y) * row + x for z, y, x in NEIGHBORS], dtype=torch.int32)
+    return torch.tensor([(z * num_rows + y) * width + x for z, y, x in NEIGHBORS], dtype=torch.int32)
 
 
 @lru_cache(maxsize=16)
-def _compute_steps(plane: int, row: int, weights: tuple[int, int]) -> Tensor:
+def _compute_steps(plane_step: int, row_step: int, weights: tuple[int, int]) -> Tensor:
     """Return the offset to a neighbor, int32 [1024] on the CPU, indexed by 32 * own code + neighbor's code."""
     code = torch.arange(32)
     steps = torch.zeros(32, 32, dtype=torch.int64)
-    for weight, step in ((weights[0], plane), (weights[1], row), (1, 1)):
+    for weight, step in ((weights[0], plane_step), (weights[1], row_step), (1, 1)):
         digit = code // weight % 3
         steps += ((digit[None] - digit[:, None] + 1) % 3 - 1) * step
     return steps.view(-1).int()

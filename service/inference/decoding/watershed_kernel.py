@@ -90,9 +90,9 @@ class WatershedParameters(NamedTuple):
 
 def choose_block_voxels(size: Size, *, along_y: bool = False) -> int:
     """Return the number of voxels of a volume (Z, Y, X) to process together, including the rims of its planes."""
-    plane = (size[not along_y] + 2) * (size[2] + 2)
+    plane_voxels = (size[not along_y] + 2) * (size[2] + 2)
     max_voxels = MAX_INDEX - 4 * _count_largest_plane_voxels(size)
-    return max(MIN_BLOCK_VOXELS, min(MIN_BLOCK_PLANES * plane, max_voxels))
+    return max(MIN_BLOCK_VOXELS, min(MIN_BLOCK_PLANES * plane_voxels, max_voxels))
 
 
 def _count_largest_plane_voxels(size: Size) -> int:
@@ -101,7 +101,7 @@ def _count_largest_plane_voxels(size: Size) -> int:
 
 
 class WatershedKernel(CppFunctions):
-    """Functions of the C++ library that compute watersheds, for tensors and arrays."""
+    """Python interface to the C++ functions that compute the watershed of a volume."""
 
     def supports(self, device: torch.device, size: Size = (1, 1, 1), block_voxels: int = MIN_BLOCK_VOXELS) -> bool:
         """Return whether the kernel is available and supports volumes of this size on this device, along both axes."""
@@ -120,7 +120,7 @@ class WatershedKernel(CppFunctions):
 
         size          (Z, Y, X) of the volume
         along_y       whether planes arrive along y, each with its full extent along z, instead of along z; the labels
-        are equal
+                      are equal
         block_voxels  number of voxels that are processed together; None: use `choose_block_voxels`
         """
         block_voxels = choose_block_voxels(size, along_y=along_y) if block_voxels is None else block_voxels
@@ -132,7 +132,7 @@ class WatershedKernel(CppFunctions):
 
 
 class KernelWatershed:
-    """Watershed of a height map that arrives in planes, created by `WatershedKernel.start`."""
+    """Watershed of a height map that arrives plane by plane, created by `WatershedKernel.start`."""
 
     def __init__(
         self,
@@ -167,20 +167,20 @@ class KernelWatershed:
         heights     float32 or bfloat16
         foreground  float32 or bfloat16 scores, which are foreground above the threshold; or a bool mask
         """
-        planes = heights.shape[self._along_y]
+        num_planes = heights.shape[self._along_y]
         shape = list(self._size)
-        shape[self._along_y] = planes
+        shape[self._along_y] = num_planes
         for tensor, dtypes in ((heights, HEIGHT_DTYPES), (foreground, FOREGROUND_DTYPES)):
             if tensor.dtype not in dtypes or list(tensor.shape) != shape or tensor.device.type != "cpu":
                 raise ValueError(
                     f"expected planes of shape {shape} on the CPU, got {tensor.dtype} {list(tensor.shape)}"
                 )
-        if planes > self._num_missing_planes:
-            raise ValueError(f"{planes} planes were added, but only {self._num_missing_planes} planes are missing")
-        self._num_missing_planes -= planes
+        if num_planes > self._num_missing_planes:
+            raise ValueError(f"{num_planes} planes were added, but only {self._num_missing_planes} planes are missing")
+        self._num_missing_planes -= num_planes
         status = self._functions.stackseg_planes(
             *(self._handle, heights.data_ptr(), HEIGHT_DTYPES.index(heights.dtype), self._strides(heights)),
-            *(foreground.data_ptr(), FOREGROUND_DTYPES.index(foreground.dtype), self._strides(foreground), planes),
+            *(foreground.data_ptr(), FOREGROUND_DTYPES.index(foreground.dtype), self._strides(foreground), num_planes),
         )
         if status:
             raise MemoryError("not enough memory for the pieces of a watershed")
@@ -192,7 +192,7 @@ class KernelWatershed:
     def label_objects(
         self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all_objects
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        """Return labels [Z, Y, X], uint16 or uint32 from 1, and the objects, after all planes have been added.
+        """Return labels [Z, Y, X] from 1, uint16 or uint32, and the objects, after all planes have been added.
 
         minimum_size   minimum number of voxels of an object
         drop_border    whether to remove objects that touch a face of the volume; axes that are only one voxel long
