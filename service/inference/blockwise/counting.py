@@ -164,9 +164,9 @@ class Counts:
         step = sample_step(math.prod(size))
         sample_shape = (counting_plan.num_channels, size[0], *(-(-n // step) for n in size[1:]))
         self._samples = np.zeros(sample_shape if counting_plan.skip_below == "auto" else (0,), counting_plan.dtype)
-        for number in range(round_count * len(counting_plan.parts) if counting_plan.is_needed else 0):
-            with run.folder.read_arrays(f"survey/{number}.npz") as results:
-                self._add_results(counting_plan.parts.get_box(number % len(counting_plan.parts)), size, results)
+        for part_number in range(round_count * len(counting_plan.parts) if counting_plan.is_needed else 0):
+            with run.folder.read_arrays(f"survey/{part_number}.npz") as results:
+                self._add_results(counting_plan.parts.get_box(part_number % len(counting_plan.parts)), size, results)
 
     def _add_results(self, box: Box, size: Size, results: Any) -> None:
         for name in results:
@@ -195,10 +195,10 @@ class Counts:
 
     def add_substituted_pixels(self, index: int, substitute: float, dtype: np.dtype[Any]) -> None:
         """Add the non-finite pixels of a channel as `substitute`, which was not yet known in the first round."""
-        key = int(sortable_keys(np.array([substitute], dtype))[0])
+        sort_key = int(sortable_keys(np.array([substitute], dtype))[0])
         shift = max(8 * dtype.itemsize - 16, 0)
         if (index, shift, 0) in self.digit_counts:
-            self.digit_counts[index, shift, 0][key >> shift] += self.nonfinite_counts[index]
+            self.digit_counts[index, shift, 0][sort_key >> shift] += self.nonfinite_counts[index]
 
     def get_intensity_survey(self) -> IntensitySurvey:
         """Return the intensity survey that is used to find empty windows."""
@@ -223,10 +223,10 @@ class CountedChannel(VolumeChannel):
     counts: Counts = field(kw_only=True)
 
     def count_digits(self, shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
-        digits_by_prefix = {
+        counts_by_prefix = {
             prefix: self.counts.digit_counts.get((self.index, shift, prefix)) for prefix in sorted(prefixes)
         }
-        missing_prefixes = [prefix for prefix, counts in digits_by_prefix.items() if counts is None]
+        missing_prefixes = [prefix for prefix, counts in counts_by_prefix.items() if counts is None]
         if missing_prefixes:
             raise MissingCounts({"shift": shift, "prefixes": missing_prefixes, "substitute": self.substitute})
-        return {prefix: counts for prefix, counts in digits_by_prefix.items() if counts is not None}
+        return {prefix: counts for prefix, counts in counts_by_prefix.items() if counts is not None}

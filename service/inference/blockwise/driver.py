@@ -89,7 +89,7 @@ class Driver:
         return self._workers.submit(BlockTask(str(self._folder.path), step, number))
 
     def _score_and_decode(self) -> None:
-        """Score groups of windows in order, decode each tile once its groups are scored, and delete old scores."""
+        """Score groups of windows in order, decode each tile once its groups are scored, and delete unneeded scores."""
         tile_count, finished_tiles, scored_groups = (
             self._layout.total_groups,
             self._folder.find_finished_blocks("tile"),
@@ -224,8 +224,8 @@ def _check_request(selection: Selection, options: Options, settings: Settings) -
         )
     if settings.windows.inferer != "own":
         raise BadParameter(
-            "windows.inferer: block-wise segmentation does not support MONAI's inferer, because it holds the scores of"
-            " the whole volume in memory. Remove this setting."
+            "windows.inferer: block-wise segmentation does not support MONAI's inferer, which holds the scores of the"
+            " whole volume in memory. Remove this setting."
         )
     if options.roi_size is not None:
         raise BadParameter(
@@ -249,7 +249,7 @@ def _check_decoding(decoding: object, output: str) -> None:
             suggested={"fill_holes": "false"},
         )
     if not block_kernel.is_available:
-        raise BadParameter(f"Block-wise segmentation of labels is not available: {block_kernel.problem}.")
+        raise BadParameter(f"Block-wise segmentation with output=labels is not available: {block_kernel.problem}.")
 
 
 def _make_stamp(source: Path) -> str:

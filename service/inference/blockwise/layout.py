@@ -1,7 +1,8 @@
 """Division of a volume into groups of windows, which workers score, and into tiles, which workers decode.
 
-The windows are the same as for the whole volume. A tile is as large as the distance between adjacent groups. It ends a
-few voxels before the next group starts, so that only its own group and earlier groups are needed to decode it.
+The windows are the same as if the whole volume were processed at once. A tile is as large as the distance between
+adjacent groups. It ends a few voxels before the next group starts, so that only its own group and earlier groups are
+needed to decode it.
 """
 
 from __future__ import annotations
@@ -134,17 +135,19 @@ class Layout:
     def find_required_groups(self, number: int) -> list[int]:
         """Return the numbers of the groups whose scores are needed to decode a tile."""
         windows = self.find_windows(self.get_tile_with_margin(number))
-        spans = [range(first // n, -(-end // n)) for (first, end), n in zip(windows, self.group_shape, strict=True)]
-        return [self.get_number(position) for position in itertools.product(*spans)]
+        group_ranges = [
+            range(first // n, -(-end // n)) for (first, end), n in zip(windows, self.group_shape, strict=True)
+        ]
+        return [self.get_number(position) for position in itertools.product(*group_ranges)]
 
     def make_subgrid(self, windows: Box) -> Grid:
         """Return the grid of a box of windows. The origin of the grid is the first voxel of the first window."""
         grid = self.grid
         starts = [axis[first:end] for (first, end), axis in zip(windows, grid.starts, strict=True)]
-        spans = [axis[-1] + window_length - axis[0] for axis, window_length in zip(starts, self.roi, strict=True)]
+        padded_size = [axis[-1] + window_length - axis[0] for axis, window_length in zip(starts, self.roi, strict=True)]
         z, y, x = (tuple(start - axis[0] for start in axis) for axis in starts)
-        size = [min(span, length) for span, length in zip(spans, self.size, strict=True)]
-        return Grid(as_size(size), self.roi, grid.pad_before, as_size(spans), (z, y, x))
+        size = [min(padded_length, length) for padded_length, length in zip(padded_size, self.size, strict=True)]
+        return Grid(as_size(size), self.roi, grid.pad_before, as_size(padded_size), (z, y, x))
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def _collect_block(run: OpenRun, box: Box) -> Array:
     layout, read_tile = run.plan.layout, label_tile if run.plan.output == "labels" else read_pixels
     pixels: Array = np.zeros(get_lengths(box), np.uint32 if run.plan.output == "labels" else np.uint16)
     nearest_axes = _find_nearest_voxels(run, box)
-    for number in layout.find_tiles(_get_span(nearest_axes)):
+    for number in layout.find_tiles(_get_bounding_box(nearest_axes)):
         tile = layout.get_tile(number)
         spans = [np.searchsorted(axis, span) for axis, span in zip(nearest_axes, tile, strict=True)]
         # If the stack was upsampled, a tile may contain no voxel of the stack.
@@ -122,7 +122,7 @@ def _collect_block(run: OpenRun, box: Box) -> Array:
             axis[slice(*span)] - first
             for axis, span, first in zip(nearest_axes, spans, get_first_voxel(tile), strict=True)
         ]
-        tile_pixels = read_tile(run, number, to_slices(_get_span(positions)))
+        tile_pixels = read_tile(run, number, to_slices(_get_bounding_box(positions)))
         pixels[tuple(slice(*span) for span in spans)] = _take_positions(tile_pixels, positions)
     return pixels
 
@@ -140,7 +140,7 @@ def _take_positions(tile_pixels: Array, positions: Sequence[NDArray[np.intp]]) -
     return tile_pixels[np.ix_(*(axis - axis[0] for axis in positions))]
 
 
-def _get_span(axes: Sequence[NDArray[np.intp]]) -> Box:
+def _get_bounding_box(axes: Sequence[NDArray[np.intp]]) -> Box:
     """Return the smallest box that contains ascending positions along (z, y, x)."""
     z, y, x = ((int(axis[0]), int(axis[-1]) + 1) for axis in axes)
     return z, y, x

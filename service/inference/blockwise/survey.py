@@ -157,9 +157,12 @@ def _fit_scaling(volume: Volume, index: int, counts: Counts, runner: ModelRunner
 def make_lazy_volume(stack: ZarrStack, run: OpenRun) -> Volume:
     """Return a volume that is read one layer of chunks at a time. Large layers are stored in the folder of the run."""
     _, depth, height, width = stack.shape
-    layer = LayerReader(stack, run.folder.path)
+    layer_reader = LayerReader(stack, run.folder.path)
     return Volume(
-        (stack.shape[0], depth, height, width), stack.dtype, layer.read, *stack.volume_metadata(run.plan.selection)
+        (stack.shape[0], depth, height, width),
+        stack.dtype,
+        layer_reader.read,
+        *stack.volume_metadata(run.plan.selection),
     )
 
 

@@ -101,9 +101,9 @@ def read_pixels(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Arr
     with (run.folder.path / f"tiles/{tile}.raw").open("rb") as file:
         file.seek(record["ends"][slab_numbers.start])
         for index in slab_numbers:
-            planes = min(SLAB_PLANES, depth - index * SLAB_PLANES)
+            num_planes = min(SLAB_PLANES, depth - index * SLAB_PLANES)
             compressed_slab = file.read(record["ends"][index + 1] - record["ends"][index])
-            slab = unpack(compressed_slab, (planes, height, width), record["dtype"])
+            slab = unpack(compressed_slab, (num_planes, height, width), record["dtype"])
             first_plane = index * SLAB_PLANES
             slabs.append(slab[max(first - first_plane, 0) : end - first_plane, box[1], box[2]])
     return np.concatenate(slabs)
@@ -124,15 +124,15 @@ def blend_tile(run: OpenRun, tile: int, scores: GroupScores, blending: Blending,
     blended_scores = torch.empty((len(first_scores), *get_lengths(margin_box)))
     for position, stored_position in zip(grid.positions(), list_window_positions(layout, windows), strict=True):
         for slab in blender.add([position], scores.read(stored_position).to(device)[None]):
-            span = tuple(
+            slab_box = tuple(
                 (start, start + n) for start, n in zip((slab.z0, slab.y0, 0), slab.scores.shape[2:], strict=True)
             )
-            _paste(slab.scores[0].cpu(), _shift_box(span, origin), blended_scores, margin_box)
+            _paste(slab.scores[0].cpu(), _shift_box(slab_box, origin), blended_scores, margin_box)
     return blended_scores
 
 
-def _shift_box(span: Any, origin: Any) -> Box:
-    z, y, x = ((first + start, end + start) for (first, end), start in zip(span, origin, strict=True))
+def _shift_box(box: Any, origin: Any) -> Box:
+    z, y, x = ((first + start, end + start) for (first, end), start in zip(box, origin, strict=True))
     return z, y, x
 
 
@@ -190,10 +190,10 @@ def _count_stack_voxels(pixels: Array, num_pieces: int, tile: Box, size: Size, s
         np.bincount(nearest, minlength=length)[slice(*span)]
         for nearest, length, span in zip(nearest_voxels(size, stack_size), size, tile, strict=True)
     )
-    plane, counts = (y[:, None] * x).ravel(), np.zeros(num_pieces + 1, np.int64)
+    plane_weights, counts = (y[:, None] * x).ravel(), np.zeros(num_pieces + 1, np.int64)
     for repeats, plane_pieces in zip(z.tolist(), pixels, strict=True):
         # These sums are small integers, so they are exact.
-        counts += repeats * np.bincount(plane_pieces.ravel(), plane, num_pieces + 1).astype(np.int64)
+        counts += repeats * np.bincount(plane_pieces.ravel(), plane_weights, num_pieces + 1).astype(np.int64)
     return counts[1:]
 
 

@@ -73,7 +73,7 @@ def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stag
 
 
 class _ScoreWriter:
-    """Consumer that writes the scores of windows to a file. The constructor deletes previous content of the file."""
+    """Consumer that writes the scores of windows to a file. The constructor deletes any previous content."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

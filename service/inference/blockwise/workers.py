@@ -1,4 +1,4 @@
-"""Function that processes a block in any process with access to the folder of the run, and local worker processes."""
+"""Workers of a block-wise run: the function that processes one block, and local processes that call this function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.inference.blockwise.run_folder import BlockTask, OpenRun, Step, ope
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.blending import Blending
 
-# Number of workers that may die on one block before the run fails. The block itself may be the cause.
+# Number of workers that may die while processing one block before the run fails. The block itself may be the cause.
 MAX_WORKER_DEATHS = 3
 # Interval at which a worker checks whether its parent is alive.
 PARENT_CHECK_SECONDS = 1.0
@@ -30,9 +30,9 @@ BlockFunction = Callable[[BlockTask], dict[str, Any]]
 def run_block(task: BlockTask) -> dict[str, Any]:
     """Run one block, write its record once all its output is on disk, and return the record.
 
-    The model is loaded for the first block that needs it, and stays loaded. Each process must call this from a single
-    thread. A block may be repeated at any time. Raises the same exceptions as `ModelRunner` and
-    `segment`.
+    Any process with access to the folder of the run can call this function, but only from a single thread. The model is
+    loaded for the first block that needs it, and stays loaded. A block may be repeated at any time. Raises the same
+    exceptions as `ModelRunner` and `segment`.
     """
     run = open_run(task.folder, has_survey=task.step not in {"count", "survey"})
     stages, start_time, start_cpu_time = Stages(), time.time(), time.process_time()
