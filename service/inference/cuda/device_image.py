@@ -63,11 +63,11 @@ class Uploader:
     def _divide_into_transfers(self, pixels: Array) -> Iterator[tuple[slice, slice]]:
         """Yield the parts of pixels [z, y, x] that fit in a buffer: several planes, or rows of one plane."""
         depth, height, width = pixels.shape
-        rows = min(self._nbytes // (width * pixels.itemsize), height * depth)
-        planes, rows = max(rows // height, 1), min(rows, height)
-        for z in range(0, depth, planes):
-            for y in range(0, height, rows):
-                yield slice(z, z + planes), slice(y, y + rows)
+        num_rows = min(self._nbytes // (width * pixels.itemsize), height * depth)
+        num_planes, num_rows = max(num_rows // height, 1), min(num_rows, height)
+        for z in range(0, depth, num_planes):
+            for y in range(0, height, num_rows):
+                yield slice(z, z + num_planes), slice(y, y + num_rows)
 
 
 class UploadedVolume:
@@ -173,14 +173,14 @@ def fits_on_device(channels: int, size: Size) -> bool:
 
 def count_planes(channels: int, size: Size, depth: int) -> int:
     """Return the number of planes held on the device for an image of `size` (Z, Y, X) and windows of `depth` planes."""
-    planes, height, width = size
-    return planes if 4 * channels * planes * height * width <= MAX_WHOLE_IMAGE_BYTES else min(depth, planes)
+    num_planes, height, width = size
+    return num_planes if 4 * channels * num_planes * height * width <= MAX_WHOLE_IMAGE_BYTES else min(depth, num_planes)
 
 
 def count_buffer_bytes(size: Size) -> int:
     """Return the size in bytes of each of the two buffers through which an image of `size` (Z, Y, X) is copied."""
-    planes, height, width = size
-    return 4 * width * min(max(MAX_TRANSFER_BYTES // (4 * width), 1), planes * height)
+    num_planes, height, width = size
+    return 4 * width * min(max(MAX_TRANSFER_BYTES // (4 * width), 1), num_planes * height)
 
 
 def count_planes_per_transfer(size: Size) -> int:
@@ -189,16 +189,16 @@ def count_planes_per_transfer(size: Size) -> int:
 
 
 def count_image_bytes(channels: int, size: Size, depth: int) -> int:
-    """Return the device bytes for an image of `size` (Z, Y, X), including two blocks of copied, unconverted pixels."""
+    """Return the device memory in bytes for an image of `size` (Z, Y, X) and two blocks of unconverted pixels."""
     return (
         4 * size[1] * size[2] * (channels * count_planes(channels, size, depth) + 2 * count_planes_per_transfer(size))
     )
 
 
 def count_uploaded_bytes(shape: StackShape) -> int:
-    """Return the device bytes for the stored pixels of a volume [C, Z, Y, X] while they are being counted.
+    """Return the device memory in bytes for the stored pixels of a volume [C, Z, Y, X] while intensities are counted.
 
-    These bytes include one block of pixels and the 16-bit histograms. Returns 0 if the volume is too large to upload in
+    This includes one block of pixels and the 16-bit histograms. Returns 0 if the volume is too large to upload in
     full.
     """
     channels, size = shape[0], as_size(shape[1:])

@@ -21,7 +21,7 @@ from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all_o
 MAX_BLOCK_VOXELS = 2**26
 
 # Number of voxels whose neighbors are inspected in one operation on the device.
-NEIGHBOR_VOXELS = 2**18
+NEIGHBOR_BATCH_VOXELS = 2**18
 
 
 class DeviceWatershed:
@@ -57,7 +57,7 @@ class DeviceWatershed:
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
         # All planes have been collected, so they can be added along z.
         planes = self._planes._replace(along_y=False)
-        watershed = Watershed(planes, self._persistence.compute_floors, self._block_voxels, NEIGHBOR_VOXELS)
+        watershed = Watershed(planes, self._persistence.compute_floors, self._block_voxels, NEIGHBOR_BATCH_VOXELS)
         watershed.add(self._heights, self._foreground, self._codes)
         basins = watershed.finish()
         del watershed, self._heights, self._foreground, self._codes
@@ -72,9 +72,9 @@ def estimate_watershed_bytes(size: Size) -> int:
     plane_voxels = (size[1] + 2) * (size[2] + 2)
     block_voxels = min(size[0] * plane_voxels, MAX_BLOCK_VOXELS) + 2 * plane_voxels
     # Each block needs about nine 32-bit arrays. Each voxel needs its height, foreground, code, piece and label, and two
-    # bytes (measured) for the passes between crowded objects. The last term is for the neighbors of
-    # the voxels in one batch.
-    return 36 * block_voxels + (8 + 6) * math.prod(size) + 600 * NEIGHBOR_VOXELS
+    # bytes (measured) for the passes between crowded objects. The last term is for the neighbors of the voxels in one
+    # batch.
+    return 36 * block_voxels + (8 + 6) * math.prod(size) + 600 * NEIGHBOR_BATCH_VOXELS
 
 
 def merge_basins_on_device(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
