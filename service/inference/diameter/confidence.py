@@ -106,8 +106,8 @@ def assess_objects(
 ) -> ConfidenceAssessment:
     """Return the confidence in the objects of a result, and a warning if it is low.
 
-    `objects` is None for outputs other than labels, which have no confidence. `find_evidence` is slow, so it
-    is called only if the confidence is low or no object was found.
+    `objects` is None for outputs other than labels, because only labels have a confidence. `find_evidence` is slow, so
+    it is called only if the confidence is low or no object was found.
     """
     calibration, expected_diameter = spec.confidence, spec.input.diameter
     if objects is None:

@@ -49,11 +49,9 @@ INITIAL_PROBES = ((1.0, 4), (2.0, 4), (0.4, 2))
 # Maximum number of further probes, and the number of windows of each probe.
 MAX_FURTHER_PROBES = 3
 WINDOWS_PER_PROBE = 4
-
 # Minimum number of objects for a median diameter, unless the windows show at least FULL_COVERAGE_FRACTION of the stack.
 MIN_OBJECTS = 5
 FULL_COVERAGE_FRACTION = 0.9
-
 # Standard deviations of the logarithms of diameter, aspect ratio and scale with which the fit is computed.
 SIZE_SIGMA = 0.5
 ASPECT_SIGMA = 1.0
@@ -106,7 +104,7 @@ class DiameterEstimator:
             raise ValueError(f"The model {spec.name} has no object diameter.")
         self._image, self._base, self._spec, self._score_windows = image, base, spec, score_windows
         self._voxel_size, self._margin = voxel_size, margin
-        self._flatness = expect_flatness(voxel_size, base)
+        self._flatness = compute_expected_flatness(voxel_size, base)
         # Keep fragments, because they indicate that a scale does not fit.
         filters = ("minimum_fraction", "min_confidence", "min_relative_odds")
         self._decoding = require_instances(spec).model_copy(update=dict.fromkeys(filters, 0.0))
@@ -234,7 +232,7 @@ class DiameterEstimator:
     def probe(self, centers: Sequence[Size], factors: Factors, max_windows: int) -> ScaleProbe:
         """Score up to `max_windows` spaced windows at this scale, around the first `centers`."""
         scaled_size = [max(round(length * factor), 1) for length, factor in zip(self._size, factors, strict=True)]
-        inner_size = [min(edge, length) for edge, length in zip(self._spec.input.roi_size, scaled_size, strict=True)]
+        inner_size = [min(roi, length) for roi, length in zip(self._spec.input.roi_size, scaled_size, strict=True)]
         boxes = select_spaced_boxes(
             (make_box_around(position, self._size, inner_size, scaled_size) for position in centers), max_windows
         )
@@ -253,7 +251,7 @@ class DiameterEstimator:
         """Return the scores [N, K, *inner_size] of boxes of the image, each resampled to `inner_size` voxels."""
         roi = self._spec.input.roi_size
         windows = torch.zeros((len(boxes), self._spec.input.channels, *roi))
-        offsets = [(edge - length) // 2 for edge, length in zip(roi, inner_size, strict=True)]
+        offsets = [(roi_length - length) // 2 for roi_length, length in zip(roi, inner_size, strict=True)]
         region = tuple(slice(first, first + length) for first, length in zip(offsets, inner_size, strict=True))
         for window, part in zip(windows, cut_boxes(self._image, boxes), strict=True):
             window[(slice(None), *region)] = functional.interpolate(part[None], size=[*inner_size], mode="trilinear")[0]
@@ -284,26 +282,28 @@ class DiameterEstimator:
         return measurements, objects
 
     def _summarize_measurements(
-        self, factors: Factors, objects: NDArray[np.float64], num_windows: int, *, covers_stack: bool
+        self, factors: Factors, measurements: NDArray[np.float64], num_windows: int, *, covers_stack: bool
     ) -> ScaleProbe:
         """Summarize the measurements of `_decode_objects`.
 
         If the depth of too few objects is known, objects are assumed to be as deep as they are wide. If there are fewer
         than `MIN_OBJECTS` objects but the windows show the whole stack, only the largest object is used.
         """
-        is_whole = np.isfinite(objects[:, :3])
+        is_whole = np.isfinite(measurements[:, :3])
         count = int(is_whole[:, 1:].sum()) // 2
         if count < MIN_OBJECTS:
-            complete_objects = objects[is_whole.all(axis=1)]
+            complete_objects = measurements[is_whole.all(axis=1)]
             if not covers_stack or not len(complete_objects):
                 return ScaleProbe(factors, (1.0, 1.0, 1.0), count, 0.0, num_windows)
-            objects = complete_objects[complete_objects[:, :3].prod(axis=1).argmax()][None]
-            is_whole = np.isfinite(objects[:, :3])
-        width = float(np.median(objects[:, 1:3][is_whole[:, 1:]]))
+            measurements = complete_objects[complete_objects[:, :3].prod(axis=1).argmax()][None]
+            is_whole = np.isfinite(measurements[:, :3])
+        width = float(np.median(measurements[:, 1:3][is_whole[:, 1:]]))
         depth = (
-            float(np.median(objects[is_whole[:, 0], 0])) if is_whole[:, 0].sum() >= min(MIN_OBJECTS, count) else width
+            float(np.median(measurements[is_whole[:, 0], 0]))
+            if is_whole[:, 0].sum() >= min(MIN_OBJECTS, count)
+            else width
         )
-        peak = float(np.median(objects[is_whole[:, 1:].any(axis=1), 3]))
+        peak = float(np.median(measurements[is_whole[:, 1:].any(axis=1), 3]))
         size_error = math.log(depth * width**2 / self._expected_diameter**3) / 3
         aspect_error = max(abs(math.log(width / depth)) - math.log(MAX_ROUND_ASPECT), 0.0)
         log_scale = math.log(factors[1] / self._base[1])
@@ -335,14 +335,14 @@ class DiameterEstimator:
 
         No axis becomes shorter than the window, unless it already is, because padding reduces the score quality.
         """
-        clamped = []
-        for factor, base, edge, length in zip(factors, self._base, self._spec.input.roi_size, self._size, strict=True):
-            minimum = max(base / MAX_SCALE_RATIO, min(edge / length, base))
-            clamped.append(min(max(factor, minimum), base * MAX_SCALE_RATIO))
-        return clamped[0], clamped[1], clamped[2]
+        clamped_factors = []
+        for factor, base, roi, length in zip(factors, self._base, self._spec.input.roi_size, self._size, strict=True):
+            min_factor = max(base / MAX_SCALE_RATIO, min(roi / length, base))
+            clamped_factors.append(min(max(factor, min_factor), base * MAX_SCALE_RATIO))
+        return clamped_factors[0], clamped_factors[1], clamped_factors[2]
 
 
-def expect_flatness(voxel_size: VoxelSize | None, base: Factors) -> float:
+def compute_expected_flatness(voxel_size: VoxelSize | None, base: Factors) -> float:
     """Return the expected ratio of object width to depth on the base grid; 1 if the voxel size is unknown."""
     if voxel_size is None:
         return 1.0

@@ -62,5 +62,9 @@ def _measure_structure_ratios(window: Tensor) -> tuple[float, float, float]:
     eigenvalues, slopes = torch.linalg.eigvalsh(matrices[candidates]), slopes[candidates]
     structure_indices = eigenvalues[:, 0].topk(min(num_structure_voxels, len(eigenvalues)), largest=False).indices
     eigenvalues, slopes = eigenvalues[structure_indices], slopes[structure_indices]
-    middle, last = (eigenvalues[:, 1:] / eigenvalues[:, :1]).median(0).values
-    return float(middle), float(last), float((slopes / (-SMOOTHING_SIGMA_VOXELS * eigenvalues[:, 0])).median())
+    middle_ratio, last_ratio = (eigenvalues[:, 1:] / eigenvalues[:, :1]).median(0).values
+    return (
+        float(middle_ratio),
+        float(last_ratio),
+        float((slopes / (-SMOOTHING_SIGMA_VOXELS * eigenvalues[:, 0])).median()),
+    )
