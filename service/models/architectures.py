@@ -177,7 +177,7 @@ def count_parameters(architecture: Architecture) -> int:
 
 
 class _CallLimit(TorchFunctionMode):
-    """A mode that stops the construction of a network if its arguments define an excessive number of layers."""
+    """A mode that stops the construction of a network if the arguments define an excessive number of layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -49,13 +49,13 @@ def _read_yaml(text: str) -> Any:
 
 def _check_size(node: yaml.Node) -> None:
     """Raise ValueError if the values are too large after aliases are expanded. Nested aliases could exhaust memory."""
-    nodes, characters = [node], 0
+    nodes, num_characters = [node], 0
     while nodes:
         node = nodes.pop()
         # Count the characters of a string, or the entries of a list or mapping, which may contain itself through an
         # alias.
-        characters += 1 + len(node.value)
-        if characters > MAX_CHARACTERS:
+        num_characters += 1 + len(node.value)
+        if num_characters > MAX_CHARACTERS:
             raise ValueError(f"the content expands to more than {MAX_CHARACTERS} characters")
         if isinstance(node, yaml.ScalarNode):
             if len(node.value) > MAX_SCALAR_CHARACTERS:

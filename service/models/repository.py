@@ -90,7 +90,10 @@ def read_repository(
         if spec.name in specs and folder.parent == trained_root:
             continue
         if spec.name in specs:
-            raise BrokenModel(f"{folder}: the name {spec.name!r} is already used by {specs[spec.name].folder}")
+            raise BrokenModel(
+                f"{folder}: the name {spec.name!r} is already used by {specs[spec.name].folder}; rename one of the"
+                " models."
+            )
         specs[spec.name] = spec
     return specs
 

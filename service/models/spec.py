@@ -120,7 +120,7 @@ class Instances(_FrozenModel):
     minimum_size       size in voxels below which objects are dropped
     minimum_fraction   fraction of the volume of a ball with `input.diameter`, or of a typical object of the stack if
                        that is smaller, below which objects are dropped
-    min_confidence     objects are dropped if the mean foreground probability of their voxels is below this
+    min_confidence     objects are dropped if the mean foreground probability of their voxels is below this value
     min_relative_odds  fraction of the odds of a typical object of the stack below which an object is dropped; the odds
                        are p / (1 - p) for the mean foreground probability p; objects with p >= 0.9 are always kept
     smoothing          number of times the distance map is averaged over neighbors, with weights 1, 2, 1 along each axis
@@ -242,9 +242,9 @@ class ModelSpec(_FrozenModel):
         if len(set(self.outputs)) != len(self.outputs):
             raise ValueError("outputs: the names of outputs must be unique")
         if isinstance(self.decoding, Instances):
-            for role in (self.decoding.foreground, self.decoding.distance):
-                if role not in self.outputs:
-                    raise ValueError(f"decoding: there is no output named {role!r}")
+            for output_name in (self.decoding.foreground, self.decoding.distance):
+                if output_name not in self.outputs:
+                    raise ValueError(f"decoding: there is no output named {output_name!r}")
         return self
 
     @model_validator(mode="after")
@@ -268,8 +268,13 @@ class ModelSpec(_FrozenModel):
 def check_trainable(spec: ModelSpec) -> None:
     """Raise BadParameter if `service.training` cannot train this model."""
     decoding = spec.decoding
-    roles = (decoding.foreground, decoding.distance) if isinstance(decoding, Instances) else ()
-    if spec.outputs != roles or spec.activation != "sigmoid" or spec.input.channels != 1 or spec.architecture is None:
+    output_names = (decoding.foreground, decoding.distance) if isinstance(decoding, Instances) else ()
+    if (
+        spec.outputs != output_names
+        or spec.activation != "sigmoid"
+        or spec.input.channels != 1
+        or spec.architecture is None
+    ):
         raise BadParameter(
             f"{spec.name}: only models with one channel and the sigmoid outputs foreground and distance can be trained."
         )

@@ -1,4 +1,4 @@
-"""Convert a graph of calls from a file to a torch module, and infer the shapes of the values in the graph."""
+"""Build a torch module from a graph of calls that was read from a file, and infer the shapes of its values."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Layer(NamedTuple):
 
 
 LayerFinder = Callable[[GraphModule, Node, Shapes], Layer | None]
-"""A function (network, call, known shapes) -> the layer that the call is a part of, or None."""
+"""Function (network, call, known shapes) that returns the layer to which the call belongs, or None."""
 
 
 def add_layers(

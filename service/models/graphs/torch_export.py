@@ -81,7 +81,7 @@ def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
 
 
 class _GraphReader:
-    """A reader of one graph.
+    """Reads the graph of a `torch.export` file, and converts it to a `torch.fx` graph.
 
     _values           nodes by their names in the file
     _tensor_nodes     nodes of stored tensors by file and metadata, since several names may refer to one tensor

@@ -119,7 +119,7 @@ def _make_reduction(function: Callable[[Any, Any], Any]) -> Callable[..., Value]
 def _select_extremum(
     tensor_function: Callable[..., Tensor], number_function: Callable[..., Any], a: Value, b: Value
 ) -> Value:
-    """Apply `tensor_function` if either value is a tensor, after converting the other; otherwise, `number_function`."""
+    """Apply `tensor_function` to both values as tensors if either is a tensor; otherwise apply `number_function`."""
     for reference in (a, b):
         if isinstance(reference, Tensor):
             return tensor_function(torch.as_tensor(a).to(reference), torch.as_tensor(b).to(reference))

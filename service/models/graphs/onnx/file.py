@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 PartReader = Callable[[str, int, int | None], bytes]
-"""A function (name, offset, length) that reads part of a file in the model's folder, to its end if length is None."""
+"""Function (name, offset, length) that reads part of a file in the model's folder, to its end if length is None."""
 
 # Codes from onnx.TensorProto.DataType. Floating-point types are float, float16, double and bfloat16. Other supported
 # types are integers and booleans.
-FLOATING_POINT = frozenset([1, 10, 11, 16])
+FLOATING_POINT_TYPES = frozenset([1, 10, 11, 16])
 BFLOAT16 = 16
 IMAGE_RANK = 5
-DATA_TYPES = FLOATING_POINT | frozenset([2, 3, 4, 5, 6, 7, 9])
+DATA_TYPES = FLOATING_POINT_TYPES | frozenset([2, 3, 4, 5, 6, 7, 9])
 # Maximum size of a protocol buffer.
 MAX_BYTES = 2**31 - 1
 _PARSE_ERRORS = (ValueError, IndexError, KeyError, TypeError, OverflowError)
@@ -100,7 +100,7 @@ def find_image(model: Model) -> TensorInfo:
             f"graph.input {image.name}: the input has {len(image.shape)} axes; "
             "exactly the five axes batch, channel, z, y and x are supported."
         )
-    if image.dtype not in FLOATING_POINT:
+    if image.dtype not in FLOATING_POINT_TYPES:
         raise BrokenModel(
             f"graph.input {image.name}: the data type is {image.dtype}; only floating-point types are supported."
         )

@@ -84,7 +84,7 @@ class OnnxNetwork(nn.Module):
 
 
 class _NetworkBuilder:
-    """A builder of one network.
+    """Builds a torch network from the nodes of an ONNX graph.
 
     _values             results by their names in the file: nodes if computed from the image, otherwise tensors, numbers
                         or tuples of numbers
