@@ -139,8 +139,8 @@ def _count_nonfinite(pixels: Array) -> dict[str, Array]:
 def _get_sample_slices(box: Box, size: Size) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """Return the indices of the sampled voxels of a box: within the box, and within the sample of the volume."""
     step = sample_step(math.prod(size))
-    box_slices = (slice(None), *(slice(-low % step, None, step) for low, _ in box[1:]))
-    sample_slices = (slice(*box[0]), *(slice(-(-low // step), -(-high // step)) for low, high in box[1:]))
+    box_slices = (slice(None), *(slice(-first % step, None, step) for first, _ in box[1:]))
+    sample_slices = (slice(*box[0]), *(slice(-(-first // step), -(-end // step)) for first, end in box[1:]))
     return box_slices, sample_slices
 
 

@@ -186,9 +186,9 @@ def choose_group_shape(size: Size, roi: Size, overlap: float, workers: int, stac
     max_voxels = min(
         MAX_TILE_VOXELS, MAX_SOURCE_VOXELS_PER_VOXEL * MAX_TILE_VOXELS * math.prod(size) // math.prod(stack_size)
     )
-    counts = [len(starts) for starts in Grid.cover(size, roi, overlap).starts]
+    window_counts = [len(starts) for starts in Grid.cover(size, roi, overlap).starts]
     steps = [max(int(window_length * (1 - overlap)), 1) for window_length in roi]
-    max_windows = min(MAX_GROUP_WINDOWS, max(math.prod(counts) // (MIN_GROUPS_PER_WORKER * workers), 1))
+    max_windows = min(MAX_GROUP_WINDOWS, max(math.prod(window_counts) // (MIN_GROUPS_PER_WORKER * workers), 1))
     group_shape = [1, 1, 1]
     while True:
         # Extend the shortest axis first. If axes are equally short, extend x before y, and y before z.
@@ -198,7 +198,7 @@ def choose_group_shape(size: Size, roi: Size, overlap: float, workers: int, stac
                 n * step + window_length for n, step, window_length in zip(extended_shape, steps, roi, strict=True)
             )
             if (
-                extended_shape[axis] <= counts[axis]
+                extended_shape[axis] <= window_counts[axis]
                 and math.prod(extended_shape) <= max_windows
                 and voxels <= max_voxels
             ):

@@ -168,6 +168,6 @@ def _coarsen_block(out: Path, level: int, levels: Sequence[Mapping[str, Any]], b
 
 def list_level_blocks(run: OpenRun) -> list[range]:
     """Return the numbers of the blocks of each level."""
-    counts = [len(blocks) for blocks in _list_blocks_by_level(run.plan.size, run.folder.levels["levels"])]
-    ends = list(itertools.accumulate(counts))
-    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    block_counts = [len(blocks) for blocks in _list_blocks_by_level(run.plan.size, run.folder.levels["levels"])]
+    ends = list(itertools.accumulate(block_counts))
+    return [range(end - count, end) for count, end in zip(block_counts, ends, strict=True)]

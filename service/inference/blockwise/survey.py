@@ -179,10 +179,10 @@ class LayerReader:
         channels, _, height, width = self._stack.shape
         planes: Array = np.empty((channels, end - first, height, width), self._stack.dtype)
         for layer_number in range(first // self._depth, -(-end // self._depth)):
-            low, high = max(first, layer_number * self._depth), min(end, (layer_number + 1) * self._depth)
+            start, stop = max(first, layer_number * self._depth), min(end, (layer_number + 1) * self._depth)
             layer = self._get_layer(layer_number)
-            planes[:, low - first : high - first] = layer[
-                :, low - layer_number * self._depth : high - layer_number * self._depth
+            planes[:, start - first : stop - first] = layer[
+                :, start - layer_number * self._depth : stop - layer_number * self._depth
             ]
             release_pages(layer)
         return planes
@@ -195,14 +195,14 @@ class LayerReader:
 
     def _decode_layer(self, layer_number: int) -> Array:
         channels, depth, height, width = self._stack.shape
-        low, high = layer_number * self._depth, min((layer_number + 1) * self._depth, depth)
-        layer = self._allocate((channels, high - low, height, width), self._stack.dtype)
+        first, end = layer_number * self._depth, min((layer_number + 1) * self._depth, depth)
+        layer = self._allocate((channels, end - first, height, width), self._stack.dtype)
 
         def decode(corner: tuple[int, int]) -> None:
             rows, columns = (
                 range(start, min(start + READ_EDGE_VOXELS, n)) for start, n in zip(corner, (height, width), strict=True)
             )
-            pixels = self._stack.read_region((range(low, high), rows, columns))
+            pixels = self._stack.read_region((range(first, end), rows, columns))
             layer[:, :, rows.start : rows.stop, columns.start : columns.stop] = pixels
 
         positions = [(y, x) for y in range(0, height, READ_EDGE_VOXELS) for x in range(0, width, READ_EDGE_VOXELS)]

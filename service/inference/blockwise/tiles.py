@@ -190,11 +190,11 @@ def _count_stack_voxels(pixels: Array, num_pieces: int, tile: Box, size: Size, s
         np.bincount(nearest, minlength=length)[slice(*span)]
         for nearest, length, span in zip(nearest_voxels(size, stack_size), size, tile, strict=True)
     )
-    plane_weights, counts = (y[:, None] * x).ravel(), np.zeros(num_pieces + 1, np.int64)
+    plane_weights, voxel_counts = (y[:, None] * x).ravel(), np.zeros(num_pieces + 1, np.int64)
     for repeats, plane_pieces in zip(z.tolist(), pixels, strict=True):
         # These sums are small integers, so they are exact.
-        counts += repeats * np.bincount(plane_pieces.ravel(), plane_weights, num_pieces + 1).astype(np.int64)
-    return counts[1:]
+        voxel_counts += repeats * np.bincount(plane_pieces.ravel(), plane_weights, num_pieces + 1).astype(np.int64)
+    return voxel_counts[1:]
 
 
 def _find_face_pieces(pieces: Array, tile: Box, size: tuple[int, int, int]) -> Array:

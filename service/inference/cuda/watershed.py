@@ -91,14 +91,14 @@ def merge_basins_on_device(basins: Basins, persistence: Persistence) -> NDArray[
     peaks = persistence.to_distances(basins.peaks)
     passes = find_shallow_passes(basins, persistence)
     groups, is_joined = _join_groups(peaks, passes, persistence.depth)
-    numbers = torch.arange(len(peaks), device=peaks.device)
+    basin_numbers = torch.arange(len(peaks), device=peaks.device)
     # Each object gets the number of its highest basin, because the positions of these basins define their order.
     group_peaks = torch.full_like(peaks, -torch.inf).scatter_reduce_(0, groups, peaks, "amax")
     is_highest = peaks == group_peaks[groups]
-    highest_basin = torch.full_like(numbers, len(peaks))
-    highest_basin.scatter_reduce_(0, groups, torch.where(is_highest, numbers, len(peaks)), "amin")
+    highest_basin = torch.full_like(basin_numbers, len(peaks))
+    highest_basin.scatter_reduce_(0, groups, torch.where(is_highest, basin_numbers, len(peaks)), "amin")
     roots = highest_basin[groups]
-    has_tie = torch.zeros_like(numbers).scatter_add_(0, groups, is_highest.long()) > 1
+    has_tie = torch.zeros_like(basin_numbers).scatter_add_(0, groups, is_highest.long()) > 1
     is_ambiguous = is_joined & has_tie[groups[passes.first]]
     if bool(is_ambiguous.any()):
         # If several basins are equally high, the order in which they were merged determines which one is the root.
@@ -106,7 +106,7 @@ def merge_basins_on_device(basins: Basins, persistence: Persistence) -> NDArray[
         ordered_roots = join_basins(peaks.cpu().numpy(), first, second, height, math.inf)
         roots = torch.where(has_tie[groups], torch.from_numpy(ordered_roots).to(roots.device), roots)
     # Replace the roots with consecutive numbers in the same order.
-    ranks = torch.zeros_like(numbers).index_fill_(0, roots, 1).cumsum(0) - 1
+    ranks = torch.zeros_like(basin_numbers).index_fill_(0, roots, 1).cumsum(0) - 1
     objects: NDArray[np.int64] = ranks[roots].cpu().numpy()
     return objects
 

@@ -100,11 +100,11 @@ class MergeForest:
             return basin
 
         for basin_a, basin_b, saddle in zip(first.tolist(), second.tolist(), height.tolist(), strict=True):
-            high, low = find_root(basin_a), find_root(basin_b)
-            if peaks[high] < peaks[low]:
-                high, low = low, high
-            if high != low and peaks[low] - saddle < depth:
-                parent[low] = high
+            high_root, low_root = find_root(basin_a), find_root(basin_b)
+            if peaks[high_root] < peaks[low_root]:
+                high_root, low_root = low_root, high_root
+            if high_root != low_root and peaks[low_root] - saddle < depth:
+                parent[low_root] = high_root
 
     def find_highest_basins(self) -> NDArray[np.int64]:
         """Return for each basin the number of the highest basin in its group, int64 [R]."""

@@ -249,9 +249,9 @@ class Watershed:
         while not torch.equal(grandparent := parent.index_select(0, parent), parent):
             parent = grandparent
         ends = (parent == rows - 1).nonzero().squeeze(1)
-        numbers = torch.zeros_like(rows)
-        numbers[ends] = torch.arange(len(ends), dtype=torch.int32, device=self._device)
-        piece = numbers.index_select(0, parent)
+        piece_numbers = torch.zeros_like(rows)
+        piece_numbers[ends] = torch.arange(len(ends), dtype=torch.int32, device=self._device)
+        piece = piece_numbers.index_select(0, parent)
         return _BlockPaths(
             row_of_voxel, position, own_key, piece, target.index_select(0, ends), highest.index_select(0, ends)
         )

@@ -201,10 +201,10 @@ class KernelWatershed:
         """
         if self._num_missing_planes:
             raise ValueError(f"{self._num_missing_planes} planes are missing")
-        count = self._functions.stackseg_objects(self._handle, minimum_size, drop_border)
-        if count < 0:
+        num_objects = self._functions.stackseg_objects(self._handle, minimum_size, drop_border)
+        if num_objects < 0:
             raise MemoryError("not enough memory for the objects of a watershed")
-        properties = np.empty((count, 3))
+        properties = np.empty((num_objects, 3))
         self._cheap_functions.stackseg_object_properties(self._handle, properties.ctypes.data)
         objects = Objects.from_sums(*properties.T)
         is_kept = object_filter(objects)

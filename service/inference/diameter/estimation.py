@@ -290,17 +290,17 @@ class DiameterEstimator:
         than `MIN_OBJECTS` objects but the windows show the whole stack, only the largest object is used.
         """
         is_whole = np.isfinite(measurements[:, :3])
-        count = int(is_whole[:, 1:].sum()) // 2
-        if count < MIN_OBJECTS:
+        num_objects = int(is_whole[:, 1:].sum()) // 2
+        if num_objects < MIN_OBJECTS:
             complete_objects = measurements[is_whole.all(axis=1)]
             if not covers_stack or not len(complete_objects):
-                return ScaleProbe(factors, (1.0, 1.0, 1.0), count, 0.0, num_windows)
+                return ScaleProbe(factors, (1.0, 1.0, 1.0), num_objects, 0.0, num_windows)
             measurements = complete_objects[complete_objects[:, :3].prod(axis=1).argmax()][None]
             is_whole = np.isfinite(measurements[:, :3])
         width = float(np.median(measurements[:, 1:3][is_whole[:, 1:]]))
         depth = (
             float(np.median(measurements[is_whole[:, 0], 0]))
-            if is_whole[:, 0].sum() >= min(MIN_OBJECTS, count)
+            if is_whole[:, 0].sum() >= min(MIN_OBJECTS, num_objects)
             else width
         )
         peak = float(np.median(measurements[is_whole[:, 1:].any(axis=1), 3]))
@@ -310,7 +310,7 @@ class DiameterEstimator:
         fit = peak * math.exp(
             -((size_error / SIZE_SIGMA) ** 2 + (aspect_error / ASPECT_SIGMA) ** 2 + (log_scale / SCALE_SIGMA) ** 2) / 2
         )
-        return ScaleProbe(factors, (depth, width, width), count, fit, num_windows)
+        return ScaleProbe(factors, (depth, width, width), num_objects, fit, num_windows)
 
     def _refine_factors(self, probe: ScaleProbe) -> Factors:
         """Return the factors at which the objects of a probe would have the expected diameter, clamped to the limits.

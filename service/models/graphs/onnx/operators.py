@@ -122,10 +122,10 @@ def expand(x: Value, shape: Value) -> Value:
 
 
 def tile(x: Value, repeats: Value) -> Value:
-    counts = to_ints(repeats, "repeats")
+    repeat_counts = to_ints(repeats, "repeats")
     x = to_tensor(x)
-    check_size((x.numel(), *counts), "repeats")
-    return x.repeat(counts)
+    check_size((x.numel(), *repeat_counts), "repeats")
+    return x.repeat(repeat_counts)
 
 
 def einsum(*operands: Tensor, equation: str) -> Tensor:
