@@ -17,8 +17,8 @@ from service.core.types import Objects
 from service.inference.cuda.watershed import DeviceWatershed
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed
-from service.inference.decoding.watershed import Basins, Planes, Watershed, foreground_codes
-from service.inference.decoding.watershed_kernel import BLOCK_VOXELS, WatershedKernel, WatershedParameters
+from service.inference.decoding.watershed import Basins, Planes, Watershed, encode_foreground
+from service.inference.decoding.watershed_kernel import MIN_BLOCK_VOXELS, WatershedKernel, WatershedParameters
 
 Array = NDArray[Any]
 Size = tuple[int, int, int]
@@ -38,14 +38,14 @@ def compute_basins(
     heights: Array,
     persistence: Persistence,
     cuts: tuple[int, ...] = (),
-    block: int = BLOCK_VOXELS,
+    block: int = MIN_BLOCK_VOXELS,
     *,
     along_y: bool = False,
 ) -> Basins:
     """Return the basins of heights [Z, Y, X], added in parts that begin at `cuts`. The background is -inf."""
     watershed = Watershed(Planes(get_size(heights), CPU, along_y), persistence.compute_floors, block)
     for part in split_heights(heights, cuts, along_y=along_y):
-        watershed.add(part, part > -torch.inf, foreground_codes(part))
+        watershed.add(part, part > -torch.inf, encode_foreground(part))
     return watershed.finish()
 
 
@@ -54,7 +54,7 @@ def decode_objects(
     persistence: float = 0.0,
     minimum_size: int = 0,
     cuts: tuple[int, ...] = (),
-    block: int = BLOCK_VOXELS,
+    block: int = MIN_BLOCK_VOXELS,
     kernel: WatershedKernel | None = None,
     *,
     along_y: bool = False,
@@ -78,7 +78,7 @@ def decode_objects(
         watershed = torch_watershed(Planes(size, CPU, along_y), threshold, persistence, block)
     else:
         watershed = kernel.start(
-            size, WatershedParameters(threshold, persistence.depth, logits), along_y=along_y, block=block
+            size, WatershedParameters(threshold, persistence.depth, logits), along_y=along_y, block_voxels=block
         )
     for part in split_heights(heights, cuts, along_y=along_y):
         watershed.add(part, part)

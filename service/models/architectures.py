@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from service.core.errors import BrokenModel
 from service.models.spec import Architecture
 
-# Maximum number of calls to torch functions while a network is constructed. Each layer makes a few.
+# Maximum number of calls to torch functions while a network is constructed. Each layer makes a few calls.
 MAX_CONSTRUCTION_CALLS = 20_000
 
 
@@ -23,7 +23,7 @@ def space_to_depth(x: Tensor, block: Sequence[int]) -> Tensor:
     """Move each block of voxels into channels: [B, C, z, y, x] -> [B, C * prod(block), z / bz, y / by, x / bx]."""
     batch, channels, *size = x.shape
     bz, by, bx = block
-    z, y, w = (edge // b for edge, b in zip(size, block, strict=True))
+    z, y, w = (length // b for length, b in zip(size, block, strict=True))
     x = x.reshape(batch, channels, z, bz, y, by, w, bx).permute(0, 1, 3, 5, 7, 2, 4, 6)
     return x.reshape(batch, channels * bz * by * bx, z, y, w)
 
@@ -41,7 +41,7 @@ def depth_to_space(x: Tensor, block: Sequence[int]) -> Tensor:
 
 
 class _BlockShuffle(nn.Module):
-    """Base class of pixel shuffles in the form of modules, which engines can replace. `block` is (bz, by, bx)."""
+    """Base class of modules that shuffle pixels, which engines can replace. `block` is (bz, by, bx)."""
 
     def __init__(self, block: Sequence[int]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class DepthToSpace(_BlockShuffle):
 
 
 class _DoubleConv(nn.Sequential):
-    """Two blocks of a 3x3x3 convolution, batch norm and ReLU."""
+    """Two blocks, each with a 3x3x3 convolution, batch norm and ReLU."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         layers: list[nn.Module] = []
@@ -85,7 +85,7 @@ class ShuffleUNet(nn.Module):
     A full-resolution convolution of a single channel makes poor use of matrix units. Therefore, `space_to_depth` first
     moves each block of voxels into channels, and the top layers run at 1 / prod(block) of the positions. Skip
     connections are added instead of concatenated, which halves the cost of the first convolutions in the decoder. Every
-    edge of the input must be a multiple of block * 2 ** (len(widths) - 1).
+    spatial size of the input must be a multiple of block * 2 ** (len(widths) - 1).
     """
 
     def __init__(
@@ -96,22 +96,24 @@ class ShuffleUNet(nn.Module):
         block: Sequence[int] = (2, 2, 2),
     ) -> None:
         super().__init__()
-        factor = math.prod(block)
+        block_voxels = math.prod(block)
         self.unfold, self.fold = SpaceToDepth(block), DepthToSpace(block)
         levels = list(itertools.pairwise(widths))
-        self.stem = _DoubleConv(in_channels * factor, widths[0])
+        self.stem = _DoubleConv(in_channels * block_voxels, widths[0])
         self.down = nn.ModuleList(
             nn.Sequential(
-                nn.Conv3d(above, below, 2, stride=2, bias=False),
-                nn.BatchNorm3d(below),
+                nn.Conv3d(upper_width, lower_width, 2, stride=2, bias=False),
+                nn.BatchNorm3d(lower_width),
                 nn.ReLU(inplace=True),
-                _DoubleConv(below, below),
+                _DoubleConv(lower_width, lower_width),
             )
-            for above, below in levels
+            for upper_width, lower_width in levels
         )
-        self.up = nn.ModuleList(nn.ConvTranspose3d(below, above, 2, stride=2) for above, below in levels)
-        self.merge = nn.ModuleList(_DoubleConv(above, above) for above, _ in levels)
-        self.head = nn.Conv3d(widths[0], out_channels * factor, 1)
+        self.up = nn.ModuleList(
+            nn.ConvTranspose3d(lower_width, upper_width, 2, stride=2) for upper_width, lower_width in levels
+        )
+        self.merge = nn.ModuleList(_DoubleConv(upper_width, upper_width) for upper_width, _ in levels)
+        self.head = nn.Conv3d(widths[0], out_channels * block_voxels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute scores [B, out_channels, z, y, x] from an image [B, in_channels, z, y, x]."""
@@ -127,7 +129,7 @@ class ShuffleUNet(nn.Module):
 
 
 def _make_monai_constructor(name: str) -> Callable[..., nn.Module]:
-    """Return a constructor of a MONAI network that imports MONAI only when called, because that takes seconds."""
+    """Return a constructor of a MONAI network that imports MONAI only when called, because the import takes seconds."""
 
     def construct(**arguments: Any) -> nn.Module:
         module = import_module("service.models.monai_architectures")
@@ -157,19 +159,25 @@ _ARGUMENT_ERRORS = (
 
 
 def describe_tensors(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a network's tensors by name, without allocating them. Raises BrokenModel."""
-    # The call limit can interrupt the exit of an inner `no_grad`. The outer one restores the gradient mode.
+    """Return the shapes of a network's tensors by name, without allocating the tensors.
+
+    Raises the same errors as `build_network`.
+    """
+    # The call limit can interrupt the exit of an inner `no_grad`. The outer `no_grad` restores the gradient mode.
     with torch.no_grad(), torch.device("meta"), _CallLimit():
         return {name: tuple(tensor.shape) for name, tensor in build_network(architecture).state_dict().items()}
 
 
 def count_parameters(architecture: Architecture) -> int:
-    """Return the number of elements in a network's tensors, without allocating them. Raises BrokenModel."""
+    """Return the number of elements in a network's tensors, without allocating the tensors.
+
+    Raises the same errors as `build_network`.
+    """
     return sum(map(math.prod, describe_tensors(architecture).values()))
 
 
 class _CallLimit(TorchFunctionMode):
-    """A mode that stops the construction of a network if its arguments define an excessive number of layers."""
+    """A mode that stops the construction of a network if the arguments define an excessive number of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +186,7 @@ class _CallLimit(TorchFunctionMode):
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._call_count += 1
         if self._call_count > MAX_CONSTRUCTION_CALLS:
-            raise ValueError("they define too many layers")
+            raise ValueError("the arguments define too many layers")
         if func is torch.Tensor.normal_:
             # For meta tensors, torch would import its compiler here while the modes of this construction are active.
             # The import takes seconds and, on a host with a GPU, leaves partially imported modules behind.

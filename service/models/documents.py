@@ -9,27 +9,30 @@ from typing import Any
 import yaml
 
 MAX_BYTES = 2**20
-# Maximum total length of all values. Every repetition by an alias counts.
+# Maximum total length of all values. Each repetition through an alias is counted.
 MAX_CHARACTERS = 2**22
 # Maximum length of a single value. Very long numbers are slow to parse.
 MAX_SCALAR_CHARACTERS = 2**16
 
 
 def read_document(path: Path) -> Any:
-    """Read a file as JSON if its suffix is `.json`, otherwise as YAML. Raises OSError or ValueError."""
+    """Read a file as JSON if its suffix is `.json`, otherwise as YAML.
+
+    Raises OSError if the file cannot be opened, or ValueError if it is invalid or exceeds a limit.
+    """
     if path.exists() and not path.is_file():
-        raise ValueError("it is not a regular file")
+        raise ValueError("the path is not a regular file")
     with path.open("rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"it is larger than the limit of {MAX_BYTES} bytes")
-    text = data.decode("utf-8")
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"the file is larger than the limit of {MAX_BYTES} bytes")
+    text = content.decode("utf-8")
     try:
         return json.loads(text) if path.suffix == ".json" else _read_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError("the content is nested too deeply") from error
 
 
 def _read_yaml(text: str) -> Any:
@@ -45,17 +48,18 @@ def _read_yaml(text: str) -> Any:
 
 
 def _check_size(node: yaml.Node) -> None:
-    """Raise ValueError if the values, with all aliases expanded, are too large. Nested aliases could exhaust memory."""
-    nodes, characters = [node], 0
+    """Raise ValueError if the values are too large after aliases are expanded. Nested aliases could exhaust memory."""
+    nodes, num_characters = [node], 0
     while nodes:
         node = nodes.pop()
-        # Count the characters of a string, or the entries of a list or mapping. It may contain itself through an alias.
-        characters += 1 + len(node.value)
-        if characters > MAX_CHARACTERS:
-            raise ValueError(f"it expands to more than {MAX_CHARACTERS} characters")
+        # Count the characters of a string, or the entries of a list or mapping, which may contain itself through an
+        # alias.
+        num_characters += 1 + len(node.value)
+        if num_characters > MAX_CHARACTERS:
+            raise ValueError(f"the content expands to more than {MAX_CHARACTERS} characters")
         if isinstance(node, yaml.ScalarNode):
             if len(node.value) > MAX_SCALAR_CHARACTERS:
-                raise ValueError(f"it has a value of more than {MAX_SCALAR_CHARACTERS} characters")
+                raise ValueError(f"the file contains a value of more than {MAX_SCALAR_CHARACTERS} characters")
         elif isinstance(node, yaml.SequenceNode):
             nodes.extend(node.value)
         elif isinstance(node, yaml.MappingNode):

@@ -22,8 +22,8 @@ from service.models.network import MAX_ELEMENTS, observe_calls
 from service.models.spec import Architecture, ModelSpec
 
 _GRAPHS = "service.models.graphs"
-# Modules and functions that load weights files with their own network, by `weights.kind`. They are imported only when a
-# model needs them, because most services have no such model.
+# Modules and functions that load weights files with an embedded network, by `weights.kind`. The modules are imported
+# only when a model needs them, because most services have no such model.
 _LOADERS = {
     "torchscript": ("torchscript", "load_torchscript"),
     "exported": ("torch_export", "load_torch_export"),
@@ -46,12 +46,12 @@ def load_network(spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]
     """
     # Tensors created in inference mode have no version counter, which the check needs.
     with torch.inference_mode(mode=False):
-        network = _load(spec).eval().requires_grad_(requires_grad=False).float()
-    _check_shapes(network, spec, forward)
+        network = _read_network(spec).eval().requires_grad_(requires_grad=False).float()
+    _check_network(network, spec, forward)
     return network
 
 
-def _load(spec: ModelSpec) -> nn.Module:
+def _read_network(spec: ModelSpec) -> nn.Module:
     if spec.architecture is not None:
         return _build_with_weights(spec.architecture, spec)
     if spec.weights.kind == "torchscript" and not spec.weights.trusted:
@@ -68,30 +68,31 @@ def _build_with_weights(architecture: Architecture, spec: ModelSpec) -> nn.Modul
     # Check before allocating memory, because the arguments in a model file could describe a network of any size.
     if count_parameters(architecture) > spec.weights_path.stat().st_size:
         raise BrokenModel(
-            f"{spec.weights_path}: the weights do not fit {architecture.name}, which has too many elements."
+            f"{spec.weights_path}: the weights do not fit {architecture.name}, which has more elements than"
+            " the file has bytes."
         )
     network = build_network(architecture)
     try:
         state: dict[str, Any] = load_file(spec.weights_path)
         network.load_state_dict(state)
     except (OSError, SafetensorError, RuntimeError) as error:
-        summary = _summarize(error)
+        summary = _summarize_error(error)
         raise BrokenModel(f"{spec.weights_path}: the weights do not fit {architecture.name}: {summary}") from error
     return network
 
 
-def _summarize(error: Exception) -> str:
+def _summarize_error(error: Exception) -> str:
     """Return the first two lines of a message in which torch lists every mismatched tensor on a separate line."""
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(lines[:2]) + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
 
 
 @torch.inference_mode()
-def _check_shapes(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+def _check_network(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
     shape = (1, spec.input.channels, *spec.input.roi_size)
     expected_shape = (1, len(spec.outputs), *spec.input.roi_size)
     if max(math.prod(shape), math.prod(expected_shape)) > MAX_ELEMENTS:
-        raise BrokenModel(f"{spec.folder}: input.roi_size: a window of shape {shape} is too large.")
+        raise BrokenModel(f"{spec.folder}: input.roi_size: a window of shape {shape} is too large; reduce the size.")
     tensors = [*network.parameters(), *network.buffers()]
     versions = [tensor._version for tensor in tensors]
     try:

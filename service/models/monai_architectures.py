@@ -1,7 +1,7 @@
-"""MONAI's networks. `service.models.architectures` imports this module only when one of them is built.
+"""MONAI's networks. `service.models.architectures` imports this module only when one of these networks is built.
 
 `import monai` also imports optional libraries for plots, filters and files, which takes seconds and a hundred MiB.
-Networks do not need them, so they are hidden from MONAI, which then treats them as not installed.
+Networks do not need these libraries, so they are hidden from MONAI, which then treats them as not installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HIDDEN_PACKAGES = frozenset(["IPython", "PIL", "jsonschema", "matplotlib", "pand
 
 
 class _HidingFinder(MetaPathFinder):
-    """An import finder that reports packages as not installed to one thread. Other threads can still import them."""
+    """An import finder that hides packages from one thread. Other threads can still import them."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names, self._thread = names, threading.get_ident()
@@ -55,10 +55,12 @@ class _CompilableUpCat(UpCat):
     """MONAI's `UpCat` without `torch.jit.isinstance`, which causes graph breaks in `torch.compile`."""
 
     def forward(self, x: Tensor, x_e: Tensor | None) -> Tensor:
-        """Upsample `x` [B, C, z, y, x], pad it if the skip connection `x_e` has odd edges, and concatenate both."""
+        """Upsample `x` [B, C, z, y, x], pad it if the skip connection `x_e` has odd sizes, and concatenate both."""
         x = self.upsample(x)
         if x_e is not None:
-            padding = [int(edge != skip) for edge, skip in zip(x.shape[2:], x_e.shape[2:], strict=True)]
+            padding = [
+                int(length != skip_length) for length, skip_length in zip(x.shape[2:], x_e.shape[2:], strict=True)
+            ]
             if self.is_pad and any(padding):
                 x = functional.pad(
                     x, [side for end_padding in reversed(padding) for side in (0, end_padding)], "replicate"

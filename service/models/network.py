@@ -16,9 +16,9 @@ from torch import Tensor, nn
 Network = Callable[[Tensor], Tensor]
 """A network that is ready to run: windows [B, C, z, y, x] -> scores [B, K, z, y, x], for one fixed shape."""
 
-# Maximum number of elements in a tensor. As float32, they take 8 GiB. Untrusted files could specify any number.
+# Maximum number of elements in a tensor, which takes 8 GiB as float32. Untrusted files could specify any number.
 MAX_ELEMENTS = 2**31
-# Attribute that marks every `nn.Sequential` that `is_plain_sequential` must reject. Copies of the module keep the mark.
+# Attribute that marks every `nn.Sequential` that `is_plain_sequential` must reject. Copies of the module retain it.
 _BYPASSED_ATTRIBUTE = "_stackseg_bypassed"
 
 
@@ -56,21 +56,21 @@ def observe_calls(network: nn.Module) -> Iterator[None]:
     """
     modules, calls = list(iter_modules(network)), Counter[nn.Module]()
 
-    def count(module: nn.Module, _inputs: object) -> None:
+    def count_call(module: nn.Module, _inputs: object) -> None:
         calls[module] += 1
 
-    hooks = [module.register_forward_pre_hook(count) for module in modules]
+    hooks = [module.register_forward_pre_hook(count_call) for module in modules]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-    for sequence in _find_bypassed(modules, calls):
+    for sequence in _find_bypassed_sequences(modules, calls):
         setattr(sequence, _BYPASSED_ATTRIBUTE, True)
 
 
-def _find_bypassed(modules: Sequence[nn.Module], calls: Counter[nn.Module]) -> list[nn.Module]:
-    """Return sequences that were never called, or that have a child that was called more often than its sequences.
+def _find_bypassed_sequences(modules: Sequence[nn.Module], calls: Counter[nn.Module]) -> list[nn.Module]:
+    """Return the sequences that were never called, or that have a child that was called more often than its sequences.
 
     Fusing such a sequence would change the network, because the tensors between its children are used elsewhere. A
     child that also has a parent other than a sequence is exempt, because that parent makes the additional calls.
@@ -78,7 +78,7 @@ def _find_bypassed(modules: Sequence[nn.Module], calls: Counter[nn.Module]) -> l
     sequences = [module for module in modules if is_plain_sequential(module)]
     other_modules = set(modules).difference(sequences)
     exempt_modules = {child for module in other_modules for _, child in iter_children(module)}
-    bypassed_children = (calls - _count_calls_by(sequences, calls)).keys() - exempt_modules
+    bypassed_children = (calls - _count_calls_by_sequences(sequences, calls)).keys() - exempt_modules
     return [
         sequence
         for sequence in sequences
@@ -86,7 +86,7 @@ def _find_bypassed(modules: Sequence[nn.Module], calls: Counter[nn.Module]) -> l
     ]
 
 
-def _count_calls_by(sequences: Sequence[nn.Module], calls: Counter[nn.Module]) -> Counter[nn.Module]:
+def _count_calls_by_sequences(sequences: Sequence[nn.Module], calls: Counter[nn.Module]) -> Counter[nn.Module]:
     """Return how many times each child was called by its sequences."""
     counts = Counter[nn.Module]()
     for sequence in sequences:

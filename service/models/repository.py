@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Read and check one model folder, including the SHA-256 of its weights. Raises BrokenModel."""
+    """Read and check one model folder, including the SHA-256 of its weights. Raises BrokenModel if it is invalid."""
     path = folder / FILE_NAME
     try:
         content = read_document(path)
     except (OSError, ValueError) as error:
-        raise BrokenModel(f"{path}: cannot be read as YAML: {error}") from error
+        raise BrokenModel(f"{path}: the file cannot be read as YAML: {error}") from error
     if not isinstance(content, dict):
-        raise BrokenModel(f"{path}: expected a mapping of keys at the top level")
+        raise BrokenModel(f"{path}: the file must contain a mapping of keys at the top level.")
     try:
         spec = ModelSpec.model_validate({**content, "folder": folder})
     except ValidationError as error:
@@ -44,7 +44,7 @@ def read_spec(folder: Path) -> ModelSpec:
 def find_model_folders(root: Path | None, names: tuple[str, ...] = (), trained_root: Path | None = None) -> list[Path]:
     """Return the model folders in `root`, or only those in `names`, followed by those in `trained_root`.
 
-    `root` None means the bundled models. `trained_root` may be missing or empty.
+    If `root` is None, the bundled models are used. The folder `trained_root` may be missing or empty.
 
     Raises ConfigError if `root` is not a folder or contains no model.
     """
@@ -64,22 +64,23 @@ def find_model_folders(root: Path | None, names: tuple[str, ...] = (), trained_r
 
 
 def _append_new_folders(folders: list[Path], candidates: list[Path]) -> list[Path]:
-    """Return `folders`, followed by the folders in `candidates` that are not among them."""
+    """Return `folders`, followed by the folders in `candidates` that `folders` does not contain."""
     known_paths = {folder.resolve() for folder in folders}
     return [*folders, *(folder for folder in candidates if folder.resolve() not in known_paths)]
 
 
 def _list_folders(root: Path) -> list[Path]:
-    """Return the folders in `root` with a model file, sorted by name, or none if `root` does not exist."""
+    """Return the folders in `root` that contain a model file, sorted by name, or none if `root` does not exist."""
     return sorted(file.parent for file in root.glob(f"*/{FILE_NAME}"))
 
 
 def read_repository(
     root: Path | None, names: tuple[str, ...] = (), trained_root: Path | None = None
 ) -> dict[str, ModelSpec]:
-    """Read the model folders in `root`, or only those in `names`, and those in `trained_root`. Return specs by name.
+    """Read the model folders in `root`, or only those in `names`, and those in `trained_root`.
 
-    `root` None means the bundled models. Trained models whose names are already used are skipped.
+    Returns the specs by name. If `root` is None, the bundled models are used. Trained models whose names are already
+    used are skipped.
 
     Raises BrokenModel, or ConfigError if `root` is not a folder or contains no model.
     """
@@ -89,24 +90,30 @@ def read_repository(
         if spec.name in specs and folder.parent == trained_root:
             continue
         if spec.name in specs:
-            raise BrokenModel(f"{folder}: the name {spec.name!r} is already used by {specs[spec.name].folder}")
+            raise BrokenModel(
+                f"{folder}: the name {spec.name!r} is already used by {specs[spec.name].folder}; rename one of the"
+                " models."
+            )
         specs[spec.name] = spec
     return specs
 
 
 def choose_default_name(models: Collection[str]) -> str:
-    """Return the name of the default model if none is configured: `nuclei` if present, otherwise the first one."""
+    """Return the name of the default model if none is configured: `nuclei` if present, otherwise the first model."""
     return DEFAULT_NAME if DEFAULT_NAME in models else next(iter(models))
 
 
 def select_model(models: Mapping[str, T], name: str | None, default: str | None) -> T:
-    """Return the model `name`, else `default`, else the one that `choose_default_name` returns. Raises UnknownModel."""
-    selected = name or default or choose_default_name(models)
-    if selected not in models:
+    """Return the model `name`, or `default` if no name is specified, or the model that `choose_default_name` chooses.
+
+    Raises UnknownModel if there is no such model.
+    """
+    selected_name = name or default or choose_default_name(models)
+    if selected_name not in models:
         raise UnknownModel(
-            f"There is no model {selected!r}; the available models are: {', '.join(models)}.", parameter="model"
+            f"There is no model {selected_name!r}; the available models are: {', '.join(models)}.", parameter="model"
         )
-    return models[selected]
+    return models[selected_name]
 
 
 def _describe_errors(error: ValidationError) -> str:
@@ -116,7 +123,7 @@ def _describe_errors(error: ValidationError) -> str:
 
 
 def check_weights(spec: ModelSpec) -> None:
-    """Compare the weights with the SHA-256 in the model file. Raises BrokenModel."""
+    """Compare the weights with the SHA-256 in the model file. Raises BrokenModel if they do not match."""
     if spec.weights_path.exists() and not spec.weights_path.is_file():
         raise BrokenModel(f"{spec.weights_path}: the weights cannot be read: the path is not a regular file.")
     try:

@@ -1,4 +1,4 @@
-"""The schema of a model file, `model.yaml`, with checks of the consistency of its keys."""
+"""The schema of a model file, `model.yaml`, with checks that its keys are consistent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Weights(_FrozenModel):
 
 
 class PercentileNormalisation(_FrozenModel):
-    """(x - p_low) / (p_high - p_low) with percentiles of the whole volume of a channel; optionally clipped."""
+    """Normalization to (x - p_low) / (p_high - p_low) with percentiles of a whole channel, optionally clipped."""
 
     kind: Literal["percentile"]
     low: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -55,13 +55,13 @@ class PercentileNormalisation(_FrozenModel):
 
 
 class ZScoreNormalisation(_FrozenModel):
-    """(x - mean) / standard deviation, over the whole volume of a channel."""
+    """Normalization to (x - mean) / std, with the mean and standard deviation (std) of a whole channel."""
 
     kind: Literal["zscore"]
 
 
 class RangeNormalisation(_FrozenModel):
-    """(x - low) / (high - low) with fixed intensities; optionally clipped."""
+    """Normalization to (x - low) / (high - low) with fixed intensities, optionally clipped."""
 
     kind: Literal["range"]
     low: float
@@ -88,8 +88,8 @@ class Input(_FrozenModel):
     diameter           object diameter in voxels for which the model works best, or None if requests cannot specify one
     estimate_diameter  whether the diameter is estimated if a request does not specify it
     roi_size           window (z, y, x) in voxels, the only spatial shape with which the network is called
-    roi_multiple       for fully convolutional networks, the edges of other windows must be multiples of these factors
-                       (z, y, x); None if requests cannot override the window
+    roi_multiple       window sizes in requests must be multiples of these numbers (z, y, x); None if requests cannot
+                       override the window, because the network is not fully convolutional
     """
 
     channels: PositiveInt = 1
@@ -104,7 +104,7 @@ class Input(_FrozenModel):
     @model_validator(mode="after")
     def _check_multiple(self) -> Self:
         multiples = self.roi_multiple or (1, 1, 1)
-        if any(edge % multiple for edge, multiple in zip(self.roi_size, multiples, strict=True)):
+        if any(length % multiple for length, multiple in zip(self.roi_size, multiples, strict=True)):
             raise ValueError("roi_size must be a multiple of roi_multiple")
         return self
 
@@ -115,11 +115,12 @@ class Instances(_FrozenModel):
     foreground         name of the output with the foreground logit
     distance           name of the output with the distance to the outline of the object, in voxels or normalized
     threshold          foreground probability above which a voxel belongs to an object
-    persistence        height, in units of the distance, below which a maximum is merged with its higher neighbor
+    persistence        height above a pass, in units of the distance, below which a maximum is merged with the higher
+                       maximum beyond the pass
     minimum_size       size in voxels below which objects are dropped
     minimum_fraction   fraction of the volume of a ball with `input.diameter`, or of a typical object of the stack if
                        that is smaller, below which objects are dropped
-    min_confidence     objects are dropped if the mean foreground probability of their voxels is below this
+    min_confidence     objects are dropped if the mean foreground probability of their voxels is below this value
     min_relative_odds  fraction of the odds of a typical object of the stack below which an object is dropped; the odds
                        are p / (1 - p) for the mean foreground probability p; objects with p >= 0.9 are always kept
     smoothing          number of times the distance map is averaged over neighbors, with weights 1, 2, 1 along each axis
@@ -142,7 +143,7 @@ class Instances(_FrozenModel):
 
 
 class Classes(_FrozenModel):
-    """One class per voxel, the output with the highest score. The first output is the background."""
+    """One class per voxel: that of the output with the highest score. The first output is the background."""
 
     kind: Literal["classes"]
 
@@ -177,7 +178,7 @@ class Sample(_FrozenModel):
 class Lineage(_FrozenModel):
     """The origin of a model that was trained on annotated stacks, and its scores before and after training.
 
-    parent       name and version of the model from which the training started
+    parent       name and version of the model from which training started
     annotations  number of annotated stacks
     before       F1 score of the parent on the held-out data, at an intersection over union of 0.5
     after        the same score of this model
@@ -194,7 +195,7 @@ class Lineage(_FrozenModel):
 
 
 class ModelSpec(_FrozenModel):
-    """The content of a model file. `folder` is the model folder from which it was read."""
+    """The content of a model file. `folder` is the model folder that contains the file."""
 
     format: Literal[1] = 1
     name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
@@ -215,23 +216,25 @@ class ModelSpec(_FrozenModel):
 
     @property
     def identifier(self) -> str:
-        """Return the name and version in the form that clients see, such as `nuclei/1`."""
+        """Name and version in the form that clients see, such as `nuclei/1`."""
         return f"{self.name}/{self.version}"
 
     @property
     def weights_path(self) -> Path:
-        """Return the path of the weights file."""
+        """Path of the weights file."""
         return self.folder / self.weights.file
 
     @property
     def network_name(self) -> str:
-        """Return the name of the architecture, or the kind of weights file if it includes the network."""
+        """Name of the architecture, or the kind of weights file if the file includes the network."""
         return self.architecture.name if self.architecture is not None else self.weights.kind
 
     @model_validator(mode="after")
     def _check_architecture(self) -> Self:
         if (self.architecture is None) == (self.weights.kind == "safetensors"):
-            raise ValueError("architecture: required for safetensors, not allowed for other kinds of weights")
+            raise ValueError(
+                "architecture: this key is required for safetensors weights and not allowed for other kinds of weights"
+            )
         return self
 
     @model_validator(mode="after")
@@ -239,19 +242,19 @@ class ModelSpec(_FrozenModel):
         if len(set(self.outputs)) != len(self.outputs):
             raise ValueError("outputs: the names of outputs must be unique")
         if isinstance(self.decoding, Instances):
-            for role in (self.decoding.foreground, self.decoding.distance):
-                if role not in self.outputs:
-                    raise ValueError(f"decoding: there is no output named {role!r}")
+            for output_name in (self.decoding.foreground, self.decoding.distance):
+                if output_name not in self.outputs:
+                    raise ValueError(f"decoding: there is no output named {output_name!r}")
         return self
 
     @model_validator(mode="after")
     def _check_input(self) -> Self:
         if self.input.estimate_diameter and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
-            raise ValueError("input.estimate_diameter requires objects (decoding.kind instances) and input.diameter")
+            raise ValueError("input.estimate_diameter requires `decoding.kind: instances` and input.diameter")
         if self.confidence is not None and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
-            raise ValueError("confidence requires objects (decoding.kind instances) and input.diameter")
+            raise ValueError("confidence requires `decoding.kind: instances` and input.diameter")
         if self.input.channel_names and len(self.input.channel_names) != self.input.channels:
-            raise ValueError("input.channel_names must have one name per channel")
+            raise ValueError("input.channel_names must contain one name per channel")
         return self
 
     @model_validator(mode="after")
@@ -265,8 +268,13 @@ class ModelSpec(_FrozenModel):
 def check_trainable(spec: ModelSpec) -> None:
     """Raise BadParameter if `service.training` cannot train this model."""
     decoding = spec.decoding
-    roles = (decoding.foreground, decoding.distance) if isinstance(decoding, Instances) else ()
-    if spec.outputs != roles or spec.activation != "sigmoid" or spec.input.channels != 1 or spec.architecture is None:
+    output_names = (decoding.foreground, decoding.distance) if isinstance(decoding, Instances) else ()
+    if (
+        spec.outputs != output_names
+        or spec.activation != "sigmoid"
+        or spec.input.channels != 1
+        or spec.architecture is None
+    ):
         raise BadParameter(
             f"{spec.name}: only models with one channel and the sigmoid outputs foreground and distance can be trained."
         )

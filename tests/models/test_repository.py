@@ -100,7 +100,7 @@ def test_bundled_models_are_used_if_no_folder_is_specified(tmp_path: Path, monke
 
 def test_error_for_a_missing_model_contains_its_name(tmp_path: Path) -> None:
     write_folder(tmp_path / "cells")
-    with pytest.raises(BrokenModel, match=r"plants.model\.yaml: cannot be read"):
+    with pytest.raises(BrokenModel, match=r"plants.model\.yaml: the file cannot be read"):
         read_repository(tmp_path, ("plants",))
 
 

@@ -1,4 +1,4 @@
-"""Counts of intensities in the parts of a volume, and their sums. A part is a box of chunks."""
+"""Intensity counts of the parts of a volume, and the sums of these counts. A part is a box of whole chunks."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ from service.inference.runner.estimator import Estimator
 from service.inference.windows.grid import as_size
 from service.models.spec import PercentileNormalisation
 
-# Maximum size of a part in groups of windows, and in bytes of pixels. A part has at least one chunk.
+# Maximum size of a part, as a multiple of the size of a window group, and in bytes of pixels. A part contains at least
+# one chunk.
 MAX_PART_GROUPS = 4
 MAX_PART_BYTES = 2**28
 
 CountRequest = dict[str, Any]
-"""Request for counts of a channel: `shift` and `prefixes` for `count_digits`, `substitute` for non-finite pixels."""
+"""Request to count the intensities of a channel. It contains `shift` and `prefixes` for `count_digits`, and the
+`substitute` for non-finite pixels."""
 
 
-def cut_parts(stack: ZarrStack, layout: Layout) -> Blocks:
+def divide_into_parts(stack: ZarrStack, layout: Layout) -> Blocks:
     """Divide a volume into nearly cubic parts of whole chunks, whose size is based on the groups of the layout."""
-    size, chunk = as_size(stack.shape[1:]), as_size(stack.chunk_size)
-    part_size, group = list(chunk), math.prod(get_lengths(layout.get_voxels(layout.get_group(0))))
-    max_voxels = min(MAX_PART_GROUPS * group, MAX_PART_BYTES // (stack.shape[0] * stack.dtype.itemsize))
+    size, chunk_size = as_size(stack.shape[1:]), as_size(stack.chunk_size)
+    part_size, group_voxels = list(chunk_size), math.prod(get_lengths(layout.get_voxels(layout.get_group(0))))
+    max_voxels = min(MAX_PART_GROUPS * group_voxels, MAX_PART_BYTES // (stack.shape[0] * stack.dtype.itemsize))
     while True:
         # Extend the shortest axis first. If axes are equally short, extend x before y, and y before z.
         for axis in sorted(range(3), key=lambda axis: (part_size[axis], -axis)):
-            extended_size = [n + chunk[index] * (index == axis) for index, n in enumerate(part_size)]
+            extended_size = [n + chunk_size[index] * (index == axis) for index, n in enumerate(part_size)]
             if (
                 part_size[axis] < size[axis]
                 and math.prod(map(min, zip(extended_size, size, strict=True))) <= max_voxels
@@ -56,76 +58,77 @@ class CountingPlan:
     """Parts of a run's volume, and the counts that are needed for each part."""
 
     def __init__(self, run: OpenRun, stack: ZarrStack) -> None:
-        self.parts = cut_parts(stack, run.plan.layout)
-        self.dtype, self.channels = stack.dtype, stack.shape[0]
+        self.parts = divide_into_parts(stack, run.plan.layout)
+        self.dtype, self.num_channels = stack.dtype, stack.shape[0]
         self.skip_below = Estimator(run.spec, run.folder.settings).plan(run.plan.options).skip_below
         uses_percentiles = isinstance(run.spec.input.normalisation, PercentileNormalisation)
         can_sort = self.dtype.itemsize > 2 and math.prod(self.parts.size) <= MAX_SORTED_VOXELS
-        self._counts_digits = uses_percentiles and not can_sort
+        self._needs_digit_counts = uses_percentiles and not can_sort
 
     @property
     def is_needed(self) -> bool:
         """Whether the run needs any counts."""
-        return self._counts_digits or self.skip_below is not None or self.dtype.kind == "f"
+        return self._needs_digit_counts or self.skip_below is not None or self.dtype.kind == "f"
 
     @cached_property
     def first_requests(self) -> list[CountRequest | None]:
         """Requests for the channels in the first round, before non-finite pixels are replaced."""
         request: CountRequest = {"shift": max(8 * self.dtype.itemsize - 16, 0), "prefixes": [0], "substitute": None}
-        return [request if self._counts_digits else None] * self.channels
+        return [request if self._needs_digit_counts else None] * self.num_channels
 
 
 @contextmanager
-def open_counting(run: OpenRun) -> Iterator[tuple[ZarrStack, CountingPlan]]:
+def open_for_counting(run: OpenRun) -> Iterator[tuple[ZarrStack, CountingPlan]]:
+    """Open the stack of a run, and plan the counting of its intensities."""
     with stack_reader.open_blocks(run.plan.source, run.plan.selection) as stack:
         yield stack, CountingPlan(run, stack)
 
 
 def get_part_count(run: OpenRun) -> int:
     """Return the number of parts to count in each round, or 0 if the run needs no counts."""
-    with open_counting(run) as (_stack, counting):
-        return len(counting.parts) if counting.is_needed else 0
+    with open_for_counting(run) as (_stack, counting_plan):
+        return len(counting_plan.parts) if counting_plan.is_needed else 0
 
 
-def count_part(run: OpenRun, number: int) -> dict[str, Any]:
-    """Count the intensities of a part, and write the counts. Parts are numbered through all rounds."""
-    with open_counting(run) as (stack, counting):
-        parts = counting.parts
-        round_number, index_in_round = divmod(number, len(parts))
+def count_part(run: OpenRun, part_number: int) -> dict[str, Any]:
+    """Count the intensities of a part, and write the counts. Parts are numbered consecutively across all rounds."""
+    with open_for_counting(run) as (stack, counting_plan):
+        parts = counting_plan.parts
+        round_number, index_in_round = divmod(part_number, len(parts))
         box = parts.get_box(index_in_round)
         pixels = stack.read_region(to_ranges(box))
     requests = (
-        run.folder.read_record("survey", round_number - 1)["requests"] if round_number else counting.first_requests
+        run.folder.read_record("survey", round_number - 1)["requests"] if round_number else counting_plan.first_requests
     )
-    results = {} if round_number else _survey_part(run, counting, pixels, box)
+    results = {} if round_number else _survey_part(run, counting_plan, pixels, box)
     for index, (channel, request) in enumerate(zip(pixels, requests, strict=True)):
         if request is None:
             continue
         # In the first round, the substitute for non-finite pixels is not known yet.
-        is_substitute_known = round_number or counting.dtype.kind != "f"
+        is_substitute_known = round_number or counting_plan.dtype.kind != "f"
         finite_pixels = (
             replace_nonfinite(channel, request["substitute"]) if is_substitute_known else channel[np.isfinite(channel)]
         )
-        digits = count_digits([finite_pixels], request["shift"], frozenset(request["prefixes"]))
-        results |= {f"counts-{index}-{request['shift']}-{prefix}": counts for prefix, counts in digits.items()}
-    run.folder.write_arrays(f"survey/{number}.npz", results)
+        digit_counts = count_digits([finite_pixels], request["shift"], frozenset(request["prefixes"]))
+        results |= {f"counts-{index}-{request['shift']}-{prefix}": counts for prefix, counts in digit_counts.items()}
+    run.folder.write_arrays(f"survey/{part_number}.npz", results)
     return {}
 
 
-def _survey_part(run: OpenRun, counting: CountingPlan, pixels: Array, box: Box) -> dict[str, Array]:
-    """Return the results of the first round for a part, except for the counts."""
-    results = _count_nonfinite(pixels) if counting.dtype.kind == "f" else {}
-    if counting.skip_below is not None:
-        size = counting.parts.size
-        first, results["window_maxima"] = survey_box(pixels, box, run.plan.layout.grid, size)
-        results["first"] = np.array(first)
-        if counting.skip_below == "auto":
-            results["sample"] = pixels[:, *_sample_slices(box, size)[0]]
+def _survey_part(run: OpenRun, counting_plan: CountingPlan, pixels: Array, box: Box) -> dict[str, Array]:
+    """Return the results of the first round for a part, excluding the digit counts."""
+    results = _count_nonfinite(pixels) if counting_plan.dtype.kind == "f" else {}
+    if counting_plan.skip_below is not None:
+        size = counting_plan.parts.size
+        first_window, results["window_maxima"] = survey_box(pixels, box, run.plan.layout.grid, size)
+        results["first"] = np.array(first_window)
+        if counting_plan.skip_below == "auto":
+            results["sample"] = pixels[:, *_get_sample_slices(box, size)[0]]
     return results
 
 
 def _count_nonfinite(pixels: Array) -> dict[str, Array]:
-    """Return the number of non-finite pixels of each channel, and the minimum of the finite ones."""
+    """Return the number of non-finite pixels of each channel, and the minimum of its finite pixels."""
     is_finite = np.isfinite(pixels)
     return {
         "nonfinite_counts": np.array([channel.size - np.count_nonzero(channel) for channel in is_finite]),
@@ -133,40 +136,43 @@ def _count_nonfinite(pixels: Array) -> dict[str, Array]:
     }
 
 
-def _sample_slices(box: Box, size: Size) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Return the indices of the sampled voxels of a box: first in the box, and then in the sample of the volume."""
+def _get_sample_slices(box: Box, size: Size) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Return the indices of the sampled voxels of a box: within the box, and within the sample of the volume."""
     step = sample_step(math.prod(size))
-    in_box = (slice(None), *(slice(-low % step, None, step) for low, _ in box[1:]))
-    in_sample = (slice(*box[0]), *(slice(-(-low // step), -(-high // step)) for low, high in box[1:]))
-    return in_box, in_sample
+    box_slices = (slice(None), *(slice(-first % step, None, step) for first, _ in box[1:]))
+    sample_slices = (slice(*box[0]), *(slice(-(-first // step), -(-end // step)) for first, end in box[1:]))
+    return box_slices, sample_slices
 
 
 class Counts:
     """Sums of the counts of all parts.
 
-    digits            counts, keyed by channel, shift and prefix
+    digit_counts      results of `count_digits`, keyed by channel, shift and prefix
     nonfinite_counts  number of non-finite pixels of each channel
     minima            minimum of the finite pixels of each channel
     window_maxima     maximum of each channel in each window, [C, z, y, x]
     """
 
-    def __init__(self, run: OpenRun, counting: CountingPlan, round_count: int) -> None:
-        self.digits = dict[tuple[int, int, int], NDArray[np.int64]]()
-        self.nonfinite_counts, self.minima = np.zeros(counting.channels, np.int64), np.full(counting.channels, np.inf)
-        size, grid = counting.parts.size, run.plan.layout.grid
-        self.window_maxima = np.full((counting.channels, *map(len, grid.starts)), -np.inf)
+    def __init__(self, run: OpenRun, counting_plan: CountingPlan, round_count: int) -> None:
+        self.digit_counts = dict[tuple[int, int, int], NDArray[np.int64]]()
+        self.nonfinite_counts, self.minima = (
+            np.zeros(counting_plan.num_channels, np.int64),
+            np.full(counting_plan.num_channels, np.inf),
+        )
+        size, grid = counting_plan.parts.size, run.plan.layout.grid
+        self.window_maxima = np.full((counting_plan.num_channels, *map(len, grid.starts)), -np.inf)
         step = sample_step(math.prod(size))
-        sample_shape = (counting.channels, size[0], *(-(-n // step) for n in size[1:]))
-        self._samples = np.zeros(sample_shape if counting.skip_below == "auto" else (0,), counting.dtype)
-        for number in range(round_count * len(counting.parts) if counting.is_needed else 0):
-            with run.folder.read_arrays(f"survey/{number}.npz") as results:
-                self._add(counting.parts.get_box(number % len(counting.parts)), size, results)
+        sample_shape = (counting_plan.num_channels, size[0], *(-(-n // step) for n in size[1:]))
+        self._samples = np.zeros(sample_shape if counting_plan.skip_below == "auto" else (0,), counting_plan.dtype)
+        for part_number in range(round_count * len(counting_plan.parts) if counting_plan.is_needed else 0):
+            with run.folder.read_arrays(f"survey/{part_number}.npz") as results:
+                self._add_results(counting_plan.parts.get_box(part_number % len(counting_plan.parts)), size, results)
 
-    def _add(self, box: Box, size: Size, results: Any) -> None:
+    def _add_results(self, box: Box, size: Size, results: Any) -> None:
         for name in results:
             if name.startswith("counts-"):
                 index, shift, prefix = map(int, name.split("-")[1:])
-                self._add_digits((index, shift, prefix), results[name])
+                self._add_digit_counts((index, shift, prefix), results[name])
         if "nonfinite_counts" in results:
             self.nonfinite_counts += results["nonfinite_counts"]
             self.minima = np.minimum(self.minima, results["minima"])
@@ -178,31 +184,29 @@ class Counts:
             region = self.window_maxima[:, z, y, x]
             np.maximum(region, window_maxima, out=region)
         if "sample" in results:
-            self._samples[:, *_sample_slices(box, size)[1]] = results["sample"]
+            self._samples[:, *_get_sample_slices(box, size)[1]] = results["sample"]
 
-    def _add_digits(self, key: tuple[int, int, int], digits: NDArray[np.int64]) -> None:
-        sums, addends = digits, self.digits.get(key, digits[:0])
+    def _add_digit_counts(self, key: tuple[int, int, int], digit_counts: NDArray[np.int64]) -> None:
+        sums, addends = digit_counts, self.digit_counts.get(key, digit_counts[:0])
         if len(addends) > len(sums):
             sums, addends = addends, sums
         sums[: len(addends)] += addends
-        self.digits[key] = sums
+        self.digit_counts[key] = sums
 
-    def count_replaced(self, index: int, substitute: float, dtype: np.dtype[Any]) -> None:
-        """Count the non-finite pixels of a channel as `substitute`, which was not yet known in the first round."""
-        key = int(sortable_keys(np.array([substitute], dtype))[0])
+    def add_substituted_pixels(self, index: int, substitute: float, dtype: np.dtype[Any]) -> None:
+        """Add the non-finite pixels of a channel as `substitute`, which was not yet known in the first round."""
+        sort_key = int(sortable_keys(np.array([substitute], dtype))[0])
         shift = max(8 * dtype.itemsize - 16, 0)
-        if (index, shift, 0) in self.digits:
-            self.digits[index, shift, 0][key >> shift] += self.nonfinite_counts[index]
+        if (index, shift, 0) in self.digit_counts:
+            self.digit_counts[index, shift, 0][sort_key >> shift] += self.nonfinite_counts[index]
 
-    def intensities(self) -> IntensitySurvey:
-        """Return the survey from which empty windows are found."""
-        return IntensitySurvey(
-            self.window_maxima, tuple(sample_shape[np.isfinite(sample_shape)] for sample_shape in self._samples)
-        )
+    def get_intensity_survey(self) -> IntensitySurvey:
+        """Return the intensity survey that is used to find empty windows."""
+        return IntensitySurvey(self.window_maxima, tuple(sample[np.isfinite(sample)] for sample in self._samples))
 
 
 class MissingCounts(Exception):
-    """Raised if counts are missing. `request` is the request for these counts."""
+    """Raised if a channel needs counts that do not exist yet. `request` is the request for these counts."""
 
     def __init__(self, request: CountRequest) -> None:
         super().__init__()
@@ -211,13 +215,18 @@ class MissingCounts(Exception):
 
 @dataclass(frozen=True)
 class CountedChannel(VolumeChannel):
-    """Channel of a volume whose parts have been counted. `count_digits` raises MissingCounts if counts are missing."""
+    """Channel of a volume whose intensities have been counted part by part.
+
+    `count_digits` raises MissingCounts if counts are missing.
+    """
 
     counts: Counts = field(kw_only=True)
 
     def count_digits(self, shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
-        digits_by_prefix = {prefix: self.counts.digits.get((self.index, shift, prefix)) for prefix in sorted(prefixes)}
-        missing_prefixes = [prefix for prefix, digits in digits_by_prefix.items() if digits is None]
+        counts_by_prefix = {
+            prefix: self.counts.digit_counts.get((self.index, shift, prefix)) for prefix in sorted(prefixes)
+        }
+        missing_prefixes = [prefix for prefix, counts in counts_by_prefix.items() if counts is None]
         if missing_prefixes:
             raise MissingCounts({"shift": shift, "prefixes": missing_prefixes, "substitute": self.substitute})
-        return {prefix: digits for prefix, digits in digits_by_prefix.items() if digits is not None}
+        return {prefix: counts for prefix, counts in counts_by_prefix.items() if counts is not None}

@@ -1,4 +1,4 @@
-"""Planning of a block-wise run, and the driver of the run, which submits blocks and deletes scores after their use."""
+"""Plan and driver of a block-wise run. The driver submits blocks, and deletes scores that are no longer needed."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from service.inference.blockwise.workers import Workers
 
 Progress = Callable[[str, int, int], None]
-"""Callback that receives the step, the number of its finished blocks, and the total number of its blocks."""
+"""Callback that receives a step, the number of its blocks that are finished, and the total number of its blocks."""
 
 
 class Driver:
-    """Runs all unfinished blocks of a run, in an order that keeps few scores on disk."""
+    """Runs all unfinished blocks of a run, in an order that keeps the number of scores on disk small."""
 
     def __init__(
         self, folder: RunFolder, workers: Workers, progress: Progress = lambda _step, _done, _total: None
@@ -43,28 +43,28 @@ class Driver:
         """Run all steps, and write the result to `out`, which appears only when it is complete.
 
         `describe` returns metadata for the result, and is called just before the result is written. Raises the
-        exceptions of `run_block`.
+        same exceptions as `run_block`.
         """
-        self._survey()
+        self._run_survey()
         self._run = open_run(str(self._folder.path), has_survey=True)
         self._layout = self._run.plan.layout
         self._score_and_decode()
         if self._run.plan.output == "labels":
-            self._run_step("link", range(self._layout.count))
+            self._run_step("link", range(self._layout.total_groups))
             self._run_step("join", [0])
         if not self._has_partial_result(out):
             self._folder.discard_records("labels")
             output.create_store(self._run, out, describe())
-        for numbers in output.list_level_blocks(self._run):
-            self._run_step("labels", numbers)
+        for block_numbers in output.list_level_blocks(self._run):
+            self._run_step("labels", block_numbers)
         zarr_writer.finish(out)
 
     def _has_partial_result(self, out: Path) -> bool:
-        """Return whether blocks of the result have already been written to `out`, not to a different path."""
+        """Return whether blocks of the result have already been written to `out` rather than to a different path."""
         has_blocks = bool(self._folder.find_finished_blocks("labels")) and zarr_writer.get_partial_path(out).exists()
         return has_blocks and self._folder.levels["out"] == str(out)
 
-    def _survey(self) -> None:
+    def _run_survey(self) -> None:
         """Count the intensities of all parts, in as many rounds as needed."""
         part_count = counting.get_part_count(open_run(str(self._folder.path)))
         for round_number in itertools.count():
@@ -75,23 +75,23 @@ class Driver:
         for path in (self._folder.path / "survey").iterdir():
             path.unlink()
 
-    def _run_step(self, step: Step, numbers: Iterable[int]) -> None:
-        requested_blocks, finished_blocks = list(numbers), self._folder.find_finished_blocks(step)
+    def _run_step(self, step: Step, block_numbers: Iterable[int]) -> None:
+        requested_blocks, finished_blocks = list(block_numbers), self._folder.find_finished_blocks(step)
         remaining_blocks = [number for number in requested_blocks if number not in finished_blocks]
-        done = len(requested_blocks) - len(remaining_blocks)
-        self._progress(step, done, len(requested_blocks))
+        num_finished = len(requested_blocks) - len(remaining_blocks)
+        self._progress(step, num_finished, len(requested_blocks))
         for future in as_completed([self._submit(step, number) for number in remaining_blocks]):
             future.result()
-            done += 1
-            self._progress(step, done, len(requested_blocks))
+            num_finished += 1
+            self._progress(step, num_finished, len(requested_blocks))
 
     def _submit(self, step: Step, number: int) -> Future[dict[str, Any]]:
         return self._workers.submit(BlockTask(str(self._folder.path), step, number))
 
     def _score_and_decode(self) -> None:
-        """Score groups of windows in order, decode each tile once its groups are scored, and delete old scores."""
+        """Score groups of windows in order, decode each tile once its groups are scored, and delete unneeded scores."""
         tile_count, finished_tiles, scored_groups = (
-            self._layout.count,
+            self._layout.total_groups,
             self._folder.find_finished_blocks("tile"),
             self._folder.find_finished_blocks("scores"),
         )
@@ -103,11 +103,11 @@ class Driver:
             },
             lambda group: group in scored_groups and self._has_scores(group),
         )
-        running_blocks, done = dict[Future[dict[str, Any]], tuple[Step, int]](), len(finished_tiles)
-        self._progress("tile", done, tile_count)
+        running_blocks, num_finished = dict[Future[dict[str, Any]], tuple[Step, int]](), len(finished_tiles)
+        self._progress("tile", num_finished, tile_count)
         while True:
             # Submit only blocks that will start soon, so that tiles that become ready run before the next groups.
-            while len(running_blocks) < 2 * self._workers.count and (block := order.take()) is not None:
+            while len(running_blocks) < 2 * self._workers.count and (block := order.take_next_block()) is not None:
                 running_blocks[self._submit(*block)] = block
             if not running_blocks:
                 return
@@ -117,8 +117,8 @@ class Driver:
                 if step == "scores":
                     order.mark_scored(number)
                     continue
-                done += 1
-                self._progress("tile", done, tile_count)
+                num_finished += 1
+                self._progress("tile", num_finished, tile_count)
                 self._delete_scores(order.mark_decoded(number))
 
     def _delete_scores(self, groups: Iterable[int]) -> None:
@@ -144,16 +144,16 @@ class _BlockOrder:
         for tile, groups in groups_by_tile.items():
             for group in groups:
                 self._tiles_by_group[group].add(tile)
-        self._to_score = deque(group for group in sorted(self._tiles_by_group) if not is_scored(group))
-        unscored_groups = set(self._to_score)
+        self._groups_to_score = deque(group for group in sorted(self._tiles_by_group) if not is_scored(group))
+        unscored_groups = set(self._groups_to_score)
         self._missing_groups = {tile: groups & unscored_groups for tile, groups in groups_by_tile.items()}
         self._ready_tiles = deque(tile for tile, groups in self._missing_groups.items() if not groups)
 
-    def take(self) -> tuple[Step, int] | None:
+    def take_next_block(self) -> tuple[Step, int] | None:
         """Return the next block, or None if no block is ready. Tiles come before groups."""
         if self._ready_tiles:
             return "tile", self._ready_tiles.popleft()
-        return ("scores", self._to_score.popleft()) if self._to_score else None
+        return ("scores", self._groups_to_score.popleft()) if self._groups_to_score else None
 
     def mark_scored(self, group: int) -> None:
         """Mark a group as scored. Tiles that were waiting only for this group become ready."""
@@ -180,7 +180,7 @@ def make_plan(  # noqa: PLR0913
     workers: int,
     measure_objects: bool = False,
 ) -> RunPlan:
-    """Plan a run for this number of workers. With `measure_objects`, the objects are also measured.
+    """Plan a run for the given number of workers. If `measure_objects` is true, the run also measures the objects.
 
     Raises BadParameter for options and images that block-wise segmentation does not support.
     """
@@ -218,14 +218,14 @@ def make_plan(  # noqa: PLR0913
 def _check_request(selection: Selection, options: Options, settings: Settings) -> None:
     if isinstance(selection.time, TimeRange):
         raise BadParameter(
-            "time: block-wise segmentation processes one time point. Select one, such as time=0.",
+            "time: block-wise segmentation processes only one time point. Select one, for example time=0.",
             parameter="time",
             suggested={"time": "0"},
         )
     if settings.windows.inferer != "own":
         raise BadParameter(
-            "windows.inferer: block-wise segmentation does not support MONAI's inferer, because it holds the scores of"
-            " the whole volume in memory. Remove this setting."
+            "windows.inferer: block-wise segmentation does not support MONAI's inferer, which holds the scores of the"
+            " whole volume in memory. Remove this setting."
         )
     if options.roi_size is not None:
         raise BadParameter(
@@ -249,7 +249,7 @@ def _check_decoding(decoding: object, output: str) -> None:
             suggested={"fill_holes": "false"},
         )
     if not block_kernel.is_available:
-        raise BadParameter(f"Block-wise segmentation of labels is not available: {block_kernel.problem}.")
+        raise BadParameter(f"Block-wise segmentation with output=labels is not available: {block_kernel.problem}.")
 
 
 def _make_stamp(source: Path) -> str:

@@ -1,7 +1,8 @@
 """Division of a volume into groups of windows, which workers score, and into tiles, which workers decode.
 
-The windows are the same as for the whole volume. A tile is as large as the distance between adjacent groups. It ends a
-few voxels before the next group starts, so that only its own group and earlier groups are needed to decode it.
+The windows are the same as if the whole volume were processed at once. A tile is as large as the distance between
+adjacent groups. It ends a few voxels before the next group starts, so that only its own group and earlier groups are
+needed to decode it.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from service.core.quantities import Size
 from service.inference.windows.grid import Grid, as_size
 
 Span = tuple[int, int]
-"""First index and end along an axis."""
+"""First index and exclusive end index along an axis."""
 Box = tuple[Span, Span, Span]
-"""First index and end along (z, y, x), in voxels or windows."""
+"""First index and exclusive end index along (z, y, x), in voxels or windows."""
 
-# Maximum number of windows in a group. With windows of 64 x 64 x 64 voxels and two float32 outputs, their scores take
-# 128 MiB.
+# Maximum number of windows in a group. With windows of 64 x 64 x 64 voxels and two float32 outputs, the scores of a
+# group take 128 MiB.
 MAX_GROUP_WINDOWS = 64
 # Minimum number of groups per worker. With many groups, no worker waits long for the others at the end.
-GROUPS_PER_WORKER = 6
+MIN_GROUPS_PER_WORKER = 6
 # Maximum number of voxels of a tile including its margin. Decoding takes about 30 bytes per voxel.
 MAX_TILE_VOXELS = 2**24
-# If more voxels of the stack than this are resampled to one voxel of a tile, tiles are made smaller.
+# Tiles are made smaller if more than this number of stack voxels is resampled to one tile voxel.
 MAX_SOURCE_VOXELS_PER_VOXEL = 4
 
 
@@ -39,7 +40,7 @@ class Layout:
     """Groups of windows on a grid.
 
     size, roi, overlap  as in `Grid.cover`
-    group_shape         maximum number of windows of a group along (z, y, x)
+    group_shape         maximum number of windows in a group along (z, y, x)
     margin              number of voxels around a tile that are needed to decode it
     """
 
@@ -60,8 +61,8 @@ class Layout:
         return as_size([-(-len(starts) // n) for starts, n in zip(self.grid.starts, self.group_shape, strict=True)])
 
     @property
-    def count(self) -> int:
-        """Number of groups, which equals the number of tiles."""
+    def total_groups(self) -> int:
+        """Total number of groups, which equals the number of tiles."""
         return math.prod(self.num_groups)
 
     def get_position(self, number: int) -> Size:
@@ -81,10 +82,12 @@ class Layout:
         )
 
     def get_voxels(self, windows: Box) -> Box:
-        """Return the voxels of the volume that a box of windows covers, without padding."""
+        """Return the voxels of the volume that a box of windows covers, excluding padding."""
         return _make_box(
-            (starts[first], min(starts[end - 1] + edge, length))
-            for (first, end), starts, edge, length in zip(windows, self.grid.starts, self.roi, self.size, strict=True)
+            (starts[first], min(starts[end - 1] + window_length, length))
+            for (first, end), starts, window_length, length in zip(
+                windows, self.grid.starts, self.roi, self.size, strict=True
+            )
         )
 
     @cached_property
@@ -121,10 +124,10 @@ class Layout:
         """Return the windows that overlap a box, as ranges of window numbers along each axis."""
         return _make_box(
             (
-                sum(start + edge <= first + padding for start in starts),
+                sum(start + window_length <= first + padding for start in starts),
                 sum(start < end + padding for start in starts),
             )
-            for (first, end), starts, edge, padding in zip(
+            for (first, end), starts, window_length, padding in zip(
                 box, self.grid.starts, self.roi, self.grid.pad_before, strict=True
             )
         )
@@ -132,17 +135,19 @@ class Layout:
     def find_required_groups(self, number: int) -> list[int]:
         """Return the numbers of the groups whose scores are needed to decode a tile."""
         windows = self.find_windows(self.get_tile_with_margin(number))
-        spans = [range(first // n, -(-end // n)) for (first, end), n in zip(windows, self.group_shape, strict=True)]
-        return [self.get_number(position) for position in itertools.product(*spans)]
+        group_ranges = [
+            range(first // n, -(-end // n)) for (first, end), n in zip(windows, self.group_shape, strict=True)
+        ]
+        return [self.get_number(position) for position in itertools.product(*group_ranges)]
 
     def make_subgrid(self, windows: Box) -> Grid:
-        """Return the grid of a box of windows. Its origin is the first voxel of the first window."""
+        """Return the grid of a box of windows. The origin of the grid is the first voxel of the first window."""
         grid = self.grid
         starts = [axis[first:end] for (first, end), axis in zip(windows, grid.starts, strict=True)]
-        spans = [axis[-1] + edge - axis[0] for axis, edge in zip(starts, self.roi, strict=True)]
+        padded_size = [axis[-1] + window_length - axis[0] for axis, window_length in zip(starts, self.roi, strict=True)]
         z, y, x = (tuple(start - axis[0] for start in axis) for axis in starts)
-        size = [min(span, length) for span, length in zip(spans, self.size, strict=True)]
-        return Grid(as_size(size), self.roi, grid.pad_before, as_size(spans), (z, y, x))
+        size = [min(padded_length, length) for padded_length, length in zip(padded_size, self.size, strict=True)]
+        return Grid(as_size(size), self.roi, grid.pad_before, as_size(padded_size), (z, y, x))
 
 
 @dataclass(frozen=True)
@@ -156,42 +161,44 @@ class Blocks:
     block_size: Size
 
     @property
-    def _counts(self) -> Size:
-        return as_size([-(-n // edge) for n, edge in zip(self.size, self.block_size, strict=True)])
+    def _num_blocks(self) -> Size:
+        return as_size([-(-n // block_length) for n, block_length in zip(self.size, self.block_size, strict=True)])
 
     def __len__(self) -> int:
-        return math.prod(self._counts)
+        return math.prod(self._num_blocks)
 
     def get_box(self, number: int) -> Box:
         """Return the voxels of a block."""
-        position = np.unravel_index(number, self._counts)
+        position = np.unravel_index(number, self._num_blocks)
         return _make_box(
-            (int(index) * edge, min((int(index) + 1) * edge, n))
-            for index, edge, n in zip(position, self.block_size, self.size, strict=True)
+            (int(index) * block_length, min((int(index) + 1) * block_length, n))
+            for index, block_length, n in zip(position, self.block_size, self.size, strict=True)
         )
 
 
 def choose_group_shape(size: Size, roi: Size, overlap: float, workers: int, stack_size: Size) -> Size:
-    """Return the number of windows of a group along (z, y, x).
+    """Return the maximum number of windows in a group along (z, y, x).
 
-    Groups are nearly cubic, and there are enough of them for the workers.
+    Groups are nearly cubic, and there are enough groups to keep all workers busy.
 
     stack_size  size of the stack that is resampled to `size`
     """
     max_voxels = min(
         MAX_TILE_VOXELS, MAX_SOURCE_VOXELS_PER_VOXEL * MAX_TILE_VOXELS * math.prod(size) // math.prod(stack_size)
     )
-    counts = [len(starts) for starts in Grid.cover(size, roi, overlap).starts]
-    steps = [max(int(edge * (1 - overlap)), 1) for edge in roi]
-    max_windows = min(MAX_GROUP_WINDOWS, max(math.prod(counts) // (GROUPS_PER_WORKER * workers), 1))
+    window_counts = [len(starts) for starts in Grid.cover(size, roi, overlap).starts]
+    steps = [max(int(window_length * (1 - overlap)), 1) for window_length in roi]
+    max_windows = min(MAX_GROUP_WINDOWS, max(math.prod(window_counts) // (MIN_GROUPS_PER_WORKER * workers), 1))
     group_shape = [1, 1, 1]
     while True:
         # Extend the shortest axis first. If axes are equally short, extend x before y, and y before z.
         for axis in sorted(range(3), key=lambda axis: (group_shape[axis] * steps[axis], -axis)):
             extended_shape = [n + (index == axis) for index, n in enumerate(group_shape)]
-            voxels = math.prod(n * step + edge for n, step, edge in zip(extended_shape, steps, roi, strict=True))
+            voxels = math.prod(
+                n * step + window_length for n, step, window_length in zip(extended_shape, steps, roi, strict=True)
+            )
             if (
-                extended_shape[axis] <= counts[axis]
+                extended_shape[axis] <= window_counts[axis]
                 and math.prod(extended_shape) <= max_windows
                 and voxels <= max_voxels
             ):
@@ -202,7 +209,7 @@ def choose_group_shape(size: Size, roi: Size, overlap: float, workers: int, stac
 
 
 def _make_bounds(preferred_bounds: Sequence[int], length: int) -> tuple[int, ...]:
-    """Return strictly increasing bounds from 0 to `length` that are close to the preferred ones."""
+    """Return strictly increasing bounds from 0 to `length` that are close to the preferred bounds."""
     bounds = [0]
     for bound in preferred_bounds:
         bounds.append(max(bound, bounds[-1] + 1))

@@ -1,4 +1,4 @@
-"""Output of a block-wise run: the result is written block by block, one resolution level after the other."""
+"""Output of a block-wise run: the result is written block by block, one resolution level after another."""
 
 from __future__ import annotations
 
@@ -31,29 +31,32 @@ if TYPE_CHECKING:
 
 
 def create_store(run: OpenRun, out: Path, provenance: Mapping[str, str]) -> None:
-    """Create the store for the result without pixels, and write the list of its levels and blocks."""
+    """Create the store for the result, without any pixels, and record its levels and the blocks of each level."""
     plan, spec = run.plan, make_decoding_spec(run)
-    count, class_names = None, spec.outputs
+    num_objects, class_names = None, spec.outputs
     if plan.output == "labels":
-        count, class_names = run.folder.read_record("join")["objects"], ()
-        dtype = label_dtype(count)
+        num_objects, class_names = run.folder.read_record("join")["objects"], ()
+        dtype = label_dtype(num_objects)
     else:
         dtype = np.dtype(np.uint8 if len(class_names) <= 256 else np.uint16)
         if isinstance(spec.decoding, Instances):
             class_names = ("background", spec.decoding.foreground)
     placeholder = np.broadcast_to(np.zeros((), dtype), plan.size)
     levels = zarr_writer.create(
-        Segmentation(placeholder, plan.output, plan.voxel_size, count, tuple(class_names)), out, provenance
+        Segmentation(placeholder, plan.output, plan.voxel_size, num_objects, tuple(class_names)), out, provenance
     )
     levels_record = {"out": str(out), "levels": [{"steps": level.steps, "block": level.block} for level in levels]}
     run.folder.write_levels(levels_record)
 
 
 def write_block(run: OpenRun, number: int) -> dict[str, Any]:
-    """Write one block. Blocks are numbered through all levels. Each coarser level is made from the previous level."""
+    """Write one block. Blocks are numbered consecutively across all levels.
+
+    Each coarser level is made from the previous level.
+    """
     record = run.folder.levels
     out, levels = Path(record["out"]), record["levels"]
-    for level, blocks in enumerate(_cut_levels(run.plan.size, levels)):
+    for level, blocks in enumerate(_list_blocks_by_level(run.plan.size, levels)):
         if number >= len(blocks):
             number -= len(blocks)
             continue
@@ -71,8 +74,8 @@ def write_block(run: OpenRun, number: int) -> dict[str, Any]:
 def _measure_block(run: OpenRun, number: int, box: Box, labels: Array) -> None:
     """Measure the objects in a block of labels in every channel of the stack, and write the measurements."""
     with open_all_channels(run) as stack:
-        numbers, sums = measure_box(labels, stack.read_region(to_ranges(box)), get_first_voxel(box))
-    run.folder.write_arrays(f"measured/{number}.npz", {"numbers": numbers, **sums._asdict()})
+        object_numbers, sums = measure_box(labels, stack.read_region(to_ranges(box)), get_first_voxel(box))
+    run.folder.write_arrays(f"measured/{number}.npz", {"numbers": object_numbers, **sums._asdict()})
 
 
 def collect_table(run: OpenRun, objects: Objects) -> Table:
@@ -93,7 +96,7 @@ def open_all_channels(run: OpenRun) -> AbstractContextManager[ZarrStack]:
     return stack_reader.open_blocks(run.plan.source, replace(run.plan.selection, channel=None))
 
 
-def _cut_levels(size: Size, levels: Sequence[Mapping[str, Any]]) -> list[Blocks]:
+def _list_blocks_by_level(size: Size, levels: Sequence[Mapping[str, Any]]) -> list[Blocks]:
     """Return the blocks of each level."""
     return [
         Blocks(
@@ -109,7 +112,7 @@ def _collect_block(run: OpenRun, box: Box) -> Array:
     layout, read_tile = run.plan.layout, label_tile if run.plan.output == "labels" else read_pixels
     pixels: Array = np.zeros(get_lengths(box), np.uint32 if run.plan.output == "labels" else np.uint16)
     nearest_axes = _find_nearest_voxels(run, box)
-    for number in layout.find_tiles(_get_span(nearest_axes)):
+    for number in layout.find_tiles(_get_bounding_box(nearest_axes)):
         tile = layout.get_tile(number)
         spans = [np.searchsorted(axis, span) for axis, span in zip(nearest_axes, tile, strict=True)]
         # If the stack was upsampled, a tile may contain no voxel of the stack.
@@ -119,7 +122,7 @@ def _collect_block(run: OpenRun, box: Box) -> Array:
             axis[slice(*span)] - first
             for axis, span, first in zip(nearest_axes, spans, get_first_voxel(tile), strict=True)
         ]
-        tile_pixels = read_tile(run, number, to_slices(_get_span(positions)))
+        tile_pixels = read_tile(run, number, to_slices(_get_bounding_box(positions)))
         pixels[tuple(slice(*span) for span in spans)] = _take_positions(tile_pixels, positions)
     return pixels
 
@@ -137,14 +140,14 @@ def _take_positions(tile_pixels: Array, positions: Sequence[NDArray[np.intp]]) -
     return tile_pixels[np.ix_(*(axis - axis[0] for axis in positions))]
 
 
-def _get_span(axes: Sequence[NDArray[np.intp]]) -> Box:
+def _get_bounding_box(axes: Sequence[NDArray[np.intp]]) -> Box:
     """Return the smallest box that contains ascending positions along (z, y, x)."""
     z, y, x = ((int(axis[0]), int(axis[-1]) + 1) for axis in axes)
     return z, y, x
 
 
 def _coarsen_block(out: Path, level: int, levels: Sequence[Mapping[str, Any]], box: Box) -> Array:
-    """Return a block of a coarser level, which has every other voxel of the previous level along some axes."""
+    """Return a block of a coarser level, which contains every other voxel of the previous level along some axes."""
     finer_level = zarr_writer.open_level(out, level - 1)
     steps = [
         step // finer_step for step, finer_step in zip(levels[level]["steps"], levels[level - 1]["steps"], strict=True)
@@ -152,12 +155,12 @@ def _coarsen_block(out: Path, level: int, levels: Sequence[Mapping[str, Any]], b
     pixels: Array = np.empty(get_lengths(box), finer_level.dtype)
     # Read about one finer block at a time, because all chunks of one access are decoded together.
     axes = [
-        itertools.pairwise([*range(first, end, -(-edge // step)), end])
-        for (first, end), edge, step in zip(box, levels[level - 1]["block"], steps, strict=True)
+        itertools.pairwise([*range(first, end, -(-block_length // step)), end])
+        for (first, end), block_length, step in zip(box, levels[level - 1]["block"], steps, strict=True)
     ]
     for z, y, x in itertools.product(*axes):
-        source = [slice(first * step, end * step) for (first, end), step in zip((z, y, x), steps, strict=True)]
-        pixels[to_slices((z, y, x), get_first_voxel(box))] = finer_level[tuple(source)][
+        source_slices = [slice(first * step, end * step) for (first, end), step in zip((z, y, x), steps, strict=True)]
+        pixels[to_slices((z, y, x), get_first_voxel(box))] = finer_level[tuple(source_slices)][
             :: steps[0], :: steps[1], :: steps[2]
         ]
     return pixels
@@ -165,6 +168,6 @@ def _coarsen_block(out: Path, level: int, levels: Sequence[Mapping[str, Any]], b
 
 def list_level_blocks(run: OpenRun) -> list[range]:
     """Return the numbers of the blocks of each level."""
-    counts = [len(blocks) for blocks in _cut_levels(run.plan.size, run.folder.levels["levels"])]
-    ends = list(itertools.accumulate(counts))
-    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    block_counts = [len(blocks) for blocks in _list_blocks_by_level(run.plan.size, run.folder.levels["levels"])]
+    ends = list(itertools.accumulate(block_counts))
+    return [range(end - count, end) for count, end in zip(block_counts, ends, strict=True)]

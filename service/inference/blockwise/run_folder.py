@@ -1,7 +1,8 @@
-"""Folder of one block-wise run on storage that all workers share. It has the plan, intermediate results and records.
+"""Folder of one block-wise run on storage that all workers share.
 
-A file gets its final name only when its content is on disk, and the record of a block is written after all its files.
-Therefore, only blocks that were interrupted have to be repeated.
+The folder contains the plan, intermediate results and records. A file gets its final name only when its content is on
+disk, and the record of a block is written after all other files of the block. Therefore, only blocks that were
+interrupted have to be repeated.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class RunPlan:
     weights             SHA-256 of the model's weights
     computing_settings  settings under `engine` and `windows`, as JSON
     layout              groups and tiles on the grid of the network
-    shape               shape of the stack; together with `voxel_size`, it makes the plan an `Extent`
+    shape               shape of the stack; `shape` and `voxel_size` make the plan an `Extent`
     diameter            object diameter for which the stack is resampled; None: no diameter is used
-    workers             number of workers for which the volume is divided
+    workers             number of workers that the division of the volume is designed for
     measures_objects    whether objects are measured when their labels are written
     """
 
@@ -91,12 +92,13 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class Survey:
-    """Properties of a volume that are known only after all of it has been read.
+    """Properties of a volume that are known only after the whole volume has been read.
 
     scalings           intensity scaling of each channel
+    notes              notes about the preprocessing of the volume
     skipped            skipped windows; None if no windows may be skipped
     scores             scores of the skipped windows, one per output
-    engine             engine that computes the windows
+    engine             description of the engine that runs the network
     diameter_estimate  estimate of the object diameter; None if it was not needed
     """
 
@@ -130,19 +132,19 @@ class RunFolder:
             os.close(folder_fd)
 
     def create_or_resume(self, plan: RunPlan, settings: Settings) -> RunPlan:
-        """Write the plan, or return the stored plan of the run to resume, which may have a different layout.
+        """Write the plan of a new run, or return the stored plan of the run to resume, whose layout may be different.
 
         Raises BadParameter if the folder contains a different run or other files.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if (self.path / "plan.json").exists():
             previous_plan = self._read_plan()
-            if previous_plan is not None and _has_same_result(plan, previous_plan):
+            if previous_plan is not None and _have_same_result(plan, previous_plan):
                 self._write_text("settings.json", settings.model_dump_json())
                 return previous_plan
             raise BadParameter(
-                f"{self.path} contains a run with another stack, model, options or version. Use the original options to"
-                " resume that run, or choose another folder."
+                f"{self.path} contains a run with a different stack, model, version or options. Use the original"
+                " options to resume that run, or choose another folder."
             )
         if not all(map(_is_left_over, self.path.iterdir())):
             raise BadParameter(f"{self.path} contains other files. Choose a new or empty folder.")
@@ -174,14 +176,14 @@ class RunFolder:
         """Survey of the volume."""
         return _SURVEY_ADAPTER.validate_json((self.path / "survey.json").read_bytes())
 
-    def write_survey(self, survey: Survey, skipped: Array) -> None:
-        """Write the survey. `skipped` has the first voxels of the skipped windows, int64 [N, 3]."""
-        self.write_array("skipped.npy", skipped)
+    def write_survey(self, survey: Survey, skipped_positions: Array) -> None:
+        """Write the survey. `skipped_positions` contains the first voxels of the skipped windows, int64 [N, 3]."""
+        self.write_array("skipped.npy", skipped_positions)
         self._write_text("survey.json", _SURVEY_ADAPTER.dump_json(survey).decode())
 
     @contextmanager
     def open_for_writing(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file for writing. It gets its name at the end of the context, when its content is on disk."""
+        """Open a file for writing. The file gets its name at the end of the context, when its content is on disk."""
         partial_path = self.path / f"{name}.part-{os.getpid()}"
         with write_atomically(self.path / name, partial_path) as temporary_path, temporary_path.open("wb") as file:
             yield file
@@ -230,7 +232,7 @@ class RunFolder:
         return content
 
     def discard_records(self, step: Step) -> None:
-        """Delete the records of a step, so that all its blocks are repeated."""
+        """Delete the records of a step, so that all blocks of the step are repeated."""
         for number in self.find_finished_blocks(step):
             (self.path / _get_record_name(step, number)).unlink()
 
@@ -246,7 +248,7 @@ def remove_window_limit(settings: Settings) -> Settings:
 
 
 def _is_left_over(path: Path) -> bool:
-    """Return whether this file or folder is from a run that was interrupted before it had a plan."""
+    """Return whether this file or folder is left over from a run that was interrupted before its plan was written."""
     is_folder = path.name in _FOLDERS and path.is_dir() and not any(path.iterdir())
     return is_folder or path.name.startswith("plan.json.part-")
 
@@ -255,7 +257,9 @@ def _lock_folder(folder_fd: int, path: Path) -> None:
     try:
         fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise BadParameter(f"{path} is in use by another process. Wait for it, or choose another folder.") from None
+        raise BadParameter(
+            f"{path} is in use by another process. Wait until that process has finished, or choose another folder."
+        ) from None
     except OSError:
         # Not every file system supports locks.
         pass
@@ -265,8 +269,8 @@ def _get_record_name(step: Step, number: int) -> str:
     return f"records/{step}-{number}.json"
 
 
-def _has_same_result(plan_a: RunPlan, plan_b: RunPlan) -> bool:
-    """Return whether two plans have the same result. `strict` and the division of the volume do not matter."""
+def _have_same_result(plan_a: RunPlan, plan_b: RunPlan) -> bool:
+    """Return whether two plans produce the same result. `strict` and the division of the volume do not matter."""
     excluded_fields: dict[str, Any] = {"layout": {"group_shape"}, "options": {"strict"}, "workers": True}
     comparable_plans = [
         _PLAN_ADAPTER.dump_python(plan, mode="json", exclude=excluded_fields) for plan in (plan_a, plan_b)
@@ -276,7 +280,7 @@ def _has_same_result(plan_a: RunPlan, plan_b: RunPlan) -> bool:
 
 @lru_cache(maxsize=4)
 def open_run(path: str, *, has_survey: bool = False) -> OpenRun:
-    """Open the folder of a run, once per process. With `has_survey`, the diameter that the survey estimated is used."""
+    """Open the folder of a run, once per process. With `has_survey`, use the diameter from the survey."""
     folder = RunFolder(Path(path))
     plan, spec = folder.plan, read_spec(folder.plan.model)
     diameter_estimate = folder.survey.diameter_estimate if has_survey else None

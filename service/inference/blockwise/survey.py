@@ -1,8 +1,8 @@
-"""First pass over a volume: intensity statistics of the whole volume, and empty windows.
+"""First pass over a volume, which collects intensity statistics of the whole volume and finds empty windows.
 
 Workers count the intensities in the parts of the volume, which are boxes of chunks, and one task merges the counts.
-Percentiles of pixels with more than 16 bits need one more round for every additional 16 bits. Statistics that cannot be
-derived from counts, such as the mean and standard deviation, are computed plane by plane in the merging task.
+Percentiles of pixels with more than 16 bits need an additional round for every further 16 bits. Statistics that cannot
+be derived from counts, such as the mean and standard deviation, are computed plane by plane in the merging task.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.core.hardware.host import run_in_threads
 from service.core.types import Array, Volume
 from service.formats import stack_reader
 from service.formats.zarr.reader import ZarrStack
-from service.inference.blockwise.counting import CountedChannel, CountRequest, Counts, MissingCounts, open_counting
+from service.inference.blockwise.counting import CountedChannel, CountRequest, Counts, MissingCounts, open_for_counting
 from service.inference.blockwise.run_folder import OpenRun, Survey
 from service.inference.decoding.postprocessing import apply_postprocessing
 from service.inference.diameter.window_selection import select_high_contrast_windows
@@ -56,7 +56,7 @@ MAX_CACHED_LAYER_VOXELS = 2**23
 class _RegionImage(NormalizedImage):
     """Normalized volume that reads only the requested box, extended to complete layers of chunks.
 
-    For small boxes, the latest layers are cached, because windows are read plane by plane.
+    For small boxes, the most recently read layers are cached, because windows are read plane by plane.
     """
 
     def __init__(self, stack: ZarrStack, volume: Volume, scalings: tuple[IntensityScaling, ...]) -> None:
@@ -76,35 +76,37 @@ class _RegionImage(NormalizedImage):
 
 
 def merge_counts(run: OpenRun, runner: ModelRunner, round_number: int) -> dict[str, Any]:
-    """Merge the counts up to a round. Write the survey, or return the `requests` for counts in the next round.
+    """Merge the counts of all rounds so far. Write the survey, or return the `requests` for the next round.
 
-    Raises BadFile for a channel without finite pixels, and the exceptions of reading the stack.
+    Raises BadFile if a channel has no finite pixels. Exceptions raised while reading the stack are propagated.
     """
-    with open_counting(run) as (stack, counting):
-        counts, volume = Counts(run, counting, round_number + 1), lazy_volume(stack, run)
-        scalings_or_requests = [_fit_scaling(volume, index, counts, runner) for index in range(counting.channels)]
+    with open_for_counting(run) as (stack, counting_plan):
+        counts, volume = Counts(run, counting_plan, round_number + 1), make_lazy_volume(stack, run)
+        scalings_or_requests = [
+            _fit_scaling(volume, index, counts, runner) for index in range(counting_plan.num_channels)
+        ]
         requests = [None if isinstance(item, IntensityScaling) else item for item in scalings_or_requests]
         if any(requests):
             return {"requests": requests}
         scalings = tuple(item for item in scalings_or_requests if isinstance(item, IntensityScaling))
         image, plan = _RegionImage(stack, volume, scalings), run.plan
         diameter_estimate = estimate_diameter(runner, volume, plan.options, image=image)
-        intensities: IntensitySurvey | None = counts.intensities()
+        intensities: IntensitySurvey | None = counts.get_intensity_survey()
         if diameter_estimate is not None and diameter_estimate.resampling_diameter is not None:
             plan = plan.with_diameter(diameter_estimate.resampling_diameter, runner.spec)
             # The maxima were computed for the windows of a different grid.
             intensities = None
         plan_with_diameter = runner.estimator.plan(plan.options)._replace(diameter=plan.diameter)
-        skipping = skip_empty_windows(runner, image, volume, plan_with_diameter, intensities)
+        skip_result = skip_empty_windows(runner, image, volume, plan_with_diameter, intensities)
         notes = (
             *describe_replaced_pixels(int(counts.nonfinite_counts.sum())),
             *(() if diameter_estimate is None else (diameter_estimate.note,)),
             *describe_resampling(plan.size, plan.layout.size, runner.spec, plan.diameter),
-            *skipping.notes,
+            *skip_result.notes,
             *volume.notes,
         )
-    positions, scores = _list_skipped(skipping.image)
-    survey = Survey(scalings, notes, skipping.skipped, scores, runner.describe_engine(), diameter_estimate)
+    positions, scores = _list_skipped(skip_result.image)
+    survey = Survey(scalings, notes, skip_result.skipped, scores, runner.describe_engine(), diameter_estimate)
     run.folder.write_survey(survey, positions)
     return {"requests": None}
 
@@ -121,21 +123,21 @@ def skip_empty_windows(
 ) -> SkipResult:
     """Find the windows of a volume that `segment` would skip.
 
-    survey  intensities in the windows for the plan's diameter; None: read them from the volume
+    survey  intensities in the windows at the plan's diameter; if None, they are read from the volume
     """
-    resampled, _notes = resample_image(image, volume, runner.spec, plan.diameter)
+    resampled_image, _notes = resample_image(image, volume, runner.spec, plan.diameter)
     if plan.skip_below is None:
-        return SkipResult(resampled, None)
-    spec = apply_postprocessing(runner.spec, plan.postprocessing, volume, as_size(resampled.shape[2:]))
+        return SkipResult(resampled_image, None)
+    spec = apply_postprocessing(runner.spec, plan.postprocessing, volume, as_size(resampled_image.shape[2:]))
     with torch.inference_mode():
-        windows = make_filter(resampled, spec, plan, runner.score_windows(plan, DEFAULT_CALLBACKS.probe))
-        return windows.skip(volume, plan.skip_below, survey)
+        window_filter = make_filter(resampled_image, spec, plan, runner.score_windows(plan, DEFAULT_CALLBACKS.probe))
+        return window_filter.skip(volume, plan.skip_below, survey)
 
 
 def read_strongest_windows(run: OpenRun) -> list[Tensor]:
-    """Return the windows of a surveyed volume with the highest contrast, [C, z, y, x], at its original resolution."""
+    """Return the highest-contrast windows of a surveyed volume, each [C, z, y, x], at the original resolution."""
     with stack_reader.open_blocks(run.plan.source, run.plan.selection) as stack:
-        image = _RegionImage(stack, lazy_volume(stack, run), run.folder.survey.scalings)
+        image = _RegionImage(stack, make_lazy_volume(stack, run), run.folder.survey.scalings)
         return select_high_contrast_windows(image, run.spec.input.roi_size)
 
 
@@ -143,7 +145,7 @@ def _fit_scaling(volume: Volume, index: int, counts: Counts, runner: ModelRunner
     """Return the intensity scaling of a channel, or the request for the counts that are needed to compute it."""
     substitute = choose_substitute(float(counts.minima[index]), int(counts.nonfinite_counts[index]), volume.voxels)
     if substitute is not None:
-        counts.count_replaced(index, substitute, volume.dtype)
+        counts.add_substituted_pixels(index, substitute, volume.dtype)
     channel = CountedChannel(volume, index, substitute, counts=counts)
     try:
         scaling = fit_scaling(channel, runner.spec.input.normalisation)
@@ -152,50 +154,55 @@ def _fit_scaling(volume: Volume, index: int, counts: Counts, runner: ModelRunner
     return replace(scaling, substitute=substitute)
 
 
-def lazy_volume(stack: ZarrStack, run: OpenRun) -> Volume:
-    """Return a volume that is read one layer of chunks at a time. Large layers are held in the folder of the run."""
+def make_lazy_volume(stack: ZarrStack, run: OpenRun) -> Volume:
+    """Return a volume that is read one layer of chunks at a time. Large layers are stored in the folder of the run."""
     _, depth, height, width = stack.shape
-    layer = LayerReader(stack, run.folder.path)
+    layer_reader = LayerReader(stack, run.folder.path)
     return Volume(
-        (stack.shape[0], depth, height, width), stack.dtype, layer.read, *stack.volume_metadata(run.plan.selection)
+        (stack.shape[0], depth, height, width),
+        stack.dtype,
+        layer_reader.read,
+        *stack.volume_metadata(run.plan.selection),
     )
 
 
 class LayerReader:
-    """Reads planes of an image. The decoded planes of the latest layer of chunks are cached."""
+    """Reads planes of an image. The decoded planes of the most recently read layer of chunks are cached."""
 
-    def __init__(self, stack: ZarrStack, scratch: Path) -> None:
-        self._stack, self._allocate = stack, make_allocator(scratch)
+    def __init__(self, stack: ZarrStack, scratch_folder: Path) -> None:
+        self._stack, self._allocate = stack, make_allocator(scratch_folder)
         self._depth = stack.chunk_size[0]
         self._cached_layer: tuple[int, Array] | None = None
 
     def read(self, first: int, end: int) -> Array:
-        """Return planes [C, z, Y, X]."""
+        """Return the planes from `first` up to, but not including, `end`, [C, z, Y, X]."""
         channels, _, height, width = self._stack.shape
         planes: Array = np.empty((channels, end - first, height, width), self._stack.dtype)
-        for number in range(first // self._depth, -(-end // self._depth)):
-            low, high = max(first, number * self._depth), min(end, (number + 1) * self._depth)
-            layer = self._get_layer(number)
-            planes[:, low - first : high - first] = layer[:, low - number * self._depth : high - number * self._depth]
+        for layer_number in range(first // self._depth, -(-end // self._depth)):
+            start, stop = max(first, layer_number * self._depth), min(end, (layer_number + 1) * self._depth)
+            layer = self._get_layer(layer_number)
+            planes[:, start - first : stop - first] = layer[
+                :, start - layer_number * self._depth : stop - layer_number * self._depth
+            ]
             release_pages(layer)
         return planes
 
-    def _get_layer(self, number: int) -> Array:
-        if self._cached_layer is None or self._cached_layer[0] != number:
+    def _get_layer(self, layer_number: int) -> Array:
+        if self._cached_layer is None or self._cached_layer[0] != layer_number:
             self._cached_layer = None
-            self._cached_layer = number, self._decode_layer(number)
+            self._cached_layer = layer_number, self._decode_layer(layer_number)
         return self._cached_layer[1]
 
-    def _decode_layer(self, number: int) -> Array:
+    def _decode_layer(self, layer_number: int) -> Array:
         channels, depth, height, width = self._stack.shape
-        low, high = number * self._depth, min((number + 1) * self._depth, depth)
-        layer = self._allocate((channels, high - low, height, width), self._stack.dtype)
+        first, end = layer_number * self._depth, min((layer_number + 1) * self._depth, depth)
+        layer = self._allocate((channels, end - first, height, width), self._stack.dtype)
 
         def decode(corner: tuple[int, int]) -> None:
             rows, columns = (
                 range(start, min(start + READ_EDGE_VOXELS, n)) for start, n in zip(corner, (height, width), strict=True)
             )
-            pixels = self._stack.read_region((range(low, high), rows, columns))
+            pixels = self._stack.read_region((range(first, end), rows, columns))
             layer[:, :, rows.start : rows.stop, columns.start : columns.stop] = pixels
 
         positions = [(y, x) for y in range(0, height, READ_EDGE_VOXELS) for x in range(0, width, READ_EDGE_VOXELS)]

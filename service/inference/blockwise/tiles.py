@@ -1,4 +1,4 @@
-"""Decoding of tiles: scores are blended, and converted to classes or to pieces of the watershed."""
+"""Decoder of tiles, which blends the scores of a tile and converts them to classes or to watershed pieces."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def decode_tile(
     device: torch.device,
     stages: Stages,
 ) -> dict[str, Any]:
-    """Decode a tile, and write the result. Return the values for its record.
+    """Decode a tile, and write the result. Return the fields of the block's record.
 
-    The result has the class of each voxel [Z, Y, X] or, for labels, the piece of each voxel. For labels, an archive is
-    also written:
+    The result contains the class of each voxel [Z, Y, X] or, for labels, the piece of each voxel. For labels, these
+    arrays are also written to an archive:
 
     properties, passes  as in `BlockPieces`
-    stack_voxels        number of voxels of the stack in each piece, int64 [P], if the stack was resampled
+    stack_voxels        number of stack voxels in each piece, int64 [P], if the stack was resampled
     at_faces            pieces that touch a face of the volume
     face-A-S            pieces of the voxels in the first (S = 0) or last (S = 1) layer along axis A
     """
@@ -80,64 +80,64 @@ def decode_tile(
     return {"empty": False, **record}
 
 
-def _write_pixels(run: OpenRun, number: int, pixels: Array) -> dict[str, Any]:
+def _write_pixels(run: OpenRun, tile: int, pixels: Array) -> dict[str, Any]:
     """Write the voxels of a tile in slabs. Return their dtype and the end position of each slab in the file."""
     ends = [0]
-    with run.folder.open_for_writing(f"tiles/{number}.raw") as file:
+    with run.folder.open_for_writing(f"tiles/{tile}.raw") as file:
         for first in range(0, len(pixels), SLAB_PLANES):
             ends.append(ends[-1] + file.write(pack(pixels[first : first + SLAB_PLANES])))
     return {"bytes": ends[-1], "ends": ends, "dtype": pixels.dtype.name}
 
 
-def read_pixels(run: OpenRun, number: int, box: tuple[slice, slice, slice]) -> Array:
-    """Read a part of the voxels of a tile that is not empty. `box` is relative to the tile."""
+def read_pixels(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Array:
+    """Read the voxels of a box in a non-empty tile. `box` is relative to the tile."""
     record, (depth, height, width) = (
-        run.folder.read_record("tile", number),
-        get_lengths(run.plan.layout.get_tile(number)),
+        run.folder.read_record("tile", tile),
+        get_lengths(run.plan.layout.get_tile(tile)),
     )
     first, end, _ = box[0].indices(depth)
-    numbers = range(first // SLAB_PLANES, -(-end // SLAB_PLANES))
+    slab_numbers = range(first // SLAB_PLANES, -(-end // SLAB_PLANES))
     slabs = list[Array]()
-    with (run.folder.path / f"tiles/{number}.raw").open("rb") as file:
-        file.seek(record["ends"][numbers.start])
-        for index in numbers:
-            planes = min(SLAB_PLANES, depth - index * SLAB_PLANES)
-            data = file.read(record["ends"][index + 1] - record["ends"][index])
-            slab = unpack(data, (planes, height, width), record["dtype"])
-            low = index * SLAB_PLANES
-            slabs.append(slab[max(first - low, 0) : end - low, box[1], box[2]])
+    with (run.folder.path / f"tiles/{tile}.raw").open("rb") as file:
+        file.seek(record["ends"][slab_numbers.start])
+        for index in slab_numbers:
+            num_planes = min(SLAB_PLANES, depth - index * SLAB_PLANES)
+            compressed_slab = file.read(record["ends"][index + 1] - record["ends"][index])
+            slab = unpack(compressed_slab, (num_planes, height, width), record["dtype"])
+            first_plane = index * SLAB_PLANES
+            slabs.append(slab[max(first - first_plane, 0) : end - first_plane, box[1], box[2]])
     return np.concatenate(slabs)
 
 
-def blend_tile(run: OpenRun, number: int, scores: GroupScores, blending: Blending, device: torch.device) -> Tensor:
-    """Blend the scores of a tile with its margin, [K, z, y, x]. They are bitwise equal to those of the whole volume."""
+def blend_tile(run: OpenRun, tile: int, scores: GroupScores, blending: Blending, device: torch.device) -> Tensor:
+    """Blend the scores of a tile with its margin, [K, z, y, x], bitwise equal to those of the whole volume."""
     layout = run.plan.layout
-    margin_box = layout.get_tile_with_margin(number)
+    margin_box = layout.get_tile_with_margin(tile)
     windows = layout.find_windows(margin_box)
     grid = layout.make_subgrid(windows)
     origin = list_window_positions(layout, windows)[0]
-    first = scores.read(origin)
+    first_scores = scores.read(origin)
     if layout.grid.count == 1:
         valid_slices = tuple(slice(start, start + n) for start, n in zip(grid.pad_before, grid.size, strict=True))
-        return first[(slice(None), *valid_slices)]
-    blender = make_blender(grid, len(first), BlendingSetup(blending, device))
-    blended_scores = torch.empty((len(first), *get_lengths(margin_box)))
+        return first_scores[(slice(None), *valid_slices)]
+    blender = make_blender(grid, len(first_scores), BlendingSetup(blending, device))
+    blended_scores = torch.empty((len(first_scores), *get_lengths(margin_box)))
     for position, stored_position in zip(grid.positions(), list_window_positions(layout, windows), strict=True):
         for slab in blender.add([position], scores.read(stored_position).to(device)[None]):
-            span = tuple(
+            slab_box = tuple(
                 (start, start + n) for start, n in zip((slab.z0, slab.y0, 0), slab.scores.shape[2:], strict=True)
             )
-            _paste(slab.scores[0].cpu(), _shift(span, origin), blended_scores, margin_box)
+            _paste(slab.scores[0].cpu(), _shift_box(slab_box, origin), blended_scores, margin_box)
     return blended_scores
 
 
-def _shift(span: Any, origin: Any) -> Box:
-    z, y, x = ((first + start, end + start) for (first, end), start in zip(span, origin, strict=True))
+def _shift_box(box: Any, origin: Any) -> Box:
+    z, y, x = ((first + start, end + start) for (first, end), start in zip(box, origin, strict=True))
     return z, y, x
 
 
 def _paste(source: Tensor, source_box: Box, target: Tensor, target_box: Box) -> None:
-    """Copy the intersection of two boxes from `source` to `target`, which each cover one of the boxes."""
+    """Copy the voxels in the intersection of both boxes from `source` to `target`."""
     intersection = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(source_box, target_box, strict=True)]
     if all(first < end for first, end in intersection):
         z, y, x = intersection
@@ -185,16 +185,16 @@ def _find_pieces(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor)
 
 
 def _count_stack_voxels(pixels: Array, num_pieces: int, tile: Box, size: Size, stack_size: Size) -> NDArray[np.int64]:
-    """Return the number of stack voxels in each piece. Each belongs to the piece of the nearest voxel of the tile."""
+    """Return the number of stack voxels in each piece. A stack voxel belongs to the piece of the nearest tile voxel."""
     z, y, x = (
         np.bincount(nearest, minlength=length)[slice(*span)]
         for nearest, length, span in zip(nearest_voxels(size, stack_size), size, tile, strict=True)
     )
-    plane, counts = (y[:, None] * x).ravel(), np.zeros(num_pieces + 1, np.int64)
+    plane_weights, voxel_counts = (y[:, None] * x).ravel(), np.zeros(num_pieces + 1, np.int64)
     for repeats, plane_pieces in zip(z.tolist(), pixels, strict=True):
         # These sums are small integers, so they are exact.
-        counts += repeats * np.bincount(plane_pieces.ravel(), plane, num_pieces + 1).astype(np.int64)
-    return counts[1:]
+        voxel_counts += repeats * np.bincount(plane_pieces.ravel(), plane_weights, num_pieces + 1).astype(np.int64)
+    return voxel_counts[1:]
 
 
 def _find_face_pieces(pieces: Array, tile: Box, size: tuple[int, int, int]) -> Array:

@@ -30,12 +30,12 @@ _FILE_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat
 
 
 def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stages) -> dict[str, Any]:
-    """Compute and write the scores of the windows of a group, [N, K, *roi]. Return the results for its record."""
+    """Compute and write the scores of the windows of a group, [N, K, *roi]. Return the fields of the record."""
     plan, layout = run.plan, run.plan.layout
     windows = layout.get_group(task.number)
     skipped_positions = find_skipped_windows(run, windows)
-    count = math.prod(get_lengths(windows)) - len(skipped_positions)
-    if not count:
+    num_windows = math.prod(get_lengths(windows)) - len(skipped_positions)
+    if not num_windows:
         return {"windows": 0}
     survey, box, resampling = (
         run.folder.survey,
@@ -64,7 +64,7 @@ def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stag
             file.flush()
     stages.update({"windows": compute_stages.seconds["windows"], "write": compute_stages.seconds["decode"]})
     return {
-        "windows": count,
+        "windows": num_windows,
         "dtype": scoring_result.consumer.dtype,
         "engine": runner.describe_engine(),
         "notes": list(scoring_result.notes),
@@ -73,7 +73,7 @@ def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stag
 
 
 class _ScoreWriter:
-    """Consumer that writes the scores of windows to a file. The constructor discards previous content of the file."""
+    """Consumer that writes the scores of windows to a file. The constructor deletes any previous content."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -90,7 +90,10 @@ class _ScoreWriter:
 
 
 def _compute_raw_scores(window: SlidingWindow, image: Image, overlap: float) -> Iterator[Slab]:
-    """Yield the scores of each batch of windows, [B, K, *roi], in order. Raises NonFiniteScores."""
+    """Yield the scores of each batch of windows, [B, K, *roi], in order.
+
+    Raises NonFiniteScores if any score is not finite.
+    """
     scan = window.scan(image, overlap)
     while scan.num_remaining:
         (scores,) = window.forward([scan.take(window.capacity)])
@@ -145,7 +148,7 @@ class GroupScores:
         self._skipped_scores = torch.tensor(run.folder.survey.scores)[:, None, None, None].expand(-1, *roi)
 
     def __bool__(self) -> bool:
-        """Whether any of the windows was computed."""
+        """Return whether there are computed scores for any of the windows."""
         return bool(self._windows)
 
     def read(self, position: Size) -> Tensor:

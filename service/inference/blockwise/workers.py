@@ -1,4 +1,4 @@
-"""Processing of the blocks of a run in any process with access to its folder, and worker processes on this machine."""
+"""Workers of a block-wise run: the function that processes one block, and local processes that call this function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.inference.blockwise.run_folder import BlockTask, OpenRun, Step, ope
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.blending import Blending
 
-# Number of workers that may die on one block before the run fails. The block itself may be the cause.
+# Number of workers that may die while processing one block before the run fails. The block itself may be the cause.
 MAX_WORKER_DEATHS = 3
 # Interval at which a worker checks whether its parent is alive.
 PARENT_CHECK_SECONDS = 1.0
@@ -30,17 +30,18 @@ BlockFunction = Callable[[BlockTask], dict[str, Any]]
 def run_block(task: BlockTask) -> dict[str, Any]:
     """Run one block, write its record once all its output is on disk, and return the record.
 
-    The model is loaded for the first block that needs it, and stays loaded. Each process must call this from a single
-    thread. A block may be repeated at any time. Raises the exceptions of `ModelRunner` and `segment`.
+    Any process with access to the folder of the run can call this function, but only from a single thread. The model is
+    loaded for the first block that needs it, and stays loaded. A block may be repeated at any time. Raises the same
+    exceptions as `ModelRunner` and `segment`.
     """
     run = open_run(task.folder, has_survey=task.step not in {"count", "survey"})
-    stages, start_time, cpu_start = Stages(), time.time(), time.process_time()
+    stages, start_time, start_cpu_time = Stages(), time.time(), time.process_time()
     results = _run_step(run, task, stages)
     timing = {
         "seconds": stages.seconds,
         "began": start_time,
         "ended": time.time(),
-        "cpu": time.process_time() - cpu_start,
+        "cpu": time.process_time() - start_cpu_time,
     }
     record = results | timing
     run.folder.write_record(task, record)
@@ -57,7 +58,7 @@ def load_runner(folder: str) -> ModelRunner:
 
 
 def _run_step(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
-    """Run a block, measure its time in `stages`, and return the results for its record."""
+    """Run a block, measure its time in `stages`, and return the fields of its record."""
     if task.step == "scores":
         return window_scores.score_group(run, task, load_runner(task.folder), stages)
     if task.step == "tile":
@@ -93,11 +94,11 @@ class Workers(Protocol):
         """
 
     def close(self) -> None:
-        """End the workers, and discard their unfinished blocks."""
+        """Stop the workers, and discard their unfinished blocks."""
 
 
 class LocalWorkers:
-    """Processes on this machine, each with its own model."""
+    """Processes on this host, each with its own model."""
 
     def __init__(self, count: int, block_function: BlockFunction = run_block) -> None:
         self.count = count
@@ -120,7 +121,7 @@ class LocalWorkers:
                     self._processes.discard(self._thread_local.process)
                 self._thread_local.process = None
         raise InternalError(
-            f"{MAX_WORKER_DEATHS} workers died in succession on the block {task.step} {task.number}. Resume the run"
+            f"{MAX_WORKER_DEATHS} workers died in succession on block {task.number} of step {task.step}. Resume the run"
             " with fewer workers or smaller windows, which need less memory."
         )
 
@@ -146,11 +147,11 @@ class LocalWorkers:
             process.shutdown(wait=False, cancel_futures=True)
 
 
-def exit_with_parent(parent: int) -> None:
+def exit_with_parent(parent_pid: int) -> None:
     """End this process soon after its parent process ends, even if the parent is killed."""
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent_pid:
             time.sleep(PARENT_CHECK_SECONDS)
         os._exit(1)
 

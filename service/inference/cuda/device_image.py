@@ -1,4 +1,4 @@
-"""Image on a device with its own memory. It is uploaded in its stored dtype, one layer of windows at a time."""
+"""Image in a device's own memory. Pixels are uploaded in their stored dtype, one layer of windows at a time."""
 
 from __future__ import annotations
 
@@ -34,46 +34,47 @@ def start_copy(source: Tensor, target: Tensor) -> Callable[[], object]:
 
 
 class Uploader:
-    """Uploads pixels through two buffers of `nbytes` (at least one row). One is filled while the other is copied.
+    """Uploads pixels through two buffers of `nbytes`: while one buffer is copied, the other is filled.
 
-    Buffers for a CUDA device are pinned, because the driver would first copy other memory synchronously.
+    `nbytes` must be at least the size of one row. Buffers for a CUDA device are pinned, because the driver would first
+    copy unpinned memory synchronously.
     """
 
     def __init__(self, device: torch.device, nbytes: int, start: StartCopy = start_copy) -> None:
         self._device, self._nbytes, self._start = device, nbytes, start
         is_pinned = device.type == "cuda"
         self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)]
-        self._waits: list[Callable[[], object]] = [lambda: None, lambda: None]
+        self._wait_functions: list[Callable[[], object]] = [lambda: None, lambda: None]
 
     def __call__(self, pixels: Array) -> Tensor:
         """Return a copy of pixels [z, y, x] on the device, with the same dtype, for use on its current stream."""
         dtype = torch.from_numpy(np.empty(0, pixels.dtype)).dtype
-        on_device = torch.empty(pixels.shape, dtype=dtype, device=self._device)
-        for piece in self._split(pixels):
+        device_pixels = torch.empty(pixels.shape, dtype=dtype, device=self._device)
+        for part_slices in self._divide_into_transfers(pixels):
             self._buffers.reverse()
-            self._waits.reverse()
-            self._waits[0]()
-            part = pixels[piece]
+            self._wait_functions.reverse()
+            self._wait_functions[0]()
+            part = pixels[part_slices]
             staging_buffer = self._buffers[0][: part.nbytes].view(dtype).view(part.shape)
             np.copyto(staging_buffer.numpy(), part)
-            self._waits[0] = self._start(staging_buffer, on_device[piece])
-        return on_device
+            self._wait_functions[0] = self._start(staging_buffer, device_pixels[part_slices])
+        return device_pixels
 
-    def _split(self, pixels: Array) -> Iterator[tuple[slice, slice]]:
+    def _divide_into_transfers(self, pixels: Array) -> Iterator[tuple[slice, slice]]:
         """Yield the parts of pixels [z, y, x] that fit in a buffer: several planes, or rows of one plane."""
         depth, height, width = pixels.shape
-        rows = min(self._nbytes // (width * pixels.itemsize), height * depth)
-        planes, rows = max(rows // height, 1), min(rows, height)
-        for z in range(0, depth, planes):
-            for y in range(0, height, rows):
-                yield slice(z, z + planes), slice(y, y + rows)
+        num_rows = min(self._nbytes // (width * pixels.itemsize), height * depth)
+        num_planes, num_rows = max(num_rows // height, 1), min(num_rows, height)
+        for z in range(0, depth, num_planes):
+            for y in range(0, height, num_rows):
+                yield slice(z, z + num_planes), slice(y, y + num_rows)
 
 
 class UploadedVolume:
     """Pixels of a volume on a device, in their stored dtype, and a histogram of each channel.
 
-    The constructor copies the pixels, and the device counts them as they arrive. Only reading a histogram waits for the
-    device.
+    The constructor copies the pixels, and the device counts intensities as the pixels arrive. Only reading a histogram
+    waits for the device.
 
     volume  volume of 8-bit or 16-bit integers
     """
@@ -81,20 +82,20 @@ class UploadedVolume:
     def __init__(self, volume: Volume, device: torch.device) -> None:
         channels, depth, height, width = volume.shape
         bits, step = 8 * volume.dtype.itemsize, count_planes_per_transfer((depth, height, width))
-        minimum = -(1 << (bits - 1)) if volume.dtype.kind == "i" else 0
+        min_value = -(1 << (bits - 1)) if volume.dtype.kind == "i" else 0
         dtype = torch.from_numpy(np.empty(0, volume.dtype)).dtype
         self._pixels = torch.empty(volume.shape, dtype=dtype, device=device)
         self._counts = torch.zeros((channels, NUM_HISTOGRAMS << bits), dtype=torch.int32, device=device)
         ones = torch.ones((), dtype=torch.int32, device=device)
-        # Offset of each voxel's histogram. Adding the pixel value gives the index of its bin.
-        first_keys = (torch.arange(step * height * width, device=device) % NUM_HISTOGRAMS << bits) - minimum
+        # Offset of each voxel's histogram. Adding the pixel value to it gives the index of its bin.
+        bin_offsets = (torch.arange(step * height * width, device=device) % NUM_HISTOGRAMS << bits) - min_value
         upload = Uploader(device, count_buffer_bytes((depth, height, width)))
         for z in range(0, depth, step):
             for index, planes in enumerate(volume.read(z, min(z + step, depth))):
-                on_device = upload(planes)
-                self._pixels[index, z : z + step] = on_device
-                keys = on_device.flatten().long() + first_keys[: on_device.numel()]
-                self._counts[index].scatter_add_(0, keys, ones.expand(len(keys)))
+                device_planes = upload(planes)
+                self._pixels[index, z : z + step] = device_planes
+                bins = device_planes.flatten().long() + bin_offsets[: device_planes.numel()]
+                self._counts[index].scatter_add_(0, bins, ones.expand(len(bins)))
 
     @staticmethod
     def supports(volume: Volume) -> bool:
@@ -108,7 +109,7 @@ class UploadedVolume:
         return counts
 
     def planes(self, index: int, first: int, end: int) -> Tensor:
-        """Return planes [z, Y, X] of one channel."""
+        """Return the planes from `first` up to, but not including, `end` of one channel, [z, Y, X]."""
         return self._pixels[index, first:end]
 
 
@@ -138,18 +139,20 @@ class DeviceImage:
         if not self._first <= first <= end <= self._end:
             self._load(first)
         if end > self._end:
-            raise IndexError(f"cannot read {end - first} planes, because windows have only {self.planes.shape[1]}")
+            raise IndexError(
+                f"cannot read {end - first} planes at a time, because windows have only {self.planes.shape[1]} planes"
+            )
         return self.planes[channels, first - self._first : end - self._first, y, x]
 
     def _load(self, first: int) -> None:
-        """Load the planes from `first` on. Planes that are already on the device are not copied again."""
+        """Load planes, starting at `first`. Planes that are already on the device are not copied again."""
         depth = self.planes.shape[1]
         num_shifted, num_reused = first - self._first, max(self._end - first, 0) if first >= self._first else 0
         self._first = self._end = first
-        # If more planes are reused than dropped, source and target overlap, so move them in several steps.
+        # If more planes are reused than dropped, source and target overlap, so they are moved in several steps.
         for z in range(0, num_reused, max(num_shifted, 1)):
-            count = min(num_shifted, num_reused - z)
-            self.planes[:, z : z + count] = self.planes[:, z + num_shifted : z + num_shifted + count]
+            num_moved = min(num_shifted, num_reused - z)
+            self.planes[:, z : z + num_moved] = self.planes[:, z + num_shifted : z + num_shifted + num_moved]
         for z in range(num_reused, min(depth, self.shape[2] - first), self._step):
             end = min(z + self._step, depth, self.shape[2] - first)
             self._upload_planes(first + z, first + end, self.planes[:, z:end])
@@ -169,33 +172,34 @@ def fits_on_device(channels: int, size: Size) -> bool:
 
 
 def count_planes(channels: int, size: Size, depth: int) -> int:
-    """Return how many planes of an image of `size` (Z, Y, X) are held on the device for windows of `depth` planes."""
-    planes, height, width = size
-    return planes if 4 * channels * planes * height * width <= MAX_WHOLE_IMAGE_BYTES else min(depth, planes)
+    """Return the number of planes held on the device for an image of `size` (Z, Y, X) and windows of `depth` planes."""
+    num_planes, height, width = size
+    return num_planes if 4 * channels * num_planes * height * width <= MAX_WHOLE_IMAGE_BYTES else min(depth, num_planes)
 
 
 def count_buffer_bytes(size: Size) -> int:
     """Return the size in bytes of each of the two buffers through which an image of `size` (Z, Y, X) is copied."""
-    planes, height, width = size
-    return 4 * width * min(max(MAX_TRANSFER_BYTES // (4 * width), 1), planes * height)
+    num_planes, height, width = size
+    return 4 * width * min(max(MAX_TRANSFER_BYTES // (4 * width), 1), num_planes * height)
 
 
 def count_planes_per_transfer(size: Size) -> int:
-    """Return how many planes of one channel of an image of `size` (Z, Y, X) are copied together."""
+    """Return the number of planes of one channel that are copied together, for an image of `size` (Z, Y, X)."""
     return min(max(MAX_TRANSFER_BYTES // (4 * size[1] * size[2]), 1), size[0])
 
 
 def count_image_bytes(channels: int, size: Size, depth: int) -> int:
-    """Return the device bytes for an image of `size` (Z, Y, X), including two blocks of copied, unconverted pixels."""
+    """Return the device memory in bytes for an image of `size` (Z, Y, X) and two blocks of unconverted pixels."""
     return (
         4 * size[1] * size[2] * (channels * count_planes(channels, size, depth) + 2 * count_planes_per_transfer(size))
     )
 
 
 def count_uploaded_bytes(shape: StackShape) -> int:
-    """Return the device bytes for the stored pixels of a volume [C, Z, Y, X] while they are being counted.
+    """Return the device memory in bytes for the stored pixels of a volume [C, Z, Y, X] while intensities are counted.
 
-    They include one block of pixels and the 16-bit histograms. Returns 0 if the volume is too large to upload in full.
+    This includes one block of pixels and the 16-bit histograms. Returns 0 if the volume is too large to upload in
+    full.
     """
     channels, size = shape[0], as_size(shape[1:])
     if not fits_on_device(channels, size):

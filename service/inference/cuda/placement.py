@@ -43,6 +43,10 @@ class DevicePlacement:
             return DeviceImage(image.tensor(), depth, self._device)
         return DeviceImage(image, depth, self._device) if isinstance(image, NormalizedImage) else image
 
-    def choose_decoder_factory(self, make: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
+    def choose_decoder_factory(self, create_decoder: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
         """Return a function that creates a decoder on the device, or on the host if the scores do not fit."""
-        return partial(HostDecoder, make) if plan.decode_on_host else partial(make, start_watershed=DeviceWatershed)
+        return (
+            partial(HostDecoder, create_decoder)
+            if plan.decode_on_host
+            else partial(create_decoder, start_watershed=DeviceWatershed)
+        )

@@ -1,4 +1,4 @@
-"""Watershed in a device's own memory. It processes many planes at a time, because each synchronization takes time."""
+"""Watershed in a device's own memory, which processes many planes at a time, because synchronization takes time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from service.core.quantities import Size
 from service.core.types import Objects
 from service.inference.decoding.basin_merging import Persistence, ShallowPasses, find_shallow_passes, join_basins
 from service.inference.decoding.labels import label_basins
-from service.inference.decoding.streaming import threshold_mask
-from service.inference.decoding.watershed import Basins, Planes, Watershed, foreground_codes
-from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all
+from service.inference.decoding.streaming import compute_foreground_mask
+from service.inference.decoding.watershed import Basins, Planes, Watershed, encode_foreground
+from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all_objects
 
 # Maximum number of voxels in one block on the device, including margins around each plane. Each voxel needs 36 bytes.
 MAX_BLOCK_VOXELS = 2**26
 
 # Number of voxels whose neighbors are inspected in one operation on the device.
-NEIGHBOR_VOXELS = 2**18
+NEIGHBOR_BATCH_VOXELS = 2**18
 
 
 class DeviceWatershed:
     """Variant of `StreamingWatershed` that collects all planes on their device, and then processes large blocks.
 
     The host waits for the device a few times per block of up to `block_voxels` voxels, and while basins are merged. The
-    number of parts in which the planes arrive has no effect on this.
+    number of parts in which the planes arrive does not affect how often it waits.
     """
 
     def __init__(
@@ -45,19 +45,19 @@ class DeviceWatershed:
         num_planes = heights.shape[self._axis]
         parts = (
             (self._heights, heights),
-            (self._foreground, threshold_mask(foreground, self._threshold)),
-            (self._codes, foreground_codes(foreground)),
+            (self._foreground, compute_foreground_mask(foreground, self._threshold)),
+            (self._codes, encode_foreground(foreground)),
         )
         for target, part in parts:
             target.narrow(self._axis, self._num_collected, num_planes).copy_(part)
         self._num_collected += num_planes
 
     def label_objects(
-        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all
+        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all_objects
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
         # All planes have been collected, so they can be added along z.
         planes = self._planes._replace(along_y=False)
-        watershed = Watershed(planes, self._persistence.compute_floors, self._block_voxels, NEIGHBOR_VOXELS)
+        watershed = Watershed(planes, self._persistence.compute_floors, self._block_voxels, NEIGHBOR_BATCH_VOXELS)
         watershed.add(self._heights, self._foreground, self._codes)
         basins = watershed.finish()
         del watershed, self._heights, self._foreground, self._codes
@@ -69,35 +69,36 @@ class DeviceWatershed:
 
 def estimate_watershed_bytes(size: Size) -> int:
     """Estimate the device memory in bytes for the watershed of a volume of `size` (Z, Y, X)."""
-    plane = (size[1] + 2) * (size[2] + 2)
-    block_voxels = min(size[0] * plane, MAX_BLOCK_VOXELS) + 2 * plane
+    plane_voxels = (size[1] + 2) * (size[2] + 2)
+    block_voxels = min(size[0] * plane_voxels, MAX_BLOCK_VOXELS) + 2 * plane_voxels
     # Each block needs about nine 32-bit arrays. Each voxel needs its height, foreground, code, piece and label, and two
-    # bytes (measured) for the passes between crowded objects. The last term is for the neighbors of some voxels.
-    return 36 * block_voxels + (8 + 6) * math.prod(size) + 600 * NEIGHBOR_VOXELS
+    # bytes (measured) for the passes between crowded objects. The last term is for the neighbors of the voxels in one
+    # batch.
+    return 36 * block_voxels + (8 + 6) * math.prod(size) + 600 * NEIGHBOR_BATCH_VOXELS
 
 
 def merge_basins_on_device(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
-    """Return the object of each basin, int64 [R] from 0. The result equals that of `merge_shallow_basins`.
+    """Return the object of each basin, int64 [R], numbered from 0. The result equals that of `merge_shallow_basins`.
 
     The merge tree is built on the device of the basins with Borůvka's algorithm for minimum spanning trees. In each
     round, every group of basins joins the group on the other side of its highest pass, if that pass is shallow relative
     to the peak of the group. This selects the same passes as processing all passes in descending order: no other pass
-    out of the group is higher than the selected one, so descending order also completes the group before it reaches
-    that pass, and the peak of the group cannot become higher until then.
+    out of the group is higher than the selected pass. In descending order, the group is therefore also complete before
+    the selected pass is reached, and until then, its peak cannot become higher.
 
     The host waits for the device once per round, at most log2(R) times.
     """
     peaks = persistence.to_distances(basins.peaks)
     passes = find_shallow_passes(basins, persistence)
     groups, is_joined = _join_groups(peaks, passes, persistence.depth)
-    numbers = torch.arange(len(peaks), device=peaks.device)
+    basin_numbers = torch.arange(len(peaks), device=peaks.device)
     # Each object gets the number of its highest basin, because the positions of these basins define their order.
     group_peaks = torch.full_like(peaks, -torch.inf).scatter_reduce_(0, groups, peaks, "amax")
     is_highest = peaks == group_peaks[groups]
-    highest_basin = torch.full_like(numbers, len(peaks))
-    highest_basin.scatter_reduce_(0, groups, torch.where(is_highest, numbers, len(peaks)), "amin")
+    highest_basin = torch.full_like(basin_numbers, len(peaks))
+    highest_basin.scatter_reduce_(0, groups, torch.where(is_highest, basin_numbers, len(peaks)), "amin")
     roots = highest_basin[groups]
-    has_tie = torch.zeros_like(numbers).scatter_add_(0, groups, is_highest.long()) > 1
+    has_tie = torch.zeros_like(basin_numbers).scatter_add_(0, groups, is_highest.long()) > 1
     is_ambiguous = is_joined & has_tie[groups[passes.first]]
     if bool(is_ambiguous.any()):
         # If several basins are equally high, the order in which they were merged determines which one is the root.
@@ -105,7 +106,7 @@ def merge_basins_on_device(basins: Basins, persistence: Persistence) -> NDArray[
         ordered_roots = join_basins(peaks.cpu().numpy(), first, second, height, math.inf)
         roots = torch.where(has_tie[groups], torch.from_numpy(ordered_roots).to(roots.device), roots)
     # Replace the roots with consecutive numbers in the same order.
-    ranks = torch.zeros_like(numbers).index_fill_(0, roots, 1).cumsum(0) - 1
+    ranks = torch.zeros_like(basin_numbers).index_fill_(0, roots, 1).cumsum(0) - 1
     objects: NDArray[np.int64] = ranks[roots].cpu().numpy()
     return objects
 
@@ -118,16 +119,18 @@ def _join_groups(peaks: Tensor, passes: ShallowPasses, depth: float) -> tuple[Te
     while num_passes:
         first_groups, second_groups = groups[passes.first], groups[passes.second]
         outward_passes = torch.where(first_groups == second_groups, num_passes, ranks)
-        best_passes = torch.full_like(numbers, num_passes)
-        best_passes = best_passes.scatter_reduce_(0, first_groups, outward_passes, "amin").scatter_reduce_(
+        highest_passes = torch.full_like(numbers, num_passes)
+        highest_passes = highest_passes.scatter_reduce_(0, first_groups, outward_passes, "amin").scatter_reduce_(
             0, second_groups, outward_passes, "amin"
         )
-        selected = best_passes.clamp(max=num_passes - 1)
-        is_joining = (best_passes < num_passes) & (group_peaks - passes.height[selected] < depth)
+        selected_passes = highest_passes.clamp(max=num_passes - 1)
+        is_joining = (highest_passes < num_passes) & (group_peaks - passes.height[selected_passes] < depth)
         if not bool(is_joining.any()):
             break
-        is_joined[torch.where(is_joining, selected, num_passes)] = True
-        neighbors = torch.where(first_groups[selected] == numbers, second_groups[selected], first_groups[selected])
+        is_joined[torch.where(is_joining, selected_passes, num_passes)] = True
+        neighbors = torch.where(
+            first_groups[selected_passes] == numbers, second_groups[selected_passes], first_groups[selected_passes]
+        )
         parents = torch.where(is_joining, neighbors, numbers)
         # Two groups that select the same pass would point to each other, which would cause an endless loop.
         parents = torch.where((parents[parents] == numbers) & (numbers < parents), numbers, parents)

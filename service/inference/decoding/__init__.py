@@ -1,1 +1,1 @@
-"""Decoding: slabs of scores to labels, classes or probabilities on the grid of the volume."""
+"""Decoders that convert slabs of scores to labels, classes or probabilities on the grid of the volume."""

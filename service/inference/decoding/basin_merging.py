@@ -1,4 +1,4 @@
-"""Merging of watershed basins across shallow passes, so that an object with two similar maxima stays one object.
+"""Merge watershed basins across shallow passes, so that an object with two similar maxima stays one object.
 
 A pass is the highest point on the border between two basins, that is, the saddle between their peaks.
 """
@@ -23,8 +23,8 @@ MIN_DEPTH = float(np.finfo(np.float32).tiny)
 class Persistence(NamedTuple):
     """Depth of a pass below the lower of two peaks at which the peaks become separate objects.
 
-    persistence  the depth, in units of the distance
-    logits       whether heights are logits of the distance; they have the same order and save a sigmoid per voxel
+    persistence  this depth, in units of the distance
+    logits       whether heights are logits of the distance; logits have the same order and save a sigmoid per voxel
     """
 
     persistence: float
@@ -44,7 +44,7 @@ class Persistence(NamedTuple):
         return 1 / (1 + torch.exp(-heights.double())) if self.logits else heights.double()
 
     def compute_floors(self, peaks: Tensor) -> Tensor:
-        """Return for each peak the height from which a pass is shallow, rounded down; float32 [R] in and out."""
+        """Return for each peak the minimum height of a shallow pass, rounded down. Input and output are float32 [R]."""
         floors = self.to_distances(peaks) - self.depth
         if self.logits:
             floors = torch.logit(floors.clamp(0, 1))
@@ -52,7 +52,7 @@ class Persistence(NamedTuple):
 
 
 def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
-    """Merge each basin into its higher neighbor if its peak is less than the persistence above their pass.
+    """Merge each basin into a higher neighbor if its peak is less than the persistence above the pass to this neighbor.
 
     Returns the object of every basin, int64 [R], numbered from 0. Passes are processed from the highest to the lowest,
     as in the merge tree of a height function (Edelsbrunner, Letscher and Zomorodian 2002). Passes that are too deep are
@@ -66,7 +66,7 @@ def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np
 def join_basins(
     peaks: NDArray[Any], first: NDArray[Any], second: NDArray[Any], height: NDArray[Any], depth: float
 ) -> NDArray[np.int64]:
-    """Join pairs of basins [E], in this order, if the lower peak is less than `depth` above their pass of `height` [E].
+    """Join pairs of basins [E] in order, if the lower peak is less than `depth` above their pass of `height` [E].
 
     Returns for each basin the number of the highest basin in its group, int64 [R]. If several basins are equally high,
     it is the first basin of the pair that joined them.
@@ -77,9 +77,9 @@ def join_basins(
 
 
 class MergeForest:
-    """Groups of basins that are joined incrementally by `join_basins`.
+    """Groups of basins, which are joined incrementally by the rule of `join_basins`.
 
-    It uses 16 bytes per basin; Python lists would use 70.
+    The arrays use 16 bytes per basin; Python lists would use 70.
     """
 
     def __init__(self, peaks: NDArray[Any], depth: float) -> None:
@@ -93,18 +93,18 @@ class MergeForest:
         """Join further pairs [E], whose passes are not higher than those of earlier calls."""
         parent, peaks, depth = self._parent, self._peaks, self._depth
 
-        def root(basin: int) -> int:
+        def find_root(basin: int) -> int:
             while parent[basin] != basin:
                 parent[basin] = parent[parent[basin]]
                 basin = parent[basin]
             return basin
 
-        for one, other, saddle in zip(first.tolist(), second.tolist(), height.tolist(), strict=True):
-            high, low = root(one), root(other)
-            if peaks[high] < peaks[low]:
-                high, low = low, high
-            if high != low and peaks[low] - saddle < depth:
-                parent[low] = high
+        for basin_a, basin_b, saddle in zip(first.tolist(), second.tolist(), height.tolist(), strict=True):
+            high_root, low_root = find_root(basin_a), find_root(basin_b)
+            if peaks[high_root] < peaks[low_root]:
+                high_root, low_root = low_root, high_root
+            if high_root != low_root and peaks[low_root] - saddle < depth:
+                parent[low_root] = high_root
 
     def find_highest_basins(self) -> NDArray[np.int64]:
         """Return for each basin the number of the highest basin in its group, int64 [R]."""
@@ -128,14 +128,14 @@ class ShallowPasses(NamedTuple):
 
 def find_shallow_passes(basins: Basins, persistence: Persistence) -> ShallowPasses:
     """Return the shallow passes between basins."""
-    one, other, heights = basins.passes
+    basins_a, basins_b, heights = basins.passes
     height, peaks = persistence.to_distances(heights), persistence.to_distances(basins.peaks)
-    first, second = torch.minimum(one, other), torch.maximum(one, other)
+    first, second = torch.minimum(basins_a, basins_b), torch.maximum(basins_a, basins_b)
     is_shallow = (first != second) & (torch.minimum(peaks[first], peaks[second]) - height < persistence.depth)
     # Indexing with a mask would convert the mask to indices each time, and the host would wait for each conversion.
     rows = is_shallow.nonzero().squeeze(1)
     pairs, inverse = torch.unique((first * len(peaks) + second)[rows], return_inverse=True)
-    highest = height.new_full((len(pairs),), -torch.inf).scatter_reduce_(0, inverse, height[rows], "amax")
-    highest, order = torch.sort(highest, descending=True, stable=True)
-    pairs, count = pairs[order], max(len(peaks), 1)
-    return ShallowPasses(pairs // count, pairs % count, highest)
+    pass_heights = height.new_full((len(pairs),), -torch.inf).scatter_reduce_(0, inverse, height[rows], "amax")
+    pass_heights, order = torch.sort(pass_heights, descending=True, stable=True)
+    pairs, num_basins = pairs[order], max(len(peaks), 1)
+    return ShallowPasses(pairs // num_basins, pairs % num_basins, pass_heights)

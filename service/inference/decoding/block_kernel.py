@@ -48,7 +48,7 @@ class Block(NamedTuple):
     """A part of a volume; all sizes and positions are (z, y, x).
 
     size         size of the block
-    origin       position of its first voxel in the volume
+    origin       position of the block's first voxel in the volume
     volume_size  size of the volume
     """
 
@@ -58,7 +58,7 @@ class Block(NamedTuple):
 
 
 class BlockKernel(CppFunctions):
-    """Function of the C++ library that computes the watershed pieces of a block, for tensors and arrays."""
+    """Python interface to the C++ function that computes the watershed pieces of a block."""
 
     def find_pieces(
         self, block: Block, heights: Tensor, foreground: Tensor, parameters: WatershedParameters
@@ -70,14 +70,14 @@ class BlockKernel(CppFunctions):
                     mask
 
         Raises OSError if the library is not available, ValueError if the tensors or the block size are not supported,
-        and MemoryError if the memory is not sufficient.
+        and MemoryError if there is not enough memory.
         """
         self.require()
         size, origin, volume_size = block
         margins = [
             int(has_margin)
             for axis in zip(origin, size, volume_size, strict=True)
-            for has_margin in _has_margins(*axis)
+            for has_margin in _find_margins(*axis)
         ]
         shape = [n + low + high for n, low, high in zip(size, margins[::2], margins[1::2], strict=True)]
         _check_tensor(heights, HEIGHT_DTYPES, shape)
@@ -111,7 +111,7 @@ def _check_tensor(tensor: Tensor, dtypes: Sequence[torch.dtype], shape: list[int
         raise ValueError(f"expected a tensor of shape {shape} on the CPU, got {tensor.dtype} {list(tensor.shape)}")
 
 
-def _has_margins(origin: int, size: int, length: int) -> tuple[bool, bool]:
+def _find_margins(origin: int, size: int, length: int) -> tuple[bool, bool]:
     return origin > 0, origin + size < length
 
 

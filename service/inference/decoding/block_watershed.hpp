@@ -1,8 +1,8 @@
-// Watershed of one block of a height map whose other blocks are computed elsewhere or at a different time.
+// Watershed of one block of a height map. The other blocks are computed elsewhere or at a different time.
 //
 // Paths are the same as in `streaming_watershed.hpp`: they depend only on heights and on positions in the whole volume. A
-// path that leaves the block ends at the first voxel outside it. This voxel gets one piece number in this
-// block, and another in the block that it belongs to.
+// path that leaves the block ends at the first voxel outside the block. This voxel gets one piece number in this block, and
+// another number in the block that contains it.
 
 #pragma once
 
@@ -20,19 +20,20 @@ namespace {
 class BlockWatershed {
 public:
   // size     size of the block, [Z, Y, X]
-  // origin   position of its first voxel in the volume, whose size is `volume`
+  // origin   position of the first voxel of the block in the volume
+  // volume   size of the volume
   // margins  whether there is a voxel before and after the block along each axis, [Z, Y, X] x 2
-  // heights, foreground  values of the block with these margins
+  // heights, foreground  values of the voxels in the block and in these margins
   // pieces   output [Z, Y, X]: 0 for background, else the number of a piece, from 1
   BlockWatershed(const int64_t *size, const int64_t *origin, const int64_t *volume, const int32_t *margins, float threshold,
                  Persistence persistence, const Planes &heights, const Planes &foreground, int32_t *pieces)
       : origin_{origin[0], origin[1], origin[2]}, volume_{volume[0], volume[1], volume[2]}, rows_(size[1] + 2),
         width_(size[2] + 2), plane_(rows_ * width_), planes_(size[0] + 2), keys_(planes_ * plane_), pieces_(planes_ * plane_),
         positions_(size[0] * size[1] * size[2] + 16), scores_(planes_ * plane_), persistence_(persistence) {
-    std::fill_n(keys_.get(), planes_ * plane_, BACKGROUND);
+    std::fill_n(keys_.get(), planes_ * plane_, BACKGROUND_KEY);
     std::fill_n(pieces_.get(), planes_ * plane_, RIM);
     fill(size, margins, threshold, heights, foreground);
-    count_foreground();
+    list_foreground_voxels();
     trace_paths();
     follow_paths();
     find_passes();
@@ -63,14 +64,14 @@ private:
           // Positions in the volume with its rim, whose first voxel is at 1 along each axis.
           const int64_t plane = origin_[0] - margins[0] + z + 1, row = origin_[1] - margins[2] + y + 1,
                         first = origin_[2] - margins[4] + 1;
-          const int32_t level = static_cast<int32_t>(9 * (plane % 3) + 3 * (row % 3));
+          const int32_t row_code = static_cast<int32_t>(9 * (plane % 3) + 3 * (row % 3));
           for (int64_t x = 0; x < lengths[2]; ++x) {
             const auto *const score =
                 foreground_data + z * foreground.strides[0] + y * foreground.strides[1] + x * foreground.strides[2];
             if (is_above(score, threshold))
               keys_.get()[position + x] =
                   key_of(load_one(height_data + z * heights.strides[0] + y * heights.strides[1] + x * heights.strides[2])) +
-                  level + static_cast<int32_t>((first + x) % 3);
+                  row_code + static_cast<int32_t>((first + x) % 3);
             scores_.get()[position + x] = code_of(score);
           }
         }
@@ -83,7 +84,7 @@ private:
       heights.kind ? fill_typed(Bfloat16{}, float{}) : fill_typed(float{}, float{});
   }
 
-  void count_foreground() {
+  void list_foreground_voxels() {
     for (int64_t z = 1; z < planes_ - 1; ++z)
       for (int64_t y = 1; y < rows_ - 1; ++y) {
         const int64_t row = z * plane_ + y * width_;
@@ -103,10 +104,11 @@ private:
   }
 
   void trace_paths() {
-    std::array<int32_t, CODES * CODES> steps;
-    for (int from = 0; from < CODES; ++from)
-      for (int to = 0; to < CODES; ++to)
-        steps[from * CODES + to] = static_cast<int32_t>(step(from, to, 9) * plane_ + step(from, to, 3) * width_ + step(from, to, 1));
+    std::array<int32_t, NUM_CODES * NUM_CODES> steps;
+    for (int from = 0; from < NUM_CODES; ++from)
+      for (int to = 0; to < NUM_CODES; ++to)
+        steps[from * NUM_CODES + to] =
+            static_cast<int32_t>(step(from, to, 9) * plane_ + step(from, to, 3) * width_ + step(from, to, 1));
     Pages<int32_t> scratch(4 * plane_);
     int32_t *const along_x = scratch.get() + 3 * plane_;
     const int32_t *const keys = keys_.get();
@@ -157,7 +159,7 @@ private:
   void find_passes() {
     std::vector<int32_t> limits;
     for (const Piece &piece : piece_ends_)
-      limits.push_back(persistence_.limit(piece.key));
+      limits.push_back(persistence_.lowest_pass_key(piece.key));
     Passes passes;
     const int32_t *const keys = keys_.get();
     for (int64_t n = 0; n < count_; ++n) {
@@ -176,8 +178,8 @@ private:
             passes.add(piece, other, std::min(key, height));
           }
     }
-    passes.visit_all([this](int64_t one, int64_t other, int32_t key) {
-      piece_passes_.push_back({static_cast<int32_t>(one), static_cast<int32_t>(other), key});
+    passes.visit_all([this](int64_t first, int64_t second, int32_t key) {
+      piece_passes_.push_back({static_cast<int32_t>(first), static_cast<int32_t>(second), key});
     });
   }
 

@@ -1,4 +1,4 @@
-"""Decoders that convert scores to labels: the class with the highest score, or instances by a watershed of distances.
+"""Decoders that convert scores to the class with the highest score, or to instances by a watershed of distances.
 
 A decoder receives finished slabs and keeps only the data that it needs, so the scores of a volume are never all held in
 memory.
@@ -20,7 +20,7 @@ from service.core.buffers import LARGE_BYTES, Allocator, release_pages
 from service.core.quantities import Size, VoxelSize
 from service.core.types import OutputKind, Segmentation
 from service.inference.decoding.instances import InstanceDecoder, WatershedFactory
-from service.inference.decoding.streaming import logit, threshold_mask
+from service.inference.decoding.streaming import compute_foreground_mask, logit
 from service.inference.decoding.watershed_kernel import CPU, choose_block_voxels, watershed_kernel
 from service.models.spec import Instances, ModelSpec
 
@@ -29,13 +29,13 @@ CACHE_VOXELS = 2**16
 
 
 class Decoder(Protocol):
-    """Converter of slabs of raw scores to a segmentation."""
+    """Converts slabs of raw scores to a segmentation."""
 
     def add(self, z0: int, y0: int, scores: Tensor, /) -> None:
         """Add raw scores [1, K, z, y, X] of the planes from `z0` and the rows from `y0`.
 
-        The scores are float32 on any device, or bfloat16 on a CPU. Slabs come without gaps: all rows of some planes in
-        order, then all rows of the next planes.
+        The scores are float32 on any device, or bfloat16 on a CPU. Slabs arrive without gaps: all rows of some planes
+        in order, then all rows of the next planes.
         """
 
     def finish(self) -> Segmentation:
@@ -57,27 +57,27 @@ def make_decoder(  # noqa: PLR0913
     allocate         creates the result array
     start_watershed  creates the watershed, as in `InstanceDecoder`
     """
-    decoding, outputs = spec.decoding, len(spec.outputs)
+    decoding, num_outputs = spec.decoding, len(spec.outputs)
     if output == "labels" and isinstance(decoding, Instances):
         return InstanceDecoder(spec, decoding, size, voxel_size, start_watershed=start_watershed)
     kind: OutputKind = "probabilities" if output == "probabilities" else "classes"
-    names: tuple[str, ...] = spec.outputs
+    class_names: tuple[str, ...] = spec.outputs
     convert: Callable[[Tensor], Tensor]
     if kind == "probabilities":
-        pixels, convert = allocate((outputs, *size), np.float32), partial(_activate, spec)
+        pixels, convert = allocate((num_outputs, *size), np.float32), partial(_activate, spec)
     elif isinstance(decoding, Instances):
-        pixels, names = allocate(size, np.uint8), ("background", decoding.foreground)
+        pixels, class_names = allocate(size, np.uint8), ("background", decoding.foreground)
         convert = partial(_find_foreground, spec.outputs.index(decoding.foreground), logit(decoding.threshold))
     else:
-        pixels, convert = allocate(size, np.uint8 if outputs <= 256 else np.uint16), _find_highest
-    return VoxelDecoder(Segmentation(pixels, kind, voxel_size, names=names), convert)
+        pixels, convert = allocate(size, np.uint8 if num_outputs <= 256 else np.uint16), _find_highest_class
+    return VoxelDecoder(Segmentation(pixels, kind, voxel_size, names=class_names), convert)
 
 
 class HostDecoder:
-    """Decoder that copies scores to the host and passes them to the decoder that `make` creates."""
+    """Decoder that copies scores to the host and passes them to the decoder that `create_decoder` creates."""
 
-    def __init__(self, make: Callable[[], Decoder]) -> None:
-        self._decoder = make()
+    def __init__(self, create_decoder: Callable[[], Decoder]) -> None:
+        self._decoder = create_decoder()
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
         self._decoder.add(z0, y0, scores.cpu())
@@ -98,37 +98,38 @@ def estimate_decoding(spec: ModelSpec, output: OutputKind, size: Size) -> Decodi
     voxels = math.prod(size)
     if output != "labels":
         # The result is collected on the host, even if the scores are on another device.
-        result = voxels if output == "classes" else 4 * len(spec.outputs) * voxels
-        return DecodingMemory(result) if result < LARGE_BYTES else DecodingMemory(0, disk=result)
-    # The kernel stores the key of every voxel in a block of planes and one plane on either side. For foreground voxels,
-    # at most about three of four even in crowded stacks, it also stores their positions and targets.
-    block = min(voxels, choose_block_voxels(size) + 2 * size[1] * size[2])
+        result_bytes = voxels if output == "classes" else 4 * len(spec.outputs) * voxels
+        return DecodingMemory(result_bytes) if result_bytes < LARGE_BYTES else DecodingMemory(0, disk=result_bytes)
+    # The kernel stores the key of every voxel in a block of planes and one plane on either side. It also stores the
+    # positions and targets of foreground voxels, which are at most about three quarters of the voxels, even in crowded
+    # stacks.
+    block_voxels = min(voxels, choose_block_voxels(size) + 2 * size[1] * size[2])
     if watershed_kernel.supports(CPU, size):
         # Each voxel has a piece number, and a label of two bytes if there are up to 65535 objects. By measurement,
         # pieces of dense tissues and the passes between them use two to four bytes per voxel, or six if peaks are
         # unclear.
-        return DecodingMemory((4 + 3 * 8 // 4) * block + (4 + 2 + 4) * voxels)
+        return DecodingMemory((4 + 3 * 8 // 4) * block_voxels + (4 + 2 + 4) * voxels)
     # PyTorch needs about nine 32-bit arrays for a block, then pieces and labels. By measurement, the passes between
     # crowded objects need two more bytes per voxel.
-    return DecodingMemory(36 * block + 8 * voxels)
+    return DecodingMemory(36 * block_voxels + 8 * voxels)
 
 
 def split_planes(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first plane and the scores [1, K, z, y, X] of a few planes of a slab at a time, on a CPU.
+    """Yield parts of a slab: the first plane and the scores [1, K, z, y, X]. On a CPU, a part has only a few planes.
 
-    Temporary arrays of a few planes stay in the cache. Larger ones would fragment memory, because malloc rarely reuses
-    freed memory for the aligned arrays of PyTorch.
+    Temporary arrays of a few planes stay in the cache. Larger arrays would fragment memory, because malloc rarely
+    reuses freed memory for the aligned arrays of PyTorch.
     """
-    planes = scores.shape[2]
-    step = max(CACHE_VOXELS // max(math.prod(scores.shape[3:]), 1), 1) if scores.is_cpu else planes
-    yield from zip(range(z0, z0 + planes, step), torch.split(scores, step, 2), strict=True)
+    num_planes = scores.shape[2]
+    step = max(CACHE_VOXELS // max(math.prod(scores.shape[3:]), 1), 1) if scores.is_cpu else num_planes
+    yield from zip(range(z0, z0 + num_planes, step), torch.split(scores, step, 2), strict=True)
 
 
 def write_slab(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> None:
-    """Copy `slab` [..., z, y, X] into `pixels` [..., Z, Y, X], and release finished planes of arrays on disk."""
-    planes, rows = slab.shape[-3:-1]
-    pixels[..., z0 : z0 + planes, y0 : y0 + rows, :] = slab
-    if y0 + rows == pixels.shape[-2]:
+    """Copy `slab` [..., z, y, X] into `pixels` [..., Z, Y, X], and release pages of arrays on disk."""
+    num_planes, num_rows = slab.shape[-3:-1]
+    pixels[..., z0 : z0 + num_planes, y0 : y0 + num_rows, :] = slab
+    if y0 + num_rows == pixels.shape[-2]:
         release_pages(pixels)
 
 
@@ -161,7 +162,7 @@ def _activate(spec: ModelSpec, scores: Tensor) -> Tensor:
             return scores
 
 
-def _find_highest(scores: Tensor) -> Tensor:
+def _find_highest_class(scores: Tensor) -> Tensor:
     """Return the index of the highest score, int64 [z, y, X]."""
     # Equivalent to argmax, which takes nine times as long along the first axis.
     return scores[0].max(0).indices
@@ -169,4 +170,4 @@ def _find_highest(scores: Tensor) -> Tensor:
 
 def _find_foreground(channel: int, threshold: float, scores: Tensor) -> Tensor:
     """Return the foreground mask of an instance model, bool [z, y, X]."""
-    return threshold_mask(scores[0, channel], threshold)
+    return compute_foreground_mask(scores[0, channel], threshold)

@@ -1,4 +1,4 @@
-"""Filling of holes: background that is enclosed by one object.
+"""Fill holes, which are regions of background that are enclosed by one object.
 
 The background is stored as runs along x, because there are far fewer runs than voxels. Touching runs are joined by
 union-find, vectorized over all runs (run-based connected components: He, Chao and Suzuki 2008).
@@ -36,27 +36,27 @@ def fill_holes(labels: Labels) -> None:
     A hole is a face-connected component of the background that does not touch a face of the volume and touches only one
     object. Background between two objects is not filled. Axes that are only one voxel long have no faces.
     """
-    runs = _find_background(labels)
+    runs = _find_background_runs(labels)
     components = _label_components(runs, labels.shape)
     is_outside = np.zeros(len(components), bool)
     is_outside[components[_find_face_contacts(runs, labels.shape)]] = True
     is_closed = ~is_outside[components]
     runs, components = Runs(*(column[is_closed] for column in runs)), components[is_closed]
-    lowest, highest = _find_neighbor_labels(labels, runs, components)
-    flat = labels.reshape(-1, labels.shape[2])
-    for row, start, end, low, high in zip(*runs, lowest, highest, strict=True):
-        if low == high:
-            flat[row, start:end] = low
+    lowest_labels, highest_labels = _find_neighbor_labels(labels, runs, components)
+    label_rows = labels.reshape(-1, labels.shape[2])
+    for row, start, end, lowest, highest in zip(*runs, lowest_labels, highest_labels, strict=True):
+        if lowest == highest:
+            label_rows[row, start:end] = lowest
 
 
-def _find_background(labels: Labels) -> Runs:
-    """Return the runs of zeros."""
+def _find_background_runs(labels: Labels) -> Runs:
+    """Return the runs of voxels with label 0."""
     rows, starts, ends = [], [], []
     height, width = labels.shape[1:]
-    edges = np.zeros((height, width + 2), np.int8)
+    is_background = np.zeros((height, width + 2), np.int8)
     for z, plane in enumerate(labels):
-        edges[:, 1:-1] = plane == 0
-        steps = np.diff(edges, axis=1)
+        is_background[:, 1:-1] = plane == 0
+        steps = np.diff(is_background, axis=1)
         row, start = np.nonzero(steps == 1)
         rows.append(row + z * height)
         starts.append(start)
@@ -67,8 +67,11 @@ def _find_background(labels: Labels) -> Runs:
 def _label_components(runs: Runs, shape: tuple[int, ...]) -> Indices:
     """Return for each run the index of the first run in its connected component."""
     height = shape[1]
-    inner = runs.row % height < height - 1
-    pairs = [_find_adjacent(runs, inner, 1), _find_adjacent(runs, np.ones(len(runs.row), bool), height)]
+    has_next_row = runs.row % height < height - 1
+    pairs = [
+        _find_adjacent_runs(runs, has_next_row, 1),
+        _find_adjacent_runs(runs, np.ones(len(runs.row), bool), height),
+    ]
     first, second = (np.concatenate(side) for side in zip(*pairs, strict=True))
     parent = np.arange(len(runs.row))
     while len(first):
@@ -81,8 +84,11 @@ def _label_components(runs: Runs, shape: tuple[int, ...]) -> Indices:
     return parent
 
 
-def _find_adjacent(runs: Runs, mask: NDArray[np.bool_], row_offset: int) -> tuple[Indices, Indices]:
-    """Return pairs of runs that share an x coordinate. The second run is `row_offset` rows after the first."""
+def _find_adjacent_runs(runs: Runs, mask: NDArray[np.bool_], row_offset: int) -> tuple[Indices, Indices]:
+    """Return pairs of runs that share an x coordinate. The second run is `row_offset` rows after the first.
+
+    Only runs for which `mask` is true can be the first run of a pair.
+    """
     width = int(np.max(runs.end, initial=0)) + 1
     indices = np.flatnonzero(mask)
     first_keys = (runs.row[indices] + row_offset) * width
@@ -108,16 +114,19 @@ def _find_neighbor_labels(labels: Labels, runs: Runs, component: Indices) -> tup
     """Return the lowest and the highest label around the component of each run. No run may touch a face."""
     depth, height, width = labels.shape
     lengths = runs.end - runs.start
-    run_of = np.repeat(np.arange(len(lengths)), lengths)
-    x = np.arange(len(run_of)) - np.repeat(np.cumsum(lengths) - lengths - runs.start, lengths)
-    position = runs.row[run_of] * width + x
-    flat = labels.reshape(-1)
-    lowest = np.full(int(np.max(component, initial=-1)) + 1, np.iinfo(labels.dtype).max, labels.dtype)
-    highest = np.zeros_like(lowest)
+    run_of_voxel = np.repeat(np.arange(len(lengths)), lengths)
+    x = np.arange(len(run_of_voxel)) - np.repeat(np.cumsum(lengths) - lengths - runs.start, lengths)
+    position = runs.row[run_of_voxel] * width + x
+    flat_labels = labels.reshape(-1)
+    lowest_labels = np.full(int(np.max(component, initial=-1)) + 1, np.iinfo(labels.dtype).max, labels.dtype)
+    highest_labels = np.zeros_like(lowest_labels)
     for length, step in ((depth, height * width), (height, width), (width, 1)):
         for neighbor in (position - step, position + step) if length > 1 else ():
-            label = flat[neighbor]
-            labeled_components, label = component[run_of[label > 0]], label[label > 0]
-            np.minimum.at(lowest, labeled_components, label)
-            np.maximum.at(highest, labeled_components, label)
-    return lowest[component], highest[component]
+            neighbor_labels = flat_labels[neighbor]
+            labeled_components, neighbor_labels = (
+                component[run_of_voxel[neighbor_labels > 0]],
+                neighbor_labels[neighbor_labels > 0],
+            )
+            np.minimum.at(lowest_labels, labeled_components, neighbor_labels)
+            np.maximum.at(highest_labels, labeled_components, neighbor_labels)
+    return lowest_labels[component], highest_labels[component]

@@ -1,7 +1,7 @@
 // Integer keys that order voxels by height, and helpers to find the highest neighbor of each voxel.
 //
 // A key contains the bits of a float32 height in an order-preserving form. Its last five bits are replaced with the
-// position of the voxel modulo 3 along each axis. They identify a neighbor and break ties, so every path ends.
+// position of the voxel modulo 3 along each axis. These bits identify a neighbor and break ties, so every path ends.
 
 #pragma once
 
@@ -22,14 +22,15 @@
 
 namespace {
 
-constexpr int32_t BACKGROUND = INT32_MIN;
+constexpr int32_t BACKGROUND_KEY = INT32_MIN;
 constexpr int32_t POSITION_BITS = 31;
-constexpr int CODES = 32, NEIGHBORS = 26;
+constexpr int NUM_CODES = 32;
+constexpr int NUM_NEIGHBORS = 26;
 
 template <typename Score> inline bool is_above(const Score *score, float threshold) { return load_one(score) > threshold; }
 inline bool is_above(const uint8_t *mask, float) { return *mask != 0; }
 
-// Codes a foreground logit in steps of 1/16 from -8 to 8 as one byte. Voxels of a mask have the highest code.
+// Encodes a foreground logit as one byte, in steps of 1/16 from -8 to 8. Voxels of a mask have the highest code.
 template <typename Score> inline uint8_t code_of(const Score *score) {
   return static_cast<uint8_t>(std::min(std::max(0.0f, load_one(score) * 16 + 128.5f), 255.0f));
 }
@@ -41,10 +42,10 @@ constexpr double PROBABILITY_ONE = 65536;
 // Returns the fixed-point probability of every code.
 inline const std::array<int32_t, 256> &probabilities() {
   static const std::array<int32_t, 256> table = [] {
-    std::array<int32_t, 256> filled;
+    std::array<int32_t, 256> values;
     for (int code = 0; code < 256; ++code)
-      filled[code] = static_cast<int32_t>(std::lround(PROBABILITY_ONE / (1 + std::exp((128 - code) / 16.0))));
-    return filled;
+      values[code] = static_cast<int32_t>(std::lround(PROBABILITY_ONE / (1 + std::exp((128 - code) / 16.0))));
+    return values;
   }();
   return table;
 }
@@ -78,7 +79,7 @@ void max_filter_plane(const int32_t *keys, int64_t size, int64_t width, int32_t 
 // count. May write up to 15 values beyond the end of the list.
 inline int64_t list_foreground(const int32_t *keys, int64_t begin, int64_t end, int32_t *positions, int64_t count) {
 #ifdef __AVX512F__
-  const __m512i background = _mm512_set1_epi32(BACKGROUND);
+  const __m512i background = _mm512_set1_epi32(BACKGROUND_KEY);
   const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (; begin + 16 <= end; begin += 16) {
     const __mmask16 foreground = _mm512_cmpneq_epi32_mask(_mm512_loadu_si512(keys + begin), background);
@@ -90,7 +91,7 @@ inline int64_t list_foreground(const int32_t *keys, int64_t begin, int64_t end, 
   // Branchless, because a branch would be mispredicted at the edge of every object.
   for (int64_t position = begin; position < end; ++position) {
     positions[count] = static_cast<int32_t>(position);
-    count += keys[position] != BACKGROUND;
+    count += keys[position] != BACKGROUND_KEY;
   }
   return count;
 }
@@ -123,8 +124,8 @@ struct Persistence {
   }
 
   // Returns the lowest key of a relevant pass near a peak with this key, rounded down.
-  int32_t limit(int32_t peak) const {
-    double lowest = distance(height_of(peak)) - depth;
+  int32_t lowest_pass_key(int32_t peak_key) const {
+    double lowest = distance(height_of(peak_key)) - depth;
     if (logits) {
       lowest = std::min(std::max(lowest, 0.0), 1.0);
       lowest = std::log(lowest / (1 - lowest));
@@ -134,7 +135,7 @@ struct Persistence {
   }
 };
 
-// Values in some planes, with any strides. `kind` is 0 for float32, 1 for bfloat16 and 2 for bytes.
+// Values of some planes, with arbitrary strides. `kind` is 0 for float32, 1 for bfloat16 and 2 for bytes.
 struct Planes {
   const void *data;
   int32_t kind;

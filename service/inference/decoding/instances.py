@@ -1,4 +1,4 @@
-"""Decoding of instances: a watershed of smoothed distances, with shallow maxima merged into higher ones.
+"""Decoder of instances, which applies a watershed to smoothed distances and merges shallow maxima into higher maxima.
 
 If a stack has no more planes than a window, scores arrive in rows that contain all planes. Each row is then decoded
 along y while later rows are computed. Ties are broken by the same positions as along z, so the basins are identical.
@@ -36,7 +36,7 @@ class InstanceDecoder:
 
     It stores one int32 per voxel, and the distances of incomplete planes.
 
-    start_watershed  creates the watershed; None: use the C++ kernel if it supports the volume, else PyTorch
+    start_watershed  creates the watershed; if None, the C++ kernel is used if it supports the volume, otherwise PyTorch
     """
 
     def __init__(  # noqa: PLR0913
@@ -65,26 +65,29 @@ class InstanceDecoder:
 
     def add(self, _z0: int, y0: int, scores: Tensor, /) -> None:
         """Add raw scores [1, K, z, y, X] of the next planes and of the rows from `y0`, as in `Decoder.add`."""
-        planes, rows = scores.shape[2:4]
+        num_planes, num_rows = scores.shape[2:4]
         distances, foreground = scores[0, self._distance_channel], scores[0, self._foreground_channel]
-        if not self._decoding.smoothing and rows == self._size[1]:
+        if not self._decoding.smoothing and num_rows == self._size[1]:
             self._get_watershed(distances.device, along_y=False).add(distances, foreground)
-        elif not self._decoding.smoothing and planes == self._size[0]:
-            # Windows as high as the volume deliver all planes, so decoding does not have to wait for the last row.
+        elif not self._decoding.smoothing and num_planes == self._size[0]:
+            # Windows as deep as the volume deliver all planes, so decoding does not have to wait for the last row.
             self._get_watershed(distances.device, along_y=True).add(distances, foreground)
         else:
-            self._gather(y0, distances.float(), foreground)
+            self._collect_rows(y0, distances.float(), foreground)
 
-    def _gather(self, y0: int, distances: Tensor, foreground: Tensor) -> None:
+    def _collect_rows(self, y0: int, distances: Tensor, foreground: Tensor) -> None:
         """Collect rows [z, y, X] of some planes, distances as float32, and process planes once they are complete."""
-        planes, rows, width = distances.shape
-        if rows < self._size[1]:
+        num_planes, num_rows, width = distances.shape
+        if num_rows < self._size[1]:
             if y0 == 0:
-                shape = (planes, self._size[1], width)
+                shape = (num_planes, self._size[1], width)
                 self._distances, self._foreground_scores = distances.new_empty(shape), foreground.new_empty(shape)
-            self._distances[:, y0 : y0 + rows], self._foreground_scores[:, y0 : y0 + rows] = distances, foreground
+            self._distances[:, y0 : y0 + num_rows], self._foreground_scores[:, y0 : y0 + num_rows] = (
+                distances,
+                foreground,
+            )
             distances, foreground = self._distances, self._foreground_scores
-        if y0 + rows == self._size[1]:
+        if y0 + num_rows == self._size[1]:
             self._add_planes(self._smoother.add(distances, foreground))
 
     def _add_planes(self, planes: Iterator[tuple[Tensor, Tensor]]) -> None:
@@ -120,11 +123,13 @@ class InstanceDecoder:
 
     def _select_objects(self, objects: Objects) -> NDArray[np.bool_]:
         """Return a mask of the objects that are neither fragments nor background."""
-        is_confident = objects.confidence >= min_object_confidence(self._decoding, objects)
-        return is_confident & (objects.voxels >= min_object_voxels(self._diameter, self._decoding, objects, self._size))
+        is_confident = objects.confidence >= compute_min_object_confidence(self._decoding, objects)
+        return is_confident & (
+            objects.voxels >= compute_min_object_voxels(self._diameter, self._decoding, objects, self._size)
+        )
 
 
-def min_object_voxels(diameter: float, decoding: Instances, objects: Objects, size: Size) -> float:
+def compute_min_object_voxels(diameter: float, decoding: Instances, objects: Objects, size: Size) -> float:
     """Return the minimum number of voxels of an object that is not a fragment.
 
     It is a fraction of a ball with the model's object diameter, or of the object that contains the median voxel,
@@ -132,11 +137,11 @@ def min_object_voxels(diameter: float, decoding: Instances, objects: Objects, si
     """
     if not decoding.minimum_fraction or not len(objects):
         return 0.0
-    ball_voxels = math.pi / 6 * math.prod(min(diameter, edge) for edge in size)
+    ball_voxels = math.pi / 6 * math.prod(min(diameter, length) for length in size)
     return decoding.minimum_fraction * min(ball_voxels, objects.median_size)
 
 
-def min_object_confidence(decoding: Instances, objects: Objects) -> float:
+def compute_min_object_confidence(decoding: Instances, objects: Objects) -> float:
     """Return the minimum mean foreground probability of an object that is not background.
 
     It is the model's minimum confidence, or one derived from the object that contains the median voxel, whichever is

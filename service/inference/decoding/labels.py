@@ -1,4 +1,4 @@
-"""Labels of objects from watershed basins, and selection of labeled objects."""
+"""Labels of the objects that watershed basins are merged into, and selection of labeled objects."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 from service.core.types import Objects, Segmentation, label_dtype
 from service.engine.cuda.events import record_end
 from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
-from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, ObjectFilter, keep_all, number_objects
+from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, ObjectFilter, keep_all_objects, number_objects
 
 if TYPE_CHECKING:
     from service.inference.decoding.watershed import Basins
 
-# Number of voxels whose labels are looked up together: enough to need few calls for small volumes, and few enough to
-# need little memory for large ones.
+# Number of voxels whose labels are looked up together. It is large enough that small volumes need few calls, and small
+# enough that large volumes need little memory.
 LOOKUP_VOXELS = 2**20
 
-# Up to this size, labels from a GPU are returned in the pinned memory that they were copied to.
-PINNED_BYTES = 2**28
+# Maximum size of labels from a GPU that are returned in the pinned memory to which they were copied.
+MAX_PINNED_BYTES = 2**28
 
 
 def label_basins(  # noqa: PLR0913
@@ -33,7 +33,7 @@ def label_basins(  # noqa: PLR0913
     minimum_size: int,
     *,
     drop_border: bool = False,
-    object_filter: ObjectFilter = keep_all,
+    object_filter: ObjectFilter = keep_all_objects,
     merge: Callable[[Basins, Persistence], NDArray[np.int64]] = merge_shallow_basins,
 ) -> tuple[NDArray[np.unsignedinteger], Objects]:
     """Merge basins into objects; return labels [Z, Y, X], uint16 or uint32, numbered from 1, and the objects.
@@ -44,7 +44,7 @@ def label_basins(  # noqa: PLR0913
     object_filter  selects which of the remaining objects get a label
     merge          returns the object of every basin
     """
-    # NumPy is much faster than PyTorch for so few numbers.
+    # NumPy is much faster than PyTorch for such small arrays.
     object_of_basin, peaks = (
         merge(basins, persistence),
         persistence.to_distances(basins.peaks).cpu().numpy(),
@@ -59,7 +59,7 @@ def label_basins(  # noqa: PLR0913
     objects = objects.select(is_selected)
     # The background has basin -1, which indexes the last entry.
     label_of_basin = np.append(number_objects(is_kept)[1:][object_of_basin], 0).astype(label_dtype(len(objects)))
-    return look_up_labels(basins.pieces, label_of_basin[basins.basin_of.numpy()]), objects
+    return look_up_labels(basins.pieces, label_of_basin[basins.basin_of_piece.numpy()]), objects
 
 
 def gather_objects(
@@ -82,33 +82,33 @@ def gather_objects(
     return Objects.from_sums(sums[0], sums[1] / PROBABILITY_ONE, max_peaks)
 
 
-def look_up_labels(pieces: Tensor, label_of: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """Return the label of each voxel's piece, [Z, Y, X], from the labels of all pieces, `label_of` [P].
+def look_up_labels(pieces: Tensor, label_of_piece: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    """Return the label of each voxel's piece, [Z, Y, X], from the labels of all pieces, `label_of_piece` [P].
 
-    The result has the dtype of `label_of`. PyTorch supports few operations on unsigned integers, so the device looks up
-    signed integers with the same bits.
+    The result has the dtype of `label_of_piece`. PyTorch supports few operations on unsigned integers, so the device
+    looks up signed integers with the same bits.
     """
-    signed = torch.from_numpy(label_of.view(f"i{label_of.itemsize}")).to(pieces.device)
-    if pieces.is_cuda and pieces.numel() * label_of.itemsize <= PINNED_BYTES:
+    signed_labels = torch.from_numpy(label_of_piece.view(f"i{label_of_piece.itemsize}")).to(pieces.device)
+    if pieces.is_cuda and pieces.numel() * label_of_piece.itemsize <= MAX_PINNED_BYTES:
         # PyTorch reuses pinned memory for the next labels. The operating system would first clear every page of new
         # memory.
-        return _look_up_and_download(signed, pieces).numpy().view(label_of.dtype)
-    labels = np.empty(pieces.shape, label_of.dtype)
+        return _look_up_and_download(signed_labels, pieces).numpy().view(label_of_piece.dtype)
+    labels = np.empty(pieces.shape, label_of_piece.dtype)
     step = max(LOOKUP_VOXELS // max(pieces[0].numel(), 1), 1)
     for z0 in range(0, len(labels), step):
-        labels[z0 : z0 + step] = _look_up_and_download(signed, pieces[z0 : z0 + step]).numpy().view(labels.dtype)
+        labels[z0 : z0 + step] = _look_up_and_download(signed_labels, pieces[z0 : z0 + step]).numpy().view(labels.dtype)
     return labels
 
 
-def _look_up_and_download(label_of: Tensor, pieces: Tensor) -> Tensor:
+def _look_up_and_download(label_of_piece: Tensor, pieces: Tensor) -> Tensor:
     """Return the label of each voxel's piece on the host, in pinned memory if it comes from a GPU."""
-    labels = label_of.index_select(0, pieces.flatten()).view(pieces.shape)
+    labels = label_of_piece.index_select(0, pieces.flatten()).view(pieces.shape)
     if not labels.is_cuda:
         return labels
-    host = torch.empty(labels.shape, dtype=labels.dtype, pin_memory=True)
-    host.copy_(labels, non_blocking=True)
+    host_labels = torch.empty(labels.shape, dtype=labels.dtype, pin_memory=True)
+    host_labels.copy_(labels, non_blocking=True)
     record_end(labels.device)()
-    return host
+    return host_labels
 
 
 def _find_basins_at_faces(basins: Basins) -> Tensor:
@@ -118,17 +118,19 @@ def _find_basins_at_faces(basins: Basins) -> Tensor:
     """
     faces = [
         basins.pieces.select(axis, end).flatten()
-        for axis, edge in enumerate(basins.pieces.shape)
+        for axis, length in enumerate(basins.pieces.shape)
         for end in (0, -1)
-        if edge > 1
+        if length > 1
     ]
-    basins_at_faces = basins.basin_of[torch.unique(torch.cat(faces)).cpu().long()] if faces else basins.basin_of[:0]
+    basins_at_faces = (
+        basins.basin_of_piece[torch.unique(torch.cat(faces)).cpu().long()] if faces else basins.basin_of_piece[:0]
+    )
     return basins_at_faces[basins_at_faces >= 0]
 
 
 def keep_objects(segmentation: Segmentation, is_kept: NDArray[np.bool_]) -> Segmentation:
-    """Return a segmentation with only those objects whose entry in `is_kept` [N] is true, numbered without gaps."""
-    count = int(np.count_nonzero(is_kept))
-    numbers = number_objects(is_kept).astype(label_dtype(count))
+    """Return a segmentation with only the objects whose entry in `is_kept` [N] is true, numbered without gaps."""
+    num_objects = int(np.count_nonzero(is_kept))
+    new_labels = number_objects(is_kept).astype(label_dtype(num_objects))
     objects = None if segmentation.objects is None else segmentation.objects.select(is_kept)
-    return replace(segmentation, pixels=numbers[segmentation.pixels], count=count, objects=objects)
+    return replace(segmentation, pixels=new_labels[segmentation.pixels], count=num_objects, objects=objects)

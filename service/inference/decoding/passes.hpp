@@ -25,10 +25,10 @@ struct PendingPass {
   int32_t piece, key;
 };
 
-template <typename Number> Number root_of(std::vector<Number> &parent, Number one) {
-  while (parent[one] != one)
-    one = parent[one] = parent[parent[one]];
-  return one;
+template <typename Number> Number root_of(std::vector<Number> &parent, Number node) {
+  while (parent[node] != node)
+    node = parent[node] = parent[parent[node]];
+  return node;
 }
 
 // The highest key of the passes between each pair of pieces. Pieces are numbered from 1.
@@ -37,8 +37,8 @@ template <typename Number> Number root_of(std::vector<Number> &parent, Number on
 // the C library frees millions of nodes, it holds a lock that blocks other allocations for seconds.
 class Passes {
 public:
-  void add(int64_t one, int64_t other, int32_t key) {
-    const uint64_t pair = pair_of(one, other);
+  void add(int64_t piece_a, int64_t piece_b, int32_t key) {
+    const uint64_t pair = pair_of(piece_a, piece_b);
     Entry &slot = recent_[hash(pair) >> (64 - SLOT_BITS)];
     if (slot.pair != pair) {
       flush(slot);
@@ -56,13 +56,14 @@ public:
   }
 
   // Renumbers each pair by `rename`, which returns numbers below `count`, and removes redundant pairs. A pair is redundant if
-  // its numbers are equal, or if a chain of higher passes (by `level` of their keys) connects the same two pieces: this chain
-  // merges the pieces, or they stay separate. At most about `count` pairs remain.
-  template <typename Rename, typename Level> void prune(int64_t count, Rename rename, Level level) {
+  // its numbers are equal, or if a chain of higher passes connects the same two pieces: either this chain merges the pieces,
+  // or they stay separate in any case. Passes are compared by the heights that `to_height` returns for their keys. At most
+  // about `count` pairs remain.
+  template <typename Rename, typename ToHeight> void prune(int64_t count, Rename rename, ToHeight to_height) {
     std::vector<Entry> entries;
     entries.reserve(count_ + recent_.size());
-    visit_all([&](int64_t one, int64_t other, int32_t key) {
-      const int64_t first = rename(one), second = rename(other);
+    visit_all([&](int64_t piece_a, int64_t piece_b, int32_t key) {
+      const int64_t first = rename(piece_a), second = rename(piece_b);
       if (first != second)
         entries.push_back({pair_of(first, second), key});
     });
@@ -74,18 +75,18 @@ public:
       return std::pair(root_of(parent, first_of(pass.pair)), root_of(parent, second_of(pass.pair)));
     };
     for (size_t begin = 0, end; begin < entries.size(); begin = end) {
-      const auto height = level(entries[begin].key);
+      const auto height = to_height(entries[begin].key);
       end = begin + 1;
-      while (end < entries.size() && level(entries[end].key) == height)
+      while (end < entries.size() && to_height(entries[end].key) == height)
         ++end;
       // Passes of equal height are compared before any of them is joined, because their order is not yet known.
       const auto needed = std::partition(entries.begin() + begin, entries.begin() + end, [&](const Entry &pass) {
-        const auto [one, other] = roots(pass);
-        return one != other;
+        const auto [root_a, root_b] = roots(pass);
+        return root_a != root_b;
       });
       for (auto pass = entries.begin() + begin; pass != needed; ++pass) {
-        const auto [one, other] = roots(*pass);
-        parent[one] = other;
+        const auto [root_a, root_b] = roots(*pass);
+        parent[root_a] = root_b;
         add(first_of(pass->pair), second_of(pass->pair), pass->key);
       }
     }
@@ -95,14 +96,14 @@ public:
   size_t size() const { return count_; }
 
 private:
-  // Most passes belong to a recent pair, so recent pairs are kept in a small direct-mapped cache of 2^SLOT_BITS slots.
+  // Most passes belong to a recent pair, so recent pairs are stored in a small direct-mapped cache of 2^SLOT_BITS slots.
   static constexpr int SLOT_BITS = 9;
   struct Entry {
     uint64_t pair;
     int32_t key;
   };
-  static uint64_t pair_of(int64_t one, int64_t other) {
-    return static_cast<uint64_t>(std::min(one, other)) << 32 | static_cast<uint64_t>(std::max(one, other));
+  static uint64_t pair_of(int64_t piece_a, int64_t piece_b) {
+    return static_cast<uint64_t>(std::min(piece_a, piece_b)) << 32 | static_cast<uint64_t>(std::max(piece_a, piece_b));
   }
   static int32_t first_of(uint64_t pair) { return static_cast<int32_t>(pair >> 32); }
   static int32_t second_of(uint64_t pair) { return static_cast<int32_t>(pair & UINT32_MAX); }

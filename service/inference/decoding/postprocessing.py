@@ -1,4 +1,4 @@
-"""Post-processing options of a request: changes in how a model's scores become objects."""
+"""Post-processing options of a request, which change how a model's scores are converted to objects."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def require_instances(spec: ModelSpec) -> Instances:
 
 
 def check_postprocessing(spec: ModelSpec, output: OutputKind, postprocessing: PostprocessingOptions) -> None:
-    """Check that the post-processing options apply to the output of a model. Raises BadParameter if one does not."""
+    """Check that the post-processing options apply to the output of a model. Raises BadParameter otherwise."""
     for name in postprocessing.overrides:
         if not isinstance(spec.decoding, Instances):
             raise BadParameter(
                 f"{name}: this option applies to objects, but the model {spec.name} assigns a class to each voxel."
-                " Remove it.",
+                " Remove this option.",
                 parameter=name,
             )
         if output == "probabilities" or (output == "classes" and name != "threshold"):
             raise BadParameter(
-                f"{name}: this option has no effect on output={output}. Remove it, or set output=labels.",
+                f"{name}: this option has no effect on output={output}. Remove this option, or set output=labels.",
                 parameter=name,
                 suggested={"output": "labels"},
             )
 
 
 def minimum_voxels(postprocessing: PostprocessingOptions, volume: Extent) -> int:
-    """Return the minimum object size of a request in voxels of the volume, 0 if the request has none.
+    """Return the minimum object size of a request in voxels of the volume, or 0 if it does not specify one.
 
     Raises BadParameter if the size is in cubic micrometers but the voxel size is not known.
     """
@@ -49,9 +49,9 @@ def minimum_voxels(postprocessing: PostprocessingOptions, volume: Extent) -> int
             " voxel_size=Z,Y,X, or set minimum_size to a number of voxels, such as 60.",
             parameter="minimum_size",
         )
-    # Due to rounding errors, 2.7 um3 is slightly more than 100 voxels of 0.3 um.
+    # Due to rounding errors, 2.7 um3 would be slightly more than 100 voxels of 0.3 um.
     voxel_count = math.ceil(voxels * (1 - 1e-12))
-    # A minimum of one more voxel than the volume has also removes every object, and it fits in the kernel's integers.
+    # A minimum that exceeds the volume by one voxel already removes every object, and it fits in the kernel's integers.
     return min(voxel_count, math.prod(volume.shape[1:]) + 1)
 
 
@@ -60,18 +60,21 @@ def apply_postprocessing(
 ) -> ModelSpec:
     """Return the model with the decoding for one request, on a working grid of `size` (Z, Y, X).
 
-    A minimum size or minimum confidence of the request replaces all of the model's criteria of that kind. Sizes in the
+    A minimum size or minimum confidence in the request replaces all of the model's criteria of that kind. Sizes in the
     result are in voxels of the working grid. The decoder removes objects that would be too small at any position;
-    `resample_segmentation` removes the other small objects. Raises the errors of `minimum_voxels`.
+    `resample_segmentation` removes the other small objects.
+
+    Raises the same errors as `minimum_voxels`.
     """
     decoding = spec.decoding
     if not isinstance(decoding, Instances):
         return spec
     changes: dict[str, Any] = {}
     if postprocessing.minimum_size is not None:
-        # Maximum number of stack voxels per grid voxel. The exact size of an object is known only after
-        # resampling.
-        max_stack_voxels = math.prod(-(-n // edge) for n, edge in zip(volume.shape[1:], size, strict=True))
+        # Maximum number of stack voxels per grid voxel. The exact size of an object is known only after resampling.
+        max_stack_voxels = math.prod(
+            -(-n // grid_length) for n, grid_length in zip(volume.shape[1:], size, strict=True)
+        )
         changes = {
             "minimum_size": -(-minimum_voxels(postprocessing, volume) // max_stack_voxels),
             "minimum_fraction": 0.0,

@@ -1,4 +1,4 @@
-"""Smoothing of a height map that arrives in planes."""
+"""Smoothing filter for a height map that arrives plane by plane."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class Smoother:
         self._foreground: list[Tensor] = []
 
     def add(self, heights: Tensor, foreground: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Add the next planes [planes, Y, X], float32 heights and any foreground scores, and yield finished planes."""
+        """Add the next planes [planes, Y, X], float32 heights and foreground scores, and yield finished planes."""
         if not self._num_passes:
             yield heights, foreground
             return
-        first = heights[:1].expand(self._num_passes, -1, -1) if self._planes is None else self._planes
-        self._planes = torch.cat((first, heights))
+        previous_planes = heights[:1].expand(self._num_passes, -1, -1) if self._planes is None else self._planes
+        self._planes = torch.cat((previous_planes, heights))
         self._foreground.append(foreground)
-        yield from self._pop_finished()
+        yield from self._pop_finished_planes()
 
     def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the planes that were waiting for later planes."""
         if self._planes is not None:
             self._planes = torch.cat((self._planes, self._planes[-1:].expand(self._num_passes, -1, -1)))
-            yield from self._pop_finished()
+            yield from self._pop_finished_planes()
 
-    def _pop_finished(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pop_finished_planes(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self._planes is None or (num_finished := len(self._planes) - 2 * self._num_passes) < 1:
             return
         heights, foreground = self._planes, torch.cat(self._foreground)
@@ -50,7 +50,7 @@ class Smoother:
 
 
 def _smooth_axis(heights: Tensor, axis: int) -> Tensor:
-    """Filter [z, y, x] with weights 1, 2, 1 along one axis, repeating the end voxels."""
+    """Filter heights [z, y, x] with weights 1, 2, 1 along one axis, repeating the voxels at the ends."""
     last = heights.shape[axis] - 1
     previous_voxels = torch.cat((heights.narrow(axis, 0, 1), heights.narrow(axis, 0, last)), axis)
     next_voxels = torch.cat((heights.narrow(axis, 1, last), heights.narrow(axis, last, 1)), axis)

@@ -1,4 +1,4 @@
-"""Watersheds of a height map that arrives in planes: the common protocol, and the implementation in PyTorch."""
+"""Watersheds of a height map that arrives plane by plane: the common interface, and its implementation in PyTorch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 from service.core.types import Objects
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.labels import label_basins
-from service.inference.decoding.watershed import Planes, Watershed, foreground_codes
-from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all
+from service.inference.decoding.watershed import Planes, Watershed, encode_foreground
+from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all_objects
 
 
 class StreamingWatershed(Protocol):
-    """Watershed of a height map that arrives in planes, computed by the C++ kernel or by PyTorch."""
+    """Watershed of a height map that arrives plane by plane, computed by the C++ kernel or by PyTorch."""
 
     def add(self, heights: Tensor, foreground: Tensor) -> None:
         """Add the next planes. See `KernelWatershed.add` for shapes and dtypes."""
 
     def label_objects(
-        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all
+        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all_objects
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
         """Return labels [Z, Y, X] and the objects. See `KernelWatershed.label_objects` for dtypes and parameters."""
 
@@ -32,15 +32,19 @@ class StreamingWatershed(Protocol):
 class TorchWatershed:
     """A `StreamingWatershed` on any device, computed by PyTorch."""
 
-    def __init__(self, planes: Planes, threshold: float, persistence: Persistence, block: int | None = None) -> None:
+    def __init__(
+        self, planes: Planes, threshold: float, persistence: Persistence, block_voxels: int | None = None
+    ) -> None:
         self._threshold, self._persistence = threshold, persistence
-        self._watershed = Watershed(planes, persistence.compute_floors, block)
+        self._watershed = Watershed(planes, persistence.compute_floors, block_voxels)
 
     def add(self, heights: Tensor, foreground: Tensor) -> None:
-        self._watershed.add(heights.float(), threshold_mask(foreground, self._threshold), foreground_codes(foreground))
+        self._watershed.add(
+            heights.float(), compute_foreground_mask(foreground, self._threshold), encode_foreground(foreground)
+        )
 
     def label_objects(
-        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all
+        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all_objects
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
         basins = self._watershed.finish()
         return label_basins(
@@ -48,7 +52,7 @@ class TorchWatershed:
         )
 
 
-def threshold_mask(scores: Tensor, threshold: float) -> Tensor:
+def compute_foreground_mask(scores: Tensor, threshold: float) -> Tensor:
     """Return a bool mask of the scores above the threshold. A bool tensor is returned unchanged."""
     if scores.dtype == torch.bool:
         return scores

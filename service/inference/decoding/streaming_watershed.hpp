@@ -1,4 +1,4 @@
-// Watershed of a height map that arrives in planes. `watershed.py` and `labels.py` are the equivalent in PyTorch.
+// Watershed of a height map that arrives plane by plane. `watershed.py` and `labels.py` contain the equivalent PyTorch code.
 //
 // A block consists of consecutive planes in flat memory. Each plane has a rim of background, so the 26 neighbors of a voxel
 // are at fixed distances. The first and the last plane of a block serve only as neighbors. While a block is processed, a
@@ -19,32 +19,32 @@
 
 namespace {
 
-// Number of passes above which redundant passes are removed. Each pass uses 16 bytes.
+// Minimum number of passes at which redundant passes are removed. Each pass uses 16 bytes.
 constexpr size_t MIN_PASSES_TO_PRUNE = size_t(1) << 16;
 
 class StreamingWatershed {
 public:
   // See `stackseg_watershed` for the arguments.
-  StreamingWatershed(const int64_t *size, bool along_y, float threshold, Persistence persistence, int64_t block)
+  StreamingWatershed(const int64_t *size, bool along_y, float threshold, Persistence persistence, int64_t block_voxels)
       : along_y_(along_y), threshold_(threshold), persistence_(persistence), depth_(size[along_y]), rows_(size[!along_y] + 2),
-        width_(size[2] + 2), plane_(rows_ * width_), block_planes_(std::min(std::max(block / plane_, int64_t(1)), depth_)),
+        width_(size[2] + 2), plane_(rows_ * width_), block_planes_(std::min(std::max(block_voxels / plane_, int64_t(1)), depth_)),
         weights_{along_y ? 3 : 9, along_y ? 9 : 3}, keys_((block_planes_ + 3) * plane_), scratch_(4 * plane_),
         positions_((block_planes_ + 3) * plane_), targets_((block_planes_ + 3) * plane_), pieces_((depth_ + 2) * plane_, true),
-        scores_((block_planes_ + 3) * plane_), codes_(width_ - 2), limits_{BACKGROUND}, piece_ends_{{-1, 0, BACKGROUND}} {
+        scores_((block_planes_ + 3) * plane_), codes_(width_ - 2), limits_{BACKGROUND_KEY}, piece_ends_{{-1, 0, BACKGROUND_KEY}} {
     // Fill the plane below the volume and the rims of the other planes. Their inner voxels are written by `add`.
-    std::fill_n(keys_.get(), plane_, BACKGROUND);
+    std::fill_n(keys_.get(), plane_, BACKGROUND_KEY);
     for (int64_t z = 1; z < block_planes_ + 3; ++z) {
       int32_t *const plane = keys_.get() + z * plane_;
-      std::fill_n(plane, width_ + 1, BACKGROUND);
+      std::fill_n(plane, width_ + 1, BACKGROUND_KEY);
       for (int64_t y = 2; y < rows_; ++y)
-        std::fill_n(plane + y * width_ - 1, 2, BACKGROUND);
-      std::fill_n(plane + plane_ - width_ - 1, width_ + 1, BACKGROUND);
+        std::fill_n(plane + y * width_ - 1, 2, BACKGROUND_KEY);
+      std::fill_n(plane + plane_ - width_ - 1, width_ + 1, BACKGROUND_KEY);
     }
     for (int64_t x = 0; x < width_ - 2; ++x)
       codes_[x] = static_cast<int32_t>((x + 1) % 3);
-    for (int from = 0; from < CODES; ++from)
-      for (int to = 0; to < CODES; ++to)
-        steps_[from * CODES + to] =
+    for (int from = 0; from < NUM_CODES; ++from)
+      for (int to = 0; to < NUM_CODES; ++to)
+        steps_[from * NUM_CODES + to] =
             static_cast<int32_t>(step(from, to, weights_[0]) * plane_ + step(from, to, weights_[1]) * width_ + step(from, to, 1));
     int neighbor = 0;
     for (int64_t z = -1; z <= 1; ++z)
@@ -62,7 +62,7 @@ public:
       int64_t length = pending_planes_ + count;
       // The last block includes the background plane at the end, so that a small volume needs only one block.
       if (z_ + length - 2 == depth_)
-        std::fill(keys_.get() + length * plane_, keys_.get() + (length + 1) * plane_, BACKGROUND), ++length;
+        std::fill(keys_.get() + length * plane_, keys_.get() + (length + 1) * plane_, BACKGROUND_KEY), ++length;
       if (length > 2) {
         const int32_t first = static_cast<int32_t>(piece_ends_.size());
         const int64_t count = trace_paths(length, first);
@@ -99,9 +99,9 @@ public:
         numbers[basin] = ++count;
         object_properties_.push_back({static_cast<double>(voxels[basin]), foreground[basin] / PROBABILITY_ONE, peaks_[basin]});
       }
-    number_of_.assign(piece_ends_.size(), 0);
+    label_of_.assign(piece_ends_.size(), 0);
     for (size_t piece = 1; piece < piece_ends_.size(); ++piece)
-      number_of_[piece] = numbers[object[basin_of_[piece]]];
+      label_of_[piece] = numbers[object[basin_of_[piece]]];
     return count;
   }
 
@@ -110,8 +110,8 @@ public:
 
   // After `join`, replaces the number of each object by its entry in `numbers` [objects + 1]; 0 is the background.
   void renumber(const int32_t *numbers) {
-    for (int32_t &number : number_of_)
-      number = numbers[number];
+    for (int32_t &label : label_of_)
+      label = numbers[label];
   }
 
   // After `join`, writes the labels [Z, Y, X].
@@ -122,7 +122,7 @@ public:
       for (int64_t y = 0; y < y_size; ++y) {
         const int32_t *const from = pieces_.get() + (z + 1) * z_step + (y + 1) * y_step + 1;
         for (int64_t x = 0; x < width_ - 2; ++x)
-          *labels++ = static_cast<Label>(number_of_[from[x]]);
+          *labels++ = static_cast<Label>(label_of_[from[x]]);
       }
   }
 
@@ -157,22 +157,22 @@ private:
         const Height *const from = heights + (low + i) * strides[0] + y * strides[1];
         const Foreground *const mask = foreground + (low + i) * foreground_strides[0] + y * foreground_strides[1];
         const int64_t z = z_ - 1 + pending_planes_ + i;
-        const int32_t level = static_cast<int32_t>(weights_[0] * (z % 3) + weights_[1] * ((y + 1) % 3));
+        const int32_t row_code = static_cast<int32_t>(weights_[0] * (z % 3) + weights_[1] * ((y + 1) % 3));
         const int64_t position = (pending_planes_ + i) * plane_ + (y + 1) * width_ + 1;
         if (is_dense)
-          fill_line(from, 1, mask, 1, level, keys_.get() + position, scores_.get() + position);
+          fill_line(from, 1, mask, 1, row_code, keys_.get() + position, scores_.get() + position);
         else
-          fill_line(from, strides[2], mask, foreground_strides[2], level, keys_.get() + position, scores_.get() + position);
+          fill_line(from, strides[2], mask, foreground_strides[2], row_code, keys_.get() + position, scores_.get() + position);
       }
   }
 
   template <typename Height, typename Foreground>
-  void fill_line(const Height *heights, int64_t step, const Foreground *foreground, int64_t foreground_step, int32_t level,
+  void fill_line(const Height *heights, int64_t step, const Foreground *foreground, int64_t foreground_step, int32_t row_code,
                  int32_t *out, uint8_t *__restrict scores) const {
     const int32_t *const codes = codes_.data();
     for (int64_t x = 0; x < width_ - 2; ++x) {
-      const int32_t key = key_of(load_one(heights + x * step)) + level + codes[x];
-      out[x] = is_above(foreground + x * foreground_step, threshold_) ? key : BACKGROUND;
+      const int32_t key = key_of(load_one(heights + x * step)) + row_code + codes[x];
+      out[x] = is_above(foreground + x * foreground_step, threshold_) ? key : BACKGROUND_KEY;
     }
     for (int64_t x = 0; x < width_ - 2; ++x)
       scores[x] = code_of(foreground + x * foreground_step);
@@ -210,7 +210,7 @@ private:
     }
     for (int64_t end = 0; end < ends; ++end) {
       piece_ends_.push_back({(z_ - 1) * plane_ + targets[end], 0, keys[targets[end]]});
-      limits_.push_back(persistence_.limit(keys[targets[end]]));
+      limits_.push_back(persistence_.lowest_pass_key(keys[targets[end]]));
     }
     follow_paths(pieces, count);
     return count;
@@ -318,7 +318,7 @@ private:
       if ((link[piece] = pieces_.get()[piece_ends_[piece].position]) == piece)
         maxima.push_back(piece);
     std::sort(maxima.begin(), maxima.end(),
-              [this](int64_t one, int64_t other) { return order(piece_ends_[one].position) < order(piece_ends_[other].position); });
+              [this](int64_t a, int64_t b) { return sort_key(piece_ends_[a].position) < sort_key(piece_ends_[b].position); });
     basin_of_.assign(count, -1);
     peaks_.clear();
     for (size_t basin = 0; basin < maxima.size(); ++basin) {
@@ -330,8 +330,8 @@ private:
     return static_cast<int64_t>(maxima.size());
   }
 
-  // Returns a number that sorts positions including the rim in the order of the voxels of the volume.
-  int64_t order(int64_t position) const {
+  // Returns a key that orders positions, which include the rim, like the voxels of the volume.
+  int64_t sort_key(int64_t position) const {
     if (!along_y_)
       return position;
     const int64_t plane = position / plane_, row = position % plane_ / width_, x = position % width_;
@@ -357,12 +357,12 @@ private:
   // Returns the shallow passes between basins by descending height, then by their numbers. A pair may occur several times.
   std::vector<Pass> find_shallow_passes() {
     std::vector<Pass> shallow;
-    passes_.visit_all([&](int64_t one_piece, int64_t other_piece, int32_t key) {
-      const int64_t first = basin_of_[one_piece], second = basin_of_[other_piece];
-      const double height = persistence_.distance(height_of(key)), one = peaks_[first], other = peaks_[second];
+    passes_.visit_all([&](int64_t piece_a, int64_t piece_b, int32_t key) {
+      const int64_t first = basin_of_[piece_a], second = basin_of_[piece_b];
+      const double height = persistence_.distance(height_of(key)), first_peak = peaks_[first], second_peak = peaks_[second];
       // A peak of NaN has no shallow passes.
-      const bool is_comparable = !std::isnan(one) && !std::isnan(other);
-      if (first != second && is_comparable && std::min(one, other) - height < persistence_.depth)
+      const bool is_comparable = !std::isnan(first_peak) && !std::isnan(second_peak);
+      if (first != second && is_comparable && std::min(first_peak, second_peak) - height < persistence_.depth)
         shallow.push_back({height, std::min(first, second), std::max(first, second)});
     });
     std::sort(shallow.begin(), shallow.end(), [](const Pass &a, const Pass &b) {
@@ -371,15 +371,15 @@ private:
     return shallow;
   }
 
-  // Calls `visit` with the piece of every voxel in the first or last plane along each axis of more than one voxel.
+  // Calls `visit` with the piece of every voxel in the first and last plane along each axis that is longer than one voxel.
   template <typename Visit> void visit_faces(Visit visit) const {
     const std::array<int64_t, 3> edges = {depth_, rows_ - 2, width_ - 2}, strides = {plane_, width_, 1};
     for (size_t axis = 0; axis < 3; ++axis) {
-      const size_t one = (axis + 1) % 3, other = (axis + 2) % 3;
+      const size_t row_axis = (axis + 1) % 3, column_axis = (axis + 2) % 3;
       for (const int64_t end : {int64_t(1), edges[axis]})
-        for (int64_t i = 1; edges[axis] > 1 && i <= edges[one]; ++i)
-          for (int64_t j = 1; j <= edges[other]; ++j)
-            if (const int32_t piece = pieces_.get()[end * strides[axis] + i * strides[one] + j * strides[other]])
+        for (int64_t i = 1; edges[axis] > 1 && i <= edges[row_axis]; ++i)
+          for (int64_t j = 1; j <= edges[column_axis]; ++j)
+            if (const int32_t piece = pieces_.get()[end * strides[axis] + i * strides[row_axis] + j * strides[column_axis]])
               visit(piece);
     }
   }
@@ -391,16 +391,16 @@ private:
   // Weights of the position modulo 3 along planes and rows in a position code.
   const std::array<int64_t, 2> weights_;
   Pages<int32_t> keys_, scratch_, positions_, targets_, pieces_;
-  // Codes of the foreground scores, see `code_of`.
+  // Codes of the foreground scores, as returned by `code_of`.
   Pages<uint8_t> scores_;
   std::vector<int32_t> codes_;
-  // Offsets from a voxel to its neighbors: by the position codes of both, and of all neighbors.
-  std::array<int32_t, CODES * CODES> steps_;
-  std::array<int64_t, NEIGHBORS> offsets_;
-  // Index of the first plane of the next block, including the rim, and number of its planes that have arrived: the plane
-  // below it, and then the plane that waits for the plane above it.
+  // Offsets from a voxel to its neighbors: a table indexed by the position codes of both voxels, and a list.
+  std::array<int32_t, NUM_CODES * NUM_CODES> steps_;
+  std::array<int64_t, NUM_NEIGHBORS> offsets_;
+  // Index of the first plane of the next block, including the rim, and the number of planes that have already arrived for
+  // this block: the plane below it, and then the plane that waits for the plane above it.
   int64_t z_ = 1, pending_planes_ = 1;
-  // Pieces by number; 0 is the background. Passes of a piece with keys below its entry in `limits_` are irrelevant.
+  // Pieces by number; 0 is the background. Passes with keys below the entry of a piece in `limits_` are irrelevant to the piece.
   std::vector<int32_t> limits_;
   std::vector<Piece> piece_ends_;
   Passes passes_;
@@ -408,7 +408,7 @@ private:
   size_t prune_threshold_ = MIN_PASSES_TO_PRUNE;
   std::vector<int64_t> basin_of_;
   std::vector<double> peaks_;
-  std::vector<int32_t> number_of_;
+  std::vector<int32_t> label_of_;
   std::vector<std::array<double, 3>> object_properties_;
 };
 

@@ -10,18 +10,18 @@
 
 extern "C" {
 
-// Creates a watershed without planes; returns null if there is not enough memory.
+// Creates a watershed to which planes can be added; returns null if there is not enough memory.
 //
-// size       size of the volume, [Z, Y, X]
-// along_y    whether planes arrive along y, each with its full extent along z, instead of along z
-// threshold  score above which a voxel is foreground
-// depth      minimum depth of a pass below the lower of two peaks of separate objects, in units of the distance
-// logits     whether heights are logits of the distance
-// block      number of voxels that are processed together
+// size          size of the volume, [Z, Y, X]
+// along_y       whether planes arrive along y, each with its full extent along z, instead of along z
+// threshold     score above which a voxel is foreground
+// depth         minimum depth of a pass below the lower of two peaks of separate objects, in units of the distance
+// logits        whether heights are logits of the distance
+// block_voxels  number of voxels that are processed together
 void *stackseg_watershed(const int64_t *size, int32_t along_y, float threshold, double depth, int32_t logits,
-                         int64_t block) {
+                         int64_t block_voxels) {
   try {
-    return new StreamingWatershed(size, along_y, threshold, {depth, logits != 0}, block);
+    return new StreamingWatershed(size, along_y, threshold, {depth, logits != 0}, block_voxels);
   } catch (const std::bad_alloc &) {
     return nullptr;
   }
@@ -67,16 +67,17 @@ void stackseg_object_properties(const void *watershed, double *properties) {
 // numbers  [objects + 1]: label of the background, which is 0, followed by the label of each object
 // bytes    bytes per label: 2 or 4
 void stackseg_write_labels(void *watershed, const int32_t *numbers, void *labels, int32_t bytes) {
-  StreamingWatershed &joined = *static_cast<StreamingWatershed *>(watershed);
-  joined.renumber(numbers);
+  StreamingWatershed &joined_watershed = *static_cast<StreamingWatershed *>(watershed);
+  joined_watershed.renumber(numbers);
   if (bytes == 2)
-    joined.label(static_cast<uint16_t *>(labels));
+    joined_watershed.label(static_cast<uint16_t *>(labels));
   else
-    joined.label(static_cast<uint32_t *>(labels));
+    joined_watershed.label(static_cast<uint32_t *>(labels));
 }
 
-// Computes the watershed of one block of a height map; returns null if there is not enough memory. The arguments are
-// those of `BlockWatershed` and `stackseg_planes`.
+// Computes the watershed of one block of a height map; returns null if there is not enough memory. `geometry`
+// contains the size, origin and volume of `BlockWatershed`; the other arguments are as in `BlockWatershed` and
+// `stackseg_planes`.
 void *stackseg_block(const int64_t *geometry, const int32_t *margins, float threshold, double depth, int32_t logits,
                      const void *heights, int32_t kind, const int64_t *strides, const void *foreground, int32_t foreground_kind,
                      const int64_t *foreground_strides, int32_t *pieces) {
@@ -88,12 +89,14 @@ void *stackseg_block(const int64_t *geometry, const int32_t *margins, float thre
   }
 }
 
-// Return the number of pieces of a block, and the number of passes between them.
+// Returns the number of pieces of a block.
 int64_t stackseg_block_pieces(const void *block) { return static_cast<const BlockWatershed *>(block)->pieces().size(); }
+
+// Returns the number of passes between the pieces of a block.
 int64_t stackseg_block_passes(const void *block) { return static_cast<const BlockWatershed *>(block)->passes().size(); }
 
 // Writes the properties of pieces [pieces, 4]: position of the end in the volume, number of voxels, sum of their
-// probabilities, and key at the end. Writes passes [passes, 3]: two pieces, and the key of their pass.
+// probabilities, and key at the end. Writes passes [passes, 3]: the numbers of two pieces, and the key of their pass.
 void stackseg_block_properties(const void *block, int64_t *pieces, int32_t *passes) {
   for (const Piece &piece : static_cast<const BlockWatershed *>(block)->pieces())
     for (const int64_t property : std::initializer_list<int64_t>{piece.position, piece.voxels, piece.foreground, piece.key})

@@ -31,16 +31,16 @@ SIGNATURES = (
     ("stackseg_write_labels", "pppi", "-"),
 )
 
-# Minimum number of voxels in a block, which uses some megabytes.
-BLOCK_VOXELS = 2**22
+# Minimum number of voxels in a block. A block of this size uses some megabytes.
+MIN_BLOCK_VOXELS = 2**22
 
-# Minimum number of planes in a block, even if planes are large. Each block divides paths into more pieces: with one
-# plane of 1536 x 1536 voxels per block, a crowded stack takes seven times as long as with eight, and 27 bytes per voxel
-# instead of 9.
-BLOCK_PLANES = 8
+# Minimum number of planes in a block, even if planes are large. Each additional block divides paths into more pieces:
+# with one plane of 1536 x 1536 voxels per block, a crowded stack takes seven times as long as with eight planes, and
+# 27 bytes per voxel instead of 9.
+MIN_BLOCK_PLANES = 8
 
 # Maximum number of voxels of a volume whose memory is allocated and freed within about 30 us.
-SMALL_VOXELS = 2**20
+MAX_SMALL_VOLUME_VOXELS = 2**20
 
 # Positions in a block are 32-bit integers.
 MAX_INDEX = 2**31 - 1
@@ -61,7 +61,7 @@ FOREGROUND_DTYPES = (*HEIGHT_DTYPES, torch.bool)
 ObjectFilter = Callable[[Objects], NDArray[np.bool_]]
 
 
-def keep_all(objects: Objects) -> NDArray[np.bool_]:
+def keep_all_objects(objects: Objects) -> NDArray[np.bool_]:
     """Return a mask that keeps all objects."""
     return np.ones(len(objects), bool)
 
@@ -90,44 +90,49 @@ class WatershedParameters(NamedTuple):
 
 def choose_block_voxels(size: Size, *, along_y: bool = False) -> int:
     """Return the number of voxels of a volume (Z, Y, X) to process together, including the rims of its planes."""
-    plane = (size[not along_y] + 2) * (size[2] + 2)
-    largest = MAX_INDEX - 4 * _largest_plane(size)
-    return max(BLOCK_VOXELS, min(BLOCK_PLANES * plane, largest))
+    plane_voxels = (size[not along_y] + 2) * (size[2] + 2)
+    max_voxels = MAX_INDEX - 4 * _count_largest_plane_voxels(size)
+    return max(MIN_BLOCK_VOXELS, min(MIN_BLOCK_PLANES * plane_voxels, max_voxels))
 
 
-def _largest_plane(size: Size) -> int:
-    """Return the number of voxels of a plane along z or y, including its rim, whichever is larger."""
+def _count_largest_plane_voxels(size: Size) -> int:
+    """Return the number of voxels in a plane along z or along y, whichever is larger, including the rim."""
     return (max(size[:2]) + 2) * (size[2] + 2)
 
 
 class WatershedKernel(CppFunctions):
-    """Functions of the C++ library that compute watersheds, for tensors and arrays."""
+    """Python interface to the C++ functions that compute the watershed of a volume."""
 
-    def supports(self, device: torch.device, size: Size = (1, 1, 1), block: int = BLOCK_VOXELS) -> bool:
+    def supports(self, device: torch.device, size: Size = (1, 1, 1), block_voxels: int = MIN_BLOCK_VOXELS) -> bool:
         """Return whether the kernel is available and supports volumes of this size on this device, along both axes."""
-        return self.is_available and device.type == "cpu" and block + 4 * _largest_plane(size) <= MAX_INDEX
+        return (
+            self.is_available
+            and device.type == "cpu"
+            and block_voxels + 4 * _count_largest_plane_voxels(size) <= MAX_INDEX
+        )
 
     def start(
-        self, size: Size, parameters: WatershedParameters, *, along_y: bool = False, block: int | None = None
+        self, size: Size, parameters: WatershedParameters, *, along_y: bool = False, block_voxels: int | None = None
     ) -> KernelWatershed:
-        """Return a watershed without planes.
+        """Return a watershed to which no planes have been added yet.
 
         Raises ValueError if the size is not supported, and MemoryError if there is not enough memory.
 
-        size     (Z, Y, X) of the volume
-        along_y  whether planes arrive along y instead of z, each with its full extent along z; the labels are the same
-        block    number of voxels that are processed together; None: use `choose_block_voxels`
+        size          (Z, Y, X) of the volume
+        along_y       whether planes arrive along y, each with its full extent along z, instead of along z; the labels
+                      are equal
+        block_voxels  number of voxels that are processed together; None: use `choose_block_voxels`
         """
-        block = choose_block_voxels(size, along_y=along_y) if block is None else block
-        if min(size) < 1 or not self.supports(CPU, size, block):
+        block_voxels = choose_block_voxels(size, along_y=along_y) if block_voxels is None else block_voxels
+        if min(size) < 1 or not self.supports(CPU, size, block_voxels):
             raise ValueError(f"the kernel does not support a volume of {size} voxels")
         return KernelWatershed(
-            (self._functions, self._functions_with_gil), size, parameters, along_y=along_y, block=block
+            (self._functions, self._functions_with_gil), size, parameters, along_y=along_y, block_voxels=block_voxels
         )
 
 
 class KernelWatershed:
-    """Watershed of a height map that arrives in planes, created by `WatershedKernel.start`."""
+    """Watershed of a height map that arrives plane by plane, created by `WatershedKernel.start`."""
 
     def __init__(
         self,
@@ -136,14 +141,14 @@ class KernelWatershed:
         parameters: WatershedParameters,
         *,
         along_y: bool,
-        block: int,
+        block_voxels: int,
     ) -> None:
         self._size, self._along_y = size, along_y
         self._functions, functions_with_gil = kernel
         # Allocating large memory is slow and must not hold the global interpreter lock.
-        self._cheap_functions = functions_with_gil if math.prod(size) <= SMALL_VOXELS else self._functions
-        self._missing_planes = size[along_y]
-        self._handle = self._cheap_functions.stackseg_watershed(_Int64x3(*size), along_y, *parameters, block)
+        self._cheap_functions = functions_with_gil if math.prod(size) <= MAX_SMALL_VOLUME_VOXELS else self._functions
+        self._num_missing_planes = size[along_y]
+        self._handle = self._cheap_functions.stackseg_watershed(_Int64x3(*size), along_y, *parameters, block_voxels)
         if self._handle is None:
             raise MemoryError(f"not enough memory for the watershed of a volume of {size} voxels")
 
@@ -162,22 +167,22 @@ class KernelWatershed:
         heights     float32 or bfloat16
         foreground  float32 or bfloat16 scores, which are foreground above the threshold; or a bool mask
         """
-        planes = heights.shape[self._along_y]
+        num_planes = heights.shape[self._along_y]
         shape = list(self._size)
-        shape[self._along_y] = planes
+        shape[self._along_y] = num_planes
         for tensor, dtypes in ((heights, HEIGHT_DTYPES), (foreground, FOREGROUND_DTYPES)):
             if tensor.dtype not in dtypes or list(tensor.shape) != shape or tensor.device.type != "cpu":
                 raise ValueError(
                     f"expected planes of shape {shape} on the CPU, got {tensor.dtype} {list(tensor.shape)}"
                 )
-        if planes > self._missing_planes:
-            raise ValueError(f"{planes} planes were added, but the volume has only {self._missing_planes} left")
-        self._missing_planes -= planes
-        failed = self._functions.stackseg_planes(
+        if num_planes > self._num_missing_planes:
+            raise ValueError(f"{num_planes} planes were added, but only {self._num_missing_planes} planes are missing")
+        self._num_missing_planes -= num_planes
+        status = self._functions.stackseg_planes(
             *(self._handle, heights.data_ptr(), HEIGHT_DTYPES.index(heights.dtype), self._strides(heights)),
-            *(foreground.data_ptr(), FOREGROUND_DTYPES.index(foreground.dtype), self._strides(foreground), planes),
+            *(foreground.data_ptr(), FOREGROUND_DTYPES.index(foreground.dtype), self._strides(foreground), num_planes),
         )
-        if failed:
+        if status:
             raise MemoryError("not enough memory for the pieces of a watershed")
 
     def _strides(self, planes: Tensor) -> ctypes.Array[ctypes.c_int64]:
@@ -185,27 +190,29 @@ class KernelWatershed:
         return _Int64x3(y, z, x) if self._along_y else _Int64x3(z, y, x)
 
     def label_objects(
-        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all
+        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all_objects
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        """Return labels [Z, Y, X], uint16 or uint32 from 1, and the objects, after all planes have been added.
+        """Return labels [Z, Y, X] from 1, uint16 or uint32, and the objects, after all planes have been added.
 
         minimum_size   minimum number of voxels of an object
         drop_border    whether to remove objects that touch a face of the volume; axes that are only one voxel long
                        have no faces
         object_filter  selects which of the remaining objects get a label
         """
-        if self._missing_planes:
-            raise ValueError(f"{self._missing_planes} planes are missing")
-        count = self._functions.stackseg_objects(self._handle, minimum_size, drop_border)
-        if count < 0:
+        if self._num_missing_planes:
+            raise ValueError(f"{self._num_missing_planes} planes are missing")
+        num_objects = self._functions.stackseg_objects(self._handle, minimum_size, drop_border)
+        if num_objects < 0:
             raise MemoryError("not enough memory for the objects of a watershed")
-        properties = np.empty((count, 3))
+        properties = np.empty((num_objects, 3))
         self._cheap_functions.stackseg_object_properties(self._handle, properties.ctypes.data)
         objects = Objects.from_sums(*properties.T)
         is_kept = object_filter(objects)
-        objects, numbers = objects.select(is_kept), number_objects(is_kept)
+        objects, label_numbers = objects.select(is_kept), number_objects(is_kept)
         labels: NDArray[np.unsignedinteger] = np.empty(self._size, label_dtype(len(objects)))
-        self._functions.stackseg_write_labels(self._handle, numbers.ctypes.data, labels.ctypes.data, labels.itemsize)
+        self._functions.stackseg_write_labels(
+            self._handle, label_numbers.ctypes.data, labels.ctypes.data, labels.itemsize
+        )
         return labels, objects
 
 

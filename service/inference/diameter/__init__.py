@@ -1,1 +1,1 @@
-"""Object diameter and confidence."""
+"""Estimates of the object diameter, and confidence in results."""

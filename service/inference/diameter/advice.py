@@ -1,4 +1,4 @@
-"""Quality warnings: why a result may be wrong or empty, and what to try next."""
+"""Quality warnings, which explain why a result may be wrong or empty and suggest what to try next."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from service.inference.diameter.sheets import contains_sheets
 from service.inference.types import QualityWarning
 from service.models.spec import Calibration
 
-# Suggest a diameter only if it differs from the diameter that was used by at least this factor.
+# Suggest a diameter only if it differs by at least this factor from the diameter that was used.
 MIN_DIAMETER_RATIO = 1.4
 
 # Minimum mean foreground probability of a clear object.
 CLEAR_CONFIDENCE = 0.8
 
-TRAINING_ADVICE = "annotate a piece of the stack and train a model (docs/training.md)"
+TRAINING_ADVICE = "annotate part of the stack and train a model (docs/training.md)"
 
 
 class Evidence(NamedTuple):
-    """Properties of a questionable result and its stack that the advice is based on.
+    """Properties of a questionable result and of its stack, on which the advice is based.
 
     windows             high-contrast windows [C, z, y, x] of the image at its original resolution
     likely_diameter     estimate of the object diameter; None if there is no estimate
@@ -48,32 +48,34 @@ class Evidence(NamedTuple):
         return bool(self.windows) and all(bool((window == window.flatten()[0]).all()) for window in self.windows)
 
 
-def drop_missing_models(calibration: Calibration, models: Path) -> Calibration:
-    """Return the calibration without those suggested models that have no folder in `models`."""
+def drop_missing_models(calibration: Calibration, models_folder: Path) -> Calibration:
+    """Return the calibration without the suggested models that have no folder in `models_folder`."""
     names = {"sheets": calibration.sheets, "blobs": calibration.blobs}
-    missing_models = {key: None for key, name in names.items() if name is None or not (models / name).is_dir()}
+    missing_models = {key: None for key, name in names.items() if name is None or not (models_folder / name).is_dir()}
     return calibration.model_copy(update=missing_models)
 
 
-def low_confidence_warning(confidence: float, evidence: Evidence, calibration: Calibration) -> QualityWarning:
-    """Return the warning for labels with low confidence: the likely reason and what to try next."""
+def make_low_confidence_warning(confidence: float, evidence: Evidence, calibration: Calibration) -> QualityWarning:
+    """Return the warning for labels with low confidence, with the likely reason and a suggestion."""
     prefix = "The labels may be wrong"
-    diameter, filtering = _suggest_diameter(evidence), _suggest_filtering(evidence)
-    parameter_advice = (filtering, diameter) if evidence.is_diameter_given else (diameter, filtering)
+    diameter_advice, filter_advice = _suggest_diameter(evidence), _suggest_filtering(evidence)
+    parameter_advice = (
+        (filter_advice, diameter_advice) if evidence.is_diameter_given else (diameter_advice, filter_advice)
+    )
     candidates = (_suggest_model(evidence, calibration), *parameter_advice)
     for advice in filter(None, candidates):
         reason, suggestion, details = advice
         return QualityWarning(confidence, f"{prefix}: {reason}. Try {suggestion}{details}.", suggestion)
     problem = f"{prefix}: the objects do not look like the objects that the model was trained on."
-    check = "Check the labels and the selected channel."
-    diameter_advice = "" if evidence.is_diameter_given else "set diameter= to the diameter of the objects, or "
+    instruction = "Check the labels and the selected channel."
+    diameter_hint = "" if evidence.is_diameter_given else "set diameter= to the diameter of the objects, or "
     return QualityWarning(
-        confidence, f"{problem} {check} If the labels are wrong, {diameter_advice}{TRAINING_ADVICE}.", ""
+        confidence, f"{problem} {instruction} If the labels are wrong, {diameter_hint}{TRAINING_ADVICE}.", ""
     )
 
 
-def no_objects_warning(evidence: Evidence, calibration: Calibration | None) -> QualityWarning:
-    """Return the warning for a result without objects: the likely reason and what to try next."""
+def make_no_objects_warning(evidence: Evidence, calibration: Calibration | None) -> QualityWarning:
+    """Return the warning for a result without objects, with the likely reason and a suggestion."""
     prefix = "No object was found"
     if evidence.is_blank:
         return QualityWarning(
@@ -99,21 +101,21 @@ _Advice = tuple[str, str, str]
 def _suggest_model(evidence: Evidence, calibration: Calibration) -> _Advice | None:
     if calibration.sheets is None and calibration.blobs is None:
         return None
-    sheets = contains_sheets([window[0] for window in evidence.windows])
-    if sheets and calibration.sheets is not None:
+    has_sheets = contains_sheets([window[0] for window in evidence.windows])
+    if has_sheets and calibration.sheets is not None:
         return "the stack seems to show membranes or shells", f"model={calibration.sheets}", ""
-    if sheets is False and calibration.blobs is not None:
+    if has_sheets is False and calibration.blobs is not None:
         return "the stack does not seem to show membranes", f"model={calibration.blobs}", ""
     return None
 
 
 def _suggest_diameter(evidence: Evidence) -> _Advice | None:
-    likely = evidence.likely_diameter
-    if likely is None or evidence.used_diameter is None or (diameters := likely.to_voxels(None)) is None:
+    diameter = evidence.likely_diameter
+    if diameter is None or evidence.used_diameter is None or (diameters := diameter.to_voxels(None)) is None:
         return None
     if abs(math.log(math.prod(diameters) / math.prod(evidence.used_diameter))) <= 3 * math.log(MIN_DIAMETER_RATIO):
         return None
-    return f"the objects seem to be {likely.describe()}", f"diameter={likely}", ""
+    return f"the objects seem to be {diameter.describe()}", f"diameter={diameter}", ""
 
 
 def _suggest_filtering(evidence: Evidence) -> _Advice | None:

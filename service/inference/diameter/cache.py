@@ -32,7 +32,7 @@ class DiameterCache:
         """Return the cached estimate for the same pixels and voxel size, or call `estimate` and cache its result."""
         if volume.nbytes > LARGE_BYTES:
             return estimate()
-        key = _digest(volume)
+        key = _hash_volume(volume)
         with self._lock:
             if key in self._estimates:
                 self._estimates.move_to_end(key)
@@ -45,9 +45,9 @@ class DiameterCache:
         return diameter_estimate
 
 
-def _digest(volume: Volume) -> bytes:
-    size = None if volume.voxel_size is None else tuple(volume.voxel_size)
-    digest = hashlib.sha256(repr((volume.shape, volume.dtype.str, size)).encode())
+def _hash_volume(volume: Volume) -> bytes:
+    voxel_size = None if volume.voxel_size is None else tuple(volume.voxel_size)
+    digest = hashlib.sha256(repr((volume.shape, volume.dtype.str, voxel_size)).encode())
     for index in range(volume.shape[0]):
         for block in VolumeChannel(volume, index):
             digest.update(block.tobytes())

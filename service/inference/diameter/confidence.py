@@ -1,8 +1,8 @@
 """Confidence in a result, computed from the statistics of its objects.
 
-On images that resemble its training data, a network gives high foreground probabilities to the voxels of objects and
-one high peak of the distance to each object, and objects are about as large as expected. On other images, all three
-properties deteriorate.
+On images that resemble its training data, a network predicts high foreground probabilities for the voxels of objects
+and one high peak of the distance for each object, and objects are about as large as expected. On other images, all
+three properties deteriorate.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from service.inference.diameter.advice import (
     CLEAR_CONFIDENCE,
     Evidence,
     drop_missing_models,
-    low_confidence_warning,
-    no_objects_warning,
+    make_low_confidence_warning,
+    make_no_objects_warning,
 )
 from service.inference.types import QualityWarning
 from service.models.spec import Calibration, ModelSpec
 
-# Maximum mean foreground probability. Logits from -8 to 8 cannot express a higher one.
+# Maximum mean foreground probability. Logits from -8 to 8 cannot express a higher probability.
 MAX_FOREGROUND_PROBABILITY = 0.9996
 
 # Report clear objects only if the confidence in them exceeds the confidence in all objects by this factor.
@@ -47,25 +47,25 @@ class Features(NamedTuple):
 
     @classmethod
     def measure(cls, objects: Objects, expected_diameter: float) -> Features:
-        """Compute the features of at least one object; the network expects objects of this diameter in voxels."""
+        """Compute the features of one or more objects. The expected diameter is that of the model, in voxels."""
         voxel_share = objects.voxels / objects.voxels.sum()
         confidence = min(float((voxel_share * objects.confidence).sum()), MAX_FOREGROUND_PROBABILITY)
         diameters = np.cbrt(6 / np.pi * objects.voxels)
         return cls(
             math.log(confidence / (1 - confidence)),
             float((voxel_share * np.nan_to_num(objects.peaks)).sum()),
-            abs(math.log(typical_diameter(objects) / expected_diameter)),
+            abs(math.log(compute_typical_diameter(objects) / expected_diameter)),
             float(voxel_share[diameters > 2 * expected_diameter].sum()),
         )
 
 
-def typical_diameter(objects: Objects) -> float:
+def compute_typical_diameter(objects: Objects) -> float:
     """Return the diameter in voxels of a ball with the volume of the object that contains the median voxel."""
     return float(np.cbrt(6 / np.pi * objects.median_size))
 
 
 def predict_confidence(objects: Objects, expected_diameter: float, calibration: Calibration) -> float | None:
-    """Return the confidence in a result, 0 to 1, by logistic regression; None if there are no objects."""
+    """Return the confidence in a result, 0 to 1, computed by logistic regression; None if there are no objects."""
     if not len(objects):
         return None
     weights = (calibration.certainty, calibration.peak, calibration.size, calibration.giants)
@@ -77,8 +77,8 @@ def predict_confidence(objects: Objects, expected_diameter: float, calibration: 
 def count_clear_objects(objects: Objects, expected_diameter: float, calibration: Calibration) -> int:
     """Return the number of clear objects if most of the other objects look like noise.
 
-    Returns 0 if most objects are clear, or if the confidence in the clear objects is not much higher than that in all
-    objects.
+    Returns 0 if most objects are clear, or if the confidence in the clear objects is not much higher than the
+    confidence in all objects.
     """
     clear_objects = objects.select(objects.confidence >= CLEAR_CONFIDENCE)
     overall_confidence, clear_confidence = (
@@ -94,7 +94,7 @@ class ConfidenceAssessment(NamedTuple):
     """Confidence in a result and the warning for the user.
 
     confidence       confidence, 0 to 1; None if it is not known
-    quality_warning  the warning; None if the result needs none
+    quality_warning  the warning; None if no warning is needed
     """
 
     confidence: float | None
@@ -106,19 +106,19 @@ def assess_objects(
 ) -> ConfidenceAssessment:
     """Return the confidence in the objects of a result, and a warning if it is low.
 
-    `objects` is None for outputs other than labels; they have no confidence. `find_evidence` is called only if the
-    confidence is low or no object was found, because it is slow.
+    `objects` is None for outputs other than labels, because only labels have a confidence. `find_evidence` is slow, so
+    it is called only if the confidence is low or no object was found.
     """
     calibration, expected_diameter = spec.confidence, spec.input.diameter
     if objects is None:
         return ConfidenceAssessment(None, None)
     if calibration is None or expected_diameter is None:
-        return ConfidenceAssessment(None, None if len(objects) else no_objects_warning(find_evidence(), None))
+        return ConfidenceAssessment(None, None if len(objects) else make_no_objects_warning(find_evidence(), None))
     confidence = predict_confidence(objects, expected_diameter, calibration)
     if confidence is not None and confidence >= calibration.threshold:
         return ConfidenceAssessment(confidence, None)
     calibration, evidence = drop_missing_models(calibration, spec.folder.parent), find_evidence()
     if confidence is None:
-        return ConfidenceAssessment(None, no_objects_warning(evidence, calibration))
+        return ConfidenceAssessment(None, make_no_objects_warning(evidence, calibration))
     evidence = evidence._replace(num_clear_objects=count_clear_objects(objects, expected_diameter, calibration))
-    return ConfidenceAssessment(confidence, low_confidence_warning(confidence, evidence, calibration))
+    return ConfidenceAssessment(confidence, make_low_confidence_warning(confidence, evidence, calibration))

@@ -1,10 +1,10 @@
-"""Estimation of the object diameter of a stack from a few windows at several scales.
+"""Estimate the object diameter of a stack from a few windows at several scales.
 
 A network finds objects best at the diameter that it was trained on. At other diameters, it merges or splits objects, or
 predicts lower peaks of the distance. The best scale is therefore the one at which the objects have the expected
 diameter and high peaks. The objects found at one scale suggest the next scale to probe. Cellpose (Stringer et al. 2021)
-has a separate model for a first estimate and also refines the estimate by a first segmentation. If the confidence at
-the estimated diameter is low, or if no scale fits well, a trial selects the scale with the highest confidence.
+uses a separate model for a first estimate, and also refines this estimate with a first segmentation. If the confidence
+at the estimated diameter is low, or if no scale fits well, a trial selects the scale with the highest confidence.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from service.inference.diameter.scale_probe import (
 )
 from service.inference.diameter.window_selection import (
     Box,
-    box_around,
     cut_boxes,
+    make_box_around,
     rank_by_contrast,
     select_spaced_boxes,
 )
@@ -43,47 +43,40 @@ from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows
 from service.models.spec import ModelSpec
 
-# Scales of the initial probes, with their numbers of windows. At a small scale, a window shows more of the stack.
+# Scales and numbers of windows of the initial probes. At a small scale, a window shows more of the stack.
 INITIAL_PROBES = ((1.0, 4), (2.0, 4), (0.4, 2))
 
 # Maximum number of further probes, and the number of windows of each probe.
 MAX_FURTHER_PROBES = 3
 WINDOWS_PER_PROBE = 4
-
 # Minimum number of objects for a median diameter, unless the windows show at least FULL_COVERAGE_FRACTION of the stack.
 MIN_OBJECTS = 5
 FULL_COVERAGE_FRACTION = 0.9
-
-# Standard deviations of the logarithms of diameter, aspect ratio and scale that the fit is computed with.
+# Standard deviations of the logarithms of diameter, aspect ratio and scale with which the fit is computed.
 SIZE_SIGMA = 0.5
 ASPECT_SIGMA = 1.0
 SCALE_SIGMA = 2.5
 
 # Fit below which the diameter is not even suggested to the user.
 MIN_FIT_FOR_SUGGESTION = 0.2
-
 # Fit below which the diameter is not used, because the objects do not look like the model's training data.
 MIN_FIT = 0.5
-
-# Fit from which further probes and a trial are unnecessary.
+# Minimum fit at which further probes and a trial are unnecessary.
 GOOD_FIT = 0.65
 
 # Scales of a trial, with the number of windows of each scale. A trial runs if the confidence at the estimated diameter
-# is low or no scale fits well. It never selects a scale above the last of these.
+# is low or no scale fits well. A trial never selects a scale above the last of these scales.
 TRIAL_SCALES = ((0.2, 2), (1.0, 4), (2.8, 4))
 
 # Minimum gain in log-odds of a trial over the reference scale, checked by `python -m scripts.recipes.trials`.
 MIN_LOG_ODDS_GAIN = 1.0
 
-# Maximum ratio between the width and depth of objects that are found as well as round objects.
+# Maximum ratio between the width and depth of objects that are found as reliably as round objects.
 MAX_ROUND_ASPECT = 1.5
-
 # Typical ratio between the depth and width of object outlines, in micrometers. Light is blurred along z.
 BLURRED_DEPTH_RATIO = 1.25
-
-# Skip resampling if the object diameter is within this factor of the model's.
+# Skip resampling if the object diameter is within this factor of the model's object diameter.
 MATCHING_DIAMETER_RATIO = 1.2
-
 # Maximum ratio between a scale and the base grid. Beyond this ratio, objects would be too small to be resolved.
 MAX_SCALE_RATIO = 5.0
 
@@ -92,7 +85,7 @@ class DiameterEstimator:
     """Estimator of the diameter of the objects in one image, for an instance model with an object diameter.
 
     image          normalized image, at the original resolution of its volume
-    base           voxels of the model's grid per voxel of the image along (z, y, x), if no diameter is given
+    base           voxels of the model's grid per voxel of the image along (z, y, x), if no diameter is specified
     score_windows  computes the scores of a few windows; windows are zero beyond the ends of the image
     voxel_size     voxel size of the image; None if it is not known
     margin         minimum difference in log-odds between a scale of a trial and the reference scale
@@ -111,7 +104,7 @@ class DiameterEstimator:
             raise ValueError(f"The model {spec.name} has no object diameter.")
         self._image, self._base, self._spec, self._score_windows = image, base, spec, score_windows
         self._voxel_size, self._margin = voxel_size, margin
-        self._flatness = expect_flatness(voxel_size, base)
+        self._flatness = compute_expected_flatness(voxel_size, base)
         # Keep fragments, because they indicate that a scale does not fit.
         filters = ("minimum_fraction", "min_confidence", "min_relative_odds")
         self._decoding = require_instances(spec).model_copy(update=dict.fromkeys(filters, 0.0))
@@ -119,16 +112,16 @@ class DiameterEstimator:
         self._size = as_size(image.shape[2:])
 
     def estimate(self) -> DiameterEstimate:
-        """Estimate the diameter. The result is deterministic. Raises the errors of `score_windows`."""
+        """Estimate the diameter. The result is deterministic. Raises the same errors as `score_windows`."""
         centers = rank_by_contrast(self._image, self._spec.input.roi_size)
         probes = self._probe_scales(centers)
         estimate, reference = self._estimate_from_probes(probes)
         calibration = self._spec.confidence
         if calibration is None or reference.confidence is None:
             return estimate
-        is_low = reference.confidence < calibration.threshold
+        is_confidence_low = reference.confidence < calibration.threshold
         # Pieces of objects that are too large for the windows have a plausible size and peak, but rarely a good fit.
-        if is_low or max(probe.fit for probe in probes) < GOOD_FIT:
+        if is_confidence_low or max(probe.fit for probe in probes) < GOOD_FIT:
             return self._run_trial(estimate, reference, probes, centers)
         return estimate
 
@@ -149,45 +142,50 @@ class DiameterEstimator:
     def _estimate_from_probes(self, probes: Sequence[ScaleProbe]) -> tuple[DiameterEstimate, ScaleProbe]:
         """Return the estimate and the probe at or near its scale."""
         best = max(probes, key=lambda probe: probe.fit)
-        windows = sum(probe.num_windows for probe in probes)
+        num_windows = sum(probe.num_windows for probe in probes)
         if best.fit < MIN_FIT_FOR_SUGGESTION:
             return DiameterEstimate(
-                None, matches_model=False, num_objects=best.num_objects, num_windows=windows
+                None, matches_model=False, num_objects=best.num_objects, num_windows=num_windows
             ), probes[0]
         factors = self._refine_factors(best)
         diameter = self._to_diameter(factors)
         if best.fit < MIN_FIT:
             return DiameterEstimate(
-                None, matches_model=False, num_objects=best.num_objects, num_windows=windows, likely_diameter=diameter
+                None,
+                matches_model=False,
+                num_objects=best.num_objects,
+                num_windows=num_windows,
+                likely_diameter=diameter,
             ), probes[0]
         return DiameterEstimate(
-            diameter, are_close(factors, self._base, MATCHING_DIAMETER_RATIO), best.num_objects, windows, diameter
+            diameter, are_close(factors, self._base, MATCHING_DIAMETER_RATIO), best.num_objects, num_windows, diameter
         ), best
 
     def _to_diameter(self, factors: Factors) -> Diameter:
         z, y, x = (self._expected_diameter / factor for factor in factors)
-        short = Diameter((x,), "px")
+        short_diameter = Diameter((x,), "px")
         # The short form must mean the same with and without the voxel size.
         is_same = all(
-            are_close((z, y, x), short.to_voxels(size) or (x, x, x), 1.001) for size in (None, self._voxel_size)
+            are_close((z, y, x), short_diameter.to_voxels(size) or (x, x, x), 1.001)
+            for size in (None, self._voxel_size)
         )
-        return short if is_same else Diameter((z, y, x), "px")
+        return short_diameter if is_same else Diameter((z, y, x), "px")
 
     def _run_trial(
         self, estimate: DiameterEstimate, reference: ScaleProbe, probes: list[ScaleProbe], centers: Sequence[Size]
     ) -> DiameterEstimate:
         """Return a diameter with clearly higher confidence than `reference`, or `estimate` if there is none."""
-        largest = self._probe_trials(probes, centers)
+        max_factors = self._probe_trials(probes, centers)
         if estimate.diameter is None:
             reference = next(probe for probe in probes if are_close(probe.factors, self._base, EQUAL_SCALE_RATIO))
-        limit = EQUAL_SCALE_RATIO * math.prod(largest)
+        max_product = EQUAL_SCALE_RATIO * math.prod(max_factors)
         candidates = [
             probe
             for probe in probes
-            if math.prod(probe.factors) <= limit and self._has_enough_objects(probe, reference)
+            if math.prod(probe.factors) <= max_product and self._has_enough_objects(probe, reference)
         ]
-        selected = choose_better_probe(reference, candidates, self._margin)
-        return estimate if selected is None else self._summarize_trial(selected, reference, probes, largest)
+        winner = choose_better_probe(reference, candidates, self._margin)
+        return estimate if winner is None else self._summarize_trial(winner, reference, probes, max_factors)
 
     def _probe_trials(self, probes: list[ScaleProbe], centers: Sequence[Size]) -> Factors:
         """Probe the scales of a trial that have not been probed yet, and return the factors of the largest scale."""
@@ -195,24 +193,24 @@ class DiameterEstimator:
         for factors, num_windows in scales:
             if not is_probed(factors, probes):
                 probes.append(self.probe(centers, factors, num_windows))
-        largest, _ = scales[-1]
-        return largest
+        max_factors, _ = scales[-1]
+        return max_factors
 
     def _summarize_trial(
-        self, selected: ScaleProbe, reference: ScaleProbe, probes: Sequence[ScaleProbe], largest: Factors
+        self, winner: ScaleProbe, reference: ScaleProbe, probes: Sequence[ScaleProbe], max_factors: Factors
     ) -> DiameterEstimate:
-        """Return the estimate of a trial in which `selected` had a higher confidence than `reference`."""
-        diameter, num_windows = self._to_diameter(selected.factors), sum(probe.num_windows for probe in probes)
-        is_smallest = are_close(selected.factors, largest, EQUAL_SCALE_RATIO)
-        trial = DiameterTrial(selected.confidence or 0.0, reference.confidence or 0.0, len(probes), is_smallest)
-        matches_model = are_close(selected.factors, self._base, MATCHING_DIAMETER_RATIO)
-        return DiameterEstimate(diameter, matches_model, selected.num_objects, num_windows, diameter, trial)
+        """Return the estimate of a trial in which `winner` had a higher confidence than `reference`."""
+        diameter, num_windows = self._to_diameter(winner.factors), sum(probe.num_windows for probe in probes)
+        is_smallest = are_close(winner.factors, max_factors, EQUAL_SCALE_RATIO)
+        trial = DiameterTrial(winner.confidence or 0.0, reference.confidence or 0.0, len(probes), is_smallest)
+        matches_model = are_close(winner.factors, self._base, MATCHING_DIAMETER_RATIO)
+        return DiameterEstimate(diameter, matches_model, winner.num_objects, num_windows, diameter, trial)
 
     def _has_enough_objects(self, probe: ScaleProbe, reference: ScaleProbe) -> bool:
         """Return whether a probe has enough objects to be compared with `reference`.
 
-        A probe that shows more of the stack than `reference` needs only as many object voxels as one expected object
-        has. At a smaller scale, large objects are few, and the faces of the windows cut them off.
+        A probe that shows more of the stack than `reference` needs only as many object voxels as one object of
+        the expected diameter has. At a smaller scale, large objects are few, and the faces of the windows cut them off.
         """
         expected_voxels = math.pi / 6 * self._expected_diameter**3
         shows_more = math.prod(probe.factors) * EQUAL_SCALE_RATIO < math.prod(reference.factors)
@@ -224,7 +222,7 @@ class DiameterEstimator:
         return best.fit >= GOOD_FIT and are_close(self._refine_factors(best), best.factors, MATCHING_DIAMETER_RATIO)
 
     def _suggest_factors(self, probes: Sequence[ScaleProbe]) -> Factors | None:
-        """Return the new factors that the best possible probe suggests; None if no probe suggests new factors."""
+        """Return the new factors suggested by the probe with the best fit that suggests any; None if no probe does."""
         for probe in sorted(probes, key=lambda probe: probe.fit, reverse=True):
             factors = self._refine_factors(probe)
             if probe.fit and not is_probed(factors, probes):
@@ -234,18 +232,18 @@ class DiameterEstimator:
     def probe(self, centers: Sequence[Size], factors: Factors, max_windows: int) -> ScaleProbe:
         """Score up to `max_windows` spaced windows at this scale, around the first `centers`."""
         scaled_size = [max(round(length * factor), 1) for length, factor in zip(self._size, factors, strict=True)]
-        inner_size = [min(edge, length) for edge, length in zip(self._spec.input.roi_size, scaled_size, strict=True)]
+        inner_size = [min(roi, length) for roi, length in zip(self._spec.input.roi_size, scaled_size, strict=True)]
         boxes = select_spaced_boxes(
-            (box_around(position, self._size, inner_size, scaled_size) for position in centers), max_windows
+            (make_box_around(position, self._size, inner_size, scaled_size) for position in centers), max_windows
         )
-        decoded = [self._decode_objects(window[None]) for window in self._score_boxes(boxes, inner_size)]
+        decoded_windows = [self._decode_objects(window[None]) for window in self._score_boxes(boxes, inner_size)]
         covers_stack = math.prod(inner_size) >= FULL_COVERAGE_FRACTION * math.prod(scaled_size)
-        probe = self._summarize(
-            factors, np.concatenate([rows for rows, _ in decoded]), len(boxes), covers_stack=covers_stack
+        probe = self._summarize_measurements(
+            factors, np.concatenate([rows for rows, _ in decoded_windows]), len(boxes), covers_stack=covers_stack
         )
         if self._spec.confidence is None:
             return probe
-        objects = Objects.concatenate([objects for _, objects in decoded])
+        objects = Objects.concatenate([objects for _, objects in decoded_windows])
         confidence = predict_confidence(objects, self._expected_diameter, self._spec.confidence)
         return probe._replace(confidence=confidence, num_object_voxels=int(objects.voxels.sum()))
 
@@ -253,7 +251,7 @@ class DiameterEstimator:
         """Return the scores [N, K, *inner_size] of boxes of the image, each resampled to `inner_size` voxels."""
         roi = self._spec.input.roi_size
         windows = torch.zeros((len(boxes), self._spec.input.channels, *roi))
-        offsets = [(edge - length) // 2 for edge, length in zip(roi, inner_size, strict=True)]
+        offsets = [(roi_length - length) // 2 for roi_length, length in zip(roi, inner_size, strict=True)]
         region = tuple(slice(first, first + length) for first, length in zip(offsets, inner_size, strict=True))
         for window, part in zip(windows, cut_boxes(self._image, boxes), strict=True):
             window[(slice(None), *region)] = functional.interpolate(part[None], size=[*inner_size], mode="trilinear")[0]
@@ -272,51 +270,53 @@ class DiameterEstimator:
         if objects is None:
             raise TypeError("The instance decoder returned no objects.")
         indices = np.nonzero(labels)
-        object_indices, count = labels[indices].astype(np.intp) - 1, len(objects)
-        measurements = np.ones((count, 4))
+        object_indices, num_objects = labels[indices].astype(np.intp) - 1, len(objects)
+        measurements = np.ones((num_objects, 4))
         if self._spec.activation == "sigmoid":
             measurements[:, 3] = objects.peaks
-        for axis, (position, edge) in enumerate(zip(indices, labels.shape, strict=True)):
-            first, last = np.full(count, edge), np.full(count, -1)
+        for axis, (position, length) in enumerate(zip(indices, labels.shape, strict=True)):
+            first, last = np.full(num_objects, length), np.full(num_objects, -1)
             np.minimum.at(first, object_indices, position)
             np.maximum.at(last, object_indices, position)
-            measurements[:, axis] = np.where((first == 0) | (last == edge - 1), np.nan, last - first + 1)
+            measurements[:, axis] = np.where((first == 0) | (last == length - 1), np.nan, last - first + 1)
         return measurements, objects
 
-    def _summarize(
-        self, factors: Factors, objects: NDArray[np.float64], num_windows: int, *, covers_stack: bool
+    def _summarize_measurements(
+        self, factors: Factors, measurements: NDArray[np.float64], num_windows: int, *, covers_stack: bool
     ) -> ScaleProbe:
         """Summarize the measurements of `_decode_objects`.
 
-        Objects are assumed to be as deep as they are wide if the depth of too few is known. If there are fewer than
-        `MIN_OBJECTS` objects but the windows show the whole stack, only the largest object is used.
+        If the depth of too few objects is known, objects are assumed to be as deep as they are wide. If there are fewer
+        than `MIN_OBJECTS` objects but the windows show the whole stack, only the largest object is used.
         """
-        is_whole = np.isfinite(objects[:, :3])
-        count = int(is_whole[:, 1:].sum()) // 2
-        if count < MIN_OBJECTS:
-            complete_objects = objects[is_whole.all(axis=1)]
+        is_whole = np.isfinite(measurements[:, :3])
+        num_objects = int(is_whole[:, 1:].sum()) // 2
+        if num_objects < MIN_OBJECTS:
+            complete_objects = measurements[is_whole.all(axis=1)]
             if not covers_stack or not len(complete_objects):
-                return ScaleProbe(factors, (1.0, 1.0, 1.0), count, 0.0, num_windows)
-            objects = complete_objects[complete_objects[:, :3].prod(axis=1).argmax()][None]
-            is_whole = np.isfinite(objects[:, :3])
-        width = float(np.median(objects[:, 1:3][is_whole[:, 1:]]))
+                return ScaleProbe(factors, (1.0, 1.0, 1.0), num_objects, 0.0, num_windows)
+            measurements = complete_objects[complete_objects[:, :3].prod(axis=1).argmax()][None]
+            is_whole = np.isfinite(measurements[:, :3])
+        width = float(np.median(measurements[:, 1:3][is_whole[:, 1:]]))
         depth = (
-            float(np.median(objects[is_whole[:, 0], 0])) if is_whole[:, 0].sum() >= min(MIN_OBJECTS, count) else width
+            float(np.median(measurements[is_whole[:, 0], 0]))
+            if is_whole[:, 0].sum() >= min(MIN_OBJECTS, num_objects)
+            else width
         )
-        peak = float(np.median(objects[is_whole[:, 1:].any(axis=1), 3]))
+        peak = float(np.median(measurements[is_whole[:, 1:].any(axis=1), 3]))
         size_error = math.log(depth * width**2 / self._expected_diameter**3) / 3
         aspect_error = max(abs(math.log(width / depth)) - math.log(MAX_ROUND_ASPECT), 0.0)
         log_scale = math.log(factors[1] / self._base[1])
         fit = peak * math.exp(
             -((size_error / SIZE_SIGMA) ** 2 + (aspect_error / ASPECT_SIGMA) ** 2 + (log_scale / SCALE_SIGMA) ** 2) / 2
         )
-        return ScaleProbe(factors, (depth, width, width), count, fit, num_windows)
+        return ScaleProbe(factors, (depth, width, width), num_objects, fit, num_windows)
 
     def _refine_factors(self, probe: ScaleProbe) -> Factors:
         """Return the factors at which the objects of a probe would have the expected diameter, clamped to the limits.
 
-        Light is blurred along z, so the measured depth is unreliable. It is used only if it differs from the expected
-        depth by more than a factor of `MAX_ROUND_ASPECT`.
+        Light is blurred along z, so the measured depth is unreliable. This depth is used only if it differs from the
+        expected depth by more than a factor of `MAX_ROUND_ASPECT`.
         """
         base_z, base_y, base_x = self._base[0] * self._flatness, *self._base[1:]
         depth, width = base_z * probe.extents[0] / probe.factors[0], base_y * probe.extents[1] / probe.factors[1]
@@ -335,16 +335,16 @@ class DiameterEstimator:
 
         No axis becomes shorter than the window, unless it already is, because padding reduces the score quality.
         """
-        clamped = []
-        for factor, base, edge, length in zip(factors, self._base, self._spec.input.roi_size, self._size, strict=True):
-            minimum = max(base / MAX_SCALE_RATIO, min(edge / length, base))
-            clamped.append(min(max(factor, minimum), base * MAX_SCALE_RATIO))
-        return clamped[0], clamped[1], clamped[2]
+        clamped_factors = []
+        for factor, base, roi, length in zip(factors, self._base, self._spec.input.roi_size, self._size, strict=True):
+            min_factor = max(base / MAX_SCALE_RATIO, min(roi / length, base))
+            clamped_factors.append(min(max(factor, min_factor), base * MAX_SCALE_RATIO))
+        return clamped_factors[0], clamped_factors[1], clamped_factors[2]
 
 
-def expect_flatness(voxel_size: VoxelSize | None, base: Factors) -> float:
+def compute_expected_flatness(voxel_size: VoxelSize | None, base: Factors) -> float:
     """Return the expected ratio of object width to depth on the base grid; 1 if the voxel size is unknown."""
     if voxel_size is None:
         return 1.0
-    z, y, x = (edge / factor for edge, factor in zip(voxel_size, base, strict=True))
+    z, y, x = (length / factor for length, factor in zip(voxel_size, base, strict=True))
     return max(VoxelSize(z, y, x).anisotropy / BLURRED_DEPTH_RATIO, 1.0)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# A trial selects the smallest of the scales whose log-odds differ by at most this from the best, because large scales
-# need many windows.
+# A trial selects the smallest scale whose log-odds are at most this much lower than the highest log-odds, because large
+# scales need many windows.
 LOG_ODDS_TOLERANCE = 1.0
 
-# Minimum confidence of a scale in a trial. Below it, the objects are probably noise.
+# Minimum confidence of a scale in a trial. Below this confidence, the objects are probably noise.
 MIN_TRIAL_CONFIDENCE = 0.001
 
 # Treat scales that are closer than this factor as equal.
@@ -43,7 +43,7 @@ class ScaleProbe(NamedTuple):
 
     @property
     def log_odds(self) -> float:
-        """Log-odds of the confidence, -inf if it is not known."""
+        """Log-odds of the confidence; -inf if the confidence is not known."""
         return -math.inf if self.confidence is None else math.log(self.confidence / max(1 - self.confidence, 1e-15))
 
 
@@ -60,9 +60,9 @@ def is_probed(factors: Factors, probes: Iterable[ScaleProbe]) -> bool:
 
 
 def choose_better_probe(reference: ScaleProbe, candidates: Sequence[ScaleProbe], margin: float) -> ScaleProbe | None:
-    """Return the probe at the smallest scale that is close to the best and better than `reference` by `margin`.
+    """Return the probe at the smallest scale that is close to the best probe and better than `reference` by `margin`.
 
-    The result is None if no probe qualifies.
+    Returns None if no probe qualifies.
     """
     credible_probes = [probe for probe in candidates if (probe.confidence or 0.0) >= MIN_TRIAL_CONFIDENCE]
     min_log_odds = max((probe.log_odds for probe in credible_probes), default=-math.inf)

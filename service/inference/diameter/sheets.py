@@ -1,4 +1,4 @@
-"""Detection of sheets, such as membranes and shells, as opposed to blobs."""
+"""Detect sheets, such as membranes and shells, as opposed to blobs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ STRUCTURE_FRACTION = 0.05
 # Maximum curvature of a sheet along its other two axes, relative to the curvature across the sheet.
 MAX_CURVATURE_RATIO = 0.3
 
-# Maximum gradient of a sheet, relative to the curvature times the smoothing sigma. It is about 1 at the step of a
-# Gaussian edge and 0 on the ridge of a sheet.
+# Maximum gradient of a sheet, relative to the curvature times the smoothing sigma. This ratio is about 1 at the
+# step of a Gaussian edge and 0 on the ridge of a sheet.
 MAX_GRADIENT_RATIO = 0.7
 
-# Number of 3 x 3 x 3 mean filters. Together they smooth like a Gaussian with this sigma.
+# Number of 3 x 3 x 3 mean filters. Together, they smooth like a Gaussian with this sigma.
 SMOOTHING_PASSES = 6
 SMOOTHING_SIGMA_VOXELS = 2.0
 
@@ -50,17 +50,21 @@ def _measure_structure_ratios(window: Tensor) -> tuple[float, float, float]:
     The curvature ratios are the medians of the middle and of the last eigenvalue, divided by the first. The gradient
     ratio is the median of the gradient, divided by the first eigenvalue and the smoothing sigma.
     """
-    smooth = window.clamp(0, 1)[None]
+    smoothed_window = window.clamp(0, 1)[None]
     for _ in range(SMOOTHING_PASSES):
-        smooth = functional.avg_pool3d(smooth, 3, 1, 1, count_include_pad=False)
-    gradient = torch.stack(torch.gradient(smooth[0]))
+        smoothed_window = functional.avg_pool3d(smoothed_window, 3, 1, 1, count_include_pad=False)
+    gradient = torch.stack(torch.gradient(smoothed_window[0]))
     hessian = torch.stack([torch.stack(torch.gradient(part)) for part in gradient])[:, :, 2:-2, 2:-2, 2:-2]
     matrices, slopes = hessian.flatten(2).permute(2, 0, 1), gradient[:, 2:-2, 2:-2, 2:-2].flatten(1).norm(dim=0)
-    # Computing eigenvalues is slow. The most negative ones occur where the norm of the Hessian is large.
-    count = max(int(STRUCTURE_FRACTION * len(matrices)), 1)
-    candidates = matrices.square().sum((1, 2)).topk(min(4 * count, len(matrices))).indices
-    values, slopes = torch.linalg.eigvalsh(matrices[candidates]), slopes[candidates]
-    selected = values[:, 0].topk(min(count, len(values)), largest=False).indices
-    values, slopes = values[selected], slopes[selected]
-    middle, last = (values[:, 1:] / values[:, :1]).median(0).values
-    return float(middle), float(last), float((slopes / (-SMOOTHING_SIGMA_VOXELS * values[:, 0])).median())
+    # Computing eigenvalues is slow. The most negative eigenvalues occur where the norm of the Hessian is large.
+    num_structure_voxels = max(int(STRUCTURE_FRACTION * len(matrices)), 1)
+    candidates = matrices.square().sum((1, 2)).topk(min(4 * num_structure_voxels, len(matrices))).indices
+    eigenvalues, slopes = torch.linalg.eigvalsh(matrices[candidates]), slopes[candidates]
+    structure_indices = eigenvalues[:, 0].topk(min(num_structure_voxels, len(eigenvalues)), largest=False).indices
+    eigenvalues, slopes = eigenvalues[structure_indices], slopes[structure_indices]
+    middle_ratio, last_ratio = (eigenvalues[:, 1:] / eigenvalues[:, :1]).median(0).values
+    return (
+        float(middle_ratio),
+        float(last_ratio),
+        float((slopes / (-SMOOTHING_SIGMA_VOXELS * eigenvalues[:, 0])).median()),
+    )

@@ -46,23 +46,23 @@ def rank_by_contrast(image: Image, window_size: Size) -> list[Size]:
 def select_high_contrast_windows(image: Image, roi: Size) -> list[Tensor]:
     """Return the highest-contrast windows [C, z, y, x] of at most `roi` voxels, at the original resolution."""
     size = as_size(image.shape[2:])
-    window_size = [min(edge, length) for edge, length in zip(roi, size, strict=True)]
+    window_size = [min(roi_length, length) for roi_length, length in zip(roi, size, strict=True)]
     return cut_boxes(
         image,
         select_spaced_boxes(
-            (box_around(center, size, window_size, size) for center in rank_by_contrast(image, roi)), MAX_WINDOWS
+            (make_box_around(center, size, window_size, size) for center in rank_by_contrast(image, roi)), MAX_WINDOWS
         ),
     )
 
 
-def _place_centers(length: int, edge: int, max_count: int) -> list[int]:
-    """Return the centers of up to `max_count` equal parts of an axis, about half an `edge` apart."""
-    count = min(max(round(2 * length / max(edge, 1)), 1), max_count)
+def _place_centers(length: int, window_length: int, max_count: int) -> list[int]:
+    """Return the centers of up to `max_count` equal parts of an axis, about half of `window_length` apart."""
+    count = min(max(round(2 * length / max(window_length, 1)), 1), max_count)
     return [int((index + 0.5) * length / count) for index in range(count)]
 
 
 def cut_boxes(image: Image, boxes: Sequence[Box]) -> list[Tensor]:
-    """Return parts of the image, float32 [C, z, y, x]. Each plane is read once, and only one is held at a time."""
+    """Return parts of the image, float32 [C, z, y, x]. Each plane is read only once and not retained."""
     parts = [torch.empty((image.shape[1], *(part.stop - part.start for part in box))) for box in boxes]
     for z in sorted(set(itertools.chain.from_iterable(range(box[0].start, box[0].stop) for box in boxes))):
         for part, (planes, rows, columns) in zip(parts, boxes, strict=True):
@@ -71,18 +71,18 @@ def cut_boxes(image: Image, boxes: Sequence[Box]) -> list[Tensor]:
     return parts
 
 
-def box_around(center: Size, size: Size, inner_size: Sequence[int], scaled_size: Sequence[int]) -> Box:
+def make_box_around(center: Size, size: Size, inner_size: Sequence[int], scaled_size: Sequence[int]) -> Box:
     """Return the box around `center` that has `inner_size` voxels after resizing from `size` to `scaled_size`."""
     spans = []
-    for position, length, edge, scaled_length in zip(center, size, inner_size, scaled_size, strict=True):
-        extent = min(max(round(edge * length / scaled_length), 1), length)
+    for position, length, inner_length, scaled_length in zip(center, size, inner_size, scaled_size, strict=True):
+        extent = min(max(round(inner_length * length / scaled_length), 1), length)
         start = min(max(position - extent // 2, 0), length - extent)
         spans.append(slice(start, start + extent))
     return spans[0], spans[1], spans[2]
 
 
 def select_spaced_boxes(candidates: Iterable[Box], max_count: int) -> list[Box]:
-    """Return the first boxes, up to `max_count`, that are spaced apart from all boxes selected before them."""
+    """Return the first boxes, up to `max_count`, that are spaced apart from all previously selected boxes."""
     boxes = list[Box]()
     for box in candidates:
         if len(boxes) < max_count and all(_are_spaced(box, other) for other in boxes):
@@ -90,9 +90,9 @@ def select_spaced_boxes(candidates: Iterable[Box], max_count: int) -> list[Box]:
     return boxes
 
 
-def _are_spaced(one: Box, other: Box) -> bool:
-    """Return whether the centers of two boxes are at least half an edge apart along some axis."""
+def _are_spaced(box: Box, other_box: Box) -> bool:
+    """Return whether the centers of two boxes are at least half the length of a box apart along some axis."""
     return any(
         abs(span.start - other_span.start) * 2 >= span.stop - span.start
-        for span, other_span in zip(one, other, strict=True)
+        for span, other_span in zip(box, other_box, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Operators that networks from files may call. They compute on tensors and do not access files or processes."""
+"""Operators that networks from files may call. They operate on tensors and do not access files or processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ threshold threshold_ tile to transpose tril triu type_as unbind unflatten unsque
 upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d var
 var_mean view view_as warn where zeros zeros_like
 """
-# Operators, or overloads of them, that are allowed only in trusted programs: for some arguments they access memory
+# Operators or overloads that are allowed only in trusted programs, because for some arguments they access memory
 # outside tensors, crash the process, or reinterpret memory shared with other tensors. Integer division that rounds
 # toward zero crashes for the lowest integer divided by -1.
 _TRUSTED_ONLY_NAMES = """

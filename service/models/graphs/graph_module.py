@@ -1,4 +1,4 @@
-"""Convert a graph of calls, read from a file, to a torch module, and infer the shapes of its values."""
+"""Build a torch module from a graph of calls that was read from a file, and infer the shapes of its values."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ Shapes = Mapping[Node, Shape]
 # restricted because torch generates and executes Python code for a graph.
 PLAIN_TYPES = (bool, int, float, torch.dtype, type(None))
 SAFE_STRING = re.compile(r"[A-Za-z0-9_ .,>-]*")
-# Maximum total number of elements of all values that are in memory at the same time for one window. As float32, they
-# take 32 GiB.
+# Maximum total number of elements of all tensors that are in memory at the same time for one window: 32 GiB as float32.
 MAX_LIVE_ELEMENTS = 2**33
 # Errors that a graph may raise if it cannot process its input.
 _GRAPH_ERRORS = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
@@ -61,21 +60,21 @@ def _is_plain(value: Any) -> bool:
 def infer_shapes(network: GraphModule, shape: Shape) -> dict[Node, Shape]:
     """Return the shapes of all tensors in a forward pass of an image with this shape.
 
-    Raises BrokenModel if the network does not run, or if a value is larger than the limits.
+    Raises BrokenModel if the network does not run, or if the size of a tensor exceeds the limits.
     """
     with torch.no_grad(), suppress(*_GRAPH_ERRORS):
-        return _ShapeInterpreter(network, "meta").infer(shape)
+        return _ShapeInterpreter(network, "meta").infer_shapes(shape)
     try:
         # Some graphs cannot run on the meta device because they read the values of tensors.
         with torch.no_grad(), limit_sizes():
-            return _ShapeInterpreter(network, "cpu").infer(shape)
+            return _ShapeInterpreter(network, "cpu").infer_shapes(shape)
     except _GRAPH_ERRORS as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise BrokenModel(f"it does not accept a window of shape {shape}: {reason[0]}") from error
+        raise BrokenModel(f"the network does not accept a window of shape {shape}: {reason[0]}") from error
 
 
 class _ShapeInterpreter(Interpreter):
-    """An interpreter that runs a graph in float32, on the CPU or the meta device, and records the shapes of values."""
+    """An interpreter that runs a graph in float32, on the CPU or the meta device, and records the shapes of tensors."""
 
     def __init__(self, network: GraphModule, device: str) -> None:
         super().__init__(network)
@@ -83,8 +82,8 @@ class _ShapeInterpreter(Interpreter):
         self.shapes: dict[Node, Shape] = {}
         self._live_elements = 0
 
-    def infer(self, shape: Shape) -> dict[Node, Shape]:
-        """Return the shapes of all values for an image with this shape."""
+    def infer_shapes(self, shape: Shape) -> dict[Node, Shape]:
+        """Return the shapes of all tensors for an image with this shape."""
         self.run(torch.zeros(shape, device=self._device))
         return self.shapes
 
@@ -92,7 +91,7 @@ class _ShapeInterpreter(Interpreter):
         result = super().run_node(n)
         if isinstance(result, Tensor):
             self.shapes[n] = tuple(result.shape)
-            check_elements(result.shape)
+            check_element_count(result.shape)
             self._live_elements += result.numel()
             if self._live_elements > MAX_LIVE_ELEMENTS:
                 raise BrokenModel(
@@ -114,17 +113,17 @@ class _ShapeInterpreter(Interpreter):
         return tensor.to(self._device, torch.float32 if tensor.is_floating_point() else tensor.dtype)
 
 
-def check_elements(shape: Sequence[int]) -> None:
-    """Raise BrokenModel if a value of this shape has more than `MAX_ELEMENTS` elements."""
+def check_element_count(shape: Sequence[int]) -> None:
+    """Raise BrokenModel if a tensor of this shape has more than `MAX_ELEMENTS` elements."""
     if math.prod(shape) > MAX_ELEMENTS:
-        raise BrokenModel(f"a value of shape {tuple(shape)} exceeds the limit of {MAX_ELEMENTS} elements.")
+        raise BrokenModel(f"a tensor of shape {tuple(shape)} exceeds the limit of {MAX_ELEMENTS} elements.")
 
 
 def multiply(a: Any, b: Any) -> Any:
-    """Return `a * b`. Raises OverflowError for integers of more than 64 bits, since repeated products grow quickly."""
+    """Return `a * b`. Raises OverflowError for integers of more than 64 bits, as repeated products grow quickly."""
     product = a * b
     if isinstance(product, int) and product.bit_length() > 64:
-        raise OverflowError("a size of more than 64 bits")
+        raise OverflowError("a size has more than 64 bits")
     return product
 
 
@@ -142,7 +141,7 @@ class _SizeLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for result in _compute_on_meta(func, args, kwargs):
-            check_elements(result.shape)
+            check_element_count(result.shape)
         return func(*args, **kwargs)
 
 

@@ -43,7 +43,7 @@ class Layer(NamedTuple):
 
 
 LayerFinder = Callable[[GraphModule, Node, Shapes], Layer | None]
-"""A function (network, call, known shapes) -> the layer that the call is a part of, or None."""
+"""Function (network, call, known shapes) that returns the layer to which the call belongs, or None."""
 
 
 def add_layers(
@@ -52,17 +52,17 @@ def add_layers(
     """Return the network with modules for its layers, and with sequences for consecutive layers.
 
     window     shape [C, z, y, x] of the windows that the network processes
-    finders    finders of layers, by a function that a layer of this kind calls
+    finders    finder of each kind of layer, by a function that such a layer calls
     additions  functions that each add two values
     """
     graph = network.graph
     graph.eliminate_dead_code()
     shapes = infer_shapes(network, (1, *window))
     for node in list(graph.nodes):
-        find = finders.get(node.target) if node.op == "call_function" else None
-        layer = find(network, node, shapes) if find is not None else None
+        find_layer = finders.get(node.target) if node.op == "call_function" else None
+        layer = find_layer(network, node, shapes) if find_layer is not None else None
         if layer is not None:
-            shapes[_put_layer(network, layer)] = shapes.get(layer.result, ())
+            shapes[_insert_layer(network, layer)] = shapes.get(layer.result, ())
     graph.eliminate_dead_code()
     _join_layers(network)
     _add_in_place(network, additions)
@@ -80,7 +80,7 @@ def read_constant(network: GraphModule, argument: Any) -> Tensor | None:
 
 
 def get_first_input(node: Node) -> Any:
-    """Return the first argument of a call."""
+    """Return the first argument of a call, or None if there is none."""
     return next(iter((*node.args, *node.kwargs.values())), None)
 
 
@@ -96,7 +96,7 @@ def get_only_user(node: Node, functions: Set[Any]) -> Node | None:
 
 
 def read_arguments(network: GraphModule, node: Node) -> dict[str, Any]:
-    """Return the arguments of a call by ATen's names, including defaults. Nodes of stored tensors become tensors."""
+    """Return the arguments of a call, including defaults, by ATen's names. Nodes of stored tensors become tensors."""
     if isinstance(node.target, OpOverload):
         schema = node.target._schema.arguments
         arguments = {
@@ -145,8 +145,8 @@ def make_norm(groups: int, weight: Tensor | None, bias: Tensor | None, *, channe
         norm = nn.InstanceNorm3d(channels, eps, affine=False)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
-            numbers = tensor.flatten().repeat_interleave(channels // tensor.numel())
-            norm.register_parameter(name, nn.Parameter(numbers, requires_grad=False))
+            channel_values = tensor.flatten().repeat_interleave(channels // tensor.numel())
+            norm.register_parameter(name, nn.Parameter(channel_values, requires_grad=False))
     return norm
 
 
@@ -154,7 +154,7 @@ def find_activation(network: GraphModule, node: Node, shapes: Shapes) -> Layer |
     """Find a ReLU or LeakyReLU."""
     source = get_first_input(node)
     is_in_place = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-    # An in-place call changes the source, or the tensor of which it is a view, for all other calls that read it.
+    # An in-place call changes its source, and any tensor of which the source is a view, for all other calls.
     is_only_user = source.op == "call_module" and len(source.users) == 1
     if not is_volume(source, shapes) or (is_in_place and not is_only_user):
         return None
@@ -210,7 +210,7 @@ def make_shuffle_finder(reshapes: Set[Any]) -> LayerFinder:
     return find_shuffle
 
 
-def _put_layer(network: GraphModule, layer: Layer) -> Node:
+def _insert_layer(network: GraphModule, layer: Layer) -> Node:
     """Replace the computation of a layer's result with a call to its module, and return that call."""
     name = f"layer_{layer.result.name}"
     network.add_module(name, layer.module)
@@ -225,18 +225,22 @@ def _make_shuffle(shape: Shape, split_shape: Shape, axes: tuple[Any, ...]) -> Sp
     """Return the pixel shuffle that reshapes an image of `shape` to `split_shape` and permutes `axes`, or None."""
     if len(shape) != INPUT_RANK or len(split_shape) != 8:
         return None
-    edges = shape[2:]
+    spatial_size = shape[2:]
     if axes == SPACE_TO_DEPTH_AXES:
         block = split_shape[3::2]
-        voxels = tuple(size for edge, step in zip(edges, block, strict=True) for size in (edge // step, step))
+        voxels = tuple(
+            size for length, step in zip(spatial_size, block, strict=True) for size in (length // step, step)
+        )
         return SpaceToDepth(block) if split_shape == (*shape[:2], *voxels) else None
     if axes == DEPTH_TO_SPACE_AXES:
-        return DepthToSpace(split_shape[2:5]) if (split_shape[0], *split_shape[5:]) == (shape[0], *edges) else None
+        return (
+            DepthToSpace(split_shape[2:5]) if (split_shape[0], *split_shape[5:]) == (shape[0], *spatial_size) else None
+        )
     return None
 
 
 def _join_layers(network: GraphModule) -> None:
-    """Join every two layers to an `nn.Sequential` if only the second one reads the result of the first one."""
+    """Join two layers into an `nn.Sequential` if only the second layer reads the result of the first layer."""
     for node in list(network.graph.nodes):
         previous_call = node.args[0] if node.op == "call_module" else None
         if not isinstance(previous_call, Node) or previous_call.op != "call_module" or len(previous_call.users) > 1:

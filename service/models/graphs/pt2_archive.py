@@ -36,28 +36,30 @@ class Pt2Archive:
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
-        self._entries = {str(PurePosixPath(*PurePosixPath(e.filename).parts[1:])): e for e in archive.infolist()}
+        self._entries = {
+            str(PurePosixPath(*PurePosixPath(entry.filename).parts[1:])): entry for entry in archive.infolist()
+        }
         self.stored_bytes = sum(entry.compress_size for entry in archive.infolist())
 
     def read_bytes(self, name: str) -> bytes:
         """Read a file. Raises BrokenModel if it is missing, or if it is compressed, which the format does not allow."""
         entry = self._entries.get(name)
         if entry is None:
-            raise BrokenModel(f"it does not contain {name}; export the network again with torch 2.8 or later.")
+            raise BrokenModel(f"the archive does not contain {name}; export the network again with torch 2.8 or later.")
         if entry.compress_type != zipfile.ZIP_STORED:
             raise BrokenModel(f"{name} is compressed, but torch.export.save never compresses files.")
         return self._archive.read(entry)
 
     def read_json(self, name: str) -> Any:
         """Read a JSON file. Raises BrokenModel if it is missing, compressed or too large."""
-        text = self.read_bytes(name)
-        if len(text) > MAX_JSON_BYTES:
+        content = self.read_bytes(name)
+        if len(content) > MAX_JSON_BYTES:
             raise BrokenModel(f"{name} is larger than the limit of {MAX_JSON_BYTES} bytes.")
-        return json.loads(text)
+        return json.loads(content)
 
 
 def decode_tensor(data: bytes, metadata: Mapping[str, Any]) -> Tensor:
-    """Copy raw little-endian bytes into a tensor. Raises BrokenModel or RuntimeError if `metadata` does not fit."""
+    """Copy raw little-endian bytes into a tensor. Raises BrokenModel or RuntimeError if `metadata` does not match."""
     sizes, strides = ([int(item["as_int"]) for item in metadata[key]] for key in ("sizes", "strides"))
     dtype = DTYPES[metadata["dtype"]]
     if not math.prod(sizes):
@@ -66,5 +68,5 @@ def decode_tensor(data: bytes, metadata: Mapping[str, Any]) -> Tensor:
     elements = torch.frombuffer(bytearray(data), dtype=torch.uint8 if dtype == torch.bool else dtype)
     elements = elements.bool() if dtype == torch.bool else elements
     if math.prod(sizes) > len(elements):
-        raise BrokenModel(f"a tensor of shape {sizes} does not fit in its {len(data)} bytes.")
+        raise BrokenModel(f"a tensor of shape {sizes} does not fit in the {len(data)} bytes that are stored for it.")
     return elements.as_strided(sizes, strides, int(metadata["storage_offset"]["as_int"])).clone()

@@ -62,7 +62,7 @@ _READ_ERRORS = (
 def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
     """Load the network of a `.pt2` file, in the precision of the file, on the CPU, in evaluation mode.
 
-    Layers become modules, which engines can replace. They are recognized by the shapes that their tensors have for a
+    Layers become modules, which engines can replace. Layers are recognized by the shapes that their tensors have for a
     window [C, z, y, x]. Raises BrokenModel with the reason if the file is rejected.
     """
     try:
@@ -73,15 +73,15 @@ def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except RecursionError as error:
-        raise BrokenModel(f"{path}: its graph is nested too deeply.") from error
+        raise BrokenModel(f"{path}: the graph is nested too deeply.") from error
     except _READ_ERRORS as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise BrokenModel(f"{path}: cannot be read as a torch.export file: {reason[0]}") from error
+        raise BrokenModel(f"{path}: the file cannot be read as a torch.export file: {reason[0]}") from error
     return network.eval().requires_grad_(requires_grad=False)
 
 
 class _GraphReader:
-    """A reader of one graph.
+    """Reads the graph of a `torch.export` file, and converts it to a `torch.fx` graph.
 
     _values           nodes by their names in the file
     _tensor_nodes     nodes of stored tensors by file and metadata, since several names may refer to one tensor
@@ -93,7 +93,7 @@ class _GraphReader:
         self._archive = archive
         program = archive.read_json("models/model.json")
         if (version := program["schema_version"]["major"]) != SCHEMA_VERSION:
-            raise BrokenModel(f"its schema version is {version}; only version {SCHEMA_VERSION} is supported.")
+            raise BrokenModel(f"the schema version is {version}; only version {SCHEMA_VERSION} is supported.")
         self._description: Mapping[str, Any] = program["graph_module"]["graph"]
         self._signature: Mapping[str, Any] = program["graph_module"]["signature"]
         self._root = nn.Module()
@@ -104,7 +104,7 @@ class _GraphReader:
         self._configs: dict[str, Any] = {}
 
     def read(self) -> GraphModule:
-        """Return the network. Raises BrokenModel."""
+        """Return the network. Raises BrokenModel if the graph is not supported."""
         self._read_inputs()
         for call in self._description["nodes"]:
             self._read_call(call)
@@ -125,9 +125,9 @@ class _GraphReader:
                 is_constant = kind == "tensor_constant" or (kind == "buffer" and not content["persistent"])
                 self._read_tensor(content["arg"]["name"], content[f"{kind}_name"], is_constant=is_constant)
             else:
-                raise BrokenModel(f"it has an input of kind {kind}, which is not supported.")
+                raise BrokenModel(f"the network has an input of kind {kind}, which is not supported.")
         if image_count != 1:
-            raise BrokenModel(f"it has {image_count} inputs; exactly one image is supported.")
+            raise BrokenModel(f"the network has {image_count} inputs; exactly one image is supported.")
 
     def _read_tensor(self, name: str, stored_name: str, *, is_constant: bool) -> None:
         folder, file = ("constants", "model_constants") if is_constant else ("weights", "model_weights")
@@ -136,14 +136,14 @@ class _GraphReader:
             self._configs[config_name] = self._archive.read_json(config_name)["config"]
         entry = self._configs[config_name][stored_name]
         if entry["use_pickle"]:
-            raise BrokenModel(f"{stored_name} is pickled; pickled tensors are not read.")
+            raise BrokenModel(f"{stored_name} is pickled; pickled tensors are not supported.")
         file, metadata = f"data/{folder}/{entry['path_name']}", entry["tensor_meta"]
         location = json.dumps([file, metadata])
         if location not in self._tensor_nodes:
             tensor = decode_tensor(self._archive.read_bytes(file), metadata)
             self._remaining_bytes -= tensor.nbytes
             if self._remaining_bytes < 0:
-                raise BrokenModel("its tensors are larger than the file.")
+                raise BrokenModel("the tensors are larger than the file.")
             attribute = f"tensor_{len(self._tensor_nodes)}"
             self._root.register_buffer(attribute, tensor)
             self._tensor_nodes[location] = self._graph.get_attr(attribute)
@@ -156,9 +156,9 @@ class _GraphReader:
             if kind == "user_output":
                 return str(content["arg"]["as_tensor"]["name"])
             raise BrokenModel(
-                f"it has an output of kind {kind}, as networks in training mode do; export it in eval mode."
+                f"the network has an output of kind {kind}, as in training mode; export the network in eval mode."
             )
-        raise BrokenModel("it has no output.")
+        raise BrokenModel("the network has no output.")
 
     def _read_call(self, call: Mapping[str, Any]) -> None:
         target = str(call["target"])
@@ -198,7 +198,7 @@ class _GraphReader:
             return [self._read_item(item, target) for item in value]
         if kind == "as_sym_int":
             return self._read_item(value, target)
-        raise BrokenModel(f"{target} takes an argument of kind {kind}, which is not supported.")
+        raise BrokenModel(f"{target} has an argument of kind {kind}, which is not supported.")
 
     def _read_item(self, item: Mapping[str, Any], target: str) -> Any:
         """Return a tensor or a size. A size is a number or the node of an earlier result."""
@@ -283,11 +283,11 @@ def _find_operator(target: str, arguments: Mapping[str, Any]) -> OpOverload[...,
         or not overload.isidentifier()
     ):
         raise BrokenModel(
-            f"its graph calls {target}, which is not allowed; see service/models/graphs/allowed_operators.py."
+            f"the graph calls {target}, which is not allowed; see service/models/graphs/allowed_operators.py."
         )
     function = getattr(getattr(torch.ops.aten, name), overload)
     if not isinstance(function, OpOverload) or not _computes_tensors(function):
-        raise BrokenModel(f"its graph calls {target}, which is not an operator that computes tensors.")
+        raise BrokenModel(f"the graph calls {target}, which is not an operator that computes tensors.")
     _check_arguments(function, arguments)
     return function
 
@@ -296,7 +296,7 @@ def _check_arguments(function: OpOverload[..., Any], arguments: Mapping[str, Any
     types = {parameter.name: str(parameter.type) for parameter in function._schema.arguments}
     for name, value in arguments.items():
         if name not in types or (isinstance(value, str) and "str" not in types[name]):
-            raise BrokenModel(f"torch.ops.{function} has no argument {name!r}, or does not accept a string for it.")
+            raise BrokenModel(f"torch.ops.{function} has no argument {name!r}, or this argument cannot be a string.")
 
 
 def _computes_tensors(function: OpOverload[..., Any]) -> bool:
@@ -306,10 +306,10 @@ def _computes_tensors(function: OpOverload[..., Any]) -> bool:
     """
     schema = function._schema
     has_tensor = any("Tensor" in str(parameter.type) for parameter in schema.arguments)
-    results = [str(result.type) for result in schema.returns]
+    result_types = [str(result.type) for result in schema.returns]
     has_out = any(parameter.is_out for parameter in schema.arguments)
     return (
         has_tensor
         and not has_out
-        and (schema.name == "aten::sym_size" or (bool(results) and ALLOWED_RESULT_TYPES.issuperset(results)))
+        and (schema.name == "aten::sym_size" or (bool(result_types) and ALLOWED_RESULT_TYPES.issuperset(result_types)))
     )

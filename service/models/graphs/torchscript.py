@@ -1,7 +1,7 @@
 """Load TorchScript files from trusted authors.
 
 A TorchScript program can read and write files (`aten::from_file`, `aten::save`), and the `__setstate__` of a module
-runs while the file is loaded. torch's reader and interpreter are not designed for malicious files. The checks here
+runs while the file is loaded. The reader and interpreter of torch are not designed for malicious files. The checks here
 reject features that trusted programs do not need: methods that run during loading, hooks, extension classes,
 operators that are not allowed, and archives that different zip readers could interpret differently.
 """
@@ -21,10 +21,11 @@ from service.core.errors import BrokenModel
 from service.core.files.zip_archive import copy_members, open_torch_archive
 from service.models.graphs.allowed_operators import ATEN_OPERATORS, PRIM_OPERATORS
 
-# Methods that run while a file is loaded, hooks that run in addition to the checked graph, and extension classes.
-# In a pickle, the name of a class may span two lines, and in code a name may contain spaces.
+# Names of methods that run while a file is loaded, of hooks that run in addition to the checked graph, and of extension
+# classes. In a pickle, the name of a class may span two lines, and in code, a name may contain spaces.
 FORBIDDEN_NAMES = re.compile(rb"__(?:[gs]etstate|forward_(?:pre_)?hooks)__|torch[\s.\\]+classes")
-# Archive entries with the raw bytes of one tensor, which are not searched. The pattern is case-sensitive, unlike torch.
+# Archive entries with the raw bytes of one tensor, which are not searched. The pattern is case-sensitive, unlike name
+# lookups in torch.
 TENSOR_ENTRY = re.compile(r"[^/]+/(data|constants)/[0-9]+")
 ALLOWED_OPERATORS = {f"aten::{name}" for name in ATEN_OPERATORS} | {f"prim::{name}" for name in PRIM_OPERATORS}
 
@@ -39,38 +40,42 @@ class TorchScriptNetwork(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the first output, scores [B, K, z, y, x], of an image [B, C, z, y, x]."""
         scores = self.script(x)
-        first: Tensor = scores[0] if isinstance(scores, tuple | list) else scores
-        return first
+        first_output: Tensor = scores[0] if isinstance(scores, tuple | list) else scores
+        return first_output
 
 
 def load_torchscript(path: Path, _window: Sequence[int] = ()) -> TorchScriptNetwork:
     """Load and check a TorchScript file, for windows of any size. Raises BrokenModel if the file is rejected."""
     try:
         script = torch.jit.load(_read_checked_copy(path), map_location="cpu")  # type: ignore[no-untyped-call]
-        disallowed = sorted({*_iter_operators(script.inlined_graph)} - ALLOWED_OPERATORS)
+        disallowed_operators = sorted({*_iter_operators(script.inlined_graph)} - ALLOWED_OPERATORS)
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except (RuntimeError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise BrokenModel(f"{path}: cannot be read as TorchScript: {reason[0]}") from error
-    if disallowed:
-        names = ", ".join(disallowed)
+        raise BrokenModel(f"{path}: the file cannot be read as TorchScript: {reason[0]}") from error
+    if disallowed_operators:
+        names = ", ".join(disallowed_operators)
         raise BrokenModel(
-            f"{path}: its program uses {names}, which is not allowed; see service/models/graphs/allowed_operators.py."
+            f"{path}: the program uses operators that are not allowed: {names}; see"
+            " service/models/graphs/allowed_operators.py."
         )
     return TorchScriptNetwork(script).eval().requires_grad_(requires_grad=False)
 
 
 def _read_checked_copy(path: Path) -> BytesIO:
-    """Return an in-memory copy of the archive after checking it. Raises BrokenModel or zipfile.BadZipFile."""
+    """Return an in-memory copy of the archive after checking it.
+
+    Raises BrokenModel or zipfile.BadZipFile if the archive is rejected.
+    """
     with open_torch_archive(path) as archive:
         names = archive.namelist()
         if not any("/code/" in name for name in names):
-            raise BrokenModel("this is not a TorchScript file written by torch.jit.save.")
+            raise BrokenModel("the file is not a TorchScript file written by torch.jit.save.")
         copy = copy_members(archive)
-    with zipfile.ZipFile(copy) as checked:
+    with zipfile.ZipFile(copy) as checked_archive:
         for name in names:
-            match = None if TENSOR_ENTRY.fullmatch(name) else FORBIDDEN_NAMES.search(checked.read(name))
+            match = None if TENSOR_ENTRY.fullmatch(name) else FORBIDDEN_NAMES.search(checked_archive.read(name))
             if match:
                 raise BrokenModel(f"{name} contains {match[0].decode()}, which is not allowed.")
     copy.seek(0)

@@ -78,7 +78,7 @@ def test_block_that_kills_every_worker_fails_the_run(tmp_path: Path) -> None:
 def test_finished_blocks_are_not_repeated(tmp_path: Path, start) -> None:
     folder, first, again = start(windows=(1, 1, 1)), InlineWorkers(), InlineWorkers()
     labels = segment_blocks(folder, tmp_path / "out.zarr", first)
-    count = folder.plan.layout.count
+    count = folder.plan.layout.total_groups
     assert not list((folder.path / "scores").iterdir())
     for step, number in (("tile", count - 1), ("labels", 0)):
         (folder.path / f"records/{step}-{number}.json").unlink()
@@ -92,12 +92,12 @@ def test_finished_blocks_are_not_repeated(tmp_path: Path, start) -> None:
 def test_folder_of_another_run_is_rejected(tmp_path: Path, source: Path, start) -> None:
     for strict in (True, False):
         start(options=Options(strict=strict))
-    with pytest.raises(BadParameter, match="another stack, model, options or version"):
+    with pytest.raises(BadParameter, match="a different stack, model, version or options"):
         start(options=Options(overlap=0.4))
     with pytest.raises(BadParameter, match="contains other files"):
         start(source)
     (tmp_path / "run" / "plan.json").write_text("{}")
-    with pytest.raises(BadParameter, match="options or version"):
+    with pytest.raises(BadParameter, match="version or options"):
         start()
 
 

@@ -22,7 +22,7 @@ from service.inference.cuda.watershed import estimate_watershed_bytes
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding, make_decoder, split_planes
 from service.inference.decoding.fill_holes import fill_holes
-from service.inference.decoding.instances import InstanceDecoder, min_object_confidence
+from service.inference.decoding.instances import InstanceDecoder, compute_min_object_confidence
 from service.inference.decoding.smoothing import Smoother
 from service.inference.decoding.streaming import TorchWatershed
 from service.inference.decoding.watershed import Planes
@@ -175,17 +175,17 @@ def test_the_minimum_confidence_depends_on_the_odds_of_the_typical_object(random
     spec = with_decoding(random_nuclei, min_confidence=0.6, min_relative_odds=0.25)
     assert isinstance(spec.decoding, Instances)
     # Odds of 9:1. A quarter of them is 9:4.
-    assert min_object_confidence(spec.decoding, make_objects(0.9, 0.95, 0.9, 0.2)) == pytest.approx(9 / 13)
-    assert min_object_confidence(spec.decoding, make_objects(0.8, 0.8)) == 0.6
+    assert compute_min_object_confidence(spec.decoding, make_objects(0.9, 0.95, 0.9, 0.2)) == pytest.approx(9 / 13)
+    assert compute_min_object_confidence(spec.decoding, make_objects(0.8, 0.8)) == 0.6
     assert (
-        min_object_confidence(spec.decoding, make_objects(1.0, 1.0))
-        == min_object_confidence(spec.decoding, make_objects(0.99))
+        compute_min_object_confidence(spec.decoding, make_objects(1.0, 1.0))
+        == compute_min_object_confidence(spec.decoding, make_objects(0.99))
         == 0.9
     )
-    assert min_object_confidence(spec.decoding, make_objects()) == 0.6
+    assert compute_min_object_confidence(spec.decoding, make_objects()) == 0.6
     without_relative_odds = with_decoding(random_nuclei, min_confidence=0.6, min_relative_odds=0.0).decoding
     assert isinstance(without_relative_odds, Instances)
-    assert min_object_confidence(without_relative_odds, make_objects(1.0, 1.0)) == 0.6
+    assert compute_min_object_confidence(without_relative_odds, make_objects(1.0, 1.0)) == 0.6
 
 
 def test_an_object_with_much_lower_confidence_than_the_others_is_removed(random_nuclei: ModelSpec) -> None:

@@ -17,7 +17,11 @@ from service.core.types import Objects, Segmentation
 from service.inference.cuda.watershed import DeviceWatershed
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.fill_holes import fill_holes
-from service.inference.decoding.instances import InstanceDecoder, min_object_confidence, min_object_voxels
+from service.inference.decoding.instances import (
+    InstanceDecoder,
+    compute_min_object_confidence,
+    compute_min_object_voxels,
+)
 from service.inference.decoding.labels import keep_objects, look_up_labels
 from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed
 from service.inference.decoding.watershed import Planes
@@ -161,8 +165,10 @@ def test_the_decoder_filters_objects_like_finished_labels(
     unfiltered = decode(decoding | without_filter)
     assert unfiltered.objects is not None
     criteria = Instances.model_validate({"kind": "instances", "persistence": 0.05} | decoding)
-    is_kept = unfiltered.objects.confidence >= min_object_confidence(criteria, unfiltered.objects)
-    is_kept &= unfiltered.objects.voxels >= min_object_voxels(diameter or np.inf, criteria, unfiltered.objects, size)
+    is_kept = unfiltered.objects.confidence >= compute_min_object_confidence(criteria, unfiltered.objects)
+    is_kept &= unfiltered.objects.voxels >= compute_min_object_voxels(
+        diameter or np.inf, criteria, unfiltered.objects, size
+    )
     expected = keep_objects(unfiltered, is_kept)
     if criteria.holes == "fill":
         fill_holes(expected.pixels)

@@ -35,7 +35,7 @@ def test_basins_do_not_depend_on_slabs_blocks_or_axis(seed, size, levels, cuts, 
     block = num_planes * (size[not along_y] + 2) * (size[2] + 2)
     found = compute_basins(heights, persistence, inner_cuts, block, along_y=along_y)
     assert found.pieces.shape == size
-    assert torch.equal(found.basin_of[found.pieces.long()], expected.basin_of[expected.pieces.long()])
+    assert torch.equal(found.basin_of_piece[found.pieces.long()], expected.basin_of_piece[expected.pieces.long()])
     assert torch.equal(found.peaks, expected.peaks)
     assert torch.equal(found.voxels, expected.voxels)
     for found_column, expected_column in zip(
@@ -75,7 +75,7 @@ def test_passes_are_the_highest_points_between_neighboring_basins() -> None:
     heights = make_hills(1, (12, 30, 30))
     persistence = Persistence(np.inf, logits=False)
     basins = compute_basins(heights, persistence, block=1)
-    basin = basins.basin_of.numpy()[basins.pieces.numpy()]
+    basin = basins.basin_of_piece.numpy()[basins.pieces.numpy()]
     expected: dict[tuple[int, int], float] = {}
     for step in itertools.product((-1, 0, 1), repeat=3):
         voxels, neighbors = (

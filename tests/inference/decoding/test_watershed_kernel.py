@@ -14,8 +14,8 @@ from torch import Tensor
 
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.decoding.watershed_kernel import (
-    BLOCK_PLANES,
-    BLOCK_VOXELS,
+    MIN_BLOCK_PLANES,
+    MIN_BLOCK_VOXELS,
     KernelWatershed,
     WatershedKernel,
     WatershedParameters,
@@ -124,7 +124,8 @@ def test_removing_redundant_passes_does_not_change_labels(kernel, levels, *, alo
     if levels is not None:
         heights = np.round(heights * levels) / levels
     expected, labels = (
-        decode_objects(heights, 0.15, 2, block=block, kernel=kernel, along_y=along_y)[0] for block in (BLOCK_VOXELS, 1)
+        decode_objects(heights, 0.15, 2, block=block, kernel=kernel, along_y=along_y)[0]
+        for block in (MIN_BLOCK_VOXELS, 1)
     )
     assert 50 < labels.max() < 2000
     assert np.array_equal(labels, expected)
@@ -136,10 +137,10 @@ def test_volumes_with_32_bit_positions_per_block_are_supported(kernel: Watershed
     assert not bind_to_variants(watershed_kernel).supports(CPU)
     assert kernel.supports(CPU, (2000, 2000, 2000))
     assert not kernel.supports(CPU, (2**15, 10, 2**15))
-    assert not kernel.supports(CPU, (10, 10, 10), block=2**31)
-    assert choose_block_voxels((64, 100, 100)) == BLOCK_VOXELS
-    assert choose_block_voxels((64, 3000, 2000)) == BLOCK_PLANES * 3002 * 2002
-    assert choose_block_voxels((64, 3000, 2000), along_y=True) == BLOCK_VOXELS
+    assert not kernel.supports(CPU, (10, 10, 10), block_voxels=2**31)
+    assert choose_block_voxels((64, 100, 100)) == MIN_BLOCK_VOXELS
+    assert choose_block_voxels((64, 3000, 2000)) == MIN_BLOCK_PLANES * 3002 * 2002
+    assert choose_block_voxels((64, 3000, 2000), along_y=True) == MIN_BLOCK_VOXELS
     for edge in (10_000, 16_000, 20_000):
         assert kernel.supports(CPU, (64, edge, edge), choose_block_voxels((64, edge, edge)))
 
@@ -237,7 +238,7 @@ def test_invalid_planes_and_calls_are_rejected(kernel: WatershedKernel) -> None:
             start().add(heights, invalid)
     complete = start()
     complete.add(heights, mask)
-    with pytest.raises(ValueError, match="left"):
+    with pytest.raises(ValueError, match="only 0 planes are missing"):
         complete.add(heights, mask)
     incomplete = start()
     incomplete.add(heights[:2], mask[:2])

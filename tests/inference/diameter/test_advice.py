@@ -6,7 +6,7 @@ import torch
 from landscapes import CENTERS, compute_distances
 
 from service.core.quantities import Diameter
-from service.inference.diameter.advice import Evidence, low_confidence_warning, no_objects_warning
+from service.inference.diameter.advice import Evidence, make_low_confidence_warning, make_no_objects_warning
 from service.inference.types import QualityWarning
 from service.models.spec import Calibration
 
@@ -21,7 +21,7 @@ SMALL_DIAMETER = Diameter((4.0,), "px")
 
 def get_suggestion(*, calibration: Calibration = CALIBRATION, **evidence: Any) -> str:
     defaults: dict[str, Any] = {"windows": [BALLS], "likely_diameter": None, "used_diameter": USED_DIAMETER}
-    warning = low_confidence_warning(0.1, Evidence(**defaults | evidence), calibration)
+    warning = make_low_confidence_warning(0.1, Evidence(**defaults | evidence), calibration)
     assert warning.suggestion in warning.detail
     return warning.suggestion
 
@@ -48,7 +48,7 @@ def test_warnings_suggest_the_most_likely_parameter() -> None:
 @pytest.mark.parametrize("is_given", [False, True])
 def test_training_is_suggested_if_no_parameter_is_likely_to_help(is_given: bool) -> None:
     for likely_diameter in (None, Diameter((18.0, 22.0, 22.0), "px")):
-        warning = low_confidence_warning(
+        warning = make_low_confidence_warning(
             0.1,
             Evidence(
                 [BALLS],
@@ -67,7 +67,7 @@ def test_training_is_suggested_if_no_parameter_is_likely_to_help(is_given: bool)
 
 def test_warnings_give_a_reason_why_no_object_was_found() -> None:
     warnings = {
-        reason: no_objects_warning(
+        reason: make_no_objects_warning(
             Evidence([window], likely_diameter, USED_DIAMETER, has_postprocessing=has_options), CALIBRATION
         )
         for reason, window, likely_diameter, has_options in (
@@ -83,4 +83,4 @@ def test_warnings_give_a_reason_why_no_object_was_found() -> None:
         assert warning.detail.startswith("No object was found")
         assert reason in warning.detail
     assert [warning.suggestion for warning in warnings.values()] == ["", "", "model=membranes", "diameter=4px", ""]
-    assert no_objects_warning(Evidence([SHELLS], None, None), None).suggestion == ""
+    assert make_no_objects_warning(Evidence([SHELLS], None, None), None).suggestion == ""

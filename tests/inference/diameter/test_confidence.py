@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from service.core.types import Objects
-from service.inference.diameter.confidence import count_clear_objects, predict_confidence, typical_diameter
+from service.inference.diameter.confidence import compute_typical_diameter, count_clear_objects, predict_confidence
 from service.models.spec import Calibration
 
 CALIBRATION = Calibration(intercept=-15, certainty=2, peak=14, size=-3, giants=-1, sheets="membranes")
@@ -28,7 +28,7 @@ def test_confidence_is_high_only_for_objects_like_the_training_data() -> None:
     assert compute_confidence(make_objects([50, 60, 55], 0.94, 0.85)) < good
     assert compute_confidence(make_objects([20, 20, 20] + 3 * [3], 0.94, 0.85)) == pytest.approx(good, abs=0.01)
     # The typical object is the one that contains the median voxel.
-    assert typical_diameter(make_objects([20, 4, 4, 4, 4], 0.9, 0.9)) == pytest.approx(20, abs=0.1)
+    assert compute_typical_diameter(make_objects([20, 4, 4, 4, 4], 0.9, 0.9)) == pytest.approx(20, abs=0.1)
 
 
 def test_confidence_is_a_number_unless_no_object_is_found() -> None:

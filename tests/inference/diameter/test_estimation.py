@@ -14,7 +14,7 @@ from service.inference.diameter.estimation import (
     BLURRED_DEPTH_RATIO,
     MAX_ROUND_ASPECT,
     DiameterEstimator,
-    expect_flatness,
+    compute_expected_flatness,
 )
 from service.inference.diameter.window_selection import rank_by_contrast
 from service.inference.preprocessing.normalize import IntensityScaling, NormalizedImage
@@ -166,7 +166,7 @@ def test_windows_with_high_contrast_come_first() -> None:
 def test_the_expected_flatness_follows_the_voxel_size_within_limits() -> None:
     def flatness(*voxel_size: float, base: tuple[float, float, float] = (1, 1, 1)) -> float:
         size = VoxelSize(*voxel_size) if voxel_size else None
-        return expect_flatness(size, base)
+        return compute_expected_flatness(size, base)
 
     assert flatness() == 1
     assert flatness(1.2, 0.4, 0.4) == pytest.approx(3 / BLURRED_DEPTH_RATIO)

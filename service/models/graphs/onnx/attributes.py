@@ -14,7 +14,7 @@ import numpy as np
 from service.core.types import Array
 from service.models.graphs.onnx.elementwise import UnsupportedCall, Value
 
-# Parameter names that the functions in `operators` use for attributes whose names are unsuitable in Python.
+# Parameter names that the functions in `operators` use for attributes whose names are unsuitable as Python names.
 PARAMETER_NAMES = {"min": "lowest", "max": "highest", "transA": "transpose_a", "transB": "transpose_b"}
 IGNORED_ATTRIBUTES = {"ratio", "seed", "saturate", "stash_type"}
 # Interpolation mode, coordinate transformation and rounding in ONNX -> equivalent mode of `functional.interpolate`.
@@ -29,10 +29,10 @@ TORCH_MODES = {
 
 
 def read_settings(function: Callable[..., Value], attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attributes as arguments of a function.
+    """Convert attributes to keyword arguments of a function.
 
-    Raises UnsupportedCall for an attribute that is not a parameter. The check is also needed for safety, because the
-    names become part of generated Python code.
+    Raises UnsupportedCall for an attribute that is not a parameter of the function. The check is also needed for
+    safety, because the names become part of generated Python code.
     """
     parameters = inspect.signature(function).parameters
     settings = dict[str, Any]()
@@ -55,8 +55,11 @@ def read_window(attributes: Mapping[str, Any], kernel: Sequence[int]) -> dict[st
     pads = tuple(attributes.get("pads", (0,) * 6))
     auto_pad = attributes.get("auto_pad", "NOTSET")
     if auto_pad in {"SAME_UPPER", "SAME_LOWER"} and stride == (1, 1, 1):
-        totals = [rate * (edge - 1) for rate, edge in zip(dilation, kernel, strict=True)]
-        smaller_half, larger_half = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
+        total_padding = [rate * (length - 1) for rate, length in zip(dilation, kernel, strict=True)]
+        smaller_half, larger_half = (
+            tuple(total // 2 for total in total_padding),
+            tuple(total - total // 2 for total in total_padding),
+        )
         pads = smaller_half + larger_half if auto_pad == "SAME_UPPER" else larger_half + smaller_half
     elif auto_pad not in {"NOTSET", "VALID"}:
         raise UnsupportedCall(

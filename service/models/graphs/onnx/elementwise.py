@@ -1,7 +1,7 @@
-"""Values of ONNX graphs, and elementwise operators on them. Values are tensors, or numbers and tuples for sizes.
+"""Values of ONNX graphs, and elementwise operators on these values.
 
-A tuple stands for a tensor with one axis. Sizes are computed with Python numbers so that `torch.compile` can capture
-the whole graph.
+Sizes are numbers or tuples of numbers; all other values are tensors. A tuple stands for a tensor with one axis. Sizes
+are computed with Python numbers so that `torch.compile` can capture the whole graph.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def _broadcast(value: Value, length: int) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) and len(value) > 1 else (to_number(value),) * length
 
 
-def _to_tensor_like(value: Value, like: Value) -> Value:
-    """Return a tuple as a tensor on the device of `like`, and other values unchanged."""
-    return torch.tensor(value, device=like.device) if isinstance(value, tuple) else value
+def _to_tensor_like(value: Value, reference: Value) -> Value:
+    """Return a tuple as a tensor on the device of `reference`, and other values unchanged."""
+    return torch.tensor(value, device=reference.device) if isinstance(value, tuple) else value
 
 
 def to_tensor(value: Value) -> Tensor:
-    """Return numbers as a tensor, and a tensor unchanged."""
+    """Return numbers as a tensor, or a tensor unchanged."""
     return value if isinstance(value, Tensor) else torch.tensor(value)
 
 
@@ -66,7 +66,7 @@ def to_number(value: Value) -> Any:
 
 
 def to_ints(value: Value, name: str) -> tuple[int, ...]:
-    """Return sizes or axes as integers. Raises UnsupportedCall, with the name of the input, for floating point."""
+    """Return sizes or axes as integers. Raises UnsupportedCall, with the input name, for floating-point tensors."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             raise UnsupportedCall(f"{name}: sizes and indices computed from pixels are not supported.")
@@ -86,11 +86,11 @@ def flatten_padding(padding: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _divide(a: Value, b: Value) -> Value:
-    """Divide. Quotients of integers are rounded toward zero, as specified by ONNX."""
+    """Divide `a` by `b`. Quotients of integers are rounded toward zero, as specified by ONNX."""
     if isinstance(a, int) and isinstance(b, int):
         return int(a / b)
     if all(isinstance(v, int) or (isinstance(v, Tensor) and not v.is_floating_point()) for v in (a, b)):
-        # torch's division with rounding toward zero crashes the process for the lowest integer divided by -1.
+        # In torch, division with rounding toward zero crashes the process for the lowest integer divided by -1.
         return (torch.as_tensor(a) - torch.fmod(torch.as_tensor(a), torch.as_tensor(b))) // b
     return a / b
 
@@ -98,7 +98,7 @@ def _divide(a: Value, b: Value) -> Value:
 def _power(a: Value, b: Value) -> Value:
     """Return `a` to the power of `b`. Raises OverflowError for integer results of more than about 1024 bits."""
     if isinstance(a, int) and isinstance(b, int) and a.bit_length() * b > 2**10:
-        raise OverflowError("a power of more than 1024 bits")
+        raise OverflowError("a power has more than 1024 bits")
     return a**b
 
 
@@ -107,7 +107,7 @@ def _modulo(a: Value, b: Value, *, fmod: int = 0) -> Value:
     return torch.fmod(*map(torch.as_tensor, (a, b))) if fmod else _apply_elementwise(operator.mod, a, b)
 
 
-def _fold(function: Callable[[Any, Any], Any]) -> Callable[..., Value]:
+def _make_reduction(function: Callable[[Any, Any], Any]) -> Callable[..., Value]:
     """Return a function that reduces any number of values with the elementwise `function`."""
 
     def call(*values: Value) -> Value:
@@ -116,15 +116,17 @@ def _fold(function: Callable[[Any, Any], Any]) -> Callable[..., Value]:
     return call
 
 
-def _extremum(tensor_function: Callable[..., Tensor], number_function: Callable[..., Any], a: Value, b: Value) -> Value:
-    """Apply `tensor_function` if a value is a tensor, after converting the other, otherwise `number_function`."""
-    for like in (a, b):
-        if isinstance(like, Tensor):
-            return tensor_function(torch.as_tensor(a).to(like), torch.as_tensor(b).to(like))
+def _select_extremum(
+    tensor_function: Callable[..., Tensor], number_function: Callable[..., Any], a: Value, b: Value
+) -> Value:
+    """Apply `tensor_function` to both values as tensors if either is a tensor; otherwise apply `number_function`."""
+    for reference in (a, b):
+        if isinstance(reference, Tensor):
+            return tensor_function(torch.as_tensor(a).to(reference), torch.as_tensor(b).to(reference))
     return number_function(a, b)
 
 
-def _unary(
+def _make_unary_operator(
     tensor_function: Callable[[Any], Any], number_function: Callable[[Any], Any] | None = None
 ) -> Callable[[Value], Value]:
     """Return an operator that applies `tensor_function` to tensors, and `number_function` to numbers and tuples."""
@@ -133,7 +135,7 @@ def _unary(
         if isinstance(x, Tensor):
             return tensor_function(x)
         if number_function is None:
-            raise UnsupportedCall("input: shape values are not supported, only tensors.")
+            raise UnsupportedCall("input: only tensors are supported, not shape values.")
         return tuple(map(number_function, x)) if isinstance(x, tuple) else number_function(x)
 
     return call
@@ -150,7 +152,7 @@ def _where(condition: Value, a: Value, b: Value) -> Value:
 
 
 def _cast(x: Value, to: int) -> Value:
-    """Convert to the data type `to`. Floating-point tensors keep their precision, which the engine chooses."""
+    """Convert `x` to the data type `to`. Floating-point tensors keep their precision, which the engine chooses."""
     is_floating_point = to in {1, 10, 11, 16}
     if isinstance(x, Tensor):
         if is_floating_point:
@@ -161,32 +163,32 @@ def _cast(x: Value, to: int) -> Value:
 
 
 ELEMENTWISE: dict[str, Callable[..., Value]] = {
-    "Relu": _unary(functional.relu, lambda n: max(n, 0)),
-    "Sigmoid": _unary(torch.sigmoid),
-    "Tanh": _unary(torch.tanh),
-    "Exp": _unary(torch.exp),
-    "Log": _unary(torch.log),
-    "Sqrt": _unary(torch.sqrt, math.sqrt),
-    "Abs": _unary(torch.abs, abs),
-    "Neg": _unary(torch.neg, operator.neg),
-    "Erf": _unary(torch.erf),
-    "Floor": _unary(torch.floor, math.floor),
-    "Ceil": _unary(torch.ceil, math.ceil),
-    "Round": _unary(torch.round, round),
-    "Reciprocal": _unary(torch.reciprocal, lambda n: 1 / n),
-    "Softplus": _unary(functional.softplus),
-    "HardSwish": _unary(functional.hardswish),
-    "Mish": _unary(functional.mish),
-    "Not": _unary(torch.logical_not, operator.not_),
+    "Relu": _make_unary_operator(functional.relu, lambda n: max(n, 0)),
+    "Sigmoid": _make_unary_operator(torch.sigmoid),
+    "Tanh": _make_unary_operator(torch.tanh),
+    "Exp": _make_unary_operator(torch.exp),
+    "Log": _make_unary_operator(torch.log),
+    "Sqrt": _make_unary_operator(torch.sqrt, math.sqrt),
+    "Abs": _make_unary_operator(torch.abs, abs),
+    "Neg": _make_unary_operator(torch.neg, operator.neg),
+    "Erf": _make_unary_operator(torch.erf),
+    "Floor": _make_unary_operator(torch.floor, math.floor),
+    "Ceil": _make_unary_operator(torch.ceil, math.ceil),
+    "Round": _make_unary_operator(torch.round, round),
+    "Reciprocal": _make_unary_operator(torch.reciprocal, lambda n: 1 / n),
+    "Softplus": _make_unary_operator(functional.softplus),
+    "HardSwish": _make_unary_operator(functional.hardswish),
+    "Mish": _make_unary_operator(functional.mish),
+    "Not": _make_unary_operator(torch.logical_not, operator.not_),
     "Add": partial(_apply_elementwise, operator.add),
     "Sub": partial(_apply_elementwise, operator.sub),
     "Mul": partial(_apply_elementwise, multiply),
     "Div": partial(_apply_elementwise, _divide),
     "Pow": partial(_apply_elementwise, _power),
     "Mod": _modulo,
-    "Max": _fold(partial(_extremum, torch.maximum, max)),
-    "Min": _fold(partial(_extremum, torch.minimum, min)),
-    "Sum": _fold(operator.add),
+    "Max": _make_reduction(partial(_select_extremum, torch.maximum, max)),
+    "Min": _make_reduction(partial(_select_extremum, torch.minimum, min)),
+    "Sum": _make_reduction(operator.add),
     "Equal": partial(_apply_elementwise, operator.eq),
     "Greater": partial(_apply_elementwise, operator.gt),
     "Less": partial(_apply_elementwise, operator.lt),

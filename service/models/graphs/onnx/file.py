@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 PartReader = Callable[[str, int, int | None], bytes]
-"""A function (name, offset, length) that reads part of a file in the model's folder. Length None means to the end."""
+"""Function (name, offset, length) that reads part of a file in the model's folder, to its end if length is None."""
 
 # Codes from onnx.TensorProto.DataType. Floating-point types are float, float16, double and bfloat16. Other supported
 # types are integers and booleans.
-FLOATING_POINT = frozenset([1, 10, 11, 16])
+FLOATING_POINT_TYPES = frozenset([1, 10, 11, 16])
 BFLOAT16 = 16
 IMAGE_RANK = 5
-DATA_TYPES = FLOATING_POINT | frozenset([2, 3, 4, 5, 6, 7, 9])
+DATA_TYPES = FLOATING_POINT_TYPES | frozenset([2, 3, 4, 5, 6, 7, 9])
 # Maximum size of a protocol buffer.
 MAX_BYTES = 2**31 - 1
 _PARSE_ERRORS = (ValueError, IndexError, KeyError, TypeError, OverflowError)
@@ -46,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """An input or output of the graph. A size in `shape` is None if not fixed. `shape` is None if not specified."""
+    """An input or output of the graph. `shape` is None if it is not specified. A size is None if it is not fixed."""
 
     name: str
     dtype: int
@@ -64,12 +64,12 @@ class Model:
     outputs: tuple[TensorInfo, ...] = field(default=())
 
 
-def read(path: Path) -> Model:
+def read_model(path: Path) -> Model:
     """Read a file without external data. Raises BrokenModel if it is rejected or if `onnx` is not installed."""
     try:
         data = read_bytes(path)
     except OSError as error:
-        raise BrokenModel(f"{path}: cannot be read: {error.strerror}") from error
+        raise BrokenModel(f"{path}: the file cannot be read: {error.strerror}") from error
     return parse(data, path)
 
 
@@ -81,13 +81,13 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parse(data: bytes, path: Path) -> Model:
-    """Parse the bytes of the file `path`. Raises BrokenModel."""
+    """Parse the bytes of the file `path`. Raises BrokenModel if they are rejected."""
     try:
         return _read_model(_decode(data))
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except _PARSE_ERRORS as error:
-        raise BrokenModel(f"{path}: cannot be read as ONNX: {error}") from error
+        raise BrokenModel(f"{path}: the file cannot be read as ONNX: {error}") from error
 
 
 def find_image(model: Model) -> TensorInfo:
@@ -98,16 +98,16 @@ def find_image(model: Model) -> TensorInfo:
     if image.shape is not None and len(image.shape) != IMAGE_RANK:
         raise BrokenModel(
             f"graph.input {image.name}: the input has {len(image.shape)} axes; "
-            "only batch, channel, z, y, x are supported."
+            "exactly the five axes batch, channel, z, y and x are supported."
         )
-    if image.dtype not in FLOATING_POINT:
+    if image.dtype not in FLOATING_POINT_TYPES:
         raise BrokenModel(
             f"graph.input {image.name}: the data type is {image.dtype}; only floating-point types are supported."
         )
     if image.shape is not None and image.shape[0] not in {None, 1}:
         raise BrokenModel(
             f"graph.input {image.name}: the batch size is fixed to {image.shape[0]}; "
-            "export the network with batch size 1 or a dynamic one."
+            "export the network with batch size 1 or a dynamic batch size."
         )
     return image
 
@@ -149,24 +149,24 @@ def _import_onnx() -> Any:
     try:
         return import_module("onnx")
     except ImportError as error:
-        raise BrokenModel("onnx is not installed; add it with pip install 'stackseg[onnx]'.") from error
+        raise BrokenModel("the package onnx is not installed; install it with pip install 'stackseg[onnx]'.") from error
 
 
 def _read_model(model: ModelProto) -> Model:
     graph: GraphProto = model.graph
     if not model.HasField("graph"):
-        raise ValueError("it contains no graph")
+        raise ValueError("the file contains no graph")
     if graph.sparse_initializer:
-        raise BrokenModel("it has sparse tensors, which are not supported.")
+        raise BrokenModel("the graph has sparse tensors, which are not supported.")
     versions = {entry.domain: entry.version for entry in model.opset_import}
     tensors = {tensor.name: _read_tensor(tensor) for tensor in graph.initializer}
-    infos = map(_read_tensor_info, graph.input)
+    inputs = map(_read_tensor_info, graph.input)
     return Model(
         versions.get("", versions.get("ai.onnx", 0)),
         tuple(map(_read_node, graph.node)),
         tensors,
         # Before IR version 4, stored tensors were also listed as inputs.
-        tuple(info for info in infos if info.name not in tensors),
+        tuple(info for info in inputs if info.name not in tensors),
         tuple(map(_read_tensor_info, graph.output)),
     )
 

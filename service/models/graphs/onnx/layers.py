@@ -40,8 +40,8 @@ def _find_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None
     if second_reshape is None or first_reshape.target not in RESHAPES or len(shapes.get(first_reshape, ())) != 3:
         return None
     source = get_first_input(first_reshape)
-    has_no_affine = _is_filled_with(settings["weight"], 1) and _is_filled_with(settings["bias"], 0)
-    if not has_no_affine or not is_volume(source, shapes) or shapes[source] != shapes[second_reshape]:
+    has_identity_affine = _is_filled_with(settings["weight"], 1) and _is_filled_with(settings["bias"], 0)
+    if not has_identity_affine or not is_volume(source, shapes) or shapes[source] != shapes[second_reshape]:
         return None
     groups, channels = shapes[first_reshape][1], shapes[source][1]
     result, weight, bias = _find_affine(network, second_reshape, channels)

@@ -1,4 +1,4 @@
-"""Convert ONNX files to torch modules, which every engine can run like other modules.
+"""Convert ONNX files to torch modules, which every engine can run.
 
 No ONNX runtime is used. Only the operators listed here and in `service.models.graphs.onnx.operators` are supported.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from service.core.errors import BrokenModel
-from service.models.graphs.graph_module import check_elements, limit_sizes, make_graph_module
+from service.models.graphs.graph_module import check_element_count, limit_sizes, make_graph_module
 from service.models.graphs.layers import INPUT_RANK, add_layers, make_convolution
 from service.models.graphs.onnx import file
 from service.models.graphs.onnx.attributes import read_constant, read_settings, read_torch_mode, read_window
@@ -43,7 +43,7 @@ def load_onnx(path: Path, window: Sequence[int]) -> nn.Module:
     them. If the batch size in the file is fixed to 1, windows are processed one at a time. Raises BrokenModel with the
     reason if the file is rejected.
     """
-    model = file.read(path)
+    model = file.read_model(path)
     try:
         image = file.find_image(model)
         with torch.no_grad():
@@ -53,14 +53,14 @@ def load_onnx(path: Path, window: Sequence[int]) -> nn.Module:
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except _BUILD_ERRORS as error:
-        raise BrokenModel(f"{path}: cannot be converted to a network: {error}") from error
+        raise BrokenModel(f"{path}: the file cannot be converted to a network: {error}") from error
     return network.eval().requires_grad_(requires_grad=False)
 
 
 class OnnxNetwork(nn.Module):
     """The network of an ONNX graph: image [B, C, z, y, x] -> first output, scores [B, K, z, y, x].
 
-    image  input of the graph, whose fixed sizes are the only ones accepted
+    image  input of the graph; images must match its fixed sizes
     """
 
     def __init__(self, image: TensorInfo, network: nn.Module) -> None:
@@ -72,7 +72,8 @@ class OnnxNetwork(nn.Module):
         """Compute the scores of `x`. Raises ValueError for a shape that the file does not allow."""
         if self._shape is not None:
             size_matches = [
-                edge is None or edge == length for edge, length in zip(self._shape[1:], x.shape[1:], strict=True)
+                fixed_length is None or fixed_length == length
+                for fixed_length, length in zip(self._shape[1:], x.shape[1:], strict=True)
             ]
             if not all(size_matches):
                 raise ValueError(f"the file accepts only inputs of shape {self._shape}")
@@ -83,7 +84,7 @@ class OnnxNetwork(nn.Module):
 
 
 class _NetworkBuilder:
-    """A builder of one network.
+    """Builds a torch network from the nodes of an ONNX graph.
 
     _values             results by their names in the file: nodes if computed from the image, otherwise tensors, numbers
                         or tuples of numbers
@@ -99,7 +100,7 @@ class _NetworkBuilder:
         self._constant_elements = 0
 
     def build(self, image: TensorInfo) -> fx.GraphModule:
-        """Build the network. Raises BrokenModel."""
+        """Build the network. Raises BrokenModel if the graph is not supported."""
         if not self._model.outputs:
             raise BrokenModel("graph.output: the graph has no output.")
         self._values[image.name] = self._graph.placeholder("image")
@@ -145,7 +146,7 @@ class _NetworkBuilder:
             result = _compute_constant(function, arguments, settings)
             self._constant_elements += result.numel() if isinstance(result, Tensor) else 0
             if self._constant_elements > MAX_CONSTANT_ELEMENTS:
-                raise UnsupportedCall(f"constants of the graph have more than {MAX_CONSTANT_ELEMENTS} elements.")
+                raise UnsupportedCall(f"the constants of the graph have more than {MAX_CONSTANT_ELEMENTS} elements.")
         parts = [result]
         if node.operator == "Split":
             parts = [self._get_part(result, index) for index in range(len(node.outputs))]
@@ -221,7 +222,7 @@ class _NetworkBuilder:
 
     def _add_batch_norm(self, node: Node) -> None:
         if node.attributes.get("training_mode"):
-            raise UnsupportedCall("training_mode: export the network in evaluation mode.")
+            raise UnsupportedCall("training_mode: this attribute is set; export the network in evaluation mode.")
         scale, bias, mean, variance = (self._require_weights(node, index) for index in range(1, 5))
         module = nn.BatchNorm3d(len(mean), eps=node.attributes.get("epsilon", 1e-5))
         module.load_state_dict(
@@ -264,13 +265,13 @@ _BUILDERS: dict[str, Callable[[_NetworkBuilder, Node], None]] = {
 
 
 def _compute_constant(function: Callable[..., Value], arguments: Sequence[Value], settings: Mapping[str, Any]) -> Value:
-    """Call a function on stored tensors and numbers. Raises BrokenModel or UnsupportedCall for huge results."""
+    """Call a function on stored values. Raises BrokenModel or UnsupportedCall if the result is too large."""
     try:
         result = function(
             *(argument.to("meta") if isinstance(argument, Tensor) else argument for argument in arguments), **settings
         )
         if isinstance(result, Tensor):
-            check_elements(result.shape)
+            check_element_count(result.shape)
     except UnsupportedCall:
         raise
     except _BUILD_ERRORS:
@@ -281,7 +282,7 @@ def _compute_constant(function: Callable[..., Value], arguments: Sequence[Value]
 
 
 def _to_value(value: Any) -> Value:
-    """Convert an array or tensor: to a number or tuple if it may be a size, to float32 if it is floating point."""
+    """Convert an array or tensor to a number or tuple if it may be a size, and floating-point tensors to float32."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))
     if not isinstance(value, Tensor):

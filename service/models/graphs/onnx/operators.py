@@ -122,10 +122,10 @@ def expand(x: Value, shape: Value) -> Value:
 
 
 def tile(x: Value, repeats: Value) -> Value:
-    counts = to_ints(repeats, "repeats")
+    repeat_counts = to_ints(repeats, "repeats")
     x = to_tensor(x)
-    check_size((x.numel(), *counts), "repeats")
-    return x.repeat(counts)
+    check_size((x.numel(), *repeat_counts), "repeats")
+    return x.repeat(repeat_counts)
 
 
 def einsum(*operands: Tensor, equation: str) -> Tensor:
@@ -183,7 +183,7 @@ def clip(x: Value, lowest: Value = None, highest: Value = None) -> Value:
         return x
     if isinstance(x, Tensor):
         return x.clamp(low, high)
-    raise UnsupportedCall("input: shape values are not supported, only tensors.")
+    raise UnsupportedCall("input: only tensors are supported, not shape values.")
 
 
 def reduce_axes(
@@ -342,8 +342,9 @@ OPERATORS: dict[str, Callable[..., Value]] = ELEMENTWISE | {
     "GroupNormalization": group_norm,
     "LayerNormalization": layer_norm,
 }
+"""Supported operators by name, except those that `network` converts to modules or constants."""
+
 for _name, _function in OPERATORS.items():
     if isinstance(_function, partial):
         # The generated code of a graph refers to functions by name.
         _function.__dict__["__name__"] = _name
-"""Supported operators by name, except those that `network` converts to modules or constants."""

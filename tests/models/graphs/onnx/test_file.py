@@ -41,7 +41,7 @@ def test_tensors_of_all_types_are_read_from_raw_and_typed_data(tmp_path: Path) -
         f"{n}!": helper.make_tensor(f"{n}!", data_type, ARRAYS[n].shape, ARRAYS[n].ravel().tolist())
         for n, data_type in DATA_TYPES.items()
     }
-    model = file.read(write_file(tmp_path / "m.onnx", ARRAYS | typed_arrays))
+    model = file.read_model(write_file(tmp_path / "m.onnx", ARRAYS | typed_arrays))
     for name, expected in (ARRAYS | {f"{name}!": ARRAYS[name] for name in DATA_TYPES}).items():
         assert np.array_equal(model.tensors[name], expected)
         assert model.tensors[name].dtype == expected.dtype
@@ -49,7 +49,7 @@ def test_tensors_of_all_types_are_read_from_raw_and_typed_data(tmp_path: Path) -
 
 def test_attributes_of_nodes_are_read(tmp_path: Path) -> None:
     attributes = {"int": -3, "float": 0.25, "text": "reflect", "ints": [1, -2], "floats": [0.5, -1.0]}
-    model = file.read(write_file(tmp_path / "m.onnx", {}, **attributes))
+    model = file.read_model(write_file(tmp_path / "m.onnx", {}, **attributes))
     (node,) = model.nodes
     assert (model.opset, node.operator, node.domain, node.inputs, node.outputs) == (17, "Relu", "", ("x", ""), ("y",))
     assert node.attributes == attributes | {"ints": (1, -2), "floats": (0.5, -1.0)}
@@ -61,7 +61,7 @@ def test_external_tensors_are_embedded_but_never_read_implicitly(tmp_path: Path)
     path = write_file(tmp_path / "m.onnx", {"w": array})
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="m.data", size_threshold=0)
     with pytest.raises(BrokenModel, match="'w' is stored in another file"):
-        file.read(path)
+        file.read_model(path)
     requested_files = []
 
     def read_part(name: str, offset: int, length: int | None) -> bytes:
@@ -80,7 +80,7 @@ def test_external_tensors_in_attributes_are_rejected(tmp_path: Path) -> None:
     external_tensor = TensorProto(data_type=TensorProto.FLOAT, dims=[1], data_location=TensorProto.EXTERNAL, name="w")
     external_tensor.external_data.add(key="location", value=str(tmp_path / "w.data"))
     with pytest.raises(BrokenModel, match="'w' is stored in another file"):
-        file.read(write_file(tmp_path / "m.onnx", {}, value=external_tensor))
+        file.read_model(write_file(tmp_path / "m.onnx", {}, value=external_tensor))
 
 
 def test_huge_tensors_and_deeply_nested_graphs_are_rejected(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_huge_tensors_and_deeply_nested_graphs_are_rejected(tmp_path: Path) -> N
     negative_tensor = TensorProto(data_type=TensorProto.FLOAT, dims=[2, -1], raw_data=bytes(16), name="w")
     for tensor in (huge_tensor, negative_tensor):
         with pytest.raises(BrokenModel, match="cannot be read as ONNX"):
-            file.read(write_file(tmp_path / "m.onnx", {"w": tensor}))
+            file.read_model(write_file(tmp_path / "m.onnx", {"w": tensor}))
     # Nest each graph in an attribute of a node of the next one. The length of messages over 127 bytes takes two bytes.
     nested_graphs = b""
     for number in [7, *[1, 5, 6] * 60][::-1]:
@@ -103,7 +103,7 @@ def test_missing_onnx_raises_an_installation_hint(tmp_path: Path, monkeypatch: p
     path = write_file(tmp_path / "m.onnx", {})
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(BrokenModel, match=r"pip install 'stackseg\[onnx\]'"):
-        file.read(path)
+        file.read_model(path)
 
 
 def test_damaged_files_are_rejected(tmp_path: Path) -> None:
@@ -124,4 +124,4 @@ def test_damaged_files_are_rejected(tmp_path: Path) -> None:
         with pytest.raises(BrokenModel):
             file.parse(content, path)
     with pytest.raises(BrokenModel, match="cannot be read"):
-        file.read(tmp_path / "missing.onnx")
+        file.read_model(tmp_path / "missing.onnx")

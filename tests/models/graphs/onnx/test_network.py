@@ -124,7 +124,7 @@ def test_graph_that_cannot_run_on_the_meta_device_cannot_exhaust_memory(tmp_path
     ]
     stored_tensors = {"five": [1, 1, 1, 1, 5], "pads": [0] * 7 + [2**12] * 3}
     path = write_onnx(tmp_path / "huge.onnx", nodes, ["b", 1, "z", "y", "w"], stored_tensors, 13)
-    with pytest.raises(BrokenModel, match=r"a value of shape \(1, 1, 4112, 4128, 4128\) exceeds the limit"):
+    with pytest.raises(BrokenModel, match=r"a tensor of shape \(1, 1, 4112, 4128, 4128\) exceeds the limit"):
         load_onnx(path, (1, 16, 32, 32))
 
 
