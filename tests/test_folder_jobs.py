@@ -210,7 +210,7 @@ def test_results_in_the_input_folder_are_not_processed_as_stacks(bands_repositor
 INVALID_REQUESTS: list[tuple[dict[str, str], str]] = [
     ({"output_to": ""}, "is a folder. Use POST /jobs for a folder"),
     ({"output_to": "results/no/such"}, "is in a folder that does not exist"),
-    ({"output_to": "results/taken"}, "contains other files"),
+    ({"output_to": "results/taken"}, "contains files other than results"),
     ({"output_to": "results/file"}, "contains a link or a file where a folder is expected"),
     ({"output_to": "results/link"}, "contains a link or a file where a folder is expected"),
     ({"output_to": "scans/day 2"}, "the path must begin with one of results"),

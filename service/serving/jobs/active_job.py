@@ -34,10 +34,11 @@ class JobView(NamedTuple):
 
     position      position in the queue, 1 for the next job; None if the job is not waiting
     seconds_left  estimated time until the result is available; None if unknown
-    seconds       seconds per stage so far
+    seconds       seconds spent in each stage so far
     is_loading    whether the job is waiting for its model to load
     stage         current stage of a running job, one of the keys of `seconds`
-    points        finished and total time points of a series, or stacks of a folder; 0 of 0 for a single volume
+    points        number of finished and of all parts: the time points of a series, or the stacks of a folder; 0 of 0
+                  for a single volume
     """
 
     record: JobRecord
@@ -56,10 +57,10 @@ class ActiveJob:
     pixel_folder  scratch folder with the decoded pixels
     open_files    files from which a series is read; closed when the job ends
     pixels        decoded pixels; None until the file has been read
-    reservation   place on a device
+    reservation   reservation of a device and of the model
     space         reserved scratch space; set after construction
     queue         queue in which the job waits
-    folder_run    the run of a job on a folder; None until the run begins
+    folder_run    processing of a folder of stacks; None until it begins, and for other jobs
     job           the job in the queue; set after construction
     """
 
@@ -137,20 +138,20 @@ def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
 
 def _view_from_record(record: JobRecord) -> JobView:
     """Return the view of a job based only on its record."""
-    answer, windows = record.result_metadata, record.request.windows
-    if answer is None:
-        return JobView(record, Progress(0, windows))
-    if answer.stacks:
-        stacks = Progress(*answer.stacks)
-        return JobView(record, stacks, seconds=answer.seconds, points=stacks)
-    points = Progress(*answer.time_points) if answer.time_points else Progress()
-    window_count = windows * points.done // points.total if points.total else windows
-    progress = Progress(window_count if record.state == "done" else 0, windows)
-    return JobView(record, progress, seconds=answer.seconds, points=points)
+    metadata, window_count = record.result_metadata, record.request.window_count
+    if metadata is None:
+        return JobView(record, Progress(0, window_count))
+    if metadata.stacks:
+        stacks = Progress(*metadata.stacks)
+        return JobView(record, stacks, seconds=metadata.seconds, points=stacks)
+    points = Progress(*metadata.time_points) if metadata.time_points else Progress()
+    done_count = window_count * points.done // points.total if points.total else window_count
+    progress = Progress(done_count if record.state == "done" else 0, window_count)
+    return JobView(record, progress, seconds=metadata.seconds, points=points)
 
 
-def wait_for_jobs(jobs: Iterable[ActiveJob], seconds: float) -> None:
-    """Wait until all jobs have ended, for at most `seconds` in total."""
-    deadline = time.monotonic() + seconds
+def wait_for_jobs(jobs: Iterable[ActiveJob], timeout_seconds: float) -> None:
+    """Wait until all jobs have ended, for at most `timeout_seconds` in total."""
+    deadline = time.monotonic() + timeout_seconds
     for active in jobs:
         active.end_event.wait(max(deadline - time.monotonic(), 0.0))

@@ -33,7 +33,7 @@ def encode_failure(error: BaseException) -> str:
 
 
 def decode_failure(encoded_failure: str | None) -> StackSegError | None:
-    """Restore an error with its original class, so that the API reports it like that of a synchronous request."""
+    """Restore an error with its original class, so that the API reports it like the error of a synchronous request."""
     if encoded_failure is None:
         return None
     failure: Mapping[str, Any] = json.loads(encoded_failure)

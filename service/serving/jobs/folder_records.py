@@ -74,12 +74,12 @@ class RecordFile(dict[str, StackRecord]):
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            raise _damaged_error() from error
+            raise _make_damage_error() from error
         try:
             for line in lines[:-1]:
                 self._add_line(json.loads(line))
         except (ValueError, TypeError, LookupError) as error:
-            raise _damaged_error() from error
+            raise _make_damage_error() from error
         if lines[-1]:
             _write_text(results, RECORDS_FILE, "".join(f"{line}\n" for line in lines[:-1]))
 
@@ -99,7 +99,7 @@ class RecordFile(dict[str, StackRecord]):
         self._append({"stack": name, **record._asdict()})
 
     def has_result_for(self, name: str, key: str, status: os.stat_result) -> bool:
-        """Return whether the input file with this status has a result for this key."""
+        """Return whether the stack has a result for this key and for an input file with this size and time."""
         record = self.get(name)
         if record is None or record.problem or not self._has_result(record.result):
             return False
@@ -113,10 +113,10 @@ class RecordFile(dict[str, StackRecord]):
         """Return the shared diameter recorded for these parameters, and the note about the diameter, or None."""
         return self._diameters.get(parameters)
 
-    def record_diameter(self, parameters: str, diameter: tuple[str, str]) -> None:
+    def record_diameter(self, parameters: str, diameter_and_note: tuple[str, str]) -> None:
         """Record the shared diameter for these parameters, and the note about the diameter."""
-        self._diameters[parameters] = diameter
-        self._append({"series": parameters, "diameter": diameter[0], "note": diameter[1]})
+        self._diameters[parameters] = diameter_and_note
+        self._append({"series": parameters, "diameter": diameter_and_note[0], "note": diameter_and_note[1]})
 
     def _append(self, content: dict[str, Any]) -> None:
         self._results.append(RECORDS_FILE, json.dumps(content))
@@ -154,7 +154,7 @@ def write_table(results: ResultFolder, stacks: Iterable[tuple[str, str]]) -> Non
 
 
 def write_report(results: ResultFolder, model: str, stacks: Sequence[tuple[str, str, StackRecord | None]]) -> None:
-    """Write an HTML report with a row for each stack: preview, number of objects, seconds and notes.
+    """Write an HTML report with a row for each stack: preview, number of objects, processing time and notes.
 
     `stacks` contains the name, the result stem and the record of each stack.
     """
@@ -174,7 +174,7 @@ def _write_text(results: ResultFolder, name: str, content: str) -> None:
     results.put(name, name)
 
 
-def _damaged_error() -> BadParameter:
+def _make_damage_error() -> BadParameter:
     return BadParameter(
         f"{RECORDS_FILE} in the results folder is damaged or was written by a different version. Delete this"
         " file to segment all stacks again."

@@ -15,17 +15,17 @@ JobState = Literal["waiting", "running", "done", "failed", "cancelled", "expired
 class JobRequest:
     """The request of a job.
 
-    model            name of the model, even if the service chose the model
+    model            name of the model, which was requested or chosen by the service
     parameters       values of the specified parameters, by their names in the HTTP interface
     name             name of the uploaded file
-    windows          estimated number of windows
+    window_count     estimated number of windows
     receive_seconds  duration of the upload
     """
 
     model: str
     parameters: dict[str, Any]
     name: str
-    windows: int
+    window_count: int
     receive_seconds: float = 0.0
 
     @property
@@ -36,12 +36,12 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A row of the jobs table. Times are in seconds since the Unix epoch.
+    """A row of the jobs table. Columns and fields have the same names. Times are in seconds since the Unix epoch.
 
-    number           sequence number in the order of creation, named like its column in the database
+    number           sequence number in the order of creation
     attempts         number of times that the job has been started
-    result_metadata  metadata of the result, which is kept when the result is deleted
-    failure          why the job failed, or why the result of a finished job is incomplete
+    result_metadata  metadata of the result; retained after the result has been deleted
+    failure          error that made the job fail, or that made the result of a finished job incomplete
     """
 
     id: str

@@ -53,7 +53,7 @@ class JobRunner:
     """Runs the steps of jobs.
 
     A step that fails with a storage error is retried for `retry_seconds`. After that, the job fails. The failure is
-    kept in memory until it can be written to the database.
+    stored in memory until it can be written to the database.
 
     folder_queue  queue for jobs on folders
     writers       threads that write results
@@ -67,7 +67,7 @@ class JobRunner:
         self._retries: deque[Callable[[], None]] = deque()
         self._active: dict[str, ActiveJob] = {}
         self._lock = threading.Lock()
-        self._stopped = False
+        self._is_stopped = False
 
     @property
     def active_jobs(self) -> list[ActiveJob]:
@@ -82,7 +82,7 @@ class JobRunner:
 
     def stop(self) -> None:
         """Stop writing, except for the recording of failures. Call this before the write threads are shut down."""
-        self._stopped = True
+        self._is_stopped = True
 
     def retry(self) -> None:
         """Retry the steps that failed with a storage error since the last call."""
@@ -100,15 +100,17 @@ class JobRunner:
         if request.is_folder:
             active.queue = self._folder_queue
         active.space = self._runtime.scratch_space.new_reservation(owner or "")
-        active.job = Job(request.model, work, window_count=request.windows, needs=needs, is_ready=False, owner=owner)
+        active.job = Job(
+            request.model, work, window_count=request.window_count, needs=needs, is_ready=False, owner=owner
+        )
         with self._lock:
             self._active[active.id] = active
-        # Pass only the ID. A reference to the active job would be a reference cycle that keeps the result in memory.
+        # Pass only the ID. A reference to the active job would create a reference cycle and keep the result in memory.
         active.job.future.add_done_callback(partial(self._on_work_done, active.id))
         return active
 
     def prepare(self, active: ActiveJob) -> None:
-        """Start to prepare a job. Jobs on folders need no preparation, because they read one stack after the other."""
+        """Start preparing a job. Jobs on folders need no preparation, because they read one stack at a time."""
         if active.request.is_folder:
             active.queue.mark_ready(active.job)
         else:
@@ -116,10 +118,12 @@ class JobRunner:
 
     def _read_ahead(self, active: ActiveJob) -> None:
         """Read the file while other jobs are running. The job can begin when its file has been read."""
-        self._runtime.read_threads.submit(active.owner or "", partial(self._read_or_fail, active, self._read_small))
+        self._runtime.read_threads.submit(
+            active.owner or "", partial(self._read_or_fail, active, self._read_small_input)
+        )
 
     def _read_or_fail(self, active: ActiveJob, read: Callable[[ActiveJob], None]) -> None:
-        """Read the file in a read thread. If that fails, the job fails."""
+        """Call `read` in a read thread. Schedule a retry after a storage error; fail the job after any other error."""
         try:
             read(active)
         except Exception as error:  # noqa: BLE001 - reported as the failure of the job
@@ -131,14 +135,14 @@ class JobRunner:
             if active.job.future.done():
                 active.delete_pixels()
 
-    def _read_small(self, active: ActiveJob) -> None:
+    def _read_small_input(self, active: ActiveJob) -> None:
         pixels = self._read_input(active, PixelSource.read_small_pixels)
         if isinstance(pixels, Pixels):
             self._request_model(active, pixels)
         else:
             self._decode_later(active, pixels.nbytes)
 
-    def _read_large(self, active: ActiveJob) -> None:
+    def _read_large_input(self, active: ActiveJob) -> None:
         self._request_model(active, self._read_input(active, PixelSource.read_pixels))
 
     @staticmethod
@@ -160,15 +164,17 @@ class JobRunner:
                 log.warning("job %s is waiting for %d MiB of scratch space: %s", active.id, nbytes // 2**20, error)
             self._retries.append(partial(self._decode_later, active, nbytes))
             return
-        self._runtime.decode_threads.submit(active.owner or "", partial(self._read_or_fail, active, self._read_large))
+        self._runtime.decode_threads.submit(
+            active.owner or "", partial(self._read_or_fail, active, self._read_large_input)
+        )
 
     def _read_input(self, active: ActiveJob, read_pixels: Callable[[PixelSource], P]) -> P:
         """Read the file, using a new scratch folder."""
         if active.job.cancelled():
             raise Cancelled("The job was cancelled before its input was read.")
-        # The job may be from an earlier process that served other models.
+        # The job may be from an earlier process that served different models.
         self._runtime.models.get_servable_spec(active.request.model)
-        upload, location = self._store.input_path(active.id), active.query.input
+        upload, location = self._store.get_input_path(active.id), active.query.input
         source: Source = upload
         if not upload.exists():
             raise InternalError("The input of the job was lost. Submit the job again.")
@@ -185,8 +191,8 @@ class JobRunner:
                 return pixels
 
     def _schedule_retry(self, active: ActiveJob, error: Exception, step: Callable[[], None]) -> bool:
-        """Schedule a retry after a storage error. Return False for other errors, or if the time for retries is over."""
-        if not isinstance(error, OutOfStorage | StorageUnavailable) or active.job.cancelled() or self._stopped:
+        """Schedule a retry after a storage error. Return False for other errors, or if the retry time has elapsed."""
+        if not isinstance(error, OutOfStorage | StorageUnavailable) or active.job.cancelled() or self._is_stopped:
             return False
         now = time.monotonic()
         if active.first_error_time is None:
@@ -231,7 +237,7 @@ class JobRunner:
 
     def _on_work_done(self, job_id: str, future: Future[Result | FolderOutcome]) -> None:
         """Pass the result to a write thread, so that the current thread can continue with the next job."""
-        if self._stopped:
+        if self._is_stopped:
             return
         with self._lock:
             active = self._active[job_id]
@@ -277,21 +283,21 @@ class JobRunner:
             confirm_delivery(host_files, request)
             if not is_finished:
                 return
-        count, seconds = result.segmentation.count, active.stages.seconds
+        object_count, seconds = result.segmentation.count, active.stages.seconds
         self._runtime.metrics.count_segmentation(
-            active.request.model, active.pixels.segmentation_input.voxels, count, seconds
+            active.request.model, active.pixels.segmentation_input.voxels, object_count, seconds
         )
 
     def _write_folder_result(self, active: ActiveJob, outcome: FolderOutcome) -> None:
         assert active.folder_run is not None  # noqa: S101 - the run created the results
         metadata, content = active.folder_run.describe(outcome, active.request.name, dict(active.stages.seconds))
-        receipt = self._store.input_path(active.id).parent / RECEIPT_FILE
+        receipt = self._store.get_input_path(active.id).parent / RECEIPT_FILE
         with translate_disk_errors():
             receipt.write_text(content, encoding="utf-8")
             self._store.finish(active.id, receipt, metadata)
 
     def _make_request(self, active: ActiveJob) -> SegmentationRequest:
-        source = self._store.input_path(active.id)
+        source = self._store.get_input_path(active.id)
         name, cancelled = active.request.name, active.job.cancelled
         return SegmentationRequest(active.query, source, source.parent, active.owner, cancelled, name)
 
