@@ -83,7 +83,7 @@ class JobStore:
         self._database.close()
 
     def make_incoming_folder(self) -> Path:
-        """Create a folder for an uploaded file. The file counts towards the quota only after `accept`."""
+        """Create a folder for an uploaded file. The file counts toward the quota only after `accept`."""
         folder = self._incoming / uuid.uuid4().hex
         with translate_disk_errors():
             folder.mkdir()

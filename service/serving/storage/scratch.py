@@ -154,7 +154,7 @@ class ScratchSpace:
 
     @property
     def max_client_bytes(self) -> int:
-        """Maximum number of bytes for a client if no other client uses the space."""
+        """Maximum number of bytes that a client can reserve if no other client has reserved any."""
         return self.limit_bytes // 2
 
     def new_reservation(self, client: str) -> SpaceReservation:
@@ -162,7 +162,7 @@ class ScratchSpace:
         return SpaceReservation(self, client)
 
     def change(self, reservation: SpaceReservation, nbytes: int, *, is_limited: bool = False) -> None:
-        """Change the size of an open reservation. With `is_limited`, raise the errors of `SpaceReservation.reserve`."""
+        """Add `nbytes` to an open reservation. With `is_limited`, raise the errors of `SpaceReservation.reserve`."""
         with self._lock:
             if is_limited and not reservation.is_closed:
                 self._check_limits(reservation.client, nbytes)
@@ -212,8 +212,8 @@ class SpaceReservation:
     def reserve(self, nbytes: int) -> None:
         """Reserve space for a file before it is written.
 
-        Raises TooLarge if the size exceeds the limit per client, RateLimited if the client already uses too much, and
-        OutOfStorage if all clients together use too much.
+        Raises TooLarge if the size exceeds the limit per client, RateLimited if the client already uses too much
+        space, and OutOfStorage if all clients together use too much space.
         """
         self._space.change(self, nbytes, is_limited=True)
 

@@ -1,4 +1,4 @@
-"""Stored stacks: uploads that are kept for a limited time, so that they can be viewed and segmented again."""
+"""Stored stacks: uploads that are retained for a limited time, so that they can be viewed and segmented again."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class StackStore:
     """A folder with a subfolder for each stack. Thread-safe within one process.
 
     Args:
-        folder: on the same file system as the jobs; created when the first stack is added
+        folder: path on the same file system as the jobs; the folder is created when the first stack is added
         quota_bytes: maximum size of all stacks; a new stack evicts the least recently used stacks of the owner who uses
             the most space
-        keep_seconds: time for which a stack is kept after its last use
+        keep_seconds: time for which a stack is retained after its last use
 
     Methods raise OutOfStorage if the disk is full, and StorageUnavailable for other disk errors.
     """
@@ -104,7 +104,7 @@ class StackStore:
         return sum(stack.nbytes for stack in self._list_stacks())
 
     def _free_space(self, new_stack: StoredStack) -> None:
-        """Delete older stacks to free space for a new one. If that cannot succeed, raise OutOfStorage."""
+        """Delete older stacks to free space for a new stack. If this is impossible, raise OutOfStorage."""
         stacks = sorted(self._list_stacks(), key=lambda stack: stack.last_used)
         used_bytes: Counter[str | None] = Counter()
         for stack in [*stacks, new_stack]:
@@ -112,14 +112,14 @@ class StackStore:
         evicted_stacks: list[StoredStack] = []
         while used_bytes.total() > self._quota_bytes:
             owner, _ = used_bytes.most_common(1)[0]
-            oldest = next((stack for stack in stacks if stack.owner == owner), None)
-            if oldest is None:
+            oldest_stack = next((stack for stack in stacks if stack.owner == owner), None)
+            if oldest_stack is None:
                 raise OutOfStorage(
-                    "The stack exceeds the space configured for stacks. Submit the stack directly with POST /jobs."
+                    "The stack does not fit into the disk space for stored stacks. Submit the stack with POST /jobs."
                 )
-            stacks.remove(oldest)
-            used_bytes[owner] -= oldest.nbytes
-            evicted_stacks.append(oldest)
+            stacks.remove(oldest_stack)
+            used_bytes[owner] -= oldest_stack.nbytes
+            evicted_stacks.append(oldest_stack)
         for stack in evicted_stacks:
             self._delete_files(stack)
 

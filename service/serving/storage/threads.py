@@ -1,6 +1,6 @@
 """Thread pools for file access, including a pool with fair scheduling, and helpers for awaiting blocking work.
 
-Even if a helper is cancelled, it awaits the end of running work, because the work may still use files.
+A cancelled helper still awaits the end of running work, because the work may still use files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILE_THREADS = ThreadPoolExecutor(FILE_THREAD_COUNT, "files")
 
 # Threads for host files. A file server that does not respond can block these threads, but not the other threads.
 HOST_FILE_THREAD_COUNT = 4
-HOST_FILE_THREADS = ThreadPoolExecutor(HOST_FILE_THREAD_COUNT, "named")
+HOST_FILE_THREADS = ThreadPoolExecutor(HOST_FILE_THREAD_COUNT, "host-files")
 
 _start_lock = threading.Lock()
 
