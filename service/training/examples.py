@@ -37,7 +37,7 @@ STEPS_PER_REFRESH = 2
 
 
 def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
-    """Read single-channel stacks and their labels. Raises BadFile, and BadParameter if counts or shapes differ."""
+    """Read single-channel stacks and their labels. Raises BadFile, or BadParameter if file counts or shapes differ."""
     if len(images) != len(labels):
         raise BadParameter(
             f"Each image needs labels, but there are {len(images)} images and {len(labels)} label files."
@@ -75,10 +75,10 @@ def split_pairs(pairs: Sequence[Pair], validation_fraction: float) -> tuple[list
 
 
 def median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
-    """Return the median extents [3] of the objects in labels [Z, Y, X] along z, y and x in voxels, or None.
+    """Return the median extents [3] in voxels of the objects in labels [Z, Y, X], or None if there are no objects.
 
-    Objects that touch a face of the stack may be cut off. They are included only if there are fewer than three other
-    objects.
+    Objects that touch a face of the stack may be cut off. Such objects are included only if there are fewer than three
+    other objects.
     """
     if labels.max(initial=0) > labels.size:
         # Renumber the objects, because `find_objects` allocates memory for all numbers up to the largest one.
@@ -90,7 +90,7 @@ def median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
 
 
 def _is_complete(box: Sequence[slice], shape: Sequence[int]) -> bool:
-    """Return whether a box touches no face of the stack."""
+    """Return whether a box does not touch any face of the stack."""
     return all(side.start > 0 and side.stop < length for side, length in zip(box, shape, strict=True))
 
 
@@ -133,7 +133,7 @@ def zoom_pair(image: NDArray[Any], labels: NDArray[Any], factors: NDArray[np.flo
 
 @dataclass(frozen=True)
 class ExampleDataset(Dataset[Example]):
-    """Numbered examples. Each has its own random generator, so examples are reproducible in any process and order."""
+    """Numbered examples. Each example has its own random generator, and is reproducible in any process and order."""
 
     source: Source
     normalize: Normalize
@@ -148,7 +148,7 @@ class ExampleDataset(Dataset[Example]):
 class ExamplePool:
     """A pool of examples in memory. Each call to `refresh` replaces one of the examples.
 
-    first    number of the oldest example; the pool equals a pool that began at 0 and was refreshed `first` times
+    first    number of the oldest example; equals the number of refreshes of a pool that began with example 0
     workers  number of processes that create examples; if 0, a thread creates the next example during training
     """
 
@@ -177,25 +177,25 @@ class ExamplePool:
         self._source = iter(())
 
 
-def _prefetch(function: Callable[[int], T], first: int) -> Generator[T, None, None]:
-    """Yield `function(first)`, `function(first + 1)`, ..., and call the function one number ahead in a thread."""
+def _prefetch(function: Callable[[int], T], start: int) -> Generator[T, None, None]:
+    """Yield `function(start)`, `function(start + 1)`, ... Compute the next value in a thread in advance."""
     with ThreadPoolExecutor(1) as executor:
-        next_future = executor.submit(function, first)
-        for number in itertools.count(first + 1):
+        next_future = executor.submit(function, start)
+        for number in itertools.count(start + 1):
             current_future, next_future = next_future, executor.submit(function, number)
             yield current_future.result()
 
 
-def _load_in_processes(dataset: ExampleDataset, first: int, workers: int) -> Iterator[Example]:
-    """Return an iterator over examples in order. Its worker processes live as long as the iterator.
+def _load_in_processes(dataset: ExampleDataset, start: int, worker_count: int) -> Iterator[Example]:
+    """Return an iterator over examples in order. The worker processes live as long as the iterator.
 
     The loader has its own random generator. Otherwise, it would change the state of the global PyTorch generator.
     """
     loader = DataLoader(
         dataset,
         batch_size=None,
-        sampler=itertools.count(first),
-        num_workers=workers,
+        sampler=itertools.count(start),
+        num_workers=worker_count,
         collate_fn=_keep_arrays,
         generator=torch.Generator(),
     )
@@ -203,7 +203,7 @@ def _load_in_processes(dataset: ExampleDataset, first: int, workers: int) -> Ite
 
 
 def _keep_arrays(example: Any) -> Any:
-    """Return arrays unchanged. Tensors would use shared memory, and containers have only 64 MiB of shared memory."""
+    """Return an example unchanged, as arrays. Tensors would need shared memory, which containers limit to 64 MiB."""
     return example
 
 
@@ -217,8 +217,8 @@ def draw_batch(pool: ExamplePool, rng: np.random.Generator, size: int, edge: int
 def _crop(example: Example, rng: np.random.Generator, edge: int) -> Floats:
     """Return a random crop [1 + T, edge, edge, edge] of image and targets.
 
-    The crop is padded with zeros outside the volume, like sliding windows. Half of the crops are placed so that they
-    contain a randomly chosen object voxel. Otherwise, many crops of sparse volumes would be empty.
+    Like a sliding window, the crop is padded with zeros outside the volume. With a probability of one half, the crop is
+    placed so that it contains a randomly chosen object voxel. Otherwise, many crops of sparse volumes would be empty.
     """
     crop = np.zeros((1 + len(example.targets), edge, edge, edge), np.float32)
     crop_slices, volume_slices = [], []
@@ -258,26 +258,26 @@ def _augment(crop: Floats, rng: np.random.Generator) -> Floats:
 
 
 def prefetch_batches(
-    pool: ExamplePool, plan: Training, first: int, *, pinned: bool
+    pool: ExamplePool, plan: Training, first_step: int, *, pin_memory: bool
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
-    """Yield images and targets for steps `first`, `first + 1`, ..., in page-locked memory if `pinned`.
+    """Yield images and targets for steps `first_step`, `first_step + 1`, ..., in pinned memory if `pin_memory` is set.
 
     The next batch is created while the device trains on the current batch. The pool is refreshed before a step, so that
-    resumed training begins that step with an equal pool.
+    training that is resumed at this step begins with an identical pool.
     """
 
     def make_batch(step: int) -> tuple[Tensor, Tensor]:
-        if step > first and step % STEPS_PER_REFRESH == 0:
+        if step > first_step and step % STEPS_PER_REFRESH == 0:
             pool.refresh()
         rng = np.random.default_rng([plan.seed, 2, step])
         images, targets = draw_batch(pool, rng, plan.batch_size, plan.edge)
-        return (images.pin_memory(), targets.pin_memory()) if pinned else (images, targets)
+        return (images.pin_memory(), targets.pin_memory()) if pin_memory else (images, targets)
 
-    return _prefetch(make_batch, first)
+    return _prefetch(make_batch, first_step)
 
 
 def cut_tiles(pair: Pair, normalize: Normalize, edge: int) -> tuple[Tensor, Tensor]:
-    """Return up to eight cubes, one at each corner of a stack: images [B, 1, e, e, e] and targets [B, 2, e, e, e]."""
+    """Return images [B, 1, e, e, e] and targets [B, 2, e, e, e] of up to eight cubes, one at each corner of a stack."""
     image, labels = pair
     stacked = np.concatenate([normalize(image)[None], instance_targets(labels)])
     stacked = np.pad(stacked, [(0, 0), *((0, max(0, edge - length)) for length in image.shape)])

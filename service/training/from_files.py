@@ -38,9 +38,10 @@ StackPaths = tuple[Sequence[Path], Sequence[Path]]
 def prepare_training(
     pairs: Sequence[Pair], settings: Settings, content: dict[str, Any], base: ModelSpec | None
 ) -> Callable[[Path, torch.dtype], Trainer]:
-    """Return a function that creates a trainer on stacks and labels, for a folder and a dtype.
+    """Return a function that creates a trainer for the stacks and labels `pairs`, given a folder and a dtype.
 
-    The device and the number of threads are taken from the settings. Raises BadParameter, BrokenModel and ConfigError.
+    `content` is the content of the new model file. The device and the number of threads are taken from the settings.
+    Raises BadParameter, BrokenModel and ConfigError.
     """
     draft_spec = ModelSpec.model_validate({**content, "weights": {"sha256": "0" * 64}, "folder": Path()})
     check_trainable(draft_spec)
@@ -67,7 +68,7 @@ def prepare_training(
 
 
 def choose_dtype(settings: Settings) -> torch.dtype:
-    """Return the dtype for mixed precision on the device of the settings."""
+    """Return the dtype for mixed precision on the configured device."""
     device = devices.choose_device(settings.device.name)
     return precision.choose(settings.engine.precision, devices.list_native_precisions(device)).dtype
 
@@ -101,7 +102,7 @@ def train_model(
 ) -> tuple[ModelSpec, TrainerState]:
     """Train on stacks and their labels, and create the model folder `out`.
 
-    Device, threads, precision and training options are taken from the settings. Raises BadParameter, BadFile,
+    The device, threads, precision and training options are taken from the settings. Raises BadParameter, BadFile,
     BrokenModel and ConfigError.
     """
     if (out / FILE_NAME).exists() or (out.exists() and any(out.iterdir()) and not resume):

@@ -89,10 +89,10 @@ class TrainerState:
         """Summarize the change of the validation loss and Dice score."""
         best_row = next((row for row in self.curve if row[3] == self.best), self.curve[0])
         (_, _, _, initial_loss, _, initial_dice), (_, _, _, best_loss, _, best_dice) = self.curve[0], best_row
-        losses = f"validation loss {_format_number(initial_loss)} before, {_format_number(best_loss)} at best"
-        scores = f", Dice score {_format_number(initial_dice)} before, {_format_number(best_dice)} at that point"
-        skipped = f", {self.skipped} steps skipped because of a non-finite loss or gradient" if self.skipped else ""
-        return f"{self.step} steps, {losses}{scores}{skipped}"
+        loss_text = f"validation loss {_format_number(initial_loss)} before, {_format_number(best_loss)} at best"
+        dice_text = f", Dice score {_format_number(initial_dice)} before, {_format_number(best_dice)} at that point"
+        skip_text = f", {self.skipped} steps skipped because of a non-finite loss or gradient" if self.skipped else ""
+        return f"{self.step} steps, {loss_text}{dice_text}{skip_text}"
 
     def describe_failure(self) -> str | None:
         """Return a message with advice if no validation was better than the one before the first step; else None."""
@@ -112,7 +112,7 @@ class TrainerState:
 
 
 class TrainingData(NamedTuple):
-    """The stacks and labels for training and validation, and the function that normalizes images."""
+    """The stacks and labels for training and for validation, and the function that normalizes images."""
 
     training: Sequence[Pair]
     validation: Sequence[Pair]
@@ -155,7 +155,7 @@ class Trainer:
         plan, state = self.plan, self.state
         first_example_number = state.step // STEPS_PER_REFRESH
         pool = ExamplePool(self._dataset, plan.pool, first=first_example_number, workers=plan.workers)
-        batches = prefetch_batches(pool, plan, state.step, pinned=self._device.type == "cuda")
+        batches = prefetch_batches(pool, plan, state.step, pin_memory=self._device.type == "cuda")
         start_time = time.monotonic()
         try:
             if not state.step:
@@ -190,7 +190,7 @@ class Trainer:
         return self._averaged_network.cpu()
 
     @property
-    def loss(self) -> float | None:
+    def latest_loss(self) -> float | None:
         """The latest finite loss of a step."""
         return self._latest_loss
 
@@ -235,9 +235,9 @@ class Trainer:
         """Update the weights with the gradients of a scaled loss. Return whether the gradients were finite."""
         scaled_loss.backward()  # type: ignore[no-untyped-call]
         self._scaler.unscale_(self._optimizer)
-        norm = nn.utils.clip_grad_norm_(self._network.parameters(), self.plan.clip)
-        is_finite = math.isfinite(float(norm))
-        # An enabled scaler skips a non-finite update itself and backs off.
+        gradient_norm = nn.utils.clip_grad_norm_(self._network.parameters(), self.plan.clip)
+        is_finite = math.isfinite(float(gradient_norm))
+        # An enabled scaler skips a non-finite update itself and reduces the scale.
         if is_finite or self._scaler.is_enabled():
             self._scaler.step(self._optimizer)
             self._scaler.update()
@@ -274,7 +274,7 @@ class Trainer:
         return sum(losses) / len(losses), mean_dice if math.isfinite(mean_dice) else None
 
     def _validate(self) -> None:
-        """Validate the averaged network, keep its weights if they are the best so far, and write the loss curve."""
+        """Validate the averaged network, copy its weights if they are the best so far, and write the loss curve."""
         state, (loss, dice) = self.state, self._score_averaged_network()
         if loss < state.best:
             state.best, state.stale = loss, 0
@@ -285,8 +285,8 @@ class Trainer:
         state.curve.append([state.step, learning_rate, self._latest_loss, loss, state.skipped, dice])
         percentage = 100 * state.step / self.plan.steps
         loss_text = f"  loss {_format_number(self._latest_loss)}" if state.step else ""
-        scores = (_format_number(loss), _format_number(state.best), _format_number(dice))
-        log.info("%5.1f %%  step %d%s  validation %s  best %s  Dice %s", percentage, state.step, loss_text, *scores)
+        numbers = (_format_number(loss), _format_number(state.best), _format_number(dice))
+        log.info("%5.1f %%  step %d%s  validation %s  best %s  Dice %s", percentage, state.step, loss_text, *numbers)
         with (self.folder / CURVE_FILE).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(CURVE_COLUMNS)
@@ -324,7 +324,7 @@ class Trainer:
             self._averaged_network.load_state_dict(content["average"])
             self._optimizer.load_state_dict(content["optimiser"])
             self._best_weights, self.state = content["best"], TrainerState(**content["state"])
-            # Older checkpoints and those from training in full precision contain no scaler state.
+            # Older checkpoints, and checkpoints from training in full precision, contain no scaler state.
             if content.get("scaler") and self._scaler.is_enabled():
                 self._scaler.load_state_dict(content["scaler"])
         except (OSError, KeyError, RuntimeError, pickle.UnpicklingError, TypeError, ValueError) as error:
