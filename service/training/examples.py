@@ -148,8 +148,8 @@ class ExampleDataset(Dataset[Example]):
 class ExamplePool:
     """A pool of examples in memory. Each call to `refresh` replaces one of the examples.
 
-    first    number of the oldest example; equals the number of refreshes of a pool that began with example 0
-    workers  number of processes that create examples; if 0, a thread creates the next example during training
+    first         number of the oldest example; equals the number of refreshes of a pool that began with example 0
+    workers       number of processes that create examples; if 0, a thread creates the next example during training
     """
 
     def __init__(self, dataset: ExampleDataset, size: int, *, first: int = 0, workers: int = 0) -> None:
