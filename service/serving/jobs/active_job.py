@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 class JobView(NamedTuple):
     """A job as shown to its owner: the record on disk and the progress in this process.
 
-    position      position in the queue, 1 for the next job; None if the job is not waiting
-    seconds_left  estimated time until the result is available; None if unknown
-    seconds       seconds spent in each stage so far
-    is_loading    whether the job is waiting for its model to load
-    stage         current stage of a running job, one of the keys of `seconds`
-    points        number of finished and of all parts: the time points of a series, or the stacks of a folder; 0 of 0
-                  for a single volume
+    position       position in the queue, 1 for the next job; None if the job is not waiting
+    seconds_left   estimated time until the result is available; None if unknown
+    seconds        seconds spent in each stage so far
+    is_loading     whether the job is waiting for its model to load
+    stage          current stage of a running job, one of the keys of `seconds`
+    points         number of finished and of all parts: the time points of a series, or the stacks of a folder; 0 of 0
+                   for a single volume
     """
 
     record: JobRecord
