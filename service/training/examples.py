@@ -26,7 +26,7 @@ Floats = NDArray[np.float32]
 Pair = tuple[NDArray[Any], NDArray[Any]]
 """The image and the labels of one stack, both [Z, Y, X]."""
 Source = Callable[[np.random.Generator], Pair]
-Normalize = Callable[[NDArray[Any]], Floats]
+Normalizer = Callable[[NDArray[Any]], Floats]
 Targets = Callable[[NDArray[Any]], Floats]
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ class ExampleDataset(Dataset[Example]):
     """Numbered examples. Each example has its own random generator, and is reproducible in any process and order."""
 
     source: Source
-    normalize: Normalize
+    normalize: Normalizer
     seed: int
     targets: Targets = instance_targets
 
@@ -276,7 +276,7 @@ def prefetch_batches(
     return _prefetch(make_batch, first_step)
 
 
-def cut_tiles(pair: Pair, normalize: Normalize, edge: int) -> tuple[Tensor, Tensor]:
+def cut_tiles(pair: Pair, normalize: Normalizer, edge: int) -> tuple[Tensor, Tensor]:
     """Return images [B, 1, e, e, e] and targets [B, 2, e, e, e] of up to eight cubes, one at each corner of a stack."""
     image, labels = pair
     stacked = np.concatenate([normalize(image)[None], instance_targets(labels)])

@@ -27,7 +27,7 @@ from service.training.examples import (
     STEPS_PER_REFRESH,
     ExampleDataset,
     ExamplePool,
-    Normalize,
+    Normalizer,
     Pair,
     RandomlyZoomedStacks,
     cut_tiles,
@@ -116,7 +116,7 @@ class TrainingData(NamedTuple):
 
     training: Sequence[Pair]
     validation: Sequence[Pair]
-    normalize: Normalize
+    normalize: Normalizer
 
 
 class TrainingPlacement(NamedTuple):

@@ -110,11 +110,11 @@ def check_store(folder: Path, last_events: dict[str, str]) -> None:
                 name, size = (
                     (INPUT_NAME, record.input_bytes) if job_id in pending_ids else (RESULT_NAME, record.result_bytes)
                 )
-                assert (store._jobs / job_id / name).stat().st_size == size
+                assert (store._jobs_folder / job_id / name).stat().st_size == size
                 expected_files |= {job_id, f"{job_id}/{name}"}
-        actual_files = {str(path.relative_to(store._jobs)) for path in store._jobs.rglob("*")}
+        actual_files = {str(path.relative_to(store._jobs_folder)) for path in store._jobs_folder.rglob("*")}
         assert actual_files == expected_files, f"unexpected or missing files: {actual_files ^ expected_files}"
-        assert not list(store._incoming.iterdir())
+        assert not list(store._incoming_folder.iterdir())
 
 
 def main() -> None:

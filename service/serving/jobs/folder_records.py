@@ -85,10 +85,10 @@ class RecordFile(dict[str, StackRecord]):
 
     def _add_line(self, content: dict[str, Any]) -> None:
         if "series" in content:
-            parameters, *diameter = _DIAMETER_ADAPTER.validate_python(
+            parameters, *diameter_and_note = _DIAMETER_ADAPTER.validate_python(
                 [content[key] for key in ("series", "diameter", "note")]
             )
-            self._diameters[parameters] = (diameter[0], diameter[1])
+            self._diameters[parameters] = (diameter_and_note[0], diameter_and_note[1])
         else:
             name = _NAME_ADAPTER.validate_python(content.pop("stack"))
             self[name] = _RECORD_ADAPTER.validate_python(content)

@@ -67,8 +67,8 @@ class JobStore:
     ) -> None:
         self._folder, self._quota_bytes, self._is_shared = folder, quota_bytes, is_shared
         self._keep_seconds, self._max_attempts = keep_seconds, max_attempts
-        self._jobs, self._incoming = folder / "jobs", folder / "incoming"
-        self._database = JobDatabase(folder, (self._jobs, self._incoming))
+        self._jobs_folder, self._incoming_folder = folder / "jobs", folder / "incoming"
+        self._database = JobDatabase(folder, (self._jobs_folder, self._incoming_folder))
         self._lock = self._database.lock
 
     def repair(self) -> str | None:
@@ -84,7 +84,7 @@ class JobStore:
 
     def make_incoming_folder(self) -> Path:
         """Create a folder for an uploaded file. The file counts toward the quota only after `accept`."""
-        folder = self._incoming / uuid.uuid4().hex
+        folder = self._incoming_folder / uuid.uuid4().hex
         with translate_disk_errors():
             folder.mkdir()
         return folder
@@ -96,7 +96,7 @@ class JobStore:
         exceeded.
         """
         job_id = upload.parent.name
-        folder = self._jobs / job_id
+        folder = self._jobs_folder / job_id
         with translate_disk_errors():
             size = upload.stat().st_size
             self._free_space(size, owner)
@@ -108,7 +108,7 @@ class JobStore:
             try:
                 with translate_disk_errors():
                     upload.parent.rename(folder)
-                    sync_to_disk(self._jobs)
+                    sync_to_disk(self._jobs_folder)
                 self._database.execute(
                     "INSERT INTO jobs (state, id, owner, model, parameters, name, windows, receive_seconds,"
                     " created, input_bytes) VALUES ('waiting', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -139,11 +139,11 @@ class JobStore:
 
     def get_input_path(self, job_id: str) -> Path:
         """Return the path of the uploaded file. Write results to the same folder before `finish`."""
-        return self._jobs / job_id / INPUT_NAME
+        return self._jobs_folder / job_id / INPUT_NAME
 
     def get_result_path(self, job_id: str) -> Path:
         """Return the path of the result. The file is complete if the job is done."""
-        return self._jobs / job_id / RESULT_NAME
+        return self._jobs_folder / job_id / RESULT_NAME
 
     def begin(self, job_id: str) -> bool:
         """Change the state from waiting to running. Return False if the job is not waiting."""
@@ -164,12 +164,12 @@ class JobStore:
 
         `file` is in the folder of the job. `failure` is the error that made the result incomplete, or None.
         """
-        result = self.get_result_path(job_id)
+        result_path = self.get_result_path(job_id)
         with translate_disk_errors():
             sync_to_disk(file)
-            file.rename(result)
-            sync_to_disk(result.parent)
-            size = result.stat().st_size
+            file.rename(result_path)
+            sync_to_disk(result_path.parent)
+            size = result_path.stat().st_size
         changes = "state = 'done', ended = ?, result_bytes = ?, outcome = ?, failure = ?"
         metadata_json, failure_json = json.dumps(asdict(metadata)), None if failure is None else encode_failure(failure)
         is_done = self._update(job_id, UNFINISHED_CONDITION, changes, time.time(), size, metadata_json, failure_json)
@@ -198,7 +198,7 @@ class JobStore:
 
     def delete_unneeded_files(self, job_id: str) -> None:
         """Delete the files that a job does not need in its current state."""
-        folder = self._jobs / job_id
+        folder = self._jobs_folder / job_id
         records = self._select("SELECT * FROM jobs WHERE id = ?", job_id)
         with translate_disk_errors(), suppress(FileNotFoundError):
             if not records or records[0].state in {"failed", "cancelled", "expired"}:
@@ -214,8 +214,8 @@ class JobStore:
     def recover(self) -> list[JobRecord]:
         """Clean up after a killed process. Return the jobs to resume, oldest first."""
         with translate_disk_errors():
-            shutil.rmtree(self._incoming)
-            self._incoming.mkdir(mode=0o700)
+            shutil.rmtree(self._incoming_folder)
+            self._incoming_folder.mkdir(mode=0o700)
         for record in self._select("SELECT * FROM jobs WHERE state = 'done'"):
             if _get_size(self.get_result_path(record.id)) != record.result_bytes:
                 self._expire(record.id)
@@ -259,7 +259,7 @@ class JobStore:
 
     def _list_folders(self) -> list[str]:
         with translate_disk_errors():
-            return [folder.name for folder in self._jobs.iterdir() if folder.is_dir()]
+            return [folder.name for folder in self._jobs_folder.iterdir() if folder.is_dir()]
 
     def _free_space(self, size: int, owner: str | None) -> None:
         """Free space for an input of `size` bytes. If this is impossible, raise OutOfStorage and delete nothing."""

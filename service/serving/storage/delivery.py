@@ -173,7 +173,7 @@ def put_store(source: Path, target: DeliveryTarget, cancelled: CancellationCheck
         copy_folder(source, folder_fd, marker, cancelled)
         write_file(folder_fd, f"{marker}/{marker}")
         while not _rename_to_target(target):
-            # Another process took the name in the meantime. Another store can be replaced; anything else is an error.
+            # Another process took the name in the meantime. A store can be replaced; anything else is an error.
             with _report_replaced_store(target):
                 check_store(target)
             delete_folder(folder_fd, target.replaced_name)

@@ -23,7 +23,7 @@ from service.core.types import CancellationCheck
 
 # Size of the buffer for copying files.
 COPY_BUFFER_BYTES = 2**26
-# Flags that create a file, and fail if the file exists.
+# Flags of `os.open` for creating a file. With these flags, opening a file that exists fails.
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Maximum number of files and folders that are searched below one folder.
 MAX_SEARCHED_ENTRIES = 200_000

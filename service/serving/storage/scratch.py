@@ -93,7 +93,7 @@ def delete_abandoned_folders(parent: Path, prefix: str = FOLDER_PREFIX) -> None:
             continue
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_marked(lock_fd):
+            if _has_marker(lock_fd):
                 _delete_folder(folder)
         except BlockingIOError:
             continue
@@ -126,7 +126,7 @@ def _delete_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_marked(folder_fd: int) -> bool:
+def _has_marker(folder_fd: int) -> bool:
     """Return whether an open folder contains the marker file and both belong to the current user."""
     try:
         marker = os.stat(MARKER_FILE, dir_fd=folder_fd, follow_symlinks=False)
@@ -161,7 +161,7 @@ class ScratchSpace:
         """Return an empty reservation for a client. Close it after its files have been deleted."""
         return SpaceReservation(self, client)
 
-    def change(self, reservation: SpaceReservation, nbytes: int, *, is_limited: bool = False) -> None:
+    def add(self, reservation: SpaceReservation, nbytes: int, *, is_limited: bool = False) -> None:
         """Add `nbytes` to an open reservation. With `is_limited`, raise the errors of `SpaceReservation.reserve`."""
         with self._lock:
             if is_limited and not reservation.is_closed:
@@ -215,11 +215,11 @@ class SpaceReservation:
         Raises TooLarge if the size exceeds the limit per client, RateLimited if the client already uses too much
         space, and OutOfStorage if all clients together use too much space.
         """
-        self._space.change(self, nbytes, is_limited=True)
+        self._space.add(self, nbytes, is_limited=True)
 
     def add(self, nbytes: int) -> None:
         """Count an existing file. Pass a negative number for a deleted file."""
-        self._space.change(self, nbytes)
+        self._space.add(self, nbytes)
 
     def close(self) -> None:
         """Release the reserved space."""

@@ -133,10 +133,10 @@ class StackStore:
     @staticmethod
     def _read_stack(folder: Path) -> StoredStack | None:
         """Return the stack in a folder, or None if the folder contains no stack or a damaged record."""
-        record = folder / RECORD_FILE
+        record_path = folder / RECORD_FILE
         try:
-            content = json.loads(record.read_text(encoding="utf-8"))
-            return StoredStack(folder / STACK_FILE, **content, last_used=record.stat().st_mtime)
+            content = json.loads(record_path.read_text(encoding="utf-8"))
+            return StoredStack(folder / STACK_FILE, **content, last_used=record_path.stat().st_mtime)
         except (OSError, ValueError, TypeError):
             return None
 

@@ -118,7 +118,7 @@ def test_invalid_request_is_rejected_before_a_job_is_created(
     before = service.client.get("/jobs?limit=1000").json()
     assert parse_problem(service.post(f"{path}?{query}", body)) == (status, slug)
     assert service.client.get("/jobs?limit=1000").json() == before
-    assert service.leftovers() == list(service.async_jobs._store._incoming.iterdir()) == []
+    assert service.leftovers() == list(service.async_jobs._store._incoming_folder.iterdir()) == []
 
 
 def test_failed_job_reports_the_same_problem_as_segment(service: Service) -> None:

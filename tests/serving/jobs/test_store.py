@@ -73,7 +73,7 @@ def finish(store: JobStore, job_id: str, size: int = 20) -> bool:
 
 
 def list_files(store: JobStore) -> list[str]:
-    return sorted(str(path.relative_to(store._jobs)) for path in store._jobs.rglob("*"))
+    return sorted(str(path.relative_to(store._jobs_folder)) for path in store._jobs_folder.rglob("*"))
 
 
 def test_job_passes_through_its_states_until_it_is_deleted(store: JobStore) -> None:
@@ -157,15 +157,15 @@ def test_unfinished_jobs_of_a_killed_process_are_recovered(store: JobStore) -> N
         assert reopened.find(done, None).result_metadata == ANSWER
         assert reopened.get_result_path(done).stat().st_size == 20
         assert {record.state for record in reopened.list_unfinished()} == {"waiting"}
-        assert not list(reopened._incoming.iterdir())
+        assert not list(reopened._incoming_folder.iterdir())
         assert [path.name for path in reopened.get_input_path(running).parent.iterdir()] == [INPUT_NAME]
 
 
 def test_recovery_deletes_orphaned_folders_and_fails_jobs_without_input(
     store: JobStore,
 ) -> None:
-    (store._jobs / "orphan").mkdir()
-    (store._jobs / ".DS_Store").write_bytes(b"written by a file manager")
+    (store._jobs_folder / "orphan").mkdir()
+    (store._jobs_folder / ".DS_Store").write_bytes(b"written by a file manager")
     missing, truncated = accept(store), accept(store)
     store.get_input_path(missing).unlink()
     store.get_input_path(truncated).write_bytes(b"")
@@ -194,8 +194,8 @@ def test_clean_up_deletes_leftover_files_but_keeps_files_of_running_jobs(store: 
     finish(store, done)
     (store.get_input_path(running).with_name("labels.ome.tif")).write_bytes(b"half")
     store.get_input_path(done).write_bytes(b"leftover")
-    (store._jobs / "orphan").mkdir()
-    (store._jobs / "orphan" / INPUT_NAME).write_bytes(b"leftover")
+    (store._jobs_folder / "orphan").mkdir()
+    (store._jobs_folder / "orphan" / INPUT_NAME).write_bytes(b"leftover")
     store.clean_up()
     assert list_files(store) == sorted(
         [running, f"{running}/{INPUT_NAME}", f"{running}/labels.ome.tif", done, f"{done}/result"]
