@@ -37,8 +37,8 @@ class JobView(NamedTuple):
     seconds        seconds spent in each stage so far
     is_loading     whether the job is waiting for its model to load
     stage          current stage of a running job, one of the keys of `seconds`
-    points         number of finished and of all parts: the time points of a series, or the stacks of a folder; 0 of 0
-                   for a single volume
+    points         number of finished parts and of all parts, where a part is a time point of a series or a stack of a
+                   folder; both numbers are 0 for a single volume
     """
 
     record: JobRecord
@@ -60,7 +60,7 @@ class ActiveJob:
     reservation   reservation of a device and of the model
     space         reserved scratch space; set after construction
     queue         queue in which the job waits
-    folder_run    processing of a folder of stacks; None until it begins, and for other jobs
+    folder_run    run on a folder of stacks; None before the run begins, and for jobs on a single file
     job           the job in the queue; set after construction
     """
 

@@ -37,7 +37,7 @@ CREATE TABLE jobs (
 ) STRICT
 """
 CREATE_INDEX = "CREATE INDEX jobs_by_state ON jobs (state, ended)"
-# Time for which a call waits for a lock held by another program. All other calls wait for that call.
+# Time for which a call waits for a lock held by another program. While a call waits, all other calls wait too.
 LOCK_TIMEOUT_SECONDS = 1.0
 # SQLite error codes that indicate a damaged database.
 DAMAGE_ERROR_CODES = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from service.serving.storage.scratch import SpaceReservation
     from service.serving.storage.threads import FairThreadPool
 
-# Interval between checks for cancellation of the job while it waits for a stack.
+# Interval between cancellation checks while a job waits for a stack.
 CANCELLATION_POLL_SECONDS = 0.2
 # Interval between attempts to reserve space for decoded pixels.
 SPACE_POLL_SECONDS = 1.0

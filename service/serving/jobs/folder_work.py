@@ -77,7 +77,7 @@ class StackCallbacks(NamedTuple):
 
 
 class FolderOutcome(NamedTuple):
-    """The outcome of a run: the records of the stacks by name, and the number of stacks skipped as already finished."""
+    """The outcome of a run: the records of the stacks by name, and the number of stacks finished in earlier runs."""
 
     records: dict[str, StackRecord]
     skipped: int

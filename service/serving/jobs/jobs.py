@@ -204,7 +204,8 @@ class JobManager:
     def result(self, job_id: str, owner: str | None) -> tuple[BinaryIO, AnswerMetadata]:
         """Return the open result file and its metadata. The file stays readable if the job is deleted.
 
-        Raises UnknownJob, JobNotFinished and ResultUnavailable. Raises the error of the job if it failed.
+        Raises UnknownJob, JobNotFinished and ResultUnavailable. Raises the stored error if the job failed without a
+        result.
         """
         record = self._find(job_id, owner)
         if record.failure is not None and record.result_metadata is None:

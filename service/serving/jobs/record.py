@@ -15,7 +15,7 @@ JobState = Literal["waiting", "running", "done", "failed", "cancelled", "expired
 class JobRequest:
     """The request of a job.
 
-    model            name of the model, which was requested or chosen by the service
+    model            name of the model that was requested, or that the service chose
     parameters       values of the specified parameters, by their names in the HTTP interface
     name             name of the uploaded file
     window_count     estimated number of windows
@@ -36,9 +36,9 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A row of the jobs table. Columns and fields have the same names. Times are in seconds since the Unix epoch.
+    """A row of the jobs table. Times are in seconds since the Unix epoch.
 
-    number           sequence number in the order of creation
+    number           sequence number in the order of creation, named like its column in the database
     attempts         number of times that the job has been started
     result_metadata  metadata of the result; retained after the result has been deleted
     failure          error that made the job fail, or that made the result of a finished job incomplete

@@ -272,7 +272,7 @@ class JobRunner:
         active.stages.update(result.seconds)
         request = self._make_request(active)
         with translate_disk_errors():
-            # If the input is a host file, the uploaded file is empty.
+            # If the input is a file on the host, the uploaded file is empty.
             if active.query.input is None and request.source.is_file():
                 request = request._replace(digest=hash_file(request.source))
             answer = write_answer(host_files, request, active.pixels.measurement_input, result)
