@@ -135,7 +135,7 @@ def _save_answer(host_files: HostFiles, request: SegmentationRequest, answer: An
 
 
 def confirm_delivery(host_files: HostFiles, request: SegmentationRequest) -> None:
-    """Confirm the delivery of an answer by `write_answer`. Call this when the answer is sent or has been recorded."""
+    """Confirm the delivery of an answer by `write_answer`. Call this when sending or after recording the answer."""
     if request.query.output_to is not None:
         host_files.confirm_delivery(request.query.output_to, request.caller, request.folder.name)
 

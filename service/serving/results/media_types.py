@@ -46,9 +46,10 @@ LABEL_FORMATS = {
 
 
 def choose_media_type(accept_header: str, metadata: AnswerMetadata) -> str:
-    """Return the available media type of a result that an Accept header prefers, or the stored type if it accepts none.
+    """Return the media type that is available for a result and preferred by an Accept header.
 
-    Preferences follow RFC 9110, section 12.5.1. Among equal preferences, the first one in the header wins.
+    If the header accepts none of the available media types, return the stored media type. Preferences follow RFC 9110,
+    section 12.5.1. Among equal preferences, the first one in the header wins.
     """
     available_types = [metadata.media_type]
     if metadata.media_type == ARCHIVE_TYPE:

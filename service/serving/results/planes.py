@@ -56,7 +56,7 @@ class PlaneSelection:
         return math.prod(map(len, self.ranges)) * self.dtype.itemsize
 
     def read(self) -> Array:
-        """Read the voxels as an array [z, y, x]. Blocks for file access."""
+        """Read the voxels as an array [z, y, x]. Blocks during file access."""
         planes = np.empty(tuple(map(len, self.ranges)), self.dtype)
         rows, columns = (slice(indices.start, indices.stop, indices.step) for indices in self.ranges[1:])
         for index, z in enumerate(self.ranges[0]):
