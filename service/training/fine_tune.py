@@ -1,4 +1,4 @@
-"""Fine-tuning of a model on annotated stacks, with scores on held-out data before and after."""
+"""Fine-tuning of a model on annotated stacks, with scores on held-out data before and after training."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ class Trainer:
 
 
 def _ignore_progress(_: Trainer) -> None:
-    """Do nothing."""
+    """Ignore a progress report."""
 
 
 def _format_number(value: float | None) -> str:

@@ -39,7 +39,7 @@ class FileReaders:
             shared_bytes=self._settings.references.decoded_bytes,
             process_count=SMALL_FILE_READER_COUNT + LARGE_FILE_READER_COUNT,
         )
-        # Wait for the start in the background, so that `reader.missing_layers` is set soon.
+        # Wait in the background until the processes are ready, so that `reader.missing_layers` is set soon.
         self.read_threads.submit("", self.reader.wait_until_ready)
 
     def stop(self) -> None:

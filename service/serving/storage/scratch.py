@@ -1,4 +1,4 @@
-"""The scratch folder of this process for the files of requests, and the limits on their size.
+"""The scratch folder of this process for the files of requests, and the limits on the size of these files.
 
 The folder contains uploads, decoded pixels, and results until they are sent. If the service is killed, the next service
 process deletes the folder.
@@ -158,7 +158,7 @@ class ScratchSpace:
         return self.limit_bytes // 2
 
     def new_reservation(self, client: str) -> SpaceReservation:
-        """Return an empty reservation for a client. Close it after its files have been deleted."""
+        """Return an empty reservation for a client. Close the reservation after the client's files are deleted."""
         return SpaceReservation(self, client)
 
     def add(self, reservation: SpaceReservation, nbytes: int, *, is_limited: bool = False) -> None:

@@ -60,7 +60,7 @@ class StackStore:
         self._lock = threading.Lock()
 
     def add(self, upload: Path, name: str, owner: str | None, digest: str) -> StoredStack:
-        """Store a complete file together with its folder. Raises OutOfStorage if the quota is exceeded."""
+        """Store a complete file together with its folder. Raises OutOfStorage if the quota would be exceeded."""
         with translate_disk_errors(), self._lock:
             size = upload.stat().st_size
             stack = StoredStack(self._folder / upload.parent.name / STACK_FILE, name, owner, digest, size, 0.0)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 FILE_THREAD_COUNT = 8
 FILE_THREADS = ThreadPoolExecutor(FILE_THREAD_COUNT, "files")
 
-# Threads for host files. A file server that does not respond can block these threads, but not the other threads.
+# Threads for files on the host. A file server that does not respond can block these threads, but no other threads.
 HOST_FILE_THREAD_COUNT = 4
 HOST_FILE_THREADS = ThreadPoolExecutor(HOST_FILE_THREAD_COUNT, "host-files")
 
