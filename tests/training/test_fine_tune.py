@@ -139,7 +139,7 @@ def test_objects_are_resampled_to_the_diameter_of_the_model() -> None:
     image, resampled_labels = resample_stack(stack, 8.0)
     assert image.shape == resampled_labels.shape == (24, 48, 48)
     assert set(np.unique(resampled_labels)) == set(np.unique(labels))
-    with pytest.raises(BadParameter, match="smaller part"):
+    with pytest.raises(BadParameter, match="smaller region"):
         resample_stack(
             AnnotatedStack("a", (np.broadcast_to(labels[0, 0, 0], (999, 999, 99)), labels), (1.0, 1.0, 1.0)), 8.0
         )
