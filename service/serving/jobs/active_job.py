@@ -142,8 +142,8 @@ def _view_from_record(record: JobRecord) -> JobView:
     if metadata is None:
         return JobView(record, Progress(0, window_count))
     if metadata.stacks:
-        stacks = Progress(*metadata.stacks)
-        return JobView(record, stacks, seconds=metadata.seconds, points=stacks)
+        stack_progress = Progress(*metadata.stacks)
+        return JobView(record, stack_progress, seconds=metadata.seconds, points=stack_progress)
     points = Progress(*metadata.time_points) if metadata.time_points else Progress()
     done_count = window_count * points.done // points.total if points.total else window_count
     progress = Progress(done_count if record.state == "done" else 0, window_count)

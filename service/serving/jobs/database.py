@@ -161,7 +161,8 @@ class JobDatabase:
         with self.lock, self._translate_errors():
             if not self._has_copied_rows:
                 self._copy_rows(copy_path)
-                # Closing the connection deletes the write-ahead log by its path, so close it before a new log exists.
+                # Closing the connection deletes the write-ahead log by its path, so close the connection before a new
+                # log exists.
                 self._has_copied_rows = True
                 self._connection.close()
             if copy_path.exists():

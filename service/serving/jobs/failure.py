@@ -10,13 +10,13 @@ from service.core import errors
 from service.core.errors import StackSegError
 from service.core.hardware.devices import translate_error
 
-UNEXPECTED_FAILURE = "An internal error occurred while the job was running. See the log of the service."
+UNEXPECTED_FAILURE_MESSAGE = "An internal error occurred while the job was running. See the log of the service."
 
 
 def to_public_error(error: BaseException) -> StackSegError:
     """Return the error as shown to the owner of the job. Hide unexpected errors, whose messages may contain secrets."""
     translated = translate_error(error)
-    return translated if isinstance(translated, StackSegError) else errors.InternalError(UNEXPECTED_FAILURE)
+    return translated if isinstance(translated, StackSegError) else errors.InternalError(UNEXPECTED_FAILURE_MESSAGE)
 
 
 def encode_failure(error: BaseException) -> str:

@@ -31,11 +31,14 @@ _FORMULA_PREFIXES = ("=", "+", "-", "@")
 
 
 class StackRecord(NamedTuple):
-    """The outcome of one stack.
+    """The outcome of one stack. The field names are stored, so renaming a field would break existing record files.
 
     key          identifies the parameters, the model and the software version
     size, mtime  size of the input file in bytes, and modification time in nanoseconds
     result       path of the label file relative to the results folder; "" if there is none
+    objects      number of objects; None if the output has no objects
+    seconds      processing time
+    notes        warnings and notes for the user
     problem      why there is no result, or why a series is incomplete; "" if nothing failed
     doubtful     whether confidence in the result is low; if so, the first note gives the reason
     """
@@ -99,15 +102,15 @@ class RecordFile(dict[str, StackRecord]):
         self._append({"stack": name, **record._asdict()})
 
     def has_result_for(self, name: str, key: str, status: os.stat_result) -> bool:
-        """Return whether the stack has a result for this key and for an input file with this size and time."""
+        """Return whether the stack has a result for this key, and for an input file with the same size and time."""
         record = self.get(name)
         if record is None or record.problem or not self._has_result(record.result):
             return False
         return (record.key, record.size, record.mtime) == (key, status.st_size, status.st_mtime_ns)
 
-    def _has_result(self, result: str) -> bool:
-        """Return whether the result exists as a file or a Zarr folder."""
-        return self._results.has_file(result) or (bool(result) and self._results.has_file(f"{result}/zarr.json"))
+    def _has_result(self, path: str) -> bool:
+        """Return whether a result exists at a path as a file or a Zarr folder."""
+        return self._results.has_file(path) or (bool(path) and self._results.has_file(f"{path}/zarr.json"))
 
     def find_diameter(self, parameters: str) -> tuple[str, str] | None:
         """Return the shared diameter recorded for these parameters, and the note about the diameter, or None."""

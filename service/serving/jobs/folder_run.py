@@ -73,7 +73,10 @@ class FolderPaths(NamedTuple):
         )
 
     def check_folders(self, host_files: HostFiles, *, overwrite: bool) -> None:
-        """Raise BadParameter if a folder cannot be used, or if the results folder contains files other than results."""
+        """Raise BadParameter if a folder cannot be used.
+
+        Unless `overwrite` is set, also raise BadParameter if the results folder contains files other than results.
+        """
         self.find_stacks(host_files)
         with host_files.open_results(self.results_folder, self.caller) as results:
             if not can_hold_results(results) and not overwrite:
@@ -108,7 +111,8 @@ class FolderRun:
         self._spec = runtime.models.get_servable_spec(model)
         self._paths = FolderPaths.from_query(query, job.owner)
         parameters = query.model_dump(exclude_unset=True)
-        # The parameters of a single stack. They are the same as on the command line, so records are interchangeable.
+        # The parameters of a single stack. They are the same as on the command line, so a job can resume a run that was
+        # started on the command line.
         self._query = Query.model_validate({name: parameters[name] for name in parameters.keys() - _FOLDER_PARAMETERS})
         self.progress = Progress()
         # The device job of the current stack.
@@ -125,8 +129,10 @@ class FolderRun:
     def seconds_left(self) -> float | None:
         """Seconds until the last stack is finished, estimated from the speed so far; None if unknown."""
         device_job = self._device_job
-        windows = Progress() if device_job is None else device_job.progress
-        completed_count = self._started_count - 1 + (windows.done / windows.total if windows.total else 0)
+        window_progress = Progress() if device_job is None else device_job.progress
+        completed_count = (
+            self._started_count - 1 + (window_progress.done / window_progress.total if window_progress.total else 0)
+        )
         if completed_count <= 0:
             return None
         return (

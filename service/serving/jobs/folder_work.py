@@ -150,7 +150,7 @@ def _get_result_stem(name: str) -> str:
 
 
 class FolderSegmentation:
-    """The segmentation of the stacks in a folder with one model.
+    """Segments the stacks in a folder with one model.
 
     Raises BadParameter if the records of an earlier run are damaged.
     """
@@ -188,7 +188,7 @@ class FolderSegmentation:
                 continue
             self._callbacks.begin(name, number, len(stacks))
             record = self._segment_stack(name, shared_parameters)
-            with _translate_full_disk():
+            with _translate_write_errors():
                 self._records.add(name, record)
 
     def _has_result(self, name: str) -> bool:
@@ -200,7 +200,7 @@ class FolderSegmentation:
         """Write the table of all objects and the report for the stacks finished so far."""
         # Records with a different key are from an earlier run.
         records = {name: record for name, record in self._records.items() if record.key == self._key}
-        with _translate_full_disk():
+        with _translate_write_errors():
             write_table(
                 self._results,
                 [(name, _get_result_stem(name)) for name in stacks if name in records and records[name].result],
@@ -227,7 +227,10 @@ class FolderSegmentation:
     def _estimate_diameter(
         self, stacks: Sequence[str], query: Query, estimate: Callable[[Volume, Options], DiameterEstimate | None]
     ) -> tuple[str, str] | None:
-        """Return the median diameter of sampled stacks as a parameter value, and a note; None without an estimate."""
+        """Return the median diameter of sampled stacks as a parameter value, and a note.
+
+        Return None if no diameter can be estimated.
+        """
         estimates = list[tuple[DiameterEstimate, VoxelSize | None]]()
         sampled_names = sample(stacks, SAMPLED_STACK_COUNT)
         remaining_names = (name for name in stacks if name not in sampled_names)
@@ -265,7 +268,7 @@ class FolderSegmentation:
                 result = result._replace(notes=tuple(filter(None, (shared_parameters.note, *result.notes))))
                 provenance = describe_provenance(shared_parameters.query, result, Path(name).name, hash_file(stack))
                 is_writing = True
-                with stages.measure("write"), _translate_full_disk():
+                with stages.measure("write"), _translate_write_errors():
                     labels_path = self._write_results(name, pixels, result, provenance)
         except _SINGLE_STACK_ERRORS as error:
             if isinstance(error, DeviceLost) or (is_writing and isinstance(error, OutOfStorage | StorageUnavailable)):
@@ -303,8 +306,8 @@ class FolderSegmentation:
 
 
 @contextmanager
-def _translate_full_disk() -> Iterator[None]:
-    """Translate an OSError while writing results to OutOfStorage or StorageUnavailable."""
+def _translate_write_errors() -> Iterator[None]:
+    """Raise OutOfStorage or StorageUnavailable for a disk error that occurs while results are written."""
     try:
         with translate_disk_errors():
             yield

@@ -77,7 +77,7 @@ class JobManager:
             try:
                 active = self.runner.activate(record.id, record.request, record.owner)
             except Exception as error:
-                # For example, the parameters are from a different version. Other jobs can still run.
+                # For example, the parameters may be from a different version. Other jobs can still run.
                 log.exception("job %s of an earlier process cannot be resumed", record.id)
                 self._store.fail(record.id, error)
                 continue
@@ -256,7 +256,7 @@ class JobManager:
                     step()
                 except Exception:
                     # Continue with the other steps, so that one error does not block all cleanup and retries.
-                    log.exception("maintenance of the folders and jobs failed and will be repeated")
+                    log.exception("maintenance of the folders and jobs failed and will be retried")
 
     def _repair_folders(self) -> None:
         """Recreate deleted folders. The service is not ready until a later check finds no deleted folders."""

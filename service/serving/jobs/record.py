@@ -1,4 +1,4 @@
-"""A job as stored on disk: the request, its state, and the metadata of its result or its failure."""
+"""A job as stored on disk: the request, the state of the job, the metadata of its result, and its failure."""
 
 from __future__ import annotations
 

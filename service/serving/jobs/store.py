@@ -235,7 +235,7 @@ class JobStore:
         return self.list_unfinished()
 
     def clean_up(self, max_jobs_without_result: int = MAX_JOBS_WITHOUT_RESULT) -> None:
-        """Delete expired jobs, and files that remain after errors.
+        """Delete jobs that ended more than `keep_seconds` ago, and files that remain after errors.
 
         For each owner, retain only the newest `max_jobs_without_result` jobs without a result.
         """
@@ -294,7 +294,7 @@ class JobStore:
         return Counter({owner: int(nbytes) for owner, nbytes in self._database.query(statement)})
 
     def _evict(self, size: int, owner: str | None, spared_id: str = "") -> bool:
-        """Delete results until `size` bytes of this owner fit within the quota, except the result of job `spared_id`.
+        """Delete results, except the result of job `spared_id`, until `size` bytes of this owner fit within the quota.
 
         The oldest results of the owner who uses the most space are deleted first. Results of an owner who uses less
         space than `owner` would use are never deleted, so each owner is guaranteed an equal share. If the bytes cannot

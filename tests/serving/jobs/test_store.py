@@ -28,7 +28,7 @@ from service.core.errors import (
 )
 from service.core.hardware.devices import translate_error
 from service.core.quantities import VoxelSize
-from service.serving.jobs.failure import UNEXPECTED_FAILURE
+from service.serving.jobs.failure import UNEXPECTED_FAILURE_MESSAGE
 from service.serving.jobs.record import JobRequest
 from service.serving.jobs.store import INPUT_NAME, JobStore
 from service.serving.results.metadata import AnswerMetadata
@@ -118,7 +118,7 @@ def test_owners_see_only_their_own_jobs(store: JobStore) -> None:
         (error := DeviceLost("gone"), error),
         (OSError(errno.ENOMEM, "no"), OutOfMemory(str(translate_error(OSError(errno.ENOMEM, "no"))))),
         # The message may contain secrets.
-        (KeyError("the password"), InternalError(UNEXPECTED_FAILURE)),
+        (KeyError("the password"), InternalError(UNEXPECTED_FAILURE_MESSAGE)),
     ],
 )
 def test_failure_keeps_its_class_message_and_suggestions(store: JobStore, error: Any, expected: Any) -> None:
