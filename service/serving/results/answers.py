@@ -135,7 +135,10 @@ def _save_answer(host_files: HostFiles, request: SegmentationRequest, answer: An
 
 
 def confirm_delivery(host_files: HostFiles, request: SegmentationRequest) -> None:
-    """Confirm the delivery of an answer by `write_answer`. Call this when sending or after recording the answer."""
+    """Confirm the delivery of an answer by `write_answer`.
+
+    For a synchronous request, call this before the answer is sent; for a job, after the answer has been recorded.
+    """
     if request.query.output_to is not None:
         host_files.confirm_delivery(request.query.output_to, request.caller, request.folder.name)
 
@@ -151,7 +154,7 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
     if query.output_to is None and query.overwrite is not None:
         raise BadParameter.for_parameter("overwrite", "this parameter is valid only together with output_to.")
     is_zarr = query.output_to is not None and _is_zarr_output(host_files, query, query.output_to, caller)
-    host_files.check_locations(query.input, query.output_to, caller, overwrite=bool(query.overwrite), as_zarr=is_zarr)
+    host_files.check_locations(query.input, query.output_to, caller, overwrite=bool(query.overwrite), is_zarr=is_zarr)
 
 
 def _is_zarr_output(host_files: HostFiles, query: Query, output: str, caller: str | None) -> bool:

@@ -16,6 +16,7 @@ class AnswerMetadata:
     model        name and version of the model
     seconds      duration of each stage
     notes        warnings and notes for the user
+    objects      number of objects; None if the output has no objects
     diameter     object diameter, and whether the diameter was specified or estimated; None if neither
     skipped      description of the empty windows that were skipped; None if skipping was disabled
     time_points  for a series: number of time points in the answer, and number of time points in the request

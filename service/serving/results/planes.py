@@ -21,7 +21,10 @@ PLANE_DTYPES = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "float32"
 
 
 class PlaneRange(NamedTuple):
-    """Planes `start` to `stop` (exclusive; None for all) along an axis (0 for z), with steps along (z, y, x)."""
+    """Planes from `start` to `stop` along an axis (0 for z), with steps along (z, y, x).
+
+    `stop` is exclusive; None selects all planes from `start`.
+    """
 
     start: int
     stop: int | None

@@ -238,13 +238,13 @@ def undo_delivery(target: DeliveryTarget) -> None:
         delete_folder(target.folder_fd, target.name)
 
 
-def register_labels(labels: Path, folder_fd: int, cancelled: CancellationCheck) -> None:
-    """Add the labels listed in the group at the path `labels` to the group in an open folder.
+def register_labels(labels_group: Path, folder_fd: int, cancelled: CancellationCheck) -> None:
+    """Add the labels listed in the group at the path `labels_group` to the group in an open folder.
 
     Metadata files are created or replaced atomically. Links are not followed. Raises OSError, BadFile and Cancelled.
     """
     with _hold_lock(folder_fd, cancelled):
-        for path in sorted(labels.iterdir()):
+        for path in sorted(labels_group.iterdir()):
             if path.name in METADATA_NAMES:
                 metadata = read_json(FolderStore(partial(open_file, folder_fd)), path.name)
                 with translate_errors(f"labels/{path.name}"):

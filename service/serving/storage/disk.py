@@ -21,7 +21,13 @@ DISK_FAILURE_ERRNOS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOENT, errno
 
 
 class DiskUsage(NamedTuple):
-    """Bytes used by files of one kind, the limit on these bytes (None if unlimited), and free and total disk space."""
+    """Disk usage of files of one kind, in bytes. The field names are members of `GET /status`.
+
+    used   size of these files
+    limit  maximum size of these files; None if unlimited
+    free   free space on the disk
+    total  size of the disk
+    """
 
     used: int
     limit: int | None
@@ -29,22 +35,22 @@ class DiskUsage(NamedTuple):
     total: int
 
 
-def measure_disk(folder: Path, used: int, limit: int | None) -> DiskUsage:
+def measure_disk(folder: Path, used_bytes: int, limit_bytes: int | None) -> DiskUsage:
     """Return the usage of the disk that contains a folder. The folder need not exist yet."""
-    existing = next((parent for parent in (folder, *folder.absolute().parents) if parent.is_dir()), Path("/"))
-    disk = shutil.disk_usage(existing)
-    return DiskUsage(used, limit, disk.free, disk.total)
+    existing_folder = next((parent for parent in (folder, *folder.absolute().parents) if parent.is_dir()), Path("/"))
+    disk = shutil.disk_usage(existing_folder)
+    return DiskUsage(used_bytes, limit_bytes, disk.free, disk.total)
 
 
 def count_bytes(folder: Path) -> int:
     """Return the total size of all files below a folder. Files may be changed or deleted at the same time."""
-    total = 0
+    total_bytes = 0
     for path in folder.rglob("*"):
         try:
-            total += path.lstat().st_size if path.is_file() else 0
+            total_bytes += path.lstat().st_size if path.is_file() else 0
         except OSError:
             continue
-    return total
+    return total_bytes
 
 
 @cache

@@ -67,9 +67,9 @@ class HostFiles:
         caller: str | None,
         *,
         overwrite: bool = False,
-        as_zarr: bool = False,
+        is_zarr: bool = False,
     ) -> None:
-        """Check the locations of a request. If `as_zarr` is set, the output is a Zarr store, not a file.
+        """Check the locations of a request. If `is_zarr` is set, the output is a Zarr store, not a file.
 
         Raises BadParameter, OutputExists if the output must not be overwritten, and OutOfStorage if the disk is full.
         """
@@ -77,14 +77,14 @@ class HostFiles:
             with self.open_input(location, caller):
                 pass
         if output is not None:
-            if as_zarr and not is_store_name(output.rpartition("/")[2]):
+            if is_zarr and not is_store_name(output.rpartition("/")[2]):
                 raise BadParameter.for_parameter(
                     "output_to", f"{output} is not a valid name for a Zarr store. Choose another name."
                 )
             with self._open_target(output, caller, overwrite=overwrite) as target:
                 if not os.access(".", os.W_OK | os.X_OK, dir_fd=target.folder_fd):
                     raise BadParameter.for_parameter("output_to", f"the service has no permission to write {output}.")
-                check = delivery.check_store if as_zarr else delivery.check_file
+                check = delivery.check_store if is_zarr else delivery.check_file
                 check(target)
                 if os.fstatvfs(target.folder_fd).f_bavail == 0:
                     raise _make_disk_full_error(output)
@@ -166,7 +166,7 @@ class HostFiles:
 
     @contextmanager
     def open_results(self, location: str, caller: str | None) -> Iterator[ResultFolder]:
-        """Context manager that opens and locks a results folder. Create the folder if only its parent exists."""
+        """Context manager that opens and locks a results folder. If only its parent exists, the folder is created."""
         root, parts = _parse_location("output_to", location.removesuffix("/"), self._outputs, caller, allow_root=True)
         with _open_below_root("output_to", root, parts[:-1], location) as parent_fd, ExitStack() as stack:
             with _translate_os_errors("output_to", location):
@@ -202,7 +202,7 @@ class HostFiles:
             delivery.put_file(file, target)
 
     def is_zarr(self, location: str, caller: str | None) -> bool:
-        """Return whether a result is written as OME-Zarr, because its location ends with `.zarr` or is in an image."""
+        """Return whether the result at a location is OME-Zarr: the location ends with `.zarr` or is in an image."""
         return location.lower().endswith(".zarr") or self.find_image_format(location, caller) is not None
 
     def find_image_format(self, location: str, caller: str | None) -> Literal[2, 3] | None:

@@ -39,10 +39,12 @@ def is_file(folder_fd: int, name: str) -> bool:
 def is_same_file(folder_fd: int, first_name: str, second_name: str) -> bool:
     """Return whether two names in an open folder refer to the same file."""
     try:
-        first, second = (os.stat(name, dir_fd=folder_fd, follow_symlinks=False) for name in (first_name, second_name))
+        first_status, second_status = (
+            os.stat(name, dir_fd=folder_fd, follow_symlinks=False) for name in (first_name, second_name)
+        )
     except FileNotFoundError:
         return False
-    return os.path.samestat(first, second)
+    return os.path.samestat(first_status, second_status)
 
 
 def lock_folder(folder_fd: int) -> None:
@@ -111,7 +113,9 @@ def list_files(folder: Path, glob: str, skipped_status: os.stat_result | None = 
     pattern = tuple(glob.split("/"))
     if not set(pattern).isdisjoint({"", ".", ".."}):
         raise BadParameter.for_parameter(
-            "glob", f"{glob}: a pattern consists of names separated by single slashes, such as **/*.tif."
+            "glob",
+            f"{glob} is not valid, because a pattern must consist of names separated by single slashes, such as"
+            " **/*.tif.",
         )
     matches, entry_count = list[str](), 0
     for parent, folders, files, parent_fd in os.fwalk(f"{folder}/."):

@@ -1,6 +1,6 @@
 """Thread pools for file access, including a pool with fair scheduling, and helpers for awaiting blocking work.
 
-A cancelled helper still awaits the end of running work, because the work may still use files.
+If `run_in_thread` is cancelled, it still awaits work that is running, because the work may still use files.
 """
 
 from __future__ import annotations

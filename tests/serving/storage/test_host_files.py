@@ -221,10 +221,10 @@ def test_invalid_store_names_are_rejected(host: Path) -> None:
     (image / "zarr.json").write_text("{}")
     for name in ("zarr.json", ".zgroup", ".hidden", "a\\b", "a\nb", "é" * 125):
         with pytest.raises(BadParameter, match="is not a valid name for a Zarr store"):
-            make_host_files(host).check_locations(None, f"results/image.zarr/labels/{name}", None, as_zarr=True)
-    make_host_files(host).check_locations(None, f"results/image.zarr/labels/{'a' * 249}", None, as_zarr=True)
+            make_host_files(host).check_locations(None, f"results/image.zarr/labels/{name}", None, is_zarr=True)
+    make_host_files(host).check_locations(None, f"results/image.zarr/labels/{'a' * 249}", None, is_zarr=True)
     with pytest.raises(BadParameter, match="is not a valid name for a Zarr store"):
-        make_host_files(host).check_locations(None, "results/.zarr", None, as_zarr=True)
+        make_host_files(host).check_locations(None, "results/.zarr", None, is_zarr=True)
 
 
 def test_table_in_the_labels_group_is_written_as_a_plain_file(host: Path) -> None:
