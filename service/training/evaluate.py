@@ -131,7 +131,7 @@ class ScoreRow(NamedTuple):
 
 
 def score_model(runner: ModelRunner, image: Volume, truth: Labels, diameter: str | None) -> ScoreRow:
-    """Segment and score a stack. `diameter` is a setting for `resolve_diameter`; None selects no diameter.
+    """Segment and score a stack. `diameter` is a setting for `resolve_diameter`, or None for the original resolution.
 
     Raises the errors of `resolve_diameter` and `segment`.
     """

@@ -138,23 +138,23 @@ class ExampleDataset(Dataset[Example]):
     source: Source
     normalize: Normalizer
     seed: int
-    targets: Targets = instance_targets
+    compute_targets: Targets = instance_targets
 
     def __getitem__(self, number: int) -> Example:
         image, labels = self.source(np.random.default_rng([self.seed, 1, number]))
-        return Example(self.normalize(image), self.targets(labels))
+        return Example(self.normalize(image), self.compute_targets(labels))
 
 
 class ExamplePool:
     """A pool of examples in memory. Each call to `refresh` replaces one of the examples.
 
     first         number of the oldest example; equals the number of refreshes of a pool that began with example 0
-    workers       number of processes that create examples; if 0, a thread creates the next example during training
+    worker_count  number of processes that create examples; if 0, a thread creates the next example during training
     """
 
-    def __init__(self, dataset: ExampleDataset, size: int, *, first: int = 0, workers: int = 0) -> None:
+    def __init__(self, dataset: ExampleDataset, size: int, *, first: int = 0, worker_count: int = 0) -> None:
         self._source: Iterator[Example] = (
-            _load_in_processes(dataset, first, workers) if workers else _prefetch(dataset.__getitem__, first)
+            _load_in_processes(dataset, first, worker_count) if worker_count else _prefetch(dataset.__getitem__, first)
         )
         self._oldest_number = first
         examples = {number % size: next(self._source) for number in range(first, first + size)}

@@ -45,7 +45,7 @@ MAX_ZOOM = 3.0
 MAX_RESAMPLED_VOXELS = 2**27
 # Fraction of the training time that is reserved for steps. The rest is for validation.
 STEPS_TIME_FRACTION = 0.8
-# Minimum fraction of the requested time for training, no matter how long reading and scoring take.
+# Minimum fraction of the requested time that is spent on training, no matter how long reading and scoring take.
 MIN_TRAINING_TIME_FRACTION = 0.3
 MIN_STEPS = 4
 MAX_STEPS = 3000
@@ -84,14 +84,14 @@ class AnnotatedStack:
 class FineTuningTask(NamedTuple):
     """The base model, the output folder and the settings for fine-tuning.
 
-    base      model that provides the initial weights
-    out       folder of the new model
-    settings  device, threads, precision and training options
-    report    callback for progress messages
+    base           model that provides the initial weights
+    output_folder  folder of the new model
+    settings       device, threads, precision and training options
+    report         callback for progress messages
     """
 
     base: ModelSpec
-    out: Path
+    output_folder: Path
     settings: Settings
     report: ProgressCallback
 
@@ -105,13 +105,13 @@ class FineTuningResult(NamedTuple):
 
 
 def fine_tune(stacks: Sequence[StackFiles], task: FineTuningTask, *, minutes: float) -> FineTuningResult:
-    """Train for `minutes`, including the time for scoring, and create the model folder `task.out`.
+    """Train for `minutes`, including the time for scoring, and create the model folder `task.output_folder`.
 
     The stacks must not overlap. Otherwise, training data would leak into the held-out data. Stacks are resampled to the
     object diameter of the model, as in requests. The number of steps depends on the available time. All other options
     are taken from the settings. Raises BadParameter, BadFile, BrokenModel and ConfigError.
     """
-    base, out, settings, report = task
+    base, output_folder, settings, report = task
     start_time = time.monotonic()
     all_stacks = [read_stack(stack) for stack in stacks]
     training_parts, scored_parts, has_held_out_data = _hold_out_parts(
@@ -125,7 +125,7 @@ def fine_tune(stacks: Sequence[StackFiles], task: FineTuningTask, *, minutes: fl
     network, failure, content = _train_network(
         training_parts, task, max(60 * minutes - 2 * scoring_seconds, MIN_TRAINING_TIME_FRACTION * 60 * minutes)
     )
-    spec = write_model(network, content, out, _read_sample(base), settings)
+    spec = write_model(network, content, output_folder, _read_sample(base), settings)
     report({"stage": "evaluating"})
     new_scores = score_model(spec, scored_parts, eager_settings)
     is_better = (new_scores.f1, new_scores.f1_strict) > (base_scores.f1, base_scores.f1_strict)
@@ -250,25 +250,25 @@ def _train_network(
     training_parts: Sequence[AnnotatedStack], task: FineTuningTask, max_seconds: float
 ) -> tuple[torch.nn.Module, str | None, dict[str, Any]]:
     """Return the trained network, a message if the loss did not improve (else None), and the model file's content."""
-    base, out, settings, report = task
+    base, output_folder, settings, report = task
     pairs = [resample_stack(part, base.input.diameter) for part in training_parts]
-    content = draft_content(base, out.name, [part.name for part in training_parts])
+    content = draft_content(base, output_folder.name, [part.name for part in training_parts])
     # All clients can see this description. Stack names are private, so replace them with the number of stacks.
     content["training_data"] = f"{base.training_data} Then: {describe_stacks(len(training_parts))}."
     dtype = choose_dtype(settings)
     start_time = time.monotonic()
-    out.mkdir(parents=True, exist_ok=True)
-    probe_trainer = prepare_training(pairs, settings, content, base)(out, dtype)
+    output_folder.mkdir(parents=True, exist_ok=True)
+    probe_trainer = prepare_training(pairs, settings, content, base)(output_folder, dtype)
     seconds_per_step = max(statistics.median(probe_trainer.measure_step() for _ in range(3)), 1e-3)
     seconds_left = max(max_seconds - (time.monotonic() - start_time), MIN_TRAINING_TIME_FRACTION * max_seconds)
     step_count = min(max(round(STEPS_TIME_FRACTION * seconds_left / seconds_per_step), MIN_STEPS), MAX_STEPS)
     report({"stage": "learning", "steps": step_count})
     timed_options = {"steps": step_count, "every": -(-step_count // VALIDATION_COUNT), "minutes": seconds_left / 60}
     make_trainer = prepare_training(pairs, override_settings(settings, "training", timed_options), content, base)
-    trainer = make_trainer(out, dtype)
+    trainer = make_trainer(output_folder, dtype)
     trainer.on_progress = _ProgressReporter(report)
     network = trainer.run()
-    (out / CHECKPOINT_FILE).unlink(missing_ok=True)
+    (output_folder / CHECKPOINT_FILE).unlink(missing_ok=True)
     return network, trainer.state.describe_failure(), content
 
 

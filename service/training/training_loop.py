@@ -86,7 +86,7 @@ class TrainerState:
     curve: list[list[float | None]] = field(default_factory=list)
 
     def summarize(self) -> str:
-        """Summarize the change of the validation loss and Dice score."""
+        """Return a summary of the changes in validation loss and Dice score."""
         best_row = next((row for row in self.curve if row[3] == self.best), self.curve[0])
         (_, _, _, initial_loss, _, initial_dice), (_, _, _, best_loss, _, best_dice) = self.curve[0], best_row
         loss_text = f"validation loss {_format_number(initial_loss)} before, {_format_number(best_loss)} at best"
@@ -95,7 +95,7 @@ class TrainerState:
         return f"{self.step} steps, {loss_text}{dice_text}{skip_text}"
 
     def describe_failure(self) -> str | None:
-        """Return a message with advice if no validation was better than the one before the first step; else None."""
+        """Return a message with advice if no validation loss was lower than before the first step, else None."""
         initial_loss, *later_losses = (
             row[3] if row[3] is not None and math.isfinite(row[3]) else math.inf for row in self.curve
         )
@@ -154,7 +154,7 @@ class Trainer:
         """Train as planned. Return the averaged network with the lowest validation loss, on the CPU."""
         plan, state = self.plan, self.state
         first_example_number = state.step // STEPS_PER_REFRESH
-        pool = ExamplePool(self._dataset, plan.pool, first=first_example_number, workers=plan.workers)
+        pool = ExamplePool(self._dataset, plan.pool, first=first_example_number, worker_count=plan.workers)
         batches = prefetch_batches(pool, plan, state.step, pin_memory=self._device.type == "cuda")
         start_time = time.monotonic()
         try:
@@ -285,8 +285,8 @@ class Trainer:
         state.curve.append([state.step, learning_rate, self._latest_loss, loss, state.skipped, dice])
         percentage = 100 * state.step / self.plan.steps
         loss_text = f"  loss {_format_number(self._latest_loss)}" if state.step else ""
-        numbers = (_format_number(loss), _format_number(state.best), _format_number(dice))
-        log.info("%5.1f %%  step %d%s  validation %s  best %s  Dice %s", percentage, state.step, loss_text, *numbers)
+        score_texts = (_format_number(loss), _format_number(state.best), _format_number(dice))
+        log.info("%5.1f%%  step %d%s  validation %s  best %s  Dice %s", percentage, state.step, loss_text, *score_texts)
         with (self.folder / CURVE_FILE).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(CURVE_COLUMNS)
@@ -328,7 +328,7 @@ class Trainer:
             if content.get("scaler") and self._scaler.is_enabled():
                 self._scaler.load_state_dict(content["scaler"])
         except (OSError, KeyError, RuntimeError, pickle.UnpicklingError, TypeError, ValueError) as error:
-            raise BadParameter(f"{path}: cannot resume from this checkpoint: {error}") from error
+            raise BadParameter(f"Training cannot be resumed from {path}: {error}") from error
         log.info("resumed at step %d", self.state.step)
 
 
