@@ -74,8 +74,8 @@ def segment_classically(image: NDArray[Any], diameter: float) -> Labels:
 
     Image and labels are [Z, Y, X]. `diameter` is in voxels. The maxima are at least 0.35 diameters apart.
     """
-    smoothed = gaussian_filter(image.astype(np.float32), 1)
-    foreground = smoothed > threshold_otsu(smoothed)  # type: ignore[no-untyped-call]
+    smoothed_image = gaussian_filter(image.astype(np.float32), 1)
+    foreground = smoothed_image > threshold_otsu(smoothed_image)  # type: ignore[no-untyped-call]
     distance = gaussian_filter(distance_transform_edt(foreground).astype(np.float32), 1)
     min_distance = max(1, round(0.35 * diameter))
     peaks = peak_local_max(  # type: ignore[no-untyped-call]

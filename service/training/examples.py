@@ -61,17 +61,19 @@ def split_pairs(pairs: Sequence[Pair], validation_fraction: float) -> tuple[list
 
     Raises BadParameter if a part contains no objects.
     """
-    training: list[Pair] = []
-    validation: list[Pair] = []
-    for number, (image, labels) in enumerate(pairs):
+    training_pairs: list[Pair] = []
+    validation_pairs: list[Pair] = []
+    for stack_index, (image, labels) in enumerate(pairs):
         axis = int(np.argmax(image.shape))
         split_index = round(image.shape[axis] * (1 - validation_fraction))
-        parts = [np.split(volume, [split_index], axis) for volume in (image, labels)]
-        for part_pairs, index, name in ((training, 0, "training"), (validation, 1, "validation")):
-            if not parts[1][index].any():
-                raise BadParameter(f"Stack {number + 1}: the part for {name} contains no objects. Change --validation.")
-            part_pairs.append((parts[0][index], parts[1][index]))
-    return training, validation
+        split_volumes = [np.split(volume, [split_index], axis) for volume in (image, labels)]
+        for part_pairs, index, purpose in ((training_pairs, 0, "training"), (validation_pairs, 1, "validation")):
+            if not split_volumes[1][index].any():
+                raise BadParameter(
+                    f"Stack {stack_index + 1}: the part for {purpose} contains no objects. Change --validation."
+                )
+            part_pairs.append((split_volumes[0][index], split_volumes[1][index]))
+    return training_pairs, validation_pairs
 
 
 def median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
@@ -210,8 +212,8 @@ def _keep_arrays(example: Any) -> Any:
 def draw_batch(pool: ExamplePool, rng: np.random.Generator, size: int, edge: int) -> tuple[Tensor, Tensor]:
     """Draw a random batch of images [size, 1, edge, edge, edge] and targets [size, T, edge, edge, edge], float32."""
     crops = [_augment(_crop(pool[int(rng.integers(len(pool)))], rng, edge), rng) for _ in range(size)]
-    stacked = torch.from_numpy(np.stack(crops))
-    return stacked[:, :1].contiguous(), stacked[:, 1:].contiguous()
+    batch = torch.from_numpy(np.stack(crops))
+    return batch[:, :1].contiguous(), batch[:, 1:].contiguous()
 
 
 def _crop(example: Example, rng: np.random.Generator, edge: int) -> Floats:
@@ -226,13 +228,13 @@ def _crop(example: Example, rng: np.random.Generator, edge: int) -> Floats:
     object_voxels = np.flatnonzero(example.targets[0]) if rng.random() < 0.5 else np.zeros(0, np.intp)
     voxel = np.unravel_index(int(rng.choice(object_voxels)), shape) if object_voxels.size else None
     for axis, length in enumerate(shape):
-        low, high = min(0, length - edge), max(0, length - edge)
+        min_start, max_start = min(0, length - edge), max(0, length - edge)
         if voxel is not None:
-            low, high = max(low, int(voxel[axis]) - edge + 1), min(high, int(voxel[axis]))
-        start = int(rng.integers(low, high + 1))
-        begin, end = max(start, 0), min(start + edge, length)
-        volume_slices.append(slice(begin, end))
-        crop_slices.append(slice(begin - start, end - start))
+            min_start, max_start = max(min_start, int(voxel[axis]) - edge + 1), min(max_start, int(voxel[axis]))
+        start = int(rng.integers(min_start, max_start + 1))
+        volume_start, volume_stop = max(start, 0), min(start + edge, length)
+        volume_slices.append(slice(volume_start, volume_stop))
+        crop_slices.append(slice(volume_start - start, volume_stop - start))
     crop[0][tuple(crop_slices)] = example.image[tuple(volume_slices)]
     crop[1:][(slice(None), *crop_slices)] = example.targets[(slice(None), *volume_slices)]
     return crop
@@ -279,11 +281,14 @@ def prefetch_batches(
 def cut_tiles(pair: Pair, normalize: Normalizer, edge: int) -> tuple[Tensor, Tensor]:
     """Return images [B, 1, e, e, e] and targets [B, 2, e, e, e] of up to eight cubes, one at each corner of a stack."""
     image, labels = pair
-    stacked = np.concatenate([normalize(image)[None], instance_targets(labels)])
-    stacked = np.pad(stacked, [(0, 0), *((0, max(0, edge - length)) for length in image.shape)])
-    corners = [sorted({0, length - edge}) for length in stacked.shape[1:]]
+    channels = np.concatenate([normalize(image)[None], instance_targets(labels)])
+    channels = np.pad(channels, [(0, 0), *((0, max(0, edge - length)) for length in image.shape)])
+    corners = [sorted({0, length - edge}) for length in channels.shape[1:]]
     cubes = [
-        stacked[:, z : z + edge, y : y + edge, x : x + edge] for z in corners[0] for y in corners[1] for x in corners[2]
+        channels[:, z : z + edge, y : y + edge, x : x + edge]
+        for z in corners[0]
+        for y in corners[1]
+        for x in corners[2]
     ]
     tiles = torch.from_numpy(np.ascontiguousarray(np.stack(cubes), dtype=np.float32))
     return tiles[:, :1].contiguous(), tiles[:, 1:].contiguous()

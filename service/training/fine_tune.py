@@ -336,11 +336,11 @@ def _add_lineage(spec: ModelSpec, lineage: Lineage) -> ModelSpec:
 
 def _describe_result(lineage: Lineage, failure: str | None, *, has_held_out_data: bool) -> str:
     """Return a message about the result of fine-tuning."""
-    scores = f"F1 {lineage.before:.2f} before, {lineage.after:.2f} after"
+    score_text = f"F1 {lineage.before:.2f} before, {lineage.after:.2f} after"
     if lineage.better:
-        message = f"The new model is better on the annotated stacks: {scores}."
+        message = f"The new model is better on the annotated stacks: {score_text}."
     else:
-        message = f"The new model is not better: {scores}. Correct more objects, or train for longer."
+        message = f"The new model is not better: {score_text}. Correct more objects, or train for longer."
     if failure is not None:
         message += " It has the weights of the base model, because the validation loss did not improve."
     return (

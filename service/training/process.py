@@ -80,9 +80,9 @@ def train(request: dict[str, Any], report: ProgressCallback) -> None:
 
 def describe_error(error: Exception, request: dict[str, Any]) -> str | None:
     """Return a message for users about an error, or None if the error is unexpected."""
-    translated = translate_error(error)
-    if isinstance(translated, StackSegError):
-        return OUT_OF_MEMORY_MESSAGE if isinstance(translated, OutOfMemory) else str(translated)
+    translated_error = translate_error(error)
+    if isinstance(translated_error, StackSegError):
+        return OUT_OF_MEMORY_MESSAGE if isinstance(translated_error, OutOfMemory) else str(translated_error)
     # Libraries that write files raise their own errors if the disk is full, so check the disk.
     return DISK_FULL_MESSAGE if _is_disk_full(request) else None
 

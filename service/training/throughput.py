@@ -43,9 +43,9 @@ class StepCost:
 
     def format_row(self) -> str:
         """Format a row of the table below `HEADER`."""
-        memory = "unknown" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:.0f} MiB"
-        rate = self.batch_size / self.seconds
-        return f"| {self.precision} | {rate:.2f} | {1000 * self.seconds:.0f} | {memory} |"
+        memory_text = "unknown" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:.0f} MiB"
+        crops_per_second = self.batch_size / self.seconds
+        return f"| {self.precision} | {crops_per_second:.2f} | {1000 * self.seconds:.0f} | {memory_text} |"
 
 
 def measure_steps(paths: StackPaths, settings: Settings, base: ModelSpec | None = None) -> list[StepCost]:
@@ -68,8 +68,8 @@ def measure_steps(paths: StackPaths, settings: Settings, base: ModelSpec | None 
                 durations.append(trainer.measure_step())
     batch_size = trainers[0].plan.batch_size
     return [
-        StepCost(precision, batch_size, statistics.median(durations), peak)
-        for precision, durations, peak in zip(precisions, step_times, memory_peaks, strict=True)
+        StepCost(precision, batch_size, statistics.median(durations), peak_bytes)
+        for precision, durations, peak_bytes in zip(precisions, step_times, memory_peaks, strict=True)
     ]
 
 

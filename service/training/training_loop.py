@@ -114,8 +114,8 @@ class TrainerState:
 class TrainingData(NamedTuple):
     """The stacks and labels for training and for validation, and the function that normalizes images."""
 
-    training: Sequence[Pair]
-    validation: Sequence[Pair]
+    training_pairs: Sequence[Pair]
+    validation_pairs: Sequence[Pair]
     normalize: Normalizer
 
 
@@ -147,8 +147,8 @@ class Trainer:
             network.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.type == "cuda"
         )
         self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self._dataset = ExampleDataset(RandomlyZoomedStacks(data.training), data.normalize, plan.seed)
-        self._validation_tiles = [cut_tiles(pair, data.normalize, plan.edge) for pair in data.validation]
+        self._dataset = ExampleDataset(RandomlyZoomedStacks(data.training_pairs), data.normalize, plan.seed)
+        self._validation_tiles = [cut_tiles(pair, data.normalize, plan.edge) for pair in data.validation_pairs]
 
     def run(self) -> nn.Module:
         """Train as planned. Return the averaged network with the lowest validation loss, on the CPU."""

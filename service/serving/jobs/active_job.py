@@ -109,18 +109,18 @@ class ActiveJob:
                 return "write"
 
 
-def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
-    """Return the owner's view of a job. `active` is None if the job is not active in this process."""
-    if record.has_ended or active is None:
+def view_job(record: JobRecord, active_job: ActiveJob | None) -> JobView:
+    """Return the owner's view of a job. `active_job` is None if the job is not active in this process."""
+    if record.has_ended or active_job is None:
         return _view_from_record(record)
-    job, queue = active.job, active.queue
-    if (run := active.folder_run) is not None:
+    job, queue = active_job.job, active_job.queue
+    if (run := active_job.folder_run) is not None:
         return JobView(
             record,
             run.progress,
             None,
             run.seconds_left,
-            dict(active.stages.seconds),
+            dict(active_job.stages.seconds),
             stage=run.stage,
             points=run.progress,
         )
@@ -129,9 +129,9 @@ def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
         queue.get_progress(job),
         queue.get_position(job),
         queue.estimate_seconds_left(job),
-        dict(active.stages.seconds),
-        active.reservation.is_loading,
-        active.stage,
+        dict(active_job.stages.seconds),
+        active_job.reservation.is_loading,
+        active_job.stage,
         job.time_points,
     )
 
@@ -153,5 +153,5 @@ def _view_from_record(record: JobRecord) -> JobView:
 def wait_for_jobs(jobs: Iterable[ActiveJob], timeout_seconds: float) -> None:
     """Wait until all jobs have ended, for at most `timeout_seconds` in total."""
     deadline = time.monotonic() + timeout_seconds
-    for active in jobs:
-        active.end_event.wait(max(deadline - time.monotonic(), 0.0))
+    for active_job in jobs:
+        active_job.end_event.wait(max(deadline - time.monotonic(), 0.0))

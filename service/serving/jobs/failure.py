@@ -15,8 +15,12 @@ UNEXPECTED_FAILURE_MESSAGE = "An internal error occurred while the job was runni
 
 def to_public_error(error: BaseException) -> StackSegError:
     """Return the error as shown to the owner of the job. Hide unexpected errors, whose messages may contain secrets."""
-    translated = translate_error(error)
-    return translated if isinstance(translated, StackSegError) else errors.InternalError(UNEXPECTED_FAILURE_MESSAGE)
+    translated_error = translate_error(error)
+    return (
+        translated_error
+        if isinstance(translated_error, StackSegError)
+        else errors.InternalError(UNEXPECTED_FAILURE_MESSAGE)
+    )
 
 
 def encode_failure(error: BaseException) -> str:

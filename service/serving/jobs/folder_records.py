@@ -192,9 +192,12 @@ def _format_row(name: str, stem: str, record: StackRecord | None) -> str:
         return f"<tr><td></td><td>{escape(name)}</td><td></td><td></td><td>{notes}</td></tr>"
     picture = f'<img src="{quote(os.fsencode(stem))}.png" alt="">'
     link = f'<a href="{quote(os.fsencode(record.result))}">{escape(name)}</a>'
-    classes = [' class="failed"' if record.doubtful and not index else "" for index in range(len(record.notes))]
+    class_attributes = [
+        ' class="failed"' if record.doubtful and not index else "" for index in range(len(record.notes))
+    ]
     notes += "".join(
-        f"<small{class_}>{escape(note)}</small>" for class_, note in zip(classes, record.notes, strict=True)
+        f"<small{attribute}>{escape(note)}</small>"
+        for attribute, note in zip(class_attributes, record.notes, strict=True)
     )
     objects = "" if record.objects is None else record.objects
     return f"<tr><td>{picture}</td><td>{link}</td><td>{objects}</td><td>{record.seconds:.1f}</td><td>{notes}</td></tr>"

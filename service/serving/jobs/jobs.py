@@ -75,15 +75,15 @@ class JobManager:
         self.runner = JobRunner(runtime, self._store, self._folder_queue, self._writers)
         for record in self._store.recover():
             try:
-                active = self.runner.activate(record.id, record.request, record.owner)
+                active_job = self.runner.activate(record.id, record.request, record.owner)
             except Exception as error:
                 # For example, the parameters may be from a different version. Other jobs can still run.
                 log.exception("job %s of an earlier process cannot be resumed", record.id)
                 self._store.fail(record.id, error)
                 continue
             log.info("resuming job %s of an earlier process", record.id)
-            active.queue.put(active.job)
-            self.runner.prepare(active)
+            active_job.queue.put(active_job.job)
+            self.runner.prepare(active_job)
         self._folder_threads.start()
         runtime.readiness_checks.append(lambda: self._problem)
         runtime.activity_checks.append(self._has_running_jobs)
@@ -95,13 +95,13 @@ class JobManager:
         Call this before the runtime is stopped.
         """
         active_jobs = self.runner.active_jobs
-        for active in active_jobs:
-            if active.job.state == "waiting":
-                active.job.cancel()
+        for active_job in active_jobs:
+            if active_job.job.state == "waiting":
+                active_job.job.cancel()
         if self._runtime.is_draining:
             wait_for_jobs(active_jobs, self._settings.server.drain_seconds)
-        for active in active_jobs:
-            active.job.cancel()
+        for active_job in active_jobs:
+            active_job.job.cancel()
         wait_for_jobs(active_jobs, JOIN_SECONDS)
         self._folder_queue.close()
         self._folder_threads.join(JOIN_SECONDS)
@@ -129,7 +129,7 @@ class JobManager:
 
     def _has_running_jobs(self) -> bool:
         """Return whether a job is running or its result is being written."""
-        return any(active.job.state != "waiting" for active in self.runner.active_jobs)
+        return any(active_job.job.state != "waiting" for active_job in self.runner.active_jobs)
 
     def make_incoming_folder(self) -> Path:
         """Create a folder for an uploaded file to be passed to `submit`. Raises OutOfStorage if the disk is full."""
@@ -168,17 +168,17 @@ class JobManager:
         return self._accept(request, JobRequest(spec.name, parameters, name, 0, receive_seconds))
 
     def _accept(self, request: SegmentationRequest, job_request: JobRequest) -> JobView:
-        active = self.runner.activate(request.folder.name, job_request, request.caller)
+        active_job = self.runner.activate(request.folder.name, job_request, request.caller)
         try:
             # Check the model after activation, because an active job prevents deletion of the model.
             self._runtime.models.get_servable_spec(job_request.model)
-            active.queue.offer(active.job)
+            active_job.queue.offer(active_job.job)
             self._store.accept(request.folder / INPUT_NAME, request.caller, job_request)
         except BaseException:
-            active.job.cancel()
+            active_job.job.cancel()
             raise
-        self.runner.prepare(active)
-        return self.view(active.id, request.caller)
+        self.runner.prepare(active_job)
+        return self.view(active_job.id, request.caller)
 
     def view(self, job_id: str, owner: str | None) -> JobView:
         """Return the view of a job of this owner. Raises UnknownJob."""
@@ -190,7 +190,7 @@ class JobManager:
 
     def uses_model(self, model: str) -> bool:
         """Return whether an unfinished job uses this model."""
-        return any(active.request.model == model for active in self.runner.active_jobs)
+        return any(active_job.request.model == model for active_job in self.runner.active_jobs)
 
     def cancel(self, job_id: str, owner: str | None) -> None:
         """Cancel an unfinished job, or delete a finished job with its result. Raises UnknownJob."""
@@ -198,8 +198,8 @@ class JobManager:
         if not self._store.cancel(job_id):
             self._store.delete(job_id)
             return
-        if (active := self.runner.find(job_id)) is not None:
-            active.job.cancel()
+        if (active_job := self.runner.find(job_id)) is not None:
+            active_job.job.cancel()
 
     def result(self, job_id: str, owner: str | None) -> tuple[BinaryIO, AnswerMetadata]:
         """Return the open result file and its metadata. The file stays readable if the job is deleted.
@@ -231,8 +231,8 @@ class JobManager:
         unrecorded_failure = self.runner.unrecorded_failures.get(record.id)
         if unrecorded_failure is None or record.has_ended:
             return record
-        failure, ended = unrecorded_failure
-        return replace(record, state="failed", failure=failure, ended=ended)
+        failure, end_time = unrecorded_failure
+        return replace(record, state="failed", failure=failure, ended=end_time)
 
     def _open_store(self, folder: Path) -> JobStore:
         jobs, access = self._settings.jobs, self._settings.access

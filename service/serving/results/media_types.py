@@ -72,8 +72,8 @@ _LOWEST_RANK = (0.0, 0)
 def _parse_accept_header(accept_header: str) -> dict[str, tuple[float, int]]:
     """Return the rank of each media range: the quality from 0 to 1, and a number that is higher for earlier ranges."""
     ranks: dict[str, tuple[float, int]] = {}
-    for position, part in enumerate(accept_header.split(",")):
-        media_range, *parameters = (token.strip().lower() for token in part.split(";"))
+    for position, element in enumerate(accept_header.split(",")):
+        media_range, *parameters = (token.strip().lower() for token in element.split(";"))
         qualities = (token[2:] for token in parameters if token.startswith("q="))
         try:
             quality = float(next(qualities, "1"))

@@ -161,17 +161,18 @@ def put_store(source: Path, target: DeliveryTarget, cancelled: CancellationCheck
     """
     if _is_unconfirmed_delivery(target):
         return
-    folder_fd, marker = target.folder_fd, target.partial_name
+    folder_fd, partial_name = target.folder_fd, target.partial_name
     if (descriptor_path(folder_fd) / target.replaced_name).exists() and not os.path.lexists(target.path):
         # The process was killed between the two renames.
         target.rename(target.replaced_name, target.name)
-    delete_folder(folder_fd, marker)
+    delete_folder(folder_fd, partial_name)
     check_store(target)
     delete_folder(folder_fd, target.replaced_name)
     try:
-        os.mkdir(marker, dir_fd=folder_fd)
-        copy_folder(source, folder_fd, marker, cancelled)
-        write_file(folder_fd, f"{marker}/{marker}")
+        os.mkdir(partial_name, dir_fd=folder_fd)
+        copy_folder(source, folder_fd, partial_name, cancelled)
+        # Write the marker file, which has the same name as the incomplete store.
+        write_file(folder_fd, f"{partial_name}/{partial_name}")
         while not _rename_to_target(target):
             # Another process took the name in the meantime. A store can be replaced; anything else is an error.
             with _report_replaced_store(target):
@@ -180,7 +181,7 @@ def put_store(source: Path, target: DeliveryTarget, cancelled: CancellationCheck
         os.fsync(folder_fd)
         delete_folder(folder_fd, target.replaced_name)
     finally:
-        delete_folder(folder_fd, marker)
+        delete_folder(folder_fd, partial_name)
 
 
 def _rename_to_target(target: DeliveryTarget) -> bool:

@@ -84,8 +84,8 @@ class HostFiles:
             with self._open_target(output, caller, overwrite=overwrite) as target:
                 if not os.access(".", os.W_OK | os.X_OK, dir_fd=target.folder_fd):
                     raise BadParameter.for_parameter("output_to", f"the service has no permission to write {output}.")
-                check = delivery.check_store if is_zarr else delivery.check_file
-                check(target)
+                check_target = delivery.check_store if is_zarr else delivery.check_file
+                check_target(target)
                 if os.fstatvfs(target.folder_fd).f_bavail == 0:
                     raise _make_disk_full_error(output)
 
@@ -303,10 +303,10 @@ def _is_allowed(caller: str | None, keys: tuple[str, ...]) -> bool:
     return not keys or caller in keys
 
 
-def _is_file_name(part: str) -> bool:
+def _is_file_name(name: str) -> bool:
     """Return whether a component of a location is a valid name of a file or folder."""
-    encoded = part.encode(errors="replace")
-    return part not in {"", ".", ".."} and "\0" not in part and len(encoded) <= 255 and encoded.decode() == part
+    name_bytes = name.encode(errors="replace")
+    return name not in {"", ".", ".."} and "\0" not in name and len(name_bytes) <= 255 and name_bytes.decode() == name
 
 
 @contextmanager

@@ -207,9 +207,9 @@ def _copy_outcome(result: asyncio.Future[Any], finished_future: Future[Any]) -> 
         result.set_result(finished_future.result())
 
 
-async def _wait_until_done(work: Future[Any]) -> None:
+async def _wait_until_done(thread_future: Future[Any]) -> None:
     """Wait for work even if the caller is cancelled repeatedly, for example by a disconnect and a time limit."""
-    future = asyncio.wrap_future(work)
+    future = asyncio.wrap_future(thread_future)
     while not future.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait([future])
