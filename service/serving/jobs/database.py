@@ -148,7 +148,7 @@ class JobDatabase:
         if self._problem is not None:
             with suppress(OutOfStorage, StorageUnavailable):
                 with self.lock, self._translate_errors():
-                    _check_pages(self._connection)
+                    _check_integrity(self._connection)
                 self.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         return self._problem
 
@@ -207,7 +207,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, check_same_thread=False, timeout=LOCK_TIMEOUT_SECONDS)
     try:
         _create_tables(connection, path)
-        _check_pages(connection)
+        _check_integrity(connection)
     except BaseException:
         connection.close()
         raise
@@ -236,7 +236,7 @@ def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def _check_pages(connection: sqlite3.Connection) -> None:
+def _check_integrity(connection: sqlite3.Connection) -> None:
     """Raise sqlite3.Error if the database is damaged or has no jobs table."""
     (check_result,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if check_result != "ok":

@@ -251,7 +251,12 @@ class JobManager:
     def _maintain_storage(self) -> None:
         """Until the service stops, repair the folders, retry steps that failed with storage errors, and clean up."""
         while not self._stop_event.wait(MAINTENANCE_INTERVAL_SECONDS):
-            for step in (self._repair_folders, self.runner.retry, self.runner.record_failures, self._clean_up):
+            for step in (
+                self._repair_folders,
+                self.runner.retry_failed_steps,
+                self.runner.record_failures,
+                self._clean_up,
+            ):
                 try:
                     step()
                 except Exception:

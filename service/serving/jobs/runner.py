@@ -84,7 +84,7 @@ class JobRunner:
         """Stop writing, except for the recording of failures. Call this before the write threads are shut down."""
         self._is_stopped = True
 
-    def retry(self) -> None:
+    def retry_failed_steps(self) -> None:
         """Retry the steps that failed with a storage error since the last call."""
         for step in [self._retries.popleft() for _ in range(len(self._retries))]:
             try:
