@@ -27,11 +27,13 @@ HEADER = (
 
 
 class Scores(NamedTuple):
-    """Scores of labels compared with the ground truth.
+    """Scores of labels compared with the ground truth. The field names are members of `stackseg evaluate --json`.
 
-    true, found    number of objects in the ground truth and in the labels
-    f1, f1_strict  2 TP / (true + found) with matches above an intersection over union of 0.5, or of 0.75
-    iou            mean intersection over union of the matches at 0.5; 0 if there are no matches
+    true           number of objects in the ground truth
+    found          number of objects in the labels
+    f1, f1_strict  F1 score 2 TP / (2 TP + FP + FN); objects match if their intersection over union (IoU) is above 0.5,
+                   or above 0.75 for `f1_strict`
+    iou            mean IoU of the objects that match at 0.5; 0 if there are no matches
     splits         number of true objects that each contain most of two or more found objects
     merges         number of found objects that each contain most of two or more true objects
     """
@@ -46,15 +48,15 @@ class Scores(NamedTuple):
 
 
 def score(truth: Labels, labels: Labels) -> Scores:
-    """Compare two label volumes of the same shape. Background is 0; the numbers of objects can differ.
+    """Compare two label volumes of the same shape. Background is 0. The label of an object may differ between volumes.
 
-    With an intersection over union above 0.5, an object has at most one match (Kirillov 2019).
+    An object has at most one match with an intersection over union above 0.5 (Kirillov et al. 2019).
     """
     shared_voxels = _count_shared_voxels(truth, labels)
     true_sizes, found_sizes = shared_voxels.sum(axis=1)[1:, None], shared_voxels.sum(axis=0)[None, 1:]
-    shared_objects = shared_voxels[1:, 1:]
-    iou = shared_objects / (true_sizes + found_sizes - shared_objects)
-    true_count, found_count = shared_objects.shape
+    overlaps = shared_voxels[1:, 1:]
+    iou = overlaps / (true_sizes + found_sizes - overlaps)
+    true_count, found_count = overlaps.shape
     matches = iou[iou > 0.5]
     return Scores(
         true=true_count,
@@ -62,8 +64,8 @@ def score(truth: Labels, labels: Labels) -> Scores:
         f1=_compute_f1(len(matches), true_count + found_count),
         f1_strict=_compute_f1(int(np.count_nonzero(iou > 0.75)), true_count + found_count),
         iou=float(matches.mean()) if len(matches) else 0.0,
-        splits=int(np.count_nonzero((shared_objects / found_sizes > 0.5).sum(axis=1) > 1)),
-        merges=int(np.count_nonzero((shared_objects / true_sizes > 0.5).sum(axis=0) > 1)),
+        splits=int(np.count_nonzero((overlaps / found_sizes > 0.5).sum(axis=1) > 1)),
+        merges=int(np.count_nonzero((overlaps / true_sizes > 0.5).sum(axis=0) > 1)),
     )
 
 
@@ -72,8 +74,8 @@ def segment_classically(image: NDArray[Any], diameter: float) -> Labels:
 
     Image and labels are [Z, Y, X]. `diameter` is in voxels. The maxima are at least 0.35 diameters apart.
     """
-    smoothed = gaussian_filter(image.astype(np.float32), 1)
-    foreground = smoothed > threshold_otsu(smoothed)  # type: ignore[no-untyped-call]
+    smoothed_image = gaussian_filter(image.astype(np.float32), 1)
+    foreground = smoothed_image > threshold_otsu(smoothed_image)  # type: ignore[no-untyped-call]
     distance = gaussian_filter(distance_transform_edt(foreground).astype(np.float32), 1)
     min_distance = max(1, round(0.35 * diameter))
     peaks = peak_local_max(  # type: ignore[no-untyped-call]
@@ -85,7 +87,7 @@ def segment_classically(image: NDArray[Any], diameter: float) -> Labels:
 
 
 def _count_shared_voxels(truth: Labels, labels: Labels) -> NDArray[np.int64]:
-    """Count the voxels shared by each true object (rows) and found object (columns). Index 0 is the background."""
+    """Count the voxels shared by each true object (row) and each found object (column). Index 0 is the background."""
     object_indices = []
     for volume in (truth, labels):
         values, inverse = np.unique(volume, return_inverse=True)
@@ -105,10 +107,10 @@ def get_stack_name(image: Path) -> str:
 
 
 def resolve_diameter(setting: str, truth: Labels, voxel_size: VoxelSize | None = None) -> DiameterSetting:
-    """Parse a diameter setting, which may also be `mean` or `extents` of the true objects. Raises BadParameter.
+    """Parse a diameter, or compute it from the true objects if the setting is `mean` or `extents`.
 
     `mean` is the mean diameter of spheres with the volumes of the objects, scaled by the anisotropy of the voxels.
-    `extents` is the median extent along each axis.
+    `extents` is the median extent along each axis. Raises BadParameter if the setting is invalid.
     """
     if setting == "mean":
         anisotropy = 1.0 if voxel_size is None else voxel_size.anisotropy
@@ -129,18 +131,20 @@ class ScoreRow(NamedTuple):
 
 
 def score_model(runner: ModelRunner, image: Volume, truth: Labels, diameter: str | None) -> ScoreRow:
-    """Segment and score a stack. `diameter` is parsed by `resolve_diameter` unless it is None.
+    """Segment and score a stack. `diameter` is a setting for `resolve_diameter`, or None for the original resolution.
 
-    Raises the errors of `segment`.
+    Raises the errors of `resolve_diameter` and `segment`.
     """
     options = Options(diameter=None if diameter is None else resolve_diameter(diameter, truth, image.voxel_size))
     result = segment(runner, image, options)
-    diameter_used = "as sampled" if result.diameter_text is None else result.diameter_text.replace("; stated", "")
-    return ScoreRow(runner.spec.identifier, diameter_used, score(truth, result.segmentation.pixels))
+    diameter_text = (
+        "original resolution" if result.diameter_text is None else result.diameter_text.replace("; stated", "")
+    )
+    return ScoreRow(runner.spec.identifier, diameter_text, score(truth, result.segmentation.pixels))
 
 
 def score_classical(image: Volume, truth: Labels) -> ScoreRow:
-    """Score the classical method on the first channel, with the true mean diameter."""
+    """Score the classical method on the first channel, using the mean diameter of the true objects."""
     diameter = mean_diameter(truth)
     return ScoreRow(
         "classical", str(Diameter((diameter,), "px")), score(truth, segment_classically(image.array()[0], diameter))

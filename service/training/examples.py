@@ -26,7 +26,7 @@ Floats = NDArray[np.float32]
 Pair = tuple[NDArray[Any], NDArray[Any]]
 """The image and the labels of one stack, both [Z, Y, X]."""
 Source = Callable[[np.random.Generator], Pair]
-Normalize = Callable[[NDArray[Any]], Floats]
+Normalizer = Callable[[NDArray[Any]], Floats]
 Targets = Callable[[NDArray[Any]], Floats]
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ STEPS_PER_REFRESH = 2
 
 
 def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
-    """Read single-channel stacks and their labels. Raises BadFile, and BadParameter if counts or shapes differ."""
+    """Read single-channel stacks and their labels. Raises BadFile, or BadParameter if file counts or shapes differ."""
     if len(images) != len(labels):
         raise BadParameter(
             f"Each image needs labels, but there are {len(images)} images and {len(labels)} label files."
@@ -61,24 +61,26 @@ def split_pairs(pairs: Sequence[Pair], validation_fraction: float) -> tuple[list
 
     Raises BadParameter if a part contains no objects.
     """
-    training: list[Pair] = []
-    validation: list[Pair] = []
-    for number, (image, labels) in enumerate(pairs):
+    training_pairs: list[Pair] = []
+    validation_pairs: list[Pair] = []
+    for stack_index, (image, labels) in enumerate(pairs):
         axis = int(np.argmax(image.shape))
         split_index = round(image.shape[axis] * (1 - validation_fraction))
-        parts = [np.split(volume, [split_index], axis) for volume in (image, labels)]
-        for part_pairs, index, name in ((training, 0, "training"), (validation, 1, "validation")):
-            if not parts[1][index].any():
-                raise BadParameter(f"Stack {number + 1}: the part for {name} contains no objects. Change --validation.")
-            part_pairs.append((parts[0][index], parts[1][index]))
-    return training, validation
+        split_volumes = [np.split(volume, [split_index], axis) for volume in (image, labels)]
+        for part_pairs, index, purpose in ((training_pairs, 0, "training"), (validation_pairs, 1, "validation")):
+            if not split_volumes[1][index].any():
+                raise BadParameter(
+                    f"Stack {stack_index + 1}: the part for {purpose} contains no objects. Change --validation."
+                )
+            part_pairs.append((split_volumes[0][index], split_volumes[1][index]))
+    return training_pairs, validation_pairs
 
 
 def median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
-    """Return the median extents [3] of the objects in labels [Z, Y, X] along z, y and x in voxels, or None.
+    """Return the median extents [3] in voxels of the objects in labels [Z, Y, X], or None if there are no objects.
 
-    Objects that touch a face of the stack may be cut off. They are included only if there are fewer than three other
-    objects.
+    Objects that touch a face of the stack may be cut off. Such objects are included only if there are fewer than three
+    other objects.
     """
     if labels.max(initial=0) > labels.size:
         # Renumber the objects, because `find_objects` allocates memory for all numbers up to the largest one.
@@ -90,7 +92,7 @@ def median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
 
 
 def _is_complete(box: Sequence[slice], shape: Sequence[int]) -> bool:
-    """Return whether a box touches no face of the stack."""
+    """Return whether a box does not touch any face of the stack."""
     return all(side.start > 0 and side.stop < length for side, length in zip(box, shape, strict=True))
 
 
@@ -133,28 +135,28 @@ def zoom_pair(image: NDArray[Any], labels: NDArray[Any], factors: NDArray[np.flo
 
 @dataclass(frozen=True)
 class ExampleDataset(Dataset[Example]):
-    """Numbered examples. Each has its own random generator, so examples are reproducible in any process and order."""
+    """Numbered examples. Each example has its own random generator, and is reproducible in any process and order."""
 
     source: Source
-    normalize: Normalize
+    normalize: Normalizer
     seed: int
-    targets: Targets = instance_targets
+    compute_targets: Targets = instance_targets
 
     def __getitem__(self, number: int) -> Example:
         image, labels = self.source(np.random.default_rng([self.seed, 1, number]))
-        return Example(self.normalize(image), self.targets(labels))
+        return Example(self.normalize(image), self.compute_targets(labels))
 
 
 class ExamplePool:
     """A pool of examples in memory. Each call to `refresh` replaces one of the examples.
 
-    first    number of the oldest example; the pool equals a pool that began at 0 and was refreshed `first` times
-    workers  number of processes that create examples; if 0, a thread creates the next example during training
+    first         number of the oldest example; equals the number of refreshes of a pool that began with example 0
+    worker_count  number of processes that create examples; if 0, a thread creates the next example during training
     """
 
-    def __init__(self, dataset: ExampleDataset, size: int, *, first: int = 0, workers: int = 0) -> None:
+    def __init__(self, dataset: ExampleDataset, size: int, *, first: int = 0, worker_count: int = 0) -> None:
         self._source: Iterator[Example] = (
-            _load_in_processes(dataset, first, workers) if workers else _prefetch(dataset.__getitem__, first)
+            _load_in_processes(dataset, first, worker_count) if worker_count else _prefetch(dataset.__getitem__, first)
         )
         self._oldest_number = first
         examples = {number % size: next(self._source) for number in range(first, first + size)}
@@ -177,25 +179,25 @@ class ExamplePool:
         self._source = iter(())
 
 
-def _prefetch(function: Callable[[int], T], first: int) -> Generator[T, None, None]:
-    """Yield `function(first)`, `function(first + 1)`, ..., and call the function one number ahead in a thread."""
+def _prefetch(function: Callable[[int], T], start: int) -> Generator[T, None, None]:
+    """Yield `function(start)`, `function(start + 1)`, ... Compute the next value in a thread in advance."""
     with ThreadPoolExecutor(1) as executor:
-        next_future = executor.submit(function, first)
-        for number in itertools.count(first + 1):
+        next_future = executor.submit(function, start)
+        for number in itertools.count(start + 1):
             current_future, next_future = next_future, executor.submit(function, number)
             yield current_future.result()
 
 
-def _load_in_processes(dataset: ExampleDataset, first: int, workers: int) -> Iterator[Example]:
-    """Return an iterator over examples in order. Its worker processes live as long as the iterator.
+def _load_in_processes(dataset: ExampleDataset, start: int, worker_count: int) -> Iterator[Example]:
+    """Return an iterator over examples in order. The worker processes live as long as the iterator.
 
     The loader has its own random generator. Otherwise, it would change the state of the global PyTorch generator.
     """
     loader = DataLoader(
         dataset,
         batch_size=None,
-        sampler=itertools.count(first),
-        num_workers=workers,
+        sampler=itertools.count(start),
+        num_workers=worker_count,
         collate_fn=_keep_arrays,
         generator=torch.Generator(),
     )
@@ -203,22 +205,22 @@ def _load_in_processes(dataset: ExampleDataset, first: int, workers: int) -> Ite
 
 
 def _keep_arrays(example: Any) -> Any:
-    """Return arrays unchanged. Tensors would use shared memory, and containers have only 64 MiB of shared memory."""
+    """Return an example unchanged, as arrays. Tensors would need shared memory, which containers limit to 64 MiB."""
     return example
 
 
 def draw_batch(pool: ExamplePool, rng: np.random.Generator, size: int, edge: int) -> tuple[Tensor, Tensor]:
     """Draw a random batch of images [size, 1, edge, edge, edge] and targets [size, T, edge, edge, edge], float32."""
     crops = [_augment(_crop(pool[int(rng.integers(len(pool)))], rng, edge), rng) for _ in range(size)]
-    stacked = torch.from_numpy(np.stack(crops))
-    return stacked[:, :1].contiguous(), stacked[:, 1:].contiguous()
+    batch = torch.from_numpy(np.stack(crops))
+    return batch[:, :1].contiguous(), batch[:, 1:].contiguous()
 
 
 def _crop(example: Example, rng: np.random.Generator, edge: int) -> Floats:
     """Return a random crop [1 + T, edge, edge, edge] of image and targets.
 
-    The crop is padded with zeros outside the volume, like sliding windows. Half of the crops are placed so that they
-    contain a randomly chosen object voxel. Otherwise, many crops of sparse volumes would be empty.
+    Like a sliding window, the crop is padded with zeros outside the volume. With a probability of one half, the crop is
+    placed so that it contains a randomly chosen object voxel. Otherwise, many crops of sparse volumes would be empty.
     """
     crop = np.zeros((1 + len(example.targets), edge, edge, edge), np.float32)
     crop_slices, volume_slices = [], []
@@ -226,13 +228,13 @@ def _crop(example: Example, rng: np.random.Generator, edge: int) -> Floats:
     object_voxels = np.flatnonzero(example.targets[0]) if rng.random() < 0.5 else np.zeros(0, np.intp)
     voxel = np.unravel_index(int(rng.choice(object_voxels)), shape) if object_voxels.size else None
     for axis, length in enumerate(shape):
-        low, high = min(0, length - edge), max(0, length - edge)
+        min_start, max_start = min(0, length - edge), max(0, length - edge)
         if voxel is not None:
-            low, high = max(low, int(voxel[axis]) - edge + 1), min(high, int(voxel[axis]))
-        start = int(rng.integers(low, high + 1))
-        begin, end = max(start, 0), min(start + edge, length)
-        volume_slices.append(slice(begin, end))
-        crop_slices.append(slice(begin - start, end - start))
+            min_start, max_start = max(min_start, int(voxel[axis]) - edge + 1), min(max_start, int(voxel[axis]))
+        start = int(rng.integers(min_start, max_start + 1))
+        volume_start, volume_stop = max(start, 0), min(start + edge, length)
+        volume_slices.append(slice(volume_start, volume_stop))
+        crop_slices.append(slice(volume_start - start, volume_stop - start))
     crop[0][tuple(crop_slices)] = example.image[tuple(volume_slices)]
     crop[1:][(slice(None), *crop_slices)] = example.targets[(slice(None), *volume_slices)]
     return crop
@@ -258,32 +260,35 @@ def _augment(crop: Floats, rng: np.random.Generator) -> Floats:
 
 
 def prefetch_batches(
-    pool: ExamplePool, plan: Training, first: int, *, pinned: bool
+    pool: ExamplePool, plan: Training, first_step: int, *, pin_memory: bool
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
-    """Yield images and targets for steps `first`, `first + 1`, ..., in page-locked memory if `pinned`.
+    """Yield images and targets for steps `first_step`, `first_step + 1`, ..., in pinned memory if `pin_memory` is set.
 
     The next batch is created while the device trains on the current batch. The pool is refreshed before a step, so that
-    resumed training begins that step with an equal pool.
+    training that is resumed at this step begins with an identical pool.
     """
 
     def make_batch(step: int) -> tuple[Tensor, Tensor]:
-        if step > first and step % STEPS_PER_REFRESH == 0:
+        if step > first_step and step % STEPS_PER_REFRESH == 0:
             pool.refresh()
         rng = np.random.default_rng([plan.seed, 2, step])
         images, targets = draw_batch(pool, rng, plan.batch_size, plan.edge)
-        return (images.pin_memory(), targets.pin_memory()) if pinned else (images, targets)
+        return (images.pin_memory(), targets.pin_memory()) if pin_memory else (images, targets)
 
-    return _prefetch(make_batch, first)
+    return _prefetch(make_batch, first_step)
 
 
-def cut_tiles(pair: Pair, normalize: Normalize, edge: int) -> tuple[Tensor, Tensor]:
-    """Return up to eight cubes, one at each corner of a stack: images [B, 1, e, e, e] and targets [B, 2, e, e, e]."""
+def cut_tiles(pair: Pair, normalize: Normalizer, edge: int) -> tuple[Tensor, Tensor]:
+    """Return images [B, 1, e, e, e] and targets [B, 2, e, e, e] of up to eight cubes, one at each corner of a stack."""
     image, labels = pair
-    stacked = np.concatenate([normalize(image)[None], instance_targets(labels)])
-    stacked = np.pad(stacked, [(0, 0), *((0, max(0, edge - length)) for length in image.shape)])
-    corners = [sorted({0, length - edge}) for length in stacked.shape[1:]]
+    channels = np.concatenate([normalize(image)[None], instance_targets(labels)])
+    channels = np.pad(channels, [(0, 0), *((0, max(0, edge - length)) for length in image.shape)])
+    corners = [sorted({0, length - edge}) for length in channels.shape[1:]]
     cubes = [
-        stacked[:, z : z + edge, y : y + edge, x : x + edge] for z in corners[0] for y in corners[1] for x in corners[2]
+        channels[:, z : z + edge, y : y + edge, x : x + edge]
+        for z in corners[0]
+        for y in corners[1]
+        for x in corners[2]
     ]
     tiles = torch.from_numpy(np.ascontiguousarray(np.stack(cubes), dtype=np.float32))
     return tiles[:, :1].contiguous(), tiles[:, 1:].contiguous()

@@ -1,4 +1,4 @@
-"""Fine-tuning of a model on annotated stacks, with scores on held-out data before and after."""
+"""Fine-tuning of a model on annotated stacks, with scores on held-out data before and after training."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from service.training.training_loop import CHECKPOINT_FILE, Trainer
 
 Extents = tuple[float, float, float]
 ProgressCallback = Callable[[dict[str, Any]], None]
-"""A callback for progress messages, with the members stage, steps, step, loss, validation or before."""
+"""A callback for progress messages, which can have the members stage, steps, step, loss, validation and before."""
 
 # Fraction of each stack that is held out for scoring.
 HELD_OUT_FRACTION = 0.2
 # Minimum number of objects in the held-out parts. With fewer objects, the scores would not be meaningful.
 MIN_HELD_OUT_OBJECTS = 10
-# Stacks are not resampled if the object diameter is within this factor of the model's.
+# Stacks are not resampled if their object diameter is within this factor of the model's object diameter.
 RESAMPLING_TOLERANCE = 1.15
 # Maximum factor by which stacks are enlarged or reduced.
 MAX_ZOOM = 3.0
 # Maximum number of voxels of a resampled stack.
-MAX_VOXELS = 2**27
+MAX_RESAMPLED_VOXELS = 2**27
 # Fraction of the training time that is reserved for steps. The rest is for validation.
 STEPS_TIME_FRACTION = 0.8
-# Minimum fraction of the requested time for training, no matter how long reading and scoring take.
+# Minimum fraction of the requested time that is spent on training, no matter how long reading and scoring take.
 MIN_TRAINING_TIME_FRACTION = 0.3
 MIN_STEPS = 4
 MAX_STEPS = 3000
@@ -54,7 +54,7 @@ VALIDATION_COUNT = 12
 
 
 class StackFiles(NamedTuple):
-    """The files of an annotated stack, its annotated region (None for all), and the object diameter, if known."""
+    """The files of an annotated stack, its annotated region (None for the whole stack), and the object diameter."""
 
     name: str
     image: Path
@@ -76,8 +76,7 @@ class AnnotatedStack:
     extents: Extents | None
 
     @property
-    def objects(self) -> int:
-        """Number of objects."""
+    def object_count(self) -> int:
         labels = self.pair[1]
         return int(np.count_nonzero(np.unique(labels)))
 
@@ -85,14 +84,14 @@ class AnnotatedStack:
 class FineTuningTask(NamedTuple):
     """The base model, the output folder and the settings for fine-tuning.
 
-    base      model that provides the initial weights
-    out       folder of the new model
-    settings  device, threads, precision and training options
-    report    callback for progress messages
+    base           model that provides the initial weights
+    output_folder  folder of the new model
+    settings       device, threads, precision and training options
+    report         callback for progress messages
     """
 
     base: ModelSpec
-    out: Path
+    output_folder: Path
     settings: Settings
     report: ProgressCallback
 
@@ -106,27 +105,29 @@ class FineTuningResult(NamedTuple):
 
 
 def fine_tune(stacks: Sequence[StackFiles], task: FineTuningTask, *, minutes: float) -> FineTuningResult:
-    """Train for `minutes`, including the time for scoring, and create the model folder `task.out`.
+    """Train for `minutes`, including the time for scoring, and create the model folder `task.output_folder`.
 
-    The stacks must not overlap, because training data would leak into the held-out data. Stacks are resampled to the
-    object diameter of the model, as in requests. Only the number of steps is not taken from the settings, but
-    depends on the available time. Raises BadParameter, BadFile, BrokenModel and ConfigError.
+    The stacks must not overlap. Otherwise, training data would leak into the held-out data. Stacks are resampled to the
+    object diameter of the model, as in requests. The number of steps depends on the available time. All other options
+    are taken from the settings. Raises BadParameter, BadFile, BrokenModel and ConfigError.
     """
-    base, out, settings, report = task
+    base, output_folder, settings, report = task
     start_time = time.monotonic()
     all_stacks = [read_stack(stack) for stack in stacks]
-    parts, held_out, has_held_out_data = _hold_out_parts(all_stacks, settings.training.validation, base.input.diameter)
+    training_parts, scored_parts, has_held_out_data = _hold_out_parts(
+        all_stacks, settings.training.validation, base.input.diameter
+    )
     eager_settings = override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"})
     report({"stage": "scoring"})
-    base_scores = score_model(base, held_out, eager_settings)
+    base_scores = score_model(base, scored_parts, eager_settings)
     report({"before": round(base_scores.f1, 4)})
     scoring_seconds = time.monotonic() - start_time
     network, failure, content = _train_network(
-        parts, task, max(60 * minutes - 2 * scoring_seconds, MIN_TRAINING_TIME_FRACTION * 60 * minutes)
+        training_parts, task, max(60 * minutes - 2 * scoring_seconds, MIN_TRAINING_TIME_FRACTION * 60 * minutes)
     )
-    spec = write_model(network, content, out, _read_sample(base), settings)
+    spec = write_model(network, content, output_folder, _read_sample(base), settings)
     report({"stage": "evaluating"})
-    new_scores = score_model(spec, held_out, eager_settings)
+    new_scores = score_model(spec, scored_parts, eager_settings)
     is_better = (new_scores.f1, new_scores.f1_strict) > (base_scores.f1, base_scores.f1_strict)
     remark = (
         f"F1 at IoU 0.5 on {new_scores.true} objects in the held-out fifth of each annotated stack."
@@ -176,12 +177,12 @@ def _hold_out_parts(
     after resampling to `diameter`. Raises BadParameter if that part contains no objects.
     """
     usable_stacks = _select_stacks(stacks, validation_fraction, diameter)
-    training_parts, held_out = map(
+    training_parts, held_out_parts = map(
         list, zip(*(_split_stack(stack, HELD_OUT_FRACTION, diameter) for stack in usable_stacks), strict=True)
     )
-    has_enough_objects = sum(part.objects for part in held_out) >= MIN_HELD_OUT_OBJECTS
+    has_enough_objects = sum(part.object_count for part in held_out_parts) >= MIN_HELD_OUT_OBJECTS
     if has_enough_objects and all(_can_split(part, validation_fraction, diameter) for part in training_parts):
-        return training_parts, held_out, True
+        return training_parts, held_out_parts, True
     return usable_stacks, [_split_stack(stack, validation_fraction, diameter)[1] for stack in usable_stacks], False
 
 
@@ -190,7 +191,7 @@ def _select_stacks(stacks: Sequence[AnnotatedStack], fraction: float, diameter: 
     usable_stacks = [stack for stack in stacks if _can_split(stack, fraction, diameter)]
     if not usable_stacks:
         raise BadParameter(
-            f"The annotated stacks have too few objects. At least one stack must have objects both in the first"
+            f"The annotated stacks contain too few objects. At least one stack must contain objects both in the first"
             f" {1 - fraction:.0%} along its longest axis and in the rest. Annotate more objects."
         )
     return usable_stacks
@@ -206,15 +207,15 @@ def _split_stack(
 ) -> tuple[AnnotatedStack, AnnotatedStack]:
     """Split off the last `fraction` of a stack along the axis that is longest after resampling. Return both parts."""
     image, labels = stack.pair
-    axis = int(np.argmax(np.round(image.shape * find_factors(stack, diameter))))
+    axis = int(np.argmax(np.round(image.shape * compute_zoom_factors(stack, diameter))))
     split_indices = [round(image.shape[axis] * (1 - fraction))]
-    images, label_parts = np.split(image, split_indices, axis), np.split(labels, split_indices, axis)
-    first, last = (replace(stack, pair=(images[side], label_parts[side])) for side in (0, 1))
-    return first, last
+    image_parts, label_parts = np.split(image, split_indices, axis), np.split(labels, split_indices, axis)
+    first_part, last_part = (replace(stack, pair=(image_parts[index], label_parts[index])) for index in (0, 1))
+    return first_part, last_part
 
 
 def score_model(spec: ModelSpec, stacks: Sequence[AnnotatedStack], settings: Settings) -> Scores:
-    """Score a model on the objects of all stacks together. Specify the object diameter if the model supports it."""
+    """Score a model on the objects of all stacks together. Pass an object diameter if the model supports diameters."""
     runner = ModelRunner(spec, settings)
     runner.warm_up()
     scores = []
@@ -228,7 +229,7 @@ def score_model(spec: ModelSpec, stacks: Sequence[AnnotatedStack], settings: Set
 
 
 def _combine_scores(scores: Sequence[Scores]) -> Scores:
-    """Combine the scores of several stacks."""
+    """Sum the counts of several stacks, and average the other scores, weighted by the number of objects."""
     counts = [stack_scores.true + stack_scores.found for stack_scores in scores]
 
     def compute_mean(values: Sequence[float]) -> float:
@@ -246,28 +247,28 @@ def _combine_scores(scores: Sequence[Scores]) -> Scores:
 
 
 def _train_network(
-    parts: Sequence[AnnotatedStack], task: FineTuningTask, seconds: float
+    training_parts: Sequence[AnnotatedStack], task: FineTuningTask, max_seconds: float
 ) -> tuple[torch.nn.Module, str | None, dict[str, Any]]:
-    """Train the network. Return the network, the reason if it did not improve (else None), and its model file."""
-    base, out, settings, report = task
-    pairs = [resample(part, base.input.diameter) for part in parts]
-    content = draft_content(base, out.name, [part.name for part in parts])
+    """Return the trained network, a message if the loss did not improve (else None), and the model file's content."""
+    base, output_folder, settings, report = task
+    pairs = [resample_stack(part, base.input.diameter) for part in training_parts]
+    content = draft_content(base, output_folder.name, [part.name for part in training_parts])
     # All clients can see this description. Stack names are private, so replace them with the number of stacks.
-    content["training_data"] = f"{base.training_data} Then: {describe_stacks(len(parts))}."
+    content["training_data"] = f"{base.training_data} Then: {describe_stacks(len(training_parts))}."
     dtype = choose_dtype(settings)
     start_time = time.monotonic()
-    out.mkdir(parents=True, exist_ok=True)
-    probe_trainer = prepare_training(pairs, settings, content, base)(out, dtype)
+    output_folder.mkdir(parents=True, exist_ok=True)
+    probe_trainer = prepare_training(pairs, settings, content, base)(output_folder, dtype)
     seconds_per_step = max(statistics.median(probe_trainer.measure_step() for _ in range(3)), 1e-3)
-    seconds_left = max(seconds - (time.monotonic() - start_time), MIN_TRAINING_TIME_FRACTION * seconds)
+    seconds_left = max(max_seconds - (time.monotonic() - start_time), MIN_TRAINING_TIME_FRACTION * max_seconds)
     step_count = min(max(round(STEPS_TIME_FRACTION * seconds_left / seconds_per_step), MIN_STEPS), MAX_STEPS)
     report({"stage": "learning", "steps": step_count})
     timed_options = {"steps": step_count, "every": -(-step_count // VALIDATION_COUNT), "minutes": seconds_left / 60}
     make_trainer = prepare_training(pairs, override_settings(settings, "training", timed_options), content, base)
-    trainer = make_trainer(out, dtype)
+    trainer = make_trainer(output_folder, dtype)
     trainer.on_progress = _ProgressReporter(report)
     network = trainer.run()
-    (out / CHECKPOINT_FILE).unlink(missing_ok=True)
+    (output_folder / CHECKPOINT_FILE).unlink(missing_ok=True)
     return network, trainer.state.describe_failure(), content
 
 
@@ -282,7 +283,7 @@ def _read_sample(base: ModelSpec) -> NDArray[Any] | None:
     return sample
 
 
-def find_factors(stack: AnnotatedStack, diameter: float | None) -> NDArray[np.float64]:
+def compute_zoom_factors(stack: AnnotatedStack, diameter: float | None) -> NDArray[np.float64]:
     """Return the factors along (z, y, x) that resample a stack to an object diameter of about `diameter` voxels.
 
     The factors are 1 if `diameter` is None, or if the diameter of the objects is unknown or close to `diameter`.
@@ -293,16 +294,16 @@ def find_factors(stack: AnnotatedStack, diameter: float | None) -> NDArray[np.fl
     return np.ones(3) if np.all((factors < RESAMPLING_TOLERANCE) & (factors > 1 / RESAMPLING_TOLERANCE)) else factors
 
 
-def resample(stack: AnnotatedStack, diameter: float | None) -> Pair:
-    """Return image and labels resampled by `find_factors`. Raises BadParameter if the result is too large."""
+def resample_stack(stack: AnnotatedStack, diameter: float | None) -> Pair:
+    """Return the image and labels, resampled to an object diameter. Raises BadParameter if they become too large."""
     image, labels = stack.pair
-    factors = find_factors(stack, diameter)
+    factors = compute_zoom_factors(stack, diameter)
     if np.all(factors == 1):
         return stack.pair
-    if image.size * np.prod(factors) > MAX_VOXELS:
+    if image.size * np.prod(factors) > MAX_RESAMPLED_VOXELS:
         raise BadParameter(
             f"{stack.name}: after resampling to the model's object diameter of {diameter:g} voxels, the stack has more"
-            f" than {MAX_VOXELS:,} voxels. Annotate a smaller part."
+            f" than {MAX_RESAMPLED_VOXELS:,} voxels. Annotate a smaller region."
         )
     return zoom_pair(image, labels, factors)
 
@@ -317,11 +318,11 @@ class _ProgressReporter:
         state = trainer.state
         if trainer.is_finishing:
             self._report({"stage": "finishing"})
-        for step, _, _, value, *_ in state.curve[self._reported_validation_count :]:
-            self._report({"validation": [step, value]})
+        for step, _, _, validation_loss, *_ in state.curve[self._reported_validation_count :]:
+            self._report({"validation": [step, validation_loss]})
         self._reported_validation_count = len(state.curve)
-        if state.step > self._reported_step and trainer.loss is not None:
-            self._report({"step": state.step, "loss": trainer.loss})
+        if state.step > self._reported_step and trainer.latest_loss is not None:
+            self._report({"step": state.step, "loss": trainer.latest_loss})
         self._reported_step = state.step
 
 
@@ -335,15 +336,15 @@ def _add_lineage(spec: ModelSpec, lineage: Lineage) -> ModelSpec:
 
 def _describe_result(lineage: Lineage, failure: str | None, *, has_held_out_data: bool) -> str:
     """Return a message about the result of fine-tuning."""
-    scores = f"F1 {lineage.before:.2f} before, {lineage.after:.2f} after"
+    score_text = f"F1 {lineage.before:.2f} before, {lineage.after:.2f} after"
     if lineage.better:
-        message = f"The new model is better on the annotated stacks: {scores}."
+        message = f"The new model is better on the annotated stacks: {score_text}."
     else:
-        message = f"The new model is not better: {scores}. Correct more objects, or train for longer."
+        message = f"The new model is not better: {score_text}. Correct more objects, or train for longer."
     if failure is not None:
         message += " It has the weights of the base model, because the validation loss did not improve."
     return (
         message
         if has_held_out_data
-        else f"{message} Too few objects are annotated, so the scores are on objects that also selected the weights."
+        else f"{message} Too few objects are annotated, so the scores are for objects also used to select the weights."
     )

@@ -38,9 +38,10 @@ StackPaths = tuple[Sequence[Path], Sequence[Path]]
 def prepare_training(
     pairs: Sequence[Pair], settings: Settings, content: dict[str, Any], base: ModelSpec | None
 ) -> Callable[[Path, torch.dtype], Trainer]:
-    """Return a function that creates a trainer on stacks and labels, for a folder and a dtype.
+    """Return a function that creates a trainer for the stacks and labels `pairs`, given a folder and a dtype.
 
-    The device and the number of threads are taken from the settings. Raises BadParameter, BrokenModel and ConfigError.
+    `content` is the content of the new model file. The device and the number of threads are taken from the settings.
+    Raises BadParameter, BrokenModel and ConfigError.
     """
     draft_spec = ModelSpec.model_validate({**content, "weights": {"sha256": "0" * 64}, "folder": Path()})
     check_trainable(draft_spec)
@@ -67,7 +68,7 @@ def prepare_training(
 
 
 def choose_dtype(settings: Settings) -> torch.dtype:
-    """Return the dtype for mixed precision on the device of the settings."""
+    """Return the dtype for mixed precision on the configured device."""
     device = devices.choose_device(settings.device.name)
     return precision.choose(settings.engine.precision, devices.list_native_precisions(device)).dtype
 
@@ -93,29 +94,29 @@ def _check_crop_size(network: nn.Module, edge: int) -> None:
 
 def train_model(
     paths: StackPaths,
-    out: Path,
+    output_folder: Path,
     settings: Settings,
     *,
     base: ModelSpec | None = None,
     resume: bool = False,
 ) -> tuple[ModelSpec, TrainerState]:
-    """Train on stacks and their labels, and create the model folder `out`.
+    """Train on stacks and their labels, and create the model folder `output_folder`.
 
-    Device, threads, precision and training options are taken from the settings. Raises BadParameter, BadFile,
+    The device, threads, precision and training options are taken from the settings. Raises BadParameter, BadFile,
     BrokenModel and ConfigError.
     """
-    if (out / FILE_NAME).exists() or (out.exists() and any(out.iterdir()) and not resume):
+    if (output_folder / FILE_NAME).exists() or (output_folder.exists() and any(output_folder.iterdir()) and not resume):
         raise BadParameter(
-            f"{out} is not empty. Choose another folder, or use --resume to continue unfinished training."
+            f"{output_folder} is not empty. Choose another folder, or use --resume to continue unfinished training."
         )
-    content = draft_content(base, out.name, [path.name for path in paths[0]])
+    content = draft_content(base, output_folder.name, [path.name for path in paths[0]])
     pairs = read_pairs(*paths)
     make_trainer = prepare_training(pairs, settings, content, base)
-    out.mkdir(parents=True, exist_ok=True)
-    trainer = make_trainer(out, choose_dtype(settings))
+    output_folder.mkdir(parents=True, exist_ok=True)
+    trainer = make_trainer(output_folder, choose_dtype(settings))
     if resume:
         trainer.resume()
     network = trainer.run()
-    spec = write_model(network, content, out, pairs[0][0], settings)
-    (out / CHECKPOINT_FILE).unlink(missing_ok=True)
+    spec = write_model(network, content, output_folder, pairs[0][0], settings)
+    (output_folder / CHECKPOINT_FILE).unlink(missing_ok=True)
     return spec, trainer.state

@@ -14,22 +14,22 @@ from torch.nn import functional
 
 Floats = NDArray[np.float32]
 
-# Computed over all crops of a batch together, because the Dice loss is not meaningful for a crop without objects.
+# This loss is computed over all crops of a batch together, because it is not meaningful for a crop without objects.
 DICE_LOSS = DiceLoss(sigmoid=True, batch=True, smooth_nr=1.0, smooth_dr=1.0)
 
 
 def instance_targets(labels: NDArray[Any]) -> Floats:
     """Return the foreground mask (0 or 1) and the distance map of labels [Z, Y, X] as float32 [2, Z, Y, X]."""
-    return np.stack([(labels > 0).astype(np.float32), distance_target(labels)])
+    return np.stack([(labels > 0).astype(np.float32), compute_distance_target(labels)])
 
 
-def distance_target(labels: NDArray[Any]) -> Floats:
+def compute_distance_target(labels: NDArray[Any]) -> Floats:
     """Return the normalized distance of voxels [Z, Y, X] to the outline of their object: 0 outside, 1 at centers.
 
-    The value is e / (e + r), where e is the Euclidean distance to the nearest voxel of another object or the
+    The value is e / (e + r), where e is the Euclidean distance to the nearest voxel of another object or of the
     background, and r is the distance to the object's center. A plain distance transform has a ridge with several maxima
-    in elongated nuclei. This value has exactly one maximum in star-shaped objects, and is close to zero at the contact
-    of two objects. If the spacing of planes is larger than the pixel size, e would measure only the distance along
+    in elongated nuclei. This value has exactly one maximum in star-shaped objects, and is close to zero where two
+    objects touch. If the spacing of planes is larger than the pixel size, e would measure only the distance along
     z. Therefore, z is scaled by the median flatness of the objects. The result is float32.
     """
     labels = np.ascontiguousarray(labels, dtype=np.uint32)
@@ -39,7 +39,7 @@ def distance_target(labels: NDArray[Any]) -> Floats:
         return result
     _, object_index = np.unique(labels.ravel()[foreground], return_inverse=True)
     coordinates = np.stack(np.unravel_index(foreground, labels.shape)).astype(np.float32)
-    spacing = _median_flatness(coordinates, object_index)
+    spacing = _compute_median_flatness(coordinates, object_index)
     coordinates[0] *= spacing
     outline_distance = edt.edt(labels, anisotropy=(spacing, 1.0, 1.0), black_border=False).ravel()[foreground]
     outline_distance = np.minimum(outline_distance, max(labels.shape) * spacing)
@@ -51,13 +51,13 @@ def distance_target(labels: NDArray[Any]) -> Floats:
     return result
 
 
-def _median_flatness(coordinates: Floats, object_index: NDArray[np.intp]) -> float:
-    """Return the median ratio of the objects' in-plane extent to their extent along z, clipped to the range 1 to 4.
+def _compute_median_flatness(coordinates: Floats, object_index: NDArray[np.intp]) -> float:
+    """Return the median ratio of the in-plane extent of objects to their extent along z, clipped to the range 1 to 4.
 
     `coordinates` are the coordinates of object voxels [3, N], and `object_index` contains their object indices [N].
     """
     voxel_counts = np.bincount(object_index)
-    spread = [
+    spreads = [
         np.sqrt(
             np.maximum(
                 np.bincount(object_index, axis**2) / voxel_counts
@@ -67,15 +67,15 @@ def _median_flatness(coordinates: Floats, object_index: NDArray[np.intp]) -> flo
         )
         for axis in coordinates.astype(np.float64)
     ]
-    return float(np.clip(np.median((spread[1] + spread[2]) / (2 * spread[0])), 1, 4))
+    return float(np.clip(np.median((spreads[1] + spreads[2]) / (2 * spreads[0])), 1, 4))
 
 
 def instance_loss(scores: Tensor, targets: Tensor) -> Tensor:
     """Return the scalar loss of scores and targets (foreground 0 or 1, distance 0 to 1), both [B, 2, z, y, x].
 
-    The loss is the sum of cross entropy and Dice loss of the foreground, and the absolute error of the distance. The
-    absolute error keeps the valleys between touching objects sharper than the squared error would. Outside the objects,
-    it is weighted a fifth as much as inside.
+    The loss is a weighted sum of the cross entropy and the Dice loss of the foreground, and of the absolute error of
+    the distance. The absolute error results in sharper valleys between touching objects than the squared error. Errors
+    outside objects have a fifth of the weight of errors inside objects.
     """
     foreground, distance = targets[:, 0], targets[:, 1]
     dice: Tensor = DICE_LOSS(scores[:, :1], targets[:, :1])

@@ -22,7 +22,7 @@ from service.inference.segment import segment
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import ModelSpec, Sample
 
-NEW_MODEL: dict[str, Any] = {
+NEW_MODEL_CONTENT: dict[str, Any] = {
     "licence": "Not stated.",
     "architecture": {"name": "ShuffleUNet", "arguments": {"in_channels": 1, "out_channels": 2}},
     "input": {
@@ -43,10 +43,10 @@ def describe_stacks(count: int) -> str:
     return f"{count} annotated {'stack' if count == 1 else 'stacks'}"
 
 
-def draft_content(base: ModelSpec | None, name: str, trained_on: list[str]) -> dict[str, Any]:
-    """Return the content of a new model file except `weights`, based on `base` or else on `NEW_MODEL`."""
+def draft_content(base: ModelSpec | None, name: str, stack_names: list[str]) -> dict[str, Any]:
+    """Return the content of a new model file without `weights`. If `base` is None, start from `NEW_MODEL_CONTENT`."""
     content = (
-        NEW_MODEL
+        NEW_MODEL_CONTENT
         if base is None
         else base.model_dump(mode="json", exclude={"weights", "sample", "format", "confidence", "lineage"})
     )
@@ -56,15 +56,15 @@ def draft_content(base: ModelSpec | None, name: str, trained_on: list[str]) -> d
         **content,
         "name": name,
         "version": "1",
-        "summary": f"Trained on {describe_stacks(len(trained_on))}" + (f", from {base.identifier}." if base else "."),
-        "training_data": base_data + ", ".join(trained_on),
+        "summary": f"Trained on {describe_stacks(len(stack_names))}" + (f", from {base.identifier}." if base else "."),
+        "training_data": base_data + ", ".join(stack_names),
     }
 
 
 def write_model(
     network: nn.Module, content: dict[str, Any], folder: Path, image: NDArray[Any] | None, settings: Settings
 ) -> ModelSpec:
-    """Write the weights, the model file and a sample to `folder`, and read them back. Raises BrokenModel.
+    """Write the weights, the model file and a sample to `folder`. Return the spec of the model. Raises BrokenModel.
 
     The sample is a window from the center of `image` [Z, Y, X], and is used to compare engines. If `image` is None, no
     sample is written.
@@ -94,6 +94,6 @@ def _write_sample(spec: ModelSpec, image: NDArray[Any], settings: Settings) -> N
     window = image[tuple(slice(start, start + edge) for start, edge in zip(starts, spec.input.roi_size, strict=True))]
     runner = ModelRunner(spec, override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"}))
     runner.warm_up()
-    expected = segment(runner, Volume.from_array(np.ascontiguousarray(window)[None]), Options()).segmentation
+    segmentation = segment(runner, Volume.from_array(np.ascontiguousarray(window)[None]), Options()).segmentation
     tiff_writer.write(Segmentation(window, "labels"), spec.folder / sample.input)
-    tiff_writer.write(expected, spec.folder / sample.expected)
+    tiff_writer.write(segmentation, spec.folder / sample.expected)

@@ -29,7 +29,7 @@ from service.training.fine_tune import FineTuningTask, ProgressCallback, StackFi
 
 DISK_FULL_MESSAGE = (
     "The disk that contains the trained models (models.trained_folder) is full, so training could not finish. Ask the"
-    " operator to free some space, then start the training again."
+    " operator to free some space, then start the training run again."
 )
 # Error numbers for files that cannot grow.
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def train(request: dict[str, Any], report: ProgressCallback) -> None:
-    """Train as requested, with low priority and a memory limit. Raises the errors of `fine_tune`."""
+    """Fine-tune a model as requested, with low priority and a memory limit. Raises the errors of `fine_tune`."""
     settings = Settings.model_validate(request["settings"])
     _lower_priority(int(request["niceness"]))
     _limit_memory(int(request["memory_bytes"]), settings)
@@ -79,10 +79,10 @@ def train(request: dict[str, Any], report: ProgressCallback) -> None:
 
 
 def describe_error(error: Exception, request: dict[str, Any]) -> str | None:
-    """Return the message for users about an error, or None if the error is unexpected."""
-    translated = translate_error(error)
-    if isinstance(translated, StackSegError):
-        return OUT_OF_MEMORY_MESSAGE if isinstance(translated, OutOfMemory) else str(translated)
+    """Return a message for users about an error, or None if the error is unexpected."""
+    translated_error = translate_error(error)
+    if isinstance(translated_error, StackSegError):
+        return OUT_OF_MEMORY_MESSAGE if isinstance(translated_error, OutOfMemory) else str(translated_error)
     # Libraries that write files raise their own errors if the disk is full, so check the disk.
     return DISK_FULL_MESSAGE if _is_disk_full(request) else None
 

@@ -1,4 +1,4 @@
-"""Training techniques: weight averaging, gradient checkpointing, and a workaround for convolutions in BF16."""
+"""Training techniques: weight averaging, activation checkpointing, and a workaround for convolutions in BF16."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ MAX_CONVOLUTIONS_PER_BLOCK = 3
 
 
 def checkpoint_blocks(network: nn.Module) -> int:
-    """Enable gradient checkpointing for the blocks of `network` in place, and return the number of blocks.
+    """Enable activation checkpointing for the blocks of `network` in place, and return the number of blocks.
 
-    Blocks are the largest modules with at most three convolutions. Only the inputs of blocks are stored for the
-    backward pass (Chen et al. 2016).
+    Blocks are found by `find_blocks`. Only the inputs of blocks are stored for the backward pass (Chen et al. 2016).
     """
     blocks = find_blocks(network)
     for block in blocks:
@@ -38,12 +37,12 @@ def find_blocks(network: nn.Module) -> list[nn.Module]:
     """
     blocks: dict[int, nn.Module] = {}
     for child in network.children():
-        convolutions = sum(isinstance(module, _ConvNd) for module in child.modules())
-        if isinstance(child, _ConvNd) or not convolutions:
+        convolution_count = sum(isinstance(module, _ConvNd) for module in child.modules())
+        if isinstance(child, _ConvNd) or not convolution_count:
             continue
         child_blocks = (
             [child]
-            if convolutions <= MAX_CONVOLUTIONS_PER_BLOCK and not isinstance(child, nn.ModuleList)
+            if convolution_count <= MAX_CONVOLUTIONS_PER_BLOCK and not isinstance(child, nn.ModuleList)
             else find_blocks(child)
         )
         blocks |= {id(block): block for block in child_blocks}
@@ -74,20 +73,20 @@ def _suspend_statistics(block: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def update_average(average: nn.Module, network: nn.Module, decay: float) -> None:
+def update_average(averaged_network: nn.Module, network: nn.Module, decay: float) -> None:
     """Update the moving average of the weights. Copy the batch statistics, because they are already averages."""
-    for averaged_weights, weights in zip(average.parameters(), network.parameters(), strict=True):
+    for averaged_weights, weights in zip(averaged_network.parameters(), network.parameters(), strict=True):
         averaged_weights.lerp_(weights, 1 - decay)
-    for averaged_statistic, statistic in zip(average.buffers(), network.buffers(), strict=True):
+    for averaged_statistic, statistic in zip(averaged_network.buffers(), network.buffers(), strict=True):
         averaged_statistic.copy_(statistic)
 
 
 def recompute_statistics(network: nn.Module, images: Iterable[Tensor]) -> None:
     """Recompute batch normalization statistics as plain means over batches [B, 1, z, y, x] with the current weights.
 
-    The statistics from training are means over about the last ten batches, and belong to weights that are not averaged.
-    They are so noisy that the size of segmented objects fluctuates. Izmailov et al. (2018) recompute the statistics for
-    the same reason.
+    The statistics from training are means over about the last ten batches, and were computed with weights that are not
+    averaged. These statistics are so noisy that the size of segmented objects fluctuates. Izmailov et al. (2018)
+    recompute the statistics for the same reason.
     """
     device = next(network.parameters()).device
     update_bn((batch.to(device, memory_format=torch.channels_last_3d) for batch in images), network)

@@ -22,7 +22,7 @@ from service.training.training_loop import Trainer
 HEADER = "| precision | crops per second | milliseconds per step | peak memory of a step |\n|---|---|---|---|"
 WARM_UP_STEP_COUNT = 2
 MEASURED_STEP_COUNT = 10
-# Time after which no new step is measured. In an emulated precision, a step can take half a minute.
+# Time after which no further step is measured. In an emulated precision, a step can take half a minute.
 MAX_MEASURING_SECONDS = 60.0
 CLEAR_REFS_FILE = Path("/proc/self/clear_refs")
 STATUS_FILE = Path("/proc/self/status")
@@ -32,7 +32,7 @@ STATUS_FILE = Path("/proc/self/status")
 class StepCost:
     """The cost of a training step in one precision.
 
-    seconds     median duration
+    seconds     median duration of a step
     peak_bytes  peak memory of a step minus the memory before the step; None if unknown
     """
 
@@ -43,9 +43,9 @@ class StepCost:
 
     def format_row(self) -> str:
         """Format a row of the table below `HEADER`."""
-        memory = "unknown" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:.0f} MiB"
-        rate = self.batch_size / self.seconds
-        return f"| {self.precision} | {rate:.2f} | {1000 * self.seconds:.0f} | {memory} |"
+        memory_text = "unknown" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:.0f} MiB"
+        crops_per_second = self.batch_size / self.seconds
+        return f"| {self.precision} | {crops_per_second:.2f} | {1000 * self.seconds:.0f} | {memory_text} |"
 
 
 def measure_steps(paths: StackPaths, settings: Settings, base: ModelSpec | None = None) -> list[StepCost]:
@@ -53,36 +53,36 @@ def measure_steps(paths: StackPaths, settings: Settings, base: ModelSpec | None 
     device = devices.choose_device(settings.device.name)
     precisions = choose_precisions(settings.engine.precision, devices.list_native_precisions(device))
     make_trainer = prepare_training(read_pairs(*paths), settings, draft_content(base, "mine", []), base)
-    trainers, peaks = list[Trainer](), list[int | None]()
+    trainers, memory_peaks = list[Trainer](), list[int | None]()
     with tempfile.TemporaryDirectory(prefix="stackseg-benchmark-") as folder:
         for precision in precisions:
             trainers.append(make_trainer(Path(folder), DTYPES[precision]))
-            peaks.append(_measure_peak_memory(trainers[-1], device))
+            memory_peaks.append(_measure_peak_memory(trainers[-1], device))
         step_times: list[list[float]] = [[] for _ in precisions]
         deadline = time.monotonic() + MAX_MEASURING_SECONDS
         for measured_count in range(MEASURED_STEP_COUNT):
             if measured_count and time.monotonic() > deadline:
                 break
-            # Alternate between precisions, so that other load on the machine affects all precisions equally.
+            # Alternate between precisions, so that other processes on the host affect all precisions equally.
             for trainer, durations in zip(trainers, step_times, strict=True):
                 durations.append(trainer.measure_step())
     batch_size = trainers[0].plan.batch_size
     return [
-        StepCost(precision, batch_size, statistics.median(durations), peak)
-        for precision, durations, peak in zip(precisions, step_times, peaks, strict=True)
+        StepCost(precision, batch_size, statistics.median(durations), peak_bytes)
+        for precision, durations, peak_bytes in zip(precisions, step_times, memory_peaks, strict=True)
     ]
 
 
 def choose_precisions(setting: str, native_dtypes: frozenset[torch.dtype]) -> tuple[str, str]:
-    """Return FP32 and a mixed precision: the configured one, else the first native one, else BF16."""
-    narrow_precisions = [name for name in DTYPES if name != "fp32"]
-    if setting in narrow_precisions:
+    """Return FP32 and a mixed precision: the configured precision, else the first native precision, else BF16."""
+    mixed_precisions = [name for name in DTYPES if name != "fp32"]
+    if setting in mixed_precisions:
         return "fp32", setting
-    return "fp32", next((name for name in narrow_precisions if DTYPES[name] in native_dtypes), "bf16")
+    return "fp32", next((name for name in mixed_precisions if DTYPES[name] in native_dtypes), "bf16")
 
 
 def _measure_peak_memory(trainer: Trainer, device: torch.device) -> int | None:
-    """Return the peak memory of the first steps in bytes, minus the memory before them, or None if unknown."""
+    """Return the peak memory of the first steps minus the memory before these steps in bytes, or None if unknown."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         initial_bytes = torch.cuda.memory_allocated(device)

@@ -27,7 +27,7 @@ from service.training.examples import (
     STEPS_PER_REFRESH,
     ExampleDataset,
     ExamplePool,
-    Normalize,
+    Normalizer,
     Pair,
     RandomlyZoomedStacks,
     cut_tiles,
@@ -86,16 +86,16 @@ class TrainerState:
     curve: list[list[float | None]] = field(default_factory=list)
 
     def summarize(self) -> str:
-        """Summarize the change of the validation loss and Dice score."""
+        """Return a summary of the changes in validation loss and Dice score."""
         best_row = next((row for row in self.curve if row[3] == self.best), self.curve[0])
         (_, _, _, initial_loss, _, initial_dice), (_, _, _, best_loss, _, best_dice) = self.curve[0], best_row
-        losses = f"validation loss {_format_number(initial_loss)} before, {_format_number(best_loss)} at best"
-        scores = f", Dice score {_format_number(initial_dice)} before, {_format_number(best_dice)} at that point"
-        skipped = f", {self.skipped} steps skipped because of a non-finite loss or gradient" if self.skipped else ""
-        return f"{self.step} steps, {losses}{scores}{skipped}"
+        loss_text = f"validation loss {_format_number(initial_loss)} before, {_format_number(best_loss)} at best"
+        dice_text = f", Dice score {_format_number(initial_dice)} before, {_format_number(best_dice)} at that point"
+        skip_text = f", {self.skipped} steps skipped because of a non-finite loss or gradient" if self.skipped else ""
+        return f"{self.step} steps, {loss_text}{dice_text}{skip_text}"
 
     def describe_failure(self) -> str | None:
-        """Return a message with advice if no validation was better than the one before the first step; else None."""
+        """Return a message with advice if no validation loss was lower than before the first step, else None."""
         initial_loss, *later_losses = (
             row[3] if row[3] is not None and math.isfinite(row[3]) else math.inf for row in self.curve
         )
@@ -112,11 +112,11 @@ class TrainerState:
 
 
 class TrainingData(NamedTuple):
-    """The stacks and labels for training and validation, and the function that normalizes images."""
+    """The stacks and labels for training and for validation, and the function that normalizes images."""
 
-    training: Sequence[Pair]
-    validation: Sequence[Pair]
-    normalize: Normalize
+    training_pairs: Sequence[Pair]
+    validation_pairs: Sequence[Pair]
+    normalize: Normalizer
 
 
 class TrainingPlacement(NamedTuple):
@@ -147,15 +147,15 @@ class Trainer:
             network.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.type == "cuda"
         )
         self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self._dataset = ExampleDataset(RandomlyZoomedStacks(data.training), data.normalize, plan.seed)
-        self._validation_tiles = [cut_tiles(pair, data.normalize, plan.edge) for pair in data.validation]
+        self._dataset = ExampleDataset(RandomlyZoomedStacks(data.training_pairs), data.normalize, plan.seed)
+        self._validation_tiles = [cut_tiles(pair, data.normalize, plan.edge) for pair in data.validation_pairs]
 
     def run(self) -> nn.Module:
         """Train as planned. Return the averaged network with the lowest validation loss, on the CPU."""
         plan, state = self.plan, self.state
         first_example_number = state.step // STEPS_PER_REFRESH
-        pool = ExamplePool(self._dataset, plan.pool, first=first_example_number, workers=plan.workers)
-        batches = prefetch_batches(pool, plan, state.step, pinned=self._device.type == "cuda")
+        pool = ExamplePool(self._dataset, plan.pool, first=first_example_number, worker_count=plan.workers)
+        batches = prefetch_batches(pool, plan, state.step, pin_memory=self._device.type == "cuda")
         start_time = time.monotonic()
         try:
             if not state.step:
@@ -190,7 +190,7 @@ class Trainer:
         return self._averaged_network.cpu()
 
     @property
-    def loss(self) -> float | None:
+    def latest_loss(self) -> float | None:
         """The latest finite loss of a step."""
         return self._latest_loss
 
@@ -235,9 +235,9 @@ class Trainer:
         """Update the weights with the gradients of a scaled loss. Return whether the gradients were finite."""
         scaled_loss.backward()  # type: ignore[no-untyped-call]
         self._scaler.unscale_(self._optimizer)
-        norm = nn.utils.clip_grad_norm_(self._network.parameters(), self.plan.clip)
-        is_finite = math.isfinite(float(norm))
-        # An enabled scaler skips a non-finite update itself and backs off.
+        gradient_norm = nn.utils.clip_grad_norm_(self._network.parameters(), self.plan.clip)
+        is_finite = math.isfinite(float(gradient_norm))
+        # An enabled scaler skips a non-finite update itself and reduces the scale.
         if is_finite or self._scaler.is_enabled():
             self._scaler.step(self._optimizer)
             self._scaler.update()
@@ -274,7 +274,7 @@ class Trainer:
         return sum(losses) / len(losses), mean_dice if math.isfinite(mean_dice) else None
 
     def _validate(self) -> None:
-        """Validate the averaged network, keep its weights if they are the best so far, and write the loss curve."""
+        """Validate the averaged network, copy its weights if they are the best so far, and write the loss curve."""
         state, (loss, dice) = self.state, self._score_averaged_network()
         if loss < state.best:
             state.best, state.stale = loss, 0
@@ -285,8 +285,8 @@ class Trainer:
         state.curve.append([state.step, learning_rate, self._latest_loss, loss, state.skipped, dice])
         percentage = 100 * state.step / self.plan.steps
         loss_text = f"  loss {_format_number(self._latest_loss)}" if state.step else ""
-        scores = (_format_number(loss), _format_number(state.best), _format_number(dice))
-        log.info("%5.1f %%  step %d%s  validation %s  best %s  Dice %s", percentage, state.step, loss_text, *scores)
+        score_texts = (_format_number(loss), _format_number(state.best), _format_number(dice))
+        log.info("%5.1f%%  step %d%s  validation %s  best %s  Dice %s", percentage, state.step, loss_text, *score_texts)
         with (self.folder / CURVE_FILE).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(CURVE_COLUMNS)
@@ -324,16 +324,16 @@ class Trainer:
             self._averaged_network.load_state_dict(content["average"])
             self._optimizer.load_state_dict(content["optimiser"])
             self._best_weights, self.state = content["best"], TrainerState(**content["state"])
-            # Older checkpoints and those from training in full precision contain no scaler state.
+            # Older checkpoints, and checkpoints from training in full precision, contain no scaler state.
             if content.get("scaler") and self._scaler.is_enabled():
                 self._scaler.load_state_dict(content["scaler"])
         except (OSError, KeyError, RuntimeError, pickle.UnpicklingError, TypeError, ValueError) as error:
-            raise BadParameter(f"{path}: cannot resume from this checkpoint: {error}") from error
+            raise BadParameter(f"Training cannot be resumed from {path}: {error}") from error
         log.info("resumed at step %d", self.state.step)
 
 
 def _ignore_progress(_: Trainer) -> None:
-    """Do nothing."""
+    """Ignore a progress report."""
 
 
 def _format_number(value: float | None) -> str:

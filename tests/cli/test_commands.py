@@ -86,7 +86,7 @@ def test_evaluate_compares_model_and_classical_method(
     assert model["true"] == classical["true"] == len(np.unique(read(stack / "mask.tif").array())) - 1
     lines = run_stackseg("evaluate", *annotation_options(stack), "--no-floor", *config).splitlines()
     assert len(lines) == 3
-    assert lines[2].startswith(f"| {stack.name} | {base.identifier} | as sampled | {model['true']} |")
+    assert lines[2].startswith(f"| {stack.name} | {base.identifier} | original resolution | {model['true']} |")
     nowhere = str(stack / "nowhere.tif")
     assert main(["evaluate", "--images", nowhere, "--labels", nowhere, *config]) == 1
     assert capsys.readouterr().out == ""
@@ -106,7 +106,7 @@ def test_evaluate_uses_each_requested_diameter(
     options = ["--model", model, "--config", write_config(tmp_path / "nowhere", engine=FLOAT32), "--json"]
     *lines, classical = json.loads(run_stackseg("evaluate", stack, *options, "--diameter", "none", "mean", "extents"))
     original, mean, extents = (line["diameter"] for line in lines)
-    assert original == "as sampled"
+    assert original == "original resolution"
     # A ball of the same volume spans half as many planes as pixels.
     diameters = [float(text.removesuffix("px")) for text in (mean, classical["diameter"])]
     assert diameters[0] == pytest.approx(diameters[1] * 2 ** (1 / 3), rel=0.01)

@@ -26,7 +26,7 @@ from service.serving.jobs.store import INPUT_NAME, RESULT_NAME, JobStore
 from service.serving.results.metadata import AnswerMetadata
 
 TRACED_FILES = {job_store.__file__, job_database.__file__}
-REQUEST = JobRequest("nuclei", {}, "embryo.tif", windows=8)
+REQUEST = JobRequest("nuclei", {}, "embryo.tif", window_count=8)
 ANSWER = AnswerMetadata("nuclei/1", "image/tiff", "embryo_labels.ome.tif", "labels", {})
 # Allowed states of a job after its last reported event.
 ALLOWED_STATES = {
@@ -59,7 +59,7 @@ def run_operations(folder: Path, pipe_fd: int) -> None:
     def finish(job_id: str) -> None:
         store.begin(job_id)
         report(job_id, "begun")
-        result_file = store.input_path(job_id).with_name("labels.ome.tif")
+        result_file = store.get_input_path(job_id).with_name("labels.ome.tif")
         result_file.write_bytes(bytes(400))
         store.finish(job_id, result_file, ANSWER)
         report(job_id, "done")
@@ -110,11 +110,11 @@ def check_store(folder: Path, last_events: dict[str, str]) -> None:
                 name, size = (
                     (INPUT_NAME, record.input_bytes) if job_id in pending_ids else (RESULT_NAME, record.result_bytes)
                 )
-                assert (store._jobs / job_id / name).stat().st_size == size
+                assert (store._jobs_folder / job_id / name).stat().st_size == size
                 expected_files |= {job_id, f"{job_id}/{name}"}
-        actual_files = {str(path.relative_to(store._jobs)) for path in store._jobs.rglob("*")}
+        actual_files = {str(path.relative_to(store._jobs_folder)) for path in store._jobs_folder.rglob("*")}
         assert actual_files == expected_files, f"unexpected or missing files: {actual_files ^ expected_files}"
-        assert not list(store._incoming.iterdir())
+        assert not list(store._incoming_folder.iterdir())
 
 
 def main() -> None:

@@ -48,9 +48,11 @@ def test_batch_contains_images_and_targets_of_the_same_shape(pool: ExamplePool) 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_batches_are_reproducible_with_workers_and_do_not_use_the_global_generator() -> None:
     batches = []
-    for workers in (0, 0, 2):
+    for worker_count in (0, 0, 2):
         torch.manual_seed(5)
-        pool = ExamplePool(ExampleDataset(make_small_pair, PercentileNormalization(), 3), 2, first=4, workers=workers)
+        pool = ExamplePool(
+            ExampleDataset(make_small_pair, PercentileNormalization(), 3), 2, first=4, worker_count=worker_count
+        )
         pool.refresh()
         batches.append([*draw_batch(pool, np.random.default_rng(1), 2, 16), torch.rand(1)])
         pool.close()

@@ -24,7 +24,7 @@ from service.training.fine_tune import (
     _hold_out_parts,
     fine_tune,
     read_stack,
-    resample,
+    resample_stack,
 )
 
 VOXEL_SIZE = VoxelSize(0.5, 0.25, 0.25)
@@ -110,7 +110,7 @@ def test_held_out_parts_are_not_used_for_training(tmp_path: Path) -> None:
     parts, held_out, has_held_out_data = _hold_out_parts([small_stack], 0.2, None)
     assert not has_held_out_data
     assert parts == [small_stack]
-    assert held_out[0].objects == 2
+    assert held_out[0].object_count == 2
     empty_stack = AnnotatedStack("b", (labels * 0, labels * 0), None)
     assert _hold_out_parts([empty_stack, large_stack], 0.2, None)[0][0].pair[1].shape == (12, 24, 48)
     with pytest.raises(BadParameter, match="too few objects"):
@@ -123,7 +123,7 @@ def test_validation_part_is_scored_if_there_are_few_objects() -> None:
     stack = AnnotatedStack("a", (labels, labels), (2.0, 4.0, 4.0))
     parts, scored_parts, has_held_out_data = _hold_out_parts([stack], 0.5, 4.0)
     assert not has_held_out_data
-    training, validation = split_pairs([resample(parts[0], 4.0)], 0.5)
+    training, validation = split_pairs([resample_stack(parts[0], 4.0)], 0.5)
     trained_labels, validated_labels, scored_labels = (
         set(np.unique(labels)) - {0} for labels in (training[0][1], validation[0][1], scored_parts[0].pair[1])
     )
@@ -134,10 +134,12 @@ def test_validation_part_is_scored_if_there_are_few_objects() -> None:
 def test_objects_are_resampled_to_the_diameter_of_the_model() -> None:
     labels = make_grid((12, 24, 24))
     stack = AnnotatedStack("a", (labels, labels), (4.0, 4.0, 4.0))
-    assert resample(stack, None)[1] is labels
-    assert resample(stack, 4.4)[1] is labels
-    image, resampled_labels = resample(stack, 8.0)
+    assert resample_stack(stack, None)[1] is labels
+    assert resample_stack(stack, 4.4)[1] is labels
+    image, resampled_labels = resample_stack(stack, 8.0)
     assert image.shape == resampled_labels.shape == (24, 48, 48)
     assert set(np.unique(resampled_labels)) == set(np.unique(labels))
-    with pytest.raises(BadParameter, match="smaller part"):
-        resample(AnnotatedStack("a", (np.broadcast_to(labels[0, 0, 0], (999, 999, 99)), labels), (1.0, 1.0, 1.0)), 8.0)
+    with pytest.raises(BadParameter, match="smaller region"):
+        resample_stack(
+            AnnotatedStack("a", (np.broadcast_to(labels[0, 0, 0], (999, 999, 99)), labels), (1.0, 1.0, 1.0)), 8.0
+        )

@@ -7,7 +7,7 @@ from scipy.ndimage import label, maximum_filter
 
 from scripts.recipes.synthetic_nuclei import synthesize
 from service.training.evaluate import score
-from service.training.instance_targets import DICE_LOSS, distance_target, instance_loss
+from service.training.instance_targets import DICE_LOSS, compute_distance_target, instance_loss
 
 
 def make_ellipsoid(radii: tuple[float, float, float], size: tuple[int, int, int] = (21, 41, 41)) -> NDArray[np.uint16]:
@@ -19,7 +19,7 @@ def make_ellipsoid(radii: tuple[float, float, float], size: tuple[int, int, int]
 @pytest.mark.parametrize("radii", [(8, 8, 8), (4, 8, 8), (3, 6, 17)])
 def test_distance_of_an_ellipsoid_has_one_maximum_at_its_center(radii: tuple[float, float, float]) -> None:
     labels = make_ellipsoid(radii)
-    target = distance_target(labels)
+    target = compute_distance_target(labels)
     maxima = (target == maximum_filter(target, 3)) & (labels > 0)
     assert label(maxima, np.ones((3, 3, 3)))[1] == 1
     assert target[10, 20, 20] == target.max() == pytest.approx(1, abs=1e-3)
@@ -27,7 +27,7 @@ def test_distance_of_an_ellipsoid_has_one_maximum_at_its_center(radii: tuple[flo
 
 def test_distance_is_zero_outside_and_at_most_one() -> None:
     for labels in (synthesize(np.random.default_rng(0), (24, 48, 48))[1], np.zeros((4, 5, 6), np.uint16)):
-        target = distance_target(labels)
+        target = compute_distance_target(labels)
         assert target.dtype == np.float32
         assert np.array_equal(target > 0, labels > 0)
         assert target.max() <= 1
@@ -36,7 +36,7 @@ def test_distance_is_zero_outside_and_at_most_one() -> None:
 def test_distance_is_low_at_the_contact_of_two_objects() -> None:
     labels = make_ellipsoid((8, 8, 16))
     labels[:, :, 20:] *= 2
-    target = distance_target(labels)
+    target = compute_distance_target(labels)
     assert target[10, 20, 19:21].max() < 0.25
     assert min(target[labels == n].max() for n in (1, 2)) > 0.8
 
@@ -47,7 +47,7 @@ def test_decoding_the_target_restores_the_labels() -> None:
         box = tuple(slice(start, start + edge) for start, edge in zip(corner, (19, 19, 19), strict=True))
         region = labels[box]
         region[(make_ellipsoid((9, 9, 9), (19, 19, 19)) > 0) & (region == 0)] = number
-    heights = np.where(labels > 0, distance_target(labels), -np.inf).astype(np.float32)
+    heights = np.where(labels > 0, compute_distance_target(labels), -np.inf).astype(np.float32)
     decoded, count = decode(heights, 0.1, 8)
     assert count == 4
     assert score(labels, decoded).iou > 0.98

@@ -230,7 +230,7 @@ def test_old_checkpoints_are_loaded_and_incompatible_checkpoints_are_rejected(pa
     with pytest.raises(BadParameter, match="different options"):
         make_trainer(pair, tmp_path, seed=7).resume()
     (tmp_path / CHECKPOINT_FILE).write_bytes(b"nothing")
-    with pytest.raises(BadParameter, match="cannot resume from"):
+    with pytest.raises(BadParameter, match="cannot be resumed from"):
         make_trainer(pair, tmp_path).resume()
 
 

@@ -32,12 +32,13 @@ log = logging.getLogger(__name__)
 class JobView(NamedTuple):
     """A job as shown to its owner: the record on disk and the progress in this process.
 
-    position      position in the queue, 1 for the next job; None if the job is not waiting
-    seconds_left  estimated time until the result is available; None if unknown
-    seconds       seconds per stage so far
-    is_loading    whether the job is waiting for its model to load
-    stage         current stage of a running job, one of the keys of `seconds`
-    points        finished and total time points of a series, or stacks of a folder; 0 of 0 for a single volume
+    position       position in the queue, 1 for the next job; None if the job is not waiting
+    seconds_left   estimated time until the result is available; None if unknown
+    seconds        seconds spent in each stage so far
+    is_loading     whether the job is waiting for its model to load
+    stage          current stage of a running job, one of the keys of `seconds`
+    points         number of finished parts and of all parts, where a part is a time point of a series or a stack of a
+                   folder; both numbers are 0 for a single volume
     """
 
     record: JobRecord
@@ -56,10 +57,10 @@ class ActiveJob:
     pixel_folder  scratch folder with the decoded pixels
     open_files    files from which a series is read; closed when the job ends
     pixels        decoded pixels; None until the file has been read
-    reservation   place on a device
+    reservation   reservation of a device and of the model
     space         reserved scratch space; set after construction
     queue         queue in which the job waits
-    folder_run    the run of a job on a folder; None until the run begins
+    folder_run    run on a folder of stacks; None before the run begins, and for jobs on a single file
     job           the job in the queue; set after construction
     """
 
@@ -108,18 +109,18 @@ class ActiveJob:
                 return "write"
 
 
-def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
-    """Return the owner's view of a job. `active` is None if the job is not active in this process."""
-    if record.has_ended or active is None:
+def view_job(record: JobRecord, active_job: ActiveJob | None) -> JobView:
+    """Return the owner's view of a job. `active_job` is None if the job is not active in this process."""
+    if record.has_ended or active_job is None:
         return _view_from_record(record)
-    job, queue = active.job, active.queue
-    if (run := active.folder_run) is not None:
+    job, queue = active_job.job, active_job.queue
+    if (run := active_job.folder_run) is not None:
         return JobView(
             record,
             run.progress,
             None,
             run.seconds_left,
-            dict(active.stages.seconds),
+            dict(active_job.stages.seconds),
             stage=run.stage,
             points=run.progress,
         )
@@ -128,29 +129,29 @@ def view_job(record: JobRecord, active: ActiveJob | None) -> JobView:
         queue.get_progress(job),
         queue.get_position(job),
         queue.estimate_seconds_left(job),
-        dict(active.stages.seconds),
-        active.reservation.is_loading,
-        active.stage,
+        dict(active_job.stages.seconds),
+        active_job.reservation.is_loading,
+        active_job.stage,
         job.time_points,
     )
 
 
 def _view_from_record(record: JobRecord) -> JobView:
     """Return the view of a job based only on its record."""
-    answer, windows = record.result_metadata, record.request.windows
-    if answer is None:
-        return JobView(record, Progress(0, windows))
-    if answer.stacks:
-        stacks = Progress(*answer.stacks)
-        return JobView(record, stacks, seconds=answer.seconds, points=stacks)
-    points = Progress(*answer.time_points) if answer.time_points else Progress()
-    window_count = windows * points.done // points.total if points.total else windows
-    progress = Progress(window_count if record.state == "done" else 0, windows)
-    return JobView(record, progress, seconds=answer.seconds, points=points)
+    metadata, window_count = record.result_metadata, record.request.window_count
+    if metadata is None:
+        return JobView(record, Progress(0, window_count))
+    if metadata.stacks:
+        stack_progress = Progress(*metadata.stacks)
+        return JobView(record, stack_progress, seconds=metadata.seconds, points=stack_progress)
+    points = Progress(*metadata.time_points) if metadata.time_points else Progress()
+    done_count = window_count * points.done // points.total if points.total else window_count
+    progress = Progress(done_count if record.state == "done" else 0, window_count)
+    return JobView(record, progress, seconds=metadata.seconds, points=points)
 
 
-def wait_for_jobs(jobs: Iterable[ActiveJob], seconds: float) -> None:
-    """Wait until all jobs have ended, for at most `seconds` in total."""
-    deadline = time.monotonic() + seconds
-    for active in jobs:
-        active.end_event.wait(max(deadline - time.monotonic(), 0.0))
+def wait_for_jobs(jobs: Iterable[ActiveJob], timeout_seconds: float) -> None:
+    """Wait until all jobs have ended, for at most `timeout_seconds` in total."""
+    deadline = time.monotonic() + timeout_seconds
+    for active_job in jobs:
+        active_job.end_event.wait(max(deadline - time.monotonic(), 0.0))

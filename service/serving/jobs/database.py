@@ -37,12 +37,12 @@ CREATE TABLE jobs (
 ) STRICT
 """
 CREATE_INDEX = "CREATE INDEX jobs_by_state ON jobs (state, ended)"
-# Time for which a call waits for a lock held by another program. All other calls wait for that call.
+# Time for which a call waits for a lock held by another program. While a call waits, all other calls wait too.
 LOCK_TIMEOUT_SECONDS = 1.0
-# Errors of a damaged database.
-DAMAGE_ERRORS = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
-# Errors that require no repair: a full disk, and a database locked by another program.
-TEMPORARY_ERRORS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+# SQLite error codes that indicate a damaged database.
+DAMAGE_ERROR_CODES = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
+# SQLite error codes that require no repair: a full disk, and a database locked by another program.
+TEMPORARY_ERROR_CODES = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
 
 class JobDatabase:
@@ -78,7 +78,7 @@ class JobDatabase:
             raise
 
     def close(self) -> None:
-        """Write the log to the database and unlock the folder. Further calls have no effect."""
+        """Write the write-ahead log to the database and unlock the folder. Further calls have no effect."""
         with self.lock:
             self._connection.close()
             self._unlock_folder()
@@ -103,7 +103,7 @@ class JobDatabase:
         """
         with self.lock:
             try:
-                if all(subfolder.is_dir() for subfolder in self._subfolders) and self._is_in_place:
+                if all(subfolder.is_dir() for subfolder in self._subfolders) and self._has_same_inodes:
                     return self._check_database()
                 # The file descriptor of a deleted folder does not lock the new folder.
                 self._unlock_folder()
@@ -136,7 +136,7 @@ class JobDatabase:
             self._folder_lock_fd = None
 
     @property
-    def _is_in_place(self) -> bool:
+    def _has_same_inodes(self) -> bool:
         """Whether the paths still refer to the files that were opened."""
         try:
             return self._find_inodes() == self._inodes
@@ -144,11 +144,11 @@ class JobDatabase:
             return False
 
     def _check_database(self) -> str | None:
-        """Return the reason why the database cannot be used as one sentence, or None."""
+        """Return a sentence that explains why the database cannot be used, or None."""
         if self._problem is not None:
             with suppress(OutOfStorage, StorageUnavailable):
                 with self.lock, self._translate_errors():
-                    _check_pages(self._connection)
+                    _check_integrity(self._connection)
                 self.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         return self._problem
 
@@ -161,7 +161,8 @@ class JobDatabase:
         with self.lock, self._translate_errors():
             if not self._has_copied_rows:
                 self._copy_rows(copy_path)
-                # Closing the connection deletes the log by name, so close before the new log is created.
+                # Closing the connection deletes the write-ahead log by its path, so close the connection before a new
+                # log exists.
                 self._has_copied_rows = True
                 self._connection.close()
             if copy_path.exists():
@@ -191,7 +192,7 @@ class JobDatabase:
                 yield
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-            if code not in TEMPORARY_ERRORS:
+            if code not in TEMPORARY_ERROR_CODES:
                 self._problem = f"The job database cannot be used: {error}."
             if code == sqlite3.SQLITE_FULL:
                 raise OutOfStorage("The disk that contains the jobs is full. Try again later.") from error
@@ -206,7 +207,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, check_same_thread=False, timeout=LOCK_TIMEOUT_SECONDS)
     try:
         _create_tables(connection, path)
-        _check_pages(connection)
+        _check_integrity(connection)
     except BaseException:
         connection.close()
         raise
@@ -235,7 +236,7 @@ def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def _check_pages(connection: sqlite3.Connection) -> None:
+def _check_integrity(connection: sqlite3.Connection) -> None:
     """Raise sqlite3.Error if the database is damaged or has no jobs table."""
     (check_result,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if check_result != "ok":
@@ -246,7 +247,7 @@ def _check_pages(connection: sqlite3.Connection) -> None:
 def _describe_open_error(path: Path, error: Exception) -> str:
     """Return the error message for a database that cannot be opened."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-    is_damaged = isinstance(error, sqlite3.Error) and code in DAMAGE_ERRORS
+    is_damaged = isinstance(error, sqlite3.Error) and code in DAMAGE_ERROR_CODES
     advice = (
         "Move the folder away to start without jobs, or recover the jobs as described in docs/operating.md, section "
         '"Damaged database".'

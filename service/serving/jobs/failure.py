@@ -10,13 +10,17 @@ from service.core import errors
 from service.core.errors import StackSegError
 from service.core.hardware.devices import translate_error
 
-UNEXPECTED_FAILURE = "An internal error occurred while the job was running. See the log of the service."
+UNEXPECTED_FAILURE_MESSAGE = "An internal error occurred while the job was running. See the log of the service."
 
 
 def to_public_error(error: BaseException) -> StackSegError:
     """Return the error as shown to the owner of the job. Hide unexpected errors, whose messages may contain secrets."""
-    translated = translate_error(error)
-    return translated if isinstance(translated, StackSegError) else errors.InternalError(UNEXPECTED_FAILURE)
+    translated_error = translate_error(error)
+    return (
+        translated_error
+        if isinstance(translated_error, StackSegError)
+        else errors.InternalError(UNEXPECTED_FAILURE_MESSAGE)
+    )
 
 
 def encode_failure(error: BaseException) -> str:
@@ -33,7 +37,7 @@ def encode_failure(error: BaseException) -> str:
 
 
 def decode_failure(encoded_failure: str | None) -> StackSegError | None:
-    """Restore an error with its original class, so that the API reports it like that of a synchronous request."""
+    """Restore an error with its original class, so that the API reports it like the error of a synchronous request."""
     if encoded_failure is None:
         return None
     failure: Mapping[str, Any] = json.loads(encoded_failure)

@@ -31,11 +31,14 @@ _FORMULA_PREFIXES = ("=", "+", "-", "@")
 
 
 class StackRecord(NamedTuple):
-    """The outcome of one stack.
+    """The outcome of one stack. The field names are stored, so renaming a field would break existing record files.
 
     key          identifies the parameters, the model and the software version
     size, mtime  size of the input file in bytes, and modification time in nanoseconds
     result       path of the label file relative to the results folder; "" if there is none
+    objects      number of objects; None if the output has no objects
+    seconds      processing time
+    notes        warnings and notes for the user
     problem      why there is no result, or why a series is incomplete; "" if nothing failed
     doubtful     whether confidence in the result is low; if so, the first note gives the reason
     """
@@ -74,21 +77,21 @@ class RecordFile(dict[str, StackRecord]):
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            raise _damaged_error() from error
+            raise _make_damage_error() from error
         try:
             for line in lines[:-1]:
                 self._add_line(json.loads(line))
         except (ValueError, TypeError, LookupError) as error:
-            raise _damaged_error() from error
+            raise _make_damage_error() from error
         if lines[-1]:
             _write_text(results, RECORDS_FILE, "".join(f"{line}\n" for line in lines[:-1]))
 
     def _add_line(self, content: dict[str, Any]) -> None:
         if "series" in content:
-            parameters, *diameter = _DIAMETER_ADAPTER.validate_python(
+            parameters, *diameter_and_note = _DIAMETER_ADAPTER.validate_python(
                 [content[key] for key in ("series", "diameter", "note")]
             )
-            self._diameters[parameters] = (diameter[0], diameter[1])
+            self._diameters[parameters] = (diameter_and_note[0], diameter_and_note[1])
         else:
             name = _NAME_ADAPTER.validate_python(content.pop("stack"))
             self[name] = _RECORD_ADAPTER.validate_python(content)
@@ -99,24 +102,24 @@ class RecordFile(dict[str, StackRecord]):
         self._append({"stack": name, **record._asdict()})
 
     def has_result_for(self, name: str, key: str, status: os.stat_result) -> bool:
-        """Return whether the input file with this status has a result for this key."""
+        """Return whether the stack has a result for this key, and for an input file with the same size and time."""
         record = self.get(name)
         if record is None or record.problem or not self._has_result(record.result):
             return False
         return (record.key, record.size, record.mtime) == (key, status.st_size, status.st_mtime_ns)
 
-    def _has_result(self, result: str) -> bool:
-        """Return whether the result exists as a file or a Zarr folder."""
-        return self._results.has_file(result) or (bool(result) and self._results.has_file(f"{result}/zarr.json"))
+    def _has_result(self, path: str) -> bool:
+        """Return whether a result exists at a path as a file or a Zarr folder."""
+        return self._results.has_file(path) or (bool(path) and self._results.has_file(f"{path}/zarr.json"))
 
     def find_diameter(self, parameters: str) -> tuple[str, str] | None:
         """Return the shared diameter recorded for these parameters, and the note about the diameter, or None."""
         return self._diameters.get(parameters)
 
-    def record_diameter(self, parameters: str, diameter: tuple[str, str]) -> None:
+    def record_diameter(self, parameters: str, diameter_and_note: tuple[str, str]) -> None:
         """Record the shared diameter for these parameters, and the note about the diameter."""
-        self._diameters[parameters] = diameter
-        self._append({"series": parameters, "diameter": diameter[0], "note": diameter[1]})
+        self._diameters[parameters] = diameter_and_note
+        self._append({"series": parameters, "diameter": diameter_and_note[0], "note": diameter_and_note[1]})
 
     def _append(self, content: dict[str, Any]) -> None:
         self._results.append(RECORDS_FILE, json.dumps(content))
@@ -154,7 +157,7 @@ def write_table(results: ResultFolder, stacks: Iterable[tuple[str, str]]) -> Non
 
 
 def write_report(results: ResultFolder, model: str, stacks: Sequence[tuple[str, str, StackRecord | None]]) -> None:
-    """Write an HTML report with a row for each stack: preview, number of objects, seconds and notes.
+    """Write an HTML report with a row for each stack: preview, number of objects, processing time and notes.
 
     `stacks` contains the name, the result stem and the record of each stack.
     """
@@ -174,7 +177,7 @@ def _write_text(results: ResultFolder, name: str, content: str) -> None:
     results.put(name, name)
 
 
-def _damaged_error() -> BadParameter:
+def _make_damage_error() -> BadParameter:
     return BadParameter(
         f"{RECORDS_FILE} in the results folder is damaged or was written by a different version. Delete this"
         " file to segment all stacks again."
@@ -189,9 +192,12 @@ def _format_row(name: str, stem: str, record: StackRecord | None) -> str:
         return f"<tr><td></td><td>{escape(name)}</td><td></td><td></td><td>{notes}</td></tr>"
     picture = f'<img src="{quote(os.fsencode(stem))}.png" alt="">'
     link = f'<a href="{quote(os.fsencode(record.result))}">{escape(name)}</a>'
-    classes = [' class="failed"' if record.doubtful and not index else "" for index in range(len(record.notes))]
+    class_attributes = [
+        ' class="failed"' if record.doubtful and not index else "" for index in range(len(record.notes))
+    ]
     notes += "".join(
-        f"<small{class_}>{escape(note)}</small>" for class_, note in zip(classes, record.notes, strict=True)
+        f"<small{attribute}>{escape(note)}</small>"
+        for attribute, note in zip(class_attributes, record.notes, strict=True)
     )
     objects = "" if record.objects is None else record.objects
     return f"<tr><td>{picture}</td><td>{link}</td><td>{objects}</td><td>{record.seconds:.1f}</td><td>{notes}</td></tr>"

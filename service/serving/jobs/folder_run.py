@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from service.serving.storage.scratch import SpaceReservation
     from service.serving.storage.threads import FairThreadPool
 
-# Interval between checks for cancellation of the job while it waits for a stack.
+# Interval between cancellation checks while a job waits for a stack.
 CANCELLATION_POLL_SECONDS = 0.2
 # Interval between attempts to reserve space for decoded pixels.
 SPACE_POLL_SECONDS = 1.0
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class FolderPaths(NamedTuple):
-    """The input folder and the results folder as written in a request, the pattern for stacks, and the caller."""
+    """The input folder and the results folder as written in a request, the pattern of file names, and the caller."""
 
     input_folder: str
     results_folder: str
@@ -57,7 +57,7 @@ class FolderPaths(NamedTuple):
 
     @classmethod
     def from_query(cls, query: Query, caller: str | None) -> FolderPaths:
-        """Return the folders of a query."""
+        """Return the folders that a query specifies."""
         assert query.input is not None  # noqa: S101 - only called for jobs on a folder
         assert query.output_to is not None  # noqa: S101 - checked at admission
         return cls(query.input, query.output_to, query.glob, caller)
@@ -69,26 +69,30 @@ class FolderPaths(NamedTuple):
             return stacks
         pattern = self.glob or "*.tif"
         raise BadParameter.for_parameter(
-            "input", f"{self.input_folder} contains no stack that matches {pattern}. Select other files with glob=."
+            "input", f"{self.input_folder} contains no stack that matches {pattern}. Set glob to a different pattern."
         )
 
-    def check(self, host_files: HostFiles, *, overwrite: bool) -> None:
-        """Raise BadParameter if a folder cannot be used, or if the results folder contains files other than results."""
+    def check_folders(self, host_files: HostFiles, *, overwrite: bool) -> None:
+        """Raise BadParameter if a folder cannot be used.
+
+        Unless `overwrite` is set, also raise BadParameter if the results folder contains files other than results.
+        """
         self.find_stacks(host_files)
         with host_files.open_results(self.results_folder, self.caller) as results:
             if not can_hold_results(results) and not overwrite:
                 raise BadParameter.for_parameter(
                     "output_to",
-                    f"{self.results_folder} contains other files. Choose another folder, or set overwrite=true.",
+                    f"{self.results_folder} contains files other than results. Choose another folder, or set"
+                    " overwrite=true.",
                     suggested={"overwrite": "true"},
                 )
 
 
 class FolderRun:
-    """The run of a job on a folder of stacks, in a thread of its own. Each stack waits in the queue of a device.
+    """Runs a job on a folder of stacks in its own thread. Each stack waits in the queue of a device.
 
     model           name of the model
-    job             the job on the folder
+    job             job in the folder queue
     space           reserved scratch space for decoded pixels
     reset_attempts  called when a stack is finished
     progress        finished and total number of stacks
@@ -107,7 +111,8 @@ class FolderRun:
         self._spec = runtime.models.get_servable_spec(model)
         self._paths = FolderPaths.from_query(query, job.owner)
         parameters = query.model_dump(exclude_unset=True)
-        # The parameters of a single stack. They are the same as on the command line, so records are interchangeable.
+        # The parameters of a single stack. They are the same as on the command line, so a job can resume a run that was
+        # started on the command line.
         self._query = Query.model_validate({name: parameters[name] for name in parameters.keys() - _FOLDER_PARAMETERS})
         self.progress = Progress()
         # The device job of the current stack.
@@ -124,11 +129,17 @@ class FolderRun:
     def seconds_left(self) -> float | None:
         """Seconds until the last stack is finished, estimated from the speed so far; None if unknown."""
         device_job = self._device_job
-        windows = Progress() if device_job is None else device_job.progress
-        count = self._started_count - 1 + (windows.done / windows.total if windows.total else 0)
-        if count <= 0:
+        window_progress = Progress() if device_job is None else device_job.progress
+        completed_count = (
+            self._started_count - 1 + (window_progress.done / window_progress.total if window_progress.total else 0)
+        )
+        if completed_count <= 0:
             return None
-        return (time.monotonic() - self._start_time) * (self.progress.total - self.progress.done - count % 1) / count
+        return (
+            (time.monotonic() - self._start_time)
+            * (self.progress.total - self.progress.done - completed_count % 1)
+            / completed_count
+        )
 
     def run(self) -> FolderOutcome:
         """Segment the stacks that have no result yet.
@@ -139,14 +150,14 @@ class FolderRun:
         host_files, paths = self._runtime.host_files, self._paths
         estimator = self._runtime.estimator(self._spec)
         needs_estimate = estimator.plan(self._query.options).needs_diameter_estimate
-        is_measured = estimator.output_kind(self._query.options) == "labels"
+        has_measurements = estimator.output_kind(self._query.options) == "labels"
         callbacks = StackCallbacks(
             open=self._open_stack,
-            read=partial(self._read_stack, is_measured=is_measured),
+            read=partial(self._read_stack, has_measurements=has_measurements),
             segment=self._segment,
             estimate_diameter=self._estimate_diameter if needs_estimate else None,
             begin=self._begin_stack,
-            check=self._check_cancelled,
+            check_cancelled=self._check_cancelled,
         )
         with (
             host_files.open_results(paths.results_folder, paths.caller) as results,
@@ -157,14 +168,17 @@ class FolderRun:
             return FolderSegmentation(results, self._spec, callbacks, Path(scratch)).run(stacks, self._query)
 
     def describe(self, outcome: FolderOutcome, name: str, seconds: dict[str, float]) -> tuple[AnswerMetadata, str]:
-        """Return the metadata of the answer, and its content as JSON. Raises BadFile if every stack failed."""
-        failures, low_confidence = outcome.failures, outcome.confidence_warnings
+        """Return the metadata and the JSON content of the answer. Raises BadFile if every stack failed."""
+        failures, confidence_warnings = outcome.failures, outcome.confidence_warnings
         if len(failures) == len(outcome.records):
             raise BadFile(f"None of the {len(failures)} stacks could be segmented. First error: {failures[0]}")
         output_kind = self._runtime.estimator(self._spec).output_kind(self._query.options)
-        warnings = [*failures, *low_confidence]
+        warnings = [*failures, *confidence_warnings]
         omitted_count = len(warnings) - MAX_WARNINGS
-        notes = [*warnings[:MAX_WARNINGS], *([f"{REPORT} lists {omitted_count} more."] if omitted_count > 0 else [])]
+        notes = [
+            *warnings[:MAX_WARNINGS],
+            *([f"{REPORT} lists {omitted_count} more warnings."] if omitted_count > 0 else []),
+        ]
         metadata = AnswerMetadata(
             model=self._spec.identifier,
             media_type="application/json",
@@ -190,10 +204,10 @@ class FolderRun:
         if self._job.cancelled() or self._runtime.is_draining:
             raise Cancelled("The job was cancelled between two stacks.")
 
-    def _begin_stack(self, _name: str, number: int, count: int) -> None:
+    def _begin_stack(self, _name: str, stack_number: int, stack_count: int) -> None:
         self._check_cancelled()
-        if number:
-            self.progress = Progress(number - 1, count)
+        if stack_number:
+            self.progress = Progress(stack_number - 1, stack_count)
             if not self._started_count:
                 self._start_time = time.monotonic()
             else:
@@ -207,11 +221,13 @@ class FolderRun:
             assert isinstance(source, Source)  # noqa: S101 - stacks of a folder are local files
             yield source.path
 
-    def _read_stack(self, path: Path, query: Query, scratch: Path, *, is_measured: bool) -> Pixels:
+    def _read_stack(self, path: Path, query: Query, scratch: Path, *, has_measurements: bool) -> Pixels:
         """Read a stack in the shared read threads. Wait until there is enough scratch space for a large stack."""
         query = Query.model_validate(query.model_dump(exclude_none=True) | {"input": self._paths.input_folder})
         request = SegmentationRequest(query, path, scratch, self._job.owner, self._job.cancelled)
-        source = replace(PixelSource.from_sandbox(self._runtime.reader, request, path), has_measurements=is_measured)
+        source = replace(
+            PixelSource.from_sandbox(self._runtime.reader, request, path), has_measurements=has_measurements
+        )
         self._space.add(-self._space.nbytes)
         pixels = self._run_in_pool(self._runtime.read_threads, source.read_small_pixels)
         if isinstance(pixels, Pixels):
@@ -240,8 +256,8 @@ class FolderRun:
             return reservation.segment(job, pixels, options)
 
         result = self._run_on_device(pixels, options, segment)
-        count = result.segmentation.count
-        self._runtime.metrics.count_segmentation(self._spec.name, pixels.voxels, count, result.seconds)
+        object_count = result.segmentation.count
+        self._runtime.metrics.count_segmentation(self._spec.name, pixels.voxels, object_count, result.seconds)
         return result
 
     def _estimate_diameter(self, volume: Volume, options: Options) -> DiameterEstimate | None:
@@ -251,7 +267,7 @@ class FolderRun:
         return self._run_on_device(volume, options, estimate)
 
     def _run_on_device(self, pixels: Volume | Series, options: Options, work: Callable[[Reservation, Job[T]], T]) -> T:
-        """Queue work for a device like a separate request. Wait for its result and return it, or raise its error."""
+        """Queue work for a device as a separate request, and wait. Return the result of the work or raise its error."""
         request = DeviceRequest(self._spec, pixels, options, self._job.owner)
         job = queue_work(self._runtime, request, work, wait=True)
         self._device_job = job

@@ -1,4 +1,4 @@
-"""Segmentation of a folder of stacks with a shared object diameter, a joint table and report, and resumption."""
+"""Segmentation of a folder of stacks with a shared object diameter, one table and one report. Runs can be resumed."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ _SINGLE_STACK_ERRORS = (RequestError, CapacityError, NonFiniteScores, OSError)
 
 
 class StackCallbacks(NamedTuple):
-    """Functions that process a single stack. They raise DeviceLost and errors that affect only that stack.
+    """Functions that process a single stack. They raise DeviceLost, or an error that affects only this stack.
 
     open               context manager that opens a stack by name; the path is valid inside the block
     read               reads a stack from a path with the parameters of the request; the third argument is an empty
                        folder for decoded pixels
     segment            segments a volume or a series of time points
     estimate_diameter  estimates the object diameter in a volume; None if no estimate is needed
-    begin              called with the name of the next stack, its number from 1, and the number of stacks. The number
-                       is 0 if the stack is used only to estimate the diameter.
-    check              raises Cancelled if the remaining stacks are no longer needed
+    begin              called with the name of the next stack, its position (1 for the first stack), and the number of
+                       stacks. The position is 0 if the stack is used only to estimate the diameter.
+    check_cancelled    raises Cancelled if the run has been cancelled
     reword             adapts messages to the user interface, for example to option names of the command line
     """
 
@@ -71,8 +71,8 @@ class StackCallbacks(NamedTuple):
     read: Callable[[Path, Query, Path], Pixels]
     segment: Callable[[Volume | Series, Options], Result]
     estimate_diameter: Callable[[Volume, Options], DiameterEstimate | None] | None
-    begin: Callable[[str, int, int], None] = lambda _name, _number, _count: None
-    check: Callable[[], None] = lambda: None
+    begin: Callable[[str, int, int], None] = lambda _name, _position, _stack_count: None
+    check_cancelled: Callable[[], None] = lambda: None
     reword: Callable[[str | StackSegError], str] = str
 
 
@@ -122,18 +122,18 @@ class _SharedParameters(NamedTuple):
 
 
 def select_stacks(files: Iterable[str], glob: str | None) -> list[str]:
-    """Return the sorted names of stacks. Skip hidden files and, if there is no pattern, files other than TIFF files.
+    """Return the sorted names of stacks. Skip hidden files and, if there is no pattern, all files except TIFF files.
 
     Raises BadParameter if several stacks would have the same result file.
     """
     visible_names = (name for name in files if not Path(name).name.startswith("."))
     stacks = sorted(name for name in visible_names if glob or TIFF_SUFFIX.search(name))
     stems = set[str]()
-    for stem in map(_result_stem, stacks):
+    for stem in map(_get_result_stem, stacks):
         if stem in stems:
             raise BadParameter(
-                f"Several stacks would have the same result file, {stem}. Rename one of them, or select stacks"
-                " with a pattern."
+                f"Several stacks would have result files with the same name, {stem}. Rename one of these stacks, or"
+                " select stacks with a pattern."
             )
         stems.add(stem)
     return stacks
@@ -144,13 +144,13 @@ def can_hold_results(results: ResultFolder) -> bool:
     return results.is_empty or results.has_file(RECORDS_FILE)
 
 
-def _result_stem(name: str) -> str:
-    """Return the path of a stack without the suffix. The paths of all results of the stack begin with this stem."""
+def _get_result_stem(name: str) -> str:
+    """Return the path of a stack without its suffix. The paths of all results of the stack begin with this stem."""
     return str(Path(name).with_name(make_answer_name(Path(name).name, "")))
 
 
 class FolderSegmentation:
-    """The segmentation of the stacks in a folder with one model.
+    """Segments the stacks in a folder with one model.
 
     Raises BadParameter if the records of an earlier run are damaged.
     """
@@ -166,8 +166,8 @@ class FolderSegmentation:
         """Segment the stacks that have no result with these parameters, and write the table and the report.
 
         The table and the report are written even if an error ends the run. Raises OutOfStorage or
-        StorageUnavailable if results cannot be written, DeviceLost, and all other errors that affect more than one
-        stack.
+        StorageUnavailable if results cannot be written. Also raises DeviceLost, and all other errors that affect more
+        than one stack.
         """
         self._is_zarr = query.format == "zarr"
         try:
@@ -188,7 +188,7 @@ class FolderSegmentation:
                 continue
             self._callbacks.begin(name, number, len(stacks))
             record = self._segment_stack(name, shared_parameters)
-            with _translate_full_disk():
+            with _translate_write_errors():
                 self._records.add(name, record)
 
     def _has_result(self, name: str) -> bool:
@@ -200,13 +200,15 @@ class FolderSegmentation:
         """Write the table of all objects and the report for the stacks finished so far."""
         # Records with a different key are from an earlier run.
         records = {name: record for name, record in self._records.items() if record.key == self._key}
-        with _translate_full_disk():
+        with _translate_write_errors():
             write_table(
                 self._results,
-                [(name, _result_stem(name)) for name in stacks if name in records and records[name].result],
+                [(name, _get_result_stem(name)) for name in stacks if name in records and records[name].result],
             )
             write_report(
-                self._results, self._spec.identifier, [(name, _result_stem(name), records.get(name)) for name in stacks]
+                self._results,
+                self._spec.identifier,
+                [(name, _get_result_stem(name), records.get(name)) for name in stacks],
             )
 
     def _find_shared_parameters(self, stacks: Sequence[str], query: Query, parameters: str) -> _SharedParameters:
@@ -225,7 +227,10 @@ class FolderSegmentation:
     def _estimate_diameter(
         self, stacks: Sequence[str], query: Query, estimate: Callable[[Volume, Options], DiameterEstimate | None]
     ) -> tuple[str, str] | None:
-        """Return the median diameter in sampled stacks as a parameter, and a note; None if no stack could be read."""
+        """Return the median diameter of sampled stacks as a parameter value, and a note.
+
+        Return None if no diameter can be estimated.
+        """
         estimates = list[tuple[DiameterEstimate, VoxelSize | None]]()
         sampled_names = sample(stacks, SAMPLED_STACK_COUNT)
         remaining_names = (name for name in stacks if name not in sampled_names)
@@ -240,11 +245,11 @@ class FolderSegmentation:
             except DeviceLost:
                 raise
             except _SINGLE_STACK_ERRORS:
-                self._callbacks.check()
+                self._callbacks.check_cancelled()
         return choose_diameter(estimates, f"{len(sampled_names)} stacks of the folder") if estimates else None
 
     def _segment_stack(self, name: str, shared_parameters: _SharedParameters) -> StackRecord:
-        """Segment one stack and return the record of the stack. If the stack failed, the record contains the problem.
+        """Segment one stack and return its record. If segmentation failed, the record contains the problem.
 
         Raises DeviceLost, and OutOfStorage or StorageUnavailable if the result cannot be written.
         """
@@ -263,17 +268,17 @@ class FolderSegmentation:
                 result = result._replace(notes=tuple(filter(None, (shared_parameters.note, *result.notes))))
                 provenance = describe_provenance(shared_parameters.query, result, Path(name).name, hash_file(stack))
                 is_writing = True
-                with stages.measure("write"), _translate_full_disk():
-                    labels = self._write_results(name, pixels, result, provenance)
+                with stages.measure("write"), _translate_write_errors():
+                    labels_path = self._write_results(name, pixels, result, provenance)
         except _SINGLE_STACK_ERRORS as error:
             if isinstance(error, DeviceLost) or (is_writing and isinstance(error, OutOfStorage | StorageUnavailable)):
                 raise
-            self._callbacks.check()
+            self._callbacks.check_cancelled()
             message = error if isinstance(error, StackSegError) else error.strerror or str(error)
             return record._replace(problem=self._callbacks.reword(message))
         series_problem = result.series.error if result.series else None
         return record._replace(
-            result=labels,
+            result=labels_path,
             objects=result.segmentation.count,
             seconds=round(stages.total, 3),
             notes=tuple(map(self._callbacks.reword, result.warnings)),
@@ -283,9 +288,9 @@ class FolderSegmentation:
 
     def _write_results(self, name: str, pixels: Pixels, result: Result, provenance: dict[str, str]) -> str:
         """Write the labels, the preview image and the table of a stack. Return the path of the labels."""
-        segmentation, staging, stem = result.segmentation, self._results.staging, _result_stem(name)
-        labels = f"{stem}_{segmentation.kind}.ome.{'zarr' if self._is_zarr else 'tif'}"
-        staged_name = Path(labels).name
+        segmentation, staging, stem = result.segmentation, self._results.staging, _get_result_stem(name)
+        labels_path = f"{stem}_{segmentation.kind}.ome.{'zarr' if self._is_zarr else 'tif'}"
+        staged_name = Path(labels_path).name
         writers.write(segmentation, staging / staged_name, provenance)
         volume = pixels.segmentation_input
         if isinstance(volume, Series):
@@ -296,18 +301,18 @@ class FolderSegmentation:
             measurements.write_csv(table, staging / "table")
             self._results.put("table", f"{stem}_objects.csv")
         self._results.put("picture", f"{stem}.png")
-        self._results.put(staged_name, labels)
-        return labels
+        self._results.put(staged_name, labels_path)
+        return labels_path
 
 
 @contextmanager
-def _translate_full_disk() -> Iterator[None]:
-    """Translate an OSError while writing results to OutOfStorage or StorageUnavailable."""
+def _translate_write_errors() -> Iterator[None]:
+    """Raise OutOfStorage or StorageUnavailable for a disk error that occurs while results are written."""
     try:
         with translate_disk_errors():
             yield
     except OutOfStorage as error:
         raise OutOfStorage(
             "The disk that contains the results is full. Free some space and start the run again."
-            " Finished stacks are kept."
+            " The results of finished stacks are retained."
         ) from error

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 WRITE_THREAD_COUNT = 2
 # Maximum number of concurrent jobs on folders. Each of these jobs submits one stack at a time to a device.
 MAX_RUNNING_FOLDER_JOBS = 4
-CLEAN_UP_SECONDS = 60.0
+CLEANUP_INTERVAL_SECONDS = 60.0
 # Interval between checks of the folders. Steps that failed with a storage error are retried at the same interval.
 MAINTENANCE_INTERVAL_SECONDS = 1.0
 
@@ -41,24 +41,24 @@ log = logging.getLogger(__name__)
 class JobManager:
     """The asynchronous jobs of the service. All methods except `start` and `stop` block only for disk access.
 
-    `keep_seconds` is the time for which a finished job is kept. Methods raise OutOfStorage and StorageUnavailable like
-    the methods of `JobStore`. The constructor raises ConfigError if the jobs folder cannot be used.
+    `keep_seconds` is the time for which a finished job is retained. Methods raise OutOfStorage and StorageUnavailable
+    like the methods of `JobStore`. The constructor raises ConfigError if the jobs folder cannot be used.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self.keep_seconds = settings, settings.jobs.keep_hours * 3600
         self._store: JobStore
         self.stacks: StackStore
-        # None until the jobs have started.
+        # None until `start` is called, unless the folder is configured.
         self._folder: Path | None = None
         if settings.jobs.folder is not None:
             self._store = self._open_store(settings.jobs.folder)
         self.runner: JobRunner
         self._problem: str | None = None
         self._last_cleanup = time.monotonic()
-        self._stopped = threading.Event()
+        self._stop_event = threading.Event()
         self._runtime: Runtime
-        # Jobs on folders have a queue of their own. They add their stacks one by one to the queues of the devices.
+        # Jobs on folders have a separate queue. They add their stacks one by one to the queues of the devices.
         self._folder_queue = JobQueue(
             settings.limits.waiting, MAX_RUNNING_FOLDER_JOBS, is_shared=len(settings.access.keys) > 1
         )
@@ -66,7 +66,7 @@ class JobManager:
         self._maintenance_thread = threading.Thread(target=self._maintain_storage, name="storage", daemon=True)
 
     def start(self, runtime: Runtime) -> None:
-        """Resume the unfinished jobs of an earlier process. Call this after the runtime has started."""
+        """Start the threads and resume unfinished jobs of an earlier process. Call this after starting the runtime."""
         self._runtime = runtime
         self._folder = self._settings.jobs.folder or runtime.scratch.path
         if self._settings.jobs.folder is None:
@@ -75,15 +75,15 @@ class JobManager:
         self.runner = JobRunner(runtime, self._store, self._folder_queue, self._writers)
         for record in self._store.recover():
             try:
-                active = self.runner.activate(record.id, record.request, record.owner)
+                active_job = self.runner.activate(record.id, record.request, record.owner)
             except Exception as error:
-                # For example, the parameters are from a different version. Other jobs can still run.
+                # For example, the parameters may be from a different version. Other jobs can still run.
                 log.exception("job %s of an earlier process cannot be resumed", record.id)
                 self._store.fail(record.id, error)
                 continue
             log.info("resuming job %s of an earlier process", record.id)
-            active.queue.put(active.job)
-            self.runner.prepare(active)
+            active_job.queue.put(active_job.job)
+            self.runner.prepare(active_job)
         self._folder_threads.start()
         runtime.readiness_checks.append(lambda: self._problem)
         runtime.activity_checks.append(self._has_running_jobs)
@@ -95,17 +95,17 @@ class JobManager:
         Call this before the runtime is stopped.
         """
         active_jobs = self.runner.active_jobs
-        for active in active_jobs:
-            if active.job.state == "waiting":
-                active.job.cancel()
+        for active_job in active_jobs:
+            if active_job.job.state == "waiting":
+                active_job.job.cancel()
         if self._runtime.is_draining:
             wait_for_jobs(active_jobs, self._settings.server.drain_seconds)
-        for active in active_jobs:
-            active.job.cancel()
+        for active_job in active_jobs:
+            active_job.job.cancel()
         wait_for_jobs(active_jobs, JOIN_SECONDS)
         self._folder_queue.close()
         self._folder_threads.join(JOIN_SECONDS)
-        self._stopped.set()
+        self._stop_event.set()
         self.runner.stop()
         # The maintenance thread submits work to the write threads, so stop it first.
         if self._maintenance_thread.ident is not None:
@@ -129,55 +129,56 @@ class JobManager:
 
     def _has_running_jobs(self) -> bool:
         """Return whether a job is running or its result is being written."""
-        return any(active.job.state != "waiting" for active in self.runner.active_jobs)
+        return any(active_job.job.state != "waiting" for active_job in self.runner.active_jobs)
 
     def make_incoming_folder(self) -> Path:
         """Create a folder for an uploaded file to be passed to `submit`. Raises OutOfStorage if the disk is full."""
         return self._store.make_incoming_folder()
 
     def submit(
-        self, received: SegmentationRequest, name: str, description: Description, receive_seconds: float
+        self, request: SegmentationRequest, name: str, description: Description, receive_seconds: float
     ) -> JobView:
         """Accept a request whose folder was created by `make_incoming_folder`. The accepted job survives a restart.
 
-        The folder contains the file INPUT_NAME, which is empty if the query refers to a host file. The pixels of the
-        input, which `description` describes, are read later. Raises BadParameter if no volume can be read from the
-        input, the errors of `Runtime.estimate`, QueueFull and NotReady.
+        The folder contains the file INPUT_NAME, which is empty if the query refers to a file on the host.
+        `description` contains the metadata of the input; the pixels are read later. Raises BadParameter if no volume
+        can be read from the input, QueueFull and NotReady as in `JobQueue.offer`, and the errors of `Runtime.estimate`.
         """
         if description.problem:
             raise BadParameter(description.problem, parameter="time", suggested={"time": "all"})
-        query, runtime = received.query, self._runtime
+        query, runtime = request.query, self._runtime
         spec = runtime.models.get_spec(query.model)
-        windows = description.volume_count * runtime.estimate(spec, description, query.options).windows
+        window_count = description.volume_count * runtime.estimate(spec, description, query.options).windows
         parameters = query.model_dump(mode="json", exclude_unset=True)
-        return self._accept(received, JobRequest(spec.name, parameters, name, windows, receive_seconds))
+        return self._accept(request, JobRequest(spec.name, parameters, name, window_count, receive_seconds))
 
-    def submit_folder(self, received: SegmentationRequest, name: str, receive_seconds: float) -> JobView:
+    def submit_folder(self, request: SegmentationRequest, name: str, receive_seconds: float) -> JobView:
         """Accept a request for a folder of stacks, like `submit`. Deleting the job does not delete the results.
 
-        Raises BadParameter if the folders cannot be used, the errors of `Estimator.plan`, QueueFull and NotReady.
+        Raises BadParameter if the folders cannot be used, QueueFull and NotReady as in `JobQueue.offer`, and the errors
+        of `Estimator.plan`.
         """
-        query, runtime = received.query, self._runtime
+        query, runtime = request.query, self._runtime
         spec = runtime.models.get_spec(query.model)
         runtime.estimator(spec).plan(query.options)
-        paths = FolderPaths.from_query(query, received.caller)
-        paths.check(runtime.host_files, overwrite=bool(query.overwrite))
+        paths = FolderPaths.from_query(query, request.caller)
+        paths.check_folders(runtime.host_files, overwrite=bool(query.overwrite))
         folder_path = f"{paths.input_folder.removesuffix('/')}/"
         parameters = query.model_dump(mode="json", exclude_unset=True) | {"input": folder_path}
-        return self._accept(received, JobRequest(spec.name, parameters, name, 0, receive_seconds))
+        return self._accept(request, JobRequest(spec.name, parameters, name, 0, receive_seconds))
 
-    def _accept(self, received: SegmentationRequest, request: JobRequest) -> JobView:
-        active = self.runner.activate(received.folder.name, request, received.caller)
+    def _accept(self, request: SegmentationRequest, job_request: JobRequest) -> JobView:
+        active_job = self.runner.activate(request.folder.name, job_request, request.caller)
         try:
             # Check the model after activation, because an active job prevents deletion of the model.
-            self._runtime.models.get_servable_spec(request.model)
-            active.queue.offer(active.job)
-            self._store.accept(received.folder / INPUT_NAME, received.caller, request)
+            self._runtime.models.get_servable_spec(job_request.model)
+            active_job.queue.offer(active_job.job)
+            self._store.accept(request.folder / INPUT_NAME, request.caller, job_request)
         except BaseException:
-            active.job.cancel()
+            active_job.job.cancel()
             raise
-        self.runner.prepare(active)
-        return self.view(active.id, received.caller)
+        self.runner.prepare(active_job)
+        return self.view(active_job.id, request.caller)
 
     def view(self, job_id: str, owner: str | None) -> JobView:
         """Return the view of a job of this owner. Raises UnknownJob."""
@@ -189,7 +190,7 @@ class JobManager:
 
     def uses_model(self, model: str) -> bool:
         """Return whether an unfinished job uses this model."""
-        return any(active.request.model == model for active in self.runner.active_jobs)
+        return any(active_job.request.model == model for active_job in self.runner.active_jobs)
 
     def cancel(self, job_id: str, owner: str | None) -> None:
         """Cancel an unfinished job, or delete a finished job with its result. Raises UnknownJob."""
@@ -197,13 +198,14 @@ class JobManager:
         if not self._store.cancel(job_id):
             self._store.delete(job_id)
             return
-        if (active := self.runner.find(job_id)) is not None:
-            active.job.cancel()
+        if (active_job := self.runner.find(job_id)) is not None:
+            active_job.job.cancel()
 
     def result(self, job_id: str, owner: str | None) -> tuple[BinaryIO, AnswerMetadata]:
         """Return the open result file and its metadata. The file stays readable if the job is deleted.
 
-        Raises UnknownJob, JobNotFinished and ResultUnavailable. If the job failed without a result, raises its error.
+        Raises UnknownJob, JobNotFinished and ResultUnavailable. Raises the stored error if the job failed without a
+        result.
         """
         record = self._find(job_id, owner)
         if record.failure is not None and record.result_metadata is None:
@@ -215,7 +217,7 @@ class JobManager:
                 f"The job is {record.state}. Get the result when GET /jobs/{job_id} reports the state done."
             )
         try:
-            return self._store.result_path(job_id).open("rb"), record.result_metadata
+            return self._store.get_result_path(job_id).open("rb"), record.result_metadata
         except FileNotFoundError:
             raise ResultUnavailable(
                 "The result was deleted by the operator, or to free space. Submit the stack again."
@@ -229,8 +231,8 @@ class JobManager:
         unrecorded_failure = self.runner.unrecorded_failures.get(record.id)
         if unrecorded_failure is None or record.has_ended:
             return record
-        failure, ended = unrecorded_failure
-        return replace(record, state="failed", failure=failure, ended=ended)
+        failure, end_time = unrecorded_failure
+        return replace(record, state="failed", failure=failure, ended=end_time)
 
     def _open_store(self, folder: Path) -> JobStore:
         jobs, access = self._settings.jobs, self._settings.access
@@ -247,14 +249,19 @@ class JobManager:
         return view_job(record, self.runner.find(record.id))
 
     def _maintain_storage(self) -> None:
-        """Until the service stops, repair the folders, retry steps after storage errors and delete expired jobs."""
-        while not self._stopped.wait(MAINTENANCE_INTERVAL_SECONDS):
-            for step in (self._repair_folders, self.runner.retry, self.runner.record_failures, self._clean_up):
+        """Until the service stops, repair the folders, retry steps that failed with storage errors, and clean up."""
+        while not self._stop_event.wait(MAINTENANCE_INTERVAL_SECONDS):
+            for step in (
+                self._repair_folders,
+                self.runner.retry_failed_steps,
+                self.runner.record_failures,
+                self._clean_up,
+            ):
                 try:
                     step()
                 except Exception:
                     # Continue with the other steps, so that one error does not block all cleanup and retries.
-                    log.exception("maintenance of the folders and jobs failed and will be repeated")
+                    log.exception("maintenance of the folders and jobs failed and will be retried")
 
     def _repair_folders(self) -> None:
         """Recreate deleted folders. The service is not ready until a later check finds no deleted folders."""
@@ -266,7 +273,7 @@ class JobManager:
 
     def _clean_up(self) -> None:
         """Delete expired jobs and stacks at regular intervals."""
-        if time.monotonic() - self._last_cleanup > CLEAN_UP_SECONDS:
+        if time.monotonic() - self._last_cleanup > CLEANUP_INTERVAL_SECONDS:
             self._last_cleanup = time.monotonic()
             self._store.clean_up()
             self.stacks.clean_up()

@@ -1,4 +1,4 @@
-"""A job as stored on disk: the request, its state, and the metadata of its result or its failure."""
+"""A job as stored on disk: the request, the state of the job, the metadata of its result, and its failure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ JobState = Literal["waiting", "running", "done", "failed", "cancelled", "expired
 class JobRequest:
     """The request of a job.
 
-    model            name of the model, even if the service chose the model
+    model            name of the model that was requested, or that the service chose
     parameters       values of the specified parameters, by their names in the HTTP interface
     name             name of the uploaded file
-    windows          estimated number of windows
+    window_count     estimated number of windows
     receive_seconds  duration of the upload
     """
 
     model: str
     parameters: dict[str, Any]
     name: str
-    windows: int
+    window_count: int
     receive_seconds: float = 0.0
 
     @property
@@ -40,8 +40,8 @@ class JobRecord:
 
     number           sequence number in the order of creation, named like its column in the database
     attempts         number of times that the job has been started
-    result_metadata  metadata of the result, which is kept when the result is deleted
-    failure          why the job failed, or why the result of a finished job is incomplete
+    result_metadata  metadata of the result; retained after the result has been deleted
+    failure          error that made the job fail, or that made the result of a finished job incomplete
     """
 
     id: str

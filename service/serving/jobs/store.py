@@ -1,12 +1,12 @@
 """Jobs on disk: a database row and a folder with the input and the result for each job.
 
 The process may be killed at any moment. The folder of a job gets its final name after the input has been written to
-disk. Then the row of the job is inserted. The state becomes `done` after the result has been written to disk. The next
-start deletes folders without a row, and files that the job of a row no longer needs. Numbers and IDs are never reused.
+disk. Then the row of the job is inserted. The state becomes `done` after the result has been written to disk. `recover`
+deletes folders without a row, and files that a job no longer needs. Sequence numbers and job IDs are never reused.
 
 All methods raise OutOfStorage if the disk is full. They raise StorageUnavailable if the folder or the database is
-damaged, deleted or locked by another program. In both cases, nothing has changed except for files without a row, which
-`clean_up` deletes.
+damaged, deleted or locked by another program. In both cases, the database is unchanged. `clean_up` deletes files that
+such a call has left without a row.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class JobStore:
     """The jobs folder. Thread-safe; only one process at a time can use a folder.
 
     Args:
-        folder: created if it does not exist
+        folder: path of the folder, which is created if it does not exist
         quota_bytes: maximum size of all files; new files evict the oldest results of the owner who uses the most space
-        is_shared: whether owners share the quota; the inputs of each owner then leave as much space free as they occupy
-        keep_seconds: time for which a finished job is kept
+        is_shared: whether owners share the quota; an owner's inputs can then use half of the space left by other owners
+        keep_seconds: time for which a finished job is retained
         max_attempts: maximum number of times that a job is started if the process dies while the job is running
 
     Raises ConfigError if the folder cannot be used, or if another process is using the folder.
@@ -67,8 +67,8 @@ class JobStore:
     ) -> None:
         self._folder, self._quota_bytes, self._is_shared = folder, quota_bytes, is_shared
         self._keep_seconds, self._max_attempts = keep_seconds, max_attempts
-        self._jobs, self._incoming = folder / "jobs", folder / "incoming"
-        self._database = JobDatabase(folder, (self._jobs, self._incoming))
+        self._jobs_folder, self._incoming_folder = folder / "jobs", folder / "incoming"
+        self._database = JobDatabase(folder, (self._jobs_folder, self._incoming_folder))
         self._lock = self._database.lock
 
     def repair(self) -> str | None:
@@ -83,8 +83,8 @@ class JobStore:
         self._database.close()
 
     def make_incoming_folder(self) -> Path:
-        """Create a folder for an uploaded file. Its size does not count toward the quota until `accept`."""
-        folder = self._incoming / uuid.uuid4().hex
+        """Create a folder for an uploaded file. The file counts toward the quota only after `accept`."""
+        folder = self._incoming_folder / uuid.uuid4().hex
         with translate_disk_errors():
             folder.mkdir()
         return folder
@@ -92,23 +92,23 @@ class JobStore:
     def accept(self, upload: Path, owner: str | None, request: JobRequest) -> None:
         """Store a job. `upload` is a file in a folder from `make_incoming_folder`. The folder name becomes the job ID.
 
-        When this method returns, the job is on disk and survives a restart. Raises OutOfStorage if the quota is used
-        up.
+        When this method returns, the job is on disk and survives a restart. Raises OutOfStorage if the quota would be
+        exceeded.
         """
         job_id = upload.parent.name
-        folder = self._jobs / job_id
+        folder = self._jobs_folder / job_id
         with translate_disk_errors():
             size = upload.stat().st_size
             self._free_space(size, owner)
             sync_to_disk(upload, upload.parent)
-        values = (job_id, owner, request.model, json.dumps(request.parameters), request.name, request.windows)
+        values = (job_id, owner, request.model, json.dumps(request.parameters), request.name, request.window_count)
         # Check again, because other jobs may have taken the space while the file was being written to disk.
         with self._lock:
             self._free_space(size, owner)
             try:
                 with translate_disk_errors():
                     upload.parent.rename(folder)
-                    sync_to_disk(self._jobs)
+                    sync_to_disk(self._jobs_folder)
                 self._database.execute(
                     "INSERT INTO jobs (state, id, owner, model, parameters, name, windows, receive_seconds,"
                     " created, input_bytes) VALUES ('waiting', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -137,13 +137,13 @@ class JobStore:
         """Return the jobs that are waiting or running, oldest first."""
         return self._select("SELECT * FROM jobs WHERE state IN ('waiting', 'running') ORDER BY number")
 
-    def input_path(self, job_id: str) -> Path:
+    def get_input_path(self, job_id: str) -> Path:
         """Return the path of the uploaded file. Write results to the same folder before `finish`."""
-        return self._jobs / job_id / INPUT_NAME
+        return self._jobs_folder / job_id / INPUT_NAME
 
-    def result_path(self, job_id: str) -> Path:
+    def get_result_path(self, job_id: str) -> Path:
         """Return the path of the result. The file is complete if the job is done."""
-        return self._jobs / job_id / RESULT_NAME
+        return self._jobs_folder / job_id / RESULT_NAME
 
     def begin(self, job_id: str) -> bool:
         """Change the state from waiting to running. Return False if the job is not waiting."""
@@ -159,21 +159,21 @@ class JobStore:
         changes = "state = 'waiting', started = NULL, attempts = attempts - 1"
         return self._update(job_id, "state = 'running'", changes)
 
-    def finish(self, job_id: str, file: Path, answer: AnswerMetadata, reason: StackSegError | None = None) -> bool:
-        """Change the state to done and store a result from the job's folder. Return False if the job had already ended.
+    def finish(self, job_id: str, file: Path, metadata: AnswerMetadata, failure: StackSegError | None = None) -> bool:
+        """Change the state to done, and store `file` as the result. Return False if the job had already ended.
 
-        `reason` explains why the result is incomplete; None for a complete result.
+        `file` is in the folder of the job. `failure` is the error that made the result incomplete, or None.
         """
-        result = self.result_path(job_id)
+        result_path = self.get_result_path(job_id)
         with translate_disk_errors():
             sync_to_disk(file)
-            file.rename(result)
-            sync_to_disk(result.parent)
-            size = result.stat().st_size
+            file.rename(result_path)
+            sync_to_disk(result_path.parent)
+            size = result_path.stat().st_size
         changes = "state = 'done', ended = ?, result_bytes = ?, outcome = ?, failure = ?"
-        encoded_answer, failure = json.dumps(asdict(answer)), None if reason is None else encode_failure(reason)
-        is_done = self._update(job_id, UNFINISHED_CONDITION, changes, time.time(), size, encoded_answer, failure)
-        # Ignore errors below. The next job frees space, and `clean_up` deletes the unneeded files.
+        metadata_json, failure_json = json.dumps(asdict(metadata)), None if failure is None else encode_failure(failure)
+        is_done = self._update(job_id, UNFINISHED_CONDITION, changes, time.time(), size, metadata_json, failure_json)
+        # Ignore storage errors below. The next job frees space, and `clean_up` deletes the unneeded files.
         with suppress(OutOfStorage, StorageUnavailable):
             # The owner may have deleted the job in the meantime.
             for record in self._select("SELECT * FROM jobs WHERE id = ? AND state = 'done'", job_id) if is_done else ():
@@ -198,7 +198,7 @@ class JobStore:
 
     def delete_unneeded_files(self, job_id: str) -> None:
         """Delete the files that a job does not need in its current state."""
-        folder = self._jobs / job_id
+        folder = self._jobs_folder / job_id
         records = self._select("SELECT * FROM jobs WHERE id = ?", job_id)
         with translate_disk_errors(), suppress(FileNotFoundError):
             if not records or records[0].state in {"failed", "cancelled", "expired"}:
@@ -214,13 +214,13 @@ class JobStore:
     def recover(self) -> list[JobRecord]:
         """Clean up after a killed process. Return the jobs to resume, oldest first."""
         with translate_disk_errors():
-            shutil.rmtree(self._incoming)
-            self._incoming.mkdir(mode=0o700)
+            shutil.rmtree(self._incoming_folder)
+            self._incoming_folder.mkdir(mode=0o700)
         for record in self._select("SELECT * FROM jobs WHERE state = 'done'"):
-            if _get_size(self.result_path(record.id)) != record.result_bytes:
+            if _get_size(self.get_result_path(record.id)) != record.result_bytes:
                 self._expire(record.id)
         for record in self.list_unfinished():
-            if _get_size(self.input_path(record.id)) != record.input_bytes:
+            if _get_size(self.get_input_path(record.id)) != record.input_bytes:
                 self.fail(record.id, InternalError("The input of the job was lost. Submit the job again."))
             elif record.state == "running" and record.attempts >= self._max_attempts:
                 times = "once" if record.attempts == 1 else f"{record.attempts} times"
@@ -235,9 +235,9 @@ class JobStore:
         return self.list_unfinished()
 
     def clean_up(self, max_jobs_without_result: int = MAX_JOBS_WITHOUT_RESULT) -> None:
-        """Delete expired jobs, and files that errors have left behind.
+        """Delete jobs that ended more than `keep_seconds` ago, and files that remain after errors.
 
-        For each owner, keep only the newest `max_jobs_without_result` jobs without a result.
+        For each owner, retain only the newest `max_jobs_without_result` jobs without a result.
         """
         statement = (
             "SELECT id FROM ("
@@ -259,7 +259,7 @@ class JobStore:
 
     def _list_folders(self) -> list[str]:
         with translate_disk_errors():
-            return [folder.name for folder in self._jobs.iterdir() if folder.is_dir()]
+            return [folder.name for folder in self._jobs_folder.iterdir() if folder.is_dir()]
 
     def _free_space(self, size: int, owner: str | None) -> None:
         """Free space for an input of `size` bytes. If this is impossible, raise OutOfStorage and delete nothing."""
@@ -271,36 +271,36 @@ class JobStore:
                 )
 
     def _has_space_for_input(self, size: int, owner: str | None) -> bool:
-        inputs = self._sum_inputs()
-        free_bytes = self._quota_bytes - inputs.total() - size
-        return free_bytes >= (inputs[owner] + size if self._is_shared else 0)
+        input_bytes = self._sum_input_bytes()
+        free_bytes = self._quota_bytes - input_bytes.total() - size
+        return free_bytes >= (input_bytes[owner] + size if self._is_shared else 0)
 
     @property
     def nbytes(self) -> int:
         """Total bytes of results and of the inputs of unfinished jobs."""
-        return (self._sum_inputs() + self._sum_results()).total()
+        return (self._sum_input_bytes() + self._sum_result_bytes()).total()
 
-    def _sum_inputs(self) -> Counter[str | None]:
+    def _sum_input_bytes(self) -> Counter[str | None]:
         """Return the bytes of the inputs of unfinished jobs, by owner."""
-        return self._sum(
+        return self._sum_bytes(
             "SELECT owner, SUM(input_bytes) FROM jobs WHERE state IN ('waiting', 'running') GROUP BY owner"
         )
 
-    def _sum_results(self) -> Counter[str | None]:
+    def _sum_result_bytes(self) -> Counter[str | None]:
         """Return the bytes of the results, by owner."""
-        return self._sum("SELECT owner, SUM(result_bytes) FROM jobs WHERE state = 'done' GROUP BY owner")
+        return self._sum_bytes("SELECT owner, SUM(result_bytes) FROM jobs WHERE state = 'done' GROUP BY owner")
 
-    def _sum(self, statement: str) -> Counter[str | None]:
+    def _sum_bytes(self, statement: str) -> Counter[str | None]:
         return Counter({owner: int(nbytes) for owner, nbytes in self._database.query(statement)})
 
     def _evict(self, size: int, owner: str | None, spared_id: str = "") -> bool:
-        """Delete results until `size` bytes of this owner fit within the quota. Keep the result of the job `spared_id`.
+        """Delete results, except the result of job `spared_id`, until `size` bytes of this owner fit within the quota.
 
-        The oldest results of the owner who uses the most space are deleted first. Owners who use less than `owner`
-        would use lose no results, so each owner keeps an equal share. If the bytes cannot fit, delete nothing and
-        return False.
+        The oldest results of the owner who uses the most space are deleted first. Results of an owner who uses less
+        space than `owner` would use are never deleted, so each owner is guaranteed an equal share. If the bytes cannot
+        fit, delete nothing and return False.
         """
-        used_bytes = self._sum_inputs() + self._sum_results()
+        used_bytes = self._sum_input_bytes() + self._sum_result_bytes()
         used_bytes[owner] += size
         results: dict[str | None, deque[JobRecord]] = {}
         if used_bytes.total() > self._quota_bytes:
@@ -308,11 +308,11 @@ class JobStore:
                 results.setdefault(record.owner, deque()).append(record)
         evicted_records: list[JobRecord] = []
         while used_bytes.total() > self._quota_bytes:
-            largest = max((owner, *(name for name, records in results.items() if records)), key=used_bytes.__getitem__)
-            if not results.get(largest):
+            largest_owner = max((owner, *(name for name, jobs in results.items() if jobs)), key=used_bytes.__getitem__)
+            if not results.get(largest_owner):
                 return False
-            evicted_records.append(results[largest].popleft())
-            used_bytes[largest] -= evicted_records[-1].result_bytes
+            evicted_records.append(results[largest_owner].popleft())
+            used_bytes[largest_owner] -= evicted_records[-1].result_bytes
         for record in evicted_records:
             self._expire(record.id)
             self.delete_unneeded_files(record.id)

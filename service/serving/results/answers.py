@@ -72,7 +72,10 @@ class Answer(NamedTuple):
 
 
 def encode_small_answer(request: SegmentationRequest, result: Result) -> Answer | None:
-    """Encode the labels in memory. Return None if they are large, or if the request is for another kind of output."""
+    """Encode the labels of a result in memory.
+
+    Return None if the labels are too large, or if the request specifies `measurements` or `output_to`.
+    """
     if request.query.measurements is not None or request.query.output_to is not None:
         return None
     stages = Stages()
@@ -84,19 +87,21 @@ def encode_small_answer(request: SegmentationRequest, result: Result) -> Answer 
 
 
 def write_answer(
-    host_files: HostFiles, request: SegmentationRequest, measured: Volume | None, result: Result
+    host_files: HostFiles, request: SegmentationRequest, measurement_input: Volume | None, result: Result
 ) -> Answer:
     """Write the requested files to the folder of the request, or to `output_to` on the host.
 
-    Objects are measured in every channel of `measured`, not only in the segmented channel. Raises Cancelled, OSError
-    and the errors of `HostFiles.put`.
+    Objects are measured in every channel of `measurement_input`, not only in the segmented channel. Raises Cancelled,
+    OSError and the errors of `HostFiles.put`.
     """
     destination = request.query.output_to
     if destination is None:
-        return _write_files(request, measured, result)
+        return _write_files(request, measurement_input, result)
     is_zarr = request.query.measurements is None and host_files.is_zarr(destination, request.caller)
     answer = (
-        _write_zarr(host_files, request, result, destination) if is_zarr else _write_files(request, measured, result)
+        _write_zarr(host_files, request, result, destination)
+        if is_zarr
+        else _write_files(request, measurement_input, result)
     )
     if request.cancelled():
         raise Cancelled("The request was cancelled before its result was moved to the destination.")
@@ -130,13 +135,16 @@ def _save_answer(host_files: HostFiles, request: SegmentationRequest, answer: An
 
 
 def confirm_delivery(host_files: HostFiles, request: SegmentationRequest) -> None:
-    """Confirm the delivery of `write_answer`, because the answer is being sent or has been recorded."""
+    """Confirm the delivery of an answer by `write_answer`.
+
+    For a synchronous request, call this before the answer is sent; for a job, after the answer has been recorded.
+    """
     if request.query.output_to is not None:
         host_files.confirm_delivery(request.query.output_to, request.caller, request.folder.name)
 
 
 def check_host_files(host_files: HostFiles, query: Query, caller: str | None) -> None:
-    """Raise BadParameter or OutputExists if the caller cannot use the host files that the query specifies."""
+    """Raise BadParameter or OutputExists if the caller cannot use the files on the host that the query specifies."""
     if query.input is not None and host_files.is_folder(query.input, caller):
         _check_folder_query(query)
         return
@@ -146,18 +154,18 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
     if query.output_to is None and query.overwrite is not None:
         raise BadParameter.for_parameter("overwrite", "this parameter is valid only together with output_to.")
     is_zarr = query.output_to is not None and _is_zarr_output(host_files, query, query.output_to, caller)
-    host_files.check(query.input, query.output_to, caller, overwrite=bool(query.overwrite), as_zarr=is_zarr)
+    host_files.check_locations(query.input, query.output_to, caller, overwrite=bool(query.overwrite), is_zarr=is_zarr)
 
 
 def _is_zarr_output(host_files: HostFiles, query: Query, output: str, caller: str | None) -> bool:
-    """Return whether labels are written as OME-Zarr. Raises BadParameter if the suffix does not match."""
+    """Return whether labels are written as OME-Zarr. Raises BadParameter if the suffix does not match the result."""
     if query.measurements is None and host_files.is_zarr(output, caller):
         check_zarr_extra("output_to")
         return True
     suffixes = OUTPUT_SUFFIXES[MEDIA_TYPES[query.measurements]]
     if not output.lower().endswith(suffixes):
         # Report errors in `input` first.
-        host_files.check(query.input, None, caller)
+        host_files.check_locations(query.input, None, caller)
         raise BadParameter.for_parameter(
             "output_to", f"the name must end with {' or '.join(suffixes)} for this kind of result."
         )
@@ -188,16 +196,16 @@ def check_zarr_extra(parameter: str) -> None:
         )
 
 
-def measure_objects(result: Result, measured: Volume | None) -> Table | None:
-    """Measure the objects of a result in every channel of `measured`, and return the table of measurements.
+def measure_objects(result: Result, measurement_input: Volume | None) -> Table | None:
+    """Measure the objects of a result in every channel of `measurement_input`, and return the table of measurements.
 
     For a series, return the existing table. Return None if there are no labels or no pixels to measure.
     """
     if result.series is not None:
         return result.series.table
-    if measured is None or result.segmentation.kind != "labels":
+    if measurement_input is None or result.segmentation.kind != "labels":
         return None
-    return measurements.measure(result.segmentation, measured)
+    return measurements.measure(result.segmentation, measurement_input)
 
 
 def describe_answer(name: str, answer: Answer, result: Result, seconds: Mapping[str, float]) -> AnswerMetadata:
@@ -220,29 +228,31 @@ def describe_answer(name: str, answer: Answer, result: Result, seconds: Mapping[
 
 
 def describe_low_confidence(result: Result) -> dict[str, Any] | None:
-    """If confidence in a result is low, return a warning with the members of a problem document; else None."""
+    """Return a warning with the members of a problem document if confidence in a result is low, else None."""
     if result.quality_warning is None:
         return None
-    confidence, detail, attempt = result.quality_warning
+    confidence, detail, suggestion = result.quality_warning
     return {
         "type": f"urn:stackseg:warning:{LowConfidenceResult.slug}",
         "title": "Low confidence",
         "detail": detail,
         "confidence": None if confidence is None else round(confidence, 3),
-        "try": attempt,
+        "try": suggestion,
     }
 
 
-def compute_fingerprint(caller: str | None, digest: str, spec: str, query: Query, execution: Mapping[str, Any]) -> str:
+def compute_fingerprint(
+    caller: str | None, digest: str, spec_json: str, query: Query, execution_settings: Mapping[str, Any]
+) -> str:
     """Return a hash of everything that determines an answer. Requests with equal fingerprints have equal answers.
 
-    digest     digest of the file content
-    spec       `ModelRegistry.spec_json` of the model
-    execution  `Runtime.execution_settings` of the model
+    digest              digest of the file content
+    spec_json           `ModelRegistry.spec_json` of the model
+    execution_settings  `Runtime.execution_settings` of the model
 
     Returns a SHA-256 hash in hexadecimal.
     """
-    components = [caller, digest, spec, query.canonical_json, execution]
+    components = [caller, digest, spec_json, query.canonical_json, execution_settings]
     return hashlib.sha256(json.dumps(components).encode()).hexdigest()
 
 
@@ -259,43 +269,44 @@ def _write_zarr(host_files: HostFiles, request: SegmentationRequest, result: Res
     """Write an OME-Zarr store to the folder of the request, with the layout of the destination."""
     from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - requires the `zarr` extra
 
-    stages, image, name = Stages(), request.folder / ZARR_FOLDER, destination.rpartition("/")[2]
-    shutil.rmtree(image, ignore_errors=True)
-    image.mkdir(mode=0o700, parents=True)
-    path, version = image / name, host_files.find_image(destination, request.caller)
-    if version is not None:
+    stages, image_folder, name = Stages(), request.folder / ZARR_FOLDER, destination.rpartition("/")[2]
+    shutil.rmtree(image_folder, ignore_errors=True)
+    image_folder.mkdir(mode=0o700, parents=True)
+    path, zarr_format = image_folder / name, host_files.find_image_format(destination, request.caller)
+    if zarr_format is not None:
         # The labels will be added to an existing image. Write an empty group in place of that image.
-        image.joinpath("zarr.json" if version == 3 else ".zgroup").write_text("{}", encoding="utf-8")
-        path = image / "labels" / name
+        image_folder.joinpath("zarr.json" if zarr_format == 3 else ".zgroup").write_text("{}", encoding="utf-8")
+        path = image_folder / "labels" / name
     with stages.measure("write"):
         zarr_writer.write(result.segmentation, path, _make_provenance(request, result))
     return Answer(path, ZARR_MEDIA_TYPE, "", stages.seconds)
 
 
-def _write_files(request: SegmentationRequest, measured: Volume | None, result: Result) -> Answer:
+def _write_files(request: SegmentationRequest, measurement_input: Volume | None, result: Result) -> Answer:
     segmentation = result.segmentation
     folder, measurements_format, stages = request.folder, request.query.measurements, Stages()
     folder.mkdir(mode=0o700, exist_ok=True)
-    labels, table = folder / LABELS_FILE, folder / MEASUREMENTS_FILE
+    labels_path, table_path = folder / LABELS_FILE, folder / MEASUREMENTS_FILE
     if measurements_format is not None:
         with stages.measure("measure"):
-            table_rows = measure_objects(result, measured)
-            assert table_rows is not None  # noqa: S101 - measurements of other outputs are rejected at admission
-            measurements.write_csv(table_rows, table)
+            table = measure_objects(result, measurement_input)
+            assert table is not None  # noqa: S101 - measurements of outputs without objects are rejected at admission
+            measurements.write_csv(table, table_path)
     if measurements_format == "csv":
-        return Answer(table, MEDIA_TYPES[measurements_format], f"_{MEASUREMENTS_FILE}", stages.seconds)
+        return Answer(table_path, MEDIA_TYPES[measurements_format], f"_{MEASUREMENTS_FILE}", stages.seconds)
     with stages.measure("write"):
-        tiff_writer.write(segmentation, labels, _make_provenance(request, result))
+        tiff_writer.write(segmentation, labels_path, _make_provenance(request, result))
         if measurements_format == "zip":
-            warning = folder / WARNING_FILE
+            warning_path = folder / WARNING_FILE
             if result.quality_warning is not None:
-                warning.write_text(json.dumps(describe_low_confidence(result), indent=2) + "\n", encoding="utf-8")
+                warning_path.write_text(json.dumps(describe_low_confidence(result), indent=2) + "\n", encoding="utf-8")
             _pack_files(
-                folder / ARCHIVE_FILE, (labels, table, *([warning] if result.quality_warning is not None else []))
+                folder / ARCHIVE_FILE,
+                (labels_path, table_path, *([warning_path] if result.quality_warning is not None else [])),
             )
     if measurements_format == "zip":
         return Answer(folder / ARCHIVE_FILE, MEDIA_TYPES[measurements_format], "_labels.zip", stages.seconds)
-    return _make_label_answer(labels, segmentation, stages)
+    return _make_label_answer(labels_path, segmentation, stages)
 
 
 def _make_label_answer(path: Path, segmentation: Segmentation, stages: Stages, content: bytes | None = None) -> Answer:

@@ -1,4 +1,4 @@
-"""A cache of the results of earlier requests. The least recently used files are deleted first."""
+"""A cache of the results of earlier requests, with least-recently-used eviction."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class CachedResult(NamedTuple, Generic[T]):
 
 
 class ResultCache(Generic[T]):
-    """A cache of at most `limit_bytes` in a folder of its own. A limit of 0 disables the cache. Thread-safe.
+    """A cache of at most `limit_bytes` in its own folder. A limit of 0 disables the cache. Thread-safe.
 
-    If the cache is full, results of the owner who uses the most space are deleted first. This guarantees each owner an
-    equal share of the cache. `nbytes` is the total size of all cached results.
+    If the cache is full, the least recently used result of the owner who uses the most space is deleted. This
+    guarantees each owner an equal share of the cache. `nbytes` is the total size of all cached results.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:

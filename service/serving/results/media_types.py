@@ -1,4 +1,4 @@
-"""Conversion of the result of a job to other media types: labels as TIFF, .npy, NIfTI or .ozx, or the table."""
+"""Conversion of the result of a job to other media types: labels as TIFF, .npy, NIfTI or .ozx, or a table as CSV."""
 
 from __future__ import annotations
 
@@ -46,56 +46,57 @@ LABEL_FORMATS = {
 
 
 def choose_media_type(accept_header: str, metadata: AnswerMetadata) -> str:
-    """Return the available media type that an Accept header prefers for a result, or the stored media type.
+    """Return the media type that is available for a result and preferred by an Accept header.
 
-    Preferences follow RFC 9110, section 12.5.1. Among equal preferences, the first one in the header wins.
+    If the header accepts none of the available media types, return the stored media type. Preferences follow RFC 9110,
+    section 12.5.1. Among equal preferences, the first one in the header wins.
     """
     available_types = [metadata.media_type]
     if metadata.media_type == ARCHIVE_TYPE:
         available_types += [TIFF_TYPE, TABLE_TYPE]
-    # The other formats are written without time and channel axes.
+    # Files in the label formats have no time or channel axis.
     if (
         metadata.media_type in {ARCHIVE_TYPE, TIFF_TYPE}
         and metadata.time_points is None
         and metadata.kind != "probabilities"
     ):
         available_types += LABEL_FORMATS
-    ranges = _parse_accept(accept_header)
-    best_type = max(available_types, key=lambda media_type: _get_rank(media_type, ranges))
-    return best_type if _get_rank(best_type, ranges) > _LOWEST_RANK else metadata.media_type
+    ranks = _parse_accept_header(accept_header)
+    best_type = max(available_types, key=lambda media_type: _get_rank(media_type, ranks))
+    return best_type if _get_rank(best_type, ranks) > _LOWEST_RANK else metadata.media_type
 
 
 _LOWEST_RANK = (0.0, 0)
 
 
-def _parse_accept(accept_header: str) -> dict[str, tuple[float, int]]:
+def _parse_accept_header(accept_header: str) -> dict[str, tuple[float, int]]:
     """Return the rank of each media range: the quality from 0 to 1, and a number that is higher for earlier ranges."""
-    ranges: dict[str, tuple[float, int]] = {}
-    for position, part in enumerate(accept_header.split(",")):
-        media_range, *parameters = (token.strip().lower() for token in part.split(";"))
+    ranks: dict[str, tuple[float, int]] = {}
+    for position, element in enumerate(accept_header.split(",")):
+        media_range, *parameters = (token.strip().lower() for token in element.split(";"))
         qualities = (token[2:] for token in parameters if token.startswith("q="))
         try:
             quality = float(next(qualities, "1"))
         except ValueError:
             quality = 1.0
-        ranges.setdefault(media_range, (quality, -position))
-    return ranges
+        ranks.setdefault(media_range, (quality, -position))
+    return ranks
 
 
-def _get_rank(media_type: str, ranges: dict[str, tuple[float, int]]) -> tuple[float, int]:
+def _get_rank(media_type: str, ranks: dict[str, tuple[float, int]]) -> tuple[float, int]:
     """Return the rank of the most specific media range that contains a media type."""
     main_type = media_type.partition("/")[0]
-    rank = next((ranges[name] for name in (media_type, f"{main_type}/*", "*/*") if name in ranges), _LOWEST_RANK)
+    rank = next((ranks[name] for name in (media_type, f"{main_type}/*", "*/*") if name in ranks), _LOWEST_RANK)
     return rank if rank[0] > 0 else _LOWEST_RANK
 
 
 def convert_result(
     reader: Reader, file: BinaryIO, metadata: AnswerMetadata, media_type: str, folder: Path
 ) -> tuple[Path, AnswerMetadata]:
-    """Write all or part of a result in another format to an empty folder. Return the new file and its metadata.
+    """Write all or part of a result in a different format to an empty folder. Return the path and the new metadata.
 
-    `media_type` is a media type that `choose_media_type` returned and that differs from the stored one. Raises the
-    errors of `Reader.read`.
+    `media_type` must come from `choose_media_type` and differ from the stored media type. Raises the errors of
+    `Reader.read`.
     """
     stem = metadata.file_name.removesuffix("_labels.zip").removesuffix(".ome.tif")
     path = folder / "part"
@@ -127,11 +128,12 @@ def read_labels(  # noqa: PLR0913
         return read_file(descriptor_path(file.fileno()))
     if metadata.media_type != ARCHIVE_TYPE:
         raise BadParameter(
-            "The result of this job contains no labels: it is only a table, or it was saved to a file on the host."
+            "The result of this job contains no labels, because the request was for a table, or because the result was"
+            " saved to a file on the host."
         )
-    labels = folder / LABELS_FILE
-    _copy_member(file, LABELS_FILE, labels)
-    return read_file(labels)
+    labels_path = folder / LABELS_FILE
+    _copy_member(file, LABELS_FILE, labels_path)
+    return read_file(labels_path)
 
 
 def _copy_member(file: BinaryIO, name: str, path: Path) -> None:

@@ -11,14 +11,16 @@ from service.core.types import OutputKind
 
 @dataclass(frozen=True)
 class AnswerMetadata:
-    """The metadata of the file of an answer.
+    """The metadata of an answer. The field names are stored, so renaming a field would break stored jobs.
 
     model        name and version of the model
     seconds      duration of each stage
+    notes        warnings and notes for the user
+    objects      number of objects; None if the output has no objects
     diameter     object diameter, and whether the diameter was specified or estimated; None if neither
-    skipped      number of empty windows that were skipped; None if the windows were not checked
-    time_points  for a series: number of time points in the answer, and total number
-    stacks       for a folder: number of stacks with results, and total number
+    skipped      description of the empty windows that were skipped; None if skipping was disabled
+    time_points  for a series: number of time points in the answer, and number of time points in the request
+    stacks       for a folder: number of stacks with results, and number of all stacks
     confidence   confidence in the result, 0 to 1; None if unknown
     doubt        the low-confidence warning of `describe_low_confidence`; None if confidence is not low
     """

@@ -1,4 +1,4 @@
-"""Selection of planes of a volume, which can be subsampled and must not exceed a maximum size."""
+"""Selection of planes of a volume. The planes can be subsampled, and their total size is limited."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from service.core.errors import BadParameter
 from service.core.types import Array, Volume
 from service.serving.storage.memory_budget import MemoryBudget
 
+# Maximum size of the planes in one response.
 MAX_PLANE_BYTES = 2**25
 # Maximum memory for all planes that are being read and sent.
 PLANE_MEMORY = MemoryBudget(4 * MAX_PLANE_BYTES)
@@ -20,7 +21,10 @@ PLANE_DTYPES = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "float32"
 
 
 class PlaneRange(NamedTuple):
-    """Planes `start` to `stop` (exclusive; None for all) along an axis (0 for z), with steps along (z, y, x)."""
+    """Planes from `start` to `stop` along an axis (0 for z), with steps along (z, y, x).
+
+    `stop` is exclusive; None selects all planes from `start`.
+    """
 
     start: int
     stop: int | None
@@ -30,7 +34,7 @@ class PlaneRange(NamedTuple):
 
 @dataclass(frozen=True)
 class PlaneSelection:
-    """A selection [z, y, x] from the first channel of a volume, and the little-endian dtype of the converted voxels."""
+    """A selection [z, y, x] from the first channel of a volume, and the little-endian dtype of the returned voxels."""
 
     volume: Volume
     ranges: tuple[range, range, range]
@@ -40,22 +44,22 @@ class PlaneSelection:
     def select(cls, volume: Volume, plane_range: PlaneRange) -> PlaneSelection:
         """Select planes. Raises BadParameter if they are outside the volume or exceed `MAX_PLANE_BYTES`."""
         dtype = volume.dtype if volume.dtype.name in PLANE_DTYPES else np.dtype(np.float32)
-        planes = cls(volume, _find_ranges(volume, plane_range), dtype.newbyteorder("<"))
+        planes = cls(volume, _compute_ranges(volume, plane_range), dtype.newbyteorder("<"))
         if planes.nbytes > MAX_PLANE_BYTES:
             raise BadParameter(
-                f"from, to, step: the planes have more than {MAX_PLANE_BYTES:,} bytes. Request fewer planes or"
-                " use larger steps.",
+                f"from, to, step: the planes are larger than the limit of {MAX_PLANE_BYTES:,} bytes. Request fewer"
+                " planes, or use larger steps.",
                 parameter="from",
             )
         return planes
 
     @property
     def nbytes(self) -> int:
-        """Size of the converted voxels in bytes."""
+        """Size of the returned voxels in bytes."""
         return math.prod(map(len, self.ranges)) * self.dtype.itemsize
 
     def read(self) -> Array:
-        """Read the voxels as an array [z, y, x]. Blocks for file access."""
+        """Read the voxels as an array [z, y, x]. Blocks during file access."""
         planes = np.empty(tuple(map(len, self.ranges)), self.dtype)
         rows, columns = (slice(indices.start, indices.stop, indices.step) for indices in self.ranges[1:])
         for index, z in enumerate(self.ranges[0]):
@@ -63,13 +67,13 @@ class PlaneSelection:
         return planes
 
 
-def _find_ranges(volume: Volume, plane_range: PlaneRange) -> tuple[range, range, range]:
+def _compute_ranges(volume: Volume, plane_range: PlaneRange) -> tuple[range, range, range]:
     """Return the selected indices along z, y and x. Raises BadParameter for planes outside the volume."""
-    count = volume.shape[1 + plane_range.axis]
-    stop = count if plane_range.stop is None else plane_range.stop
-    if not plane_range.start < stop <= count:
+    plane_count = volume.shape[1 + plane_range.axis]
+    stop = plane_count if plane_range.stop is None else plane_range.stop
+    if not plane_range.start < stop <= plane_count:
         raise BadParameter(
-            f"from, to: planes {plane_range.start} to {stop} are outside the volume, which has {count} planes.",
+            f"from, to: planes {plane_range.start} to {stop} are outside the volume, which has {plane_count} planes.",
             parameter="from",
         )
     ranges = [range(0, size, step) for size, step in zip(volume.shape[1:], plane_range.step, strict=True)]

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def describe_provenance(query: Query, result: Result, source: str, digest: str | None) -> dict[str, str]:
-    """Return the provenance of a result as names and values. Unknown values are omitted.
+    """Return the provenance of a result as a mapping of names to values. Unknown values are omitted.
 
     Args:
         query: the parameters of the request
         result: the result of the segmentation, including the model and the engine
         source: name of the segmented file
-        digest: BLAKE3 hash of that file in hexadecimal; None if the file was not read completely
+        digest: BLAKE3 hash of the file in hexadecimal; None if the file was not read completely
     """
     parameters = query.model_dump(exclude={"model"}, exclude_none=True)
     fields = {

@@ -39,8 +39,8 @@ from service.serving.storage.host_folder import (
     write_file,
 )
 
-# Errors of `os.link` on file systems without hard links.
-_NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
+# Error numbers of `os.link` on file systems without hard links.
+_NO_HARD_LINK_ERRNOS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 _LOCK_POLL_SECONDS = 0.1
 
 
@@ -84,7 +84,7 @@ def check_file(target: DeliveryTarget) -> None:
         if stat.S_ISDIR(os.stat(target.name, dir_fd=target.folder_fd, follow_symlinks=False).st_mode):
             raise BadParameter.for_parameter("output_to", f"{target.location} is a folder. Add a file name.")
         if not target.overwrite:
-            raise _output_exists_error(target)
+            raise _make_output_exists_error(target)
 
 
 def check_store(target: DeliveryTarget) -> None:
@@ -93,7 +93,7 @@ def check_store(target: DeliveryTarget) -> None:
         while True:
             status_before = target.path.lstat()
             if not target.overwrite:
-                raise _output_exists_error(target)
+                raise _make_output_exists_error(target)
             if _is_store(target.path):
                 return
             # Check again if another call has replaced the target in the meantime.
@@ -105,7 +105,7 @@ def check_store(target: DeliveryTarget) -> None:
                 )
 
 
-def _output_exists_error(target: DeliveryTarget) -> OutputExists:
+def _make_output_exists_error(target: DeliveryTarget) -> OutputExists:
     return OutputExists.for_parameter(
         "output_to",
         f"{target.location} already exists. Choose another name, or set overwrite=true.",
@@ -144,7 +144,7 @@ def _link_final_name(target: DeliveryTarget) -> None:
         check_file(target)
         raise
     except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
+        if error.errno not in _NO_HARD_LINK_ERRNOS:
             raise
         # A file that is created between the next two lines is overwritten. Without hard links, this cannot be
         # prevented.
@@ -161,26 +161,27 @@ def put_store(source: Path, target: DeliveryTarget, cancelled: CancellationCheck
     """
     if _is_unconfirmed_delivery(target):
         return
-    folder_fd, marker = target.folder_fd, target.partial_name
+    folder_fd, partial_name = target.folder_fd, target.partial_name
     if (descriptor_path(folder_fd) / target.replaced_name).exists() and not os.path.lexists(target.path):
         # The process was killed between the two renames.
         target.rename(target.replaced_name, target.name)
-    delete_folder(folder_fd, marker)
+    delete_folder(folder_fd, partial_name)
     check_store(target)
     delete_folder(folder_fd, target.replaced_name)
     try:
-        os.mkdir(marker, dir_fd=folder_fd)
-        copy_folder(source, folder_fd, marker, cancelled)
-        write_file(folder_fd, f"{marker}/{marker}")
+        os.mkdir(partial_name, dir_fd=folder_fd)
+        copy_folder(source, folder_fd, partial_name, cancelled)
+        # Write the marker file, which has the same name as the incomplete store.
+        write_file(folder_fd, f"{partial_name}/{partial_name}")
         while not _rename_to_target(target):
-            # Another process took the name in the meantime. Another store can be replaced; anything else is an error.
+            # Another process took the name in the meantime. A store can be replaced; anything else is an error.
             with _report_replaced_store(target):
                 check_store(target)
             delete_folder(folder_fd, target.replaced_name)
         os.fsync(folder_fd)
         delete_folder(folder_fd, target.replaced_name)
     finally:
-        delete_folder(folder_fd, marker)
+        delete_folder(folder_fd, partial_name)
 
 
 def _rename_to_target(target: DeliveryTarget) -> bool:
@@ -208,7 +209,7 @@ def _is_store(path: Path) -> bool:
 
 @contextmanager
 def _report_replaced_store(target: DeliveryTarget) -> Iterator[None]:
-    """If something else took the name of the store being replaced, say in the error where the previous store is."""
+    """Context manager that adds the temporary name of the previous store to an error, if that store was renamed."""
     try:
         yield
     except (BadParameter, OutputExists) as error:
@@ -224,7 +225,7 @@ def _is_unconfirmed_delivery(target: DeliveryTarget) -> bool:
 
 
 def confirm_delivery(target: DeliveryTarget) -> None:
-    """Forget the ticket of a delivered result, after the result has been recorded."""
+    """Delete the marker of a delivered result. Call this after the result has been recorded."""
     if _is_unconfirmed_delivery(target):
         delete_folder(target.folder_fd, target.replaced_name)
         # If another store has replaced this one in the meantime, the marker does not exist.
@@ -238,26 +239,26 @@ def undo_delivery(target: DeliveryTarget) -> None:
         delete_folder(target.folder_fd, target.name)
 
 
-def register_labels(labels: Path, folder_fd: int, cancelled: CancellationCheck) -> None:
-    """Add the labels listed in the group `labels` to the group in an open folder. Create that group if necessary.
+def register_labels(labels_group: Path, folder_fd: int, cancelled: CancellationCheck) -> None:
+    """Add the labels listed in the group at the path `labels_group` to the group in an open folder.
 
-    Metadata files are replaced atomically. Links are not followed. Raises OSError, BadFile and Cancelled.
+    Metadata files are created or replaced atomically. Links are not followed. Raises OSError, BadFile and Cancelled.
     """
     with _hold_lock(folder_fd, cancelled):
-        for path in sorted(labels.iterdir()):
+        for path in sorted(labels_group.iterdir()):
             if path.name in METADATA_NAMES:
-                existing = read_json(FolderStore(partial(open_file, folder_fd)), path.name)
+                metadata = read_json(FolderStore(partial(open_file, folder_fd)), path.name)
                 with translate_errors(f"labels/{path.name}"):
-                    merged = _merge_metadata(existing or {}, json.loads(path.read_bytes()))
-                part_name = f".{path.name}.part"
-                delete_file(folder_fd, part_name)
-                write_file(folder_fd, part_name, json.dumps(merged, indent=2).encode())
-                os.replace(part_name, path.name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+                    merged_metadata = _merge_metadata(metadata or {}, json.loads(path.read_bytes()))
+                partial_name = f".{path.name}.part"
+                delete_file(folder_fd, partial_name)
+                write_file(folder_fd, partial_name, json.dumps(merged_metadata, indent=2).encode())
+                os.replace(partial_name, path.name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
 
 
 @contextmanager
 def _hold_lock(folder_fd: int, cancelled: CancellationCheck) -> Iterator[None]:
-    """Hold an exclusive lock on a folder. Wait while another program on the host holds the lock. Raises Cancelled."""
+    """Context manager that holds an exclusive lock on a folder. Waits for other programs. Raises Cancelled."""
     while not _try_lock(folder_fd):
         if cancelled():
             raise Cancelled("The request was cancelled while it was waiting for the lock on the output folder.")
@@ -279,10 +280,12 @@ def _try_lock(folder_fd: int) -> bool:
     return True
 
 
-def _merge_metadata(existing: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a group, `existing`, extended with the labels listed in `added`."""
-    merged = added | existing
-    if "labels" in added:
-        return merged | {"labels": sorted({*map(str, existing.get("labels", ())), *added["labels"]})}
-    nested = {key: value for key, value in added.items() if isinstance(value, dict)}
-    return merged | {key: _merge_metadata(existing.get(key, {}), value) for key, value in nested.items()}
+def _merge_metadata(metadata: dict[str, Any], new_metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a group, extended with the labels listed in `new_metadata`."""
+    merged_metadata = new_metadata | metadata
+    if "labels" in new_metadata:
+        return merged_metadata | {"labels": sorted({*map(str, metadata.get("labels", ())), *new_metadata["labels"]})}
+    nested_metadata = {key: value for key, value in new_metadata.items() if isinstance(value, dict)}
+    return merged_metadata | {
+        key: _merge_metadata(metadata.get(key, {}), value) for key, value in nested_metadata.items()
+    }

@@ -60,34 +60,34 @@ class HostFiles:
         _check_roots("inputs", self._inputs, os.R_OK | os.X_OK)
         _check_roots("outputs", self._outputs, os.W_OK | os.X_OK)
 
-    def check(
+    def check_locations(
         self,
         location: str | None,
         output: str | None,
         caller: str | None,
         *,
         overwrite: bool = False,
-        as_zarr: bool = False,
+        is_zarr: bool = False,
     ) -> None:
-        """Check the locations of a request. If `as_zarr` is set, the output is a Zarr store, not a file.
+        """Check the locations of a request. If `is_zarr` is set, the output is a Zarr store, not a file.
 
-        Raises BadParameter, OutputExists if the output exists, and OutOfStorage if the disk is full.
+        Raises BadParameter, OutputExists if the output must not be overwritten, and OutOfStorage if the disk is full.
         """
         if location is not None:
             with self.open_input(location, caller):
                 pass
         if output is not None:
-            if as_zarr and not is_store_name(output.rpartition("/")[2]):
+            if is_zarr and not is_store_name(output.rpartition("/")[2]):
                 raise BadParameter.for_parameter(
                     "output_to", f"{output} is not a valid name for a Zarr store. Choose another name."
                 )
             with self._open_target(output, caller, overwrite=overwrite) as target:
                 if not os.access(".", os.W_OK | os.X_OK, dir_fd=target.folder_fd):
                     raise BadParameter.for_parameter("output_to", f"the service has no permission to write {output}.")
-                check = delivery.check_store if as_zarr else delivery.check_file
-                check(target)
+                check_target = delivery.check_store if is_zarr else delivery.check_file
+                check_target(target)
                 if os.fstatvfs(target.folder_fd).f_bavail == 0:
-                    raise _disk_full(output)
+                    raise _make_disk_full_error(output)
 
     @contextmanager
     def open_input(self, location: str, caller: str | None) -> Iterator[Source | RemoteSource]:
@@ -166,7 +166,7 @@ class HostFiles:
 
     @contextmanager
     def open_results(self, location: str, caller: str | None) -> Iterator[ResultFolder]:
-        """Context manager that opens and locks a results folder. Create the folder if only its parent exists."""
+        """Context manager that opens and locks a results folder. If only its parent exists, the folder is created."""
         root, parts = _parse_location("output_to", location.removesuffix("/"), self._outputs, caller, allow_root=True)
         with _open_below_root("output_to", root, parts[:-1], location) as parent_fd, ExitStack() as stack:
             with _translate_os_errors("output_to", location):
@@ -177,7 +177,7 @@ class HostFiles:
     def list_stacks(self, location: str, output: str, caller: str | None, glob: str | None) -> list[str]:
         """Return the files in a folder that match a pattern, except for those in the results folder `output`.
 
-        Also raises BadParameter if both are the same folder.
+        Also raises BadParameter if `output` is the input folder.
         """
         root, parts = _parse_location("output_to", output.removesuffix("/"), self._outputs, caller, allow_root=True)
         results_status: os.stat_result | None = None
@@ -194,19 +194,19 @@ class HostFiles:
     def put(self, file: Path, location: str, caller: str | None, ticket: str, *, overwrite: bool = False) -> None:
         """Copy a finished file to a location. The file appears there after it has been written to disk.
 
-        Until `confirm_delivery`, a second call with the same `ticket`, as after a crash, recognizes the delivered file.
-        Raises OutputExists if a different file exists and `overwrite` is False, OutOfStorage and OSError.
+        Until `confirm_delivery`, a second call with the same `ticket`, for example after a crash, recognizes the
+        delivered file. Raises OutputExists if another file exists and `overwrite` is False, OutOfStorage and OSError.
         """
         target_context = self._open_target(location, caller, ticket, overwrite=overwrite)
         with target_context as target, _translate_os_errors("output_to", location):
             delivery.put_file(file, target)
 
     def is_zarr(self, location: str, caller: str | None) -> bool:
-        """Return whether a result at a location is written as OME-Zarr because of its suffix or parent image."""
-        return location.lower().endswith(".zarr") or self.find_image(location, caller) is not None
+        """Return whether the result at a location is OME-Zarr: the location ends with `.zarr` or is in an image."""
+        return location.lower().endswith(".zarr") or self.find_image_format(location, caller) is not None
 
-    def find_image(self, location: str, caller: str | None) -> Literal[2, 3] | None:
-        """Return the Zarr format of the image if a location is in the labels group of an OME-Zarr image, else None."""
+    def find_image_format(self, location: str, caller: str | None) -> Literal[2, 3] | None:
+        """Return the Zarr format of the OME-Zarr image whose labels group contains a location, or None."""
         root, parts = _parse_location("output_to", location, self._outputs, caller)
         if parts[-2:-1] != ["labels"]:
             return None
@@ -232,7 +232,7 @@ class HostFiles:
         folder of `store` must be a group that lists the store. Also raises Cancelled, and BadFile if the metadata of
         the image is invalid.
         """
-        is_in_image = self.find_image(location, caller) is not None
+        is_in_image = self.find_image_format(location, caller) is not None
         target_context = self._open_target(location, caller, ticket, overwrite=overwrite)
         with target_context as target, _translate_os_errors("output_to", location):
             delivery.put_store(store, target, cancelled)
@@ -240,13 +240,13 @@ class HostFiles:
                 if is_in_image:
                     delivery.register_labels(store.parent, target.folder_fd, cancelled)
             except BaseException:
-                # Keep a store that has replaced another one, because the previous store no longer exists.
+                # Retain a store that has replaced another one, because the previous store no longer exists.
                 if not overwrite:
                     delivery.undo_delivery(target)
                 raise
 
     def confirm_delivery(self, location: str, caller: str | None, ticket: str) -> None:
-        """Forget the ticket of a delivered result, after the result has been recorded."""
+        """Delete the marker of a delivered result. Call this after the result has been recorded."""
         with self._open_target(location, caller, ticket) as target:
             delivery.confirm_delivery(target)
 
@@ -255,7 +255,7 @@ class HostFiles:
         self, location: str, caller: str | None, ticket: str = "", *, overwrite: bool = False
     ) -> Iterator[DeliveryTarget]:
         root, parts = _parse_location("output_to", location, self._outputs, caller)
-        if self.find_image(location, caller) is not None:
+        if self.find_image_format(location, caller) is not None:
             with _open_below_root("output_to", root, parts[:-2], location) as image_fd, suppress(FileExistsError):
                 os.mkdir("labels", dir_fd=image_fd)
         with _open_below_root("output_to", root, parts[:-1], location) as folder_fd:
@@ -283,7 +283,7 @@ def _parse_location(
         advice = (
             "Upload the stack" if parameter == "input" else "Omit the parameter to receive the result in the response"
         )
-        raise BadParameter.for_parameter(parameter, f"the service has no host folders that you may use. {advice}.")
+        raise BadParameter.for_parameter(parameter, f"you may not use any folder on the host. {advice}.")
     name, *parts = location.split("/")
     if name not in usable_roots or not (parts or allow_root):
         raise BadParameter.for_parameter(
@@ -303,10 +303,10 @@ def _is_allowed(caller: str | None, keys: tuple[str, ...]) -> bool:
     return not keys or caller in keys
 
 
-def _is_file_name(part: str) -> bool:
+def _is_file_name(name: str) -> bool:
     """Return whether a component of a location is a valid name of a file or folder."""
-    encoded = part.encode(errors="replace")
-    return part not in {"", ".", ".."} and "\0" not in part and len(encoded) <= 255 and encoded.decode() == part
+    name_bytes = name.encode(errors="replace")
+    return name not in {"", ".", ".."} and "\0" not in name and len(name_bytes) <= 255 and name_bytes.decode() == name
 
 
 @contextmanager
@@ -321,7 +321,7 @@ def _open_below_root(parameter: str, root: ReferenceFolder, parts: Sequence[str]
 
 @contextmanager
 def _translate_os_errors(parameter: str, location: str) -> Iterator[None]:
-    """Translate an OSError to BadParameter or OutOfStorage. Omit the system's message, which may contain paths."""
+    """Translate an OSError to BadParameter or OutOfStorage. Omit the system message, which may contain paths."""
     try:
         yield
     except OSError as error:
@@ -337,13 +337,13 @@ def _translate_os_errors(parameter: str, location: str) -> Iterator[None]:
             case errno.EISDIR | errno.ENOTEMPTY | errno.EROFS | errno.ENAMETOOLONG | errno.EBUSY | errno.ETXTBSY:
                 problem = f"cannot be used: {os.strerror(error.errno)}"
             case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-                raise _disk_full(location) from error
+                raise _make_disk_full_error(location) from error
             case _:
                 raise
         raise BadParameter.for_parameter(parameter, f"{location} {problem}.") from None
 
 
-def _disk_full(location: str) -> OutOfStorage:
+def _make_disk_full_error(location: str) -> OutOfStorage:
     return OutOfStorage(
         f"output_to: the disk that contains {location} is full. Try again later, or choose another folder.",
         parameter="output_to",

@@ -1,6 +1,6 @@
-"""Operations on open host folders that do not follow links.
+"""Operations on open folders of the host, without following links.
 
-A folder is given as a file descriptor. Concurrent renames and links therefore cannot redirect an operation to a file
+Folders are specified as file descriptors. Concurrent renames and links therefore cannot redirect an operation to a file
 other than the one that was checked.
 """
 
@@ -22,11 +22,11 @@ from service.core.files.atomic_files import open_subfolder
 from service.core.types import CancellationCheck
 
 # Size of the buffer for copying files.
-COPY_BYTES = 2**26
-# Flags that create a file, and fail if the file exists.
+COPY_BUFFER_BYTES = 2**26
+# Flags of `os.open` for creating a file. With these flags, opening a file that exists fails.
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Maximum number of files and folders that are searched below one folder.
-MAX_ENTRIES = 200_000
+MAX_SEARCHED_ENTRIES = 200_000
 
 
 def is_file(folder_fd: int, name: str) -> bool:
@@ -39,14 +39,16 @@ def is_file(folder_fd: int, name: str) -> bool:
 def is_same_file(folder_fd: int, first_name: str, second_name: str) -> bool:
     """Return whether two names in an open folder refer to the same file."""
     try:
-        first, second = (os.stat(name, dir_fd=folder_fd, follow_symlinks=False) for name in (first_name, second_name))
+        first_status, second_status = (
+            os.stat(name, dir_fd=folder_fd, follow_symlinks=False) for name in (first_name, second_name)
+        )
     except FileNotFoundError:
         return False
-    return os.path.samestat(first, second)
+    return os.path.samestat(first_status, second_status)
 
 
 def lock_folder(folder_fd: int) -> None:
-    """Lock an open folder. Raises BlockingIOError if it is locked, and OSError without support for locks."""
+    """Lock an open folder. Raises BlockingIOError if it is locked, or OSError if the file system has no locks."""
     fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -65,7 +67,7 @@ def write_file(folder_fd: int, name: str, content: bytes = b"") -> None:
 def copy_file(source: Path, folder_fd: int, name: str) -> None:
     """Copy a file to a new file and sync it to disk. Raises OSError, including FileExistsError if the name is taken."""
     with source.open("rb") as content, _create_file(folder_fd, name) as file:
-        shutil.copyfileobj(content, file, COPY_BYTES)
+        shutil.copyfileobj(content, file, COPY_BUFFER_BYTES)
 
 
 @contextmanager
@@ -104,21 +106,24 @@ def delete_folder(folder_fd: int, name: str) -> None:
 def list_files(folder: Path, glob: str, skipped_status: os.stat_result | None = None) -> list[str]:
     """Return the relative paths of the regular files below an open folder that match a pattern.
 
-    The pattern has the syntax of `pathlib.Path.glob`. Links and the folder with the status
-    `skipped_status` are not searched. Raises BadParameter if the pattern is invalid or the folder contains too many
+    The pattern has the syntax of `pathlib.Path.glob`. Links are not followed, and the folder with the status
+    `skipped_status` is not searched. Raises BadParameter if the pattern is invalid or the folder contains too many
     entries.
     """
     pattern = tuple(glob.split("/"))
     if not set(pattern).isdisjoint({"", ".", ".."}):
         raise BadParameter.for_parameter(
-            "glob", f"{glob}: a pattern consists of names separated by single slashes, such as **/*.tif."
+            "glob",
+            f"{glob} is not valid, because a pattern must consist of names separated by single slashes, such as"
+            " **/*.tif.",
         )
     matches, entry_count = list[str](), 0
     for parent, folders, files, parent_fd in os.fwalk(f"{folder}/."):
         entry_count += len(folders) + len(files)
-        if entry_count > MAX_ENTRIES:
+        if entry_count > MAX_SEARCHED_ENTRIES:
             raise BadParameter(
-                f"The folder contains more than {MAX_ENTRIES:,} files and folders. Choose one of its subfolders."
+                f"The folder contains more than {MAX_SEARCHED_ENTRIES:,} files and folders. Choose one of its"
+                " subfolders."
             )
         parts = Path(parent).relative_to(folder).parts
         is_recursive = "**" in pattern or len(parts) + 1 < len(pattern)

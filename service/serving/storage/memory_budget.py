@@ -6,14 +6,14 @@ import threading
 
 
 class MemoryBudget:
-    """A number of bytes that concurrent requests share. Thread-safe."""
+    """A limited number of bytes that concurrent requests share. Thread-safe."""
 
     def __init__(self, nbytes: int) -> None:
         self._free_bytes = nbytes
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int) -> bool:
-        """Reserve bytes until `release`. If too few bytes are left, reserve nothing and return False."""
+        """Reserve bytes until `release` is called. If too few bytes are left, reserve nothing and return False."""
         with self._lock:
             if nbytes > self._free_bytes:
                 return False

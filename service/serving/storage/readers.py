@@ -8,9 +8,9 @@ from service.formats.sandbox.reader import Reader
 from service.serving.storage.threads import FairThreadPool
 
 # Memory of a reader process in addition to its share of the decoded volume: codec tables and one decoded page.
-READER_BYTES = 2 * 2**30
-# Maximum number of large and of small files that are read concurrently. A large file is decoded with several threads
-# for part of the time. There are enough readers for small files that a single client cannot occupy them all.
+READER_MEMORY_BYTES = 2 * 2**30
+# Maximum numbers of large files and of small files that are read concurrently. A large file is decoded with several
+# threads for part of the time. A single client cannot occupy all readers for small files.
 LARGE_FILE_READER_COUNT = min(max(host.count_usable_cores() // 4, 1), 4)
 SMALL_FILE_READER_COUNT = LARGE_FILE_READER_COUNT + 2
 
@@ -33,13 +33,13 @@ class FileReaders:
         """Start the processes."""
         limits = self._settings.limits
         self.reader = Reader(
-            memory_bytes=READER_BYTES,
+            memory_bytes=READER_MEMORY_BYTES,
             seconds=limits.read_seconds,
             decoded_bytes=limits.decoded_bytes,
             shared_bytes=self._settings.references.decoded_bytes,
             process_count=SMALL_FILE_READER_COUNT + LARGE_FILE_READER_COUNT,
         )
-        # Wait for the start in the background, so that `reader.missing_layers` is set soon.
+        # Wait in the background until the processes are ready, so that `reader.missing_layers` is set soon.
         self.read_threads.submit("", self.reader.wait_until_ready)
 
     def stop(self) -> None:

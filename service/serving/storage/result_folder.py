@@ -14,7 +14,7 @@ from service.core.errors import BadParameter
 from service.core.files.atomic_files import descriptor_path, open_folder_by_path, open_subfolder
 from service.serving.storage.host_folder import delete_folder, is_file, lock_folder
 
-# Prefix of the folder in which files are written before they are moved to their final path.
+# Prefix of the name of the folder in which files are written before they are moved to their final path.
 STAGING_PREFIX = ".stackseg-run-"
 
 
@@ -81,8 +81,8 @@ class ResultFolder:
 def lock_results(folder_fd: int) -> Iterator[ResultFolder]:
     """Context manager that locks an open folder for the results of one run.
 
-    Raises BadParameter if another run is using the folder or may be using it. Without file locks, the files of a
-    running process cannot be distinguished from those of a killed process.
+    Raises BadParameter if another run is using the folder or may be using it. If the file system does not support
+    locks, the files of a running process cannot be distinguished from the files of a killed process.
     """
     leftover_folders = list(descriptor_path(folder_fd).glob(f"{STAGING_PREFIX}*"))
     try:
@@ -94,8 +94,8 @@ def lock_results(folder_fd: int) -> Iterator[ResultFolder]:
     except OSError as error:
         if leftover_folders:
             raise BadParameter(
-                "The results folder is in use by another run, or an earlier run was killed. The file system has no"
-                " locks, so these two cases cannot be distinguished. If no run is active, delete"
+                "The results folder is in use by another run, or an earlier run was killed. The file system does not"
+                " support locks, so these two cases cannot be distinguished. If no run is active, delete"
                 f" {leftover_folders[0].name} in the results folder."
             ) from error
     for leftover_folder in leftover_folders:

@@ -1,4 +1,4 @@
-"""The scratch folder of this process for the files of requests, and the limits on their size.
+"""The scratch folder of this process for the files of requests, and the limits on the size of these files.
 
 The folder contains uploads, decoded pixels, and results until they are sent. If the service is killed, the next service
 process deletes the folder.
@@ -93,7 +93,7 @@ def delete_abandoned_folders(parent: Path, prefix: str = FOLDER_PREFIX) -> None:
             continue
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_marked(lock_fd):
+            if _has_marker(lock_fd):
                 _delete_folder(folder)
         except BlockingIOError:
             continue
@@ -126,7 +126,7 @@ def _delete_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_marked(folder_fd: int) -> bool:
+def _has_marker(folder_fd: int) -> bool:
     """Return whether an open folder contains the marker file and both belong to the current user."""
     try:
         marker = os.stat(MARKER_FILE, dir_fd=folder_fd, follow_symlinks=False)
@@ -154,15 +154,15 @@ class ScratchSpace:
 
     @property
     def max_client_bytes(self) -> int:
-        """Maximum number of bytes for a client if no other client uses the space."""
+        """Maximum number of bytes that a client can reserve if no other client has reserved any."""
         return self.limit_bytes // 2
 
     def new_reservation(self, client: str) -> SpaceReservation:
-        """Return an empty reservation for a client. Close it after its files have been deleted."""
+        """Return an empty reservation for a client. Close the reservation after the client's files are deleted."""
         return SpaceReservation(self, client)
 
-    def change(self, reservation: SpaceReservation, nbytes: int, *, is_limited: bool = False) -> None:
-        """Change the size of an open reservation. With `is_limited`, raise the errors of `SpaceReservation.reserve`."""
+    def add(self, reservation: SpaceReservation, nbytes: int, *, is_limited: bool = False) -> None:
+        """Add `nbytes` to an open reservation. With `is_limited`, raise the errors of `SpaceReservation.reserve`."""
         with self._lock:
             if is_limited and not reservation.is_closed:
                 self._check_limits(reservation.client, nbytes)
@@ -212,14 +212,14 @@ class SpaceReservation:
     def reserve(self, nbytes: int) -> None:
         """Reserve space for a file before it is written.
 
-        Raises TooLarge if the size exceeds the limit per client, RateLimited if the client already uses too much, and
-        OutOfStorage if all clients together use too much.
+        Raises TooLarge if the size exceeds the limit per client, RateLimited if the client already uses too much
+        space, and OutOfStorage if all clients together use too much space.
         """
-        self._space.change(self, nbytes, is_limited=True)
+        self._space.add(self, nbytes, is_limited=True)
 
     def add(self, nbytes: int) -> None:
         """Count an existing file. Pass a negative number for a deleted file."""
-        self._space.change(self, nbytes)
+        self._space.add(self, nbytes)
 
     def close(self) -> None:
         """Release the reserved space."""

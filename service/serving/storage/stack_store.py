@@ -1,4 +1,4 @@
-"""Stored stacks: uploads that are kept for a limited time, so that they can be viewed and segmented again."""
+"""Stored stacks: uploads that are retained for a limited time, so that they can be viewed and segmented again."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class StackStore:
     """A folder with a subfolder for each stack. Thread-safe within one process.
 
     Args:
-        folder: on the same file system as the jobs; created when the first stack is added
+        folder: path on the same file system as the jobs; the folder is created when the first stack is added
         quota_bytes: maximum size of all stacks; a new stack evicts the least recently used stacks of the owner who uses
             the most space
-        keep_seconds: time for which a stack is kept after its last use
+        keep_seconds: time for which a stack is retained after its last use
 
     Methods raise OutOfStorage if the disk is full, and StorageUnavailable for other disk errors.
     """
@@ -60,7 +60,7 @@ class StackStore:
         self._lock = threading.Lock()
 
     def add(self, upload: Path, name: str, owner: str | None, digest: str) -> StoredStack:
-        """Store a complete file together with its folder. Raises OutOfStorage if the quota is exceeded."""
+        """Store a complete file together with its folder. Raises OutOfStorage if the quota would be exceeded."""
         with translate_disk_errors(), self._lock:
             size = upload.stat().st_size
             stack = StoredStack(self._folder / upload.parent.name / STACK_FILE, name, owner, digest, size, 0.0)
@@ -104,7 +104,7 @@ class StackStore:
         return sum(stack.nbytes for stack in self._list_stacks())
 
     def _free_space(self, new_stack: StoredStack) -> None:
-        """Delete older stacks to free space for a new one. If that cannot succeed, raise OutOfStorage."""
+        """Delete older stacks to free space for a new stack. If this is impossible, raise OutOfStorage."""
         stacks = sorted(self._list_stacks(), key=lambda stack: stack.last_used)
         used_bytes: Counter[str | None] = Counter()
         for stack in [*stacks, new_stack]:
@@ -112,14 +112,14 @@ class StackStore:
         evicted_stacks: list[StoredStack] = []
         while used_bytes.total() > self._quota_bytes:
             owner, _ = used_bytes.most_common(1)[0]
-            oldest = next((stack for stack in stacks if stack.owner == owner), None)
-            if oldest is None:
+            oldest_stack = next((stack for stack in stacks if stack.owner == owner), None)
+            if oldest_stack is None:
                 raise OutOfStorage(
-                    "The stack exceeds the space configured for stacks. Submit the stack directly with POST /jobs."
+                    "The stack does not fit into the disk space for stored stacks. Submit the stack with POST /jobs."
                 )
-            stacks.remove(oldest)
-            used_bytes[owner] -= oldest.nbytes
-            evicted_stacks.append(oldest)
+            stacks.remove(oldest_stack)
+            used_bytes[owner] -= oldest_stack.nbytes
+            evicted_stacks.append(oldest_stack)
         for stack in evicted_stacks:
             self._delete_files(stack)
 
@@ -133,10 +133,10 @@ class StackStore:
     @staticmethod
     def _read_stack(folder: Path) -> StoredStack | None:
         """Return the stack in a folder, or None if the folder contains no stack or a damaged record."""
-        record = folder / RECORD_FILE
+        record_path = folder / RECORD_FILE
         try:
-            content = json.loads(record.read_text(encoding="utf-8"))
-            return StoredStack(folder / STACK_FILE, **content, last_used=record.stat().st_mtime)
+            content = json.loads(record_path.read_text(encoding="utf-8"))
+            return StoredStack(folder / STACK_FILE, **content, last_used=record_path.stat().st_mtime)
         except (OSError, ValueError, TypeError):
             return None
 

@@ -1,6 +1,6 @@
 """Thread pools for file access, including a pool with fair scheduling, and helpers for awaiting blocking work.
 
-Even if a helper is cancelled, it awaits the end of running work, because the work may still use files.
+If `run_in_thread` is cancelled, it still awaits work that is running, because the work may still use files.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ T = TypeVar("T")
 FILE_THREAD_COUNT = 8
 FILE_THREADS = ThreadPoolExecutor(FILE_THREAD_COUNT, "files")
 
-# Threads for host files. A file server that does not respond can block these threads, but not the other threads.
+# Threads for files on the host. A file server that does not respond can block these threads, but no other threads.
 HOST_FILE_THREAD_COUNT = 4
-HOST_FILE_THREADS = ThreadPoolExecutor(HOST_FILE_THREAD_COUNT, "named")
+HOST_FILE_THREADS = ThreadPoolExecutor(HOST_FILE_THREAD_COUNT, "host-files")
 
 _start_lock = threading.Lock()
 
@@ -207,9 +207,9 @@ def _copy_outcome(result: asyncio.Future[Any], finished_future: Future[Any]) -> 
         result.set_result(finished_future.result())
 
 
-async def _wait_until_done(work: Future[Any]) -> None:
+async def _wait_until_done(thread_future: Future[Any]) -> None:
     """Wait for work even if the caller is cancelled repeatedly, for example by a disconnect and a time limit."""
-    future = asyncio.wrap_future(work)
+    future = asyncio.wrap_future(thread_future)
     while not future.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait([future])

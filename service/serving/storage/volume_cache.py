@@ -11,7 +11,7 @@ from service.core.types import Volume
 from service.serving.storage.scratch import ScratchSpace, SpaceReservation
 
 # Maximum size of all volumes together. A single volume can be larger.
-CACHE_BYTES = 4 * 2**30
+MAX_CACHE_BYTES = 4 * 2**30
 # The client name under which the cache reserves scratch space.
 CACHE_CLIENT = "volume cache"
 
@@ -29,7 +29,7 @@ class VolumeCache:
     prevent uploads.
     """
 
-    def __init__(self, limit_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, limit_bytes: int = MAX_CACHE_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._volumes: OrderedDict[Hashable, _CachedVolume] = OrderedDict()
         self._lock = threading.Lock()
@@ -47,14 +47,14 @@ class VolumeCache:
 
         Blocks during `read`. Raises the errors of `read` and `SpaceReservation.reserve`.
         """
-        if (cached := self.find(key)) is not None:
-            return cached
+        if (cached_volume := self.find(key)) is not None:
+            return cached_volume
         volume = read()
         with self._lock:
             # Another thread may have added the volume in the meantime.
             if key in self._volumes:
                 return self._volumes[key].volume
-            while self._volumes and self._nbytes() + volume.nbytes > min(
+            while self._volumes and self._sum_bytes() + volume.nbytes > min(
                 self._limit_bytes, space.max_client_bytes // 2
             ):
                 self._volumes.popitem(last=False)[1].reservation.close()
@@ -63,5 +63,5 @@ class VolumeCache:
             self._volumes[key] = _CachedVolume(volume, reservation)
         return volume
 
-    def _nbytes(self) -> int:
-        return sum(cached.volume.nbytes for cached in self._volumes.values())
+    def _sum_bytes(self) -> int:
+        return sum(cached_volume.volume.nbytes for cached_volume in self._volumes.values())

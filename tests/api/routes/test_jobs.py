@@ -118,7 +118,7 @@ def test_invalid_request_is_rejected_before_a_job_is_created(
     before = service.client.get("/jobs?limit=1000").json()
     assert parse_problem(service.post(f"{path}?{query}", body)) == (status, slug)
     assert service.client.get("/jobs?limit=1000").json() == before
-    assert service.leftovers() == list(service.async_jobs._store._incoming.iterdir()) == []
+    assert service.leftovers() == list(service.async_jobs._store._incoming_folder.iterdir()) == []
 
 
 def test_failed_job_reports_the_same_problem_as_segment(service: Service) -> None:
@@ -139,7 +139,7 @@ def test_cancelling_jobs_frees_the_device_and_the_queue(service: Service) -> Non
     wait_until(lambda: not service.runtime.devices.running_jobs and service.runtime.devices.waiting_count == 0)
     assert parse_problem(service.result(running)) == (410, "result-gone")
     wait_until(lambda: service.leftovers() == [])
-    wait_until(lambda: not service.async_jobs._store.input_path(running["id"]).parent.exists())
+    wait_until(lambda: not service.async_jobs._store.get_input_path(running["id"]).parent.exists())
     service.fake.gate.set()
     assert service.run()
 
@@ -339,7 +339,9 @@ def test_job_writes_ome_zarr_even_after_a_restart(
         # The state after a process is killed while it copies the result.
         partial = results / f".stackseg-{jobs[2]['id']}.part"
         (partial / "0").mkdir(parents=True)
-        (service.async_jobs._store.input_path(jobs[2]["id"]).parent / "image.zarr" / "labels.zarr").mkdir(parents=True)
+        (service.async_jobs._store.get_input_path(jobs[2]["id"]).parent / "image.zarr" / "labels.zarr").mkdir(
+            parents=True
+        )
     with start_service(bands_repository, tmp_path, references=roots) as service:
         for job, parameters in zip(jobs, requests, strict=True):
             assert service.wait(job, "done", "failed")["state"] == "done"
@@ -385,7 +387,7 @@ def test_job_cancelled_while_writing_leaves_nothing_on_the_host(
         wait_until(lambda: service.async_jobs.runner.find(job["id"]) is None)
         assert service.show(job)["state"] == "cancelled"
         assert list((tmp_path / "results").iterdir()) == []
-        assert not service.async_jobs._store.input_path(job["id"]).parent.exists()
+        assert not service.async_jobs._store.get_input_path(job["id"]).parent.exists()
 
 
 def test_job_cancelled_while_reading_leaves_nothing(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,7 +424,7 @@ def test_deletion_of_old_jobs_is_retried_after_an_error(
         if len(calls) == 1:
             raise OutOfStorage("The disk is full.")
 
-    monkeypatch.setattr(async_jobs, "CLEAN_UP_SECONDS", 0.01)
+    monkeypatch.setattr(async_jobs, "CLEANUP_INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(JobStore, "clean_up", expire)
     with start_service(bands_repository, tmp_path):
         wait_until(lambda: len(calls) > 2)

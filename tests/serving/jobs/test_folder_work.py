@@ -126,5 +126,5 @@ def test_symbolic_link_at_a_result_path_is_replaced_and_a_folder_fails_the_stack
 
 def test_two_stacks_with_the_same_result_file_are_rejected() -> None:
     assert select_stacks([".hidden.tif", "b.ome.tif", "a.TIFF", "notes.txt"], None) == ["a.TIFF", "b.ome.tif"]
-    with pytest.raises(BadParameter, match="same result file"):
+    with pytest.raises(BadParameter, match="result files with the same name"):
         select_stacks(["a.tif", "a.ome.tif"], None)

@@ -28,12 +28,12 @@ from service.core.errors import (
 )
 from service.core.hardware.devices import translate_error
 from service.core.quantities import VoxelSize
-from service.serving.jobs.failure import UNEXPECTED_FAILURE
+from service.serving.jobs.failure import UNEXPECTED_FAILURE_MESSAGE
 from service.serving.jobs.record import JobRequest
 from service.serving.jobs.store import INPUT_NAME, JobStore
 from service.serving.results.metadata import AnswerMetadata
 
-REQUEST = JobRequest("nuclei", {"overlap": 0.5}, "embryo.tif", windows=8, receive_seconds=0.25)
+REQUEST = JobRequest("nuclei", {"overlap": 0.5}, "embryo.tif", window_count=8, receive_seconds=0.25)
 ANSWER = AnswerMetadata(
     "nuclei/1",
     "image/tiff",
@@ -67,13 +67,13 @@ def accept(store: JobStore, size: int = 10, owner: str | None = None) -> str:
 
 def finish(store: JobStore, job_id: str, size: int = 20) -> bool:
     store.begin(job_id)
-    result_file = store.input_path(job_id).with_name("labels.ome.tif")
+    result_file = store.get_input_path(job_id).with_name("labels.ome.tif")
     result_file.write_bytes(bytes(size))
     return store.finish(job_id, result_file, ANSWER)
 
 
 def list_files(store: JobStore) -> list[str]:
-    return sorted(str(path.relative_to(store._jobs)) for path in store._jobs.rglob("*"))
+    return sorted(str(path.relative_to(store._jobs_folder)) for path in store._jobs_folder.rglob("*"))
 
 
 def test_job_passes_through_its_states_until_it_is_deleted(store: JobStore) -> None:
@@ -118,7 +118,7 @@ def test_owners_see_only_their_own_jobs(store: JobStore) -> None:
         (error := DeviceLost("gone"), error),
         (OSError(errno.ENOMEM, "no"), OutOfMemory(str(translate_error(OSError(errno.ENOMEM, "no"))))),
         # The message may contain secrets.
-        (KeyError("the password"), InternalError(UNEXPECTED_FAILURE)),
+        (KeyError("the password"), InternalError(UNEXPECTED_FAILURE_MESSAGE)),
     ],
 )
 def test_failure_keeps_its_class_message_and_suggestions(store: JobStore, error: Any, expected: Any) -> None:
@@ -147,28 +147,28 @@ def test_unfinished_jobs_of_a_killed_process_are_recovered(store: JobStore) -> N
     done, running, waiting = accept(store), accept(store), accept(store)
     finish(store, done)
     store.begin(running)
-    (store.input_path(running).parent / ".labels.ome.tif.part").write_bytes(b"half")
-    store.result_path(running).write_bytes(b"written, but not recorded before the process died")
+    (store.get_input_path(running).parent / ".labels.ome.tif.part").write_bytes(b"half")
+    store.get_result_path(running).write_bytes(b"written, but not recorded before the process died")
     store.make_incoming_folder().joinpath(INPUT_NAME).write_bytes(b"half")
     # Closing is equivalent to a kill, because it writes nothing that is not yet on disk.
     store.close()
     with closing(open_store(store._folder)) as reopened:
         assert [record.id for record in reopened.recover()] == [running, waiting]
         assert reopened.find(done, None).result_metadata == ANSWER
-        assert reopened.result_path(done).stat().st_size == 20
+        assert reopened.get_result_path(done).stat().st_size == 20
         assert {record.state for record in reopened.list_unfinished()} == {"waiting"}
-        assert not list(reopened._incoming.iterdir())
-        assert [path.name for path in reopened.input_path(running).parent.iterdir()] == [INPUT_NAME]
+        assert not list(reopened._incoming_folder.iterdir())
+        assert [path.name for path in reopened.get_input_path(running).parent.iterdir()] == [INPUT_NAME]
 
 
 def test_recovery_deletes_orphaned_folders_and_fails_jobs_without_input(
     store: JobStore,
 ) -> None:
-    (store._jobs / "orphan").mkdir()
-    (store._jobs / ".DS_Store").write_bytes(b"written by a file manager")
+    (store._jobs_folder / "orphan").mkdir()
+    (store._jobs_folder / ".DS_Store").write_bytes(b"written by a file manager")
     missing, truncated = accept(store), accept(store)
-    store.input_path(missing).unlink()
-    store.input_path(truncated).write_bytes(b"")
+    store.get_input_path(missing).unlink()
+    store.get_input_path(truncated).write_bytes(b"")
     assert store.recover() == []
     for record in (store.find(missing, None), store.find(truncated, None)):
         assert (record.state, "input of the job was lost" in str(record.failure)) == ("failed", True)
@@ -181,8 +181,8 @@ def test_recovery_expires_jobs_with_lost_or_truncated_results(store: JobStore) -
     missing, truncated, intact = (accept(store) for _ in range(3))
     for job_id in (missing, truncated, intact):
         finish(store, job_id)
-    store.result_path(missing).unlink()
-    store.result_path(truncated).write_bytes(b"")
+    store.get_result_path(missing).unlink()
+    store.get_result_path(truncated).write_bytes(b"")
     store.recover()
     assert [store.find(job_id, None).state for job_id in (missing, truncated, intact)] == ["expired", "expired", "done"]
     assert list_files(store) == [intact, f"{intact}/result"]
@@ -192,10 +192,10 @@ def test_clean_up_deletes_leftover_files_but_keeps_files_of_running_jobs(store: 
     running, done = accept(store), accept(store)
     store.begin(running)
     finish(store, done)
-    (store.input_path(running).with_name("labels.ome.tif")).write_bytes(b"half")
-    store.input_path(done).write_bytes(b"leftover")
-    (store._jobs / "orphan").mkdir()
-    (store._jobs / "orphan" / INPUT_NAME).write_bytes(b"leftover")
+    (store.get_input_path(running).with_name("labels.ome.tif")).write_bytes(b"half")
+    store.get_input_path(done).write_bytes(b"leftover")
+    (store._jobs_folder / "orphan").mkdir()
+    (store._jobs_folder / "orphan" / INPUT_NAME).write_bytes(b"leftover")
     store.clean_up()
     assert list_files(store) == sorted(
         [running, f"{running}/{INPUT_NAME}", f"{running}/labels.ome.tif", done, f"{done}/result"]
@@ -229,7 +229,7 @@ def test_quota_evicts_results_but_no_inputs_and_nothing_for_an_input_that_cannot
     with pytest.raises(OutOfStorage):
         accept(store, size=501)
     assert [store.find(job_id, None).state for job_id in (done, waiting, running)] == ["done", "waiting", "running"]
-    assert all(path.exists() for path in (store.result_path(done), *map(store.input_path, (waiting, running))))
+    assert all(path.exists() for path in (store.get_result_path(done), *map(store.get_input_path, (waiting, running))))
     accept(store, size=500)
     assert store.find(done, None).state == "expired"
     store.cancel(waiting)
@@ -252,7 +252,7 @@ def test_quota_evicts_results_of_the_owner_who_uses_the_most_space(store: JobSto
         accept(store, size=951, owner="bob")
     assert [store.find(job_id, "bob").state for job_id in (bobs_jobs[2], third)] == ["done", "waiting"]
     assert [store.find(job_id, "ada").state for job_id in (adas_job, newest)] == ["done", "waiting"]
-    assert not store.result_path(bobs_jobs[0]).exists()
+    assert not store.get_result_path(bobs_jobs[0]).exists()
     # A new result also evicts older results.
     assert finish(store, third, size=800)
     assert [store.find(job_id, "bob").state for job_id in (bobs_jobs[2], third)] == ["expired", "done"]

@@ -137,11 +137,11 @@ def test_existing_output_is_replaced_only_with_overwrite_and_links_are_not_follo
     old_content = output.read_bytes()
     result.write_bytes(b"newer")
     with pytest.raises(OutputExists, match="overwrite=true"):
-        host_files.check(None, location, None)
+        host_files.check_locations(None, location, None)
     with pytest.raises(OutputExists):
         host_files.put(result, location, None, "one")
     assert output.read_bytes() == old_content
-    host_files.check(None, location, None, overwrite=True)
+    host_files.check_locations(None, location, None, overwrite=True)
     host_files.put(result, location, None, "one", overwrite=True)
     assert (output.read_bytes(), output.is_symlink(), list_names(host / "results")) == (
         b"newer",
@@ -180,7 +180,7 @@ def test_output_that_is_a_folder_is_rejected(host: Path, *, overwrite: bool) -> 
     host_files, result = make_host_files(host), host / "result.tif"
     result.write_bytes(b"labels")
     with pytest.raises(BadParameter, match="is a folder"):
-        host_files.check(None, "results/2026", None, overwrite=overwrite)
+        host_files.check_locations(None, "results/2026", None, overwrite=overwrite)
     with pytest.raises(BadParameter, match=r"folder|directory"):
         host_files.put(result, "results/2026", None, "ticket", overwrite=overwrite)
     assert list_names(host / "results") == ["2026"]
@@ -203,14 +203,14 @@ def test_full_disk_is_reported_by_the_check_of_the_request(host: Path) -> None:
     if mount.returncode:
         pytest.skip("the system does not permit mounting")
     try:
-        host_files.check(None, "results/2026/labels.tif", None)
+        host_files.check_locations(None, "results/2026/labels.tif", None)
         with pytest.raises(OSError, match="No space"), (full_folder / "filler").open("wb") as file:
             file.write(bytes(2**20))
         with pytest.raises(OutOfStorage, match="results/2026/labels"):
-            host_files.check(None, "results/2026/labels.tif", None)
+            host_files.check_locations(None, "results/2026/labels.tif", None)
         subprocess.run(["mount", "-o", "remount,ro", full_folder], check=True)
         with pytest.raises(BadParameter, match="permission"):
-            host_files.check(None, "results/2026/labels.tif", None)
+            host_files.check_locations(None, "results/2026/labels.tif", None)
     finally:
         subprocess.run(["umount", full_folder], check=True)
 
@@ -221,10 +221,10 @@ def test_invalid_store_names_are_rejected(host: Path) -> None:
     (image / "zarr.json").write_text("{}")
     for name in ("zarr.json", ".zgroup", ".hidden", "a\\b", "a\nb", "é" * 125):
         with pytest.raises(BadParameter, match="is not a valid name for a Zarr store"):
-            make_host_files(host).check(None, f"results/image.zarr/labels/{name}", None, as_zarr=True)
-    make_host_files(host).check(None, f"results/image.zarr/labels/{'a' * 249}", None, as_zarr=True)
+            make_host_files(host).check_locations(None, f"results/image.zarr/labels/{name}", None, is_zarr=True)
+    make_host_files(host).check_locations(None, f"results/image.zarr/labels/{'a' * 249}", None, is_zarr=True)
     with pytest.raises(BadParameter, match="is not a valid name for a Zarr store"):
-        make_host_files(host).check(None, "results/.zarr", None, as_zarr=True)
+        make_host_files(host).check_locations(None, "results/.zarr", None, is_zarr=True)
 
 
 def test_table_in_the_labels_group_is_written_as_a_plain_file(host: Path) -> None:

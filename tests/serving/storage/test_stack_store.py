@@ -75,7 +75,7 @@ def test_least_recently_used_stack_of_the_largest_owner_is_evicted(tmp_path: Pat
 def test_stack_that_does_not_fit_evicts_no_other_stacks(tmp_path: Path, nbytes: int) -> None:
     fixture = StoreFixture(tmp_path)
     stored_ids = {fixture.add_stack(50, "bob").id, fixture.add_stack(10, "ann").id}
-    with pytest.raises(OutOfStorage, match="space configured for stacks"):
+    with pytest.raises(OutOfStorage, match="disk space for stored stacks"):
         fixture.add_stack(nbytes, "ann")
     assert fixture.ids() == stored_ids
 
