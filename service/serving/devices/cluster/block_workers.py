@@ -20,7 +20,7 @@ from service.serving.devices.cluster.actor import Actor, WorkerLost
 if TYPE_CHECKING:
     from service.inference.blockwise.run_folder import BlockTask
 
-# Seconds until a lost actor is called again, to check whether it has been restarted.
+# Time until a lost actor is called again, to check whether it has been restarted.
 RETRY_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ class BlockActor:
 class ActorWorkers:
     """Workers of a block-wise run in actors. If an actor is lost, its block is restarted on the next free actor.
 
-    An actor gets blocks only after it has responded. An actor gets no blocks while it waits for resources of the
-    cluster, or while its host is unavailable.
+    An actor gets blocks only after it has responded. It gets no blocks while it waits for resources of the cluster, or
+    while its host is unavailable.
     """
 
     def __init__(self, actors: Sequence[Actor]) -> None:

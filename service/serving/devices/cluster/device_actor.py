@@ -113,9 +113,9 @@ class DeviceActor:
             job.cancel()
 
     def status(self, models: Collection[str]) -> Status:
-        """Return the status, and stop serving all models except `models` and the models of tasks.
+        """Return the status of the device, and stop serving all models except `models` and the models of tasks.
 
-        The models of tasks are kept, because a task can arrive before the status call that lists its model.
+        The models of tasks remain available, because a task can arrive before the status call that lists its model.
         """
         with self._lock:
             progress = {task_id: job.progress for task_id, (_, job) in self._jobs.items()}
@@ -131,7 +131,7 @@ class DeviceActor:
         job: Job[Any] = Job(
             task.spec.name,
             lambda job: work(job, reservation),
-            window_count=task.windows,
+            window_count=task.window_count,
             needs=ResourceNeeds if task.volume is None else partial(reservation.needs, task.volume, task.options),
             is_ready=False,
         )

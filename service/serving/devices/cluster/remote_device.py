@@ -41,7 +41,7 @@ class RemoteLoader:
         gc.collect()
 
     def make_default_estimator(self, spec: ModelSpec) -> Estimator:
-        """Return the estimator of a model that has never been loaded."""
+        """Return an estimator for a model that has never been loaded."""
         return make_default_estimator(spec, self._settings)
 
 
@@ -69,14 +69,14 @@ class RemoteDevice:
         self._actor.start()
         self.scheduler.start(specs, startup_models)
 
-    def stop(self, seconds: float) -> bool:
+    def stop(self, timeout_seconds: float) -> bool:
         """Stop the threads, after a call to `Scheduler.cancel_requests`; return whether they have ended.
 
-        Wait at most four times `seconds`.
+        Wait at most four times `timeout_seconds`.
         """
-        self.scheduler.close(seconds)
+        self.scheduler.close(timeout_seconds)
         self._actor.close()
-        return self._actor.join(seconds) and self.scheduler.join(seconds)
+        return self._actor.join(timeout_seconds) and self.scheduler.join(timeout_seconds)
 
     @property
     def has_ended(self) -> bool:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 EXIT_STATUS = 3
 # Time between two checks.
-INTERVAL_SECONDS = 1.0
+CHECK_INTERVAL_SECONDS = 1.0
 
 
 def exit_process(reason: str) -> None:
@@ -29,12 +29,12 @@ def exit_process(reason: str) -> None:
     os._exit(EXIT_STATUS)
 
 
-class Watched(Protocol):
+class WatchedThread(Protocol):
     """The thread of a device, such as that of `WindowBatcher`."""
 
     @property
     def heartbeat(self) -> Hashable | None:
-        """A value that changes with every batch of windows; None while no batch is computed."""
+        """A value that changes with every batch of windows; None while no batch is being processed."""
 
     @property
     def alive(self) -> bool:
@@ -55,7 +55,7 @@ class Watchdog:
 
     def __init__(
         self,
-        watched: Watched,
+        watched: WatchedThread,
         settings: sections.Watchdog,
         *,
         device: str = "the device",
@@ -67,14 +67,14 @@ class Watchdog:
         self._batch_seconds, self._grace_seconds = settings.batch_seconds, settings.grace_seconds
         self._last_heartbeat: Hashable | None = None
         self._loss_reason = ""
-        self._last_check = clock()
+        self._last_check_time = clock()
         self._stuck_seconds = self._unavailable_seconds = 0.0
         self.problem: str | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        self._last_check = self._clock()
+        self._last_check_time = self._clock()
         self._thread.start()
 
     def stop(self) -> None:
@@ -88,22 +88,22 @@ class Watchdog:
     def check(self) -> None:
         """Check the device's thread once."""
         now = self._clock()
-        # If the whole process was suspended, so was the device. That time must not count as being stuck.
-        elapsed, self._last_check = min(now - self._last_check, 5 * INTERVAL_SECONDS), now
-        problem = self._find_problem(elapsed)
+        # The whole process may have been suspended since the last check. That time must not count as being stuck.
+        elapsed_seconds, self._last_check_time = min(now - self._last_check_time, 5 * CHECK_INTERVAL_SECONDS), now
+        problem = self._find_problem(elapsed_seconds)
         if problem != self.problem and problem is not None:
             log.error("%s", problem)
         elif problem is None and self.problem is not None:
             log.warning("%s has recovered.", self._subject)
         self.problem = problem
-        self._unavailable_seconds = self._unavailable_seconds + elapsed if problem else 0.0
+        self._unavailable_seconds = self._unavailable_seconds + elapsed_seconds if problem else 0.0
         if problem and self._unavailable_seconds >= self._grace_seconds:
             self._on_exit(problem)
 
-    def _find_problem(self, elapsed: float) -> str | None:
+    def _find_problem(self, elapsed_seconds: float) -> str | None:
         heartbeat = self._watched.heartbeat
         is_unchanged = heartbeat is not None and heartbeat == self._last_heartbeat
-        self._stuck_seconds = self._stuck_seconds + elapsed if is_unchanged else 0.0
+        self._stuck_seconds = self._stuck_seconds + elapsed_seconds if is_unchanged else 0.0
         self._last_heartbeat = heartbeat
         if self._loss_reason:
             return self._loss_reason
@@ -114,7 +114,7 @@ class Watchdog:
         return None
 
     def _loop(self) -> None:
-        while not self._stopped.wait(INTERVAL_SECONDS):
+        while not self._stopped.wait(CHECK_INTERVAL_SECONDS):
             try:
                 self.check()
             except Exception:

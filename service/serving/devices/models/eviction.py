@@ -68,12 +68,12 @@ class ModelMemory(Generic[T]):
         self.entries: dict[str, LoadedModel[T]] = {}
         self._sizes: dict[str, int] = {}
         # Retired models that are still in use, with their names.
-        self._retired: list[tuple[str, LoadedModel[T]]] = []
+        self._retired_entries: list[tuple[str, LoadedModel[T]]] = []
 
     @property
     def has_retired_models(self) -> bool:
         """Whether retired models are still loaded."""
-        return bool(self._retired)
+        return bool(self._retired_entries)
 
     @property
     def is_evicting(self) -> bool:
@@ -89,20 +89,20 @@ class ModelMemory(Generic[T]):
 
     def mark_for_eviction(self, name: str | None) -> None:
         """Mark the models that have to be evicted to load the model `name`; None: unmark all models."""
-        excess = 0 if name is None else self._count_used_bytes() + self._get_size(name) - self.limit_bytes
+        excess_bytes = 0 if name is None else self._count_used_bytes() + self._get_size(name) - self.limit_bytes
         # Evict unused models first. Within each group, evict the least recently used models first.
         for entry in sorted(self.entries.values(), key=lambda other: (other.active_requests > 0, other.last_used)):
-            entry.must_evict = excess > 0
-            excess -= entry.nbytes
+            entry.must_evict = excess_bytes > 0
+            excess_bytes -= entry.nbytes
 
     def remove_unused_models(self) -> list[str]:
         """Remove all unused models that are retired or have to be evicted, and return their names."""
-        removed = [name for name, entry in self.entries.items() if entry.must_evict and not entry.active_requests]
-        for name in removed:
+        removed_names = [name for name, entry in self.entries.items() if entry.must_evict and not entry.active_requests]
+        for name in removed_names:
             del self.entries[name]
-        removed += [name for name, entry in self._retired if not entry.active_requests]
-        self._retired = [(name, entry) for name, entry in self._retired if entry.active_requests]
-        return removed
+        removed_names += [name for name, entry in self._retired_entries if not entry.active_requests]
+        self._retired_entries = [(name, entry) for name, entry in self._retired_entries if entry.active_requests]
+        return removed_names
 
     def put(self, name: str, model: T, nbytes: int) -> bool:
         """Add a model of size `nbytes`, replacing the previous version; return False if it exceeds the memory limit."""
@@ -116,7 +116,7 @@ class ModelMemory(Generic[T]):
     def retire(self, name: str) -> None:
         """Remove a model from `entries`, so that no new request uses it. Its memory is freed after its last request."""
         if (entry := self.entries.pop(name, None)) is not None:
-            self._retired.append((name, entry))
+            self._retired_entries.append((name, entry))
 
     def forget(self, name: str) -> None:
         """Remove a model from `entries`, and forget its size."""
@@ -128,5 +128,5 @@ class ModelMemory(Generic[T]):
         return self._sizes.get(name) or self._estimate_bytes(name)
 
     def _count_used_bytes(self) -> int:
-        retired = (entry for _, entry in self._retired)
-        return sum(entry.nbytes for entry in (*self.entries.values(), *retired))
+        retired_entries = (entry for _, entry in self._retired_entries)
+        return sum(entry.nbytes for entry in (*self.entries.values(), *retired_entries))

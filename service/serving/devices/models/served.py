@@ -145,7 +145,9 @@ class ServedModels:
             if not is_out_of_memory(error):
                 raise
             needed_bytes = self._estimate_bytes(name)
-            raise OutOfMemory(f"There is not enough memory to load {name}. Try again later.", needed_bytes) from error
+            raise OutOfMemory(
+                f"There is not enough memory to load the model {name}. Try again later.", needed_bytes
+            ) from error
         finally:
             del self.loading[name]
         self._specs[name] = spec

@@ -1,4 +1,4 @@
-"""A job: work for a device with its state, progress and result."""
+"""A job: work for a device, with its state, progress and result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FreeMemory(NamedTuple):
 
 
 class Job(Generic[T]):
-    """Work for a device, which runs once, and its result.
+    """Work that runs once on a device, and its result.
 
     The work, its result and its errors refer to volumes and labels. A job has no reference cycles, so the volumes and
     labels are freed with the last reference to the job. Python's cycle collector would free them much later, because it

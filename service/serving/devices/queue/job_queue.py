@@ -11,10 +11,11 @@ from service.serving.devices.queue.durations import JobDurations
 from service.serving.devices.queue.job import Job, Progress, ResourceNeeds
 from service.serving.devices.queue.memory import JobMemory
 
-# Number of batches for which windows should be available: one is computed and the next is prepared, plus one in case
-# preparation takes longer than computation.
+# Number of batches for which windows should be available: one that is being processed, one that is being prepared, and
+# one more in case preparation takes longer than processing.
 BATCHES_AHEAD = 3
-# A running job has priority over a waiting job only if its remaining work is less than this multiple of the other work.
+# A running job has priority over a waiting job only if its remaining work is less than this multiple of
+# the work of the waiting job.
 REMAINING_WORK_FACTOR = 2
 
 
@@ -28,8 +29,8 @@ class JobQueue:
     created within its own duration, which bounds its waiting time.
 
     Start: A job starts if fewer than `guaranteed_jobs` jobs are running, if the running jobs would soon leave the
-    device idle, or if it will be done long before the running jobs. Enough memory must be free, unless no other job is
-    running. A job that waits for memory can be overtaken by jobs that fit.
+    device idle, or if it will be done long before the running jobs. In addition, enough memory must be free, unless no
+    other job is running. A job that waits for memory can be overtaken by jobs that fit.
 
     Capacity: If owners share the queue, an owner may use at most as many places as it leaves free (dynamic thresholds,
     Choudhury and Hahne 1998). A single owner gets up to half of the places, two owners a third each, and there is
@@ -39,7 +40,7 @@ class JobQueue:
     max_running      maximum number of running jobs
     memory           decides whether a job fits in memory
     is_shared        whether several owners share the queue
-    guaranteed_jobs  number of jobs that may run regardless of the work that is left for the device
+    guaranteed_jobs  number of jobs that may run regardless of how busy the device is
     """
 
     def __init__(
@@ -168,8 +169,8 @@ class JobQueue:
             durations = self._durations
             finishing_seconds = durations.estimate_finishing_seconds_left(job)
             if job in self._running:
-                left = durations.estimate_seconds_left(job)
-                return None if left is None or finishing_seconds is None else left + finishing_seconds
+                seconds_left = durations.estimate_seconds_left(job)
+                return None if seconds_left is None or finishing_seconds is None else seconds_left + finishing_seconds
             if job not in self._waiting:
                 return None
             seconds_before = [
@@ -227,7 +228,10 @@ class JobQueue:
         return {job.owner for job in self._running} if is_last_slot else set()
 
     def _is_useful(self, job: Job[Any], needs: ResourceNeeds) -> bool:
-        """Return whether windows of the job would be in the next batches, after running jobs with less work."""
+        """Return whether the next batches would have slots for windows of the job.
+
+        Windows of running jobs with less work come first.
+        """
         if len(self._running) < self._guaranteed_jobs:
             return True
         durations = self._durations
@@ -257,7 +261,7 @@ class JobQueue:
             self._memory.invalidate()
             if self._running.pop(job, None) is None and job in self._waiting:
                 self._waiting.remove(job)
-            self._durations.learn(job)
+            self._durations.learn_from(job)
             self._sort()
             # When a thread takes a job, it notifies the next thread. But all threads must see that the queue is closed.
             if self._closed:
