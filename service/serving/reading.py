@@ -1,4 +1,4 @@
-"""Read the pixels of a request: one volume or several time points, and the channels for measurements."""
+"""The pixels of a request: one volume or several time points, and the channels for measurements."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PixelSource:
     read              reads a selection
     read_small        reads a selection if it is small, otherwise describes it
     inspect           describes a selection
-    link              how objects are linked across time points; None: they are not linked
+    link              how objects are linked across time points; None if they are not linked
     has_measurements  whether objects are measured, in every channel of the file
     delete_decoded    deletes decoded pixels if the request was cancelled
     """
@@ -93,7 +93,7 @@ class PixelSource:
         """Read all pixels that the request needs, because the file may be deleted or replaced later.
 
         The time points of a series are decoded when they are segmented, so the file must exist until the series is
-        done. Raises the errors of `Reader.read`.
+        done. Raises the same errors as `Reader.read`.
         """
         if isinstance(self.selection.time, TimeRange):
             return Pixels(Series.from_description(self.inspect(self.selection), self._read_time_point, self.link), None)

@@ -67,7 +67,7 @@ class AnnotationStore:
         # Held from the check of the owner's quota until the new stack is stored.
         self._lock = threading.Lock()
         # Inode and modification time of each record, and the annotated stack read from it, by folder name.
-        self._cached: dict[str, tuple[tuple[int, int], Annotation]] = {}
+        self._cached_annotations: dict[str, tuple[tuple[int, int], Annotation]] = {}
 
     def clean_up(self) -> None:
         """Delete the incomplete folders of killed processes."""
@@ -142,12 +142,12 @@ class AnnotationStore:
         if (used_bytes := sum(annotation.nbytes for annotation in annotations)) + nbytes > self.quota_bytes:
             raise OutOfStorage(
                 f"Your annotated stacks use {used_bytes:,} of {self.quota_bytes:,} bytes (annotations.quota_bytes), so"
-                f" there is no space for {nbytes:,} more. Delete some of them, or save a smaller stack."
+                f" there is no space for another {nbytes:,} bytes. Delete some of them, or save a smaller stack."
             )
 
     def _list_all(self) -> list[Annotation]:
         """Return all annotated stacks. Only new or changed records are read, because there may be thousands."""
-        cached, annotations = self._cached, dict[str, tuple[tuple[int, int], Annotation]]()
+        cached_annotations, annotations = self._cached_annotations, dict[str, tuple[tuple[int, int], Annotation]]()
         with translate_disk_errors():
             names = [entry.name for entry in os.scandir(self.folder)] if self.folder.is_dir() else []
         for name in filter(_ID.fullmatch, names):
@@ -156,12 +156,12 @@ class AnnotationStore:
             except OSError:
                 continue
             version = status.st_ino, status.st_mtime_ns
-            cached_entry = cached.get(name)
+            cached_entry = cached_annotations.get(name)
             if cached_entry is not None and cached_entry[0] == version:
                 annotations[name] = cached_entry
             elif (annotation := _read_stack(self.folder / name)) is not None:
                 annotations[name] = version, annotation
-        self._cached = annotations
+        self._cached_annotations = annotations
         return [annotation for _, annotation in annotations.values()]
 
 
@@ -184,9 +184,9 @@ def _read_stack(folder: Path) -> Annotation | None:
 
 
 def _write_stack(folder: Path, image: Volume, labels: Volume, new_annotation: NewAnnotation) -> int:
-    """Write an image, its labels and the record to a folder. Return the size of image and labels in bytes."""
+    """Write an image, its labels and the record to a folder. Return the size of the image and the labels in bytes."""
     tiff_writer.write_image(image, folder / IMAGE_FILE)
-    objects = _write_labels(labels, folder / LABELS_FILE, image.voxel_size, new_annotation.region)
+    object_count = _write_labels(labels, folder / LABELS_FILE, image.voxel_size, new_annotation.region)
     nbytes = sum(path.stat().st_size for path in folder.iterdir())
     content = {
         "name": new_annotation.name,
@@ -194,7 +194,7 @@ def _write_stack(folder: Path, image: Volume, labels: Volume, new_annotation: Ne
         "shape": image.shape[1:],
         "voxel_size": None if image.voxel_size is None else tuple(image.voxel_size),
         "region": None if new_annotation.region is None else str(new_annotation.region),
-        "objects": objects,
+        "objects": object_count,
         "digest": _compute_digest(image),
         "origin": asdict(new_annotation.provenance),
         "nbytes": nbytes,
@@ -216,17 +216,17 @@ def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, regi
     for z in planes:
         pixels[z] = labels.read(z, z + 1)[0, 0]
         if z0 <= z < z1:
-            part = pixels[z][region_slices]
-            is_present[part[part < len(is_present)]] = True
-            large_labels = np.union1d(large_labels, part[part >= len(is_present)])
+            region_labels = pixels[z][region_slices]
+            is_present[region_labels[region_labels < len(is_present)]] = True
+            large_labels = np.union1d(large_labels, region_labels[region_labels >= len(is_present)])
             if len(large_labels) > _MAX_SORTED_LABELS:
                 raise BadParameter(
-                    f"The labels contain more than {_MAX_SORTED_LABELS:,} numbers above {_MAX_TABLE_LABEL:,}. Renumber"
-                    " the objects, starting from 1."
+                    f"The labels contain more than {_MAX_SORTED_LABELS:,} distinct numbers above {_MAX_TABLE_LABEL:,}."
+                    " Renumber the objects, starting from 1."
                 )
-    objects = int(np.count_nonzero(is_present[1:])) + len(large_labels)
-    tiff_writer.write(Segmentation(pixels, "labels", voxel_size, objects), path)
-    return objects
+    object_count = int(np.count_nonzero(is_present[1:])) + len(large_labels)
+    tiff_writer.write(Segmentation(pixels, "labels", voxel_size, object_count), path)
+    return object_count
 
 
 def _find_highest_number(labels: Volume) -> int:
