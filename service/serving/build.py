@@ -35,7 +35,7 @@ from service.serving.storage.volume_cache import VolumeCache
 class ServiceFactories(NamedTuple):
     """Functions that create parts of the service. Tests and simulations replace them.
 
-    load           creates a segmenter for a model
+    load           loads a model into a new segmenter
     choose_driver  returns the driver of a device by its name; the name is None if there is only one device
     connect        connects to the cluster and returns a function that requests an actor
     """

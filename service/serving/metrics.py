@@ -152,12 +152,12 @@ class Metrics:
         # Copying is atomic. During an iteration, other threads could add segmentations.
         return tuple(self._recent_segmentations.copy())
 
-    def count_batch(self, model: str, device: str, windows: int, slots: float, seconds: float) -> None:
+    def count_batch(self, model: str, device: str, window_count: int, slot_count: float, device_seconds: float) -> None:
         """Count the share of one request in a batch: its windows, batch slots and device seconds."""
-        self._windows(model).inc(windows)
-        self._device_windows(device).inc(windows)
-        self._device_seconds(device).inc(seconds)
-        self._slots(model).inc(slots)
+        self._windows(model).inc(window_count)
+        self._device_windows(device).inc(window_count)
+        self._device_seconds(device).inc(device_seconds)
+        self._slots(model).inc(slot_count)
 
     def format_exposition(self) -> bytes:
         """Return all metrics, encoded as `CONTENT_TYPE`."""

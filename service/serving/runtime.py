@@ -55,7 +55,7 @@ class Runtime:
 
     is_draining           whether the service is shutting down
     readiness_checks      functions that each return why the service is not ready, in one sentence, or None
-    activity_checks       functions that each return whether there is running work that may finish during shutdown
+    activity_checks       functions that each return whether work is in progress
     disk_usage_functions  functions that each measure the disk usage of one kind of file, by its label in the metrics
     """
 
@@ -107,7 +107,7 @@ class Runtime:
         self.devices.start(self.models.specs, self.models.startup_models)
 
     def drain(self) -> None:
-        """Refuse new requests. Requests that have already been accepted may finish within `server.drain_seconds`."""
+        """Refuse new requests. Accepted requests have `server.drain_seconds` to finish."""
         if self.is_draining:
             return
         self.is_draining = True

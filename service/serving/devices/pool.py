@@ -103,7 +103,7 @@ class DevicePool:
     def describe_engines(self, model: str) -> list[str]:
         """Return sorted descriptions of the engines of a model on all devices that have loaded it so far."""
         engines = (device.scheduler.models.engines for device in self.all)
-        return sorted({by_model[model] for by_model in engines if model in by_model})
+        return sorted({engine_by_model[model] for engine_by_model in engines if model in engine_by_model})
 
     def unready_reasons(self) -> Iterator[str]:
         """Yield a sentence for each device that makes the service unready."""

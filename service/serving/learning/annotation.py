@@ -1,4 +1,4 @@
-"""Annotated stacks, which consist of an image, corrected labels and their provenance, and overlaps between them."""
+"""Annotated stacks (an image, corrected labels and the provenance of the labels), and overlaps between stacks."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Region:
     x: tuple[int, int]
 
     @classmethod
-    def parse(cls, value: str, shape: Size) -> Self:
+    def parse(cls, text: str, shape: Size) -> Self:
         """Parse z0:z1,y0:y1,x0:x1. Raises BadParameter if the string is malformed or the region exceeds the stack."""
-        if match := _REGION.fullmatch(value):
+        if match := _REGION.fullmatch(text):
             z0, z1, y0, y1, x0, x1 = map(int, match.groups())
             region = cls((z0, z1), (y0, y1), (x0, x1))
             if all(start < stop <= length for (start, stop), length in zip(region.ranges, shape, strict=True)):
                 return region
         size = ",".join(f"0:{length}" for length in shape)
-        raise BadParameter.for_parameter("region", f"expected z0:z1,y0:y1,x0:x1 within {size}, not {value[:80]!r}.")
+        raise BadParameter.for_parameter("region", f"expected z0:z1,y0:y1,x0:x1 within {size}, not {text[:80]!r}.")
 
     @property
     def ranges(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:

@@ -149,13 +149,13 @@ class AnnotationStore:
         """Return all annotated stacks. Only new or changed records are read, because there may be thousands."""
         cached_annotations, annotations = self._cached_annotations, dict[str, tuple[tuple[int, int], Annotation]]()
         with translate_disk_errors():
-            names = [entry.name for entry in os.scandir(self.folder)] if self.folder.is_dir() else []
-        for name in filter(_ID.fullmatch, names):
+            folder_names = [entry.name for entry in os.scandir(self.folder)] if self.folder.is_dir() else []
+        for name in filter(_ID.fullmatch, folder_names):
             try:
-                status = os.stat(f"{self.folder}/{name}/{RECORD_FILE}")  # noqa: PTH116 - a Path doubles the time
+                file_status = os.stat(f"{self.folder}/{name}/{RECORD_FILE}")  # noqa: PTH116 - a Path doubles the time
             except OSError:
                 continue
-            version = status.st_ino, status.st_mtime_ns
+            version = file_status.st_ino, file_status.st_mtime_ns
             cached_entry = cached_annotations.get(name)
             if cached_entry is not None and cached_entry[0] == version:
                 annotations[name] = cached_entry
@@ -207,13 +207,13 @@ def _write_stack(folder: Path, image: Volume, labels: Volume, new_annotation: Ne
 
 def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, region: Region | None) -> int:
     """Write labels as uint16, or as uint32 if necessary. Return the number of objects in the region."""
-    planes, highest_number = range(labels.shape[1]), _find_highest_number(labels)
+    plane_indices, highest_number = range(labels.shape[1]), _find_highest_number(labels)
     is_present = np.zeros(min(highest_number, _MAX_TABLE_LABEL) + 1, np.bool_)
     large_labels = np.empty(0, np.uint32)
     pixels = make_allocator(path.parent)(labels.shape[1:], label_dtype(highest_number))
-    z0, z1 = (0, len(planes)) if region is None else region.z
+    z0, z1 = (0, len(plane_indices)) if region is None else region.z
     region_slices = (slice(None), slice(None)) if region is None else region.slices[1:]
-    for z in planes:
+    for z in plane_indices:
         pixels[z] = labels.read(z, z + 1)[0, 0]
         if z0 <= z < z1:
             region_labels = pixels[z][region_slices]

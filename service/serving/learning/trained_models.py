@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from service.serving.learning.training_record import TrainingRecord
 
 # Prefix of folders for models that are being created or deleted.
-WORK_PREFIX = ".training-"
+WORK_FOLDER_PREFIX = ".training-"
 # File in a model folder with the name of the API key that trained the model. Other clients must not see this name.
 OWNER_FILE = "owner.json"
 RELOAD_TIMEOUT_SECONDS = 120.0
@@ -96,7 +96,7 @@ class TrainedModels:
             )
         if not self.can_delete(model, owner, is_admin=is_admin):
             raise Unauthorized("Only the API key that trained a model, and the keys in access.admins, can delete it.")
-        work_folder, default_name = self.folder / f"{WORK_PREFIX}{uuid.uuid4().hex}", self._models.default
+        work_folder, default_name = self.folder / f"{WORK_FOLDER_PREFIX}{uuid.uuid4().hex}", self._models.default
 
         def delete_files() -> None:
             with self._queue.condition, translate_disk_errors():

@@ -80,15 +80,15 @@ class TrainingChild:
 
     def explain_failure(self, failure: str | None) -> str:
         """Log the error output of the child. Return the message for users. `failure` is the message of the child."""
-        status = self.process.returncode
+        exit_status = self.process.returncode
         self._error_output.seek(0)
         output = self._error_output.read()[-MAX_LOGGED_OUTPUT_BYTES:].decode(errors="replace")
-        log.error("training run %s ended with status %d: %s %s", self._training_id, status, failure, output)
+        log.error("training run %s ended with status %d: %s %s", self._training_id, exit_status, failure, output)
         if failure is not None:
             return shorten_paths(failure)
         if self._has_timed_out:
             return TIMEOUT_MESSAGE
-        return KILLED_MESSAGE if status < 0 else UNEXPECTED_MESSAGE
+        return KILLED_MESSAGE if exit_status < 0 else UNEXPECTED_MESSAGE
 
     def kill(self) -> None:
         """Kill the child process."""

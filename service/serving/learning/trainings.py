@@ -20,7 +20,7 @@ from service.core.errors import remove_folders as shorten_paths
 from service.models.repository import FILE_NAME
 from service.models.spec import check_trainable
 from service.serving.learning.annotation import Annotation, find_overlaps
-from service.serving.learning.trained_models import WORK_PREFIX, TrainedModels, write_owner
+from service.serving.learning.trained_models import WORK_FOLDER_PREFIX, TrainedModels, write_owner
 from service.serving.learning.training_child import TRAINING_MODULE, UNEXPECTED_MESSAGE, TrainingChild
 from service.serving.learning.training_queue import TrainingQueue
 from service.serving.learning.training_record import INTERRUPTED_MESSAGE, TrainingRecord
@@ -85,7 +85,7 @@ class TrainingManager:
 
     def start(self) -> None:
         """Read the records of earlier processes, delete their leftover files, and start to process training runs."""
-        delete_abandoned_folders(self._settings.trained_folder, WORK_PREFIX)
+        delete_abandoned_folders(self._settings.trained_folder, WORK_FOLDER_PREFIX)
         self.queue.load()
         self._thread.start()
 
@@ -210,7 +210,7 @@ class TrainingManager:
         """Create the model folder atomically. If that fails, return the reason. Raises StackSegError."""
         models_folder = self._settings.trained_folder
         # The registry does not find models in this folder, because it does not search nested folders.
-        work_folder = models_folder / f"{WORK_PREFIX}{record.id}"
+        work_folder = models_folder / f"{WORK_FOLDER_PREFIX}{record.id}"
         with translate_disk_errors():
             models_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock_fd = make_locked_folder(work_folder)
@@ -291,11 +291,11 @@ def _check_no_overlaps(stacks: Sequence[Annotation]) -> None:
     overlaps = find_overlaps(stacks)
     for stack in stacks:
         for overlapping_stack in overlaps[stack.id]:
-            older, newer = sorted((stack, overlapping_stack), key=lambda annotation: annotation.created)
+            older_stack, newer_stack = sorted((stack, overlapping_stack), key=lambda annotation: annotation.created)
             raise BadParameter.for_parameter(
                 "annotations",
-                f"{older.id} ({older.name}) and the newer {newer.id} ({newer.name}) have labels for the"
-                " same region of the same image. Omit one of them.",
+                f"{older_stack.id} ({older_stack.name}) and the newer {newer_stack.id} ({newer_stack.name}) have"
+                " labels for the same region of the same image. Omit one of them.",
             )
 
 

@@ -91,11 +91,11 @@ class ClusterDevices:
 
         Workers that are starting are omitted if the minimum number of workers is up.
         """
-        has_minimum = self.worker_counts["up"] >= self._cluster.min_workers
+        has_min_workers = self.worker_counts["up"] >= self._cluster.min_workers
         return tuple(
             device.problem
             for device in self.devices
-            if device.problem and not (has_minimum and device.state is DeviceState.STARTING)
+            if device.problem and not (has_min_workers and device.state is DeviceState.STARTING)
         )
 
     def close(self) -> None:

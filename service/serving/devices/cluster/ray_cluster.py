@@ -74,9 +74,9 @@ def describe_shortage(resources: Mapping[str, float], cluster: Cluster, count: i
     """
     required_amounts = {"GPU": cluster.gpus * count, "CPU": cluster.cpus * count}
     shortages = [
-        f"{resources.get(name, 0):g} of the {required:g} {name}s"
-        for name, required in required_amounts.items()
-        if resources.get(name, 0) < required
+        f"{resources.get(name, 0):g} of the {required_amount:g} {name}s"
+        for name, required_amount in required_amounts.items()
+        if resources.get(name, 0) < required_amount
     ]
     if not shortages:
         return None

@@ -47,7 +47,7 @@ class Watchdog:
     `problem` explains in one sentence why the device is unavailable; it is None if the device is available.
 
     Args:
-        watched: the device's thread
+        watched_thread: the device's thread
         settings: maximum duration of a batch, and how long the thread may be stuck or dead before `on_exit` is called
         device: the name of the device in messages, such as "the device cuda:0"
         on_exit: called with the reason if the process has to exit
@@ -55,14 +55,14 @@ class Watchdog:
 
     def __init__(
         self,
-        watched: WatchedThread,
+        watched_thread: WatchedThread,
         settings: sections.Watchdog,
         *,
         device: str = "the device",
         on_exit: Callable[[str], None] = exit_process,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._watched, self._on_exit, self._clock = watched, on_exit, clock
+        self._watched_thread, self._on_exit, self._clock = watched_thread, on_exit, clock
         self._device, self._subject = device, f"{device[0].upper()}{device[1:]}"
         self._batch_seconds, self._grace_seconds = settings.batch_seconds, settings.grace_seconds
         self._last_heartbeat: Hashable | None = None
@@ -85,7 +85,7 @@ class Watchdog:
         """Mark the device as lost for the lifetime of this process."""
         self._loss_reason = reason
 
-    def check(self) -> None:
+    def check_thread(self) -> None:
         """Check the device's thread once."""
         now = self._clock()
         # The whole process may have been suspended since the last check. That time must not count as being stuck.
@@ -101,13 +101,13 @@ class Watchdog:
             self._on_exit(problem)
 
     def _find_problem(self, elapsed_seconds: float) -> str | None:
-        heartbeat = self._watched.heartbeat
+        heartbeat = self._watched_thread.heartbeat
         is_unchanged = heartbeat is not None and heartbeat == self._last_heartbeat
         self._stuck_seconds = self._stuck_seconds + elapsed_seconds if is_unchanged else 0.0
         self._last_heartbeat = heartbeat
         if self._loss_reason:
             return self._loss_reason
-        if not self._watched.alive:
+        if not self._watched_thread.alive:
             return f"The thread that owns {self._device} has died."
         if self._stuck_seconds > self._batch_seconds:
             return f"{self._subject} is stuck: a batch of windows has taken more than {self._batch_seconds:g} s."
@@ -116,7 +116,7 @@ class Watchdog:
     def _loop(self) -> None:
         while not self._stopped.wait(CHECK_INTERVAL_SECONDS):
             try:
-                self.check()
+                self.check_thread()
             except Exception:
                 # Keep the thread running. Without it, a stuck device would go unnoticed.
                 log.exception("%s cannot be checked", self._subject)

@@ -75,12 +75,12 @@ class ModelCache(Generic[T]):
         self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="load", daemon=True)
 
-    def start(self, names: Iterable[str]) -> None:
+    def start(self, startup_models: Iterable[str]) -> None:
         """Start the thread and load these models first.
 
         No lease is granted until they are loaded, because requests would affect the timing of engines.
         """
-        self._startup_models = list(names)
+        self._startup_models = list(startup_models)
         self._thread.start()
 
     def close(self) -> None:
@@ -88,12 +88,12 @@ class ModelCache(Generic[T]):
         with self._condition:
             self._closed = True
             leases = self._pop_waiting_leases(tuple(self._waiting_leases))
-            reloads = [future for future, _ in self._pending_reloads.values()]
+            reload_futures = [future for future, _ in self._pending_reloads.values()]
             self._pending_reloads.clear()
             self._condition.notify_all()
         for lease in leases:
             _cancel_for_shutdown(lease.model_future)
-        for future in reloads:
+        for future in reload_futures:
             _cancel_for_shutdown(future)
 
     def join(self, timeout_seconds: float) -> bool:

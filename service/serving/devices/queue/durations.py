@@ -87,13 +87,13 @@ class JobDurations:
             )
         return Progress(done, total + finishing_windows)
 
-    def estimate_retry_seconds(self, running: Collection[Job[Any]]) -> int:
+    def estimate_retry_seconds(self, running_jobs: Collection[Job[Any]]) -> int:
         """Estimate the seconds until a running job ends, from its progress or the median duration of recent jobs."""
-        estimates = [seconds for job in running if (seconds := self.estimate_seconds_left(job)) is not None]
+        estimates = [seconds for job in running_jobs if (seconds := self.estimate_seconds_left(job)) is not None]
         if estimates:
             seconds_left = min(estimates)
         elif self._recent_seconds:
-            max_seconds_run = max((job.seconds_run for job in running), default=0.0)
+            max_seconds_run = max((job.seconds_run for job in running_jobs), default=0.0)
             seconds_left = statistics.median(self._recent_seconds) - max_seconds_run
         else:
             return 5

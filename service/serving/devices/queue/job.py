@@ -192,8 +192,8 @@ def _raise_already_run(_job: Job[Any]) -> NoReturn:
 
 def _drop_tracebacks(error: BaseException) -> None:
     """Drop the tracebacks of an error and of its chained exceptions."""
-    chain: list[BaseException | None] = [error]
-    while chain:
-        if (link := chain.pop()) is not None and link.__traceback__ is not None:
-            link.__traceback__ = None
-            chain += [link.__cause__, link.__context__]
+    pending_errors: list[BaseException | None] = [error]
+    while pending_errors:
+        if (current_error := pending_errors.pop()) is not None and current_error.__traceback__ is not None:
+            current_error.__traceback__ = None
+            pending_errors += [current_error.__cause__, current_error.__context__]

@@ -27,7 +27,7 @@ class Device:
     def advance(self, seconds: int) -> str | None:
         for _ in range(seconds):
             self.now += 1
-            self.watchdog.check()
+            self.watchdog.check_thread()
         return self.watchdog.problem
 
 
