@@ -14,8 +14,8 @@ from service.serving.devices.queue.memory import JobMemory
 # Number of batches for which windows should be available: one that is being processed, one that is being prepared, and
 # one more in case preparation takes longer than processing.
 BATCHES_AHEAD = 3
-# A running job has priority over a waiting job only if its remaining work is less than this multiple of
-# the work of the waiting job.
+# A running job has priority over a waiting job only if the remaining work of the running job is less than this multiple
+# of the work of the waiting job.
 REMAINING_WORK_FACTOR = 2
 
 
