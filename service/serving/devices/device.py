@@ -69,12 +69,16 @@ class Scheduler:
         return model in cache.problems, is_busy, self.queue.expected_seconds + self.models.estimate_load_seconds(model)
 
 
-def make_queue(settings: Settings, memory: JobMemory | None = None, guaranteed_jobs: int = 1) -> JobQueue:
-    """Create the queue of one device, in which `guaranteed_jobs` jobs may run regardless of how busy the device is."""
+def make_queue(settings: Settings, memory: JobMemory | None = None, guaranteed_job_count: int = 1) -> JobQueue:
+    """Create the queue of one device, in which `guaranteed_job_count` jobs may run however busy the device is."""
     limits = settings.limits
     max_running = min(limits.at_once, limits.waiting + 1)
     return JobQueue(
-        limits.waiting, max_running, memory, is_shared=len(settings.access.keys) > 1, guaranteed_jobs=guaranteed_jobs
+        limits.waiting,
+        max_running,
+        memory,
+        is_shared=len(settings.access.keys) > 1,
+        guaranteed_job_count=guaranteed_job_count,
     )
 
 
@@ -142,4 +146,4 @@ class Device(Protocol):
 
 def count_loaded_bytes(device: Device) -> int:
     """Return the memory that the loaded models of a device use, in bytes."""
-    return sum(model.nbytes for model in device.loaded_models.values())
+    return sum(usage.nbytes for usage in device.loaded_models.values())

@@ -44,7 +44,7 @@ class ModelRegistry:
     """
 
     def __init__(self, settings: Models, devices: Sequence[Device], trained_folder: Path | None = None) -> None:
-        """Find all model folders, including trained models. Raises ConfigError if the repository is invalid."""
+        """Find all folders of models, including trained models. Raises ConfigError if the repository is invalid."""
         self._settings, self._trained_folder = settings, trained_folder
         self._folders = repository.find_model_folders(settings.folder, settings.serve, trained_folder)
         self._devices = devices
@@ -83,7 +83,7 @@ class ModelRegistry:
         """Stop serving a model, call `delete_files` to delete its files, and unload it.
 
         Running requests are still completed. If `delete_files` fails, the model is served again. Raises UnknownModel,
-        NotReady if a reload is running, and the error of `delete_files`.
+        NotReady if a reload is running, and any error that `delete_files` raises.
         """
         if not self._reload_lock.acquire(blocking=False):
             raise NotReady("The models are being reloaded. Try again when the reload is complete.")
@@ -244,16 +244,18 @@ class ModelRegistry:
             ]
             # A ready device can process the requests of remote devices that are not ready.
             if len(loading_devices) == len(self._devices) or any(device.is_required for device in loading_devices):
-                loading_steps = "".join(str(device.scheduler.models.loading.get(name, "")) for device in self._devices)
+                loading_steps = "".join(
+                    str(device.scheduler.models.loading_progress.get(name, "")) for device in self._devices
+                )
                 yield f"{name} is being loaded{loading_steps and ': '}{loading_steps}."
         if self._is_faulty(self.default):
             yield self._describe_problem(self.default)
 
     def degradations(self) -> Iterator[str]:
         """Yield a sentence for each model that cannot be used or is outdated, but does not make the service unready."""
-        default = self.default
+        default_name = self.default
         for name in (*self._states, *sorted(self._choose_startup_names(self._states) - self._states.keys())):
-            if name != default and self._is_faulty(name):
+            if name != default_name and self._is_faulty(name):
                 yield self._describe_problem(name)
             elif name in self._states and self._states[name].spec is not None and self._states[name].problem:
                 yield f"{name} is served as it was before its folder changed. GET /models and the log show the reason."
@@ -285,5 +287,5 @@ class ModelRegistry:
 
     def _get_usage(self, name: str) -> dict[str, ModelUsage]:
         """Return the usage of a model on each device that has loaded it, by device."""
-        devices = {device.name: device.loaded_models.get(name) for device in self._devices}
-        return {device: model for device, model in devices.items() if model is not None}
+        usage_by_device = {device.name: device.loaded_models.get(name) for device in self._devices}
+        return {device: usage for device, usage in usage_by_device.items() if usage is not None}

@@ -13,7 +13,7 @@ from service.serving.devices.queue.job import Job
 
 if TYPE_CHECKING:
     from service.serving.devices.cluster.cluster_devices import ClusterDevices
-    from service.serving.devices.cluster.exchange import Status
+    from service.serving.devices.cluster.exchange import ActorStatus
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class DevicePool:
         self._local_devices, self._watchdogs, self._cluster = local_devices, watchdogs, cluster
 
     @property
-    def host_statuses(self) -> tuple[Status, ...]:
+    def host_statuses(self) -> tuple[ActorStatus, ...]:
         """The latest status of each remote host with devices."""
         return tuple(self._cluster.host_statuses.values()) if self._cluster else ()
 

@@ -18,7 +18,7 @@ class WorkerLost(Exception):
 
 
 class Actor(Protocol):
-    """A handle of a `DeviceActor` or `BlockActor` in another process. If the process ends, the cluster restarts it."""
+    """A handle to a `DeviceActor` or `BlockActor` in another process. If the process ends, the cluster restarts it."""
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method. The future raises WorkerLost if the process has ended or is starting."""

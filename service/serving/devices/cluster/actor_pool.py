@@ -42,7 +42,7 @@ class _MovedToIdleActor(Exception):
 class ActorPool:
     """All actors that this service may use, and the folder through which they exchange pixels with it.
 
-    make_actor             requests an actor from the cluster, which may start later
+    make_actor             requests an actor, which may start later, from the cluster
     max_attempts           maximum number of attempts to run a task, which is restarted whenever its actor is lost
     unfinished_task_count  number of tasks that are running or waiting for an actor
     """
@@ -153,14 +153,14 @@ class ActorPool:
         """Run a task once, on the actor on which it is counted. Raises WorkerLost, Cancelled and _MovedToIdleActor."""
         future = actor.call(attempt.method, attempt.task)
         try:
-            return self._wait(actor, future, attempt)
+            return self._wait_for_outcome(actor, future, attempt)
         except (Cancelled, WorkerLost, _MovedToIdleActor) as error:
             if isinstance(error, WorkerLost):
                 actor.is_up = False
             actor.cancel_task(future, attempt.task)
             raise
 
-    def _wait(self, actor: RemoteActor, future: Future[Any], attempt: Attempt) -> Outcome:
+    def _wait_for_outcome(self, actor: RemoteActor, future: Future[Any], attempt: Attempt) -> Outcome:
         task, last_progress = attempt.task, Progress()
         while not wait([future], POLL_INTERVAL_SECONDS).done:
             if attempt.cancelled():

@@ -1,6 +1,6 @@
 """Workers of a block-wise run, in actors of a cluster.
 
-All hosts must mount the run folder, the stack and the result.
+The run folder, the stack and the result must be on storage that all hosts mount.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BlockActor:
         """Return None. A successful call shows that the process is running."""
 
     def run_block(self, task: BlockTask) -> dict[str, Any]:
-        """Process a block. Raises the errors of the block function."""
+        """Process a block. Raises the same errors as the block function."""
         return self._work(task)
 
 
@@ -52,14 +52,14 @@ class ActorWorkers:
         self._actors = actors
         self._free_actors: SimpleQueue[Actor | None] = SimpleQueue()
         # Each thread waits for the block of one actor.
-        self._threads = ThreadPoolExecutor(self.count, thread_name_prefix="block-worker")
+        self._executor = ThreadPoolExecutor(self.count, thread_name_prefix="block-worker")
         self._closed = threading.Event()
         for actor in actors:
             self._add_when_available(actor)
 
     def submit(self, task: BlockTask) -> Future[dict[str, Any]]:
-        """Submit a block. The future returns the record of the block, or raises the error of the block function."""
-        return self._threads.submit(self._run, task)
+        """Submit a block. The future returns the record of the block, or raises the same errors as `run_block`."""
+        return self._executor.submit(self._run, task)
 
     def close(self) -> None:
         """Terminate the actors and cancel their blocks."""
@@ -68,7 +68,7 @@ class ActorWorkers:
             actor.kill()
         for _ in self._actors:
             self._free_actors.put(None)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, task: BlockTask) -> dict[str, Any]:
         for _ in range(MAX_WORKER_DEATHS):

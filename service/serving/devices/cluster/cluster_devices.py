@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from service.core.config import Settings
 from service.serving.devices.cluster.actor import ActorFactory
 from service.serving.devices.cluster.actor_pool import ActorPool
-from service.serving.devices.cluster.exchange import Exchange, Status
+from service.serving.devices.cluster.exchange import ActorStatus, Exchange
 from service.serving.devices.cluster.remote_actor import STATUS_INTERVAL_SECONDS
 from service.serving.devices.cluster.remote_device import RemoteDevice
 from service.serving.devices.device import Backlog, DeviceState
@@ -63,7 +63,7 @@ class ClusterDevices:
         }
 
     @property
-    def host_statuses(self) -> Mapping[str, Status]:
+    def host_statuses(self) -> Mapping[str, ActorStatus]:
         """Latest status of the hosts with devices, by host name."""
         return {device.status.host: device.status for device in self.devices if device.status}
 
@@ -112,8 +112,8 @@ class ClusterDevices:
     def _count_needed_workers(self, backlog: Backlog, local_device_count: int) -> int:
         # A request runs on a single device, so more workers than jobs are useless. Loading a model is not a job, but
         # needs a worker as well.
-        needed_workers = min(backlog.job_count, math.ceil(backlog.expected_seconds / self._cluster.backlog_seconds))
-        return max(needed_workers - local_device_count, min(self._pool.unfinished_task_count, 1))
+        worker_count = min(backlog.job_count, math.ceil(backlog.expected_seconds / self._cluster.backlog_seconds))
+        return max(worker_count - local_device_count, min(self._pool.unfinished_task_count, 1))
 
 
 def open_cluster(settings: Settings, connect: ClusterConnector, metrics: Metrics) -> ClusterDevices | None:

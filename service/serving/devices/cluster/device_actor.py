@@ -20,9 +20,9 @@ from service.core.telemetry import configure_logging
 from service.engine.compile import torch_compile
 from service.inference.windows.batching.window_request import BatchShare
 from service.serving.devices.cluster.exchange import (
+    ActorStatus,
     LoadedModelReport,
     Outcome,
-    Status,
     StoredResult,
     StoredVolume,
     Task,
@@ -112,7 +112,7 @@ class DeviceActor:
         if job is not None:
             job.cancel()
 
-    def status(self, models: Collection[str]) -> Status:
+    def report_status(self, models: Collection[str]) -> ActorStatus:
         """Return the status of the device, and stop serving all models except `models` and the models of tasks.
 
         The models of tasks remain available, because a task can arrive before the status call that lists its model.
@@ -123,7 +123,7 @@ class DeviceActor:
             self._served_models -= unused_models
             for model in unused_models:
                 self._models.forget(model)
-        return Status(socket.gethostname(), self._device.problem, gpus.query_gpus(), host.query_host(), progress)
+        return ActorStatus(socket.gethostname(), self._device.problem, gpus.query_gpus(), host.query_host(), progress)
 
     def _run(self, task: Task, work: Callable[[Job[Any], Reservation], Any]) -> Outcome:
         """Queue the work of a task, and wait for it. The work starts after the model is loaded."""

@@ -126,7 +126,7 @@ class Outcome(NamedTuple):
     share: BatchShare = BatchShare(0, 0.0, 0.0)
 
 
-class Status(NamedTuple):
+class ActorStatus(NamedTuple):
     """Status of an actor.
 
     host      name of the actor's host
@@ -144,7 +144,7 @@ class Status(NamedTuple):
 
 
 class Exchange:
-    """The folder of this process below `parent`. It contains a subfolder for each request.
+    """The exchange folder of this process, in `parent`. It contains a subfolder for each request.
 
     Raises ConfigError if `parent` is not writable.
     """
@@ -213,8 +213,8 @@ def store_result(result: Result, path: Path) -> StoredResult:
     with path.open("xb") as file:
         for block in segmentation.pixels:
             file.write(np.ascontiguousarray(block).data)
-    without_pixels = replace(segmentation, pixels=np.empty(0, segmentation.pixels.dtype))
-    return StoredResult(result._replace(segmentation=without_pixels), path, segmentation.pixels.shape)
+    segmentation_without_pixels = replace(segmentation, pixels=np.empty(0, segmentation.pixels.dtype))
+    return StoredResult(result._replace(segmentation=segmentation_without_pixels), path, segmentation.pixels.shape)
 
 
 def _read_into(file: BufferedReader, pixels: Array) -> None:

@@ -21,7 +21,7 @@ from service.serving.devices.cluster.device_actor import DeviceActor, make_actor
 from service.serving.devices.local.device import LoadFunction
 
 # Methods that can take as long as a request. Other methods run in separate control threads.
-LONG_CALLS = frozenset({"load", "segment", "estimate_diameter", "run_block"})
+LONG_RUNNING_METHODS = frozenset({"load", "segment", "estimate_diameter", "run_block"})
 # Number of control threads of an actor.
 CONTROL_THREAD_COUNT = 2
 
@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 
 def connect_cluster(settings: Settings, load: LoadFunction) -> ActorFactory:
-    """Connect to the cluster, and return a function that requests an actor. Ray starts it when resources are available.
+    """Connect to the cluster, and return a function that requests an actor.
+
+    Ray starts the actor when resources are available.
 
     load  loads a model onto the actor's device
 
@@ -122,9 +124,9 @@ class RayActor:
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method. The future raises WorkerLost if the process has ended or is starting."""
         future = _CallFuture()
-        group = "long" if method in LONG_CALLS else "control"
+        concurrency_group = "long" if method in LONG_RUNNING_METHODS else "control"
         try:
-            reference = getattr(self._handle, method).options(concurrency_group=group).remote(*arguments)
+            reference = getattr(self._handle, method).options(concurrency_group=concurrency_group).remote(*arguments)
         except self._ray.exceptions.RayError as error:
             future.set_exception(WorkerLost(_get_first_line(error)))
             return future

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from service.serving.devices.cluster.actor import Actor, ActorFactory, WorkerLost
-from service.serving.devices.cluster.exchange import Exchange, Status, Task
+from service.serving.devices.cluster.exchange import ActorStatus, Exchange, Task
 from service.serving.devices.queue.job import Progress
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 class ModelInUse:
     """A model that this service has loaded in an actor.
 
-    actor     name of the actor
-    identity  unique name of this version of the model
+    actor_name  name of the actor
+    identity    unique name of this version of the model
     """
 
-    actor: str
+    actor_name: str
     identity: str
     spec: ModelSpec
 
@@ -70,7 +70,7 @@ class RemoteActor:
         self.name, self._make_actor, self._exchange = name, make_actor, exchange
         self._lock, self._models = lock, models
         self._actor: Actor | None = None
-        self.status: Status | None = None
+        self.status: ActorStatus | None = None
         self.is_up = self.is_release_pending = False
         self.task_count = 0
         self.last_needed = -math.inf
@@ -158,19 +158,19 @@ class RemoteActor:
                     log.warning("%s", self._mark_lost(str(error)))
 
     def _query_status(self) -> None:
-        """Query the status of the actor. Wait for the response without a time limit. Raises any error of the call."""
+        """Query the status of the actor. Wait for the response without a time limit. Raises any error of the actor."""
         actor = self._actor
         if actor is None:
             return
-        future = actor.call("status", {model.identity for model in self._list_models()})
+        future = actor.call("report_status", {model.identity for model in self._list_models()})
         if not self._wait_for_response(future, actor):
             return
-        status: Status = future.result()
+        status: ActorStatus = future.result()
         if status.problem is None and not self.is_up:
             log.info("the worker %s of the cluster is up on %s", self.name, status.host)
             # A restarted actor has no loaded models.
             for model in self._list_models():
-                if model.actor == self.name:
+                if model.actor_name == self.name:
                     actor.call("load", model.make_load_task())
         with self._lock:
             # Ignore the response if the actor has been released in the meantime.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from service.inference.runner.estimator import Estimator
     from service.models.spec import ModelSpec
     from service.serving.devices.cluster.actor_pool import ActorPool
-    from service.serving.devices.cluster.exchange import Status
+    from service.serving.devices.cluster.exchange import ActorStatus
     from service.serving.devices.cluster.remote_actor import RemoteActor
     from service.serving.devices.models.eviction import ModelUsage
     from service.serving.metrics import Metrics
@@ -33,7 +33,7 @@ class RemoteLoader:
         self._settings, self._context = settings, context
 
     def load(self, spec: ModelSpec) -> RemoteModel:
-        """Load a model in the actor. Raises the loading error, and the errors of `ActorPool.run`."""
+        """Load a model in the actor. Raises the loading error, and the same errors as `ActorPool.run`."""
         return RemoteModel(spec, self._context)
 
     def release_unused_memory(self) -> None:
@@ -112,6 +112,6 @@ class RemoteDevice:
         return {} if self._actor.is_released else self.scheduler.models.cache.loaded_models
 
     @property
-    def status(self) -> Status | None:
+    def status(self) -> ActorStatus | None:
         """Latest status of the actor; None before it is up."""
         return self._actor.status

@@ -44,20 +44,20 @@ class RemoteModel:
         self._model_in_use = ModelInUse(context.actor.name, identity, spec)
         # Register the model before loading it, because actors forget models that are not in use.
         context.pool.add_model(self._model_in_use)
-        self._loaded_report: LoadedModelReport = self._run(
+        self._loading_report: LoadedModelReport = self._run(
             "load", self._model_in_use.make_load_task(), lambda: False, _ignore_progress
         )
 
     @property
     def estimator(self) -> Estimator:
-        return self._loaded_report.estimator
+        return self._loading_report.estimator
 
     @property
     def nbytes(self) -> int:
-        return self._loaded_report.nbytes
+        return self._loading_report.nbytes
 
     def report(self) -> EngineReport:
-        return self._loaded_report.report
+        return self._loading_report.report
 
     def segment(
         self,
@@ -101,7 +101,7 @@ class RemoteModel:
     ) -> Any:
         """Run a task on the actor, or on another one while the actor is not up, and return its value.
 
-        Raises the error of the task, and the errors of `ActorPool.run`.
+        Raises the error of the task, and the same errors as `ActorPool.run`.
         """
         actor = self._context.actor
         attempt = Attempt(method, task, lambda: cancelled() or actor.is_closed, progress)

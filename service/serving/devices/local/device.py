@@ -96,7 +96,7 @@ class LocalDevice:
 
     name      name of the device; None if it is the only device
     settings  settings of this device, including its `device.name`
-    driver    health and memory queries of the device
+    driver    queries the health and the memory of the device
     """
 
     is_required = True
@@ -114,7 +114,7 @@ class LocalDevice:
         loader = LocalLoader(settings, shared_resources.load, context, self._is_loading_at_startup)
         memory = JobMemory(device.query_free_memory, FREE_MEMORY_MAX_AGE_SECONDS)
         self.scheduler = Scheduler(
-            make_queue(settings, memory, guaranteed_jobs=1 if device.is_on_host else GUARANTEED_GPU_JOBS),
+            make_queue(settings, memory, guaranteed_job_count=1 if device.is_on_host else GUARANTEED_GPU_JOBS),
             ServedModels(
                 self.name, settings.models.memory_bytes, loader, shared_resources.metrics, shared_resources.loading_lock
             ),

@@ -17,7 +17,7 @@ MIN_CPU_SECONDS = 1.0
 class MallocTrimmer:
     """A thread that periodically returns free pages to the operating system if the process has used CPU time.
 
-    Requests free arrays that lie between arrays that remain allocated, and the C library keeps the freed pages. Without
+    Arrays that requests release lie between arrays that remain allocated, so the C library retains their pages. Without
     trimming, an idle process would hold as much memory as at its peak. Trimming is infrequent, because using a trimmed
     page again costs a page fault.
 

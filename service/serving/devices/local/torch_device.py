@@ -54,7 +54,7 @@ class TorchDevice:
 
     @contextmanager
     def report_loss(self) -> Iterator[None]:
-        """Convert an error of the block to DeviceLost if the device has failed, and report the loss.
+        """Convert an error in the block to DeviceLost if the device has failed, and report the loss.
 
         After the loss is reported, the watchdog ends the process.
         """

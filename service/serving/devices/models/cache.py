@@ -1,4 +1,4 @@
-"""The cache of loaded models on one device, which evicts the least recently used models."""
+"""The cache of loaded models on one device, with least recently used (LRU) eviction."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class ModelCache(Generic[T]):
             if step.model_to_load is not None:
                 self._load_model(step.model_to_load)
 
-    def _wait_for_step(self) -> _Step | None:
+    def _wait_for_step(self) -> _LoadingStep | None:
         """Wait for the next step; return None when the cache is closed."""
         while True:
             with self._condition:
@@ -203,14 +203,14 @@ class ModelCache(Generic[T]):
             if step is not None:
                 return step
 
-    def _choose_step(self) -> _Step | None:
+    def _choose_step(self) -> _LoadingStep | None:
         """Remove unused models that have to be evicted, and return the model to load if there is enough memory."""
         name = self._choose_next_model()
         removed_models = self._memory.remove_unused_models()
         if name is None or self._memory.is_evicting:
-            return _Step(removed_models, None) if removed_models else None
+            return _LoadingStep(removed_models, None) if removed_models else None
         self._loading_name, self._current_reload = name, self._pending_reloads.get(name)
-        return _Step(removed_models, name)
+        return _LoadingStep(removed_models, name)
 
     def _choose_next_model(self) -> str | None:
         """Return the model to load next, and mark the models to evict for it."""
@@ -306,7 +306,7 @@ class ModelCache(Generic[T]):
         return current_reload
 
 
-class _Step(NamedTuple):
+class _LoadingStep(NamedTuple):
     """A step of the thread: the models that were removed, and the model to load next, if any."""
 
     removed_models: list[str]

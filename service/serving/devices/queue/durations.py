@@ -45,7 +45,7 @@ class JobDurations:
         done, total = job.progress
         return (total - done if total else job.window_count) * self.estimate_window_seconds(job)
 
-    def estimate_seconds_left(self, job: Job[Any]) -> float | None:
+    def estimate_seconds_until_last_window(self, job: Job[Any]) -> float | None:
         """Estimate the seconds until the last window of a job is done; return None if unknown.
 
         The estimate is based on the progress of the job, or on earlier jobs of its model.
@@ -69,11 +69,11 @@ class JobDurations:
         )
         return (finishing_ratio or 0.0) * window_seconds
 
-    def estimate_new_job_seconds(self, name: str, window_count: int) -> float | None:
+    def estimate_new_job_seconds(self, model_name: str, window_count: int) -> float | None:
         """Estimate the duration of a job with this many windows; return None if no job of the model has been timed."""
-        if name not in self._seconds_per_window:
+        if model_name not in self._seconds_per_window:
             return None
-        return window_count * self._seconds_per_window[name] * (1 + self._finishing_ratios.get(name, 0.0))
+        return window_count * self._seconds_per_window[model_name] * (1 + self._finishing_ratios.get(model_name, 0.0))
 
     def compute_progress(self, job: Job[Any]) -> Progress:
         """Return the progress of a job in windows, where finishing counts as the equivalent number of windows."""
@@ -89,7 +89,9 @@ class JobDurations:
 
     def estimate_retry_seconds(self, running_jobs: Collection[Job[Any]]) -> int:
         """Estimate the seconds until a running job ends, from its progress or the median duration of recent jobs."""
-        estimates = [seconds for job in running_jobs if (seconds := self.estimate_seconds_left(job)) is not None]
+        estimates = [
+            seconds for job in running_jobs if (seconds := self.estimate_seconds_until_last_window(job)) is not None
+        ]
         if estimates:
             seconds_left = min(estimates)
         elif self._recent_seconds:

@@ -45,7 +45,7 @@ class Job(Generic[T]):
     labels are freed with the last reference to the job. Python's cycle collector would free them much later, because it
     seldom searches the many objects that PyTorch creates.
 
-    name          name of the model; all jobs of a model are expected to take the same time per window
+    model_name    name of the model; all jobs of a model are expected to take the same time per window
     work          function that runs in a thread of the queue, with the job as its argument. It polls `job.cancelled()`,
                   calls `job.advance(done, total)`, and returns the result or raises the exception for `future`
     window_count  estimated number of windows; 0 if unknown, which the queue treats as a short job
@@ -58,7 +58,7 @@ class Job(Generic[T]):
 
     def __init__(  # noqa: PLR0913
         self,
-        name: str,
+        model_name: str,
         work: Callable[[Job[T]], T],
         *,
         window_count: int = 0,
@@ -67,7 +67,7 @@ class Job(Generic[T]):
         owner: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name = name
+        self.name = model_name
         self._clock = clock
         self.owner = owner
         self.window_count = window_count

@@ -28,7 +28,7 @@ class JobQueue:
     therefore overtakes a large one that was queued shortly before. A large job can be overtaken only by jobs that are
     created within its own duration, which bounds its waiting time.
 
-    Start: A job starts if fewer than `guaranteed_jobs` jobs are running, if the running jobs would soon leave the
+    Start: A job starts if fewer than `guaranteed_job_count` jobs are running, if the running jobs would soon leave the
     device idle, or if it will be done long before the running jobs. In addition, enough memory must be free, unless no
     other job is running. A job that waits for memory can be overtaken by jobs that fit.
 
@@ -36,11 +36,11 @@ class JobQueue:
     Choudhury and Hahne 1998). A single owner gets up to half of the places, two owners a third each, and there is
     always a place for another owner.
 
-    max_waiting      maximum number of waiting jobs, in addition to one that is running
-    max_running      maximum number of running jobs
-    memory           decides whether a job fits in memory
-    is_shared        whether several owners share the queue
-    guaranteed_jobs  number of jobs that may run regardless of how busy the device is
+    max_waiting           maximum number of waiting jobs, in addition to one that is running
+    max_running           maximum number of running jobs
+    memory                decides whether a job fits in memory
+    is_shared             whether several owners share the queue
+    guaranteed_job_count  number of jobs that may run regardless of how busy the device is
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class JobQueue:
         memory: JobMemory | None = None,
         *,
         is_shared: bool = False,
-        guaranteed_jobs: int = 1,
+        guaranteed_job_count: int = 1,
     ) -> None:
         self._max_waiting, self._is_shared = max_waiting, is_shared
-        self.max_running, self._guaranteed_jobs = max_running, guaranteed_jobs
+        self.max_running, self._guaranteed_job_count = max_running, guaranteed_job_count
         self._memory = memory or JobMemory()
         self._durations = JobDurations()
         self._waiting_jobs: list[Job[Any]] = []
@@ -99,10 +99,8 @@ class JobQueue:
             if self._closed:
                 raise NotReady("The service is stopping. Send the request again after it has restarted.")
             if self.is_full(owner):
-                for_key = " for requests with this API key" if self._is_shared else ""
-                message = (
-                    f"The queue is full{for_key}: {len(self._waiting_jobs)} requests are waiting. Try again later."
-                )
+                scope = " for requests with this API key" if self._is_shared else ""
+                message = f"The queue is full{scope}: {len(self._waiting_jobs)} requests are waiting. Try again later."
                 raise QueueFull(message, self._durations.estimate_retry_seconds(self._running_jobs))
 
     def offer(self, job: Job[Any]) -> None:
@@ -171,16 +169,16 @@ class JobQueue:
             durations = self._durations
             finishing_seconds = durations.estimate_finishing_seconds_left(job)
             if job in self._running_jobs:
-                seconds_left = durations.estimate_seconds_left(job)
+                seconds_left = durations.estimate_seconds_until_last_window(job)
                 return None if seconds_left is None or finishing_seconds is None else seconds_left + finishing_seconds
             if job not in self._waiting_jobs:
                 return None
             seconds_before = [
-                durations.estimate_seconds_left(other)
+                durations.estimate_seconds_until_last_window(other)
                 for other in self._waiting_jobs[: self._waiting_jobs.index(job) + 1]
             ]
             # Running jobs share the device, so all of them are done when the longest one is done.
-            running_seconds = [durations.estimate_seconds_left(other) for other in self._running_jobs]
+            running_seconds = [durations.estimate_seconds_until_last_window(other) for other in self._running_jobs]
         if None in seconds_before or None in running_seconds:
             return None
         return (
@@ -189,10 +187,10 @@ class JobQueue:
             + (finishing_seconds or 0.0)
         )
 
-    def estimate_new_job_seconds(self, name: str, window_count: int) -> float | None:
+    def estimate_new_job_seconds(self, model_name: str, window_count: int) -> float | None:
         """Estimate the duration of a job with this many windows; return None if no job of the model has been timed."""
         with self._condition:
-            return self._durations.estimate_new_job_seconds(name, window_count)
+            return self._durations.estimate_new_job_seconds(model_name, window_count)
 
     def get_progress(self, job: Job[Any]) -> Progress:
         """Return the progress of a job in windows, where finishing counts as the equivalent number of windows."""
@@ -235,7 +233,7 @@ class JobQueue:
 
         Windows of running jobs with less work come first.
         """
-        if len(self._running_jobs) < self._guaranteed_jobs:
+        if len(self._running_jobs) < self._guaranteed_job_count:
             return True
         durations = self._durations
         max_seconds = REMAINING_WORK_FACTOR * durations.estimate_device_seconds(job)

@@ -170,7 +170,7 @@ def test_status_call_does_not_unload_models_of_tasks(bands_repository: Path, tmp
     blocking, loaded = (actor.call("load", Task(name, name, spec)) for name in ("first", "second"))
     wait_until(lambda: fakes)
     wait_until(lambda: len(actor.device._jobs) == 2)
-    actor.device.status(())
+    actor.device.report_status(())
     fakes[0].gate.set()
     wait_until(lambda: len(fakes) == 2)
     fakes[1].gate.set()

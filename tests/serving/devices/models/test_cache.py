@@ -137,7 +137,7 @@ def test_cancelled_lease_stops_the_eviction_of_other_models() -> None:
         assert late.model_future.result(10).name == "a"
         late.end()
         late.end()
-        assert cache.model_cache.loaded_models["a"].active_requests == 0
+        assert cache.model_cache.loaded_models["a"].active_request_count == 0
     assert cache.unloads == []
 
 
