@@ -19,7 +19,7 @@ IMAGE_FILE = "image.ome.tif"
 LABELS_FILE = "labels.ome.tif"
 # Maximum number of overlapping stacks that are reported for one stack.
 MAX_OVERLAPS = 32
-_REGION = re.compile(",".join(3 * [r"([0-9]{1,7}):([0-9]{1,7})"]))
+_REGION_PATTERN = re.compile(",".join(3 * [r"([0-9]{1,7}):([0-9]{1,7})"]))
 # Maximum number of pairs of boxes that are compared at a time. This limits the memory usage.
 _MAX_COMPARED_PAIRS = 2**20
 
@@ -35,7 +35,7 @@ class Region:
     @classmethod
     def parse(cls, text: str, shape: Size) -> Self:
         """Parse z0:z1,y0:y1,x0:x1. Raises BadParameter if the string is malformed or the region exceeds the stack."""
-        if match := _REGION.fullmatch(text):
+        if match := _REGION_PATTERN.fullmatch(text):
             z0, z1, y0, y1, x0, x1 = map(int, match.groups())
             region = cls((z0, z1), (y0, y1), (x0, x1))
             if all(start < stop <= length for (start, stop), length in zip(region.ranges, shape, strict=True)):
@@ -154,9 +154,9 @@ def find_overlaps(annotations: Sequence[Annotation]) -> dict[str, Sequence[Annot
         # The lower and upper bounds of all boxes along z, y and x.
         bounds = np.array([annotation.box for annotation in same_image_annotations]).transpose(1, 2, 0).copy()
         # Compare in blocks of rows, because there may be thousands of annotated stacks of the same image.
-        block_rows = max(_MAX_COMPARED_PAIRS // len(same_image_annotations), 1)
-        for first_row in range(0, len(same_image_annotations), block_rows):
-            block = slice(first_row, first_row + block_rows)
+        rows_per_block = max(_MAX_COMPARED_PAIRS // len(same_image_annotations), 1)
+        for first_row in range(0, len(same_image_annotations), rows_per_block):
+            block = slice(first_row, first_row + rows_per_block)
             is_overlapping = np.ones((len(bounds[0, 0, block]), len(same_image_annotations)), np.bool_)
             for low, high in bounds:
                 is_overlapping &= low < high[block, np.newaxis]

@@ -38,7 +38,7 @@ from service.serving.storage.scratch import MARKER_FILE, delete_abandoned_folder
 RECORD_FILE = "annotation.json"
 # Prefix of folders that are being written.
 PARTIAL_PREFIX = ".part-"
-_ID = re.compile(r"[0-9a-f]{32}")
+_ID_PATTERN = re.compile(r"[0-9a-f]{32}")
 # Label numbers up to this value are counted in a lookup table, and larger numbers by sorting.
 _MAX_TABLE_LABEL = 2**24
 # Maximum number of distinct label numbers that are counted by sorting.
@@ -115,7 +115,7 @@ class AnnotationStore:
 
     def find(self, annotation_id: str, owner: str | None, *, is_admin: bool = False) -> Annotation:
         """Return an annotated stack of this owner, or of any owner if `is_admin` is set. Raises UnknownAnnotation."""
-        annotation = _read_stack(self.folder / annotation_id) if _ID.fullmatch(annotation_id) else None
+        annotation = _read_stack(self.folder / annotation_id) if _ID_PATTERN.fullmatch(annotation_id) else None
         if annotation is None or not (is_admin or annotation.owner == owner):
             raise UnknownAnnotation("There is no such annotated stack: the ID is wrong, or the stack was deleted.")
         return annotation
@@ -147,22 +147,22 @@ class AnnotationStore:
 
     def _list_all(self) -> list[Annotation]:
         """Return all annotated stacks. Only new or changed records are read, because there may be thousands."""
-        cached_annotations, annotations = self._cached_annotations, dict[str, tuple[tuple[int, int], Annotation]]()
+        cached_entries, entries = self._cached_annotations, dict[str, tuple[tuple[int, int], Annotation]]()
         with translate_disk_errors():
             folder_names = [entry.name for entry in os.scandir(self.folder)] if self.folder.is_dir() else []
-        for name in filter(_ID.fullmatch, folder_names):
+        for name in filter(_ID_PATTERN.fullmatch, folder_names):
             try:
                 file_status = os.stat(f"{self.folder}/{name}/{RECORD_FILE}")  # noqa: PTH116 - a Path doubles the time
             except OSError:
                 continue
             version = file_status.st_ino, file_status.st_mtime_ns
-            cached_entry = cached_annotations.get(name)
+            cached_entry = cached_entries.get(name)
             if cached_entry is not None and cached_entry[0] == version:
-                annotations[name] = cached_entry
+                entries[name] = cached_entry
             elif (annotation := _read_stack(self.folder / name)) is not None:
-                annotations[name] = version, annotation
-        self._cached_annotations = annotations
-        return [annotation for _, annotation in annotations.values()]
+                entries[name] = version, annotation
+        self._cached_annotations = entries
+        return [annotation for _, annotation in entries.values()]
 
 
 def _read_stack(folder: Path) -> Annotation | None:
@@ -170,11 +170,11 @@ def _read_stack(folder: Path) -> Annotation | None:
     try:
         content: dict[str, Any] = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
         z, y, x = content.pop("shape")
-        size, region = content.pop("voxel_size"), content.pop("region")
+        voxel_size, region = content.pop("voxel_size"), content.pop("region")
         return Annotation(
             folder=folder,
             shape=(z, y, x),
-            voxel_size=None if size is None else VoxelSize(*size),
+            voxel_size=None if voxel_size is None else VoxelSize(*voxel_size),
             region=None if region is None else Region.parse(region, (z, y, x)),
             provenance=LabelProvenance(**content.pop("origin")),
             **content,

@@ -48,8 +48,8 @@ def store_correction(
 ) -> Annotation:
     """Read the image and the labels, and store them. Blocks the calling thread.
 
-    Raises BadParameter if the labels do not match the image, and the errors of `Reader`, `SpaceReservation.reserve` and
-    `AnnotationStore.add`.
+    Raises BadParameter if the labels do not match the image, and the same errors as `Reader`,
+    `SpaceReservation.reserve` and `AnnotationStore.add`.
     """
     stack, labels, selection, region, name, owner, provenance, folder = correction
     description = reader.inspect(stack, selection, cancelled=cancelled)

@@ -68,7 +68,7 @@ class TrainedModels:
     def find_trained_model(self, record: TrainingRecord) -> str | None:
         """Return the name of the model that a training run created; None if there is no such model."""
         # A later training run may have reused the name of a deleted model.
-        latest_record = self._queue.find_latest_done(record.name)
+        latest_record = self._queue.find_latest_completed_record(record.name)
         return record.name if record is latest_record and record.name in self._models.specs else None
 
     def can_delete(self, model: ModelState, owner: str | None, *, is_admin: bool = False) -> bool:
@@ -133,7 +133,7 @@ class TrainedModels:
                 self._change_served_models(self._models.reload)
 
     def _check_unused(self, model: ModelState, default_name: str, has_jobs: Callable[[str], bool]) -> None:
-        """Raise ModelNotDeletable if the model is loading, or if the configuration, a training run or job needs it."""
+        """Raise ModelNotDeletable if the model is loading, or if the configuration, a training run or a job uses it."""
         name, models = model.name, self._settings.models
         if name in {default_name, *models.serve, *(() if models.load == "all" else models.load)}:
             raise ModelNotDeletable(f"The model {name} is the default model, or the configuration refers to it.")

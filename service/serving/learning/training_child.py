@@ -22,7 +22,7 @@ TRAINING_MODULE = "service.training.process"
 INHERITED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOME", "XDG_CACHE_HOME")
 # Maximum number of bytes to log from the error output of the child.
 MAX_LOGGED_OUTPUT_BYTES = 4000
-UNEXPECTED_MESSAGE = "An internal error occurred during training. See the log of the service."
+INTERNAL_ERROR_MESSAGE = "An internal error occurred during training. See the log of the service."
 KILLED_MESSAGE = "The training process was killed, most likely because the host ran out of memory. Use fewer stacks."
 TIMEOUT_MESSAGE = (
     "The training was stopped, because reading and scoring the stacks took too long. Use fewer or smaller stacks."
@@ -79,7 +79,10 @@ class TrainingChild:
             self._has_timed_out = time.monotonic() - start_time >= timeout_seconds
 
     def explain_failure(self, failure: str | None) -> str:
-        """Log the error output of the child. Return the message for users. `failure` is the message of the child."""
+        """Log the error output of the child, and return the message for users.
+
+        failure  error message from the child, if any
+        """
         exit_status = self.process.returncode
         self._error_output.seek(0)
         output = self._error_output.read()[-MAX_LOGGED_OUTPUT_BYTES:].decode(errors="replace")
@@ -88,7 +91,7 @@ class TrainingChild:
             return shorten_paths(failure)
         if self._has_timed_out:
             return TIMEOUT_MESSAGE
-        return KILLED_MESSAGE if exit_status < 0 else UNEXPECTED_MESSAGE
+        return KILLED_MESSAGE if exit_status < 0 else INTERNAL_ERROR_MESSAGE
 
     def kill(self) -> None:
         """Kill the child process."""

@@ -77,14 +77,14 @@ class TrainingQueue:
             records = list(self._records.values())
         last_start_times = {record.owner: record.started for record in records if record.started is not None}
         turns: dict[str | None, int] = {}
-        sort_entries = []
+        sortable_entries = []
         for record in records:
             if record.state == "waiting":
                 turns[record.owner] = turns.get(record.owner, 0) + 1
-                sort_entries.append(
+                sortable_entries.append(
                     (turns[record.owner], last_start_times.get(record.owner) or 0.0, record.created, record)
                 )
-        return [record for *_, record in sorted(sort_entries, key=lambda entry: entry[:3])]
+        return [record for *_, record in sorted(sortable_entries, key=lambda entry: entry[:3])]
 
     def running_and_waiting(self) -> tuple[TrainingRecord | None, list[TrainingRecord]]:
         """Return the current training run, and the waiting training runs in queue order."""
@@ -101,13 +101,13 @@ class TrainingQueue:
         waiting_records = self.waiting_records
         return waiting_records.index(record) + 1 if record in waiting_records else None
 
-    def find_latest_done(self, name: str) -> TrainingRecord | None:
+    def find_latest_completed_record(self, name: str) -> TrainingRecord | None:
         """Return the latest training run that created a model with this name, or None."""
         with self.condition:
             candidates = [record for record in self._records.values() if record.state == "done" and record.name == name]
         return max(candidates, key=lambda record: record.ended or 0.0, default=None)
 
-    def begin_next(self) -> TrainingRecord | None:
+    def begin_next_run(self) -> TrainingRecord | None:
         """Mark the next training run as running and return it. Return None if no run is waiting."""
         with self.condition:
             record = next(iter(self.waiting_records), None)
@@ -116,13 +116,13 @@ class TrainingQueue:
                 self.running_record = record
             return record
 
-    def end_running(self) -> None:
+    def clear_running_record(self) -> None:
         """Clear `running_record`, so that the next training run can begin."""
         with self.condition:
             self.running_record = None
 
     def cancel(self, record: TrainingRecord) -> None:
-        """Cancel an unfinished training run in memory. Save the record after the files of the run have been deleted."""
+        """Mark an unfinished training run as cancelled in memory. `save` writes the record to disk."""
         with self.condition:
             record.state, record.ended = "cancelled", time.time()
 

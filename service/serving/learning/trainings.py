@@ -21,7 +21,7 @@ from service.models.repository import FILE_NAME
 from service.models.spec import check_trainable
 from service.serving.learning.annotation import Annotation, find_overlaps
 from service.serving.learning.trained_models import WORK_FOLDER_PREFIX, TrainedModels, write_owner
-from service.serving.learning.training_child import TRAINING_MODULE, UNEXPECTED_MESSAGE, TrainingChild
+from service.serving.learning.training_child import INTERNAL_ERROR_MESSAGE, TRAINING_MODULE, TrainingChild
 from service.serving.learning.training_queue import TrainingQueue
 from service.serving.learning.training_record import INTERRUPTED_MESSAGE, TrainingRecord
 from service.serving.storage.disk import translate_disk_errors
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class NewTraining(NamedTuple):
-    """A training request of a client.
+    """A training request from a client.
 
     model        name of the model from which the training starts; None for the default model
     annotations  IDs of annotated stacks
@@ -182,7 +182,7 @@ class TrainingManager:
         while True:
             with self.queue.condition:
                 self.queue.condition.wait_for(lambda: self._stopped.is_set() or self.queue.waiting_records)
-                record = None if self._stopped.is_set() else self.queue.begin_next()
+                record = None if self._stopped.is_set() else self.queue.begin_next_run()
             if record is None:
                 return
             try:
@@ -191,9 +191,9 @@ class TrainingManager:
                 self.queue.end(record, "failed", shorten_paths(str(error)))
             except Exception:
                 log.exception("training run %s", record.id)
-                self.queue.end(record, "failed", UNEXPECTED_MESSAGE)
+                self.queue.end(record, "failed", INTERNAL_ERROR_MESSAGE)
             finally:
-                self.queue.end_running()
+                self.queue.clear_running_record()
 
     def _run(self, record: TrainingRecord) -> None:
         """Train and serve the new model. Raises StackSegError."""
