@@ -75,7 +75,7 @@ def build(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORIES) -
 
 
 def build_runtime(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORIES) -> Runtime:
-    """Create the runtime, without jobs and training runs. Raises ConfigError."""
+    """Create only the runtime, not the managers of jobs and training runs. Raises ConfigError as `build` does."""
     host_files, metrics, loading_lock = HostFiles(settings.references), Metrics(), torch_compile.LoadingLock()
     shared_resources = SharedResources(partial(load_model, factories.load), metrics, loading_lock)
     local_devices = [

@@ -21,6 +21,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+# Upper bounds of the histogram buckets for the durations of stages, in seconds.
 STAGE_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 1800.0)
 # Maximum number of segmentations that `Metrics.recent_segmentations` returns.
 MAX_RECENT_SEGMENTATIONS = 50
@@ -137,14 +138,18 @@ class Metrics:
         if problem is not None:
             self._errors(problem).inc()
 
-    def count_segmentation(self, model: str, voxels: int, objects: int | None, seconds: Mapping[str, float]) -> None:
+    def count_segmentation(
+        self, model: str, voxel_count: int, object_count: int | None, seconds_by_stage: Mapping[str, float]
+    ) -> None:
         """Count a completed segmentation and its voxels and objects, and record the duration of each stage."""
-        self._voxels(model).inc(voxels)
-        if objects is not None:
-            self._objects(model).inc(objects)
-        for stage, stage_seconds in seconds.items():
+        self._voxels(model).inc(voxel_count)
+        if object_count is not None:
+            self._objects(model).inc(object_count)
+        for stage, stage_seconds in seconds_by_stage.items():
             self._stages(stage).observe(stage_seconds)
-        self._recent_segmentations.appendleft(SegmentationRecord(time.time(), model, voxels, objects, dict(seconds)))
+        self._recent_segmentations.appendleft(
+            SegmentationRecord(time.time(), model, voxel_count, object_count, dict(seconds_by_stage))
+        )
 
     @property
     def recent_segmentations(self) -> tuple[SegmentationRecord, ...]:

@@ -97,7 +97,7 @@ class PixelSource:
         """
         if isinstance(self.selection.time, TimeRange):
             return Pixels(Series.from_description(self.inspect(self.selection), self._read_time_point, self.link), None)
-        segmentation_input, measurement_input = self._read_both(self.read, self.selection)
+        segmentation_input, measurement_input = self._read_both_inputs(self.read, self.selection)
         return Pixels(segmentation_input, measurement_input if self.has_measurements else None)
 
     def read_small_pixels(self) -> Pixels | LargePixels:
@@ -107,7 +107,7 @@ class PixelSource:
             channel_count = len(description.channels) if self.has_measurements else 1
             series = Series.from_description(description, self._read_time_point, self.link)
             return LargePixels(series, description.nbytes * channel_count + _LABEL_BYTES * series.voxels)
-        segmentation_input, measurement_input = self._read_both(self.read_small, self.selection)
+        segmentation_input, measurement_input = self._read_both_inputs(self.read_small, self.selection)
         if isinstance(segmentation_input, Volume) and isinstance(measurement_input, Volume):
             return Pixels(segmentation_input, measurement_input if self.has_measurements else None)
         return LargePixels(
@@ -115,7 +115,7 @@ class PixelSource:
             measurement_input.nbytes + (0 if measurement_input is segmentation_input else segmentation_input.nbytes),
         )
 
-    def _read_both(self, read: Callable[[Selection], V], selection: Selection) -> tuple[V, V]:
+    def _read_both_inputs(self, read: Callable[[Selection], V], selection: Selection) -> tuple[V, V]:
         """Return the volume to segment, and the volume in which objects are measured."""
         segmentation_input = read(selection)
         if not self.has_measurements or selection.channel is None:
@@ -124,7 +124,7 @@ class PixelSource:
 
     def _read_time_point(self, time: int) -> tuple[Volume, Volume | None]:
         try:
-            volume, measurement_input = self._read_both(self.read, replace(self.selection, time=time))
+            volume, measurement_input = self._read_both_inputs(self.read, replace(self.selection, time=time))
         finally:
             self.delete_decoded()
         return volume, measurement_input if self.has_measurements else None

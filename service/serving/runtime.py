@@ -54,7 +54,7 @@ class Runtime:
     """Owner of all threads and child processes. Models become ready one after another after `start` has returned.
 
     is_draining           whether the service is shutting down
-    readiness_checks      functions that each return why the service is not ready, in one sentence, or None
+    readiness_checks      functions that each return a sentence if the service is not ready, else None
     activity_checks       functions that each return whether work is in progress
     disk_usage_functions  functions that each measure the disk usage of one kind of file, by its label in the metrics
     """
@@ -128,7 +128,7 @@ class Runtime:
         self.scratch.delete()
 
     def check_admission(self, caller: str | None = None) -> None:
-        """Raise NotReady or QueueFull if a request of this caller would be refused after its upload."""
+        """Raise NotReady or QueueFull if a request from this caller would be refused after its upload."""
         if self.is_draining:
             raise NotReady("The service is stopping. Send the request again after it has restarted.")
         self.devices.check_admission(caller)

@@ -97,8 +97,8 @@ def queue_work(
 ) -> Job[T]:
     """Queue work on the device that is expected to complete it first. The work starts once the model is loaded.
 
-    work  function that runs in a thread of the device's queue
-    wait  whether to add the job even if the queue is full, instead of refusing it
+    The function `work` runs in a thread of the device's queue. If `wait` is set, the job is added even if the queue is
+    full.
 
     Raises BadParameter and TooLarge and, unless `wait` is set, QueueFull and NotReady.
     """
@@ -155,8 +155,8 @@ class SegmentationTask:
     async def run(self) -> StackResult:
         """Return the result from the cache, or read the stack, segment it on a device, and write the result.
 
-        Raises the errors of all steps, including `queue_work` and `Reservation.segment`, and Cancelled if the service
-        stops.
+        Raises the same errors as its steps, such as `queue_work` and `Reservation.segment`, and Cancelled if the
+        service stops.
         """
         if (cached_result := await self._run(self._complete_and_look_up, FILE_THREADS)) is not None:
             return cached_result
