@@ -232,12 +232,12 @@ def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, regi
 def _find_highest_number(labels: Volume) -> int:
     """Return the highest label number. Raises BadParameter for negative numbers."""
     planes = (labels.read(z, z + 1) for z in range(labels.shape[1]))
-    extremes = [(int(plane.min()), int(plane.max())) for plane in planes]
-    if min(low for low, _ in extremes) < 0:
+    plane_ranges = [(int(plane.min()), int(plane.max())) for plane in planes]
+    if min(low for low, _ in plane_ranges) < 0:
         raise BadParameter(
             "The labels contain negative numbers. Number the objects from 1, and use 0 for the background."
         )
-    return max(high for _, high in extremes)
+    return max(high for _, high in plane_ranges)
 
 
 def _compute_digest(image: Volume) -> str:

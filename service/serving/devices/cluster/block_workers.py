@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from service.inference.blockwise.run_folder import BlockTask
 
 # Time until a lost actor is called again, to check whether it has been restarted.
-RETRY_SECONDS = 1.0
+RETRY_INTERVAL_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,6 @@ class ActorWorkers:
         if response.exception() is None:
             self._free_actors.put(actor)
         elif not self._closed.is_set():
-            timer = threading.Timer(RETRY_SECONDS, self._add_when_available, [actor])
+            timer = threading.Timer(RETRY_INTERVAL_SECONDS, self._add_when_available, [actor])
             timer.daemon = True
             timer.start()

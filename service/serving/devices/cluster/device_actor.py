@@ -33,7 +33,7 @@ from service.serving.devices.queue.job import Job, ResourceNeeds
 from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics
 
-# Number of cancelled tasks to remember, because a task may be cancelled before it arrives.
+# Maximum number of cancelled tasks to remember, because a task may be cancelled before it arrives.
 MAX_CANCELLED_TASKS = 1000
 # Grace period of the watchdog. A lost device needs a new process, which the cluster starts immediately.
 GRACE_SECONDS = 1.0

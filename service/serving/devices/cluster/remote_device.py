@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RemoteLoader:
-    """`ModelLoader` for an actor. For a model that has never been loaded, it returns the estimates for a local CPU."""
+    """`ModelLoader` for an actor. For a model that has never been loaded, it returns the estimator for a CPU."""
 
     weight_copies = HOST_WEIGHT_COPIES
 

@@ -110,8 +110,8 @@ class RemoteModel:
             raise outcome.error
         if outcome.share.seconds:
             count_share(outcome.share)
-        if windows := outcome.share.windows:
-            progress(windows, windows)
+        if window_count := outcome.share.windows:
+            progress(window_count, window_count)
         return outcome.value
 
 

@@ -17,7 +17,7 @@ State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
 class Progress(NamedTuple):
-    """Number of completed windows and total number of windows; both are 0 until the total is known."""
+    """Number of completed items, such as windows, and total number of items; both are 0 until the total is known."""
 
     done: int = 0
     total: int = 0

@@ -201,11 +201,11 @@ class JobQueue:
         if len(self._waiting_jobs) < 2:
             return
         turns = Counter(job.owner for job in self._running_jobs)
-        order: dict[Job[Any], tuple[int, float]] = {}
+        sort_keys: dict[Job[Any], tuple[int, float]] = {}
         for job in sorted(self._waiting_jobs, key=lambda job: job.deadline):
-            order[job] = turns[job.owner], job.deadline
+            sort_keys[job] = turns[job.owner], job.deadline
             turns[job.owner] += 1
-        self._waiting_jobs.sort(key=order.__getitem__)
+        self._waiting_jobs.sort(key=sort_keys.__getitem__)
 
     def _find_next_job(self) -> Job[Any] | None:
         """Return the next job if one may start now, else None."""
