@@ -37,7 +37,7 @@ class UnresponsiveActor:
     def call(self, *_: Any) -> Future[Any]:
         return Future()
 
-    def give_up(self, _future: Future[Any]) -> None:
+    def cancel_call(self, _future: Future[Any]) -> None:
         pass
 
     def kill(self) -> None:
@@ -96,7 +96,7 @@ class ThreadActor:
         self.device = self._make()
         self.lost = False
 
-    def give_up(self, future: Future[Any]) -> None:
+    def cancel_call(self, future: Future[Any]) -> None:
         pass
 
     def kill(self) -> None:

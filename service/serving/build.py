@@ -35,7 +35,7 @@ from service.serving.storage.volume_cache import VolumeCache
 class ServiceFactories(NamedTuple):
     """Functions that create parts of the service. Tests and simulations replace them.
 
-    load           creates a segmenter for a model
+    load           loads a model into a new segmenter
     choose_driver  returns the driver of a device by its name; the name is None if there is only one device
     connect        connects to the cluster and returns a function that requests an actor
     """
@@ -70,16 +70,16 @@ def build(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORIES) -
         "annotations": lambda: measure_disk(annotations.folder, annotations.measure().nbytes, None),
         "trained-models": lambda: measure_disk(trained_folder, count_bytes(trained_folder), None),
     }
-    runtime.metrics.register_labeled_gauge("stackseg_trainings", trainings.queue.count)
+    runtime.metrics.register_labeled_gauge("stackseg_trainings", trainings.queue.count_by_state)
     return Service(runtime, async_jobs, annotations, trainings)
 
 
 def build_runtime(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORIES) -> Runtime:
-    """Create the runtime, without jobs and training runs. Raises ConfigError."""
+    """Create only the runtime, not the managers of jobs and training runs. Raises ConfigError as `build` does."""
     host_files, metrics, loading_lock = HostFiles(settings.references), Metrics(), torch_compile.LoadingLock()
-    shared = SharedResources(partial(load_model, factories.load), metrics, loading_lock)
+    shared_resources = SharedResources(partial(load_model, factories.load), metrics, loading_lock)
     local_devices = [
-        LocalDevice(name, device_settings, shared, factories.choose_driver(name))
+        LocalDevice(name, device_settings, shared_resources, factories.choose_driver(name))
         for name, device_settings in split_settings(settings)
     ]
     cluster = open_cluster(settings, factories.connect, metrics)
@@ -101,7 +101,7 @@ def build_runtime(settings: Settings, factories: ServiceFactories = DEFAULT_FACT
 def _register_gauges(runtime: Runtime, loading_lock: torch_compile.LoadingLock) -> None:
     """Register the gauges that show the state of the runtime."""
     devices, metrics = runtime.devices, runtime.metrics
-    values: Mapping[str, Callable[[], float]] = {
+    gauges: Mapping[str, Callable[[], float]] = {
         "stackseg_waiting": lambda: devices.waiting_count,
         "stackseg_running": lambda: len(devices.running_jobs),
         "stackseg_scratch_bytes": lambda: float(runtime.scratch_space.used_bytes),
@@ -111,27 +111,27 @@ def _register_gauges(runtime: Runtime, loading_lock: torch_compile.LoadingLock) 
         "stackseg_recompilations": lambda: loading_lock.recompilations,
         "stackseg_reader_kills": lambda: float(runtime.reader.killed_child_count),
     }
-    labeled_values: Mapping[str, Callable[[], Mapping[str, float]]] = {
-        "stackseg_disk_used_bytes": lambda: _disk_bytes(runtime, "used"),
-        "stackseg_disk_free_bytes": lambda: _disk_bytes(runtime, "free"),
+    labeled_gauges: Mapping[str, Callable[[], Mapping[str, float]]] = {
+        "stackseg_disk_used_bytes": lambda: _measure_disk_bytes(runtime, "used"),
+        "stackseg_disk_free_bytes": lambda: _measure_disk_bytes(runtime, "free"),
         "stackseg_loaded_models": lambda: {device.name: float(len(device.loaded_models)) for device in devices.all},
         "stackseg_loaded_bytes": lambda: {device.name: float(count_loaded_bytes(device)) for device in devices.all},
         "stackseg_workers": lambda: devices.worker_counts,
-        "stackseg_gpu_memory_used_bytes": lambda: _gpu_bytes(devices, "memory_used"),
-        "stackseg_gpu_memory_total_bytes": lambda: _gpu_bytes(devices, "memory_total"),
+        "stackseg_gpu_memory_used_bytes": lambda: _query_gpu_bytes(devices, "memory_used"),
+        "stackseg_gpu_memory_total_bytes": lambda: _query_gpu_bytes(devices, "memory_total"),
     }
-    for name, value in values.items():
-        metrics.register_gauge(name, value)
-    for name, values_by_label in labeled_values.items():
-        metrics.register_labeled_gauge(name, values_by_label)
+    for name, get_value in gauges.items():
+        metrics.register_gauge(name, get_value)
+    for name, get_values in labeled_gauges.items():
+        metrics.register_labeled_gauge(name, get_values)
 
 
-def _disk_bytes(runtime: Runtime, field: str) -> dict[str, float]:
+def _measure_disk_bytes(runtime: Runtime, field: str) -> dict[str, float]:
     """Return a field of the disk usage in bytes, by kind of file."""
     return {kind: float(getattr(usage, field)) for kind, usage in runtime.measure_disks().items()}
 
 
-def _gpu_bytes(devices: DevicePool, field: str) -> dict[str, float]:
+def _query_gpu_bytes(devices: DevicePool, field: str) -> dict[str, float]:
     """Return a field of `GpuStatus` in bytes for every GPU that reports it.
 
     Keys are GPU indices, with the prefix `HOST:` for GPUs on other hosts.

@@ -105,13 +105,14 @@ class Query(BaseModel):
     quality: Quality | None = Field(
         default=None,
         description="best: average the scores of each window and two mirror images of it, and use an overlap of 0.5 "
-        "unless overlap is set. This takes about ten times as long. fast: compute each window once. Default: fast.",
+        "unless overlap is set. This takes about ten times as long. fast: run the network once on each window. "
+        "Default: fast.",
     )
     skip_below: str | None = Field(
         default=None,
         max_length=64,
         description="Skip windows that have no voxel above this gray value, and treat them as background. auto: use "
-        "the background level of the stack. none: compute all windows. Default: the setting of the operator.",
+        "the background level of the stack. none: process all windows. Default: the setting of the operator.",
         examples=["120", "auto"],
     )
     threshold: float | None = Field(
@@ -241,11 +242,11 @@ class Query(BaseModel):
     @cached_property
     def selection(self) -> Selection:
         """The part of the file to read, and overrides for its metadata."""
-        name = None if self.channel == "all" else self.channel
-        channel = int(name) if name is not None and is_index(name) else name
-        size = None if self.voxel_size is None else _parse_voxel_size(self.voxel_size)
+        channel_name = None if self.channel == "all" else self.channel
+        channel = int(channel_name) if channel_name is not None and is_index(channel_name) else channel_name
+        voxel_size = None if self.voxel_size is None else _parse_voxel_size(self.voxel_size)
         time = None if self.time is None else parse_time(self.time)
-        return Selection(channel, time, self.axes.upper() if self.axes else None, size)
+        return Selection(channel, time, self.axes.upper() if self.axes else None, voxel_size)
 
     @cached_property
     def canonical_json(self) -> str:
@@ -262,9 +263,16 @@ class Query(BaseModel):
             self.threshold, minimum_size, self.border, self.fill_holes, self.min_confidence
         )
         roi_size = None if self.roi_size is None else parse_roi_size(self.roi_size)
-        windows = self.sw_batch_size, self.overlap
+        window_options = self.sw_batch_size, self.overlap
         return Options(
-            self.output, *windows, diameter, skip_below, postprocessing, roi_size, bool(self.strict), self.quality
+            self.output,
+            *window_options,
+            diameter,
+            skip_below,
+            postprocessing,
+            roi_size,
+            bool(self.strict),
+            self.quality,
         )
 
 
@@ -309,15 +317,15 @@ def describe_validation_errors(
             sentences.append(f"{format_name(name)}: {get_validation_message(error)}.")
     if len(errors) > MAX_REPORTED_ERRORS:
         sentences.append(f"There are {len(errors) - MAX_REPORTED_ERRORS} more errors.")
-    return BadParameter(" ".join(sentences), parameter=_find_parameter(errors[0]["loc"]) if errors else None)
+    return BadParameter(" ".join(sentences), parameter=_find_parameter_name(errors[0]["loc"]) if errors else None)
 
 
-def _find_parameter(loc: Sequence[int | str]) -> str | None:
-    """Return the parameter at an error location of pydantic or FastAPI; None if the error is about the whole body."""
+def _find_parameter_name(loc: Sequence[int | str]) -> str | None:
+    """Return the parameter at an error location of pydantic or FastAPI; None if the error concerns the whole body."""
     names = [part for part in loc if isinstance(part, str)]
     # Locations of FastAPI begin with the part of the request that contains the parameter.
-    in_request = len(names) > 1 and names[0] in {"query", "path", "header", "body"}
-    return next(iter(names[in_request:]), "")[:MAX_NAME_LENGTH] or None
+    has_request_part = len(names) > 1 and names[0] in {"query", "path", "header", "body"}
+    return next(iter(names[has_request_part:]), "")[:MAX_NAME_LENGTH] or None
 
 
 def _parse_voxel_size(text: str) -> VoxelSize:

@@ -1,4 +1,4 @@
-"""Read the pixels of a request: one volume or several time points, and the channels for measurements."""
+"""The pixels of a request: one volume or several time points, and the channels for measurements."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PixelSource:
     read              reads a selection
     read_small        reads a selection if it is small, otherwise describes it
     inspect           describes a selection
-    link              how objects are linked across time points; None: they are not linked
+    link              how objects are linked across time points; None if they are not linked
     has_measurements  whether objects are measured, in every channel of the file
     delete_decoded    deletes decoded pixels if the request was cancelled
     """
@@ -93,11 +93,11 @@ class PixelSource:
         """Read all pixels that the request needs, because the file may be deleted or replaced later.
 
         The time points of a series are decoded when they are segmented, so the file must exist until the series is
-        done. Raises the errors of `Reader.read`.
+        done. Raises the same errors as `Reader.read`.
         """
         if isinstance(self.selection.time, TimeRange):
             return Pixels(Series.from_description(self.inspect(self.selection), self._read_time_point, self.link), None)
-        segmentation_input, measurement_input = self._read_both(self.read, self.selection)
+        segmentation_input, measurement_input = self._read_both_inputs(self.read, self.selection)
         return Pixels(segmentation_input, measurement_input if self.has_measurements else None)
 
     def read_small_pixels(self) -> Pixels | LargePixels:
@@ -107,7 +107,7 @@ class PixelSource:
             channel_count = len(description.channels) if self.has_measurements else 1
             series = Series.from_description(description, self._read_time_point, self.link)
             return LargePixels(series, description.nbytes * channel_count + _LABEL_BYTES * series.voxels)
-        segmentation_input, measurement_input = self._read_both(self.read_small, self.selection)
+        segmentation_input, measurement_input = self._read_both_inputs(self.read_small, self.selection)
         if isinstance(segmentation_input, Volume) and isinstance(measurement_input, Volume):
             return Pixels(segmentation_input, measurement_input if self.has_measurements else None)
         return LargePixels(
@@ -115,7 +115,7 @@ class PixelSource:
             measurement_input.nbytes + (0 if measurement_input is segmentation_input else segmentation_input.nbytes),
         )
 
-    def _read_both(self, read: Callable[[Selection], V], selection: Selection) -> tuple[V, V]:
+    def _read_both_inputs(self, read: Callable[[Selection], V], selection: Selection) -> tuple[V, V]:
         """Return the volume to segment, and the volume in which objects are measured."""
         segmentation_input = read(selection)
         if not self.has_measurements or selection.channel is None:
@@ -124,7 +124,7 @@ class PixelSource:
 
     def _read_time_point(self, time: int) -> tuple[Volume, Volume | None]:
         try:
-            volume, measurement_input = self._read_both(self.read, replace(self.selection, time=time))
+            volume, measurement_input = self._read_both_inputs(self.read, replace(self.selection, time=time))
         finally:
             self.delete_decoded()
         return volume, measurement_input if self.has_measurements else None

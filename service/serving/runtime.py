@@ -54,8 +54,8 @@ class Runtime:
     """Owner of all threads and child processes. Models become ready one after another after `start` has returned.
 
     is_draining           whether the service is shutting down
-    readiness_checks      functions that each return why the service is not ready, in one sentence, or None
-    activity_checks       functions that each return whether there is running work that may finish during shutdown
+    readiness_checks      functions that each return a sentence if the service is not ready, else None
+    activity_checks       functions that each return whether work is in progress
     disk_usage_functions  functions that each measure the disk usage of one kind of file, by its label in the metrics
     """
 
@@ -69,7 +69,7 @@ class Runtime:
         # Cached, because determining the version takes a millisecond.
         self._version = software_version()
         self._window_settings = settings.windows.model_dump(mode="json")
-        self._started = time.monotonic()
+        self._start_time = time.monotonic()
         self._trimmer = MallocTrimmer()
         self.readiness_checks: list[Callable[[], str | None]] = []
         self.activity_checks: list[Callable[[], bool]] = [lambda: bool(devices.running_jobs)]
@@ -89,7 +89,7 @@ class Runtime:
 
     @property
     def uptime_seconds(self) -> float:
-        return time.monotonic() - self._started
+        return time.monotonic() - self._start_time
 
     @property
     def is_busy(self) -> bool:
@@ -107,7 +107,7 @@ class Runtime:
         self.devices.start(self.models.specs, self.models.startup_models)
 
     def drain(self) -> None:
-        """Refuse new requests. Requests that have already been accepted may finish within `server.drain_seconds`."""
+        """Refuse new requests. Accepted requests have `server.drain_seconds` to finish."""
         if self.is_draining:
             return
         self.is_draining = True
@@ -128,7 +128,7 @@ class Runtime:
         self.scratch.delete()
 
     def check_admission(self, caller: str | None = None) -> None:
-        """Raise NotReady or QueueFull if a request of this caller would be refused after its upload."""
+        """Raise NotReady or QueueFull if a request from this caller would be refused after its upload."""
         if self.is_draining:
             raise NotReady("The service is stopping. Send the request again after it has restarted.")
         self.devices.check_admission(caller)
@@ -157,8 +157,8 @@ class Runtime:
 
     def estimator(self, spec: ModelSpec) -> Estimator:
         """Return the estimator of a model. If the model has never been loaded, its memory requirement is a guess."""
-        loaded = self.models.get_loaded_model(spec.name)
-        return loaded.estimator if loaded else self.devices.all[0].scheduler.models.get_estimator(spec)
+        loaded_model = self.models.get_loaded_model(spec.name)
+        return loaded_model.estimator if loaded_model else self.devices.all[0].scheduler.models.get_estimator(spec)
 
     def estimate(self, spec: ModelSpec, volume: Extent, options: Options) -> Estimate:
         """Estimate the number of windows and the memory of a segmentation. Raises BadParameter and TooLarge."""
@@ -174,7 +174,9 @@ class Runtime:
         return None if seconds is None else queue.expected_seconds + seconds
 
     def execution_settings(self, model: str) -> dict[str, Any]:
-        """Return what affects the labels besides the model and the request: the version, window settings and engines.
+        """Return everything that affects the labels besides the model and the request.
+
+        This includes the version of the software, the window settings and the engines.
 
         Processes that run the model with the same settings return equal values. The engines are unknown until the model
         has been loaded once.

@@ -1,8 +1,8 @@
 """The steps from a stack to its result: read, plan, queue, segment, write and cache.
 
-`SegmentationTask` performs all steps for a stack that was sent with a request. Jobs and folders, which do more between
-the steps, call the same functions: `PixelSource` reads, `queue_work` plans and queues, `Reservation.segment` segments,
-and `write_answer` writes.
+`SegmentationTask` performs all steps for a stack that was sent with a request. Jobs and folders perform additional work
+between the steps, and call the same functions: `PixelSource` reads, `queue_work` plans and queues,
+`Reservation.segment` segments, and `write_answer` writes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ class ReceivedStack(Protocol):
         """The source from which the stack is read. Available after `complete`."""
 
     def complete(self) -> str | None:
-        """Write content that is not on disk yet; return the digest, or None for a file that may change. Blocks."""
+        """Write content that is not on disk yet; return the digest, or None for a file that may change.
+
+        Blocks the calling thread.
+        """
 
     def drop_content(self) -> None:
         """Free the content held in memory, because it has been read."""
@@ -94,14 +97,14 @@ def queue_work(
 ) -> Job[T]:
     """Queue work on the device that is expected to complete it first. The work starts once the model is loaded.
 
-    work  function that runs in a thread of the device's queue
-    wait  whether to add the job even if the queue is full, instead of refusing it
+    The function `work` runs in a thread of the device's queue. If `wait` is set, the job is added even if the queue is
+    full.
 
     Raises BadParameter and TooLarge and, unless `wait` is set, QueueFull and NotReady.
     """
     spec, pixels, options, caller = request
-    point_count = len(pixels.times) if isinstance(pixels, Series) else 1
-    window_count = point_count * runtime.estimate(spec, pixels, options).windows
+    time_point_count = len(pixels.times) if isinstance(pixels, Series) else 1
+    window_count = time_point_count * runtime.estimate(spec, pixels, options).windows
     reservation = runtime.reserve(spec.name, caller)
     needs = partial(reservation.needs, pixels, options)
     job: Job[T] = Job(
@@ -152,14 +155,14 @@ class SegmentationTask:
     async def run(self) -> StackResult:
         """Return the result from the cache, or read the stack, segment it on a device, and write the result.
 
-        Raises the errors of reading, `queue_work`, `Reservation.segment` and writing, and Cancelled if the service
-        stops.
+        Raises the same errors as its steps, such as `queue_work` and `Reservation.segment`, and Cancelled if the
+        service stops.
         """
-        if (cached := await self._run(self._find_cached, FILE_THREADS)) is not None:
-            return cached
+        if (cached_result := await self._run(self._complete_and_look_up, FILE_THREADS)) is not None:
+            return cached_result
         pixels = await self._read()
-        job = await self._run(partial(self._queue, pixels), FILE_THREADS)
-        result = await self._wait(job)
+        job = await self._run(partial(self._queue_segmentation, pixels), FILE_THREADS)
+        result = await self._wait_for_job(job)
         self._stages.add("queue", job.seconds_waited)
         self._stages.update(result.seconds)
         threads = FILE_THREADS if self._request.query.output_to is None else HOST_FILE_THREADS
@@ -169,25 +172,25 @@ class SegmentationTask:
         """Run a step in a thread. The step can poll `cancelled`."""
         return run_in_thread(work, executor, self.cancelled)
 
-    def _find_cached(self) -> StackResult | None:
-        """Complete the file, and return its cached result, or None if no result is cached."""
+    def _complete_and_look_up(self) -> StackResult | None:
+        """Complete the file on disk. Return the cached result for the file, or None if there is none."""
         runtime, stack, stages = self._runtime, self._stack, self._stages
         with stages.measure("receive"):
             self._request = self._request._replace(digest=stack.complete())
-        if not runtime.result_cache.is_enabled or (key := self._cache_key()) is None:
+        if not runtime.result_cache.is_enabled or (key := self._compute_cache_key()) is None:
             return None
-        cached = runtime.result_cache.get(key, self._request.caller)
-        runtime.metrics.cache_lookups("miss" if cached is None else "hit").inc()
-        if cached is None:
+        cached_entry = runtime.result_cache.get(key, self._request.caller)
+        runtime.metrics.cache_lookups("miss" if cached_entry is None else "hit").inc()
+        if cached_entry is None:
             return None
         stack.drop_content()
         # The cache may evict the file while it is being sent, so the request accounts for its disk space.
-        stack.space.add(os.fstat(cached.file.fileno()).st_size)
-        metadata, suffix = cached.metadata
+        stack.space.add(os.fstat(cached_entry.file.fileno()).st_size)
+        metadata, suffix = cached_entry.metadata
         seconds = {**stages.seconds, "total": stages.total}
         metadata = replace(metadata, file_name=make_answer_name(stack.name, suffix), seconds=seconds)
-        path = descriptor_path(cached.file.fileno())
-        return StackResult(path, metadata, key=key, cache="hit", file=cached.file)
+        path = descriptor_path(cached_entry.file.fileno())
+        return StackResult(path, metadata, key=key, cache="hit", file=cached_entry.file)
 
     async def _read(self) -> Pixels:
         """Read the file when it is this client's turn. A large file is queued again once disk space is reserved."""
@@ -197,7 +200,7 @@ class SegmentationTask:
         )
         if isinstance(pixels, Pixels):
             return pixels
-        await self._run(partial(self._reserve, pixels), FILE_THREADS)
+        await self._run(partial(self._reserve_disk_space, pixels), FILE_THREADS)
         return await self._run(
             self._make_timed_reader(PixelSource.read_pixels), runtime.decode_threads.for_client(client)
         )
@@ -215,13 +218,13 @@ class SegmentationTask:
 
         return read_in_turn
 
-    def _reserve(self, pixels: LargePixels) -> None:
+    def _reserve_disk_space(self, pixels: LargePixels) -> None:
         """Reserve disk space for decoded pixels, after checking that the volume can be segmented."""
         self._runtime.estimate(self._spec, pixels.segmentation_input, self._request.query.options)
         self._stack.space.reserve(pixels.nbytes)
         self._decoded_bytes = pixels.nbytes
 
-    def _queue(self, pixels: Pixels) -> Job[Result]:
+    def _queue_segmentation(self, pixels: Pixels) -> Job[Result]:
         """Queue the segmentation."""
         self._stack.drop_content()
         self._check_cancelled()
@@ -234,7 +237,7 @@ class SegmentationTask:
 
         return queue_work(self._runtime, DeviceRequest(self._spec, pixels.segmentation_input, options, caller), segment)
 
-    async def _wait(self, job: Job[Result]) -> Result:
+    async def _wait_for_job(self, job: Job[Result]) -> Result:
         """Wait for the job. If the client disconnects, cancel the job without waiting, because its device may hang."""
         try:
             return await wait_for(job.future)
@@ -256,11 +259,13 @@ class SegmentationTask:
         # The device may have loaded a newer version of the model before the job started.
         self._spec = result.spec or self._spec
         stages.update(answer.seconds)
-        objects = result.segmentation.count
-        runtime.metrics.count_segmentation(self._spec.name, pixels.segmentation_input.voxels, objects, stages.seconds)
+        object_count = result.segmentation.count
+        runtime.metrics.count_segmentation(
+            self._spec.name, pixels.segmentation_input.voxels, object_count, stages.seconds
+        )
         metadata = describe_answer(self._stack.name, answer, result, {**stages.seconds, "total": stages.total})
         # The key depends on the engine of the model, which is known only after the model is loaded.
-        key = self._cache_key()
+        key = self._compute_cache_key()
         stack_result = StackResult(answer.path, metadata, answer.content, status, key)
         if key is None or not runtime.result_cache.is_enabled:
             return stack_result
@@ -293,7 +298,7 @@ class SegmentationTask:
             log.warning("a result could not be cached: %s", error)
         return stack_result
 
-    def _cache_key(self) -> str | None:
+    def _compute_cache_key(self) -> str | None:
         """Return a cache key that covers everything that affects the result.
 
         Return None if the file or the result is outside the scratch folder, where other programs may change it, or if

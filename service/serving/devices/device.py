@@ -23,7 +23,7 @@ class Backlog(NamedTuple):
     """Number of waiting and running jobs, and the estimated seconds that one device needs for them."""
 
     job_count: int
-    seconds: float
+    expected_seconds: float
 
 
 class Scheduler:
@@ -31,7 +31,7 @@ class Scheduler:
 
     def __init__(self, queue: JobQueue, models: ServedModels) -> None:
         self.queue, self.models = queue, models
-        # Each thread uses one torch thread. More would busy-wait on cores that the network needs.
+        # Each thread uses one torch thread. Additional torch threads would busy-wait on cores that the network needs.
         self._threads = JobThreads("request", queue.take, queue.max_running, partial(devices.set_torch_threads, 1))
 
     def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
@@ -44,14 +44,14 @@ class Scheduler:
         self.queue.close()
         self.queue.cancel_all()
 
-    def close(self, seconds: float) -> None:
-        """Stop loading models, and wait up to `seconds` for the jobs that `cancel_requests` has cancelled."""
+    def close(self, timeout_seconds: float) -> None:
+        """Stop loading models, and wait up to `timeout_seconds` for the jobs that `cancel_requests` has cancelled."""
         self.models.cache.close()
-        self._threads.join(seconds)
+        self._threads.join(timeout_seconds)
 
-    def join(self, seconds: float) -> bool:
-        """Wait up to twice `seconds` until all threads have ended; return whether they have."""
-        return self._threads.join(seconds) and self.models.cache.join(seconds)
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait up to twice `timeout_seconds` until all threads have ended; return whether they have."""
+        return self._threads.join(timeout_seconds) and self.models.cache.join(timeout_seconds)
 
     @property
     def has_ended(self) -> bool:
@@ -69,12 +69,16 @@ class Scheduler:
         return model in cache.problems, is_busy, self.queue.expected_seconds + self.models.estimate_load_seconds(model)
 
 
-def make_queue(settings: Settings, memory: JobMemory | None = None, guaranteed_jobs: int = 1) -> JobQueue:
-    """Create the queue of one device, in which `guaranteed_jobs` jobs may run regardless of how busy the device is."""
+def make_queue(settings: Settings, memory: JobMemory | None = None, guaranteed_job_count: int = 1) -> JobQueue:
+    """Create the queue of one device, in which `guaranteed_job_count` jobs may run however busy the device is."""
     limits = settings.limits
     max_running = min(limits.at_once, limits.waiting + 1)
     return JobQueue(
-        limits.waiting, max_running, memory, is_shared=len(settings.access.keys) > 1, guaranteed_jobs=guaranteed_jobs
+        limits.waiting,
+        max_running,
+        memory,
+        is_shared=len(settings.access.keys) > 1,
+        guaranteed_job_count=guaranteed_job_count,
     )
 
 
@@ -133,13 +137,13 @@ class Device(Protocol):
     def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
         """Start serving models. No request runs until the models in `startup_models` have been loaded."""
 
-    def stop(self, seconds: float) -> bool:
+    def stop(self, timeout_seconds: float) -> bool:
         """Stop the threads, after a call to `Scheduler.cancel_requests`; return whether they have ended.
 
-        Wait at most four times `seconds`.
+        Wait at most four times `timeout_seconds`.
         """
 
 
 def count_loaded_bytes(device: Device) -> int:
     """Return the memory that the loaded models of a device use, in bytes."""
-    return sum(model.nbytes for model in device.loaded_models.values())
+    return sum(usage.nbytes for usage in device.loaded_models.values())

@@ -36,7 +36,7 @@ class ReloadResult(NamedTuple):
 
 
 class ModelRegistry:
-    """The served models. Specs are as of the last time the repository was read; states come from the devices.
+    """The served models. The specs are those found when the repository was last read; the devices provide the states.
 
     specs           specs of the readable models, by name
     spec_json       the specs as JSON, by name; equal specs have equal JSON
@@ -44,7 +44,7 @@ class ModelRegistry:
     """
 
     def __init__(self, settings: Models, devices: Sequence[Device], trained_folder: Path | None = None) -> None:
-        """Find all model folders, including trained models. Raises ConfigError if the repository is invalid."""
+        """Find all folders of models, including trained models. Raises ConfigError if the repository is invalid."""
         self._settings, self._trained_folder = settings, trained_folder
         self._folders = repository.find_model_folders(settings.folder, settings.serve, trained_folder)
         self._devices = devices
@@ -83,7 +83,7 @@ class ModelRegistry:
         """Stop serving a model, call `delete_files` to delete its files, and unload it.
 
         Running requests are still completed. If `delete_files` fails, the model is served again. Raises UnknownModel,
-        NotReady if a reload is running, and the error of `delete_files`.
+        NotReady if a reload is running, and any error that `delete_files` raises.
         """
         if not self._reload_lock.acquire(blocking=False):
             raise NotReady("The models are being reloaded. Try again when the reload is complete.")
@@ -96,7 +96,7 @@ class ModelRegistry:
             except BaseException:
                 self._serve(states)
                 raise
-            self._forget(name)
+            self._forget_on_devices(name)
         finally:
             self._reload_lock.release()
 
@@ -110,7 +110,7 @@ class ModelRegistry:
         self._serve(served_states)
         removed_names = sorted(previous_states.keys() - served_states.keys())
         for name in removed_names:
-            self._forget(name)
+            self._forget_on_devices(name)
         result = ReloadResult(
             added=sorted(served_states.keys() - previous_states.keys()),
             changed=[
@@ -155,8 +155,8 @@ class ModelRegistry:
     def _update_on_devices(self, spec: ModelSpec, *, load: bool) -> None:
         """Serve a new version of a model on every device, or on none if the first device cannot load it.
 
-        The new version is loaded now if `load` is True, or on devices that have loaded the previous version. Raises the
-        loading error.
+        If `load` is False, the new version is loaded only on devices that have loaded the previous version. Raises the
+        loading error of the first device.
         """
         keep_previous = True
         for device in self._devices:
@@ -170,13 +170,16 @@ class ModelRegistry:
             keep_previous = False
 
     def _keep_previous_version(self, state: ModelState, problem: str | None) -> ModelState:
-        """Continue to serve the previous version of a model if it is loaded; otherwise its files no longer exist."""
+        """Continue to serve the previous version of a model if it is loaded.
+
+        Otherwise, mark the model as failed, because the files of the previous version no longer exist.
+        """
         if self.get_loaded_model(state.name) is None:
-            self._forget(state.name)
+            self._forget_on_devices(state.name)
             return ModelState(state.name, "failed", problem=problem)
         return state._replace(problem=problem)
 
-    def _forget(self, name: str) -> None:
+    def _forget_on_devices(self, name: str) -> None:
         for device in self._devices:
             device.scheduler.models.forget(name)
 
@@ -184,9 +187,9 @@ class ModelRegistry:
         """Return the names of the models to load at startup, including configured names that are not in `names`."""
         if self._settings.load == "all":
             return frozenset(names)
-        return frozenset({*self._settings.load, self._default_name(names)})
+        return frozenset({*self._settings.load, self._choose_default_name(names)})
 
-    def _default_name(self, names: Collection[str]) -> str:
+    def _choose_default_name(self, names: Collection[str]) -> str:
         return self._settings.default or repository.choose_default_name(names)
 
     @property
@@ -196,14 +199,17 @@ class ModelRegistry:
     @property
     def default(self) -> str:
         """Name of the model for requests that do not specify one."""
-        return self._default_name(self._states)
+        return self._choose_default_name(self._states)
 
     def list_states(self) -> tuple[ModelState, ...]:
         """Return the states of all models, ordered by name."""
         return tuple(self._add_device_state(state) for state in self._states.values())
 
     def get_state(self, name: str | None) -> ModelState:
-        """Return the state of a model. None: the configured default model, or the first model. Raises UnknownModel."""
+        """Return the state of the model `name`; None selects the configured default or, without one, the first model.
+
+        Raises UnknownModel.
+        """
         return self._add_device_state(repository.select_model(self._states, name, self._settings.default))
 
     def get_servable_spec(self, name: str | None) -> ModelSpec:
@@ -238,16 +244,18 @@ class ModelRegistry:
             ]
             # A ready device can process the requests of remote devices that are not ready.
             if len(loading_devices) == len(self._devices) or any(device.is_required for device in loading_devices):
-                steps = "".join(str(device.scheduler.models.loading.get(name, "")) for device in self._devices)
-                yield f"{name} is being loaded{steps and ': '}{steps}."
+                loading_steps = "".join(
+                    str(device.scheduler.models.loading_progress.get(name, "")) for device in self._devices
+                )
+                yield f"{name} is being loaded{loading_steps and ': '}{loading_steps}."
         if self._is_faulty(self.default):
             yield self._describe_problem(self.default)
 
     def degradations(self) -> Iterator[str]:
         """Yield a sentence for each model that cannot be used or is outdated, but does not make the service unready."""
-        default = self.default
+        default_name = self.default
         for name in (*self._states, *sorted(self._choose_startup_names(self._states) - self._states.keys())):
-            if name != default and self._is_faulty(name):
+            if name != default_name and self._is_faulty(name):
                 yield self._describe_problem(name)
             elif name in self._states and self._states[name].spec is not None and self._states[name].problem:
                 yield f"{name} is served as it was before its folder changed. GET /models and the log show the reason."
@@ -260,7 +268,7 @@ class ModelRegistry:
 
     def _describe_problem(self, name: str) -> str:
         if name not in self._states:
-            return f"models.load or models.default contains {name}, which is not in the repository."
+            return f"models.load or models.default specifies {name}, but the repository has no such model."
         # Health checks need no API key, so they must not show the problem, which may contain paths.
         return f"{name} cannot be used. GET /models and the log show the reason."
 
@@ -278,6 +286,6 @@ class ModelRegistry:
         return state if problem is None else state._replace(state="failed", problem=problem)
 
     def _get_usage(self, name: str) -> dict[str, ModelUsage]:
-        """Return the usage of a model on each device that has loaded it."""
-        devices = {device.name: device.loaded_models.get(name) for device in self._devices}
-        return {device: model for device, model in devices.items() if model is not None}
+        """Return the usage of a model on each device that has loaded it, by device."""
+        usage_by_device = {device.name: device.loaded_models.get(name) for device in self._devices}
+        return {device: usage for device, usage in usage_by_device.items() if usage is not None}

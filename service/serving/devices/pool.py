@@ -13,7 +13,7 @@ from service.serving.devices.queue.job import Job
 
 if TYPE_CHECKING:
     from service.serving.devices.cluster.cluster_devices import ClusterDevices
-    from service.serving.devices.cluster.exchange import Status
+    from service.serving.devices.cluster.exchange import ActorStatus
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +32,9 @@ class DevicePool:
         self._local_devices, self._watchdogs, self._cluster = local_devices, watchdogs, cluster
 
     @property
-    def host_statuses(self) -> tuple[Status, ...]:
+    def host_statuses(self) -> tuple[ActorStatus, ...]:
         """The latest status of each remote host with devices."""
-        return tuple(self._cluster.hosts.values()) if self._cluster else ()
+        return tuple(self._cluster.host_statuses.values()) if self._cluster else ()
 
     @property
     def worker_counts(self) -> dict[str, float]:
@@ -74,15 +74,15 @@ class DevicePool:
         for device in self.all:
             device.scheduler.cancel_requests()
 
-    def stop(self, seconds: float) -> None:
-        """Cancel all requests and stop all threads. Do not wait for threads that take longer than `seconds`."""
+    def stop(self, timeout_seconds: float) -> None:
+        """Cancel all requests and stop all threads. Do not wait for threads that take longer than `timeout_seconds`."""
         self.stop_watchdogs()
         self.cancel_requests()
         if self._cluster:
             self._cluster.stop()
         for device in self.all:
-            if not device.stop(seconds):
-                log.warning("%s is still busy after %s s; not waiting any longer", device.name, seconds)
+            if not device.stop(timeout_seconds):
+                log.warning("%s is still busy after %s s; not waiting any longer", device.name, timeout_seconds)
         if self._cluster:
             self._cluster.close()
 
@@ -94,16 +94,16 @@ class DevicePool:
     def choose_device(self, model: str, caller: str | None) -> Device:
         """Return the device that is expected to complete a request for this model first."""
 
-        def cost(device: Device) -> tuple[bool, bool, float]:
+        def compute_cost(device: Device) -> tuple[bool, bool, float]:
             has_failed, is_busy, seconds = device.scheduler.compute_routing_cost(model, caller)
             return has_failed or not device.is_serving, is_busy, seconds
 
-        return min(self.all, key=cost)
+        return min(self.all, key=compute_cost)
 
     def describe_engines(self, model: str) -> list[str]:
         """Return sorted descriptions of the engines of a model on all devices that have loaded it so far."""
         engines = (device.scheduler.models.engines for device in self.all)
-        return sorted({by_model[model] for by_model in engines if model in by_model})
+        return sorted({engine_by_model[model] for engine_by_model in engines if model in engine_by_model})
 
     def unready_reasons(self) -> Iterator[str]:
         """Yield a sentence for each device that makes the service unready."""

@@ -1,4 +1,4 @@
-"""The reservation of a device for one request: its job in the queue, and its lease on the model."""
+"""The reservation of a device for one request: the job in the device's queue, and the lease on the model."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Reservation:
-    """The device of a request, and its lease on the model, which ends with the request.
+    """The device that processes a request, and a lease on the model, which ends with the request.
 
-    scheduler  scheduler of the device
-    model      name of the model
-    folder     folder for the labels of a series; None: the system's temporary folder
+    scheduler   scheduler of the device
+    model_name  name of the model
+    folder      folder for the labels of a series; None for the system's temporary folder
     """
 
-    def __init__(self, scheduler: Scheduler, model: str, folder: Path | None = None) -> None:
-        self._scheduler, self._name, self._folder = scheduler, model, folder
+    def __init__(self, scheduler: Scheduler, model_name: str, folder: Path | None = None) -> None:
+        self._scheduler, self._model_name, self._folder = scheduler, model_name, folder
         self._lease: Lease[DeviceModel] | None = None
         # Set after the model has been loaded. None if planning fails; in that case, segmenting raises the same error.
         self._request: PlannedRequest | None = None
@@ -45,22 +45,22 @@ class Reservation:
     def is_loading(self) -> bool:
         """Whether the request is waiting for its model."""
         lease = self._lease
-        return lease is not None and not lease.model.done()
+        return lease is not None and not lease.model_future.done()
 
     @property
     def model(self) -> DeviceModel:
         """The loaded model. Available while the job runs."""
         if self._lease is None:
             raise RuntimeError("the model was not requested, or the job has ended")
-        return self._lease.model.result(timeout=0)
+        return self._lease.model_future.result(timeout=0)
 
     def take(self, job: Job[Any]) -> None:
-        """Request the model for a queued job, which may start once the model is loaded, and fails if loading fails."""
-        lease = self._lease = self._scheduler.models.cache.lease(self._name)
+        """Request the model for a queued job. The job may start after loading, and fails if loading fails."""
+        lease = self._lease = self._scheduler.models.cache.lease(self._model_name)
         # If the job has been cancelled in the meantime, this ends the lease immediately.
         job.add_done_callback(self._end_lease)
         # Use a weak reference, so that the job does not keep itself and its result alive.
-        lease.model.add_done_callback(partial(self._after_loading, weakref.ref(job)))
+        lease.model_future.add_done_callback(partial(self._after_loading, weakref.ref(job)))
 
     def needs(self, volume: Extent, options: Options) -> ResourceNeeds:
         """Return the resources that the request needs. Call this only after the model has been loaded."""
@@ -73,7 +73,10 @@ class Reservation:
         return self._needs
 
     def segment(self, job: Job[Any], volume: Volume | Series, options: Options) -> Result:
-        """Segment on the device. Raises the errors of `DeviceModel.segment` or, for a series, of `segment_series`."""
+        """Segment a volume or a series on the device.
+
+        Raises the same errors as `DeviceModel.segment` or, for a series, as `segment_series`.
+        """
         if isinstance(volume, Series):
             return self._segment_series(job, volume, options)
         return self.model.segment(job, volume, options, self._request, job.advance)
@@ -81,7 +84,7 @@ class Reservation:
     def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> DiameterEstimate | None:
         """Estimate the object diameter on the device; return None if `segment` would not estimate it.
 
-        Raises the errors of `segment`.
+        Raises the same errors as `segment`.
         """
         return self.model.estimate_diameter(job, volume, options)
 
@@ -97,9 +100,9 @@ class Reservation:
         def record_time_point(time_point: int) -> None:
             job.time_points = Progress(time_point, len(series.times))
 
-        estimate = partial(model.estimate_diameter, job)
-        is_estimated = model.estimator.plan(options).needs_diameter_estimate
-        point_segmenter = PointSegmenter(segment, estimate if is_estimated else None)
+        estimate_diameter = partial(model.estimate_diameter, job)
+        is_diameter_estimated = model.estimator.plan(options).needs_diameter_estimate
+        point_segmenter = PointSegmenter(segment, estimate_diameter if is_diameter_estimated else None)
         return segment_series(
             series,
             options,
@@ -110,11 +113,11 @@ class Reservation:
             progress=job.advance,
         )
 
-    def _after_loading(self, reference: weakref.ref[Job[Any]], model: Future[DeviceModel]) -> None:
-        job = reference()
-        if job is None or model.cancelled():
+    def _after_loading(self, job_reference: weakref.ref[Job[Any]], model_future: Future[DeviceModel]) -> None:
+        job = job_reference()
+        if job is None or model_future.cancelled():
             return
-        error = model.exception()
+        error = model_future.exception()
         if error is None:
             self.queue.mark_ready(job)
         else:

@@ -1,4 +1,4 @@
-"""Annotated stacks: an image, corrected labels and their provenance. Also finds overlaps between annotated stacks."""
+"""Annotated stacks (an image, corrected labels and the provenance of the labels), and overlaps between stacks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ IMAGE_FILE = "image.ome.tif"
 LABELS_FILE = "labels.ome.tif"
 # Maximum number of overlapping stacks that are reported for one stack.
 MAX_OVERLAPS = 32
-_REGION = re.compile(",".join(3 * [r"([0-9]{1,7}):([0-9]{1,7})"]))
-# Maximum number of pairs of boxes that are compared at a time. This limits the memory.
+_REGION_PATTERN = re.compile(",".join(3 * [r"([0-9]{1,7}):([0-9]{1,7})"]))
+# Maximum number of pairs of boxes that are compared at a time. This limits the memory usage.
 _MAX_COMPARED_PAIRS = 2**20
 
 
@@ -33,15 +33,15 @@ class Region:
     x: tuple[int, int]
 
     @classmethod
-    def parse(cls, value: str, shape: Size) -> Self:
+    def parse(cls, text: str, shape: Size) -> Self:
         """Parse z0:z1,y0:y1,x0:x1. Raises BadParameter if the string is malformed or the region exceeds the stack."""
-        if match := _REGION.fullmatch(value):
+        if match := _REGION_PATTERN.fullmatch(text):
             z0, z1, y0, y1, x0, x1 = map(int, match.groups())
             region = cls((z0, z1), (y0, y1), (x0, x1))
             if all(start < stop <= length for (start, stop), length in zip(region.ranges, shape, strict=True)):
                 return region
         size = ",".join(f"0:{length}" for length in shape)
-        raise BadParameter.for_parameter("region", f"expected z0:z1,y0:y1,x0:x1 within {size}, not {value[:80]!r}.")
+        raise BadParameter.for_parameter("region", f"expected z0:z1,y0:y1,x0:x1 within {size}, not {text[:80]!r}.")
 
     @property
     def ranges(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
@@ -50,7 +50,7 @@ class Region:
     @property
     def slices(self) -> tuple[slice, slice, slice]:
         """The region as an index into an array [Z, Y, X]."""
-        z, y, x = (slice(*edges) for edges in self.ranges)
+        z, y, x = (slice(*bounds) for bounds in self.ranges)
         return z, y, x
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class Annotation:
     region   the corrected region; None for the whole stack
     objects  number of objects in the corrected region
     digest   digest of the pixels of the image; annotated stacks of the same image have equal digests
-    nbytes   size of the files
+    nbytes   size of the files in bytes
     created  seconds since the Unix epoch
     """
 
@@ -139,30 +139,32 @@ class Annotation:
 
 
 def find_overlaps(annotations: Sequence[Annotation]) -> dict[str, Sequence[Annotation]]:
-    """Return the annotated stacks that overlap with each annotated stack, by the ID of that stack.
+    """Return, for the ID of each annotated stack, the annotated stacks that overlap with it.
 
     Two annotated stacks overlap if they have labels for the same voxels of the same image. At most `MAX_OVERLAPS`
     overlaps are returned for each stack, in the order of `annotations`.
     """
-    by_image: defaultdict[str, list[Annotation]] = defaultdict(list)
+    annotations_by_digest: defaultdict[str, list[Annotation]] = defaultdict(list)
     for annotation in annotations:
-        by_image[annotation.digest].append(annotation)
+        annotations_by_digest[annotation.digest].append(annotation)
     overlaps: dict[str, Sequence[Annotation]] = dict.fromkeys((annotation.id for annotation in annotations), ())
-    for group in by_image.values():
-        if len(group) == 1:
+    for same_image_annotations in annotations_by_digest.values():
+        if len(same_image_annotations) == 1:
             continue
-        # The lower and upper edges of all boxes along z, y and x.
-        edges = np.array([annotation.box for annotation in group]).transpose(1, 2, 0).copy()
+        # The lower and upper bounds of all boxes along z, y and x.
+        bounds = np.array([annotation.box for annotation in same_image_annotations]).transpose(1, 2, 0).copy()
         # Compare in blocks of rows, because there may be thousands of annotated stacks of the same image.
-        block_rows = max(_MAX_COMPARED_PAIRS // len(group), 1)
-        for first in range(0, len(group), block_rows):
-            block = slice(first, first + block_rows)
-            is_overlapping = np.ones((len(edges[0, 0, block]), len(group)), np.bool_)
-            for low, high in edges:
+        rows_per_block = max(_MAX_COMPARED_PAIRS // len(same_image_annotations), 1)
+        for first_row in range(0, len(same_image_annotations), rows_per_block):
+            block = slice(first_row, first_row + rows_per_block)
+            is_overlapping = np.ones((len(bounds[0, 0, block]), len(same_image_annotations)), np.bool_)
+            for low, high in bounds:
                 is_overlapping &= low < high[block, np.newaxis]
                 is_overlapping &= low[block, np.newaxis] < high
-            np.fill_diagonal(is_overlapping[:, first:], val=False)
+            np.fill_diagonal(is_overlapping[:, first_row:], val=False)
             for row in np.flatnonzero(is_overlapping.any(axis=1)).tolist():
                 other_rows = np.flatnonzero(is_overlapping[row])[:MAX_OVERLAPS].tolist()
-                overlaps[group[first + row].id] = [group[other] for other in other_rows]
+                overlaps[same_image_annotations[first_row + row].id] = [
+                    same_image_annotations[other] for other in other_rows
+                ]
     return overlaps

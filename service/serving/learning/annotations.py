@@ -38,7 +38,7 @@ from service.serving.storage.scratch import MARKER_FILE, delete_abandoned_folder
 RECORD_FILE = "annotation.json"
 # Prefix of folders that are being written.
 PARTIAL_PREFIX = ".part-"
-_ID = re.compile(r"[0-9a-f]{32}")
+_ID_PATTERN = re.compile(r"[0-9a-f]{32}")
 # Label numbers up to this value are counted in a lookup table, and larger numbers by sorting.
 _MAX_TABLE_LABEL = 2**24
 # Maximum number of distinct label numbers that are counted by sorting.
@@ -67,7 +67,7 @@ class AnnotationStore:
         # Held from the check of the owner's quota until the new stack is stored.
         self._lock = threading.Lock()
         # Inode and modification time of each record, and the annotated stack read from it, by folder name.
-        self._cached: dict[str, tuple[tuple[int, int], Annotation]] = {}
+        self._cached_annotations: dict[str, tuple[tuple[int, int], Annotation]] = {}
 
     def clean_up(self) -> None:
         """Delete the incomplete folders of killed processes."""
@@ -115,7 +115,7 @@ class AnnotationStore:
 
     def find(self, annotation_id: str, owner: str | None, *, is_admin: bool = False) -> Annotation:
         """Return an annotated stack of this owner, or of any owner if `is_admin` is set. Raises UnknownAnnotation."""
-        annotation = _read_stack(self.folder / annotation_id) if _ID.fullmatch(annotation_id) else None
+        annotation = _read_stack(self.folder / annotation_id) if _ID_PATTERN.fullmatch(annotation_id) else None
         if annotation is None or not (is_admin or annotation.owner == owner):
             raise UnknownAnnotation("There is no such annotated stack: the ID is wrong, or the stack was deleted.")
         return annotation
@@ -142,27 +142,27 @@ class AnnotationStore:
         if (used_bytes := sum(annotation.nbytes for annotation in annotations)) + nbytes > self.quota_bytes:
             raise OutOfStorage(
                 f"Your annotated stacks use {used_bytes:,} of {self.quota_bytes:,} bytes (annotations.quota_bytes), so"
-                f" there is no space for {nbytes:,} more. Delete some of them, or save a smaller stack."
+                f" there is no space for another {nbytes:,} bytes. Delete some of them, or save a smaller stack."
             )
 
     def _list_all(self) -> list[Annotation]:
         """Return all annotated stacks. Only new or changed records are read, because there may be thousands."""
-        cached, annotations = self._cached, dict[str, tuple[tuple[int, int], Annotation]]()
+        cached_entries, entries = self._cached_annotations, dict[str, tuple[tuple[int, int], Annotation]]()
         with translate_disk_errors():
-            names = [entry.name for entry in os.scandir(self.folder)] if self.folder.is_dir() else []
-        for name in filter(_ID.fullmatch, names):
+            folder_names = [entry.name for entry in os.scandir(self.folder)] if self.folder.is_dir() else []
+        for name in filter(_ID_PATTERN.fullmatch, folder_names):
             try:
-                status = os.stat(f"{self.folder}/{name}/{RECORD_FILE}")  # noqa: PTH116 - a Path doubles the time
+                file_status = os.stat(f"{self.folder}/{name}/{RECORD_FILE}")  # noqa: PTH116 - a Path doubles the time
             except OSError:
                 continue
-            version = status.st_ino, status.st_mtime_ns
-            cached_entry = cached.get(name)
+            version = file_status.st_ino, file_status.st_mtime_ns
+            cached_entry = cached_entries.get(name)
             if cached_entry is not None and cached_entry[0] == version:
-                annotations[name] = cached_entry
+                entries[name] = cached_entry
             elif (annotation := _read_stack(self.folder / name)) is not None:
-                annotations[name] = version, annotation
-        self._cached = annotations
-        return [annotation for _, annotation in annotations.values()]
+                entries[name] = version, annotation
+        self._cached_annotations = entries
+        return [annotation for _, annotation in entries.values()]
 
 
 def _read_stack(folder: Path) -> Annotation | None:
@@ -170,11 +170,11 @@ def _read_stack(folder: Path) -> Annotation | None:
     try:
         content: dict[str, Any] = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
         z, y, x = content.pop("shape")
-        size, region = content.pop("voxel_size"), content.pop("region")
+        voxel_size, region = content.pop("voxel_size"), content.pop("region")
         return Annotation(
             folder=folder,
             shape=(z, y, x),
-            voxel_size=None if size is None else VoxelSize(*size),
+            voxel_size=None if voxel_size is None else VoxelSize(*voxel_size),
             region=None if region is None else Region.parse(region, (z, y, x)),
             provenance=LabelProvenance(**content.pop("origin")),
             **content,
@@ -184,9 +184,9 @@ def _read_stack(folder: Path) -> Annotation | None:
 
 
 def _write_stack(folder: Path, image: Volume, labels: Volume, new_annotation: NewAnnotation) -> int:
-    """Write an image, its labels and the record to a folder. Return the size of image and labels in bytes."""
+    """Write an image, its labels and the record to a folder. Return the size of the image and the labels in bytes."""
     tiff_writer.write_image(image, folder / IMAGE_FILE)
-    objects = _write_labels(labels, folder / LABELS_FILE, image.voxel_size, new_annotation.region)
+    object_count = _write_labels(labels, folder / LABELS_FILE, image.voxel_size, new_annotation.region)
     nbytes = sum(path.stat().st_size for path in folder.iterdir())
     content = {
         "name": new_annotation.name,
@@ -194,7 +194,7 @@ def _write_stack(folder: Path, image: Volume, labels: Volume, new_annotation: Ne
         "shape": image.shape[1:],
         "voxel_size": None if image.voxel_size is None else tuple(image.voxel_size),
         "region": None if new_annotation.region is None else str(new_annotation.region),
-        "objects": objects,
+        "objects": object_count,
         "digest": _compute_digest(image),
         "origin": asdict(new_annotation.provenance),
         "nbytes": nbytes,
@@ -207,37 +207,37 @@ def _write_stack(folder: Path, image: Volume, labels: Volume, new_annotation: Ne
 
 def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, region: Region | None) -> int:
     """Write labels as uint16, or as uint32 if necessary. Return the number of objects in the region."""
-    planes, highest_number = range(labels.shape[1]), _find_highest_number(labels)
+    plane_indices, highest_number = range(labels.shape[1]), _find_highest_number(labels)
     is_present = np.zeros(min(highest_number, _MAX_TABLE_LABEL) + 1, np.bool_)
     large_labels = np.empty(0, np.uint32)
     pixels = make_allocator(path.parent)(labels.shape[1:], label_dtype(highest_number))
-    z0, z1 = (0, len(planes)) if region is None else region.z
+    z0, z1 = (0, len(plane_indices)) if region is None else region.z
     region_slices = (slice(None), slice(None)) if region is None else region.slices[1:]
-    for z in planes:
+    for z in plane_indices:
         pixels[z] = labels.read(z, z + 1)[0, 0]
         if z0 <= z < z1:
-            part = pixels[z][region_slices]
-            is_present[part[part < len(is_present)]] = True
-            large_labels = np.union1d(large_labels, part[part >= len(is_present)])
+            region_labels = pixels[z][region_slices]
+            is_present[region_labels[region_labels < len(is_present)]] = True
+            large_labels = np.union1d(large_labels, region_labels[region_labels >= len(is_present)])
             if len(large_labels) > _MAX_SORTED_LABELS:
                 raise BadParameter(
-                    f"The labels contain more than {_MAX_SORTED_LABELS:,} numbers above {_MAX_TABLE_LABEL:,}. Renumber"
-                    " the objects, starting from 1."
+                    f"The labels contain more than {_MAX_SORTED_LABELS:,} distinct numbers above {_MAX_TABLE_LABEL:,}."
+                    " Renumber the objects, starting from 1."
                 )
-    objects = int(np.count_nonzero(is_present[1:])) + len(large_labels)
-    tiff_writer.write(Segmentation(pixels, "labels", voxel_size, objects), path)
-    return objects
+    object_count = int(np.count_nonzero(is_present[1:])) + len(large_labels)
+    tiff_writer.write(Segmentation(pixels, "labels", voxel_size, object_count), path)
+    return object_count
 
 
 def _find_highest_number(labels: Volume) -> int:
     """Return the highest label number. Raises BadParameter for negative numbers."""
     planes = (labels.read(z, z + 1) for z in range(labels.shape[1]))
-    extremes = [(int(plane.min()), int(plane.max())) for plane in planes]
-    if min(low for low, _ in extremes) < 0:
+    plane_ranges = [(int(plane.min()), int(plane.max())) for plane in planes]
+    if min(low for low, _ in plane_ranges) < 0:
         raise BadParameter(
             "The labels contain negative numbers. Number the objects from 1, and use 0 for the background."
         )
-    return max(high for _, high in extremes)
+    return max(high for _, high in plane_ranges)
 
 
 def _compute_digest(image: Volume) -> str:

@@ -46,10 +46,10 @@ def store_correction(
     space: SpaceReservation,
     cancelled: CancellationCheck,
 ) -> Annotation:
-    """Read the image and the labels, and store them. Blocks.
+    """Read the image and the labels, and store them. Blocks the calling thread.
 
-    Raises BadParameter if they do not match, and the errors of `Reader`, `SpaceReservation.reserve` and
-    `AnnotationStore.add`.
+    Raises BadParameter if the labels do not match the image, and the same errors as `Reader`,
+    `SpaceReservation.reserve` and `AnnotationStore.add`.
     """
     stack, labels, selection, region, name, owner, provenance, folder = correction
     description = reader.inspect(stack, selection, cancelled=cancelled)
@@ -69,11 +69,15 @@ def store_correction(
     return annotations.add(image, label_volume, NewAnnotation(name, owner, corrected_region, provenance))
 
 
-def _check_voxel_size(labels: VoxelSize | None, stack: VoxelSize | None) -> None:
+def _check_voxel_size(labels_voxel_size: VoxelSize | None, stack_voxel_size: VoxelSize | None) -> None:
     """Raise BadParameter if the voxel sizes differ, because the labels may belong to a different stack."""
-    if labels is None or stack is None or np.allclose(tuple(labels), tuple(stack), rtol=0.01, atol=0):
+    if (
+        labels_voxel_size is None
+        or stack_voxel_size is None
+        or np.allclose(tuple(labels_voxel_size), tuple(stack_voxel_size), rtol=0.01, atol=0)
+    ):
         return
-    sizes = [",".join(f"{edge_length:g}" for edge_length in size) for size in (labels, stack)]
+    sizes = [",".join(f"{edge_length:g}" for edge_length in size) for size in (labels_voxel_size, stack_voxel_size)]
     raise BadParameter.for_parameter(
         "voxel_size",
         f"the labels specify {sizes[0]} micrometers (Z,Y,X), but the stack specifies {sizes[1]}. Save the labels"

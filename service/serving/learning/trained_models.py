@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from service.serving.learning.training_queue import TrainingQueue
     from service.serving.learning.training_record import TrainingRecord
 
-WORK_PREFIX = ".training-"
+# Prefix of folders for models that are being created or deleted.
+WORK_FOLDER_PREFIX = ".training-"
 # File in a model folder with the name of the API key that trained the model. Other clients must not see this name.
 OWNER_FILE = "owner.json"
 RELOAD_TIMEOUT_SECONDS = 120.0
@@ -61,13 +62,13 @@ class TrainedModels:
         used_names |= {record.name for record in self._queue.unfinished_records}
         if name in used_names or (self.folder / name).exists():
             raise BadParameter.for_parameter(
-                "name", f"{name!r} is the name of a model, or reserved for one. Choose another name."
+                "name", f"{name!r} is already used or reserved for another model. Choose another name."
             )
 
     def find_trained_model(self, record: TrainingRecord) -> str | None:
         """Return the name of the model that a training run created; None if there is no such model."""
         # A later training run may have reused the name of a deleted model.
-        latest_record = self._queue.find_latest_done(record.name)
+        latest_record = self._queue.find_latest_completed_record(record.name)
         return record.name if record is latest_record and record.name in self._models.specs else None
 
     def can_delete(self, model: ModelState, owner: str | None, *, is_admin: bool = False) -> bool:
@@ -81,7 +82,7 @@ class TrainedModels:
 
         Args:
             name: name of the model
-            owner: name of the API key of the client; None owns no models
+            owner: name of the API key of the client; a client without a key (None) owns no models
             is_admin: whether the client is an admin, who can delete the models of all owners
             has_jobs: returns whether unfinished jobs use a model; called twice, the second time when no new jobs are
                 accepted anymore
@@ -95,7 +96,7 @@ class TrainedModels:
             )
         if not self.can_delete(model, owner, is_admin=is_admin):
             raise Unauthorized("Only the API key that trained a model, and the keys in access.admins, can delete it.")
-        work_folder, default_name = self.folder / f"{WORK_PREFIX}{uuid.uuid4().hex}", self._models.default
+        work_folder, default_name = self.folder / f"{WORK_FOLDER_PREFIX}{uuid.uuid4().hex}", self._models.default
 
         def delete_files() -> None:
             with self._queue.condition, translate_disk_errors():
@@ -124,7 +125,7 @@ class TrainedModels:
         self._models.get_servable_spec(name)
 
     def withdraw(self, name: str) -> None:
-        """Delete the model of an unfinished training run, if the model exists, and stop serving it."""
+        """Delete the model of a training run that did not succeed, if the model exists, and stop serving it."""
         folder = self.folder / name
         if folder.exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -132,7 +133,7 @@ class TrainedModels:
                 self._change_served_models(self._models.reload)
 
     def _check_unused(self, model: ModelState, default_name: str, has_jobs: Callable[[str], bool]) -> None:
-        """Raise ModelNotDeletable if the model is loading, or needed by the configuration, a training run or a job."""
+        """Raise ModelNotDeletable if the model is loading, or if the configuration, a training run or a job uses it."""
         name, models = model.name, self._settings.models
         if name in {default_name, *models.serve, *(() if models.load == "all" else models.load)}:
             raise ModelNotDeletable(f"The model {name} is the default model, or the configuration refers to it.")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from service.core.errors import remove_folders as shorten
+from service.core.errors import remove_folders as shorten_paths
 from service.formats.sandbox.child_process import child_environment
 
 TRAINING_MODULE = "service.training.process"
@@ -22,7 +22,7 @@ TRAINING_MODULE = "service.training.process"
 INHERITED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOME", "XDG_CACHE_HOME")
 # Maximum number of bytes to log from the error output of the child.
 MAX_LOGGED_OUTPUT_BYTES = 4000
-UNEXPECTED_MESSAGE = "An internal error occurred during training. See the log of the service."
+INTERNAL_ERROR_MESSAGE = "An internal error occurred during training. See the log of the service."
 KILLED_MESSAGE = "The training process was killed, most likely because the host ran out of memory. Use fewer stacks."
 TIMEOUT_MESSAGE = (
     "The training was stopped, because reading and scoring the stacks took too long. Use fewer or smaller stacks."
@@ -35,7 +35,7 @@ class TrainingChild:
     """A child process that waits for a training request.
 
     training_id  ID of the training run, for the log
-    module       module that the process runs, with the protocol of `service.training.process`
+    module       module that the process runs, which implements the protocol of `service.training.process`
     process      the process, which is started immediately
     """
 
@@ -58,13 +58,17 @@ class TrainingChild:
             process_group=0,
         )
 
-    def run(self, request: dict[str, Any], seconds: float, update: Callable[[dict[str, Any]], object]) -> str | None:
-        """Train a model in the child. Kill the child after `seconds`. Return the error message that it reports, if any.
+    def run(
+        self, request: dict[str, Any], timeout_seconds: float, update: Callable[[dict[str, Any]], object]
+    ) -> str | None:
+        """Train a model in the child. Kill the child after `timeout_seconds`.
+
+        Return the error message that the child reports, if any.
 
         Each progress message is passed to `update`, which raises ValueError, TypeError or LookupError if the message is
         invalid.
         """
-        timer = threading.Timer(seconds, self.process.kill)
+        timer = threading.Timer(timeout_seconds, self.process.kill)
         timer.daemon = True
         start_time = time.monotonic()
         timer.start()
@@ -72,19 +76,22 @@ class TrainingChild:
             return self._follow_progress(request, update)
         finally:
             timer.cancel()
-            self._has_timed_out = time.monotonic() - start_time >= seconds
+            self._has_timed_out = time.monotonic() - start_time >= timeout_seconds
 
-    def explain(self, failure: str | None) -> str:
-        """Log the error output of the child. Return the message for users. `failure` is the message of the child."""
-        status = self.process.returncode
+    def explain_failure(self, failure: str | None) -> str:
+        """Log the error output of the child, and return the message for users.
+
+        failure  error message from the child, if any
+        """
+        exit_status = self.process.returncode
         self._error_output.seek(0)
         output = self._error_output.read()[-MAX_LOGGED_OUTPUT_BYTES:].decode(errors="replace")
-        log.error("training run %s ended with status %d: %s %s", self._training_id, status, failure, output)
+        log.error("training run %s ended with status %d: %s %s", self._training_id, exit_status, failure, output)
         if failure is not None:
-            return shorten(failure)
+            return shorten_paths(failure)
         if self._has_timed_out:
             return TIMEOUT_MESSAGE
-        return KILLED_MESSAGE if status < 0 else UNEXPECTED_MESSAGE
+        return KILLED_MESSAGE if exit_status < 0 else INTERNAL_ERROR_MESSAGE
 
     def kill(self) -> None:
         """Kill the child process."""

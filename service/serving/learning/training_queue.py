@@ -75,22 +75,24 @@ class TrainingQueue:
         """The waiting training runs in queue order. Owners take turns; the least recently served owner is first."""
         with self.condition:
             records = list(self._records.values())
-        last_started = {record.owner: record.started for record in records if record.started is not None}
-        counts: dict[str | None, int] = {}
-        sortable = []
+        last_start_times = {record.owner: record.started for record in records if record.started is not None}
+        turns: dict[str | None, int] = {}
+        sortable_entries = []
         for record in records:
             if record.state == "waiting":
-                counts[record.owner] = counts.get(record.owner, 0) + 1
-                sortable.append((counts[record.owner], last_started.get(record.owner) or 0.0, record.created, record))
-        return [record for *_, record in sorted(sortable, key=lambda key: key[:3])]
+                turns[record.owner] = turns.get(record.owner, 0) + 1
+                sortable_entries.append(
+                    (turns[record.owner], last_start_times.get(record.owner) or 0.0, record.created, record)
+                )
+        return [record for *_, record in sorted(sortable_entries, key=lambda entry: entry[:3])]
 
     def running_and_waiting(self) -> tuple[TrainingRecord | None, list[TrainingRecord]]:
         """Return the current training run, and the waiting training runs in queue order."""
         with self.condition:
             return self.running_record, self.waiting_records
 
-    def count(self) -> dict[str, float]:
-        """Return the numbers of running and waiting training runs, by state."""
+    def count_by_state(self) -> dict[str, float]:
+        """Return the number of running and of waiting training runs, by state."""
         running_record, waiting_records = self.running_and_waiting()
         return {"running": float(running_record is not None), "waiting": float(len(waiting_records))}
 
@@ -99,13 +101,13 @@ class TrainingQueue:
         waiting_records = self.waiting_records
         return waiting_records.index(record) + 1 if record in waiting_records else None
 
-    def find_latest_done(self, name: str) -> TrainingRecord | None:
+    def find_latest_completed_record(self, name: str) -> TrainingRecord | None:
         """Return the latest training run that created a model with this name, or None."""
         with self.condition:
             candidates = [record for record in self._records.values() if record.state == "done" and record.name == name]
         return max(candidates, key=lambda record: record.ended or 0.0, default=None)
 
-    def begin_next(self) -> TrainingRecord | None:
+    def begin_next_run(self) -> TrainingRecord | None:
         """Mark the next training run as running and return it. Return None if no run is waiting."""
         with self.condition:
             record = next(iter(self.waiting_records), None)
@@ -114,13 +116,13 @@ class TrainingQueue:
                 self.running_record = record
             return record
 
-    def end_running(self) -> None:
+    def clear_running_record(self) -> None:
         """Clear `running_record`, so that the next training run can begin."""
         with self.condition:
             self.running_record = None
 
     def cancel(self, record: TrainingRecord) -> None:
-        """Cancel an unfinished training run in memory. Save the record after the files of the run have been deleted."""
+        """Mark an unfinished training run as cancelled in memory. `save` writes the record to disk."""
         with self.condition:
             record.state, record.ended = "cancelled", time.time()
 
@@ -153,7 +155,7 @@ class TrainingQueue:
                 (self._folder / f"{record.id}.json").unlink(missing_ok=True)
 
     def delete_oldest(self, owner: str | None) -> None:
-        """Delete the oldest records of finished training runs beyond `MAX_RECORDS_PER_OWNER`."""
+        """Delete the oldest records of the owner's finished training runs, and keep up to `MAX_RECORDS_PER_OWNER`."""
         finished_records = [record for record in self.list_newest(owner) if record.has_ended]
         for record in finished_records[MAX_RECORDS_PER_OWNER:]:
             with suppress(StackSegError):

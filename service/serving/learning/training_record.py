@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from service.core.files.atomic_files import write_atomically
 
 TrainingState = Literal["waiting", "running", "done", "failed", "cancelled", "interrupted"]
-# Stages of a training run. The optimizer steps are in "learning". The new model is scored in "evaluating".
+# Stages of a training run. "learning" covers the optimizer steps. The new model is scored in "evaluating".
 TrainingStage = Literal["reading", "scoring", "learning", "finishing", "evaluating", "serving"]
 STAGES: tuple[TrainingStage, ...] = get_args(TrainingStage)
 
@@ -75,11 +75,11 @@ class TrainingRecord:
         """
         if self.state != "running" or self.started is None:
             return None
-        remaining = 60 * self.minutes - (time.time() - self.started)
-        return remaining if remaining > 0 else None
+        remaining_seconds = 60 * self.minutes - (time.time() - self.started)
+        return remaining_seconds if remaining_seconds > 0 else None
 
     def update(self, progress: Mapping[str, Any]) -> None:
-        """Apply a progress message. Raises ValueError, TypeError or LookupError if it is invalid."""
+        """Apply a progress message. Raises ValueError, TypeError or LookupError if the message is invalid."""
         if "stage" in progress:
             self.stage = STAGES[STAGES.index(progress["stage"])]
         if "steps" in progress:
@@ -87,8 +87,8 @@ class TrainingRecord:
         if "before" in progress:
             self.before = float(progress["before"])
         if "validation" in progress:
-            step, value = progress["validation"]
-            _append_point(self.validation, int(step), float(value))
+            step, loss = progress["validation"]
+            _append_point(self.validation, int(step), float(loss))
         if "loss" in progress:
             self._add_loss(int(progress["step"]), float(progress["loss"]))
         if "done" in progress:
@@ -121,10 +121,10 @@ class TrainingRecord:
             partial_path.write_text(json.dumps(content), encoding="utf-8")
 
 
-def _append_point(curve: list[tuple[int, float]], step: int, value: float) -> None:
-    """Add a point to a curve. Skip NaN and infinity, which JSON does not support."""
-    if math.isfinite(value):
-        curve.append((step, value))
+def _append_point(curve: list[tuple[int, float]], step: int, loss: float) -> None:
+    """Add a point to a loss curve. Skip NaN and infinity, which JSON does not support."""
+    if math.isfinite(loss):
+        curve.append((step, loss))
 
 
 def delete_partial_records(folder: Path) -> None:

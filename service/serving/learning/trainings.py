@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, FeatureDisabled, NotReady, OutOfStorage, QueueFull, StackSegError
-from service.core.errors import remove_folders as shorten
+from service.core.errors import remove_folders as shorten_paths
 from service.models.repository import FILE_NAME
 from service.models.spec import check_trainable
 from service.serving.learning.annotation import Annotation, find_overlaps
-from service.serving.learning.trained_models import WORK_PREFIX, TrainedModels, write_owner
-from service.serving.learning.training_child import TRAINING_MODULE, UNEXPECTED_MESSAGE, TrainingChild
+from service.serving.learning.trained_models import WORK_FOLDER_PREFIX, TrainedModels, write_owner
+from service.serving.learning.training_child import INTERNAL_ERROR_MESSAGE, TRAINING_MODULE, TrainingChild
 from service.serving.learning.training_queue import TrainingQueue
 from service.serving.learning.training_record import INTERRUPTED_MESSAGE, TrainingRecord
 from service.serving.storage.disk import translate_disk_errors
@@ -31,21 +31,22 @@ if TYPE_CHECKING:
     from service.serving.devices.model_registry import ModelRegistry
     from service.serving.learning.annotations import AnnotationStore
 
-# Modules of the `train` extra.
+# Modules that the `train` extra installs.
 REQUIRED_MODULES = ("edt", "scipy", "skimage")
 RETRY_AFTER_SECONDS = 60
-JOIN_SECONDS = 10.0
+JOIN_TIMEOUT_SECONDS = 10.0
 # The training process is killed after `trainings.minutes` times this factor.
 TIMEOUT_FACTOR = 2
+# Sections of the settings that are passed to the training process.
 SETTINGS_SECTIONS = ("device", "engine", "windows", "limits", "training")
 
 log = logging.getLogger(__name__)
 
 
 class NewTraining(NamedTuple):
-    """A training request of a client.
+    """A training request from a client.
 
-    model        model from which the training starts; None for the default model
+    model        name of the model from which the training starts; None for the default model
     annotations  IDs of annotated stacks
     minutes      maximum duration of the training run
     name         name of the new model
@@ -61,7 +62,7 @@ class TrainingManager:
     """The training runs of the service. A thread processes one run at a time. Thread-safe.
 
     is_stopping  function that returns whether the service is stopping
-    module       module that the child process runs, with the protocol of `service.training.process`
+    module       module that the child process runs, which implements the protocol of `service.training.process`
 
     A training run that is unfinished when the service stops is interrupted, and it is not resumed.
     """
@@ -84,7 +85,7 @@ class TrainingManager:
 
     def start(self) -> None:
         """Read the records of earlier processes, delete their leftover files, and start to process training runs."""
-        delete_abandoned_folders(self._settings.trained_folder, WORK_PREFIX)
+        delete_abandoned_folders(self._settings.trained_folder, WORK_FOLDER_PREFIX)
         self.queue.load()
         self._thread.start()
 
@@ -95,7 +96,7 @@ class TrainingManager:
             waiting_records = self.queue.waiting_records
             self._kill_child()
             self.queue.condition.notify_all()
-        self._thread.join(JOIN_SECONDS)
+        self._thread.join(JOIN_TIMEOUT_SECONDS)
         for record in waiting_records:
             self.queue.end(record, "interrupted", INTERRUPTED_MESSAGE)
 
@@ -103,7 +104,7 @@ class TrainingManager:
         """Raise FeatureDisabled with the reason if training is disabled or impossible."""
         if not self._settings.trainings.enabled or not self._settings.annotations.quota_bytes:
             raise FeatureDisabled(
-                "Training is disabled on this service (trainings.enabled or annotations.quota_bytes)."
+                "Training is disabled on this service: trainings.enabled is false, or annotations.quota_bytes is 0."
             )
         if missing_modules := [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]:
             raise FeatureDisabled(
@@ -164,8 +165,8 @@ class TrainingManager:
         )
         if models.count() + len(self.queue.unfinished_records) >= models.max_models:
             raise OutOfStorage(
-                f"There are already {models.max_models} trained models (trainings.models). Delete some of them with"
-                " DELETE /models/NAME, which requires the API key that trained the model, or an admin key."
+                f"The maximum of {models.max_models} trained models (trainings.models) has been reached. Delete trained"
+                " models with DELETE /models/NAME, which requires the API key that trained the model, or an admin key."
             )
         if len(waiting_records) >= max_waiting:
             raise QueueFull("Too many training runs are waiting. Try again when one has ended.", RETRY_AFTER_SECONDS)
@@ -181,18 +182,18 @@ class TrainingManager:
         while True:
             with self.queue.condition:
                 self.queue.condition.wait_for(lambda: self._stopped.is_set() or self.queue.waiting_records)
-                record = None if self._stopped.is_set() else self.queue.begin_next()
+                record = None if self._stopped.is_set() else self.queue.begin_next_run()
             if record is None:
                 return
             try:
                 self._run(record)
             except StackSegError as error:
-                self.queue.end(record, "failed", shorten(str(error)))
+                self.queue.end(record, "failed", shorten_paths(str(error)))
             except Exception:
                 log.exception("training run %s", record.id)
-                self.queue.end(record, "failed", UNEXPECTED_MESSAGE)
+                self.queue.end(record, "failed", INTERNAL_ERROR_MESSAGE)
             finally:
-                self.queue.end_running()
+                self.queue.clear_running_record()
 
     def _run(self, record: TrainingRecord) -> None:
         """Train and serve the new model. Raises StackSegError."""
@@ -209,7 +210,7 @@ class TrainingManager:
         """Create the model folder atomically. If that fails, return the reason. Raises StackSegError."""
         models_folder = self._settings.trained_folder
         # The registry does not find models in this folder, because it does not search nested folders.
-        work_folder = models_folder / f"{WORK_PREFIX}{record.id}"
+        work_folder = models_folder / f"{WORK_FOLDER_PREFIX}{record.id}"
         with translate_disk_errors():
             models_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock_fd = make_locked_folder(work_folder)
@@ -218,15 +219,18 @@ class TrainingManager:
                 if failure is None:
                     write_owner(work_folder / record.name, record.owner)
                 with self.queue.condition:
-                    if failure is None and not self._has_ended(record):
+                    if failure is None and not self._interrupt_if_stopping(record):
                         (work_folder / record.name).rename(models_folder / record.name)
                 return failure
             finally:
                 shutil.rmtree(work_folder, ignore_errors=True)
                 os.close(lock_fd)
 
-    def _has_ended(self, record: TrainingRecord) -> bool:
-        """Return whether a run was cancelled or interrupted by a stop. Call this with `queue.condition` held."""
+    def _interrupt_if_stopping(self, record: TrainingRecord) -> bool:
+        """Interrupt a run if the service is stopping. Return whether the run has ended for this or another reason.
+
+        Call this with `queue.condition` held.
+        """
         if self._is_stopping():
             self.queue.interrupt(record)
         return record.has_ended
@@ -235,7 +239,7 @@ class TrainingManager:
         """Train the model in a child process. If that fails, return the reason. Raises StackSegError."""
         request = self._make_request(record, model_folder)
         with self.queue.condition:
-            if self._has_ended(record):
+            if self._interrupt_if_stopping(record):
                 return record.message
             child = self._child = TrainingChild(record.id, self._module)
         with closing(child):
@@ -244,11 +248,11 @@ class TrainingManager:
             failure = child.run(request, TIMEOUT_FACTOR * 60 * self._settings.trainings.minutes, record.update)
             with self.queue.condition:
                 self._child = None
-                if self._has_ended(record):
+                if self._interrupt_if_stopping(record):
                     return record.message
             if failure is None and (model_folder / FILE_NAME).is_file() and record.after is not None:
                 return None
-            return child.explain(failure)
+            return child.explain_failure(failure)
 
     def _make_request(self, record: TrainingRecord, model_folder: Path) -> dict[str, Any]:
         """Return the request for `service.training.process`. Raises UnknownModel, BrokenModel and UnknownAnnotation."""
@@ -287,11 +291,11 @@ def _check_no_overlaps(stacks: Sequence[Annotation]) -> None:
     overlaps = find_overlaps(stacks)
     for stack in stacks:
         for overlapping_stack in overlaps[stack.id]:
-            older, newer = sorted((stack, overlapping_stack), key=lambda annotation: annotation.created)
+            older_stack, newer_stack = sorted((stack, overlapping_stack), key=lambda annotation: annotation.created)
             raise BadParameter.for_parameter(
                 "annotations",
-                f"{older.id} ({older.name}) and the newer {newer.id} ({newer.name}) have labels for the"
-                " same region of one image. Omit one of them.",
+                f"{older_stack.id} ({older_stack.name}) and the newer {newer_stack.id} ({newer_stack.name}) have"
+                " labels for the same region of the same image. Omit one of them.",
             )
 
 

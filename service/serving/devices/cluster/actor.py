@@ -18,13 +18,13 @@ class WorkerLost(Exception):
 
 
 class Actor(Protocol):
-    """A handle of a `DeviceActor` or `BlockActor` in another process. If the process ends, the cluster restarts it."""
+    """A handle to a `DeviceActor` or `BlockActor` in another process. If the process ends, the cluster restarts it."""
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method. The future raises WorkerLost if the process has ended or is starting."""
 
-    def give_up(self, future: Future[Any]) -> None:
+    def cancel_call(self, future: Future[Any]) -> None:
         """Cancel a call that has not started."""
 
     def kill(self) -> None:
-        """Terminate the process permanently."""
+        """Terminate the process and do not restart it."""

@@ -14,7 +14,7 @@ from weakref import WeakSet
 from service.core.errors import Cancelled, DeviceLost, JobInterrupted
 from service.core.sections.computing import Cluster
 from service.serving.devices.cluster.actor import ActorFactory, ProgressCallback, WorkerLost
-from service.serving.devices.cluster.remote_actor import POLL_SECONDS, ModelInUse, RemoteActor
+from service.serving.devices.cluster.remote_actor import POLL_INTERVAL_SECONDS, ModelInUse, RemoteActor
 from service.serving.devices.queue.job import Progress
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ class _MovedToIdleActor(Exception):
 
 
 class ActorPool:
-    """All actors that this service may use, and the folder through which they exchange pixels.
+    """All actors that this service may use, and the folder through which they exchange pixels with it.
 
-    make_actor             requests an actor from the cluster, which may start later
-    max_attempts           maximum number of actors on which a task is started; it is restarted if its actor is lost
+    make_actor             requests an actor, which may start later, from the cluster
+    max_attempts           maximum number of attempts to run a task, which is restarted whenever its actor is lost
     unfinished_task_count  number of tasks that are running or waiting for an actor
     """
 
@@ -66,8 +66,8 @@ class ActorPool:
         """
         now = time.monotonic()
         ranked_actors = sorted(self.actors, key=lambda actor: (not actor.is_up, actor.is_released))
-        for number, actor in enumerate(ranked_actors, 1):
-            if number <= max(count, self._min_workers):
+        for rank, actor in enumerate(ranked_actors, 1):
+            if rank <= max(count, self._min_workers):
                 actor.request_actor(now)
             elif now - actor.last_needed > self._idle_seconds:
                 actor.release()
@@ -110,15 +110,16 @@ class ActorPool:
     def run(self, preferred_actor: RemoteActor, attempt: Attempt) -> Outcome:
         """Run a task on the preferred actor, or on another actor if the preferred one is not up or is lost.
 
-        Raises Cancelled, or JobInterrupted if `max_attempts` actors were lost while they were running the task.
+        Raises Cancelled if the job was cancelled, and JobInterrupted if `max_attempts` actors were lost while they were
+        running the task.
         """
-        self._add_unfinished(1)
+        self._change_unfinished_count(1)
         try:
             return self._run(preferred_actor, attempt)
         finally:
-            self._add_unfinished(-1)
+            self._change_unfinished_count(-1)
 
-    def _add_unfinished(self, change: int) -> None:
+    def _change_unfinished_count(self, change: int) -> None:
         with self._lock:
             self.unfinished_task_count += change
 
@@ -129,7 +130,7 @@ class ActorPool:
             if (actor := idle_actor or self.acquire_actor(preferred_actor, lost_actors)) is None:
                 if attempt.cancelled():
                     raise Cancelled("The job was cancelled before a worker of the cluster was available.")
-                time.sleep(POLL_SECONDS)
+                time.sleep(POLL_INTERVAL_SECONDS)
                 continue
             idle_actor = None
             try:
@@ -152,16 +153,16 @@ class ActorPool:
         """Run a task once, on the actor on which it is counted. Raises WorkerLost, Cancelled and _MovedToIdleActor."""
         future = actor.call(attempt.method, attempt.task)
         try:
-            return self._wait(actor, future, attempt)
+            return self._wait_for_outcome(actor, future, attempt)
         except (Cancelled, WorkerLost, _MovedToIdleActor) as error:
             if isinstance(error, WorkerLost):
                 actor.is_up = False
-            actor.give_up(future, attempt.task)
+            actor.cancel_task(future, attempt.task)
             raise
 
-    def _wait(self, actor: RemoteActor, future: Future[Any], attempt: Attempt) -> Outcome:
+    def _wait_for_outcome(self, actor: RemoteActor, future: Future[Any], attempt: Attempt) -> Outcome:
         task, last_progress = attempt.task, Progress()
-        while not wait([future], POLL_SECONDS).done:
+        while not wait([future], POLL_INTERVAL_SECONDS).done:
             if attempt.cancelled():
                 raise Cancelled("The job was cancelled while it was running in the cluster.")
             if not actor.is_up:

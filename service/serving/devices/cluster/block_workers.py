@@ -1,6 +1,6 @@
 """Workers of a block-wise run, in actors of a cluster.
 
-All hosts must mount the run folder, the stack and the result.
+The run folder, the stack and the result must be on storage that all hosts mount.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from service.serving.devices.cluster.actor import Actor, WorkerLost
 if TYPE_CHECKING:
     from service.inference.blockwise.run_folder import BlockTask
 
-# Seconds until a lost actor is called again, to check whether it has been restarted.
-RETRY_SECONDS = 1.0
+# Time until a lost actor is called again, to check whether it has been restarted.
+RETRY_INTERVAL_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +36,15 @@ class BlockActor:
         """Return None. A successful call shows that the process is running."""
 
     def run_block(self, task: BlockTask) -> dict[str, Any]:
-        """Process a block. Raises the errors of the block function."""
+        """Process a block. Raises the same errors as the block function."""
         return self._work(task)
 
 
 class ActorWorkers:
     """Workers of a block-wise run in actors. If an actor is lost, its block is restarted on the next free actor.
 
-    An actor gets blocks only after it has responded. An actor gets no blocks while it waits for resources of the
-    cluster, or while its host is unavailable.
+    An actor gets blocks only after it has responded. It gets no blocks while it waits for resources of the cluster, or
+    while its host is unavailable.
     """
 
     def __init__(self, actors: Sequence[Actor]) -> None:
@@ -52,14 +52,14 @@ class ActorWorkers:
         self._actors = actors
         self._free_actors: SimpleQueue[Actor | None] = SimpleQueue()
         # Each thread waits for the block of one actor.
-        self._threads = ThreadPoolExecutor(self.count, thread_name_prefix="block-worker")
+        self._executor = ThreadPoolExecutor(self.count, thread_name_prefix="block-worker")
         self._closed = threading.Event()
         for actor in actors:
             self._add_when_available(actor)
 
     def submit(self, task: BlockTask) -> Future[dict[str, Any]]:
-        """Submit a block. The future returns the record of the block, or raises the error of the block function."""
-        return self._threads.submit(self._run, task)
+        """Submit a block. The future returns the record of the block, or raises the same errors as `run_block`."""
+        return self._executor.submit(self._run, task)
 
     def close(self) -> None:
         """Terminate the actors and cancel their blocks."""
@@ -68,7 +68,7 @@ class ActorWorkers:
             actor.kill()
         for _ in self._actors:
             self._free_actors.put(None)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, task: BlockTask) -> dict[str, Any]:
         for _ in range(MAX_WORKER_DEATHS):
@@ -104,6 +104,6 @@ class ActorWorkers:
         if response.exception() is None:
             self._free_actors.put(actor)
         elif not self._closed.is_set():
-            timer = threading.Timer(RETRY_SECONDS, self._add_when_available, [actor])
+            timer = threading.Timer(RETRY_INTERVAL_SECONDS, self._add_when_available, [actor])
             timer.daemon = True
             timer.start()

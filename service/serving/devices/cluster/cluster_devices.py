@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from service.core.config import Settings
 from service.serving.devices.cluster.actor import ActorFactory
 from service.serving.devices.cluster.actor_pool import ActorPool
-from service.serving.devices.cluster.exchange import Exchange, Status
-from service.serving.devices.cluster.remote_actor import STATUS_SECONDS
+from service.serving.devices.cluster.exchange import ActorStatus, Exchange
+from service.serving.devices.cluster.remote_actor import STATUS_INTERVAL_SECONDS
 from service.serving.devices.cluster.remote_device import RemoteDevice
 from service.serving.devices.device import Backlog, DeviceState
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Maximum time to wait for the thread at shutdown.
-JOIN_SECONDS = 4.0
+JOIN_TIMEOUT_SECONDS = 4.0
 
 ClusterConnector = Callable[[Settings], ActorFactory]
 
 
 class ClusterDevices:
-    """The devices of a service that run in actors of a cluster, and the folder for exchange with them.
+    """The devices of a service that run in actors of a cluster, and the folder for the exchange of files with them.
 
     exchange    folder for pixels and labels, which `close` deletes
     make_actor  requests an actor from the cluster
@@ -55,27 +55,27 @@ class ClusterDevices:
     @property
     def worker_counts(self) -> dict[str, float]:
         """Number of workers by state: up, missing (requested but unavailable) and given back."""
-        counts = Counter(device.state for device in self.devices)
+        device_counts = Counter(device.state for device in self.devices)
         return {
-            "up": counts[DeviceState.UP],
-            "missing": counts[DeviceState.STARTING] + counts[DeviceState.LOST],
-            "given_back": counts[DeviceState.GIVEN_BACK],
+            "up": device_counts[DeviceState.UP],
+            "missing": device_counts[DeviceState.STARTING] + device_counts[DeviceState.LOST],
+            "given_back": device_counts[DeviceState.GIVEN_BACK],
         }
 
     @property
-    def hosts(self) -> Mapping[str, Status]:
+    def host_statuses(self) -> Mapping[str, ActorStatus]:
         """Latest status of the hosts with devices, by host name."""
         return {device.status.host: device.status for device in self.devices if device.status}
 
-    def start(self, backlog: Callable[[], Backlog], local_device_count: int = 0) -> None:
+    def start(self, measure_backlog: Callable[[], Backlog], local_device_count: int = 0) -> None:
         """Start scaling the number of workers with the workload of all devices.
 
-        backlog             returns the backlog of all devices
+        measure_backlog     returns the backlog of all devices
         local_device_count  number of devices on this host
         """
         if self.is_autoscaled:
             self._thread = threading.Thread(
-                target=self._loop, args=(backlog, local_device_count), name="cluster-size", daemon=True
+                target=self._loop, args=(measure_backlog, local_device_count), name="cluster-size", daemon=True
             )
             self._thread.start()
 
@@ -83,37 +83,37 @@ class ClusterDevices:
         """Stop scaling the number of workers."""
         self._stopped.set()
         if self._thread is not None:
-            # With a timeout, because a cluster without its head node may not respond.
-            self._thread.join(JOIN_SECONDS)
+            # Use a timeout, because a cluster without its head node may not respond.
+            self._thread.join(JOIN_TIMEOUT_SECONDS)
 
     def list_problems(self) -> tuple[str, ...]:
         """Return a sentence for each unavailable worker.
 
         Workers that are starting are omitted if the minimum number of workers is up.
         """
-        has_minimum = self.worker_counts["up"] >= self._cluster.min_workers
+        has_min_workers = self.worker_counts["up"] >= self._cluster.min_workers
         return tuple(
             device.problem
             for device in self.devices
-            if device.problem and not (has_minimum and device.state is DeviceState.STARTING)
+            if device.problem and not (has_min_workers and device.state is DeviceState.STARTING)
         )
 
     def close(self) -> None:
         """Delete the exchange folder. Call this after the devices have stopped."""
         self._exchange.delete()
 
-    def _loop(self, backlog: Callable[[], Backlog], local_device_count: int) -> None:
-        while not self._stopped.wait(STATUS_SECONDS):
+    def _loop(self, measure_backlog: Callable[[], Backlog], local_device_count: int) -> None:
+        while not self._stopped.wait(STATUS_INTERVAL_SECONDS):
             try:
-                self._pool.scale(self._count_needed_workers(backlog(), local_device_count))
+                self._pool.scale(self._count_needed_workers(measure_backlog(), local_device_count))
             except Exception:
                 log.exception("the number of workers could not be adjusted")
 
     def _count_needed_workers(self, backlog: Backlog, local_device_count: int) -> int:
         # A request runs on a single device, so more workers than jobs are useless. Loading a model is not a job, but
         # needs a worker as well.
-        needed = min(backlog.job_count, math.ceil(backlog.seconds / self._cluster.backlog_seconds))
-        return max(needed - local_device_count, min(self._pool.unfinished_task_count, 1))
+        worker_count = min(backlog.job_count, math.ceil(backlog.expected_seconds / self._cluster.backlog_seconds))
+        return max(worker_count - local_device_count, min(self._pool.unfinished_task_count, 1))
 
 
 def open_cluster(settings: Settings, connect: ClusterConnector, metrics: Metrics) -> ClusterDevices | None:

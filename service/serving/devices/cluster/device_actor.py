@@ -20,9 +20,9 @@ from service.core.telemetry import configure_logging
 from service.engine.compile import torch_compile
 from service.inference.windows.batching.window_request import BatchShare
 from service.serving.devices.cluster.exchange import (
+    ActorStatus,
     LoadedModelReport,
     Outcome,
-    Status,
     StoredResult,
     StoredVolume,
     Task,
@@ -33,7 +33,7 @@ from service.serving.devices.queue.job import Job, ResourceNeeds
 from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics
 
-# Number of cancelled tasks to remember, because a task may be cancelled before it arrives.
+# Maximum number of cancelled tasks to remember, because a task may be cancelled before it arrives.
 MAX_CANCELLED_TASKS = 1000
 # Grace period of the watchdog. A lost device needs a new process, which the cluster starts immediately.
 GRACE_SECONDS = 1.0
@@ -112,10 +112,10 @@ class DeviceActor:
         if job is not None:
             job.cancel()
 
-    def status(self, models: Collection[str]) -> Status:
-        """Return the status, and stop serving all models except `models` and the models of tasks.
+    def report_status(self, models: Collection[str]) -> ActorStatus:
+        """Return the status of the device, and stop serving all models except `models` and the models of tasks.
 
-        The models of tasks are kept, because a task can arrive before the status call that lists its model.
+        The models of tasks remain available, because a task can arrive before the status call that lists its model.
         """
         with self._lock:
             progress = {task_id: job.progress for task_id, (_, job) in self._jobs.items()}
@@ -123,7 +123,7 @@ class DeviceActor:
             self._served_models -= unused_models
             for model in unused_models:
                 self._models.forget(model)
-        return Status(socket.gethostname(), self._device.problem, gpus.query_gpus(), host.query_host(), progress)
+        return ActorStatus(socket.gethostname(), self._device.problem, gpus.query_gpus(), host.query_host(), progress)
 
     def _run(self, task: Task, work: Callable[[Job[Any], Reservation], Any]) -> Outcome:
         """Queue the work of a task, and wait for it. The work starts after the model is loaded."""
@@ -131,7 +131,7 @@ class DeviceActor:
         job: Job[Any] = Job(
             task.spec.name,
             lambda job: work(job, reservation),
-            window_count=task.windows,
+            window_count=task.window_count,
             needs=ResourceNeeds if task.volume is None else partial(reservation.needs, task.volume, task.options),
             is_ready=False,
         )

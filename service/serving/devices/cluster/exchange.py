@@ -77,10 +77,10 @@ class StoredVolume(NamedTuple):
 class Task(NamedTuple):
     """A task for an actor.
 
-    id       unique id, which is used to cancel the task
-    model    unique name of this version of the model
-    volume   volume to process; None if the task only loads the model
-    windows  estimated number of windows; 0 if unknown
+    id            unique id, which is used to cancel the task
+    model         unique name of this version of the model
+    volume        volume to process; None if the task only loads the model
+    window_count  estimated number of windows; 0 if unknown
     """
 
     id: str
@@ -88,7 +88,7 @@ class Task(NamedTuple):
     spec: ModelSpec
     volume: StoredVolume | None = None
     options: Options = Options()
-    windows: int = 0
+    window_count: int = 0
 
 
 class LoadedModelReport(NamedTuple):
@@ -116,7 +116,7 @@ class StoredResult(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Outcome of a task: a value or an error, and its share of the computed windows.
+    """Outcome of a task: a value or an error, and the task's share of the processed windows.
 
     Errors of the task are returned as values, to distinguish them from errors of the cluster, which are raised.
     """
@@ -126,7 +126,7 @@ class Outcome(NamedTuple):
     share: BatchShare = BatchShare(0, 0.0, 0.0)
 
 
-class Status(NamedTuple):
+class ActorStatus(NamedTuple):
     """Status of an actor.
 
     host      name of the actor's host
@@ -144,7 +144,7 @@ class Status(NamedTuple):
 
 
 class Exchange:
-    """The folder of this process below `parent`. It contains a subfolder for each request.
+    """The exchange folder of this process, in `parent`. It contains a subfolder for each request.
 
     Raises ConfigError if `parent` is not writable.
     """
@@ -211,10 +211,10 @@ def store_result(result: Result, path: Path) -> StoredResult:
     """Write the pixels of a segmentation to a new file."""
     segmentation = result.segmentation
     with path.open("xb") as file:
-        for part in segmentation.pixels:
-            file.write(np.ascontiguousarray(part).data)
-    without_pixels = replace(segmentation, pixels=np.empty(0, segmentation.pixels.dtype))
-    return StoredResult(result._replace(segmentation=without_pixels), path, segmentation.pixels.shape)
+        for block in segmentation.pixels:
+            file.write(np.ascontiguousarray(block).data)
+    segmentation_without_pixels = replace(segmentation, pixels=np.empty(0, segmentation.pixels.dtype))
+    return StoredResult(result._replace(segmentation=segmentation_without_pixels), path, segmentation.pixels.shape)
 
 
 def _read_into(file: BufferedReader, pixels: Array) -> None:

@@ -1,4 +1,4 @@
-"""Actors of a Ray cluster. Apart from `api`, only this module imports Ray.
+"""Actors of a Ray cluster. Apart from `service.api`, only this module imports Ray.
 
 Ray schedules actors, restarts them when they end, and may add hosts for actors that wait for resources.
 """
@@ -21,7 +21,7 @@ from service.serving.devices.cluster.device_actor import DeviceActor, make_actor
 from service.serving.devices.local.device import LoadFunction
 
 # Methods that can take as long as a request. Other methods run in separate control threads.
-LONG_CALLS = frozenset({"load", "segment", "estimate_diameter", "run_block"})
+LONG_RUNNING_METHODS = frozenset({"load", "segment", "estimate_diameter", "run_block"})
 # Number of control threads of an actor.
 CONTROL_THREAD_COUNT = 2
 
@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 
 def connect_cluster(settings: Settings, load: LoadFunction) -> ActorFactory:
-    """Connect to the cluster, and return a function that requests an actor. Ray starts it when resources are available.
+    """Connect to the cluster, and return a function that requests an actor.
+
+    Ray starts the actor when resources are available.
 
     load  loads a model onto the actor's device
 
@@ -38,19 +40,19 @@ def connect_cluster(settings: Settings, load: LoadFunction) -> ActorFactory:
     cluster = settings.cluster
     ray = _connect(cluster.address)
     # Twice the number of requests, because an actor also runs the requests of lost actors.
-    make_handle = _make_factory(ray, DeviceActor, cluster, 2 * settings.limits.at_once)
+    make_handle = _make_handle_factory(ray, DeviceActor, cluster, 2 * settings.limits.at_once)
     return lambda: RayActor(ray, make_handle(make_actor_settings(settings), load))
 
 
 def make_actors(address: str, cluster: Cluster, count: int, actor_class: type) -> list[Actor]:
     """Request `count` actors of class `actor_class` from the cluster at `address`. Each runs one long call at a time.
 
-    Raises ConfigError as `connect_cluster` does.
+    Raises ConfigError for the same reasons as `connect_cluster`.
     """
     ray = _connect(address)
     if shortage := describe_shortage(ray.cluster_resources(), cluster, count):
         log.warning(shortage)
-    make_handle = _make_factory(ray, actor_class, cluster, 1)
+    make_handle = _make_handle_factory(ray, actor_class, cluster, 1)
     return [RayActor(ray, make_handle()) for _ in range(count)]
 
 
@@ -68,33 +70,36 @@ def check_ray() -> None:
 
 
 def describe_shortage(resources: Mapping[str, float], cluster: Cluster, count: int) -> str | None:
-    """Return a message if the cluster has too few resources for `count` actors; None if they suffice.
+    """Return a message if the cluster has too few resources for `count` actors, else None.
 
-    resources  resources of the cluster, by Ray's names
+    resources  amount of each resource of the cluster, by the name that Ray uses
     """
-    needed = {"GPU": cluster.gpus * count, "CPU": cluster.cpus * count}
+    required_amounts = {"GPU": cluster.gpus * count, "CPU": cluster.cpus * count}
     shortages = [
-        f"{resources.get(name, 0):g} of {required:g} {name}s"
-        for name, required in needed.items()
-        if resources.get(name, 0) < required
+        f"{resources.get(name, 0):g} of the {required_amount:g} {name}s"
+        for name, required_amount in required_amounts.items()
+        if resources.get(name, 0) < required_amount
     ]
     if not shortages:
         return None
     return (
-        f"The cluster has only {' and '.join(shortages)} that {count} workers need. The remaining workers wait for more"
-        " hosts. cluster.gpus and cluster.cpus set the resources of each worker; with cluster.gpus 0, workers use CPUs."
+        f"The cluster has only {' and '.join(shortages)} that {count} workers need. The remaining workers wait until"
+        " hosts are added. cluster.gpus and cluster.cpus set the resources of each worker; with `cluster.gpus: 0`,"
+        " workers use CPUs."
     )
 
 
-def _make_factory(ray: Any, actor_class: type, cluster: Cluster, max_concurrent_calls: int) -> Callable[..., Any]:
+def _make_handle_factory(
+    ray: Any, actor_class: type, cluster: Cluster, max_concurrent_calls: int
+) -> Callable[..., Any]:
     """Return a function that creates an actor, which runs up to `max_concurrent_calls` long calls concurrently."""
-    groups = {"long": max_concurrent_calls, "control": CONTROL_THREAD_COUNT}
+    concurrency_groups = {"long": max_concurrent_calls, "control": CONTROL_THREAD_COUNT}
     # Ray must not retry calls: the callers retry them, on actors that are up, and count the attempts.
-    remote = ray.remote(max_restarts=-1, max_task_retries=0, concurrency_groups=groups)(actor_class)
-    factory: Callable[..., Any] = remote.options(
+    remote_class = ray.remote(max_restarts=-1, max_task_retries=0, concurrency_groups=concurrency_groups)(actor_class)
+    make_handle: Callable[..., Any] = remote_class.options(
         num_gpus=cluster.gpus, num_cpus=cluster.cpus, scheduling_strategy="SPREAD"
     ).remote
-    return factory
+    return make_handle
 
 
 def _connect(address: str | None) -> Any:
@@ -119,9 +124,9 @@ class RayActor:
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method. The future raises WorkerLost if the process has ended or is starting."""
         future = _CallFuture()
-        group = "long" if method in LONG_CALLS else "control"
+        concurrency_group = "long" if method in LONG_RUNNING_METHODS else "control"
         try:
-            reference = getattr(self._handle, method).options(concurrency_group=group).remote(*arguments)
+            reference = getattr(self._handle, method).options(concurrency_group=concurrency_group).remote(*arguments)
         except self._ray.exceptions.RayError as error:
             future.set_exception(WorkerLost(_get_first_line(error)))
             return future
@@ -129,14 +134,14 @@ class RayActor:
         reference.future().add_done_callback(lambda ray_future: self._complete_future(future, ray_future))
         return future
 
-    def give_up(self, future: Future[Any]) -> None:
+    def cancel_call(self, future: Future[Any]) -> None:
         """Cancel a call that has not started."""
         if isinstance(future, _CallFuture) and future.reference is not None:
             with suppress(self._ray.exceptions.RayError, ValueError):
                 self._ray.cancel(future.reference)
 
     def kill(self) -> None:
-        """Terminate the process permanently."""
+        """Terminate the process and do not restart it."""
         with suppress(self._ray.exceptions.RayError, ValueError):
             self._ray.kill(self._handle)
 

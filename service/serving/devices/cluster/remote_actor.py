@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from service.serving.devices.cluster.actor import Actor, ActorFactory, WorkerLost
-from service.serving.devices.cluster.exchange import Exchange, Status, Task
+from service.serving.devices.cluster.exchange import ActorStatus, Exchange, Task
 from service.serving.devices.queue.job import Progress
 
 if TYPE_CHECKING:
     from service.models.spec import ModelSpec
 
 # Interval between status queries.
-STATUS_SECONDS = 0.5
+STATUS_INTERVAL_SECONDS = 0.5
 # Time without a response after which an actor counts as lost, so that its tasks run on other actors.
 RESPONSE_TIMEOUT_SECONDS = 20.0
 # Interval at which a thread that is waiting for an actor checks whether to stop waiting.
-POLL_SECONDS = 0.2
+POLL_INTERVAL_SECONDS = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 class ModelInUse:
     """A model that this service has loaded in an actor.
 
-    actor     name of the actor
-    identity  unique name of this version of the model
+    actor_name  name of the actor
+    identity    unique name of this version of the model
     """
 
-    actor: str
+    actor_name: str
     identity: str
     spec: ModelSpec
 
@@ -47,7 +47,7 @@ class ModelInUse:
 
 
 class RemoteActor:
-    """One actor, which may have been requested from the cluster, and its latest status.
+    """An actor, which may have been requested from the cluster, and its latest status.
 
     A thread queries the status from `start` until `close`.
 
@@ -70,7 +70,7 @@ class RemoteActor:
         self.name, self._make_actor, self._exchange = name, make_actor, exchange
         self._lock, self._models = lock, models
         self._actor: Actor | None = None
-        self.status: Status | None = None
+        self.status: ActorStatus | None = None
         self.is_up = self.is_release_pending = False
         self.task_count = 0
         self.last_needed = -math.inf
@@ -86,9 +86,9 @@ class RemoteActor:
         if self._actor is not None:
             self._actor.kill()
 
-    def join(self, seconds: float) -> bool:
+    def join(self, timeout_seconds: float) -> bool:
         if self._thread.ident is not None:
-            self._thread.join(seconds)
+            self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     @property
@@ -142,14 +142,14 @@ class RemoteActor:
         """Return the progress of a task in the latest status."""
         return Progress() if self.status is None else self.status.progress.get(task.id, Progress())
 
-    def give_up(self, future: Future[Any], task: Task) -> None:
+    def cancel_task(self, future: Future[Any], task: Task) -> None:
         """Cancel a task, even if it is running."""
         if self._actor is not None:
-            self._actor.give_up(future)
+            self._actor.cancel_call(future)
             self._actor.call("cancel", task.id)
 
     def _loop(self) -> None:
-        while not self._closed.wait(STATUS_SECONDS):
+        while not self._closed.wait(STATUS_INTERVAL_SECONDS):
             self._exchange.touch_marker()
             try:
                 self._query_status()
@@ -158,19 +158,19 @@ class RemoteActor:
                     log.warning("%s", self._mark_lost(str(error)))
 
     def _query_status(self) -> None:
-        """Query the status of the actor. Wait for the response without a time limit. Raises the errors of the call."""
+        """Query the status of the actor. Wait for the response without a time limit. Raises any error of the actor."""
         actor = self._actor
         if actor is None:
             return
-        future = actor.call("status", {model.identity for model in self._list_models()})
+        future = actor.call("report_status", {model.identity for model in self._list_models()})
         if not self._wait_for_response(future, actor):
             return
-        status: Status = future.result()
+        status: ActorStatus = future.result()
         if status.problem is None and not self.is_up:
             log.info("the worker %s of the cluster is up on %s", self.name, status.host)
             # A restarted actor has no loaded models.
             for model in self._list_models():
-                if model.actor == self.name:
+                if model.actor_name == self.name:
                     actor.call("load", model.make_load_task())
         with self._lock:
             # Ignore the response if the actor has been released in the meantime.
@@ -180,12 +180,12 @@ class RemoteActor:
     def _wait_for_response(self, future: Future[Any], actor: Actor) -> bool:
         """Wait for a response; return False if the actor is released or closed in the meantime."""
         deadline = time.monotonic() + RESPONSE_TIMEOUT_SECONDS
-        while not wait([future], POLL_SECONDS).done:
+        while not wait([future], POLL_INTERVAL_SECONDS).done:
             if self._closed.is_set() or actor is not self._actor:
                 return False
             self._exchange.touch_marker()
             if self.is_up and time.monotonic() > deadline:
-                log.warning("%s", self._mark_lost("it does not respond"))
+                log.warning("%s", self._mark_lost("no response"))
         return True
 
     def _list_models(self) -> list[ModelInUse]:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from service.inference.runner.estimator import Estimator
     from service.models.spec import ModelSpec
     from service.serving.devices.cluster.actor_pool import ActorPool
-    from service.serving.devices.cluster.exchange import Status
+    from service.serving.devices.cluster.exchange import ActorStatus
     from service.serving.devices.cluster.remote_actor import RemoteActor
     from service.serving.devices.models.eviction import ModelUsage
     from service.serving.metrics import Metrics
 
 
 class RemoteLoader:
-    """`ModelLoader` for an actor. For a model that has never been loaded, it returns the estimates for a local CPU."""
+    """`ModelLoader` for an actor. For a model that has never been loaded, it returns the estimator for a CPU."""
 
     weight_copies = HOST_WEIGHT_COPIES
 
@@ -33,7 +33,7 @@ class RemoteLoader:
         self._settings, self._context = settings, context
 
     def load(self, spec: ModelSpec) -> RemoteModel:
-        """Load a model in the actor. Raises the loading error, and the errors of `ActorPool.run`."""
+        """Load a model in the actor. Raises the loading error, and the same errors as `ActorPool.run`."""
         return RemoteModel(spec, self._context)
 
     def release_unused_memory(self) -> None:
@@ -41,7 +41,7 @@ class RemoteLoader:
         gc.collect()
 
     def make_default_estimator(self, spec: ModelSpec) -> Estimator:
-        """Return the estimator of a model that has never been loaded."""
+        """Return an estimator for a model that has never been loaded."""
         return make_default_estimator(spec, self._settings)
 
 
@@ -69,14 +69,14 @@ class RemoteDevice:
         self._actor.start()
         self.scheduler.start(specs, startup_models)
 
-    def stop(self, seconds: float) -> bool:
+    def stop(self, timeout_seconds: float) -> bool:
         """Stop the threads, after a call to `Scheduler.cancel_requests`; return whether they have ended.
 
-        Wait at most four times `seconds`.
+        Wait at most four times `timeout_seconds`.
         """
-        self.scheduler.close(seconds)
+        self.scheduler.close(timeout_seconds)
         self._actor.close()
-        return self._actor.join(seconds) and self.scheduler.join(seconds)
+        return self._actor.join(timeout_seconds) and self.scheduler.join(timeout_seconds)
 
     @property
     def has_ended(self) -> bool:
@@ -112,6 +112,6 @@ class RemoteDevice:
         return {} if self._actor.is_released else self.scheduler.models.cache.loaded_models
 
     @property
-    def status(self) -> Status | None:
+    def status(self) -> ActorStatus | None:
         """Latest status of the actor; None before it is up."""
         return self._actor.status

@@ -41,23 +41,23 @@ class RemoteModel:
         self.spec, self._context = spec, context
         version = f"{spec.model_dump_json()} {spec.folder}"
         identity = f"{spec.name}-{hashlib.sha256(version.encode()).hexdigest()[:12]}"
-        self._in_use = ModelInUse(context.actor.name, identity, spec)
+        self._model_in_use = ModelInUse(context.actor.name, identity, spec)
         # Register the model before loading it, because actors forget models that are not in use.
-        context.pool.add_model(self._in_use)
-        self._loaded: LoadedModelReport = self._run(
-            "load", self._in_use.make_load_task(), lambda: False, _ignore_progress
+        context.pool.add_model(self._model_in_use)
+        self._loading_report: LoadedModelReport = self._run(
+            "load", self._model_in_use.make_load_task(), lambda: False, _ignore_progress
         )
 
     @property
     def estimator(self) -> Estimator:
-        return self._loaded.estimator
+        return self._loading_report.estimator
 
     @property
     def nbytes(self) -> int:
-        return self._loaded.nbytes
+        return self._loading_report.nbytes
 
     def report(self) -> EngineReport:
-        return self._loaded.report
+        return self._loading_report.report
 
     def segment(
         self,
@@ -70,12 +70,12 @@ class RemoteModel:
         """Segment a volume [C, Z, Y, X] for a job. The queue in the actor manages the memory and the order of tasks."""
         context = self._context
         planned_request = request or self.estimator.plan_request(volume, options)
-        count = partial(context.counters.count_share, job, self.spec.name)
-        with context.pool.exchange.share_volume(volume) as stored:
-            task = self._in_use.make_load_task()._replace(
-                volume=stored, options=options, windows=planned_request.estimate.windows
+        count_share = partial(context.counters.count_share, job, self.spec.name)
+        with context.pool.exchange.share_volume(volume) as stored_volume:
+            task = self._model_in_use.make_load_task()._replace(
+                volume=stored_volume, options=options, window_count=planned_request.estimate.windows
             )
-            stored_result: StoredResult = self._run("segment", task, job.cancelled, progress, count)
+            stored_result: StoredResult = self._run("segment", task, job.cancelled, progress, count_share)
             # Replace the spec, because the returned spec is a copy and callers compare specs by identity.
             result = stored_result.open(context.allocate)._replace(spec=self.spec)
         context.counters.count_result(self.spec.name, result)
@@ -83,11 +83,11 @@ class RemoteModel:
 
     def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> DiameterEstimate | None:
         """Estimate the object diameter in a volume [C, Z, Y, X] for a job."""
-        count = partial(self._context.counters.count_share, job, self.spec.name)
-        with self._context.pool.exchange.share_volume(volume) as stored:
-            task = self._in_use.make_load_task()._replace(volume=stored, options=options)
+        count_share = partial(self._context.counters.count_share, job, self.spec.name)
+        with self._context.pool.exchange.share_volume(volume) as stored_volume:
+            task = self._model_in_use.make_load_task()._replace(volume=stored_volume, options=options)
             estimate: DiameterEstimate | None = self._run(
-                "estimate_diameter", task, job.cancelled, _ignore_progress, count
+                "estimate_diameter", task, job.cancelled, _ignore_progress, count_share
             )
             return estimate
 
@@ -97,11 +97,11 @@ class RemoteModel:
         task: Task,
         cancelled: Callable[[], bool],
         progress: ProgressCallback,
-        count: Callable[[BatchShare], None] = lambda _share: None,
+        count_share: Callable[[BatchShare], None] = lambda _share: None,
     ) -> Any:
         """Run a task on the actor, or on another one while the actor is not up, and return its value.
 
-        Raises the error of the task, and the errors of `ActorPool.run`.
+        Raises the error of the task, and the same errors as `ActorPool.run`.
         """
         actor = self._context.actor
         attempt = Attempt(method, task, lambda: cancelled() or actor.is_closed, progress)
@@ -109,9 +109,9 @@ class RemoteModel:
         if outcome.error is not None:
             raise outcome.error
         if outcome.share.seconds:
-            count(outcome.share)
-        if windows := outcome.share.windows:
-            progress(windows, windows)
+            count_share(outcome.share)
+        if window_count := outcome.share.windows:
+            progress(window_count, window_count)
         return outcome.value
 
 

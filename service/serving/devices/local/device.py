@@ -28,10 +28,10 @@ from service.serving.metrics import Metrics
 if TYPE_CHECKING:
     from service.serving.devices.local.model import LocalModel
 
-# Number of requests that run concurrently on a GPU: one is being prepared, the windows of another are being computed,
-# and the labels of two more are being decoded and written.
-MAX_GPU_JOBS = 4
-# Maximum age of a measurement of the free memory before it is repeated.
+# Number of jobs that may always run concurrently on a GPU: one is being prepared, the network is running on the windows
+# of another, and the labels of two more are being decoded and written.
+GUARANTEED_GPU_JOBS = 4
+# Maximum age at which a measurement of the free memory is reused.
 FREE_MEMORY_MAX_AGE_SECONDS = 0.02
 
 
@@ -68,7 +68,7 @@ class LocalLoader:
         return HOST_WEIGHT_COPIES if self._context.device.is_on_host else 1
 
     def load(self, spec: ModelSpec) -> LocalModel:
-        """Load a model and warm it up. Raises DeviceLost and the errors of `ModelRunner`."""
+        """Load a model and warm it up. Raises DeviceLost and the same errors as `ModelRunner`."""
         device = self._context.device
         with device.report_loss():
             model = self._load(spec, self._settings, self._context)
@@ -92,28 +92,32 @@ class LocalLoader:
 
 
 class LocalDevice:
-    """A `Device` on this host, which owns the threads of the device. Raises ConfigError if the device does not exist.
+    """A `Device` on this host, including its threads. Raises ConfigError if the device does not exist.
 
     name      name of the device; None if it is the only device
     settings  settings of this device, including its `device.name`
-    driver    health and memory queries of the device
+    driver    queries the health and the memory of the device
     """
 
     is_required = True
     host = None
 
-    def __init__(self, name: str | None, settings: Settings, shared: SharedResources, driver: Driver = devices) -> None:
+    def __init__(
+        self, name: str | None, settings: Settings, shared_resources: SharedResources, driver: Driver = devices
+    ) -> None:
         device = TorchDevice(settings.device.name, driver, self._report_loss)
         self.name = name or str(device.device)
         self._batcher = make_batcher(settings, device.device, is_on_host=device.is_on_host)
         subject = "the device" if name is None else f"the device {name}"
         self.watchdog = Watchdog(self._batcher, settings.watchdog, device=subject)
-        context = DeviceContext(device, self._batcher, JobCounters(shared.metrics, self.name))
-        loader = LocalLoader(settings, shared.load, context, self._is_loading_at_startup)
+        context = DeviceContext(device, self._batcher, JobCounters(shared_resources.metrics, self.name))
+        loader = LocalLoader(settings, shared_resources.load, context, self._is_loading_at_startup)
         memory = JobMemory(device.query_free_memory, FREE_MEMORY_MAX_AGE_SECONDS)
         self.scheduler = Scheduler(
-            make_queue(settings, memory, guaranteed_jobs=1 if device.is_on_host else MAX_GPU_JOBS),
-            ServedModels(self.name, settings.models.memory_bytes, loader, shared.metrics, shared.loading_lock),
+            make_queue(settings, memory, guaranteed_job_count=1 if device.is_on_host else GUARANTEED_GPU_JOBS),
+            ServedModels(
+                self.name, settings.models.memory_bytes, loader, shared_resources.metrics, shared_resources.loading_lock
+            ),
         )
 
     def start(self, specs: Mapping[str, ModelSpec], startup_models: Iterable[str]) -> None:
@@ -122,15 +126,15 @@ class LocalDevice:
         self.scheduler.start(specs, startup_models)
         self.watchdog.start()
 
-    def stop(self, seconds: float) -> bool:
+    def stop(self, timeout_seconds: float) -> bool:
         """Stop the threads, after a call to `Scheduler.cancel_requests`; return whether they have ended.
 
-        Wait at most four times `seconds`.
+        Wait at most four times `timeout_seconds`.
         """
         self.watchdog.stop()
-        self.scheduler.close(seconds)
+        self.scheduler.close(timeout_seconds)
         self._batcher.close()
-        return self._batcher.join(seconds) and self.scheduler.join(seconds)
+        return self._batcher.join(timeout_seconds) and self.scheduler.join(timeout_seconds)
 
     @property
     def has_ended(self) -> bool:

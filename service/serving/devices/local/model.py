@@ -70,7 +70,7 @@ class LocalModel:
             job.update_needs(make_resource_needs(estimate))
 
         with self._context.device.report_loss():
-            callbacks = Callbacks(self._run_windows(job), job.cancelled, progress, update_needs)
+            callbacks = Callbacks(self._make_run_windows(job), job.cancelled, progress, update_needs)
             result = self.segmenter.segment(volume, options, request, callbacks)
         self._context.counters.count_result(self.spec.name, result)
         return result
@@ -78,12 +78,14 @@ class LocalModel:
     def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> DiameterEstimate | None:
         """Estimate the object diameter in a volume [C, Z, Y, X] for a job."""
         with self._context.device.report_loss():
-            return self.segmenter.estimate_diameter(volume, options, Callbacks(self._run_windows(job), job.cancelled))
+            return self.segmenter.estimate_diameter(
+                volume, options, Callbacks(self._make_run_windows(job), job.cancelled)
+            )
 
-    def _run_windows(self, job: Job[Any]) -> RunWindows:
-        """Return a function that computes windows for a job, and counts them."""
-        count = partial(self._context.counters.count_share, job, self.spec.name)
-        return partial(self._context.batcher.run, due=job.deadline, share=count)
+    def _make_run_windows(self, job: Job[Any]) -> RunWindows:
+        """Return a function that runs the network on the windows of a job, and counts the windows."""
+        count_share = partial(self._context.counters.count_share, job, self.spec.name)
+        return partial(self._context.batcher.run, due=job.deadline, share=count_share)
 
 
 SegmenterFactory = Callable[[ModelSpec, Settings, Driver], Segmenter]
@@ -92,5 +94,8 @@ SegmenterFactory = Callable[[ModelSpec, Settings, Driver], Segmenter]
 def load_model(
     make_segmenter: SegmenterFactory, spec: ModelSpec, settings: Settings, context: DeviceContext
 ) -> LocalModel:
-    """Load a model onto a device, with a segmenter created by `make_segmenter`. Raises the errors of `ModelRunner`."""
+    """Load a model onto a device, with a segmenter created by `make_segmenter`.
+
+    Raises the same errors as `ModelRunner`.
+    """
     return LocalModel(make_segmenter(spec, settings, context.device.driver), context)

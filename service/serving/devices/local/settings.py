@@ -7,9 +7,10 @@ from service.core.hardware import devices, host
 
 
 def split_settings(settings: Settings) -> list[tuple[str | None, Settings]]:
-    """Return the name and the settings of each device on this host. Raises ConfigError.
+    """Return the name and the settings of each device on this host.
 
     The name is None if there is only one device. With a cluster, only the devices listed in `device.serve` are used.
+    Raises ConfigError if `device.serve` is `all` and no GPU is available.
     """
     names = devices.list_gpus() if settings.device.serve == "all" else settings.device.serve
     if not names:

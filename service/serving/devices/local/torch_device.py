@@ -43,7 +43,7 @@ class TorchDevice:
             # Jobs on a lost device fail on their own.
             if not self._probe_lock.locked():
                 with suppress(RuntimeError):  # raised if no thread can be started
-                    threading.Thread(target=self._find_loss, args=(error,), name="probe", daemon=True).start()
+                    threading.Thread(target=self._report_if_lost, args=(error,), name="probe", daemon=True).start()
             device_bytes = None
         return FreeMemory(host.query_available_memory(), device_bytes)
 
@@ -54,7 +54,7 @@ class TorchDevice:
 
     @contextmanager
     def report_loss(self) -> Iterator[None]:
-        """Convert an error of the block to DeviceLost if the device has failed, and report the loss.
+        """Convert an error in the block to DeviceLost if the device has failed, and report the loss.
 
         After the loss is reported, the watchdog ends the process.
         """
@@ -67,13 +67,13 @@ class TorchDevice:
             self._on_loss(str(loss))
             raise loss from error
 
-    def _find_loss(self, error: Exception) -> None:
+    def _report_if_lost(self, error: Exception) -> None:
         with suppress(Exception), self._probe_lock, self.report_loss():
             raise error
 
 
 class DeviceContext(NamedTuple):
-    """The device on which a model is loaded, and the batcher that computes the windows of all requests there."""
+    """The device on which a model is loaded, and the batcher that runs the network on the windows of all requests."""
 
     device: TorchDevice
     batcher: WindowBatcher

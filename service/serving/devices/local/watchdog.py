@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 EXIT_STATUS = 3
 # Time between two checks.
-INTERVAL_SECONDS = 1.0
+CHECK_INTERVAL_SECONDS = 1.0
 
 
 def exit_process(reason: str) -> None:
@@ -29,12 +29,12 @@ def exit_process(reason: str) -> None:
     os._exit(EXIT_STATUS)
 
 
-class Watched(Protocol):
+class WatchedThread(Protocol):
     """The thread of a device, such as that of `WindowBatcher`."""
 
     @property
     def heartbeat(self) -> Hashable | None:
-        """A value that changes with every batch of windows; None while no batch is computed."""
+        """A value that changes with every batch of windows; None while no batch is being processed."""
 
     @property
     def alive(self) -> bool:
@@ -47,7 +47,7 @@ class Watchdog:
     `problem` explains in one sentence why the device is unavailable; it is None if the device is available.
 
     Args:
-        watched: the device's thread
+        watched_thread: the device's thread
         settings: maximum duration of a batch, and how long the thread may be stuck or dead before `on_exit` is called
         device: the name of the device in messages, such as "the device cuda:0"
         on_exit: called with the reason if the process has to exit
@@ -55,26 +55,26 @@ class Watchdog:
 
     def __init__(
         self,
-        watched: Watched,
+        watched_thread: WatchedThread,
         settings: sections.Watchdog,
         *,
         device: str = "the device",
         on_exit: Callable[[str], None] = exit_process,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._watched, self._on_exit, self._clock = watched, on_exit, clock
+        self._watched_thread, self._on_exit, self._clock = watched_thread, on_exit, clock
         self._device, self._subject = device, f"{device[0].upper()}{device[1:]}"
         self._batch_seconds, self._grace_seconds = settings.batch_seconds, settings.grace_seconds
         self._last_heartbeat: Hashable | None = None
         self._loss_reason = ""
-        self._last_check = clock()
+        self._last_check_time = clock()
         self._stuck_seconds = self._unavailable_seconds = 0.0
         self.problem: str | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        self._last_check = self._clock()
+        self._last_check_time = self._clock()
         self._thread.start()
 
     def stop(self) -> None:
@@ -85,38 +85,38 @@ class Watchdog:
         """Mark the device as lost for the lifetime of this process."""
         self._loss_reason = reason
 
-    def check(self) -> None:
+    def check_thread(self) -> None:
         """Check the device's thread once."""
         now = self._clock()
-        # If the whole process was suspended, so was the device. That time must not count as being stuck.
-        elapsed, self._last_check = min(now - self._last_check, 5 * INTERVAL_SECONDS), now
-        problem = self._find_problem(elapsed)
+        # The whole process may have been suspended since the last check. That time must not count as being stuck.
+        elapsed_seconds, self._last_check_time = min(now - self._last_check_time, 5 * CHECK_INTERVAL_SECONDS), now
+        problem = self._find_problem(elapsed_seconds)
         if problem != self.problem and problem is not None:
             log.error("%s", problem)
         elif problem is None and self.problem is not None:
             log.warning("%s has recovered.", self._subject)
         self.problem = problem
-        self._unavailable_seconds = self._unavailable_seconds + elapsed if problem else 0.0
+        self._unavailable_seconds = self._unavailable_seconds + elapsed_seconds if problem else 0.0
         if problem and self._unavailable_seconds >= self._grace_seconds:
             self._on_exit(problem)
 
-    def _find_problem(self, elapsed: float) -> str | None:
-        heartbeat = self._watched.heartbeat
+    def _find_problem(self, elapsed_seconds: float) -> str | None:
+        heartbeat = self._watched_thread.heartbeat
         is_unchanged = heartbeat is not None and heartbeat == self._last_heartbeat
-        self._stuck_seconds = self._stuck_seconds + elapsed if is_unchanged else 0.0
+        self._stuck_seconds = self._stuck_seconds + elapsed_seconds if is_unchanged else 0.0
         self._last_heartbeat = heartbeat
         if self._loss_reason:
             return self._loss_reason
-        if not self._watched.alive:
+        if not self._watched_thread.alive:
             return f"The thread that owns {self._device} has died."
         if self._stuck_seconds > self._batch_seconds:
             return f"{self._subject} is stuck: a batch of windows has taken more than {self._batch_seconds:g} s."
         return None
 
     def _loop(self) -> None:
-        while not self._stopped.wait(INTERVAL_SECONDS):
+        while not self._stopped.wait(CHECK_INTERVAL_SECONDS):
             try:
-                self.check()
+                self.check_thread()
             except Exception:
                 # Keep the thread running. Without it, a stuck device would go unnoticed.
                 log.exception("%s cannot be checked", self._subject)

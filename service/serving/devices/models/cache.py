@@ -1,4 +1,4 @@
-"""The cache of loaded models on one device, which evicts the least recently used models."""
+"""The cache of loaded models on one device, with least recently used (LRU) eviction."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ log = logging.getLogger(__name__)
 class Lease(Generic[T]):
     """A lease on a model, which lasts until `end` is called.
 
-    model  future that returns the loaded model or raises the loading error
+    model_future  future that returns the loaded model or raises the loading error
     """
 
     def __init__(self, release: Callable[[LoadedModel[T]], None]) -> None:
-        self.model: Future[T] = Future()
-        # Set before `model` gets its result.
+        self.model_future: Future[T] = Future()
+        # Set before `model_future` gets its result.
         self.entry: LoadedModel[T]
         self._release = release
         self._end_lock = threading.Lock()
 
     def end(self) -> None:
         """Release the model so that it may be unloaded, or stop waiting for it. May be called repeatedly."""
-        if not self._end_lock.acquire(blocking=False) or self.model.cancel():
+        if not self._end_lock.acquire(blocking=False) or self.model_future.cancel():
             return
-        if self.model.exception() is None:
+        if self.model_future.exception() is None:
             self._release(self.entry)
 
 
@@ -40,8 +40,8 @@ class ModelCache(Generic[T]):
     """A thread that loads models by name, one at a time, in the order in which they were requested.
 
     A model is never unloaded while a request uses it. If a model in use has to be evicted, no new leases on it are
-    granted, so that requests for the other model are not starved. Later requests for the evicted model wait until it is
-    loaded again. A reloaded model replaces the previous version, which stays loaded until its leases end.
+    granted, so that requests for the model to load are not starved. Later requests for the evicted model wait until it
+    is loaded again. A reloaded model replaces the previous version, which stays loaded until its leases end.
 
     limit_bytes     memory limit for all loaded models
     load            loads a model and prepares it for running; called in the thread, without the lock of this object
@@ -75,28 +75,31 @@ class ModelCache(Generic[T]):
         self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="load", daemon=True)
 
-    def start(self, names: Iterable[str]) -> None:
-        """Start the thread and load these models first. No lease is granted until then, because engines are timed."""
-        self._startup_models = list(names)
+    def start(self, startup_models: Iterable[str]) -> None:
+        """Start the thread and load these models first.
+
+        No lease is granted until they are loaded, because requests would affect the timing of engines.
+        """
+        self._startup_models = list(startup_models)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop loading models. Waiting leases get the error Cancelled."""
+        """Stop loading models. Waiting leases fail with Cancelled."""
         with self._condition:
             self._closed = True
             leases = self._pop_waiting_leases(tuple(self._waiting_leases))
-            reloads = [future for future, _ in self._pending_reloads.values()]
+            reload_futures = [future for future, _ in self._pending_reloads.values()]
             self._pending_reloads.clear()
             self._condition.notify_all()
         for lease in leases:
-            _cancel_for_shutdown(lease.model)
-        for future in reloads:
+            _cancel_for_shutdown(lease.model_future)
+        for future in reload_futures:
             _cancel_for_shutdown(future)
 
-    def join(self, seconds: float) -> bool:
-        """Wait up to `seconds` until the thread has ended; return whether it has."""
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait up to `timeout_seconds` until the thread has ended; return whether it has."""
         if self._thread.ident is not None:
-            self._thread.join(seconds)
+            self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     @property
@@ -138,7 +141,7 @@ class ModelCache(Generic[T]):
                     if name in self._problems
                     else Cancelled("The service is stopping.")
                 )
-                lease.model.set_exception(error)
+                lease.model_future.set_exception(error)
                 return lease
             self._waiting_leases.setdefault(name, []).append(lease)
             self._choose_next_model()
@@ -186,7 +189,7 @@ class ModelCache(Generic[T]):
             if step.model_to_load is not None:
                 self._load_model(step.model_to_load)
 
-    def _wait_for_step(self) -> _Step | None:
+    def _wait_for_step(self) -> _LoadingStep | None:
         """Wait for the next step; return None when the cache is closed."""
         while True:
             with self._condition:
@@ -200,19 +203,19 @@ class ModelCache(Generic[T]):
             if step is not None:
                 return step
 
-    def _choose_step(self) -> _Step | None:
+    def _choose_step(self) -> _LoadingStep | None:
         """Remove unused models that have to be evicted, and return the model to load if there is enough memory."""
         name = self._choose_next_model()
         removed_models = self._memory.remove_unused_models()
         if name is None or self._memory.is_evicting:
-            return _Step(removed_models, None) if removed_models else None
+            return _LoadingStep(removed_models, None) if removed_models else None
         self._loading_name, self._current_reload = name, self._pending_reloads.get(name)
-        return _Step(removed_models, name)
+        return _LoadingStep(removed_models, name)
 
     def _choose_next_model(self) -> str | None:
         """Return the model to load next, and mark the models to evict for it."""
         for waiting_name, leases in list(self._waiting_leases.items()):
-            if all(lease.model.cancelled() for lease in leases):
+            if all(lease.model_future.cancelled() for lease in leases):
                 del self._waiting_leases[waiting_name]
         names_to_load = (
             self._startup_models
@@ -243,7 +246,7 @@ class ModelCache(Generic[T]):
     def _pop_waiting_leases(self, names: Iterable[str]) -> list[Lease[T]]:
         """Remove the leases that wait for these models, and return those that have not ended."""
         leases = [lease for name in names for lease in self._waiting_leases.pop(name, ())]
-        return [lease for lease in leases if lease.model.set_running_or_notify_cancel()]
+        return [lease for lease in leases if lease.model_future.set_running_or_notify_cancel()]
 
     def _load_model(self, name: str) -> None:
         """Load a model. Its known or estimated size is within the memory limit."""
@@ -267,8 +270,8 @@ class ModelCache(Generic[T]):
             return
         del model
         self._free_memory(name)
-        if nbytes > (limit := self._memory.limit_bytes):
-            self._fail_loading(name, BrokenModel(format_too_large_error(name, nbytes, limit)))
+        if nbytes > (limit_bytes := self._memory.limit_bytes):
+            self._fail_loading(name, BrokenModel(format_too_large_error(name, nbytes, limit_bytes)))
         # Otherwise the model is larger than estimated, and is loaded again when there is enough memory.
 
     def _free_memory(self, name: str) -> None:
@@ -281,15 +284,15 @@ class ModelCache(Generic[T]):
     def _fail_loading(self, name: str, error: Exception) -> None:
         with self._condition:
             reload_future, keep_previous = self._end_loading(name)
-            is_kept = keep_previous and name in self._memory.entries
+            is_previous_kept = keep_previous and name in self._memory.entries
             problem = str(error) if isinstance(error, StackSegError) else f"{type(error).__name__}: {error}"
-            if not is_kept and not isinstance(error, CapacityError | RequestError | Cancelled):
+            if not is_previous_kept and not isinstance(error, CapacityError | RequestError | Cancelled):
                 self._memory.retire(name)
                 self._problems[name] = problem
-            log.error("%s cannot be %s: %s", name, "reloaded" if is_kept else "loaded", problem)
-            leases = [] if is_kept else self._pop_waiting_leases((name,))
+            log.error("%s cannot be %s: %s", name, "reloaded" if is_previous_kept else "loaded", problem)
+            leases = [] if is_previous_kept else self._pop_waiting_leases((name,))
         for lease in leases:
-            lease.model.set_exception(error)
+            lease.model_future.set_exception(error)
         reload_future.set_exception(error if isinstance(error, StackSegError) else BrokenModel(problem))
 
     def _end_loading(self, name: str) -> tuple[Future[None], bool]:
@@ -303,7 +306,7 @@ class ModelCache(Generic[T]):
         return current_reload
 
 
-class _Step(NamedTuple):
+class _LoadingStep(NamedTuple):
     """A step of the thread: the models that were removed, and the model to load next, if any."""
 
     removed_models: list[str]
@@ -316,12 +319,12 @@ def _cancel_for_shutdown(future: Future[Any]) -> None:
 
 def _complete_leases(granted_leases: list[Lease[T]]) -> None:
     for lease in granted_leases:
-        lease.model.set_result(lease.entry.model)
+        lease.model_future.set_result(lease.entry.model)
 
 
-def format_too_large_error(name: str, nbytes: int, limit: int) -> str:
+def format_too_large_error(name: str, nbytes: int, limit_bytes: int) -> str:
     """Return the error message for a model that exceeds the memory limit for all models."""
     return (
         f"The model {name} takes {nbytes / 2**20:.0f} MiB when loaded, but models.memory_bytes allows only "
-        f"{limit / 2**20:.0f} MiB for all models. Increase models.memory_bytes."
+        f"{limit_bytes / 2**20:.0f} MiB for all models. Increase models.memory_bytes."
     )

@@ -12,17 +12,17 @@ from service.models.spec import ModelSpec
 HOST_WEIGHT_COPIES = 3
 
 
-def make_default_estimator(spec: ModelSpec, settings: Settings, device_memory: int | None = None) -> Estimator:
+def make_default_estimator(spec: ModelSpec, settings: Settings, device_memory_bytes: int | None = None) -> Estimator:
     """Return an estimator for a model. It assumes the defaults for the device in these settings.
 
-    device_memory  memory of the device in bytes; None if the device shares the memory of the host
+    device_memory_bytes  memory of the device in bytes; None if the device shares the memory of the host
     """
     device = devices.choose_device(settings.device.name)
     return Estimator(
         spec,
         settings,
         choose_default_batch_size(settings, device),
-        is_on_host=device_memory is None,
+        is_on_host=device_memory_bytes is None,
         streams=choose_default_streams(settings, device),
-        device_memory=device_memory,
+        device_memory=device_memory_bytes,
     )

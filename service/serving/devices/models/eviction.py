@@ -22,12 +22,12 @@ T = TypeVar("T", bound=SizedModel)
 class ModelUsage(NamedTuple):
     """Memory usage and activity of a loaded model.
 
-    active_requests  number of requests that are using the model
-    last_used        when a request last started or stopped using the model, in seconds since 1970
+    active_request_count  number of requests that are using the model
+    last_used             when a request last started or stopped using the model, in seconds since 1970
     """
 
     nbytes: int
-    active_requests: int
+    active_request_count: int
     last_used: float
 
 
@@ -37,7 +37,7 @@ class LoadedModel(Generic[T]):
 
     model: T
     last_used: float
-    active_requests: int = 0
+    active_request_count: int = 0
     # Whether the model has to be evicted. It gets no new requests, because they could keep it loaded forever.
     must_evict: bool = False
 
@@ -47,11 +47,11 @@ class LoadedModel(Generic[T]):
         return self.model.nbytes
 
     def begin_use(self, request_count: int) -> None:
-        self.active_requests += request_count
+        self.active_request_count += request_count
         self.last_used = time.time()
 
     def end_use(self) -> None:
-        self.active_requests -= 1
+        self.active_request_count -= 1
         self.last_used = time.time()
 
 
@@ -68,12 +68,12 @@ class ModelMemory(Generic[T]):
         self.entries: dict[str, LoadedModel[T]] = {}
         self._sizes: dict[str, int] = {}
         # Retired models that are still in use, with their names.
-        self._retired: list[tuple[str, LoadedModel[T]]] = []
+        self._retired_entries: list[tuple[str, LoadedModel[T]]] = []
 
     @property
     def has_retired_models(self) -> bool:
         """Whether retired models are still loaded."""
-        return bool(self._retired)
+        return bool(self._retired_entries)
 
     @property
     def is_evicting(self) -> bool:
@@ -83,26 +83,28 @@ class ModelMemory(Generic[T]):
     def get_usage(self) -> dict[str, ModelUsage]:
         """Return the usage of each loaded model, by name."""
         return {
-            name: ModelUsage(entry.nbytes, entry.active_requests, entry.last_used)
+            name: ModelUsage(entry.nbytes, entry.active_request_count, entry.last_used)
             for name, entry in self.entries.items()
         }
 
     def mark_for_eviction(self, name: str | None) -> None:
         """Mark the models that have to be evicted to load the model `name`; None: unmark all models."""
-        excess = 0 if name is None else self._count_used_bytes() + self._get_size(name) - self.limit_bytes
+        excess_bytes = 0 if name is None else self._count_used_bytes() + self._get_size(name) - self.limit_bytes
         # Evict unused models first. Within each group, evict the least recently used models first.
-        for entry in sorted(self.entries.values(), key=lambda other: (other.active_requests > 0, other.last_used)):
-            entry.must_evict = excess > 0
-            excess -= entry.nbytes
+        for entry in sorted(self.entries.values(), key=lambda other: (other.active_request_count > 0, other.last_used)):
+            entry.must_evict = excess_bytes > 0
+            excess_bytes -= entry.nbytes
 
     def remove_unused_models(self) -> list[str]:
         """Remove all unused models that are retired or have to be evicted, and return their names."""
-        removed = [name for name, entry in self.entries.items() if entry.must_evict and not entry.active_requests]
-        for name in removed:
+        removed_names = [
+            name for name, entry in self.entries.items() if entry.must_evict and not entry.active_request_count
+        ]
+        for name in removed_names:
             del self.entries[name]
-        removed += [name for name, entry in self._retired if not entry.active_requests]
-        self._retired = [(name, entry) for name, entry in self._retired if entry.active_requests]
-        return removed
+        removed_names += [name for name, entry in self._retired_entries if not entry.active_request_count]
+        self._retired_entries = [(name, entry) for name, entry in self._retired_entries if entry.active_request_count]
+        return removed_names
 
     def put(self, name: str, model: T, nbytes: int) -> bool:
         """Add a model of size `nbytes`, replacing the previous version; return False if it exceeds the memory limit."""
@@ -116,7 +118,7 @@ class ModelMemory(Generic[T]):
     def retire(self, name: str) -> None:
         """Remove a model from `entries`, so that no new request uses it. Its memory is freed after its last request."""
         if (entry := self.entries.pop(name, None)) is not None:
-            self._retired.append((name, entry))
+            self._retired_entries.append((name, entry))
 
     def forget(self, name: str) -> None:
         """Remove a model from `entries`, and forget its size."""
@@ -128,5 +130,5 @@ class ModelMemory(Generic[T]):
         return self._sizes.get(name) or self._estimate_bytes(name)
 
     def _count_used_bytes(self) -> int:
-        retired = (entry for _, entry in self._retired)
-        return sum(entry.nbytes for entry in (*self.entries.values(), *retired))
+        retired_entries = (entry for _, entry in self._retired_entries)
+        return sum(entry.nbytes for entry in (*self.entries.values(), *retired_entries))

@@ -68,7 +68,10 @@ def make_resource_needs(estimate: Estimate) -> ResourceNeeds:
 
 
 class JobCounters(NamedTuple):
-    """Counters for the windows and results of the jobs of one device. `device` is its name in the metrics."""
+    """Counters for the windows and results of the jobs of one device.
+
+    device  name of the device in the metrics
+    """
 
     metrics: Metrics
     device: str

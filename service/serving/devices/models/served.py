@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelLoader(Protocol):
-    """Loads models on a device, and provides estimates before they are loaded."""
+    """Loads models on a device, and provides estimators for models that have not been loaded."""
 
     @property
     def weight_copies(self) -> int:
@@ -46,9 +46,9 @@ class ModelLoader(Protocol):
 class ServedModels:
     """The models that one device serves. `cache` loads them when requests need them.
 
-    device   name of the device, for metrics and the log
-    engines  descriptions of the engines of all models that have been loaded so far, by model
-    loading  progress of the models that are being loaded, by model
+    device            name of the device, for metrics and the log
+    engines           descriptions of the engines of all models that have been loaded so far, by model
+    loading_progress  progress of the models that are being loaded, by model
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ServedModels:
         self._load_seconds: dict[str, float] = {}
         self._estimators: dict[str, Estimator] = {}
         self.engines: dict[str, str] = {}
-        self.loading: dict[str, LoadingProgress] = {}
+        self.loading_progress: dict[str, LoadingProgress] = {}
         self.cache: ModelCache[DeviceModel] = ModelCache(
             memory_bytes, self._load, estimate_bytes=self._estimate_bytes, after_unload=self._after_unload, lock=lock
         )
@@ -137,7 +137,7 @@ class ServedModels:
         if weights_bytes > self._memory_bytes:
             raise BrokenModel(format_too_large_error(name, weights_bytes, self._memory_bytes))
         start_time = time.monotonic()
-        progress = self.loading[name] = LoadingProgress(f"loading {spec.identifier}")
+        progress = self.loading_progress[name] = LoadingProgress(f"loading {spec.identifier}")
         try:
             with progress.record_steps():
                 model = self._loader.load(spec)
@@ -145,9 +145,11 @@ class ServedModels:
             if not is_out_of_memory(error):
                 raise
             needed_bytes = self._estimate_bytes(name)
-            raise OutOfMemory(f"There is not enough memory to load {name}. Try again later.", needed_bytes) from error
+            raise OutOfMemory(
+                f"There is not enough memory to load the model {name}. Try again later.", needed_bytes
+            ) from error
         finally:
-            del self.loading[name]
+            del self.loading_progress[name]
         self._specs[name] = spec
         self._load_seconds[name] = time.monotonic() - start_time
         self._record_loaded(name, model)

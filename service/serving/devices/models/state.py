@@ -39,7 +39,8 @@ class ModelState(NamedTuple):
 def read_models(folders: Sequence[Path], trained_folder: Path | None) -> dict[str, ModelState]:
     """Read the models in `folders` and return their states by name. A folder that cannot be read counts as failed.
 
-    If two models have the same name, neither is served, unless one is below `trained_folder`: then the other is served.
+    If two models have the same name, neither is served. However, if one of them is in `trained_folder`, the other one
+    is served.
     """
     states: dict[str, ModelState] = {}
     for folder in folders:

@@ -10,14 +10,15 @@ from typing import Any
 
 from service.serving.devices.queue.job import Job, Progress
 
-# Number of recent jobs whose median duration `estimate_retry_seconds` uses.
+# Maximum number of recent jobs whose median duration `estimate_retry_seconds` uses.
 RECENT_JOB_COUNT = 16
 # Maximum value that `estimate_retry_seconds` returns.
 MAX_RETRY_SECONDS = 120
-# Assumed until a job of the model has been timed. Used only for ordering jobs, never shown to clients.
+# Device time per window, assumed until a job of the model has been timed. Used only for ordering jobs, and never shown
+# to clients.
 ASSUMED_SECONDS_PER_WINDOW = 0.1
 # Time after the last window relative to the time for windows, assumed until a job of the model has been timed.
-ASSUMED_FINISHING_SHARE = 0.1
+ASSUMED_FINISHING_RATIO = 0.1
 # Shorter finishing times are too inaccurate to learn from.
 MIN_TIMED_FINISHING_SECONDS = 0.1
 
@@ -25,14 +26,15 @@ MIN_TIMED_FINISHING_SECONDS = 0.1
 class JobDurations:
     """Estimates of job durations. Not thread-safe: `JobQueue` calls all methods with its lock held.
 
-    A job first computes windows. In its finishing phase, it decodes the remaining scores and writes the labels.
+    A job first runs the network on windows. In its finishing phase, it decodes the remaining scores and writes the
+    labels.
     """
 
     def __init__(self) -> None:
         self._recent_seconds: deque[float] = deque(maxlen=RECENT_JOB_COUNT)
         self._seconds_per_window: dict[str, float] = {}
         # Ratio of the finishing time to the time for windows, by model.
-        self._finishing_shares: dict[str, float] = {}
+        self._finishing_ratios: dict[str, float] = {}
 
     def estimate_window_seconds(self, job: Job[Any]) -> float:
         """Estimate the device time for one window of a job in seconds."""
@@ -43,7 +45,7 @@ class JobDurations:
         done, total = job.progress
         return (total - done if total else job.window_count) * self.estimate_window_seconds(job)
 
-    def estimate_seconds_left(self, job: Job[Any]) -> float | None:
+    def estimate_seconds_until_last_window(self, job: Job[Any]) -> float | None:
         """Estimate the seconds until the last window of a job is done; return None if unknown.
 
         The estimate is based on the progress of the job, or on earlier jobs of its model.
@@ -56,46 +58,50 @@ class JobDurations:
         return None
 
     def estimate_finishing_seconds_left(self, job: Job[Any]) -> float | None:
-        """Estimate the remaining finishing time in seconds; return None if finishing takes longer than expected."""
-        share, elapsed = self._finishing_shares.get(job.name), job.seconds_finishing
-        if elapsed > 0:
-            left = (share or 0.0) * (job.seconds_run - elapsed) - elapsed
-            return left if left > 0 else None
+        """Estimate the remaining finishing time in seconds; return None if finishing has taken longer than expected."""
+        finishing_ratio, elapsed_seconds = self._finishing_ratios.get(job.name), job.seconds_finishing
+        if elapsed_seconds > 0:
+            seconds_left = (finishing_ratio or 0.0) * (job.seconds_run - elapsed_seconds) - elapsed_seconds
+            return seconds_left if seconds_left > 0 else None
         done, total = job.progress
         window_seconds = (
             job.seconds_run * total / done if done else job.window_count * self.estimate_window_seconds(job)
         )
-        return (share or 0.0) * window_seconds
+        return (finishing_ratio or 0.0) * window_seconds
 
-    def estimate_new_job_seconds(self, name: str, window_count: int) -> float | None:
+    def estimate_new_job_seconds(self, model_name: str, window_count: int) -> float | None:
         """Estimate the duration of a job with this many windows; return None if no job of the model has been timed."""
-        if name not in self._seconds_per_window:
+        if model_name not in self._seconds_per_window:
             return None
-        return window_count * self._seconds_per_window[name] * (1 + self._finishing_shares.get(name, 0.0))
+        return window_count * self._seconds_per_window[model_name] * (1 + self._finishing_ratios.get(model_name, 0.0))
 
     def compute_progress(self, job: Job[Any]) -> Progress:
         """Return the progress of a job in windows, where finishing counts as the equivalent number of windows."""
         done, total = job.progress if job.progress.total else Progress(0, job.window_count)
-        share = self._finishing_shares.get(job.name, ASSUMED_FINISHING_SHARE)
-        finishing = max(math.ceil(share * total), 1)
-        if (elapsed := job.seconds_finishing) > 0:
-            expected = share * (job.seconds_run - elapsed)
-            done += int(min(finishing * elapsed / max(expected, elapsed), finishing - 1))
-        return Progress(done, total + finishing)
+        finishing_ratio = self._finishing_ratios.get(job.name, ASSUMED_FINISHING_RATIO)
+        finishing_windows = max(math.ceil(finishing_ratio * total), 1)
+        if (elapsed_seconds := job.seconds_finishing) > 0:
+            expected_seconds = finishing_ratio * (job.seconds_run - elapsed_seconds)
+            done += int(
+                min(finishing_windows * elapsed_seconds / max(expected_seconds, elapsed_seconds), finishing_windows - 1)
+            )
+        return Progress(done, total + finishing_windows)
 
-    def estimate_retry_seconds(self, running: Collection[Job[Any]]) -> int:
+    def estimate_retry_seconds(self, running_jobs: Collection[Job[Any]]) -> int:
         """Estimate the seconds until a running job ends, from its progress or the median duration of recent jobs."""
-        estimates = [left for job in running if (left := self.estimate_seconds_left(job)) is not None]
+        estimates = [
+            seconds for job in running_jobs if (seconds := self.estimate_seconds_until_last_window(job)) is not None
+        ]
         if estimates:
-            left = min(estimates)
+            seconds_left = min(estimates)
         elif self._recent_seconds:
-            longest = max((job.seconds_run for job in running), default=0.0)
-            left = statistics.median(self._recent_seconds) - longest
+            max_seconds_run = max((job.seconds_run for job in running_jobs), default=0.0)
+            seconds_left = statistics.median(self._recent_seconds) - max_seconds_run
         else:
             return 5
-        return min(max(math.ceil(left), 1), MAX_RETRY_SECONDS)
+        return min(max(math.ceil(seconds_left), 1), MAX_RETRY_SECONDS)
 
-    def learn(self, job: Job[Any]) -> None:
+    def learn_from(self, job: Job[Any]) -> None:
         """Update the estimates for windows and for finishing from a job that has ended."""
         if job.state != "done":
             return
@@ -104,8 +110,10 @@ class JobDurations:
             self._seconds_per_window[job.name] = (self._seconds_per_window.get(job.name, seconds) + seconds) / 2
         # A series is skipped, because its finishing time covers only the last time point.
         if not job.time_points.total and job.seconds_finishing > MIN_TIMED_FINISHING_SECONDS:
-            share = job.seconds_finishing / (job.seconds_run - job.seconds_finishing)
-            self._finishing_shares[job.name] = (self._finishing_shares.get(job.name, share) + share) / 2
+            finishing_ratio = job.seconds_finishing / (job.seconds_run - job.seconds_finishing)
+            self._finishing_ratios[job.name] = (
+                self._finishing_ratios.get(job.name, finishing_ratio) + finishing_ratio
+            ) / 2
 
     def record_duration(self, job: Job[Any]) -> None:
         """Record the duration of a job, for `estimate_retry_seconds`."""

@@ -1,4 +1,4 @@
-"""A job: work for a device with its state, progress and result."""
+"""A job: work for a device, with its state, progress and result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
 class Progress(NamedTuple):
-    """Number of completed windows and total number of windows; both are 0 until the total is known."""
+    """Number of completed items, such as windows, and total number of items; both are 0 until the total is known."""
 
     done: int = 0
     total: int = 0
@@ -39,13 +39,13 @@ class FreeMemory(NamedTuple):
 
 
 class Job(Generic[T]):
-    """Work for a device, which runs once, and its result.
+    """Work that runs once on a device, and its result.
 
     The work, its result and its errors refer to volumes and labels. A job has no reference cycles, so the volumes and
     labels are freed with the last reference to the job. Python's cycle collector would free them much later, because it
     seldom searches the many objects that PyTorch creates.
 
-    name          name of the model; all jobs of a model are expected to take the same time per window
+    model_name    name of the model; all jobs of a model are expected to take the same time per window
     work          function that runs in a thread of the queue, with the job as its argument. It polls `job.cancelled()`,
                   calls `job.advance(done, total)`, and returns the result or raises the exception for `future`
     window_count  estimated number of windows; 0 if unknown, which the queue treats as a short job
@@ -58,7 +58,7 @@ class Job(Generic[T]):
 
     def __init__(  # noqa: PLR0913
         self,
-        name: str,
+        model_name: str,
         work: Callable[[Job[T]], T],
         *,
         window_count: int = 0,
@@ -67,7 +67,7 @@ class Job(Generic[T]):
         owner: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name = name
+        self.name = model_name
         self._clock = clock
         self.owner = owner
         self.window_count = window_count
@@ -192,8 +192,8 @@ def _raise_already_run(_job: Job[Any]) -> NoReturn:
 
 def _drop_tracebacks(error: BaseException) -> None:
     """Drop the tracebacks of an error and of its chained exceptions."""
-    chain: list[BaseException | None] = [error]
-    while chain:
-        if (link := chain.pop()) is not None and link.__traceback__ is not None:
-            link.__traceback__ = None
-            chain += [link.__cause__, link.__context__]
+    pending_errors: list[BaseException | None] = [error]
+    while pending_errors:
+        if (current_error := pending_errors.pop()) is not None and current_error.__traceback__ is not None:
+            current_error.__traceback__ = None
+            pending_errors += [current_error.__cause__, current_error.__context__]

@@ -11,10 +11,11 @@ from service.serving.devices.queue.durations import JobDurations
 from service.serving.devices.queue.job import Job, Progress, ResourceNeeds
 from service.serving.devices.queue.memory import JobMemory
 
-# Number of batches for which windows should be available: one is computed and the next is prepared, plus one in case
-# preparation takes longer than computation.
+# Number of batches for which windows should be available: one that is being processed, one that is being prepared, and
+# one more in case preparation takes longer than processing.
 BATCHES_AHEAD = 3
-# A running job has priority over a waiting job only if its remaining work is less than this multiple of the other work.
+# A running job has priority over a waiting job only if the remaining work of the running job is less than this multiple
+# of the work of the waiting job.
 REMAINING_WORK_FACTOR = 2
 
 
@@ -27,19 +28,19 @@ class JobQueue:
     therefore overtakes a large one that was queued shortly before. A large job can be overtaken only by jobs that are
     created within its own duration, which bounds its waiting time.
 
-    Start: A job starts if fewer than `guaranteed_jobs` jobs are running, if the running jobs would soon leave the
-    device idle, or if it will be done long before the running jobs. Enough memory must be free, unless no other job is
-    running. A job that waits for memory can be overtaken by jobs that fit.
+    Start: A job starts if fewer than `guaranteed_job_count` jobs are running, if the running jobs would soon leave the
+    device idle, or if it will be done long before the running jobs. In addition, enough memory must be free, unless no
+    other job is running. A job that waits for memory can be overtaken by jobs that fit.
 
     Capacity: If owners share the queue, an owner may use at most as many places as it leaves free (dynamic thresholds,
     Choudhury and Hahne 1998). A single owner gets up to half of the places, two owners a third each, and there is
     always a place for another owner.
 
-    max_waiting      maximum number of waiting jobs, in addition to one that is running
-    max_running      maximum number of running jobs
-    memory           decides whether a job fits in memory
-    is_shared        whether several owners share the queue
-    guaranteed_jobs  number of jobs that may run regardless of the work that is left for the device
+    max_waiting           maximum number of waiting jobs, in addition to one that is running
+    max_running           maximum number of running jobs
+    memory                decides whether a job fits in memory
+    is_shared             whether several owners share the queue
+    guaranteed_job_count  number of jobs that may run regardless of how busy the device is
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class JobQueue:
         memory: JobMemory | None = None,
         *,
         is_shared: bool = False,
-        guaranteed_jobs: int = 1,
+        guaranteed_job_count: int = 1,
     ) -> None:
         self._max_waiting, self._is_shared = max_waiting, is_shared
-        self.max_running, self._guaranteed_jobs = max_running, guaranteed_jobs
+        self.max_running, self._guaranteed_job_count = max_running, guaranteed_job_count
         self._memory = memory or JobMemory()
         self._durations = JobDurations()
-        self._waiting: list[Job[Any]] = []
-        self._running: dict[Job[Any], ResourceNeeds] = {}
+        self._waiting_jobs: list[Job[Any]] = []
+        self._running_jobs: dict[Job[Any], ResourceNeeds] = {}
         self._closed = False
         self._condition = threading.Condition()
         # Whether a thread has been notified and has not searched for a job yet.
@@ -65,19 +66,19 @@ class JobQueue:
     @property
     def waiting_count(self) -> int:
         """Number of waiting jobs."""
-        return len(self._waiting)
+        return len(self._waiting_jobs)
 
     @property
     def running_jobs(self) -> tuple[Job[Any], ...]:
         """The running jobs."""
         with self._condition:
-            return tuple(self._running)
+            return tuple(self._running_jobs)
 
     @property
     def jobs(self) -> tuple[Job[Any], ...]:
         """The running jobs, followed by the waiting jobs in their order."""
         with self._condition:
-            return (*self._running, *self._waiting)
+            return (*self._running_jobs, *self._waiting_jobs)
 
     def is_full(self, owner: str | None = None) -> bool:
         """Return whether the queue refuses further jobs from this owner."""
@@ -98,9 +99,9 @@ class JobQueue:
             if self._closed:
                 raise NotReady("The service is stopping. Send the request again after it has restarted.")
             if self.is_full(owner):
-                for_key = " for requests with this API key" if self._is_shared else ""
-                message = f"The queue is full{for_key}: {len(self._waiting)} requests are waiting. Try again later."
-                raise QueueFull(message, self._durations.estimate_retry_seconds(self._running))
+                scope = " for requests with this API key" if self._is_shared else ""
+                message = f"The queue is full{scope}: {len(self._waiting_jobs)} requests are waiting. Try again later."
+                raise QueueFull(message, self._durations.estimate_retry_seconds(self._running_jobs))
 
     def offer(self, job: Job[Any]) -> None:
         """Add a job. Raises QueueFull or NotReady without blocking."""
@@ -114,7 +115,7 @@ class JobQueue:
         with self._condition:
             job.deadline = job.creation_time + self._durations.estimate_device_seconds(job)
             job.on_advance, job.on_needs_changed = self._on_advance, self.update_needs
-            self._waiting.append(job)
+            self._waiting_jobs.append(job)
             self._sort()
             self._notify()
         job.add_done_callback(self._remove)
@@ -128,11 +129,11 @@ class JobQueue:
     def take(self) -> Job[Any] | None:
         """Wait for the next job that may start; return None when the queue is closed and empty."""
         with self._condition:
-            while not (self._closed and not self._waiting):
+            while not (self._closed and not self._waiting_jobs):
                 self._has_notified_thread = False
                 if (job := self._find_next_job()) is not None:
-                    self._waiting.remove(job)
-                    self._running[job] = job.needs()
+                    self._waiting_jobs.remove(job)
+                    self._running_jobs[job] = job.needs()
                     self._sort()
                     # Another thread may start another job in addition to this one.
                     self._notify()
@@ -143,8 +144,8 @@ class JobQueue:
     def update_needs(self, job: Job[Any], needs: ResourceNeeds) -> None:
         """Change the resources of a running job; do nothing for other jobs."""
         with self._condition:
-            if job in self._running:
-                self._running[job] = needs
+            if job in self._running_jobs:
+                self._running_jobs[job] = needs
 
     def close(self) -> None:
         """Stop accepting jobs. Waiting jobs still run."""
@@ -160,23 +161,24 @@ class JobQueue:
     def get_position(self, job: Job[Any]) -> int | None:
         """Return the position of a waiting job, starting at 1 for the next one; None for a job that is not waiting."""
         with self._condition:
-            return self._waiting.index(job) + 1 if job in self._waiting else None
+            return self._waiting_jobs.index(job) + 1 if job in self._waiting_jobs else None
 
     def estimate_seconds_left(self, job: Job[Any]) -> float | None:
         """Estimate the seconds until a job is done, including the jobs before it; return None if unknown."""
         with self._condition:
             durations = self._durations
             finishing_seconds = durations.estimate_finishing_seconds_left(job)
-            if job in self._running:
-                left = durations.estimate_seconds_left(job)
-                return None if left is None or finishing_seconds is None else left + finishing_seconds
-            if job not in self._waiting:
+            if job in self._running_jobs:
+                seconds_left = durations.estimate_seconds_until_last_window(job)
+                return None if seconds_left is None or finishing_seconds is None else seconds_left + finishing_seconds
+            if job not in self._waiting_jobs:
                 return None
             seconds_before = [
-                durations.estimate_seconds_left(other) for other in self._waiting[: self._waiting.index(job) + 1]
+                durations.estimate_seconds_until_last_window(other)
+                for other in self._waiting_jobs[: self._waiting_jobs.index(job) + 1]
             ]
             # Running jobs share the device, so all of them are done when the longest one is done.
-            running_seconds = [durations.estimate_seconds_left(other) for other in self._running]
+            running_seconds = [durations.estimate_seconds_until_last_window(other) for other in self._running_jobs]
         if None in seconds_before or None in running_seconds:
             return None
         return (
@@ -185,10 +187,10 @@ class JobQueue:
             + (finishing_seconds or 0.0)
         )
 
-    def estimate_new_job_seconds(self, name: str, window_count: int) -> float | None:
+    def estimate_new_job_seconds(self, model_name: str, window_count: int) -> float | None:
         """Estimate the duration of a job with this many windows; return None if no job of the model has been timed."""
         with self._condition:
-            return self._durations.estimate_new_job_seconds(name, window_count)
+            return self._durations.estimate_new_job_seconds(model_name, window_count)
 
     def get_progress(self, job: Job[Any]) -> Progress:
         """Return the progress of a job in windows, where finishing counts as the equivalent number of windows."""
@@ -196,24 +198,24 @@ class JobQueue:
 
     def _sort(self) -> None:
         """Order the waiting jobs by the turn of their owner, and within a turn by deadline."""
-        if len(self._waiting) < 2:
+        if len(self._waiting_jobs) < 2:
             return
-        turns = Counter(job.owner for job in self._running)
-        order: dict[Job[Any], tuple[int, float]] = {}
-        for job in sorted(self._waiting, key=lambda job: job.deadline):
-            order[job] = turns[job.owner], job.deadline
+        turns = Counter(job.owner for job in self._running_jobs)
+        sort_keys: dict[Job[Any], tuple[int, float]] = {}
+        for job in sorted(self._waiting_jobs, key=lambda job: job.deadline):
+            sort_keys[job] = turns[job.owner], job.deadline
             turns[job.owner] += 1
-        self._waiting.sort(key=order.__getitem__)
+        self._waiting_jobs.sort(key=sort_keys.__getitem__)
 
     def _find_next_job(self) -> Job[Any] | None:
         """Return the next job if one may start now, else None."""
-        if len(self._running) >= self.max_running:
+        if len(self._running_jobs) >= self.max_running:
             return None
         blocked_needs: ResourceNeeds | None = None
         blocked_owners = self._find_blocked_owners()
-        for job in self._waiting:
+        for job in self._waiting_jobs:
             if job.is_ready and job.owner not in blocked_owners and self._is_useful(job, needs := job.needs()):
-                if self._memory.fits(needs, blocked_needs, self._running.values()):
+                if self._memory.fits(needs, blocked_needs, self._running_jobs.values()):
                     return job
                 blocked_needs = blocked_needs or needs
         return None
@@ -223,17 +225,20 @@ class JobQueue:
 
         The last slot for running jobs is reserved for an owner without a running job.
         """
-        is_last_slot = self._is_shared and len(self._running) == self.max_running - 1
-        return {job.owner for job in self._running} if is_last_slot else set()
+        is_last_slot = self._is_shared and len(self._running_jobs) == self.max_running - 1
+        return {job.owner for job in self._running_jobs} if is_last_slot else set()
 
     def _is_useful(self, job: Job[Any], needs: ResourceNeeds) -> bool:
-        """Return whether windows of the job would be in the next batches, after running jobs with less work."""
-        if len(self._running) < self._guaranteed_jobs:
+        """Return whether the next batches would have slots for windows of the job.
+
+        Windows of running jobs with less work come first.
+        """
+        if len(self._running_jobs) < self._guaranteed_job_count:
             return True
         durations = self._durations
         max_seconds = REMAINING_WORK_FACTOR * durations.estimate_device_seconds(job)
         seconds_ahead = sum(
-            left for left in map(durations.estimate_device_seconds, self._running) if left < max_seconds
+            seconds for seconds in map(durations.estimate_device_seconds, self._running_jobs) if seconds < max_seconds
         )
         # Subtract half a window, so that rounding errors do not affect the result.
         return seconds_ahead < (BATCHES_AHEAD * needs.batch_size - 0.5) * durations.estimate_window_seconds(job)
@@ -248,16 +253,16 @@ class JobQueue:
 
         A thread that was notified earlier will see all changes since then, and will notify the next thread.
         """
-        if self._waiting and not self._has_notified_thread and self._find_next_job() is not None:
+        if self._waiting_jobs and not self._has_notified_thread and self._find_next_job() is not None:
             self._has_notified_thread = True
             self._condition.notify()
 
     def _remove(self, job: Job[Any]) -> None:
         with self._condition:
             self._memory.invalidate()
-            if self._running.pop(job, None) is None and job in self._waiting:
-                self._waiting.remove(job)
-            self._durations.learn(job)
+            if self._running_jobs.pop(job, None) is None and job in self._waiting_jobs:
+                self._waiting_jobs.remove(job)
+            self._durations.learn_from(job)
             self._sort()
             # When a thread takes a job, it notifies the next thread. But all threads must see that the queue is closed.
             if self._closed:

@@ -40,9 +40,9 @@ class JobThreads:
         for thread in self._threads:
             thread.start()
 
-    def join(self, seconds: float) -> bool:
-        """Wait up to `seconds` until all threads have ended; return whether they have."""
-        deadline = time.monotonic() + seconds
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait up to `timeout_seconds` until all threads have ended; return whether they have."""
+        deadline = time.monotonic() + timeout_seconds
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(deadline - time.monotonic(), 0.0))

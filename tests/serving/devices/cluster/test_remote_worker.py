@@ -28,7 +28,7 @@ from service.serving.devices.cluster.actor import Actor, ActorFactory
 from service.serving.devices.cluster.actor_pool import ActorPool
 from service.serving.devices.cluster.device_actor import make_actor_settings
 from service.serving.devices.cluster.exchange import ABANDONED_SECONDS, MARKER_NAME, Exchange, Task
-from service.serving.devices.cluster.remote_actor import POLL_SECONDS, STATUS_SECONDS
+from service.serving.devices.cluster.remote_actor import POLL_INTERVAL_SECONDS, STATUS_INTERVAL_SECONDS
 from service.serving.devices.local.model import Segmenter
 
 Service = tuple[LiveServer, list[ThreadActor]]
@@ -170,7 +170,7 @@ def test_status_call_does_not_unload_models_of_tasks(bands_repository: Path, tmp
     blocking, loaded = (actor.call("load", Task(name, name, spec)) for name in ("first", "second"))
     wait_until(lambda: fakes)
     wait_until(lambda: len(actor.device._jobs) == 2)
-    actor.device.status(())
+    actor.device.report_status(())
     fakes[0].gate.set()
     wait_until(lambda: len(fakes) == 2)
     fakes[1].gate.set()
@@ -181,7 +181,7 @@ def test_exchange_folder_is_renewed_while_actors_do_not_respond(tmp_path: Path) 
     exchange, silent_actor = Exchange(tmp_path), UnresponsiveActor()
     [device] = ActorPool(exchange, lambda: silent_actor, Cluster(), 1).actors
     device.start()
-    time.sleep(STATUS_SECONDS + 2 * POLL_SECONDS)
+    time.sleep(STATUS_INTERVAL_SECONDS + 2 * POLL_INTERVAL_SECONDS)
     os.utime(exchange.path / MARKER_NAME, (0, 0))
     exchange._last_touch_time = -ABANDONED_SECONDS
     wait_until(lambda: (exchange.path / MARKER_NAME).stat().st_mtime > 0, 5)

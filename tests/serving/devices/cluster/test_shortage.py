@@ -9,6 +9,6 @@ from service.serving.devices.cluster.ray_cluster import describe_shortage
 def test_shortage_lists_missing_gpus_and_cpus() -> None:
     cluster = Cluster(gpus=1, cpus=2)
     assert describe_shortage({"GPU": 2, "CPU": 4}, cluster, 2) is None
-    assert "has only 1 of 2 GPUs that 2 workers" in (describe_shortage({"GPU": 1, "CPU": 4}, cluster, 2) or "")
-    assert "has only 0 of 3 GPUs and 2 of 6 CPUs that" in (describe_shortage({"CPU": 2}, cluster, 3) or "")
+    assert "has only 1 of the 2 GPUs that 2 workers" in (describe_shortage({"GPU": 1, "CPU": 4}, cluster, 2) or "")
+    assert "has only 0 of the 3 GPUs and 2 of the 6 CPUs that" in (describe_shortage({"CPU": 2}, cluster, 3) or "")
     assert describe_shortage({"CPU": 3}, Cluster(gpus=0), 3) is None

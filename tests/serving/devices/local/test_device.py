@@ -28,7 +28,7 @@ def test_cancelled_job_does_not_keep_a_lease(bands_repository: Path, tmp_path: P
         job.cancel()
         runtime.reserve("bands").take(job)
         (device,) = runtime.devices.all
-        assert device.loaded_models["bands"].active_requests == 0
+        assert device.loaded_models["bands"].active_request_count == 0
 
 
 @pytest.mark.parametrize("operation", ["free memory", "unload"])

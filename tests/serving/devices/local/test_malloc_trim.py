@@ -19,14 +19,14 @@ class Process:
 def test_memory_is_trimmed_after_enough_cpu_time() -> None:
     """The first check trims, because starting the process takes CPU time."""
     process = Process()
-    process.trimmer.check()
-    process.trimmer.check()
+    process.trimmer.trim_if_needed()
+    process.trimmer.trim_if_needed()
     assert process.trims == [5.0]
     process.cpu_seconds += MIN_CPU_SECONDS / 2
-    process.trimmer.check()
+    process.trimmer.trim_if_needed()
     assert process.trims == [5.0]
     process.cpu_seconds += MIN_CPU_SECONDS / 2
-    process.trimmer.check()
+    process.trimmer.trim_if_needed()
     assert process.trims == [5.0, 6.0]
 
 

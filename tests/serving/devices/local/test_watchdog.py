@@ -27,7 +27,7 @@ class Device:
     def advance(self, seconds: int) -> str | None:
         for _ in range(seconds):
             self.now += 1
-            self.watchdog.check()
+            self.watchdog.check_thread()
         return self.watchdog.problem
 
 
@@ -90,7 +90,7 @@ def test_time_while_the_process_was_suspended_does_not_count(device: Device) -> 
 
 
 def test_watchdog_continues_after_a_failed_check(caplog: pytest.LogCaptureFixture) -> None:
-    class Watched:
+    class WatchedThread:
         alive, checks = True, 0
 
         @property
@@ -100,7 +100,7 @@ def test_watchdog_continues_after_a_failed_check(caplog: pytest.LogCaptureFixtur
                 raise RuntimeError("the driver does not respond")
             return self.checks
 
-    watched = Watched()
+    watched = WatchedThread()
     watchdog = Watchdog(watched, config.Watchdog(batch_seconds=1, grace_seconds=1))
     watchdog.start()
     wait_until(lambda: watched.checks > 1)

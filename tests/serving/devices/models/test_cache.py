@@ -49,7 +49,7 @@ class RecordingCache:
     def use(self, name: str) -> Lease[Model]:
         """Return a lease whose model is loaded."""
         lease = self.model_cache.lease(name)
-        assert lease.model.result(10).name == name
+        assert lease.model_future.result(10).name == name
         return lease
 
     def touch(self, *names: str) -> None:
@@ -91,7 +91,7 @@ def test_models_are_loaded_even_if_freeing_memory_fails(caplog: pytest.LogCaptur
 def test_model_is_evicted_by_its_current_size() -> None:
     with started_cache(10, a=1, b=1) as cache:
         lease = cache.use("a")
-        lease.model.result().nbytes = 10
+        lease.model_future.result().nbytes = 10
         lease.end()
         assert cache.model_cache.loaded_models["a"].nbytes == 10
         cache.touch("b")
@@ -101,11 +101,11 @@ def test_model_is_evicted_by_its_current_size() -> None:
 def test_leases_are_granted_after_all_startup_models_are_loaded() -> None:
     with started_cache(10, "a", "b", a=3, b=3) as cache:
         lease, loads = cache.model_cache.lease("a"), list[list[str]]()
-        lease.model.add_done_callback(lambda _: loads.append([*cache.loads]))
+        lease.model_future.add_done_callback(lambda _: loads.append([*cache.loads]))
         wait_until(lambda: "a" in cache.loads)
         assert cache.model_cache.pending_startup_models == ("a", "b")
         cache.gate.set()
-        assert lease.model.result(10).name == "a"
+        assert lease.model_future.result(10).name == "a"
         wait_until(lambda: loads == [["a", "b"]])
 
 
@@ -116,13 +116,13 @@ def test_model_in_use_is_not_unloaded_but_gets_no_new_leases_while_another_waits
         wait_until(lambda: cache.model_cache.is_load_pending("b"))
         late = cache.model_cache.lease("a")
         first.end()
-        assert not other.model.done()
-        assert not late.model.done(), "otherwise b could wait forever while others use a"
+        assert not other.model_future.done()
+        assert not late.model_future.done(), "otherwise b could wait forever while others use a"
         second.end()
-        assert other.model.result(10).name == "b"
-        assert not late.model.done()
+        assert other.model_future.result(10).name == "b"
+        assert not late.model_future.done()
         other.end()
-        assert late.model.result(10).name == "a"
+        assert late.model_future.result(10).name == "a"
         late.end()
     assert cache.unloads == ["a", "b"]
 
@@ -132,12 +132,12 @@ def test_cancelled_lease_stops_the_eviction_of_other_models() -> None:
         first = cache.use("a")
         other, late = cache.model_cache.lease("b"), cache.model_cache.lease("a")
         other.end()
-        assert other.model.cancelled()
+        assert other.model_future.cancelled()
         first.end()
-        assert late.model.result(10).name == "a"
+        assert late.model_future.result(10).name == "a"
         late.end()
         late.end()
-        assert cache.model_cache.loaded_models["a"].active_requests == 0
+        assert cache.model_cache.loaded_models["a"].active_request_count == 0
     assert cache.unloads == []
 
 
@@ -157,10 +157,10 @@ def test_model_larger_than_the_limit_fails_and_other_models_stay_loaded() -> Non
         cache.touch("a")
         lease = cache.model_cache.lease("huge")
         with pytest.raises(BrokenModel, match=r"huge takes .*models\.memory_bytes allows"):
-            lease.model.result(10)
+            lease.model_future.result(10)
         assert "huge" in cache.model_cache.problems
         with pytest.raises(BrokenModel):
-            cache.model_cache.lease("huge").model.result(10)
+            cache.model_cache.lease("huge").model_future.result(10)
         assert cache.loads == ["a", "huge"]
         cache.touch("a")
         assert cache.loads == ["a", "huge"]
@@ -173,10 +173,10 @@ def test_loaded_models_are_usable_while_another_is_loaded() -> None:
         waiting = cache.model_cache.lease("b")
         wait_until(lambda: cache.loads == ["a", "b"])
         cache.touch("a")
-        assert not waiting.model.done()
+        assert not waiting.model_future.done()
         assert cache.model_cache.is_load_pending("b")
         cache.gate.set()
-        assert waiting.model.result(10).name == "b"
+        assert waiting.model_future.result(10).name == "b"
 
 
 @pytest.mark.parametrize(
@@ -188,15 +188,15 @@ def test_loading_is_retried_after_temporary_errors_only(error: Exception, is_ret
         cache.error = error
         lease = cache.model_cache.lease("a")
         with pytest.raises(type(error)):
-            lease.model.result(10)
+            lease.model_future.result(10)
         cache.error = None
         assert bool(cache.model_cache.problems) is not is_retried
         second = cache.model_cache.lease("a")
         if is_retried:
-            assert second.model.result(10).name == "a"
+            assert second.model_future.result(10).name == "a"
         else:
             with pytest.raises(BrokenModel, match="RuntimeError: unexpected"):
-                second.model.result(10)
+                second.model_future.result(10)
 
 
 def test_waiting_leases_are_cancelled_when_the_cache_closes() -> None:
@@ -207,7 +207,7 @@ def test_waiting_leases_are_cancelled_when_the_cache_closes() -> None:
         cache.model_cache.close()
         for lease in (loading, waiting, cache.model_cache.lease("a")):
             with pytest.raises(Cancelled):
-                lease.model.result(10)
+                lease.model_future.result(10)
 
 
 def test_concurrent_use_of_more_models_than_fit() -> None:

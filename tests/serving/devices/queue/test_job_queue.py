@@ -58,7 +58,7 @@ def run_timed_job(queue: JobQueue, name: str, windows: int, seconds: float) -> N
 
 
 def test_guaranteed_jobs_run_regardless_of_remaining_work() -> None:
-    queue = JobQueue(max_waiting=30, guaranteed_jobs=3)
+    queue = JobQueue(max_waiting=30, guaranteed_job_count=3)
     jobs = [make_job(10_000) for _ in range(5)]
     offer(queue, *jobs)
     assert takes(queue, *jobs[:3])
