@@ -49,9 +49,9 @@ AsyncJobsDependency = Annotated[JobManager, Depends(get_async_jobs)]
 
 
 def get_quota_name(request: Request) -> str:
-    """Return the name that quotas are counted under.
+    """Return the name under which quotas are counted.
 
-    It is the name of the API key or, if the service has no keys, the client's address.
+    This is the name of the API key or, if the service has no keys, the client's address.
     """
     caller = get_caller(request)
     if caller not in {None, ANONYMOUS} or request.client is None:

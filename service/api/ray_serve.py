@@ -26,7 +26,7 @@ from service.serving.runtime import Runtime
 REPLICA_LOCAL_PATHS = ("/jobs", "/stacks", "/annotations", "/trainings")
 # Path of a resource that is read-only if there are several replicas, because a change would affect only one of them.
 READ_ONLY_PATH = "/models"
-# Interval between checks whether models are loaded at startup, and whether running work has ended at shutdown.
+# Interval between checks for loaded models at startup and for running work at shutdown.
 POLL_SECONDS = 0.2
 
 # The runtime of the replica in this process, once its application has been built.
@@ -101,7 +101,7 @@ class StatelessReplica:
 
 
 def wrap_lifespan(lifespan: Any, runtime: Runtime) -> Any:
-    """Wrap a lifespan to wait for models at startup and for running work at shutdown. Ray Serve sends no signal."""
+    """Wrap a lifespan to wait for models at startup and, as Ray Serve sends no signal, for running work at shutdown."""
 
     @asynccontextmanager
     async def wrapped_lifespan(app: FastAPI) -> AsyncIterator[Any]:

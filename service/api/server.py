@@ -1,4 +1,4 @@
-"""Running the service with uvicorn: configuration, listening sockets, and graceful shutdown."""
+"""Run the service with uvicorn: configuration, listening sockets, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
         await self._wait_for_open_requests(deadline)
         for server in self.servers:
             server.close()
-        # Otherwise, in Python 3.12 and later, uvicorn would wait for clients whose TLS handshake is not complete.
+        # If the list were not empty, uvicorn would wait for incomplete TLS handshakes in Python 3.12 and later.
         self.servers = []
         close_task = asyncio.create_task(self._close_stalled_uploads(deadline))
         try:
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
             close_task.cancel()
 
     async def _wait_for_open_requests(self, deadline: float) -> None:
-        """Wait until all open connections are closed and no work is running, but not beyond the deadline."""
+        """Wait until all open connections are closed and no work is running, or until the deadline."""
         open_connections = {
             connection for connection in self.server_state.connections if isinstance(connection, Connection)
         }

@@ -28,18 +28,18 @@ class RateLimit:
         self._running_count = 0
 
     def count_request(self) -> None:
-        """Consume one token. Raises RateLimited with the number of seconds until the next token is available."""
+        """Consume one token. If none is available, raises RateLimited with the number of seconds until the next one."""
         if not self._per_minute:
             return
-        now, per_second = self._clock(), self._per_minute / 60
-        self._tokens = min(self._tokens + (now - self._refilled_at) * per_second, float(self._per_minute))
+        now, tokens_per_second = self._clock(), self._per_minute / 60
+        self._tokens = min(self._tokens + (now - self._refilled_at) * tokens_per_second, float(self._per_minute))
         self._refilled_at = now
         if self._tokens < 1:
             message = (
                 f"Too many requests: this key may send {self._per_minute} requests per minute. Wait a moment, then try"
                 " again."
             )
-            raise RateLimited(message, math.ceil((1 - self._tokens) / per_second))
+            raise RateLimited(message, math.ceil((1 - self._tokens) / tokens_per_second))
         self._tokens -= 1
 
     @contextmanager

@@ -23,7 +23,7 @@ MAX_DESCRIPTORS = 2**16
 # Maximum number of connections closed at a time, which is also limited to an eighth of all connections. Closing several
 # connections at a time avoids a scan of all connections for every new one.
 MAX_EVICTED_CONNECTIONS = 32
-# Among waiting connections, those younger than this are closed last.
+# Among waiting connections, those that have waited for less than this time are closed last.
 NEW_CONNECTION_SECONDS = 1.0
 # Minimum interval between log messages about closed connections.
 LOG_INTERVAL_SECONDS = 60.0
@@ -54,7 +54,7 @@ class Listener(socket.socket):
 
     listening_socket  listening socket whose descriptor this object takes over
     max_connections   maximum number of connections
-    connections       the connections of the server that have completed the TLS handshake, if any, and use HTTP
+    connections       the server's HTTP connections, excluding those that are still in their TLS handshake
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class Listener(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection. Raises BlockingIOError or OSError, after which asyncio tries again later."""
         if self._has_evicted_connections:
-            # asyncio accepts connections in a loop until this error, which lets it close the aborted connections first.
+            # asyncio accepts connections in a loop that ends with this error. It then closes the aborted connections
+            # before it accepts new ones.
             self._has_evicted_connections = False
             raise BlockingIOError
         try:
@@ -88,7 +89,7 @@ class Listener(socket.socket):
             self._has_evicted_connections = self._evict_connections()
             if not self._has_evicted_connections:
                 accepted_socket.close()
-                # Not ConnectionAbortedError, after which newer versions of asyncio would accept again immediately.
+                # After a ConnectionAbortedError, newer versions of asyncio would accept again immediately.
                 raise BlockingIOError
         self._accepted_connections[accepted_socket.fileno()] = _AcceptedConnection(
             accepted_socket, str(address[0]), time.monotonic()

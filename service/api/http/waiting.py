@@ -36,7 +36,7 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
     has_ended = is_cancelled = False
 
     def cancel(_disconnect_task: asyncio.Future[None]) -> None:
-        # The event loop calls this one iteration after the client disconnected. The work may have ended in between.
+        # The event loop calls this function one iteration after the disconnect. The work may have ended in between.
         nonlocal is_cancelled
         if not has_ended:
             is_cancelled = task.cancel()

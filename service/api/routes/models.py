@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 
-from service.api.access.authentication import check_admin, identify
+from service.api.access.authentication import check_admin, get_identity
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_trainings
 from service.api.messages.models import PICTURE_FILE, ModelInfo, ModelList, ModelReload, report_model, report_models
 from service.serving.storage.threads import run_in_thread
@@ -31,7 +31,7 @@ async def list_models(request: Request, runtime: RuntimeDependency) -> ModelList
 
     A model that is not loaded yet will be loaded for the first request that uses it.
     """
-    caller = identify(request, runtime.settings.access)
+    caller = get_identity(request, runtime.settings.access)
     return report_models(runtime, partial(get_trainings(request).trained_models.can_delete, **caller._asdict()))
 
 
@@ -41,7 +41,7 @@ async def get_model(request: Request, name: str, runtime: RuntimeDependency) -> 
 
     If the model is loaded, also returns its engine, precision and memory format, and warnings.
     """
-    caller, model = identify(request, runtime.settings.access), runtime.models.get_state(name)
+    caller, model = get_identity(request, runtime.settings.access), runtime.models.get_state(name)
     return report_model(
         model, removable=get_trainings(request).trained_models.can_delete(model, caller.owner, is_admin=caller.is_admin)
     )
@@ -59,7 +59,7 @@ async def delete_model(
     access = runtime.settings.access
     if not access.keys:
         check_admin(request, access)
-    owner, is_admin = identify(request, access)
+    owner, is_admin = get_identity(request, access)
     delete = get_trainings(request).trained_models.delete
     await run_in_thread(partial(delete, name, owner, is_admin=is_admin, has_jobs=async_jobs.uses_model))
 
