@@ -64,19 +64,24 @@ def _add_comparison_options(bench: argparse.ArgumentParser) -> None:
         "--build-seconds",
         type=float,
         default=math.inf,
-        help="Time limit for building the compared engines (default: none)",
+        help="Time limit in seconds for building the compared engines (default: none)",
     )
-    bench.add_argument("--profile", type=Path, metavar="JSON", help="Write a torch profiler trace of one request")
-    bench.add_argument("--json", type=Path, metavar="JSON", help="Write all measurements as JSON")
     bench.add_argument(
-        "--plot", type=Path, metavar="PNG", help="Plot stages and comparisons as bar charts (requires the demo extra)"
+        "--profile", type=Path, metavar="JSON", help="Write a torch profiler trace of one request to this file"
+    )
+    bench.add_argument("--json", type=Path, metavar="JSON", help="Write all measurements to this JSON file")
+    bench.add_argument(
+        "--plot",
+        type=Path,
+        metavar="PNG",
+        help="Write bar charts of the stages and comparisons to this file (requires the demo extra)",
     )
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Measure one model in this process, and print each line of the Markdown report as soon as its values are known.
 
-    Returns 1 if the network did not run with the configured `engine` settings.
+    Return 1 if the network did not run with the configured `engine` settings, otherwise 0.
     """
     _check_options(options)
     if options.device is not None:
@@ -121,7 +126,7 @@ def _run_hosts(options: argparse.Namespace, settings: Settings) -> int:
 
     spec = choose_model(options.model, settings)
     rows: list[hosts.HostsRow] = []
-    for row in hosts.measure(spec, settings, tuple(options.shape), options.repeats):
+    for row in hosts.measure_throughput(spec, settings, tuple(options.shape), options.repeats):
         if not rows:
             _print_line(hosts.TABLE_HEADER)
         rows.append(row)
@@ -132,6 +137,6 @@ def _run_hosts(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def _print_line(line: str) -> None:
-    """Print a line and flush it, so that it appears immediately even if the output is a file."""
+    """Print a line and flush the output, so that the line appears immediately even if the output is a file."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

@@ -24,7 +24,7 @@ def add_arguments(evaluate: argparse.ArgumentParser) -> None:
     evaluate.add_argument(
         "--model", help="Name or folder of the model (default: the setting models.default, or nuclei if it is not set)"
     )
-    evaluate.add_argument("--channel", help="Index or name of the channel, if the stacks have several channels")
+    evaluate.add_argument("--channel", help="Name or zero-based index of the channel, if the stacks have several")
     evaluate.add_argument(
         "--diameter",
         nargs="+",
@@ -35,7 +35,7 @@ def add_arguments(evaluate: argparse.ArgumentParser) -> None:
     evaluate.add_argument(
         "--no-floor",
         action="store_true",
-        help="Skip the classical method, the baseline for the scores of the model, which can be slow",
+        help="Skip the classical method, which is the baseline for the model's scores and can be slow",
     )
     evaluate.add_argument("--json", action="store_true", help="Print a JSON array with one entry per stack and method")
     evaluate.set_defaults(run=run, extra="train")

@@ -21,11 +21,11 @@ def add_arguments(key: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _settings: Settings) -> int:
-    """Print a new API key, and the lines of the configuration file with its hash."""
+    """Print a new API key, and the lines with its hash for the configuration file."""
     if not re.fullmatch(KEY_NAME, options.name):
         raise BadParameter(
-            f"The name {options.name!r} is not valid. Use up to 64 letters, digits and . _ @ -, with a letter or digit"
-            " first."
+            f"The name {options.name!r} is not valid. Use up to 64 letters, digits and the characters . _ @ -, and"
+            " begin with a letter or a digit."
         )
     key = api_keys.generate_key()
     sys.stdout.write(

@@ -70,8 +70,8 @@ def _add_block_options(segment: argparse.ArgumentParser) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="Segment an OME-Zarr image of any size block by block with this number of processes (default: in one"
-        " piece)",
+        help="Segment an OME-Zarr image of any size block by block with this number of processes (default: segment it"
+        " in one piece)",
     )
     segment.add_argument(
         "--ray",

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     host = settings.server.host
     if is_public(host) and not settings.access.keys:
         log.warning(
-            "%s is a public address and there are no access.keys: anyone who can reach it can use the service",
+            "%s is a public address and access.keys is empty: anyone who can reach this address can use the service",
             host,
         )
     if not serve(settings, host, settings.server.port):

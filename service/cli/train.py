@@ -18,7 +18,7 @@ def add_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--labels", type=Path, nargs="+", required=True, help="Ground-truth labels for --images, in the same order"
     )
-    train.add_argument("--out", type=Path, help="Folder of the new model, for example models/mine")
+    train.add_argument("--out", type=Path, help="Folder for the new model, for example models/mine")
     train.add_argument("--from", dest="base", metavar="MODEL", help="Name or folder of the model to start from")
     train.add_argument("--steps", type=int, help="Number of training steps")
     train.add_argument(
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         sys.stdout.write("\n".join([HEADER, *rows]) + "\n")
         return 0
     if options.out is None:
-        raise BadParameter("--out is missing. Set it to the folder of the new model, for example models/mine.")
+        raise BadParameter("--out is missing. Set it to a folder for the new model, for example models/mine.")
     from service.training.from_files import train_model  # noqa: PLC0415
 
     spec, state = train_model(pairs, options.out, settings, base=base, resume=options.resume)

@@ -22,7 +22,8 @@ def add_arguments(tune: argparse.ArgumentParser) -> None:
     tune.add_argument(
         "--minutes",
         type=float,
-        help="Time limit per model; no new measurement starts after that (default: the setting engine.tune_seconds)",
+        help="Time limit per model in minutes; no new measurement starts after this time (default: the setting"
+        " engine.tune_seconds)",
     )
     tune.add_argument("--device", help="Device: auto, cpu, cuda or cuda:N (default: the setting device.name)")
     tune.set_defaults(run=run)
@@ -33,7 +34,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
 
     Raises ConfigError.
     """
-    # `stackseg serve`, for which the engines are compared, sets this as well.
+    # `stackseg serve`, for which the engines are compared, also sets this variable.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if options.minutes is not None and not options.minutes > 0:
         raise BadParameter("--minutes must be a positive number.")
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         settings = override_settings(settings, "device", {"name": options.device, "serve": ()})
     kind = settings.engine.kind
     if kind != "auto":
-        raise ConfigError(f"engine.kind is {kind}, so there is nothing to tune. Set it to auto.")
+        raise ConfigError(f"engine.kind is {kind}, so there is nothing to tune. Set engine.kind to auto.")
     specs = [choose_model(options.model, settings)]
     if options.all:
         specs = list(read_repository(settings.models.folder, settings.models.serve).values())

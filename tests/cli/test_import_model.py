@@ -41,7 +41,7 @@ def test_suggested_command_works_with_the_right_architecture(
     index = command.index("--architecture") + 1
     assert main([*command[1:index], "UNet(3, norm=Norm.BATCH)", *command[index + 1 :]]) == 1
     assert (
-        "--architecture: 'UNet(3, norm=Norm.BATCH)' is not valid: expected a name with keyword arguments"
+        "'UNet(3, norm=Norm.BATCH)' of --architecture is not valid: expected a name with keyword arguments"
         in capsys.readouterr().err
     )
     assert main([*command[1:index], ARCHITECTURE, *command[index + 1 :]]) == 0

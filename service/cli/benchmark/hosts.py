@@ -1,4 +1,4 @@
-"""`stackseg bench --hosts`: throughput of a cluster by the number of workers."""
+"""`stackseg bench --hosts`: throughput of a cluster by number of workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ MAX_JOIN_SECONDS = 4.0
 
 
 class HostsRow(NamedTuple):
-    """Number of windows that the workers computed, and the seconds from the first request to the last result."""
+    """Throughput of a number of workers.
+
+    workers  number of workers
+    windows  number of windows that all workers together processed
+    seconds  time from the first request to the last result
+    """
 
     workers: int
     windows: int
@@ -38,7 +43,7 @@ class HostsRow(NamedTuple):
         return self.windows / self.seconds
 
 
-def measure(
+def measure_throughput(
     spec: ModelSpec,
     settings: Settings,
     shape: Size,
@@ -48,8 +53,8 @@ def measure(
     """Measure 1, 2, ... workers of a cluster. Each worker segments a stack `repeats` times, and all run concurrently.
 
     Pixels and labels are passed through the shared folder, as in the service. The measurement starts when all workers
-    are ready. Each row is yielded as soon as it is measured. Raises ConfigError if there is no cluster, and the errors
-    of segmentation.
+    are ready. Each row is yielded as soon as it is measured. Raises ConfigError if there is no cluster, and any error
+    of a segmentation.
     """
     volume = Volume.from_array(tile_sample(spec, shape)[None])
     with _start_workers(spec, settings, connect) as devices:
@@ -58,9 +63,9 @@ def measure(
             yield _time_requests(devices[:count], spec, volume, repeats)
 
 
-def format_row(row: HostsRow, first: HostsRow) -> str:
-    """Return a row of a Markdown table. `first` is the row of a single worker."""
-    efficiency = row.windows_per_second / first.windows_per_second / row.workers
+def format_row(row: HostsRow, first_row: HostsRow) -> str:
+    """Return a row of a Markdown table. `first_row` is the row of a single worker."""
+    efficiency = row.windows_per_second / first_row.windows_per_second / row.workers
     return f"| {row.workers} | {row.windows_per_second:.1f} | {efficiency:.0%} |"
 
 

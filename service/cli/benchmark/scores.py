@@ -58,7 +58,9 @@ def _list_pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
     images = [*options.images, *(folder / "image.tif" for folder in options.folders)]
     labels = [*options.labels, *(folder / "mask.tif" for folder in options.folders)]
     if len(images) != len(labels) or not images:
-        raise BadParameter(f"Every image needs labels, but there are {len(images)} images and {len(labels)} labels.")
+        raise BadParameter(
+            f"Each image needs labels, but there are {len(images)} images and {len(labels)} label files."
+        )
     return list(zip(images, labels, strict=True))
 
 

@@ -23,8 +23,8 @@ from service.cli.benchmark.engine_comparison import (
     iter_builders,
 )
 from service.cli.benchmark.requests import BaselineRun, RequestRunner
-from service.cli.benchmark.results import Repeat, Report, RequestTimes, Seconds, WindowSeconds
-from service.cli.benchmark.timing import count_window_flop, peak_bytes
+from service.cli.benchmark.results import Repeat, Report, RequestTimes, SecondsByName, WindowSeconds
+from service.cli.benchmark.timing import count_window_flop, get_peak_memory_bytes
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.core.hardware import devices, host
@@ -68,7 +68,7 @@ class BenchPlan:
 def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintLine) -> Report:
     """Measure one model, and print each line of the report as soon as its values are known.
 
-    Raises the errors of `ModelRunner`, and BadParameter.
+    Raises the same errors as `ModelRunner`, and BadParameter if the plan or the model is not supported.
     """
     _check_plan(plan)
     torch_device = devices.choose_device(settings.device.name)
@@ -97,7 +97,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintL
             answered=request_times,
             gflop=peak_speed.gflop,
             peaks=peak_speed.peaks,
-            peak_bytes=peak_bytes(),
+            peak_bytes=get_peak_memory_bytes(),
             device_bytes=_get_peak_device_bytes(torch_device),
             tf32=tf32_allowed,
         )
@@ -105,9 +105,9 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintL
         if plan.profile is not None:
             runner.write_profile(plan.profile)
         if plan.should_compare_engines:
-            current_runner = _make_current_runner(runner, result)
-            builders = iter_builders(spec, settings, torch_device, plan.batch_sizes or (current_runner.windows,))
-            rows = compare_with_first(current_runner, builders, peak_speed, build_seconds=plan.build_seconds)
+            current_network = _make_current_network(runner, result)
+            builders = iter_builders(spec, settings, torch_device, plan.batch_sizes or (current_network.windows,))
+            rows = compare_with_first(current_network, builders, peak_speed, build_seconds=plan.build_seconds)
             _print_lines(print_line, chain([""], report.format_table("engine", collect_rows(rows, result.rows))))
         return result
 
@@ -140,7 +140,7 @@ def _print_lines(print_line: PrintLine, lines: Iterable[str]) -> None:
 
 def _time_starts(
     spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintLine
-) -> tuple[Seconds, ModelRunner]:
+) -> tuple[SecondsByName, ModelRunner]:
     starts = {}
     for number in range(2 if plan.cold else 1):
         if number:
@@ -156,8 +156,8 @@ def _time_starts(
 
 
 def _time_requests(runner: RequestRunner, plan: BenchPlan, print_line: PrintLine) -> RequestTimes:
-    first = runner.run_request()["total"]
-    _print_lines(print_line, report.format_first_request(plan.shape, runner.windows, first))
+    first_seconds = runner.run_request()["total"]
+    _print_lines(print_line, report.format_first_request(plan.shape, runner.windows, first_seconds))
     # Warm up, because each stream allocates memory for its layers in its first loop.
     runner.run_bare_loop()
     repeats: list[Repeat] = []
@@ -172,7 +172,7 @@ def _time_requests(runner: RequestRunner, plan: BenchPlan, print_line: PrintLine
         print_line(report.format_repeat(number, repeat))
     if runner.fallback_notes:
         _print_lines(print_line, ("", *report.format_warnings(runner.fallback_notes)))
-    return RequestTimes.summarize(runner.windows, first, repeats)
+    return RequestTimes.summarize(runner.windows, first_seconds, repeats)
 
 
 def _time_windows(runner: RequestRunner) -> tuple[WindowSeconds, WindowSeconds]:
@@ -191,7 +191,7 @@ def _time_windows(runner: RequestRunner) -> tuple[WindowSeconds, WindowSeconds]:
     return WindowSeconds(bare, stitched), WindowSeconds(cpu_bare, cpu_stitched)
 
 
-def _make_current_runner(runner: RequestRunner, result: Report) -> TimedNetwork:
+def _make_current_network(runner: RequestRunner, result: Report) -> TimedNetwork:
     engine, windows = result.engine, len(runner.batch)
     config = EngineConfig(engine.engine, engine.precision, engine.memory_format, windows, engine.compile_mode)
     name = f"in use: {format_config(config, tf32_allowed=result.tf32)}"

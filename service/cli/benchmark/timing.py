@@ -44,7 +44,10 @@ def time_alternately(
     seconds: float = math.inf,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Return the seconds that every call took in every round. After `seconds`, only the second round still starts."""
+    """Return the seconds that every call took in every round.
+
+    After `seconds`, no further round starts, but there are at least two rounds if `rounds` permits it.
+    """
     times: list[list[float]] = [[] for _ in calls]
     deadline = time.monotonic() + seconds
     for round_number in range(rounds):
@@ -93,6 +96,6 @@ def count_window_flop(network: nn.Module, shape: tuple[int, ...]) -> float:
     return float(counter.get_total_flops())
 
 
-def peak_bytes() -> int:
+def get_peak_memory_bytes() -> int:
     """Return the peak resident memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
         workers=options.workers,
         measure_objects=is_measured,
     )
-    check_output(plan.output, query, measured=is_measured)
+    check_output(plan.output, query, is_measured=is_measured)
     folder = RunFolder((options.scratch or out.with_name(f"{out.name}.blocks")).absolute())
     with folder.lock():
         folder.create_or_resume(plan, settings)
@@ -132,7 +132,7 @@ def _make_progress(bar: ProgressBar) -> Progress:
     return report
 
 
-def assess_confidence(run: OpenRun, sizing: DiameterEstimate | None) -> ConfidenceAssessment:
+def assess_confidence(run: OpenRun, estimate: DiameterEstimate | None) -> ConfidenceAssessment:
     """Return the confidence in the labels of a run, and the reason if it is low.
 
     The apparent object diameter is considered only if it was estimated.
@@ -142,8 +142,8 @@ def assess_confidence(run: OpenRun, sizing: DiameterEstimate | None) -> Confiden
     def find_evidence() -> Evidence:
         return Evidence(
             _read_strongest_windows(run),
-            likely_diameter=None if sizing is None else sizing.likely_diameter,
-            used_diameter=used_diameter(plan, spec, plan.diameter if sizing is None else sizing.diameter),
+            likely_diameter=None if estimate is None else estimate.likely_diameter,
+            used_diameter=used_diameter(plan, spec, plan.diameter if estimate is None else estimate.diameter),
             is_diameter_given=plan.diameter is not None,
             has_postprocessing=plan.options.postprocessing != PostprocessingOptions(),
         )
@@ -152,7 +152,10 @@ def assess_confidence(run: OpenRun, sizing: DiameterEstimate | None) -> Confiden
 
 
 def _read_strongest_windows(run: OpenRun) -> list[Tensor]:
-    """Return the windows with the strongest signal, or none if reading fails: labels matter more than advice."""
+    """Return the windows with the strongest signal.
+
+    If reading fails, return no windows, because the labels are more important than the advice.
+    """
     try:
         return read_strongest_windows(run)
     except (RuntimeError, MemoryError, OSError, StackSegError) as error:
@@ -161,7 +164,7 @@ def _read_strongest_windows(run: OpenRun) -> list[Tensor]:
 
 
 def read_objects(folder: RunFolder) -> Objects:
-    """Return the joined statistics of the objects from decoding."""
+    """Return the statistics of the joined objects, which were collected during decoding."""
     voxel_counts, certainties, peaks = folder.read_array("objects.npy")
     return Objects(voxel_counts.astype(np.int64), certainties.astype(np.float32), peaks.astype(np.float32))
 

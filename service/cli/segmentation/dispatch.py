@@ -1,4 +1,4 @@
-"""Validate the arguments of `stackseg segment` and run it for a single stack, a folder, or block by block."""
+"""Validate the arguments of `stackseg segment`, and segment a single stack, a folder, or an image block by block."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     _check_block_options(options, is_zarr_input=isinstance(options.input, Path) and is_zarr_folder(options.input))
     if isinstance(options.input, str):
         with RemoteStore(options.input) as options.input:
-            return _run(options, query, settings)
+            return _run_single_stack(options, query, settings)
     if options.input.is_dir() and not is_zarr_folder(options.input):
         if options.measurements is not None:
             raise BadParameter(
@@ -45,10 +45,10 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     for name in ("glob", "format"):
         if getattr(options, name) is not None:
             raise BadParameter(f"--{name} requires a folder of stacks, but {options.input} is not a folder.")
-    return _run(options, query, settings)
+    return _run_single_stack(options, query, settings)
 
 
-def _run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
+def _run_single_stack(options: argparse.Namespace, query: Query, settings: Settings) -> int:
     """Segment one file, or an open remote store."""
     _check_result_names(options)
     spec = choose_model(options.model, settings)
@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
 
 
 def _check_block_options(options: argparse.Namespace, *, is_zarr_input: bool) -> None:
-    """Raise BadParameter for --workers without an OME-Zarr folder, and for its additional options without --workers."""
+    """Raise BadParameter for --workers without an OME-Zarr folder, and for --ray or --scratch without --workers."""
     if options.workers is not None and not is_zarr_input:
         raise BadParameter(f"--workers requires an OME-Zarr folder, but {options.input} is not one.")
     for name in ("ray", "scratch"):

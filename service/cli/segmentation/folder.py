@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
             )
         bar.begin_step(f"loading {spec.identifier}")
         runner = ModelRunner(spec, settings)
-        check_output(runner.estimator.output_kind(query.options), query, measured=False)
+        check_output(runner.estimator.output_kind(query.options), query, is_measured=False)
         batcher.call(runner.warm_up)
         callbacks = _make_callbacks(
             folder, query, LocalRun(runner, batcher, Path(scratch), bar), settings.limits.decoded_bytes
@@ -101,14 +101,14 @@ def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
 
 
 def _make_callbacks(folder: Path, query: Query, run: LocalRun, limit_bytes: int) -> StackCallbacks:
-    measured = run.runner.estimator.output_kind(query.options) == "labels"
+    is_measured = run.runner.estimator.output_kind(query.options) == "labels"
 
     @contextmanager
     def open_stack(name: str) -> Iterator[Path]:
         yield folder / name
 
     def read(path: Path, query: Query, scratch: Path) -> Pixels:
-        return make_local_source(path, query, limit_bytes, scratch, measured=measured).read_pixels()
+        return make_local_source(path, query, limit_bytes, scratch, is_measured=is_measured).read_pixels()
 
     def begin(name: str, number: int, count: int) -> None:
         run.bar.begin_step(f"[{number}/{count}] {name}" if number else f"object diameter: {name}")

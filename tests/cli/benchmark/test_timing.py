@@ -48,4 +48,4 @@ def test_timed_calls_run_in_inference_mode():
 @pytest.mark.skipif(not STATUS.exists(), reason="requires Linux")
 def test_peak_memory_equals_the_value_of_the_system():
     peak_kib = next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-    assert timing.peak_bytes() == pytest.approx(peak_kib * 1024, rel=0.05)
+    assert timing.get_peak_memory_bytes() == pytest.approx(peak_kib * 1024, rel=0.05)
