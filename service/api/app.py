@@ -91,7 +91,7 @@ class Application(FastAPI):
         return document
 
     def build_middleware_stack(self) -> ASGIApp:
-        """Wrap FastAPI's middleware in the service's own, through which responses to unexpected errors then pass."""
+        """Wrap FastAPI's middleware in the service's, so that responses to unexpected errors pass through both."""
         access = self.state.runtime.settings.access
         fastapi_stack = super().build_middleware_stack()
         stack: ASGIApp = ApiKeyAuth(fastapi_stack, access, handle_error)

@@ -110,7 +110,7 @@ class Server(uvicorn.Server):
 
 
 def serve(settings: Settings, host: str, port: int) -> bool:
-    """Print the address of the service, and serve requests until a signal stops it.
+    """Print the URL of the service, and serve requests until a signal arrives.
 
     Return False if a thread was still running after shutdown. Raises ConfigError.
     """
@@ -141,7 +141,7 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         # captured signal again. With the default handlers, that signal would kill the process after a clean shutdown.
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, server.handle_exit)
-        sys.stdout.write(f"StackSeg is listening on {format_address(listener, secure=config.is_ssl)}\n")
+        sys.stdout.write(f"StackSeg is listening on {format_url(listener, is_secure=config.is_ssl)}\n")
         sys.stdout.flush()
         server.run(sockets=[listener])
     return runtime.devices.has_ended
@@ -181,8 +181,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"Cannot listen on {host}, port {port}: {error}. Choose another address or port.") from error
 
 
-def format_address(listener: socket.socket, *, secure: bool = False) -> str:
+def format_url(listener: socket.socket, *, is_secure: bool = False) -> str:
     """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
-    scheme = "https" if secure else "http"
+    scheme = "https" if is_secure else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

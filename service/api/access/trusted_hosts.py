@@ -46,7 +46,7 @@ class TrustedHosts:
             await self._app(scope, receive, send)
             return
         error = MisdirectedRequest(
-            "The service does not accept requests for this host name. Use the address that the operator of the service"
+            "The service does not accept requests for this host name. Use the URL that the operator of the service"
             " gave you, or ask the operator to add this host name to `access.hosts`."
         )
         await self._handle_error(Request(scope), error)(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Transport that is closed only once, and flow control that reads bodies only as requests consume them, for uvicorn."""
+"""For uvicorn: a transport that is closed only once, and flow control that reads bodies as requests consume them."""
 
 from __future__ import annotations
 

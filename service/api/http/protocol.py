@@ -88,10 +88,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def get_buffer(self, _sizehint: int) -> memoryview:
         """Return the buffer for the next bytes."""
         # Incoming bytes belong to the newest request, but only the oldest one may have requested its body.
-        reads_body = (
+        is_awaiting_body = (
             self.flow.is_body_requested and not self.pipeline and self.cycle.more_body and not self._count_unread()
         )
-        return _READ_BUFFER.memory if reads_body else _READ_BUFFER.memory[:READ_AHEAD_BYTES]
+        return _READ_BUFFER.memory if is_awaiting_body else _READ_BUFFER.memory[:READ_AHEAD_BYTES]
 
     def _count_unread(self) -> int:
         """Count body bytes that were read from the socket but have not been received by their requests."""
@@ -173,7 +173,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         return True
 
     def _end_input(self) -> bool:
-        """Ignore further input, and close after the last complete request. Return whether any request is complete."""
+        """Ignore further input, and close the connection after pending responses. Return whether there are any."""
         truncated_cycles = [cycle for cycle in self._open_cycles if cycle.more_body and not cycle.response_started]
         for cycle in truncated_cycles:
             _notify_of_disconnect(cycle)
@@ -304,7 +304,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:
-        """Start a request after the parser has read its head. A HeadError for an invalid head closes the connection."""
+        """Start a request after the parser has read its head. Raises HeadError to close a connection with an error."""
         self._framing_bytes = 0
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             # `_parse` feeds the head again, without the Upgrade header.

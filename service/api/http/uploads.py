@@ -34,7 +34,7 @@ UPLOAD_MEMORY = MemoryBudget(UPLOAD_MEMORY_BYTES)
 
 
 class Upload:
-    """File that is being received and stored on disk or, if it is small, in memory. Also holds the form's other fields.
+    """Upload of one file, which is stored on disk or, if it is small, in memory. `fields` contains other form fields.
 
     path         destination of the file, unless the file is kept in memory
     limit_bytes  maximum size of the file
@@ -55,7 +55,7 @@ class Upload:
         self._budget = budget
         # Bytes reserved in the memory budget for pending blocks and for a file in memory.
         self._reserved_memory_bytes = 0
-        self._in_memory = False
+        self._is_in_memory = False
         # Digest of the file passed to `adopt`.
         self._adopted_digest: str | None = None
         self._content: bytearray | None = None
@@ -98,10 +98,10 @@ class Upload:
             return
         # One write at a time keeps the blocks in order, and prevents a slow disk from filling the memory.
         await self.wait_for_write()
-        reserved, self._reserved_memory_bytes = self._reserved_memory_bytes, 0
+        reserved_bytes, self._reserved_memory_bytes = self._reserved_memory_bytes, 0
         self._write_task = asyncio.create_task(run_in_thread(partial(self._write, self._take_pending_blocks())))
         # Release the memory in a callback, because a task that is cancelled before it starts runs none of its code.
-        self._write_task.add_done_callback(lambda _: self._budget.release(reserved))
+        self._write_task.add_done_callback(lambda _: self._budget.release(reserved_bytes))
         if not has_memory:
             await self.wait_for_write()
 
@@ -114,7 +114,7 @@ class Upload:
     def keep_in_memory(self) -> None:
         """Keep the received file in memory, unless part of it has already been written to disk."""
         if self._file is None:
-            self._in_memory = True
+            self._is_in_memory = True
             self._release(keep_bytes=self.received_bytes)
 
     def adopt(self, file: Path, digest: str) -> None:
@@ -124,14 +124,14 @@ class Upload:
         """
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         _link_file(file, self.path)
-        self._adopted_digest, self._in_memory = digest, False
+        self._adopted_digest, self._is_in_memory = digest, False
 
     def complete(self) -> None:
         """Write or join the pending blocks in the calling thread. Call this method before the file is read."""
         blocks = self._take_pending_blocks()
         if self._adopted_digest is not None:
             self._release()
-        elif self._in_memory:
+        elif self._is_in_memory:
             self._content = bytearray().join(blocks)
             self._hash.update(self._content)
         else:

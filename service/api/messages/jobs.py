@@ -14,7 +14,7 @@ from service.serving.jobs.record import JobRecord, JobState
 
 
 class JobProgress(BaseModel):
-    """Completed units of work (`done`) and total units of work (`total`).
+    """Number of completed units of work (`done`), and total number of units (`total`).
 
     If the unit is windows, decoding counts as the number of windows that would take the same time.
     """

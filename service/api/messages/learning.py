@@ -24,9 +24,9 @@ _ANNOTATION_FORM = {
 }
 ANNOTATION_BODY: dict[str, Any] = {
     "requestBody": {
-        "description": "The corrected labels of the whole stack: a TIFF or .npy file with the axes Z, Y, X. It may be"
-        " compressed with gzip. Alternatively, a form with the labels in the field `labels` and the stack in the"
-        " field `file`.",
+        "description": "The corrected labels of the whole stack: a TIFF or .npy file with the axes Z, Y, X. The file"
+        " may be compressed with gzip. Alternatively, send a form with the labels in the field `labels` and the stack"
+        " in the field `file`.",
         "required": True,
         "content": {
             "image/tiff": _BINARY,
@@ -58,7 +58,8 @@ class AnnotationQuery(BaseModel):
         str | None,
         Field(
             max_length=80,
-            description="Corrected region z0:z1,y0:y1,x0:x1 in voxels, excluding the ends. Default: the whole stack.",
+            description="Corrected region in voxels, as z0:z1,y0:y1,x0:x1. The planes, rows and columns at z1, y1 and"
+            " x1 are not included. Default: the whole stack.",
         ),
     ] = None
     changes: Annotated[int | None, Field(ge=0, description="Number of corrections that the user made.")] = None
@@ -90,8 +91,8 @@ class AnnotationReport(BaseModel):
     - `diameter`: object diameter used by that model, in the format of the parameter `diameter`; null if none was used.
     - `changes`: number of corrections that the user made; null if unknown.
     - `time`: zero-based index of the time point in the original time series; null if there is no time series.
-    - `stack`, `job`: ids of the uploaded stack and the job that the annotated stack was created from. Both may have
-      been deleted.
+    - `stack`, `job`: ids of the uploaded stack and the job from which the annotated stack was created. The stack and
+      the job may have been deleted.
     - `overlaps`: ids of the caller's annotated stacks with labels for the same region of the same image, newest first;
       at most 32. A training run can use only one of these annotated stacks.
     - `bytes`: size on disk, in bytes.

@@ -16,7 +16,7 @@ from service.models.spec import Input, Lineage
 from service.serving.devices.models.state import ModelState
 from service.serving.runtime import Runtime
 
-# Name of the image file in each model folder. The image shows the model's result for its sample stack.
+# Name of the optional image file in a model folder. The image shows the model's result for its sample stack.
 PICTURE_FILE = "example.png"
 
 

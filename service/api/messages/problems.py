@@ -247,7 +247,7 @@ def handle_unexpected(request: Request, _error: Exception) -> Response:
 
 
 def _as_coroutine(handle: ErrorHandler) -> AsyncErrorHandler:
-    """Wrap a handler in a coroutine. Starlette runs other handlers in a thread, and starting one may fail."""
+    """Wrap a handler in a coroutine. Starlette runs other handlers in a thread, and starting a thread may fail."""
 
     async def handle_async(request: Request, error: Exception) -> Response:
         return handle(request, error)

@@ -31,7 +31,7 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter()
 
-# Path prefixes of health checks. Those with a version are used by other inference servers, whose probes then work here.
+# Path prefixes of health checks. Other inference servers use those with a version, so their probes also work here.
 HEALTH_PREFIXES = ("", "/v1", "/v2")
 
 

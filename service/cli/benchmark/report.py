@@ -82,16 +82,18 @@ def format_summary(report: Report) -> Iterator[str]:
     yield ""
     yield f"{times.windows_per_second:.1f} windows/s, {report.voxels_per_second / 1e6:.2f} M voxels/s"
     precision = format_precision(report.engine.precision, tf32_allowed=report.tf32)
-    share = f"{report.peak_share:.0%} of the {peak:.0f} GFLOP/s of a large {precision} matrix product"
-    yield f"{report.gflop:.2f} GFLOP per window, {report.gflop_per_second:.0f} GFLOP/s: {share}"
-    loops = f"{_format_seconds(times.stitched)} s; a bare loop of their forward passes: {_format_seconds(times.bare)} s"
-    yield f"windows from pixels to scores: {loops}"
-    ratios = f"{_format_ratio(times.stitching)}, in CPU seconds {_format_ratio(times.cpu_stitching)}"
-    yield f"windows per second relative to a bare loop: {ratios}"
+    share_text = f"{report.peak_share:.0%} of the {peak:.0f} GFLOP/s of a large {precision} matrix product"
+    yield f"{report.gflop:.2f} GFLOP per window, {report.gflop_per_second:.0f} GFLOP/s: {share_text}"
+    loop_text = (
+        f"{_format_seconds(times.stitched)} s; a bare loop of their forward passes: {_format_seconds(times.bare)} s"
+    )
+    yield f"windows from pixels to scores: {loop_text}"
+    ratio_text = f"{_format_ratio(times.stitching)}, in CPU seconds {_format_ratio(times.cpu_stitching)}"
+    yield f"windows per second relative to a bare loop: {ratio_text}"
     if times.speedup is not None:
         yield f"speed relative to the {baseline_name}: {_format_ratio(times.speedup)}"
-    device = f", {report.device_bytes / 2**30:.2f} GiB on the device" if report.device_bytes else ""
-    yield f"peak memory: {report.peak_bytes / 2**30:.2f} GiB{device}"
+    device_text = f", {report.device_bytes / 2**30:.2f} GiB on the device" if report.device_bytes else ""
+    yield f"peak memory: {report.peak_bytes / 2**30:.2f} GiB{device_text}"
 
 
 def _format_baseline_name(*, tf32: bool) -> str:
@@ -103,13 +105,13 @@ def format_table(title: str, rows: Iterable[Row]) -> Iterator[str]:
     yield TABLE_HEADER.format(title)
     yield "|---" * TABLE_HEADER.count(" |") + "|"
     for row in rows:
-        name = f"| {row.name} | {row.windows} |"
+        name_cells = f"| {row.name} | {row.windows} |"
         if row.ms_per_window is None or row.ratio is None:
-            yield f"{name} {row.problem} | | | | |"
+            yield f"{name_cells} {row.problem} | | | | |"
         else:
-            ms = f"{row.ms_per_window.median:.1f} ({row.ms_per_window.least:.1f} to {row.ms_per_window.most:.1f})"
-            rates = f"{row.windows_per_second:.1f} | {row.gflop_per_second:.0f} | {row.peak_share:.0%}"
-            yield f"{name} {ms} | {rates} | {_format_ratio(row.ratio)} |"
+            ms_cell = f"{row.ms_per_window.median:.1f} ({row.ms_per_window.least:.1f} to {row.ms_per_window.most:.1f})"
+            rate_cells = f"{row.windows_per_second:.1f} | {row.gflop_per_second:.0f} | {row.peak_share:.0%}"
+            yield f"{name_cells} {ms_cell} | {rate_cells} | {_format_ratio(row.ratio)} |"
 
 
 def _format_seconds(spread: Spread | None) -> str:

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
             return describe_provenance(query, result, options.input.name, None)
 
         with show_progress() as bar, closing(_make_workers(options, settings)) as workers:
-            Driver(folder, workers, _make_progress(bar)).run(out, describe)
+            Driver(folder, workers, _make_progress_callback(bar)).run(out, describe)
         if is_measured:
             run = open_run(str(folder.path), has_survey=True)
             write_csv(output.collect_table(run, read_objects(folder)), options.measurements)
@@ -122,7 +122,7 @@ def _check_options(options: argparse.Namespace) -> None:
         check_ray()
 
 
-def _make_progress(bar: ProgressBar) -> Progress:
+def _make_progress_callback(bar: ProgressBar) -> Progress:
     def report(step: str, done: int, total: int) -> None:
         if total > 1:
             bar.show_step(_STEP_NAMES[step], done, total)

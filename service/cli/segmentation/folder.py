@@ -100,8 +100,8 @@ def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
     return stacks
 
 
-def _make_callbacks(folder: Path, query: Query, run: LocalRun, limit_bytes: int) -> StackCallbacks:
-    is_measured = run.runner.estimator.output_kind(query.options) == "labels"
+def _make_callbacks(folder: Path, query: Query, local_run: LocalRun, limit_bytes: int) -> StackCallbacks:
+    is_measured = local_run.runner.estimator.output_kind(query.options) == "labels"
 
     @contextmanager
     def open_stack(name: str) -> Iterator[Path]:
@@ -111,7 +111,7 @@ def _make_callbacks(folder: Path, query: Query, run: LocalRun, limit_bytes: int)
         return make_local_source(path, query, limit_bytes, scratch, is_measured=is_measured).read_pixels()
 
     def begin(name: str, number: int, count: int) -> None:
-        run.bar.begin_step(f"[{number}/{count}] {name}" if number else f"object diameter: {name}")
+        local_run.bar.begin_step(f"[{number}/{count}] {name}" if number else f"object diameter: {name}")
 
-    estimate = run.estimate_diameter if run.needs_diameter_estimate(query.options) else None
-    return StackCallbacks(open_stack, read, run.segment, estimate, begin=begin, reword=use_option_names)
+    estimate = local_run.estimate_diameter if local_run.needs_diameter_estimate(query.options) else None
+    return StackCallbacks(open_stack, read, local_run.segment, estimate, begin=begin, reword=use_option_names)
