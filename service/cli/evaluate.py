@@ -24,7 +24,7 @@ def add_arguments(evaluate: argparse.ArgumentParser) -> None:
     evaluate.add_argument(
         "--model", help="Name or folder of the model (default: the setting models.default, or nuclei if it is not set)"
     )
-    evaluate.add_argument("--channel", help="Name or zero-based index of the channel, if the stacks have several")
+    evaluate.add_argument("--channel", help="Name or zero-based index of the channel, if there are several channels")
     evaluate.add_argument(
         "--diameter",
         nargs="+",

@@ -78,7 +78,7 @@ QUESTIONS = (
         "--architecture",
         "architecture",
         "Network class (ShuffleUNet, UNet, BasicUNet, DynUNet or SegResNet; import other networks from torch.export or "
-        "ONNX files), called with its arguments",
+        "ONNX files) with its arguments",
         "BasicUNet(spatial_dims=3, in_channels=1, out_channels=2)",
         _parse_architecture,
     ),
@@ -108,15 +108,15 @@ QUESTIONS = (
     Question(
         "--activation",
         "activation",
-        "Function that converts scores to probabilities: softmax, sigmoid, or none if the network applies it itself",
+        "Function that converts scores to probabilities: softmax, sigmoid, or none if it is part of the network",
         "softmax",
         _make_choice_parser("softmax", "sigmoid", "none"),
     ),
     Question(
         "--decoding",
         "decoding",
-        "classes selects the output with the highest score; instances uses the outputs foreground and distance to "
-        "separate objects",
+        "Decoding method: classes selects the output with the highest score, and instances uses the outputs foreground "
+        "and distance to separate objects",
         "classes",
         _parse_decoding,
     ),

@@ -76,8 +76,8 @@ def _add_block_options(segment: argparse.ArgumentParser) -> None:
     segment.add_argument(
         "--ray",
         metavar="HOST:PORT",
-        help="Run the --workers processes on a Ray cluster; stack, result and scratch folder must be on storage that"
-        " all of the cluster's hosts mount (default: run on this host)",
+        help="Run the --workers processes on a Ray cluster; the stack, result and scratch folder must be on storage"
+        " that all hosts of the cluster mount (default: run on this host)",
     )
     segment.add_argument(
         "--scratch",

@@ -82,7 +82,7 @@ class Problem(BaseModel):
 
 
 # Titles of error types whose slug cannot be converted to a good title.
-_TITLES = {
+_TITLES_BY_SLUG = {
     "configuration": "Configuration error",
     "doubtful-result": "Low confidence",
     "interrupted": "Job interrupted",
@@ -103,7 +103,7 @@ def build_problem_document(slug: str, status: int, detail: str, request_id: str)
     """Return the members of the `Problem` for a request."""
     return {
         "type": f"urn:stackseg:problem:{slug}",
-        "title": _TITLES.get(slug, slug.replace("-", " ").capitalize()),
+        "title": _TITLES_BY_SLUG.get(slug, slug.replace("-", " ").capitalize()),
         "status": status,
         "detail": detail[:MAX_DETAIL_CHARS],
         "instance": _build_instance_urn(request_id),

@@ -129,13 +129,13 @@ def merge_fields(query: Query, fields: Mapping[str, str]) -> Query:
     """
     if not fields:
         return query
-    values = query.model_dump(exclude_unset=True)
-    if duplicates := sorted(values.keys() & fields.keys()):
+    query_parameters = query.model_dump(exclude_unset=True)
+    if duplicates := sorted(query_parameters.keys() & fields.keys()):
         raise BadParameter(
             f"The parameter {duplicates[0]} is given twice, in the URL and in the form. Remove one of the two values.",
             parameter=duplicates[0],
         )
-    return _validate_parameters({**fields, **values})
+    return _validate_parameters({**fields, **query_parameters})
 
 
 def select_model(runtime: Runtime, query: Query) -> ModelSpec:
@@ -167,21 +167,21 @@ def _parse_query_string(query_string: bytes) -> Query:
         raise BadParameter(
             f"The query string has more than {MAX_PARAMETERS} parameters or {MAX_QUERY_BYTES:,} bytes. Shorten it."
         )
-    values: dict[str, str] = {}
+    parameters: dict[str, str] = {}
     for name, value in QueryParams(query_string).multi_items():
-        if name in values:
+        if name in parameters:
             raise BadParameter(
                 f"The parameter {name[:MAX_NAME_LENGTH]} is given twice. Remove one of the two values.",
                 parameter=name[:MAX_NAME_LENGTH],
             )
-        values[name] = value
-    return _validate_parameters(values)
+        parameters[name] = value
+    return _validate_parameters(parameters)
 
 
-def _validate_parameters(values: Mapping[str, Any]) -> Query:
+def _validate_parameters(parameters: Mapping[str, Any]) -> Query:
     """Validate a mapping from parameter names to values. Raises BadParameter."""
     try:
-        return Query.model_validate(values)
+        return Query.model_validate(parameters)
     except ValidationError as error:
         validation_errors = error.errors(include_url=False, include_context=False, include_input=False)
         raise describe_validation_errors(validation_errors) from error

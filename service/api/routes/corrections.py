@@ -82,8 +82,8 @@ async def store_annotation(
         def store() -> Annotation:
             file.complete()
             name, labels_request = sanitize_file_name(query.name) or stack.name, file.request
-            members = parameters.selection, query.region, name, labels_request.caller, provenance, labels_request.folder
-            correction = Correction(stack.path, file.source, *members)
+            fields = parameters.selection, query.region, name, labels_request.caller, provenance, labels_request.folder
+            correction = Correction(stack.path, file.source, *fields)
             return store_correction(runtime.reader, annotations, correction, file.space, cancelled.is_set)
 
         threads = runtime.decode_threads.for_client(file.space.client)

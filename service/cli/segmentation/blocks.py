@@ -84,8 +84,8 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
         with show_progress() as bar, closing(_make_workers(options, settings)) as workers:
             Driver(folder, workers, _make_progress_callback(bar)).run(out, describe)
         if is_measured:
-            run = open_run(str(folder.path), has_survey=True)
-            write_csv(output.collect_table(run, read_objects(folder)), options.measurements)
+            finished_run = open_run(str(folder.path), has_survey=True)
+            write_csv(output.collect_table(finished_run, read_objects(folder)), options.measurements)
         result = read_result()
         object_count = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
         shutil.rmtree(folder.path)

@@ -19,8 +19,8 @@ PARAMETERS = {
     ),
     "time": (
         "INDEX",
-        "Zero-based index of the time point; or all, or a range such as 2:5 (end excluded), to segment a time series"
-        " (default: the only time point)",
+        "Zero-based index of one time point; all or a range such as 2:5 (end excluded) selects a time series (default:"
+        " the only time point)",
     ),
     "link": (
         "HOW",
@@ -49,7 +49,7 @@ PARAMETERS = {
     ),
     "minimum_size": (
         "SIZE",
-        "Minimum number of voxels or volume of an object, for example 60 or 12.5um3; smaller objects are removed"
+        "Minimum object size, in voxels or as a volume, for example 60 or 12.5um3; smaller objects are removed"
         " (default: the model's setting, 1/64 of the volume of a typical object for nuclei)",
     ),
     "border": (
@@ -77,7 +77,7 @@ PARAMETERS = {
     ),
     "roi_size": (
         "Z,Y,X",
-        "Window size in voxels, for example 96,96,96, if the model allows other sizes than its own (default: the"
+        "Window size in voxels, for example 96,96,96, if the model allows sizes other than its own (default: the"
         " model's setting, 64,64,64 for nuclei)",
     ),
     "quality": (
