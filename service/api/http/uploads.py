@@ -200,7 +200,7 @@ async def receive_upload(
     body_format: BodyFormat = STACK_BODY,
     extra_files: Mapping[str, Upload] | None = None,
 ) -> None:
-    """Receive a file, and write all of it except its end as it arrives. An empty body results in an empty file.
+    """Receive a file, and write all but its last bytes as they arrive. An empty body results in an empty file.
 
     upload       receiver of the file
     body_format  accepted formats of the body

@@ -53,7 +53,8 @@ class DeviceReport(BaseModel):
     - `waiting`, `running`: number of waiting and running requests.
     - `models`: names of the loaded models. `loaded_bytes` is the total size of these models in memory.
     - `problem`: why the device cannot be used; null if it can be used.
-    - `given_back`: whether the idle device was returned to the cluster. It is requested again when there is work.
+    - `given_back`: whether the idle device was returned to the cluster. The service requests it again when there is
+      work.
     - `starting`: whether the device has been requested from the cluster but has not responded yet.
     """
 

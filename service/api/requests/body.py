@@ -52,7 +52,7 @@ async def work_folder(scratch: ScratchFolder) -> AsyncIterator[Path]:
 
 @asynccontextmanager
 async def incoming_folder(async_jobs: JobManager) -> AsyncIterator[Path]:
-    """Create a folder for the file of a job, and delete it at the end, unless an accepted job has taken it over.
+    """Create a folder for the file of a job. Delete the folder at the end, unless an accepted job has taken it over.
 
     Raises OutOfStorage if the disk is full, and StorageUnavailable for other disk errors.
     """

@@ -118,9 +118,9 @@ async def get_metrics(runtime: RuntimeDependency) -> Response:
 async def get_status(request: Request, runtime: RuntimeDependency) -> Status:
     """Get the complete state of the service.
 
-    Only for admins. Includes the content of `/health`, `/gpu` and `/models`, running and waiting requests, the 50 most
-    recent segmentations since the start of the service with the duration of each stage, training runs, and disk usage.
-    File names and names of API keys are not included.
+    Requires admin rights. Includes the content of `/health`, `/gpu` and `/models`, running and waiting requests, the 50
+    most recent segmentations since the start of the service with the duration of each stage, training runs, and disk
+    usage. File names and names of API keys are not included.
     """
     access = runtime.settings.access
     check_admin(request, access)

@@ -41,7 +41,7 @@ class TimedNetwork(NamedTuple):
     """Network to be timed. `call` runs one batch of `windows` windows.
 
     precision  selects the peak speed with which the network is compared
-    exact      whether that peak is measured without TF32, because the network runs without it
+    exact      whether this peak speed is measured without TF32, because the network does not use TF32
     """
 
     name: str
@@ -76,7 +76,7 @@ class DevicePeak:
     """Peak speed of a device, used as a reference for networks.
 
     gflop  floating-point operations of the network per window, in units of 1e9
-    peaks  GFLOP/s of a large matrix product by precision; "fp32 exact" is without TF32
+    peaks  GFLOP/s of a large matrix product by precision; "fp32 exact" is measured without TF32
     clock  timer; on a busy machine, use `time.process_time` for a single thread, since it excludes other processes
     """
 
@@ -88,7 +88,7 @@ class DevicePeak:
     def measure(self, precision_name: str, *, exact: bool = False) -> float:
         """Measure the peak and return the highest value so far, which excludes moments when the device was busy.
 
-        exact  measure without TF32
+        exact  whether to measure without TF32
         """
         with tf32.disable_tf32() if exact else nullcontext():
             latest_peak = measure_matrix_peak(DTYPES[precision_name], self.device, clock=self.clock) / 1e9

@@ -179,7 +179,7 @@ def _time_windows(runner: RequestRunner) -> tuple[WindowSeconds, WindowSeconds]:
     """Return the wall-clock seconds and the CPU seconds of the windows of a stack.
 
     The forward passes alone and the complete window stage are each timed twice, in the order A B B A. A slowdown of the
-    machine then affects both equally.
+    machine then affects both measurements equally.
     """
     seconds = {runner.run_bare_loop: [0.0, 0.0], runner.run_windows: [0.0, 0.0]}
     for call in (runner.run_bare_loop, runner.run_windows, runner.run_windows, runner.run_bare_loop):
