@@ -306,7 +306,7 @@ def test_tuning_result_is_used_by_all_devices_of_a_kind(
 
 @pytest.mark.parametrize(
     ("options", "engine", "status", "message"),
-    [(["--minutes", "0"], "auto", 1, "positive"), ([], "eager", 2, "Set it to auto")],
+    [(["--minutes", "0"], "auto", 1, "positive"), ([], "eager", 2, "Set engine.kind to auto")],
 )
 def test_invalid_tuning_options_are_rejected(
     base: ModelSpec, write_config: Any, run_stackseg: Any, options: list[str], engine: str, status: int, message: str
