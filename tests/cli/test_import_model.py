@@ -76,7 +76,7 @@ def test_only_missing_metadata_is_requested() -> None:
 
     def answer(prompt: str) -> str:
         requested.append(prompt.partition(":")[0])
-        return "" if "not resampled" in prompt else "sigmoid"
+        return "" if "original resolution" in prompt else "sigmoid"
 
     assert ask_questions({"activation", "input.roi_size"}, {"--roi-size": "8,8,8"}, answer) == {
         "--activation": "sigmoid"
