@@ -90,7 +90,7 @@ def test_evaluate_compares_model_and_classical_method(
     nowhere = str(stack / "nowhere.tif")
     assert main(["evaluate", "--images", nowhere, "--labels", nowhere, *config]) == 1
     assert capsys.readouterr().out == ""
-    assert "1 images and 0 labels" in run_stackseg("evaluate", "--images", stack / "image.tif", *config, status=1)
+    assert "1 images and 0 label files" in run_stackseg("evaluate", "--images", stack / "image.tif", *config, status=1)
 
 
 def test_evaluate_uses_each_requested_diameter(
