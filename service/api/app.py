@@ -91,7 +91,10 @@ class Application(FastAPI):
         return document
 
     def build_middleware_stack(self) -> ASGIApp:
-        """Wrap FastAPI's middleware in the service's, so that responses to unexpected errors pass through both."""
+        """Wrap FastAPI's middleware in the middleware of the service.
+
+        Responses to unexpected errors, which FastAPI's middleware sends, then pass through the service's middleware.
+        """
         access = self.state.runtime.settings.access
         fastapi_stack = super().build_middleware_stack()
         stack: ASGIApp = ApiKeyAuth(fastapi_stack, access, handle_error)

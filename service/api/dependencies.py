@@ -60,6 +60,6 @@ def get_quota_name(request: Request) -> str:
 
 
 def get_caller(request: Request) -> str | None:
-    """Return the name of the caller, which owns its jobs and files; None if the caller is not identified."""
+    """Return the name of the caller, which identifies the owner of jobs and files; None if the caller is unknown."""
     caller: str | None = request.scope.get("state", {}).get("caller")
     return caller

@@ -67,7 +67,10 @@ class Replica:
 
 
 def build_app(settings: Settings, replica_count: int) -> FastAPI:
-    """Create the application of a replica, without resources that are local to a replica if there are several."""
+    """Create the application of a replica.
+
+    If there are several replicas, the application refuses requests for replica-local resources.
+    """
     application = create_app(settings)
     runtime: Runtime = application.state.runtime
     if replica_count > 1:
@@ -101,7 +104,10 @@ class StatelessReplica:
 
 
 def wrap_lifespan(lifespan: Any, runtime: Runtime) -> Any:
-    """Wrap a lifespan to wait for models at startup and, as Ray Serve sends no signal, for running work at shutdown."""
+    """Wrap a lifespan so that it waits for models at startup and for running work at shutdown.
+
+    The shutdown cannot be handled by a signal handler, because Ray Serve sends no signal.
+    """
 
     @asynccontextmanager
     async def wrapped_lifespan(app: FastAPI) -> AsyncIterator[Any]:

@@ -115,15 +115,15 @@ QUESTIONS = (
     Question(
         "--decoding",
         "decoding",
-        "Decoding method: classes selects the output with the highest score, and instances uses the outputs foreground "
-        "and distance to separate objects",
+        "Decoding method: classes selects the output with the highest score, and instances uses the outputs named "
+        "foreground and distance to separate objects",
         "classes",
         _parse_decoding,
     ),
     Question(
         "--voxel-size",
         "input.voxel_size",
-        "Voxel size Z,Y,X in um to which stacks are resampled, or none to keep the original resolution",
+        "Voxel size Z,Y,X in micrometers to which stacks are resampled, or none to keep the original resolution",
         "0.5,0.2,0.2",
         lambda text: None if text.strip() == "none" else _make_triple_parser(float)(text),
         is_optional=True,
@@ -181,7 +181,7 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
         question.option: text for question in QUESTIONS if (text := getattr(options, question.key)) is not None
     }
 
-    def run() -> None:
+    def import_package() -> None:
         keys = _merge_keys(file_keys, option_values) | ({} if options.name is None else {"name": options.name})
         spec, notes = import_model(options.package, folder, keys, prepare=prepare_tensor, trust=options.trust)
         sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network_name}\n")
@@ -189,7 +189,7 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
             sys.stdout.write(f"note: {note}\n")
 
     try:
-        run()
+        import_package()
     except MissingKeys as missing:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise BadParameter(
@@ -198,7 +198,7 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
         sys.stderr.write(f"{missing.package}. The package lacks information about how to use the network.\n")
         option_values |= ask_questions(missing.problems, option_values, _ask_on_terminal)
         sys.stderr.write(f"The same command without questions:\n  {_format_command(options, folder, option_values)}\n")
-        run()
+        import_package()
     return 0
 
 
@@ -207,7 +207,7 @@ def ask_questions(
 ) -> dict[str, str]:
     """Return answers by option, for all keys in `problems` and for the optional keys that the user provides.
 
-    `ask` is called with a prompt until it returns a valid string.
+    `ask` is called with a prompt until it returns a valid answer.
     """
     answers: dict[str, str] = {}
     for question in QUESTIONS:
@@ -242,7 +242,7 @@ def _ask_on_terminal(prompt: str) -> str:
 def _explain_missing_keys(
     options: argparse.Namespace,
     folder: Path,
-    package: str,
+    package_description: str,
     problems: Mapping[str, str],
     option_values: Mapping[str, str],
 ) -> str:
@@ -255,7 +255,7 @@ def _explain_missing_keys(
         options, folder, {**option_values, **{question.option: question.example for question in missing_questions}}
     )
     lines = [
-        f"{package}. The following information is missing:",
+        f"{package_description}. The following information is missing:",
         *_explain_problems(missing_questions, problems),
         f"Optional: {', '.join(optional_options)}. Replace the examples in this command:",
         f"  {command}",

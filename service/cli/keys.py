@@ -12,12 +12,12 @@ from service.core.errors import BadParameter
 from service.core.sections.serving import KEY_NAME
 
 
-def add_arguments(key: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument of `stackseg key`."""
-    key.add_argument(
+    parser.add_argument(
         "name", metavar="NAME", help="Name of the user or program that will use the key; shown in logs and metrics"
     )
-    key.set_defaults(run=run)
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, _settings: Settings) -> int:

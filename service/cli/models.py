@@ -18,11 +18,11 @@ from service.models.repository import FILE_NAME, read_repository, read_spec, sel
 from service.models.spec import ModelSpec
 
 
-def add_arguments(models: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg models`."""
-    models.set_defaults(run=run_list)
-    _add_list_arguments(models)
-    actions = models.add_subparsers(metavar="list|import|remove")
+    parser.set_defaults(run=run_list)
+    _add_list_arguments(parser)
+    actions = parser.add_subparsers(metavar="list|import|remove")
     list_parser = actions.add_parser("list", help="List the models (the default)")
     _add_list_arguments(list_parser)
     add_settings_options(list_parser, argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Protection against DNS rebinding through a list of trusted host names, and CORS settings."""
+"""Trusted host names, as protection against DNS rebinding, and the methods and headers that CORS allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For uvicorn: a transport that is closed only once, and flow control that reads bodies as requests consume them."""
+"""Transport and flow control for uvicorn: close connections only once, and read bodies as requests consume them."""
 
 from __future__ import annotations
 

@@ -126,9 +126,9 @@ class Listener(socket.socket):
     def _evict_connections(self) -> bool:
         """Close connections that are waiting for their clients. Return whether there were any."""
         http_connections = {connection.fileno(): connection for connection in self.connections}
-        count = len(self._accepted_connections)
+        connection_count = len(self._accepted_connections)
         evicted_entries = heapq.nsmallest(
-            min(MAX_EVICTED_CONNECTIONS, count // 8 or 1), self._rank_evictable_connections(http_connections)
+            min(MAX_EVICTED_CONNECTIONS, connection_count // 8 or 1), self._rank_evictable_connections(http_connections)
         )
         for *_, descriptor in evicted_entries:
             connection = self._accepted_connections.pop(descriptor)
@@ -140,7 +140,10 @@ class Listener(socket.socket):
         if time.monotonic() - self._logged_at >= LOG_INTERVAL_SECONDS:
             limit_names = "server.connections, or the limit on open files"
             log.warning(
-                "Limit of %d connections reached (%s); %d connections closed", count, limit_names, self._closed_count
+                "Limit of %d connections reached (%s); %d connections closed",
+                connection_count,
+                limit_names,
+                self._closed_count,
             )
             self._closed_count, self._logged_at = 0, time.monotonic()
         return bool(evicted_entries)
@@ -171,7 +174,9 @@ def raise_open_file_limit(requested_count: int) -> int:
     if soft_limit != resource.RLIM_INFINITY and soft_limit < target:
         resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard_limit))
         soft_limit = target
-    limit = requested_count if soft_limit == resource.RLIM_INFINITY else min(requested_count, soft_limit // 2)
-    if limit < requested_count:
-        log.warning("Only %d connections are allowed, because the limit on open files is %d", limit, soft_limit)
-    return limit
+    max_connections = requested_count if soft_limit == resource.RLIM_INFINITY else min(requested_count, soft_limit // 2)
+    if max_connections < requested_count:
+        log.warning(
+            "Only %d connections are allowed, because the limit on open files is %d", max_connections, soft_limit
+        )
+    return max_connections

@@ -27,7 +27,7 @@ class FormFile(Protocol):
         """Set the file name that the client sent."""
 
     def add_data(self, data: memoryview) -> None:
-        """Add the next bytes of the file, which are a view of the parsed chunk."""
+        """Add the next bytes of the file, passed as a view of the parsed chunk."""
 
 
 class FormParser:

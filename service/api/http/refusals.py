@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from service.api.messages.headers import SECURITY_HEADERS
-from service.api.messages.problems import PROBLEM_TYPE, build_problem_document
+from service.api.messages.problems import PROBLEM_MEDIA_TYPE, build_problem_document
 
 # Maximum size of the request line and all headers together, and of chunk headers and trailers.
 MAX_HEAD_BYTES = 2**16
@@ -78,7 +78,7 @@ class RefusalResponse(NamedTuple):
         headers = {
             **SECURITY_HEADERS,
             **self.extra_headers,
-            "Content-Type": PROBLEM_TYPE,
+            "Content-Type": PROBLEM_MEDIA_TYPE,
             "X-Request-ID": request_id,
             "Connection": "close",
         }

@@ -23,7 +23,7 @@ from service.serving.storage.memory_budget import MemoryBudget
 from service.serving.storage.scratch import SpaceReservation
 from service.serving.storage.threads import run_in_thread
 
-# Error codes for hard links between file systems, and on file systems that do not support hard links.
+# Error codes if a hard link cannot be created, for example because the files are on different file systems.
 HARD_LINK_ERRORS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})
 # Size of the blocks that a thread writes: large enough to make the cost of switching threads negligible, but small
 # enough not to use much memory.

@@ -24,7 +24,7 @@ class JobProgress(BaseModel):
 
 
 class JobProblem(BaseModel):
-    """Why a job failed: `type` and `detail` of the problem document that is returned as the job's result."""
+    """Reason for the failure of a job: `type` and `detail` of the problem document that is the result of the job."""
 
     type: str
     detail: RedactedText
@@ -123,7 +123,7 @@ def report_job(view: JobView, keep_seconds: float) -> JobReport:
     record = view.record
     return JobReport(
         id=record.id,
-        state=_name_state(view),
+        state=_get_reported_state(view),
         name=record.request.name,
         parameters=record.request.parameters,
         created=_to_utc(record.created),
@@ -142,7 +142,7 @@ def report_job(view: JobView, keep_seconds: float) -> JobReport:
     )
 
 
-def _name_state(view: JobView) -> JobState | Literal["loading"]:
+def _get_reported_state(view: JobView) -> JobState | Literal["loading"]:
     """Return the state of a job for its report. A job with a partial result is reported as failed."""
     state = view.record.state
     if state == "waiting" and view.is_loading:

@@ -123,7 +123,7 @@ class AnnotationList(BaseModel):
 
 
 class CallerLimits(BaseModel):
-    """What the caller may do in addition to segmenting.
+    """Permissions and limits of the caller for annotated stacks and training runs.
 
     - `corrections`: whether the service stores annotated stacks.
     - `annotations_bytes`: disk quota for the annotated stacks of one API key.
@@ -232,7 +232,10 @@ def describe_annotation(annotation: Annotation, overlaps: Sequence[Annotation]) 
 
 
 def report_training(trainings: TrainingManager, record: TrainingRecord) -> TrainingReport:
-    """Report a training run, with the new model's name while it is available. Blocks while model folders are read."""
+    """Report a training run, including the name of the new model while that model is available.
+
+    Blocks while model folders are read.
+    """
     seconds_left = record.seconds_left
     return TrainingReport(
         id=record.id,

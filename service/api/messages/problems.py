@@ -24,7 +24,7 @@ from service.serving.parameters import describe_validation_errors
 
 log = logging.getLogger(__name__)
 
-PROBLEM_TYPE = "application/problem+json"
+PROBLEM_MEDIA_TYPE = "application/problem+json"
 # Maximum length of `detail`, which may quote the request or its file.
 MAX_DETAIL_CHARS = 2000
 # Maximum length of a URL path that is quoted in `detail`.
@@ -170,7 +170,7 @@ def build_problem_response(request: Request, status: int, slug: str, detail: str
     state["problem"] = slug
     request_id = state.get("request_id") or str(uuid.uuid4())
     return JSONResponse(
-        build_problem_document(slug, status, detail, request_id) | members, status, media_type=PROBLEM_TYPE
+        build_problem_document(slug, status, detail, request_id) | members, status, media_type=PROBLEM_MEDIA_TYPE
     )
 
 
@@ -274,7 +274,7 @@ def describe_problem_responses() -> dict[int | str, dict[str, Any]]:
         status: {
             "description": "; ".join(error_type.slug for error_type in error_types),
             "content": {
-                PROBLEM_TYPE: {
+                PROBLEM_MEDIA_TYPE: {
                     "schema": {"$ref": f"#/components/schemas/{Problem.__name__}"},
                     "examples": {
                         error_type.slug: {"value": _build_example(error_type, status)} for error_type in error_types

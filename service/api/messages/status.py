@@ -252,8 +252,8 @@ def report_requests(runtime: Runtime) -> Iterator[RequestReport]:
 def report_recent_segmentations(runtime: Runtime) -> list[SegmentationReport]:
     """Report the most recent segmentations, newest first."""
     return [
-        SegmentationReport(**segmented._asdict() | {"ended": datetime.fromtimestamp(segmented.ended, UTC)})
-        for segmented in runtime.metrics.recent_segmentations
+        SegmentationReport(**segmentation._asdict() | {"ended": datetime.fromtimestamp(segmentation.ended, UTC)})
+        for segmentation in runtime.metrics.recent_segmentations
     ]
 
 

@@ -240,7 +240,7 @@ def _get_host_path(query: Query, upload: Upload, body_format: BodyFormat) -> str
         )
     if query.input is not None and upload.received_bytes:
         raise BadParameter(
-            "input: the request contains a file, but it also selects a file on the host. Send only one of them.",
+            "input: the request contains a file, but it also selects a file on the host. Use only one of them.",
             parameter="input",
         )
     return query.input

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from pathlib import Path as Folder
+from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
+from fastapi import Path as PathParameter
 from pydantic import TypeAdapter
 from starlette.responses import FileResponse
 
@@ -40,7 +41,7 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["learning"])
 
-AnnotationId = Annotated[str, Path(pattern=ID_PATTERN, description="The id of the annotated stack.")]
+AnnotationId = Annotated[str, PathParameter(pattern=ID_PATTERN, description="The id of the annotated stack.")]
 _JSON_OBJECT_ADAPTER = TypeAdapter(dict[str, Any])
 # Parameters of a job that select the stack, and the part of the stack that the job segments.
 SELECTION_PARAMETERS = ("stack", "channel", "time", "axes", "voxel_size")
@@ -71,7 +72,7 @@ async def store_annotation(
     async with receive_file(request, Parameters(), incoming_folder(async_jobs), body_format=LABELS_BODY) as file:
         if file.stack is not None and stored_stack is not None:
             raise BadParameter(
-                "stack: the form contains a stack, but the request also selects an uploaded stack. Send only one.",
+                "stack: the form contains a stack, but the request also selects an uploaded stack. Use only one.",
                 parameter="stack",
             )
         stack = file.stack or stored_stack
@@ -221,6 +222,6 @@ def _get_stem(annotation: Annotation) -> str:
     return stem or annotation.id
 
 
-def _build_file_response(path: Folder, name: str) -> FileResponse:
+def _build_file_response(path: Path, name: str) -> FileResponse:
     headers = {"Cache-Control": "no-store", "Content-Disposition": describe_attachment(name)}
     return FileResponse(path, media_type="image/tiff", headers=headers)

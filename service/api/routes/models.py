@@ -31,8 +31,8 @@ async def list_models(request: Request, runtime: RuntimeDependency) -> ModelList
 
     A model that is not loaded yet will be loaded for the first request that uses it.
     """
-    caller = get_identity(request, runtime.settings.access)
-    return report_models(runtime, partial(get_trainings(request).trained_models.can_delete, **caller._asdict()))
+    identity = get_identity(request, runtime.settings.access)
+    return report_models(runtime, partial(get_trainings(request).trained_models.can_delete, **identity._asdict()))
 
 
 @router.get("/models/{name}")
@@ -41,9 +41,10 @@ async def get_model(request: Request, name: str, runtime: RuntimeDependency) -> 
 
     If the model is loaded, also returns its engine, precision and memory format, and warnings.
     """
-    caller, model = get_identity(request, runtime.settings.access), runtime.models.get_state(name)
+    identity, model = get_identity(request, runtime.settings.access), runtime.models.get_state(name)
     return report_model(
-        model, removable=get_trainings(request).trained_models.can_delete(model, caller.owner, is_admin=caller.is_admin)
+        model,
+        removable=get_trainings(request).trained_models.can_delete(model, identity.owner, is_admin=identity.is_admin),
     )
 
 

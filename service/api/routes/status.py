@@ -31,7 +31,8 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter()
 
-# Path prefixes of health checks. Other inference servers use those with a version, so their probes also work here.
+# Path prefixes of health checks. The prefixes with a version are those of other inference servers, so that probes for
+# these servers also work here.
 HEALTH_PREFIXES = ("", "/v1", "/v2")
 
 
@@ -119,7 +120,7 @@ async def get_status(request: Request, runtime: RuntimeDependency) -> Status:
     """Get the complete state of the service.
 
     Requires admin rights. Includes the content of `/health`, `/gpu` and `/models`, running and waiting requests, the 50
-    most recent segmentations since the start of the service with the duration of each stage, training runs, and disk
+    most recent segmentations (since the service started) with the duration of each stage, training runs, and disk
     usage. File names and names of API keys are not included.
     """
     access = runtime.settings.access

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class TimedNetwork(NamedTuple):
-    """Network to be timed. `call` runs one batch of `windows` windows.
+    """Network to be timed. `call` runs the network on one batch.
 
     precision  selects the peak speed with which the network is compared
     exact      whether this peak speed is measured without TF32, because the network does not use TF32
@@ -98,10 +98,10 @@ class DevicePeak:
 
 
 def compare_networks(
-    group: str, networks: Sequence[TimedNetwork], peak: DevicePeak, seconds: float = MAX_COMPARISON_SECONDS
+    group: str, networks: Sequence[TimedNetwork], peak: DevicePeak, max_seconds: float = MAX_COMPARISON_SECONDS
 ) -> Iterator[Row]:
     """Time all networks alternately and compare them with the first one. Rows are yielded after all timings."""
-    times = time_alternately([network.call for network in networks], MAX_ROUNDS, seconds, peak.clock)
+    times = time_alternately([network.call for network in networks], MAX_ROUNDS, max_seconds, peak.clock)
     precisions = {(network.precision, network.exact) for network in networks}
     peaks = {(precision_name, exact): peak.measure(precision_name, exact=exact) for precision_name, exact in precisions}
     seconds_per_window = [
@@ -169,14 +169,14 @@ def compare_with_first(
 
 
 def _compare_pair(
-    group: str, first: TimedNetwork, builder: TimedNetworkBuilder, peak: DevicePeak, seconds: float
+    group: str, first: TimedNetwork, builder: TimedNetworkBuilder, peak: DevicePeak, max_seconds: float
 ) -> tuple[Row, float]:
     """Build a network and time it alternately with `first`. Return its row and the seconds that building took."""
     log.info("building %s x%d", builder.name, builder.windows)
     start = time.monotonic()
     network = builder.build()
     build_duration = time.monotonic() - start
-    _, row = compare_networks(group, [first, network], peak, seconds)
+    _, row = compare_networks(group, [first, network], peak, max_seconds)
     return row, build_duration
 
 

@@ -27,7 +27,7 @@ MAX_JOIN_SECONDS = 4.0
 
 
 class HostsRow(NamedTuple):
-    """Throughput of a number of workers.
+    """Throughput of a given number of workers.
 
     workers  number of workers
     windows  number of windows that all workers together processed
@@ -50,11 +50,11 @@ def measure_throughput(
     repeats: int,
     connect: ClusterConnector = DEFAULT_FACTORIES.connect,
 ) -> Iterator[HostsRow]:
-    """Measure 1, 2, ... workers of a cluster. Each worker segments a stack `repeats` times, and all run concurrently.
+    """Measure the throughput of 1, 2, ... workers of a cluster.
 
-    Pixels and labels are passed through the shared folder, as in the service. The measurement starts when all workers
-    are ready. Each row is yielded as soon as it is measured. Raises ConfigError if there is no cluster, and any error
-    of a segmentation.
+    All workers run concurrently, and each of them segments a stack `repeats` times. Pixels and labels are passed
+    through the shared folder, as in the service. The measurement starts when all workers are ready. Each row is yielded
+    as soon as it is measured. Raises ConfigError if there is no cluster, and any error of a segmentation.
     """
     volume = Volume.from_array(tile_sample(spec, shape)[None])
     with _start_workers(spec, settings, connect) as devices:
@@ -72,8 +72,8 @@ def format_row(row: HostsRow, first_row: HostsRow) -> str:
 @contextmanager
 def _start_workers(spec: ModelSpec, settings: Settings, connect: ClusterConnector) -> Iterator[Sequence[Device]]:
     """Start the workers and load the model on each of them."""
-    all_workers = settings.cluster.model_copy(update={"least_workers": None})
-    cluster = open_cluster(settings.model_copy(update={"cluster": all_workers}), connect, Metrics())
+    cluster_settings = settings.cluster.model_copy(update={"least_workers": None})
+    cluster = open_cluster(settings.model_copy(update={"cluster": cluster_settings}), connect, Metrics())
     if cluster is None:
         raise ConfigError("--hosts requires a cluster. Set cluster.address to its address.")
     try:
@@ -101,12 +101,12 @@ def _time_requests(devices: Sequence[Device], spec: ModelSpec, volume: Volume, r
 
 def _submit(scheduler: Scheduler, spec: ModelSpec, volume: Volume) -> Job[Any]:
     reservation = Reservation(scheduler, spec.name)
-    windows = scheduler.models.get_estimator(spec).estimate(volume, ORIGINAL_RESOLUTION).windows
+    window_count = scheduler.models.get_estimator(spec).estimate(volume, ORIGINAL_RESOLUTION).windows
 
     def segment(job: Job[Any]) -> None:
         reservation.segment(job, volume, ORIGINAL_RESOLUTION)
 
-    job: Job[Any] = Job(spec.name, segment, window_count=windows, is_ready=False)
+    job: Job[Any] = Job(spec.name, segment, window_count=window_count, is_ready=False)
     scheduler.queue.put(job)
     reservation.take(job)
     return job

@@ -45,25 +45,32 @@ def format_warnings(warnings: Iterable[str]) -> Iterator[str]:
     return (f"warning: {warning}" for warning in warnings)
 
 
-def format_first_request(shape: Size, windows: int, seconds: float) -> Iterator[str]:
+def format_first_request(shape: Size, window_count: int, seconds: float) -> Iterator[str]:
     """Return the lines for the stack and the first request."""
     yield ""
-    yield f"{'x'.join(map(str, shape))} voxels, {windows} windows; first request {seconds:.2f} s"
+    yield f"{'x'.join(map(str, shape))} voxels, {window_count} windows; first request {seconds:.2f} s"
 
 
 def format_repeat_header(repeat: Repeat) -> Iterator[str]:
     """Return the header of the table of repeats, with the columns of this repeat."""
     names = ["repeat", *(f"{stage} s" for stage in repeat.stages), "windows per second relative to a bare loop"]
     if repeat.plain:
-        names += [f"{_format_baseline_name(tf32=repeat.plain_tf32)}, total s", "speedup over the baseline script"]
+        names += [
+            f"{_format_baseline_name(tf32_allowed=repeat.plain_tf32)}, total s",
+            "speedup over the baseline script",
+        ]
     yield ""
     yield f"| {' | '.join(names)} |"
     yield "|---" * len(names) + "|"
 
 
-def format_repeat(number: int, repeat: Repeat) -> str:
+def format_repeat(repeat_number: int, repeat: Repeat) -> str:
     """Return the table row of one repeat."""
-    cells = [str(number), *(f"{seconds:.3f}" for seconds in repeat.stages.values()), f"{repeat.windows.ratio:.2f}"]
+    cells = [
+        str(repeat_number),
+        *(f"{seconds:.3f}" for seconds in repeat.stages.values()),
+        f"{repeat.windows.ratio:.2f}",
+    ]
     if repeat.plain:
         cells += [f"{repeat.plain['total']:.3f}", f"{repeat.speedup:.2f}"]
     return f"| {' | '.join(cells)} |"
@@ -72,7 +79,7 @@ def format_repeat(number: int, repeat: Repeat) -> str:
 def format_summary(report: Report) -> Iterator[str]:
     """Return the lines that summarize all repeats."""
     times, peak = report.answered, report.peaks[report.engine.precision]
-    baseline_name = _format_baseline_name(tf32=times.plain_tf32)
+    baseline_name = _format_baseline_name(tf32_allowed=times.plain_tf32)
     yield ""
     yield "| stage | median s (minimum to maximum) |" + (f" {baseline_name} |" if times.plain else "")
     yield "|---|---|" + ("---|" if times.plain else "")
@@ -96,8 +103,8 @@ def format_summary(report: Report) -> Iterator[str]:
     yield f"peak memory: {report.peak_bytes / 2**30:.2f} GiB{device_text}"
 
 
-def _format_baseline_name(*, tf32: bool) -> str:
-    return "baseline script (eager FP32; torch's defaults allow TF32)" if tf32 else "baseline script"
+def _format_baseline_name(*, tf32_allowed: bool) -> str:
+    return "baseline script (eager FP32; torch's defaults allow TF32)" if tf32_allowed else "baseline script"
 
 
 def format_table(title: str, rows: Iterable[Row]) -> Iterator[str]:

@@ -45,13 +45,13 @@ class BaselineRun(NamedTuple):
     """Seconds of the baseline script by stage, and whether it was allowed to use TF32."""
 
     seconds: dict[str, float]
-    tf32: bool = False
+    tf32_allowed: bool = False
 
 
 class RequestRunner:
     """Runs complete requests for one stack, only the windows of the stack, or only their forward passes.
 
-    windows         number of windows of the stack, known after the first request
+    window_count    number of windows of the stack, known after the first request
     threads         total number of threads of all streams of the device
     fallback_notes  unique notes of requests that used a smaller batch or repeated the computation in float32
     """
@@ -61,7 +61,7 @@ class RequestRunner:
         self._threads = threads
         self._latest_request: tuple[SlidingWindow, Image, float] | None = None
         self._stream_pool: ThreadPoolExecutor | None = None
-        self.windows = 0
+        self.window_count = 0
         self.fallback_notes: list[str] = []
 
     @property
@@ -107,10 +107,10 @@ class RequestRunner:
     def run_bare_loop(self) -> None:
         """Run only the forward passes of `run_windows`, with the same number of streams and threads.
 
-        All threads together process the remaining batches, as on the device.
+        All threads together process the remaining batches, as the device does.
         """
         window = self._latest_input[0]
-        batch_count, last_batch_windows = divmod(self.windows, window.capacity)
+        batch_count, last_batch_windows = divmod(self.window_count, window.capacity)
         if last_batch_windows and not window.accepts_any_batch_size:
             batch_count, last_batch_windows = batch_count + 1, 0
         batches_per_stream, remaining_batches = divmod(batch_count, window.streams)
@@ -210,7 +210,7 @@ class RequestRunner:
         profiler.export_chrome_trace(str(trace_path))
 
     def _record_window_count(self, _done: int, total: int) -> None:
-        self.windows = total
+        self.window_count = total
 
 
 def tile_sample(spec: ModelSpec, shape: Size) -> Array:

@@ -121,7 +121,7 @@ def _check_plan(plan: BenchPlan) -> None:
     """Raise BadParameter if the plan requires files from a git clone, and they do not exist."""
     if plan.baseline and not requests.BASELINE_SCRIPT.exists():
         raise BadParameter(
-            f"--baseline requires benchmarks/{requests.BASELINE_SCRIPT.name}, which is only part of a git clone."
+            f"--baseline requires benchmarks/{requests.BASELINE_SCRIPT.name}, which only a git clone contains."
         )
 
 
@@ -157,7 +157,7 @@ def _time_starts(
 
 def _time_requests(runner: RequestRunner, plan: BenchPlan, print_line: PrintLine) -> RequestTimes:
     first_seconds = runner.run_request()["total"]
-    _print_lines(print_line, report.format_first_request(plan.shape, runner.windows, first_seconds))
+    _print_lines(print_line, report.format_first_request(plan.shape, runner.window_count, first_seconds))
     # Warm up, because each stream allocates memory for its layers in its first loop.
     runner.run_bare_loop()
     repeats: list[Repeat] = []
@@ -165,14 +165,14 @@ def _time_requests(runner: RequestRunner, plan: BenchPlan, print_line: PrintLine
         stages = runner.run_request()
         windows, cpu_windows = _time_windows(runner)
         baseline = runner.run_baseline_script() if plan.baseline else BaselineRun({})
-        repeat = Repeat(stages, windows, cpu_windows, baseline.seconds, baseline.tf32)
+        repeat = Repeat(stages, windows, cpu_windows, baseline.seconds, baseline.tf32_allowed)
         if not repeats:
             _print_lines(print_line, report.format_repeat_header(repeat))
         repeats.append(repeat)
         print_line(report.format_repeat(number, repeat))
     if runner.fallback_notes:
         _print_lines(print_line, ("", *report.format_warnings(runner.fallback_notes)))
-    return RequestTimes.summarize(runner.windows, first_seconds, repeats)
+    return RequestTimes.summarize(runner.window_count, first_seconds, repeats)
 
 
 def _time_windows(runner: RequestRunner) -> tuple[WindowSeconds, WindowSeconds]:
@@ -192,7 +192,7 @@ def _time_windows(runner: RequestRunner) -> tuple[WindowSeconds, WindowSeconds]:
 
 
 def _make_current_network(runner: RequestRunner, result: Report) -> TimedNetwork:
-    engine, windows = result.engine, len(runner.batch)
-    config = EngineConfig(engine.engine, engine.precision, engine.memory_format, windows, engine.compile_mode)
+    engine, batch_size = result.engine, len(runner.batch)
+    config = EngineConfig(engine.engine, engine.precision, engine.memory_format, batch_size, engine.compile_mode)
     name = f"in use: {format_config(config, tf32_allowed=result.tf32)}"
-    return TimedNetwork(name, windows, engine.precision, runner.run_forward)
+    return TimedNetwork(name, batch_size, engine.precision, runner.run_forward)

@@ -1,4 +1,4 @@
-"""`stackseg segment IN.zarr OUT.zarr --workers N`: segment an OME-Zarr of any size block by block."""
+"""`stackseg segment IN.zarr OUT.zarr --workers N`: segment an OME-Zarr image of any size block by block."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     """Segment one OME-Zarr image block by block, or resume an interrupted run."""
     _check_options(options)
     start, out = time.monotonic(), options.result.absolute()
-    settings = share_threads(settings, options.workers, remote=options.ray is not None)
+    settings = share_threads(settings, options.workers, is_remote=options.ray is not None)
     is_measured = options.measurements is not None
     plan = make_plan(
         options.input,
@@ -92,14 +92,14 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     return print_result(f"{options.result}: {object_count}{spec.identifier} ({time.monotonic() - start:.2f} s)", result)
 
 
-def share_threads(settings: Settings, workers: int, *, remote: bool = False) -> Settings:
+def share_threads(settings: Settings, worker_count: int, *, is_remote: bool = False) -> Settings:
     """Return settings that divide the cores among the workers, unless the number of threads is configured.
 
     Remote workers use the number of cores that the cluster assigns to each of them.
     """
     if settings.device.threads:
         return settings
-    cores = settings.cluster.cpus if remote else host.count_usable_cores() // workers
+    cores = settings.cluster.cpus if is_remote else host.count_usable_cores() // worker_count
     return override_settings(settings, "device", {"threads": max(int(cores), 1)})
 
 
@@ -141,7 +141,7 @@ def assess_confidence(run: OpenRun, estimate: DiameterEstimate | None) -> Confid
 
     def find_evidence() -> Evidence:
         return Evidence(
-            _read_strongest_windows(run),
+            _read_high_contrast_windows(run),
             likely_diameter=None if estimate is None else estimate.likely_diameter,
             used_diameter=used_diameter(plan, spec, plan.diameter if estimate is None else estimate.diameter),
             is_diameter_given=plan.diameter is not None,
@@ -151,8 +151,8 @@ def assess_confidence(run: OpenRun, estimate: DiameterEstimate | None) -> Confid
     return assess_objects(read_objects(run.folder), spec, find_evidence)
 
 
-def _read_strongest_windows(run: OpenRun) -> list[Tensor]:
-    """Return the windows with the strongest signal.
+def _read_high_contrast_windows(run: OpenRun) -> list[Tensor]:
+    """Return the windows with the highest contrast.
 
     If reading fails, return no windows, because the labels are more important than the advice.
     """

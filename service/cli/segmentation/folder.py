@@ -75,7 +75,7 @@ def _check_folders(folder: Path, out: Path) -> None:
 
 
 def _print_summary(outcome: FolderOutcome, stack_count: int, out: Path, spec: ModelSpec) -> None:
-    """Print the errors and warnings of single stacks, and the number of completed stacks."""
+    """Print the errors and warnings of individual stacks, and the number of completed stacks."""
     sys.stderr.writelines(f"stackseg: {failure}\n" for failure in outcome.failures)
     sys.stderr.writelines(
         f"stackseg: {warning.replace(': ', ': warning: ', 1)}\n" for warning in outcome.confidence_warnings
@@ -110,8 +110,10 @@ def _make_callbacks(folder: Path, query: Query, local_run: LocalRun, limit_bytes
     def read(path: Path, query: Query, scratch: Path) -> Pixels:
         return make_local_source(path, query, limit_bytes, scratch, is_measured=is_measured).read_pixels()
 
-    def begin(name: str, number: int, count: int) -> None:
-        local_run.bar.begin_step(f"[{number}/{count}] {name}" if number else f"object diameter: {name}")
+    def begin(name: str, stack_number: int, stack_count: int) -> None:
+        local_run.bar.begin_step(
+            f"[{stack_number}/{stack_count}] {name}" if stack_number else f"object diameter: {name}"
+        )
 
     estimate = local_run.estimate_diameter if local_run.needs_diameter_estimate(query.options) else None
     return StackCallbacks(open_stack, read, local_run.segment, estimate, begin=begin, reword=use_option_names)

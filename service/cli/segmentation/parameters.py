@@ -24,14 +24,18 @@ PARAMETERS = {
     ),
     "link": (
         "HOW",
-        "Method for linking objects across time points: overlap gives each object the same label at all time points"
-        " (default: objects are not linked)",
+        "Link objects across time points, so that each object keeps its label: overlap links the objects that share the"
+        " most voxels, and laptrack minimizes the total movement (default: objects are not linked)",
     ),
     "axes": (
         "AXES",
-        "Axes of the file, one letter of TZCYXS per stored dimension, for example ZCYX (default: the axes in the file)",
+        "Axes of the stored array, one letter of TZCYXS per dimension, for example ZCYX (default: the axes in the"
+        " metadata of the file)",
     ),
-    "voxel_size": ("Z,Y,X", "Voxel size in micrometers, for example 0.5,0.2,0.2 (default: the voxel size in the file)"),
+    "voxel_size": (
+        "Z,Y,X",
+        "Voxel size in micrometers, for example 0.5,0.2,0.2 (default: the voxel size in the metadata of the file)",
+    ),
     "diameter": (
         "DIAMETER",
         "Object diameter, for example 15px, 6.5um, or 7,15,15px along z, y, x; auto estimates the diameter, and none"
@@ -82,8 +86,8 @@ PARAMETERS = {
     ),
     "quality": (
         "fast|best",
-        "best uses windows that overlap by half, averages three mirrored views of each, and takes about ten times as"
-        " long as fast (default: fast)",
+        "best uses windows that overlap by half, averages the scores of each window and two mirror images of it, and"
+        " takes about ten times as long as fast (default: fast)",
     ),
     "overlap": (
         "FRACTION",

@@ -89,7 +89,7 @@ class LocalRun(NamedTuple):
                 self._segment_volume, self.estimate_diameter if self.needs_diameter_estimate(options) else None
             ),
             self.scratch,
-            on_time_point=lambda number: self.bar.begin_step(f"time point {number + 1} of {len(pixels.times)}"),
+            on_time_point=lambda index: self.bar.begin_step(f"time point {index + 1} of {len(pixels.times)}"),
             progress=self.bar.show_windows,
         )
 
@@ -106,7 +106,7 @@ class LocalRun(NamedTuple):
 
 
 def _check_header(options: argparse.Namespace, query: Query, estimator: Estimator, limit_bytes: int) -> None:
-    """Raise errors that the options and the file header already reveal, before pixels and weights are loaded."""
+    """Raise the errors that are evident from the options and the file header, before pixels and weights are loaded."""
     kind = estimator.output_kind(query.options)
     check_output(kind, query, is_measured=options.measurements is not None)
     _check_format(kind, query, options.result)

@@ -20,7 +20,7 @@ def test_calls_are_timed_alternately():
 
 def test_only_two_rounds_run_after_the_time_limit():
     ticks = iter(range(100))
-    times = time_alternately([lambda: None], 50, seconds=0.0, clock=lambda: next(ticks))
+    times = time_alternately([lambda: None], 50, max_seconds=0.0, clock=lambda: next(ticks))
     assert times == [[1, 1]]
 
 
@@ -36,7 +36,7 @@ def test_flop_count_of_a_network():
 
 def test_matrix_peak_is_plausible(monkeypatch):
     monkeypatch.setattr(timing, "MATRIX_EDGE", 256)
-    assert timing.measure_matrix_peak(torch.float32, CPU, calls=1) > 1e8
+    assert timing.measure_matrix_peak(torch.float32, CPU, repeats=1) > 1e8
 
 
 def test_timed_calls_run_in_inference_mode():
