@@ -75,7 +75,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn declares this type
         """Start reading."""
         super().connection_made(CloseOnceTransport(transport))  # type: ignore[arg-type] # has all methods that uvicorn uses
-        self.flow = ReadFlowControl(transport, weakref.WeakMethod(self._count_unread_bytes))
+        self.flow = ReadFlowControl(transport, weakref.WeakMethod(self._count_unread))
         self._receive_rate, self._send_rate = DataRate(), DataRate()
         self._head_wait_start = self._last_received_at = self.loop.time()
 
@@ -89,14 +89,11 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Return the buffer for the next bytes."""
         # Incoming bytes belong to the newest request, but only the oldest one may have requested its body.
         is_awaiting_body = (
-            self.flow.is_body_requested
-            and not self.pipeline
-            and self.cycle.more_body
-            and not self._count_unread_bytes()
+            self.flow.is_body_requested and not self.pipeline and self.cycle.more_body and not self._count_unread()
         )
         return _READ_BUFFER.memory if is_awaiting_body else _READ_BUFFER.memory[:READ_AHEAD_BYTES]
 
-    def _count_unread_bytes(self) -> int:
+    def _count_unread(self) -> int:
         """Count body bytes that were read from the socket but have not been received by their requests."""
         return sum(len(cycle.body) for cycle in self._open_cycles)
 
@@ -109,7 +106,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._last_received_at = self.loop.time()
         with _READ_BUFFER.memory[:nbytes] as data:
             self.data_received(data)  # type: ignore[arg-type] # the parser accepts any buffer
-        if self.cycle is not None and self.cycle.more_body and self._count_unread_bytes() >= READ_AHEAD_BYTES:
+        if self.cycle is not None and self.cycle.more_body and self._count_unread() >= READ_AHEAD_BYTES:
             # Reading resumes when the request has received these bytes. Smaller amounts are usually received in the
             # next iteration of the loop, so pausing would only cost two system calls.
             self.flow.pause_reading()
@@ -315,9 +312,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         version = self.parser.get_http_version()
         check_head(version, self.parser.get_method(), self.url, self.headers)
         if len(self._open_cycles) >= MAX_PIPELINED_REQUESTS:
-            raise HeadError(
-                f"The client sent more than {MAX_PIPELINED_REQUESTS} requests without waiting for a response."
-            )
+            raise HeadError(f"The connection has more than {MAX_PIPELINED_REQUESTS} unanswered requests.")
         check_framing_headers(version, self.headers)
         if version == "1.0":
             # HTTP/1.0 has no interim responses (RFC 9110, 10.1.1), so the client does not wait for one.
