@@ -22,7 +22,7 @@ from service.api.app import create_app
 from service.core.config import Settings, read_settings
 from service.serving.runtime import Runtime
 
-# Paths of resources that exist only in one replica, although the next request may go to another one.
+# Paths of resources that exist in only one replica, although the next request may go to another one.
 REPLICA_LOCAL_PATHS = ("/jobs", "/stacks", "/annotations", "/trainings")
 # Path of a resource that is read-only if there are several replicas, because a change would affect only one of them.
 READ_ONLY_PATH = "/models"
@@ -74,13 +74,13 @@ def build_app(settings: Settings, replica_count: int) -> FastAPI:
     application = create_app(settings)
     runtime: Runtime = application.state.runtime
     if replica_count > 1:
-        application.add_middleware(StatelessReplica)
+        application.add_middleware(ReplicaLocalRequestFilter)
     application.router.lifespan_context = wrap_lifespan(application.router.lifespan_context, runtime)
     _runtimes.append(runtime)
     return application
 
 
-class StatelessReplica:
+class ReplicaLocalRequestFilter:
     """Middleware that refuses requests for replica-local resources, and ignores `Prefer: respond-async`."""
 
     def __init__(self, app: ASGIApp) -> None:

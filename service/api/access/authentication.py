@@ -108,7 +108,8 @@ def check_trainer(request: Request, access: Access) -> None:
         return
     if access.keys and not has_admin_rights(request, access):
         raise Unauthorized(
-            "This API key may not train models. Ask the operator of the service to add the key to `access.trainers`."
+            "This API key is not allowed to train models. Ask the operator of the service to add the key to"
+            " `access.trainers`."
         )
     check_admin(request, access)
 

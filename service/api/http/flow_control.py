@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-# Number of body bytes that are read before the application requests the body, for example during admission.
+# Maximum number of body bytes that are read before the application requests the body, for example during admission.
 READ_AHEAD_BYTES = 2**16
 
 

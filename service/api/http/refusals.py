@@ -12,7 +12,7 @@ from service.api.messages.problems import PROBLEM_MEDIA_TYPE, build_problem_docu
 
 # Maximum size of the request line and all headers together, and of chunk headers and trailers.
 MAX_HEAD_BYTES = 2**16
-# Every middleware searches the list of headers, so a long list would slow down all of them.
+# Maximum number of headers. Every middleware searches the list of headers, so a long list would slow down all of them.
 MAX_HEADERS = 100
 # Maximum number of query parameters, which FastAPI parses before it calls a route.
 MAX_PARAMETERS = 100

@@ -118,11 +118,11 @@ class RequestRunner:
             # All threads start together, so that no thread processes the work of another stream.
             start = Barrier(window.streams)
 
-            def compute(stream: int) -> None:
+            def run_stream(stream: int) -> None:
                 start.wait()
                 self._run_forward_passes(stream, batches_per_stream)
 
-            list(self._stream_executor.map(compute, range(window.streams)))
+            list(self._stream_executor.map(run_stream, range(window.streams)))
             self.run_forward(remaining_batches)
         else:
             self.run_forward(batch_count)
@@ -135,7 +135,7 @@ class RequestRunner:
         window_count  number of windows in the batch, for networks that accept smaller batches; None for all windows
         """
 
-        def run() -> None:
+        def run_with_all_threads() -> None:
             previous_threads = torch.get_num_threads()
             devices.set_torch_threads(self._threads)
             try:
@@ -144,7 +144,7 @@ class RequestRunner:
                 # The device expects that the number of threads does not change.
                 devices.set_torch_threads(previous_threads)
 
-        self._batcher.call(run)
+        self._batcher.call(run_with_all_threads)
 
     @property
     def batch(self) -> Tensor:
