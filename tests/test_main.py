@@ -329,7 +329,7 @@ def test_public_address_without_keys_logs_a_warning(
     config = write_config(bands_repository, access={"keys": keys})
     with socket.create_server(("127.0.0.1", 0)) as occupied_socket:
         run_stackseg("serve", "--config", config, "--host", host, "--port", occupied_socket.getsockname()[1], status=2)
-    assert ("there are no access.keys" in caplog.text) == has_warning
+    assert ("access.keys is empty" in caplog.text) == has_warning
 
 
 @pytest.mark.parametrize(

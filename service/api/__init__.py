@@ -1,1 +1,1 @@
-"""HTTP: the only home of FastAPI, Starlette, uvicorn and python-multipart."""
+"""HTTP API. Only this package imports FastAPI, Starlette, uvicorn and python-multipart."""

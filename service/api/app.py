@@ -80,7 +80,7 @@ class Application(FastAPI):
         document["components"]["schemas"][Problem.__name__] = Problem.model_json_schema()
         for methods in document["paths"].values():
             for operation in methods.values():
-                # The first sentence of the docstring. By default, FastAPI uses the capitalized name of the function.
+                # Use the first sentence of the docstring. FastAPI's default is the capitalized name of the function.
                 operation["summary"] = operation["description"].partition("\n")[0].partition(".")[0]
         if self.state.runtime.settings.access.keys:
             document["components"]["securitySchemes"] = KEY_SCHEMES
@@ -91,7 +91,10 @@ class Application(FastAPI):
         return document
 
     def build_middleware_stack(self) -> ASGIApp:
-        """Wrap FastAPI's middleware, so that responses to unexpected errors also pass through that of the service."""
+        """Wrap FastAPI's middleware in the middleware of the service.
+
+        Responses to unexpected errors, which FastAPI's middleware sends, then pass through the service's middleware.
+        """
         access = self.state.runtime.settings.access
         fastapi_stack = super().build_middleware_stack()
         stack: ASGIApp = ApiKeyAuth(fastapi_stack, access, handle_error)
@@ -109,7 +112,7 @@ class Application(FastAPI):
 
 
 def create_app(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORIES) -> FastAPI:
-    """Create the service as an ASGI application, which starts and stops it in its lifespan. Raises ConfigError."""
+    """Create the service as an ASGI application, whose lifespan starts and stops the service. Raises ConfigError."""
     app = Application(
         title="StackSeg",
         version=software_version(),

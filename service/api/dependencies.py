@@ -49,9 +49,9 @@ AsyncJobsDependency = Annotated[JobManager, Depends(get_async_jobs)]
 
 
 def get_quota_name(request: Request) -> str:
-    """Return the name that quotas are counted under.
+    """Return the name under which quotas are counted.
 
-    It is the name of the API key or, if the service has no keys, the client's address.
+    This is the name of the API key or, if the service has no keys, the client's address.
     """
     caller = get_caller(request)
     if caller not in {None, ANONYMOUS} or request.client is None:
@@ -60,6 +60,6 @@ def get_quota_name(request: Request) -> str:
 
 
 def get_caller(request: Request) -> str | None:
-    """Return the name of the caller, which owns its jobs and files; None if the caller is not identified."""
+    """Return the name of the caller, which identifies the owner of jobs and files; None if the caller is unknown."""
     caller: str | None = request.scope.get("state", {}).get("caller")
     return caller

@@ -22,11 +22,11 @@ from service.api.app import create_app
 from service.core.config import Settings, read_settings
 from service.serving.runtime import Runtime
 
-# Paths of resources that exist only in one replica, although the next request may go to another one.
+# Paths of resources that exist in only one replica, although the next request may go to another one.
 REPLICA_LOCAL_PATHS = ("/jobs", "/stacks", "/annotations", "/trainings")
 # Path of a resource that is read-only if there are several replicas, because a change would affect only one of them.
 READ_ONLY_PATH = "/models"
-# Interval between checks whether models are loaded at startup, and whether running work has ended at shutdown.
+# Interval between checks for loaded models at startup and for running work at shutdown.
 POLL_SECONDS = 0.2
 
 # The runtime of the replica in this process, once its application has been built.
@@ -67,17 +67,20 @@ class Replica:
 
 
 def build_app(settings: Settings, replica_count: int) -> FastAPI:
-    """Create the application of a replica, without resources that are local to a replica if there are several."""
+    """Create the application of a replica.
+
+    If there are several replicas, the application refuses requests for replica-local resources.
+    """
     application = create_app(settings)
     runtime: Runtime = application.state.runtime
     if replica_count > 1:
-        application.add_middleware(StatelessReplica)
+        application.add_middleware(ReplicaLocalRequestFilter)
     application.router.lifespan_context = wrap_lifespan(application.router.lifespan_context, runtime)
     _runtimes.append(runtime)
     return application
 
 
-class StatelessReplica:
+class ReplicaLocalRequestFilter:
     """Middleware that refuses requests for replica-local resources, and ignores `Prefer: respond-async`."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -101,7 +104,10 @@ class StatelessReplica:
 
 
 def wrap_lifespan(lifespan: Any, runtime: Runtime) -> Any:
-    """Wrap a lifespan to wait for models at startup and for running work at shutdown. Ray Serve sends no signal."""
+    """Wrap a lifespan so that it waits for models at startup and for running work at shutdown.
+
+    The shutdown cannot be handled by a signal handler, because Ray Serve sends no signal.
+    """
 
     @asynccontextmanager
     async def wrapped_lifespan(app: FastAPI) -> AsyncIterator[Any]:

@@ -1,4 +1,4 @@
-"""Running the service with uvicorn: configuration, listening sockets, and graceful shutdown."""
+"""Run the service with uvicorn: configuration, listening sockets, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
         await self._wait_for_open_requests(deadline)
         for server in self.servers:
             server.close()
-        # Otherwise, in Python 3.12 and later, uvicorn would wait for clients whose TLS handshake is not complete.
+        # If the list were not empty, uvicorn would wait for incomplete TLS handshakes in Python 3.12 and later.
         self.servers = []
         close_task = asyncio.create_task(self._close_stalled_uploads(deadline))
         try:
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
             close_task.cancel()
 
     async def _wait_for_open_requests(self, deadline: float) -> None:
-        """Wait until all open connections are closed and no work is running, but not beyond the deadline."""
+        """Wait until all open connections are closed and no work is running, or until the deadline."""
         open_connections = {
             connection for connection in self.server_state.connections if isinstance(connection, Connection)
         }
@@ -110,7 +110,7 @@ class Server(uvicorn.Server):
 
 
 def serve(settings: Settings, host: str, port: int) -> bool:
-    """Print the address of the service, and serve requests until a signal stops it.
+    """Print the URL of the service, and serve requests until a signal arrives.
 
     Return False if a thread was still running after shutdown. Raises ConfigError.
     """
@@ -141,7 +141,7 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         # captured signal again. With the default handlers, that signal would kill the process after a clean shutdown.
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, server.handle_exit)
-        sys.stdout.write(f"StackSeg is listening on {format_address(listener, secure=config.is_ssl)}\n")
+        sys.stdout.write(f"StackSeg is listening on {format_url(listener, is_secure=config.is_ssl)}\n")
         sys.stdout.flush()
         server.run(sockets=[listener])
     return runtime.devices.has_ended
@@ -181,8 +181,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"Cannot listen on {host}, port {port}: {error}. Choose another address or port.") from error
 
 
-def format_address(listener: socket.socket, *, secure: bool = False) -> str:
+def format_url(listener: socket.socket, *, is_secure: bool = False) -> str:
     """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
-    scheme = "https" if secure else "http"
+    scheme = "https" if is_secure else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

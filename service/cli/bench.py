@@ -14,13 +14,13 @@ from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 
 
-def add_arguments(bench: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg bench`."""
-    bench.add_argument(
+    parser.add_argument(
         "--model", help="Name or folder of the model (default: the setting models.default, or nuclei if it is not set)"
     )
-    bench.add_argument("--device", help="Device: auto, cpu, cuda or cuda:N (default: the setting device.name)")
-    bench.add_argument(
+    parser.add_argument("--device", help="Device: auto, cpu, cuda or cuda:N (default: the setting device.name)")
+    parser.add_argument(
         "--shape",
         type=int,
         nargs=3,
@@ -28,31 +28,35 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         metavar=("Z", "Y", "X"),
         help="Shape of the test stack in voxels (default: 64 512 512)",
     )
-    bench.add_argument(
+    parser.add_argument(
         "--repeats",
         type=int,
         default=3,
         help="Number of timed requests after the warm-up request (default: %(default)s)",
     )
-    bench.add_argument("--hosts", action="store_true", help="Measure only the throughput of 1, 2, ... cluster workers")
-    bench.add_argument("--cold", action="store_true", help="Measure two startups, the first with an empty cache folder")
-    bench.add_argument(
+    parser.add_argument(
+        "--hosts", action="store_true", help="Measure only the throughput of a cluster with 1, 2, ... workers"
+    )
+    parser.add_argument(
+        "--cold", action="store_true", help="Measure two startups, the first with an empty cache folder"
+    )
+    parser.add_argument(
         "--baseline",
         action="store_true",
         help="Also measure a plain MONAI script, alternating with the requests (requires a git clone)",
     )
-    _add_comparison_options(bench)
-    bench.set_defaults(run=run)
+    _add_comparison_options(parser)
+    parser.set_defaults(run=run)
 
 
-def _add_comparison_options(bench: argparse.ArgumentParser) -> None:
+def _add_comparison_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for comparing engines and for writing results to files."""
-    bench.add_argument(
+    parser.add_argument(
         "--compare-engines",
         action="store_true",
         help="Also compare the speed of all engines running only the neural network, without pre- and postprocessing",
     )
-    bench.add_argument(
+    parser.add_argument(
         "--batch-sizes",
         type=int,
         nargs="+",
@@ -60,23 +64,28 @@ def _add_comparison_options(bench: argparse.ArgumentParser) -> None:
         metavar="N",
         help="Batch sizes at which engines are compared (implies --compare-engines)",
     )
-    bench.add_argument(
+    parser.add_argument(
         "--build-seconds",
         type=float,
         default=math.inf,
-        help="Time limit for building the compared engines (default: none)",
+        help="Time limit in seconds for building the compared engines (default: none)",
     )
-    bench.add_argument("--profile", type=Path, metavar="JSON", help="Write a torch profiler trace of one request")
-    bench.add_argument("--json", type=Path, metavar="JSON", help="Write all measurements as JSON")
-    bench.add_argument(
-        "--plot", type=Path, metavar="PNG", help="Plot stages and comparisons as bar charts (requires the demo extra)"
+    parser.add_argument(
+        "--profile", type=Path, metavar="JSON", help="Write a torch profiler trace of one request to this file"
+    )
+    parser.add_argument("--json", type=Path, metavar="JSON", help="Write all measurements to this JSON file")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="PNG",
+        help="Write bar charts of the stage times and the compared engines to this file (requires the demo extra)",
     )
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Measure one model in this process, and print each line of the Markdown report as soon as its values are known.
 
-    Returns 1 if the network did not run with the configured `engine` settings.
+    Return 1 if the network did not run with the configured `engine` settings, otherwise 0.
     """
     _check_options(options)
     if options.device is not None:
@@ -121,7 +130,7 @@ def _run_hosts(options: argparse.Namespace, settings: Settings) -> int:
 
     spec = choose_model(options.model, settings)
     rows: list[hosts.HostsRow] = []
-    for row in hosts.measure(spec, settings, tuple(options.shape), options.repeats):
+    for row in hosts.measure_throughput(spec, settings, tuple(options.shape), options.repeats):
         if not rows:
             _print_line(hosts.TABLE_HEADER)
         rows.append(row)
@@ -132,6 +141,6 @@ def _run_hosts(options: argparse.Namespace, settings: Settings) -> int:
 
 
 def _print_line(line: str) -> None:
-    """Print a line and flush it, so that it appears immediately even if the output is a file."""
+    """Print a line and flush the output, so that the line appears immediately even if the output is a file."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

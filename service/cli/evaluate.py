@@ -8,37 +8,37 @@ from pathlib import Path
 from service.core.config import Settings
 
 
-def add_arguments(evaluate: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg evaluate`."""
-    evaluate.add_argument(
+    parser.add_argument(
         "folders",
         type=Path,
         nargs="*",
         metavar="FOLDER",
         help="Folder with a stack (image.tif) and its labels (mask.tif)",
     )
-    evaluate.add_argument("--images", type=Path, nargs="+", default=[], help="Stacks to segment")
-    evaluate.add_argument(
+    parser.add_argument("--images", type=Path, nargs="+", default=[], help="Stacks to segment")
+    parser.add_argument(
         "--labels", type=Path, nargs="+", default=[], help="Ground-truth labels for --images, in the same order"
     )
-    evaluate.add_argument(
+    parser.add_argument(
         "--model", help="Name or folder of the model (default: the setting models.default, or nuclei if it is not set)"
     )
-    evaluate.add_argument("--channel", help="Index or name of the channel, if the stacks have several channels")
-    evaluate.add_argument(
+    parser.add_argument("--channel", help="Name or zero-based index of the channel, if there are several channels")
+    parser.add_argument(
         "--diameter",
         nargs="+",
         default=[],
         help="Object diameters to evaluate, one output row each: a value that POST /segment accepts, mean (the mean"
         " diameter of the annotated objects), or extents (their median extents)",
     )
-    evaluate.add_argument(
+    parser.add_argument(
         "--no-floor",
         action="store_true",
-        help="Skip the classical method, the baseline for the scores of the model, which can be slow",
+        help="Skip the classical method, which is the baseline for the model's scores and can be slow",
     )
-    evaluate.add_argument("--json", action="store_true", help="Print a JSON array with one entry per stack and method")
-    evaluate.set_defaults(run=run, extra="train")
+    parser.add_argument("--json", action="store_true", help="Print a JSON array with one entry per stack and method")
+    parser.set_defaults(run=run, extra="train")
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:

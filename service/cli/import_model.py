@@ -36,9 +36,9 @@ def _parse_normalization(text: str) -> dict[str, Any]:
     return {"kind": kind, **dict(zip(("low", "high"), numbers, strict=False))}
 
 
-def _make_triple_parser(number: Callable[[str], float]) -> Callable[[str], list[float]]:
+def _make_triple_parser(parse_number: Callable[[str], float]) -> Callable[[str], list[float]]:
     def parse(text: str) -> list[float]:
-        values = [number(part) for part in text.split(",")]
+        values = [parse_number(part) for part in text.split(",")]
         if len(values) != 3:
             raise ValueError("expected three numbers Z,Y,X")
         return values
@@ -62,7 +62,7 @@ def _parse_decoding(text: str) -> dict[str, Any]:
 class Question(NamedTuple):
     """Metadata that a package may lack, with its option, its key in model.yaml, an explanation and an example.
 
-    is_optional  whether the model works without it
+    is_optional  whether the model works without this metadata
     """
 
     option: str
@@ -77,8 +77,8 @@ QUESTIONS = (
     Question(
         "--architecture",
         "architecture",
-        "Constructor call for a ShuffleUNet, UNet, BasicUNet, DynUNet or SegResNet (import other networks from "
-        "torch.export or ONNX files), with arguments",
+        "Network class (ShuffleUNet, UNet, BasicUNet, DynUNet or SegResNet; import other networks from torch.export or "
+        "ONNX files) with its arguments",
         "BasicUNet(spatial_dims=3, in_channels=1, out_channels=2)",
         _parse_architecture,
     ),
@@ -87,14 +87,14 @@ QUESTIONS = (
         "--normalisation",
         "input.normalisation",
         "Intensity normalization: percentile:LOW,HIGH maps these percentiles to 0 and 1, range:LOW,HIGH maps these "
-        "intensities to 0 and 1, zscore subtracts the mean and divides by the standard deviation",
+        "intensities to 0 and 1, and zscore subtracts the mean and divides by the standard deviation",
         "percentile:1,99.8",
         _parse_normalization,
     ),
     Question(
         "--roi-size",
         "input.roi_size",
-        "Window size Z,Y,X in voxels, the same as that of the training crops",
+        "Window size Z,Y,X in voxels, equal to the size of the training crops",
         "64,64,64",
         _make_triple_parser(int),
     ),
@@ -108,22 +108,22 @@ QUESTIONS = (
     Question(
         "--activation",
         "activation",
-        "Function that converts scores to probabilities: softmax, sigmoid, or none if the network already applies one",
+        "Function that converts scores to probabilities: softmax, sigmoid, or none if it is part of the network",
         "softmax",
         _make_choice_parser("softmax", "sigmoid", "none"),
     ),
     Question(
         "--decoding",
         "decoding",
-        "classes selects the output with the highest score; instances separates objects with the outputs foreground "
-        "and distance",
+        "Decoding method: classes selects the output with the highest score, and instances uses the outputs named "
+        "foreground and distance to separate objects",
         "classes",
         _parse_decoding,
     ),
     Question(
         "--voxel-size",
         "input.voxel_size",
-        "Voxel size Z,Y,X in um to which stacks are resampled, or none to keep the original resolution",
+        "Voxel size Z,Y,X in micrometers to which stacks are resampled, or none to keep the original resolution",
         "0.5,0.2,0.2",
         lambda text: None if text.strip() == "none" else _make_triple_parser(float)(text),
         is_optional=True,
@@ -176,20 +176,20 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
     if settings.models.folder is None:
         raise BadParameter("Specify the folder for the model with --models FOLDER. It is created if it does not exist.")
     folder = settings.models.folder
-    key_file = {} if options.key_file is None else _read_key_file(options.key_file)
+    file_keys = {} if options.key_file is None else _read_key_file(options.key_file)
     option_values = {
         question.option: text for question in QUESTIONS if (text := getattr(options, question.key)) is not None
     }
 
-    def run() -> None:
-        keys = _merge_keys(key_file, option_values) | ({} if options.name is None else {"name": options.name})
+    def import_package() -> None:
+        keys = _merge_keys(file_keys, option_values) | ({} if options.name is None else {"name": options.name})
         spec, notes = import_model(options.package, folder, keys, prepare=prepare_tensor, trust=options.trust)
         sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network_name}\n")
         for note in notes:
             sys.stdout.write(f"note: {note}\n")
 
     try:
-        run()
+        import_package()
     except MissingKeys as missing:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise BadParameter(
@@ -198,7 +198,7 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
         sys.stderr.write(f"{missing.package}. The package lacks information about how to use the network.\n")
         option_values |= ask_questions(missing.problems, option_values, _ask_on_terminal)
         sys.stderr.write(f"The same command without questions:\n  {_format_command(options, folder, option_values)}\n")
-        run()
+        import_package()
     return 0
 
 
@@ -207,7 +207,7 @@ def ask_questions(
 ) -> dict[str, str]:
     """Return answers by option, for all keys in `problems` and for the optional keys that the user provides.
 
-    `ask` is called with a prompt until it returns a valid string.
+    `ask` is called with a prompt until it returns a valid answer.
     """
     answers: dict[str, str] = {}
     for question in QUESTIONS:
@@ -216,7 +216,7 @@ def ask_questions(
             is_required or question.key in {"input.voxel_size", "input.diameter"}
         ):
             continue
-        default = "" if is_required else "; empty: stacks are not resampled"
+        default = "" if is_required else "; leave empty to keep the original resolution"
         prompt = f"{question.option[2:]}: {question.meaning}\n  for example {question.example}{default}\n> "
         while (text := ask(prompt).strip()) or is_required:
             try:
@@ -242,7 +242,7 @@ def _ask_on_terminal(prompt: str) -> str:
 def _explain_missing_keys(
     options: argparse.Namespace,
     folder: Path,
-    package: str,
+    package_description: str,
     problems: Mapping[str, str],
     option_values: Mapping[str, str],
 ) -> str:
@@ -255,7 +255,7 @@ def _explain_missing_keys(
         options, folder, {**option_values, **{question.option: question.example for question in missing_questions}}
     )
     lines = [
-        f"{package}. The following information is missing:",
+        f"{package_description}. The following information is missing:",
         *_explain_problems(missing_questions, problems),
         f"Optional: {', '.join(optional_options)}. Replace the examples in this command:",
         f"  {command}",
@@ -273,22 +273,22 @@ def _explain_problems(missing_questions: Collection[Question], problems: Mapping
 
 
 def _format_command(options: argparse.Namespace, folder: Path, option_values: Mapping[str, str]) -> str:
-    parts = ["stackseg", "models", "import", str(options.package), "--models", str(folder)]
-    parts += [part for option, text in option_values.items() for part in (option, text)]
-    parts += ["--with", str(options.key_file)] if options.key_file is not None else []
-    parts += ["--name", options.name] if options.name is not None else []
-    return shlex.join(parts) + (" --trust" if options.trust else "")
+    words = ["stackseg", "models", "import", str(options.package), "--models", str(folder)]
+    words += [word for option, text in option_values.items() for word in (option, text)]
+    words += ["--with", str(options.key_file)] if options.key_file is not None else []
+    words += ["--name", options.name] if options.name is not None else []
+    return shlex.join(words) + (" --trust" if options.trust else "")
 
 
-def _merge_keys(key_file: Mapping[str, Any], option_values: Mapping[str, str]) -> dict[str, Any]:
+def _merge_keys(file_keys: Mapping[str, Any], option_values: Mapping[str, str]) -> dict[str, Any]:
     """Return the keys of model.yaml from a file and from options, which take precedence. Raises BadParameter."""
-    merged = dict(key_file)
+    keys = dict(file_keys)
     for question in QUESTIONS:
         if question.option in option_values:
             section, _, key = question.key.rpartition(".")
             value = _parse_answer(question, option_values[question.option])
-            merged |= {section: {**merged.get(section, {}), key: value}} if section else {key: value}
-    return merged
+            keys |= {section: {**keys.get(section, {}), key: value}} if section else {key: value}
+    return keys
 
 
 def _parse_answer(question: Question, text: str) -> Any:
@@ -297,7 +297,7 @@ def _parse_answer(question: Question, text: str) -> Any:
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise BadParameter(
-            f"{question.option}: {text!r:.80} is not valid: {reason}, for example {question.example}"
+            f"The value {text!r:.80} of {question.option} is not valid: {reason}. For example, use {question.example}."
         ) from error
 
 

@@ -12,20 +12,20 @@ from service.core.errors import BadParameter
 from service.core.sections.serving import KEY_NAME
 
 
-def add_arguments(key: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument of `stackseg key`."""
-    key.add_argument(
+    parser.add_argument(
         "name", metavar="NAME", help="Name of the user or program that will use the key; shown in logs and metrics"
     )
-    key.set_defaults(run=run)
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, _settings: Settings) -> int:
-    """Print a new API key, and the lines of the configuration file with its hash."""
+    """Print a new API key, and the lines with its hash for the configuration file."""
     if not re.fullmatch(KEY_NAME, options.name):
         raise BadParameter(
-            f"The name {options.name!r} is not valid. Use up to 64 letters, digits and . _ @ -, with a letter or digit"
-            " first."
+            f"The name {options.name!r} is not valid. Use up to 64 letters, digits and the characters . _ @ -, and"
+            " begin with a letter or a digit."
         )
     key = api_keys.generate_key()
     sys.stdout.write(

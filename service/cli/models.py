@@ -18,11 +18,11 @@ from service.models.repository import FILE_NAME, read_repository, read_spec, sel
 from service.models.spec import ModelSpec
 
 
-def add_arguments(models: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg models`."""
-    models.set_defaults(run=run_list)
-    _add_list_arguments(models)
-    actions = models.add_subparsers(metavar="list|import|remove")
+    parser.set_defaults(run=run_list)
+    _add_list_arguments(parser)
+    actions = parser.add_subparsers(metavar="list|import|remove")
     list_parser = actions.add_parser("list", help="List the models (the default)")
     _add_list_arguments(list_parser)
     add_settings_options(list_parser, argparse.SUPPRESS)
@@ -76,7 +76,8 @@ def run_remove(options: argparse.Namespace, settings: Settings) -> int:
         )
     shutil.rmtree(trained_folders[options.name])
     sys.stdout.write(
-        f"Removed {trained_folders[options.name]}. Running services list the model until POST /models/reload.\n"
+        f"Removed {trained_folders[options.name]}. Running services list the model until you call POST"
+        " /models/reload.\n"
     )
     return 0
 
@@ -84,9 +85,9 @@ def run_remove(options: argparse.Namespace, settings: Settings) -> int:
 def choose_model(name: str | None, settings: Settings) -> ModelSpec:
     """Find a model by its name or folder. `None` selects the default model.
 
-    A name is looked up in the repository, then among the models trained by the service, and then as a folder. If it
-    contains a slash, it is looked up as a folder first, and no repository is needed. Raises UnknownModel, BrokenModel,
-    and ConfigError if there is no valid repository.
+    A name is looked up in the repository, then among the models trained by the service, and then as a folder. A name
+    with a slash is looked up as a folder first, which requires no repository. Raises UnknownModel, BrokenModel, and
+    ConfigError if there is no valid repository.
     """
     if name and "/" in name and _is_model_folder(Path(name)):
         return read_spec(Path(name))
@@ -99,7 +100,7 @@ def choose_model(name: str | None, settings: Settings) -> ModelSpec:
 
 
 def _is_model_folder(folder: Path) -> bool:
-    """Return whether a path is a model folder. Paths that are too long for the system are not."""
+    """Return whether a path is a model folder. Paths that are too long for the system are not model folders."""
     with suppress(OSError):
         return (folder / FILE_NAME).is_file()
     return False

@@ -27,7 +27,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def add_settings_options(command: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add `--config` and `--models`. With `argparse.SUPPRESS` as default, values before a subcommand are preserved."""
+    """Add `--config` and `--models`. The default `argparse.SUPPRESS` preserves values before a subcommand."""
     command.add_argument(
         "--config",
         type=Path,

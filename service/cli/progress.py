@@ -1,4 +1,4 @@
-"""Progress bar of a command on standard error, shown only if this is a terminal."""
+"""Progress bar of a command, shown on standard error only if standard error is a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ProgressBar:
         self._bar.set_description_str(name)
 
     def show_windows(self, done: int, total: int) -> None:
-        """Show the number of computed windows, and then the decoding step, whose progress is unknown."""
+        """Show the number of completed windows, and then the decoding step, whose progress is unknown."""
         if done == total:
             self.begin_step("decoding")
             return

@@ -9,25 +9,25 @@ from service.cli.segmentation.parameters import PARAMETERS, use_option_names
 from service.core.config import Settings
 
 
-def add_arguments(segment: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg segment`."""
-    _add_file_arguments(segment)
-    for name, (placeholder, text) in PARAMETERS.items():
-        segment.add_argument(f"--{name.replace('_', '-')}", metavar=placeholder, help=text)
-    _add_result_options(segment)
-    _add_block_options(segment)
-    segment.set_defaults(run=run, reword=use_option_names, extra="zarr")
+    _add_file_arguments(parser)
+    for name, (placeholder, help_text) in PARAMETERS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar=placeholder, help=help_text)
+    _add_result_options(parser)
+    _add_block_options(parser)
+    parser.set_defaults(run=run, reword=use_option_names, extra="zarr")
 
 
-def _add_file_arguments(segment: argparse.ArgumentParser) -> None:
+def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for input and output files."""
-    segment.add_argument(
+    parser.add_argument(
         "input",
         type=_parse_input,
         metavar="IN",
         help="TIFF stack, OME-Zarr image (folder or s3, gs, az, http or https URL), or folder of TIFF stacks",
     )
-    segment.add_argument(
+    parser.add_argument(
         "result",
         type=Path,
         nargs="?",
@@ -35,51 +35,54 @@ def _add_file_arguments(segment: argparse.ArgumentParser) -> None:
         help="Result: OME-TIFF (.tif), OME-Zarr (.zarr, or IMAGE.zarr/labels/NAME for labels inside an image),"
         " labels as .npy or .nii.gz, or a folder if IN is a folder of stacks",
     )
-    segment.add_argument(
-        "-o", "--out", type=Path, metavar="OUT", help="Alternative to the argument OUT (default: none)"
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="OUT", help="Alternative to the argument OUT (default: the argument OUT)"
     )
-    segment.add_argument(
+    parser.add_argument(
         "--glob",
         metavar="PATTERN",
         help="Glob pattern for the stacks in the folder IN, for example '**/*.tif' (default: all TIFFs in the folder,"
         " but not in its subfolders)",
     )
-    segment.add_argument(
+    parser.add_argument(
         "--format",
         choices=("tiff", "zarr"),
         help="Format of the labels if IN is a folder of stacks: OME-TIFF or OME-Zarr (default: tiff)",
     )
 
 
-def _add_result_options(segment: argparse.ArgumentParser) -> None:
+def _add_result_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for warnings, measurements and existing results."""
-    segment.add_argument(
+    parser.add_argument(
         "--strict",
         action="store_true",
         help="Fail if confidence in the labels is low (default: write the labels and print a warning)",
     )
-    segment.add_argument(
-        "--measurements", type=Path, metavar="CSV", help="Also write a table of object measurements (default: no table)"
+    parser.add_argument(
+        "--measurements",
+        type=Path,
+        metavar="CSV",
+        help="Also write a table of object measurements to this CSV file (default: no table)",
     )
-    segment.add_argument("--force", action="store_true", help="Overwrite existing results (default: fail)")
+    parser.add_argument("--force", action="store_true", help="Overwrite existing results (default: fail)")
 
 
-def _add_block_options(segment: argparse.ArgumentParser) -> None:
+def _add_block_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of block-wise segmentation."""
-    segment.add_argument(
+    parser.add_argument(
         "--workers",
         type=int,
         metavar="N",
-        help="Segment an OME-Zarr image of any size block by block with this number of processes (default: in one"
-        " piece)",
+        help="Segment an OME-Zarr image of any size block by block with this number of processes (default: segment it"
+        " in one piece)",
     )
-    segment.add_argument(
+    parser.add_argument(
         "--ray",
         metavar="HOST:PORT",
-        help="Run the --workers processes on a Ray cluster; stack, result and scratch folder must be on storage that"
-        " all of the cluster's hosts mount (default: run on this host)",
+        help="Run the --workers processes on a Ray cluster; the stack, result and scratch folder must be on storage"
+        " that all hosts of the cluster mount (default: run on this host)",
     )
-    segment.add_argument(
+    parser.add_argument(
         "--scratch",
         type=Path,
         metavar="FOLDER",

@@ -14,27 +14,27 @@ from service.core.sections.serving import Server
 log = logging.getLogger(__name__)
 
 
-def add_arguments(serve: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg serve`."""
     server = Server()
-    serve.add_argument(
+    parser.add_argument(
         "--host", help=f"Address to listen on (default: the setting server.host, or {server.host} if it is not set)"
     )
-    serve.add_argument(
+    parser.add_argument(
         "--port",
         type=int,
         help="Port to listen on, or 0 for any free port (default: the setting server.port, or"
         f" {server.port} if it is not set)",
     )
     for name, meaning in (("keyfile", "Private key"), ("certfile", "Certificate")):
-        serve.add_argument(
+        parser.add_argument(
             f"--ssl-{name}",
             type=Path,
             metavar="PEM",
             help=f"{meaning} for HTTPS in PEM format (default: the setting server.ssl_{name}, or plain HTTP if it is"
             " not set)",
         )
-    serve.set_defaults(run=run)
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     host = settings.server.host
     if is_public(host) and not settings.access.keys:
         log.warning(
-            "%s is a public address and there are no access.keys: anyone who can reach it can use the service",
+            "%s is a public address and access.keys is empty: anyone who can reach this address can use the service",
             host,
         )
     if not serve(settings, host, settings.server.port):

@@ -12,32 +12,36 @@ from service.core.errors import BadParameter
 from service.core.sections.computing import Training
 
 
-def add_arguments(train: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg train`. The defaults are the settings under `training`."""
-    train.add_argument("--images", type=Path, nargs="+", required=True, help="Stacks with a single channel")
-    train.add_argument(
+    parser.add_argument(
+        "--images", type=Path, nargs="+", required=True, help="Stacks to train on, each with a single channel"
+    )
+    parser.add_argument(
         "--labels", type=Path, nargs="+", required=True, help="Ground-truth labels for --images, in the same order"
     )
-    train.add_argument("--out", type=Path, help="Folder of the new model, for example models/mine")
-    train.add_argument("--from", dest="base", metavar="MODEL", help="Name or folder of the model to start from")
-    train.add_argument("--steps", type=int, help="Number of training steps")
-    train.add_argument(
-        "--minutes", type=float, help="Stop after this number of minutes, even if --steps is not reached"
+    parser.add_argument("--out", type=Path, help="Folder for the new model, for example models/mine")
+    parser.add_argument("--from", dest="base", metavar="MODEL", help="Name or folder of the model to start from")
+    parser.add_argument("--steps", type=int, help="Number of training steps")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="Stop after this number of minutes, even if the number of --steps has not been reached",
     )
-    train.add_argument("--learning-rate", type=float, help="Maximum learning rate")
-    train.add_argument("--batch-size", type=int, help="Number of crops per step")
-    train.add_argument("--edge", type=int, help="Edge length of a crop in voxels")
-    train.add_argument("--validation", type=float, help="Fraction of every stack that is reserved for validation")
-    train.add_argument("--patience", type=int, help="Stop after this number of validations without improvement")
-    train.add_argument("--workers", type=int, help="Number of processes for augmentation; 0 uses a thread instead")
-    train.add_argument("--seed", type=int, help="Random seed; the same seed gives the same model")
-    train.add_argument("--resume", action="store_true", help="Resume from the checkpoint in --out")
-    train.add_argument(
+    parser.add_argument("--learning-rate", type=float, help="Maximum learning rate")
+    parser.add_argument("--batch-size", type=int, help="Number of crops per step")
+    parser.add_argument("--edge", type=int, help="Edge length of a crop in voxels")
+    parser.add_argument("--validation", type=float, help="Fraction of every stack that is reserved for validation")
+    parser.add_argument("--patience", type=int, help="Stop after this number of validations without improvement")
+    parser.add_argument("--workers", type=int, help="Number of processes for augmentation; 0 uses a thread instead")
+    parser.add_argument("--seed", type=int, help="Random seed; the same seed gives the same model")
+    parser.add_argument("--resume", action="store_true", help="Resume from the checkpoint in --out")
+    parser.add_argument(
         "--benchmark",
         action="store_true",
         help="Only measure the speed of training steps, with and without mixed precision",
     )
-    train.set_defaults(run=run, extra="train")
+    parser.set_defaults(run=run, extra="train")
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
@@ -53,7 +57,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         sys.stdout.write("\n".join([HEADER, *rows]) + "\n")
         return 0
     if options.out is None:
-        raise BadParameter("--out is missing. Set it to the folder of the new model, for example models/mine.")
+        raise BadParameter("--out is missing. Set it to a folder for the new model, for example models/mine.")
     from service.training.from_files import train_model  # noqa: PLC0415
 
     spec, state = train_model(pairs, options.out, settings, base=base, resume=options.resume)

@@ -12,20 +12,21 @@ from service.core.errors import BadParameter, ConfigError
 from service.models.repository import read_repository
 
 
-def add_arguments(tune: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg tune`."""
-    selection = tune.add_mutually_exclusive_group()
+    selection = parser.add_mutually_exclusive_group()
     selection.add_argument(
         "--model", help="Name or folder of the model (default: the setting models.default, or nuclei if it is not set)"
     )
     selection.add_argument("--all", action="store_true", help="Tune all served models, one after the other")
-    tune.add_argument(
+    parser.add_argument(
         "--minutes",
         type=float,
-        help="Time limit per model; no new measurement starts after that (default: the setting engine.tune_seconds)",
+        help="Time limit per model in minutes; no new measurement starts after this time (default: the setting"
+        " engine.tune_seconds)",
     )
-    tune.add_argument("--device", help="Device: auto, cpu, cuda or cuda:N (default: the setting device.name)")
-    tune.set_defaults(run=run)
+    parser.add_argument("--device", help="Device: auto, cpu, cuda or cuda:N (default: the setting device.name)")
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
@@ -33,7 +34,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
 
     Raises ConfigError.
     """
-    # `stackseg serve`, for which the engines are compared, sets this as well.
+    # `stackseg serve`, for which the engines are compared, also sets this variable.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if options.minutes is not None and not options.minutes > 0:
         raise BadParameter("--minutes must be a positive number.")
@@ -41,13 +42,13 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         settings = override_settings(settings, "device", {"name": options.device, "serve": ()})
     kind = settings.engine.kind
     if kind != "auto":
-        raise ConfigError(f"engine.kind is {kind}, so there is nothing to tune. Set it to auto.")
+        raise ConfigError(f"engine.kind is {kind}, so there is nothing to tune. Set engine.kind to auto.")
     specs = [choose_model(options.model, settings)]
     if options.all:
         specs = list(read_repository(settings.models.folder, settings.models.serve).values())
-    seconds = settings.engine.tune_seconds if options.minutes is None else 60 * options.minutes
+    max_seconds = settings.engine.tune_seconds if options.minutes is None else 60 * options.minutes
     from service.cli.benchmark.tuning import tune_models  # noqa: PLC0415
 
-    for spec, plan in tune_models(specs, settings, seconds):
+    for spec, plan in tune_models(specs, settings, max_seconds):
         sys.stdout.write(f"{spec.identifier}\n" + "".join(f"  {line}\n" for line in plan.format_lines()))
     return 0

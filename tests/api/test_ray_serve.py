@@ -122,10 +122,10 @@ def test_requests_for_resources_of_one_replica_are_rejected(client: httpx2.Clien
 
 
 def test_requests_with_a_route_prefix_are_rejected_too() -> None:
-    from service.api.ray_serve import StatelessReplica  # noqa: PLC0415
+    from service.api.ray_serve import ReplicaLocalRequestFilter  # noqa: PLC0415
 
     async def get_status(path: str) -> int:
-        app = StatelessReplica(PlainTextResponse("accepted"))
+        app = ReplicaLocalRequestFilter(PlainTextResponse("accepted"))
         transport = httpx2.ASGITransport(app, root_path="/prefix")
         async with httpx2.AsyncClient(transport=transport, base_url="http://service") as client:
             return (await client.post(path)).status_code

@@ -32,7 +32,7 @@ from sockets import (
 
 from service.api.access.middleware import RequestLog
 from service.api.http.data_rate import SlowClientLimits
-from service.api.server import POLL_SECONDS, Server, format_address, listen
+from service.api.server import POLL_SECONDS, Server, format_url, listen
 from service.core import errors
 
 RATE = 1000
@@ -168,7 +168,7 @@ def test_port_zero_selects_a_free_port_that_is_in_the_address(host: str) -> None
         pytest.skip("this system has no IPv6")
     with listen(host, 0) as listener:
         port = listener.getsockname()[1]
-        assert format_address(listener) == (f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        assert format_url(listener) == (f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
 
 def test_address_in_use_is_a_configuration_error() -> None:

@@ -83,7 +83,7 @@ def test_each_row_of_hosts_is_printed_immediately(
             yield row
             outputs.append(capsys.readouterr().out)
 
-    monkeypatch.setattr(hosts, "measure", measure)
+    monkeypatch.setattr(hosts, "measure_throughput", measure)
     json_path = tmp_path / "hosts.json"
     assert main([*bench, "--hosts", "--json", str(json_path)]) == 0
     assert outputs == [f"{hosts.TABLE_HEADER}\n| 1 | 10.0 | 100% |\n", "| 2 | 16.0 | 80% |\n"]

@@ -90,7 +90,7 @@ def test_evaluate_compares_model_and_classical_method(
     nowhere = str(stack / "nowhere.tif")
     assert main(["evaluate", "--images", nowhere, "--labels", nowhere, *config]) == 1
     assert capsys.readouterr().out == ""
-    assert "1 images and 0 labels" in run_stackseg("evaluate", "--images", stack / "image.tif", *config, status=1)
+    assert "1 images and 0 label files" in run_stackseg("evaluate", "--images", stack / "image.tif", *config, status=1)
 
 
 def test_evaluate_uses_each_requested_diameter(
@@ -306,7 +306,7 @@ def test_tuning_result_is_used_by_all_devices_of_a_kind(
 
 @pytest.mark.parametrize(
     ("options", "engine", "status", "message"),
-    [(["--minutes", "0"], "auto", 1, "positive"), ([], "eager", 2, "Set it to auto")],
+    [(["--minutes", "0"], "auto", 1, "positive"), ([], "eager", 2, "Set engine.kind to auto")],
 )
 def test_invalid_tuning_options_are_rejected(
     base: ModelSpec, write_config: Any, run_stackseg: Any, options: list[str], engine: str, status: int, message: str

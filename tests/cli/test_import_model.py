@@ -41,7 +41,7 @@ def test_suggested_command_works_with_the_right_architecture(
     index = command.index("--architecture") + 1
     assert main([*command[1:index], "UNet(3, norm=Norm.BATCH)", *command[index + 1 :]]) == 1
     assert (
-        "--architecture: 'UNet(3, norm=Norm.BATCH)' is not valid: expected a name with keyword arguments"
+        "'UNet(3, norm=Norm.BATCH)' of --architecture is not valid: expected a name with keyword arguments"
         in capsys.readouterr().err
     )
     assert main([*command[1:index], ARCHITECTURE, *command[index + 1 :]]) == 0
@@ -76,7 +76,7 @@ def test_only_missing_metadata_is_requested() -> None:
 
     def answer(prompt: str) -> str:
         requested.append(prompt.partition(":")[0])
-        return "" if "not resampled" in prompt else "sigmoid"
+        return "" if "original resolution" in prompt else "sigmoid"
 
     assert ask_questions({"activation", "input.roi_size"}, {"--roi-size": "8,8,8"}, answer) == {
         "--activation": "sigmoid"

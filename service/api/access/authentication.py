@@ -46,7 +46,8 @@ class ApiKeyAuth:
     def _admit(self, scope: Scope, slots: ExitStack) -> None:
         """Identify the caller, and count the request against the caller's rate limits.
 
-        The slot for a running request is released when `slots` is closed. Raises Unauthorized and RateLimited.
+        The slot for a running request is released when `slots` is closed. Raises Unauthorized if the API key is missing
+        or unknown, and RateLimited if the request exceeds a rate limit.
         """
         state = scope.setdefault("state", {})
         if HEALTH_PATH.fullmatch(scope["path"]) or DOCUMENTATION_PATH.fullmatch(scope["path"]):
@@ -60,7 +61,10 @@ class ApiKeyAuth:
 
 
 def check_admin(request: Request, access: Access) -> None:
-    """Raise Unauthorized unless the caller is an admin. Without API keys, clients on the same host are admins."""
+    """Raise Unauthorized unless the caller is an admin.
+
+    If no API keys are configured, clients on the same host are admins.
+    """
     if access.keys and request.scope["state"]["caller"] not in access.admins:
         raise Unauthorized(
             "This API key has no admin rights. Ask the operator of the service to add the key to `access.admins`."
@@ -93,18 +97,19 @@ class Identity(NamedTuple):
     is_admin: bool
 
 
-def identify(request: Request, access: Access) -> Identity:
+def get_identity(request: Request, access: Access) -> Identity:
     """Return the caller's identity for access to trained models."""
     return Identity(request.scope["state"]["caller"] if access.keys else None, has_admin_rights(request, access))
 
 
 def check_trainer(request: Request, access: Access) -> None:
-    """Raise Unauthorized unless the caller may train models: its key is in `access.trainers`, or it is an admin."""
+    """Raise Unauthorized unless the caller's key is in `access.trainers` or the caller is an admin."""
     if access.keys and request.scope["state"]["caller"] in access.trainers:
         return
     if access.keys and not has_admin_rights(request, access):
         raise Unauthorized(
-            "This API key may not train models. Ask the operator of the service to add the key to `access.trainers`."
+            "This API key is not allowed to train models. Ask the operator of the service to add the key to"
+            " `access.trainers`."
         )
     check_admin(request, access)
 

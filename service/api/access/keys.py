@@ -53,7 +53,7 @@ class ApiKeys:
                 caller = name
         if caller is None:
             raise Unauthorized(
-                "The API key is not valid. Check the key for typing errors. If it is correct, it has been revoked: ask"
-                " the operator of the service for a new key."
+                "The API key is unknown. Check the key for typing errors. If there are none, the key may have been"
+                " revoked: ask the operator of the service for a new key."
             )
         return caller

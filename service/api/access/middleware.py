@@ -19,7 +19,7 @@ log = logging.getLogger("service.access")
 # Time limit for receiving the rest of the body of a refused request.
 DRAIN_SECONDS = 20.0
 UNPRINTABLE_PATTERN = re.compile(r"[^\x20-\x7e]")
-# Longer paths are truncated in the access log.
+# Maximum length of a URL path in the access log. Longer paths are truncated.
 MAX_PATH_CHARS = 256
 STAGE_PATTERN = re.compile(r"(\w+);dur=([0-9.]+)")
 
@@ -59,13 +59,14 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            # `closed_status` is set if the connection sent the response itself, or the client disconnected before one.
+            # `closed_status` is set if the connection sent the response itself, or if the client disconnected before
+            # the response started.
             status = scope["state"].get("closed_status", status)
             _log_request(scope, request_id, status, time.perf_counter() - start_time, headers)
             telemetry.request_id.reset(token)
 
 
-def _log_request(scope: Scope, request_id: str, status: int, seconds: float, headers: RawHeaders) -> None:
+def _log_request(scope: Scope, request_id: str, status: int, duration_seconds: float, headers: RawHeaders) -> None:
     """Write the access log line for a request, and count the request in the metrics."""
     route = getattr(scope.get("route"), "path", "unknown")
     state = scope["state"]
@@ -82,14 +83,14 @@ def _log_request(scope: Scope, request_id: str, status: int, seconds: float, hea
         "path": path,
         "route": route,
         "status": status,
-        "seconds": round(seconds, 3),
+        "seconds": round(duration_seconds, 3),
         "problem": problem,
         "model": model,
         "objects": int(objects) if objects else None,
         "stages": parse_server_timing(find_header(headers, b"server-timing")),
     }
     known_members = {name: value for name, value in members.items() if value is not None}
-    arguments = (scope["method"], path, status, seconds, request_id, details)
+    arguments = (scope["method"], path, status, duration_seconds, request_id, details)
     log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=telemetry.fields(**known_members))
 
 
@@ -106,7 +107,7 @@ def parse_server_timing(timing: str) -> dict[str, float] | None:
 
 
 class SecurityHeaders:
-    """Middleware that adds headers to prevent MIME sniffing, framing, and leaking the referrer."""
+    """Middleware that adds headers to prevent MIME sniffing, framing and referrer leaks."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -138,8 +139,8 @@ class DrainBody:
     received completely, the connection is closed.
     """
 
-    def __init__(self, app: ASGIApp, seconds: float = DRAIN_SECONDS) -> None:
-        self._app, self._seconds = app, seconds
+    def __init__(self, app: ASGIApp, limit_seconds: float = DRAIN_SECONDS) -> None:
+        self._app, self._limit_seconds = app, limit_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = is_complete = False
@@ -155,7 +156,7 @@ class DrainBody:
             if message["type"] == "http.response.start" and message["status"] >= 400 and not is_complete:
                 if has_begun or not get_header(scope, b"expect"):
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(self._seconds):
+                        async with asyncio.timeout(self._limit_seconds):
                             while not is_complete:
                                 await receive_message()
                 if not is_complete:

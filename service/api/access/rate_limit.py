@@ -15,10 +15,9 @@ from service.core.sections.serving import Access
 class RateLimit:
     """Token bucket and concurrency limit for one caller. Not thread-safe: use it only in the event loop.
 
-    Args:
-        per_minute: maximum number of requests per minute, which may arrive in one burst; 0 for no limit
-        max_concurrent: maximum number of requests that may run at the same time; 0 for no limit
-        clock: function that returns the time in seconds
+    per_minute      maximum number of requests per minute, which may arrive in one burst; 0 for no limit
+    max_concurrent  maximum number of requests that may run at the same time; 0 for no limit
+    clock           function that returns the time in seconds
     """
 
     def __init__(self, per_minute: int, max_concurrent: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,23 +27,23 @@ class RateLimit:
         self._running_count = 0
 
     def count_request(self) -> None:
-        """Consume one token. Raises RateLimited with the number of seconds until the next token is available."""
+        """Consume one token. Raises RateLimited with the seconds until the next token if no token is available."""
         if not self._per_minute:
             return
-        now, per_second = self._clock(), self._per_minute / 60
-        self._tokens = min(self._tokens + (now - self._refilled_at) * per_second, float(self._per_minute))
+        now, tokens_per_second = self._clock(), self._per_minute / 60
+        self._tokens = min(self._tokens + (now - self._refilled_at) * tokens_per_second, float(self._per_minute))
         self._refilled_at = now
         if self._tokens < 1:
             message = (
                 f"Too many requests: this key may send {self._per_minute} requests per minute. Wait a moment, then try"
                 " again."
             )
-            raise RateLimited(message, math.ceil((1 - self._tokens) / per_second))
+            raise RateLimited(message, math.ceil((1 - self._tokens) / tokens_per_second))
         self._tokens -= 1
 
     @contextmanager
     def hold_slot(self) -> Iterator[None]:
-        """Count one running request for the duration of the block. Raises RateLimited if there are too many."""
+        """Count one running request for the duration of the block. Raises RateLimited if too many are running."""
         if self._max_concurrent and self._running_count >= self._max_concurrent:
             message = (
                 f"This key already has {self._running_count} requests in progress, which is the maximum. Wait until one"

@@ -1,4 +1,4 @@
-"""Protection against DNS rebinding through a list of trusted host names, and CORS settings."""
+"""Trusted host names, as protection against DNS rebinding, and the methods and headers that CORS allows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TrustedHosts:
             await self._app(scope, receive, send)
             return
         error = MisdirectedRequest(
-            "The service does not accept requests for this host name. Use the address that the operator of the service"
+            "The service does not accept requests for this host name. Use the URL that the operator of the service"
             " gave you, or ask the operator to add this host name to `access.hosts`."
         )
         await self._handle_error(Request(scope), error)(scope, receive, send)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class SlowClientLimits(NamedTuple):
-    """Limits beyond which a client is considered too slow.
+    """Limits that define which clients are too slow.
 
     head_seconds      time limit for a TLS handshake, and for receiving a complete request head after the connection was
                       opened or the previous response was sent
@@ -34,11 +34,13 @@ class DataRate:
     def is_too_low(
         self, limits: SlowClientLimits, now: float, transferred_bytes: int | None, outstanding_bytes: float = math.inf
     ) -> bool:
-        """Return whether a window has just ended in which too few bytes were transferred. The next window then begins.
+        """Return whether a window has just ended and too few bytes were transferred in it.
+
+        If a window has ended, the next one begins.
 
         transferred_bytes  total number of bytes transferred so far; None if unknown, in which case the result is False
-        outstanding_bytes  bytes still to be transferred; if a window starts with fewer bytes than the minimum rate
-                           requires, only these must be transferred
+        outstanding_bytes  number of bytes still to be transferred; if this number is less than the minimum rate
+                           requires when a window starts, only these bytes must be transferred
         """
         if transferred_bytes is None:
             return False

@@ -1,4 +1,4 @@
-"""Transport and flow control for uvicorn, which close transports once and read bodies only as requests consume them."""
+"""Transport and flow control for uvicorn: close connections only once, and read bodies as requests consume them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-# Number of body bytes that are read before the application requests the body, for example during admission.
+# Maximum number of body bytes that are read before the application requests the body, for example during admission.
 READ_AHEAD_BYTES = 2**16
 
 
@@ -30,19 +30,19 @@ class CloseOnceTransport:
 class ReadFlowControl(FlowControl):
     """Flow control that resumes reading only while few unread body bytes are buffered.
 
-    count_unread_bytes  weak reference to the method of the connection that counts body bytes that were read from the
-                        socket but have not been received by their request
-    body_requested      whether the application has requested the body of the current request
+    count_unread_bytes  weak reference to a method of the connection, which returns the number of body bytes that were
+                        read from the socket but have not been received by their requests
+    is_body_requested   whether the application has requested the body of the current request
     """
 
     def __init__(self, transport: asyncio.Transport, count_unread_bytes: weakref.WeakMethod[Callable[[], int]]) -> None:
         super().__init__(transport)
-        self._count_unread_bytes, self.body_requested = count_unread_bytes, False
+        self._count_unread_bytes, self.is_body_requested = count_unread_bytes, False
 
     def resume_reading(self) -> None:
         """Resume reading, unless too many unread bytes are buffered."""
         count_unread_bytes = self._count_unread_bytes()
         unread_bytes = 0 if count_unread_bytes is None else count_unread_bytes()
         if unread_bytes < READ_AHEAD_BYTES:
-            self.body_requested = not unread_bytes
+            self.is_body_requested = not unread_bytes
             super().resume_reading()

@@ -23,7 +23,7 @@ MAX_DESCRIPTORS = 2**16
 # Maximum number of connections closed at a time, which is also limited to an eighth of all connections. Closing several
 # connections at a time avoids a scan of all connections for every new one.
 MAX_EVICTED_CONNECTIONS = 32
-# Among waiting connections, those younger than this are closed last.
+# Among waiting connections, those that have waited for less than this time are closed last.
 NEW_CONNECTION_SECONDS = 1.0
 # Minimum interval between log messages about closed connections.
 LOG_INTERVAL_SECONDS = 60.0
@@ -54,7 +54,7 @@ class Listener(socket.socket):
 
     listening_socket  listening socket whose descriptor this object takes over
     max_connections   maximum number of connections
-    connections       the connections of the server that have completed the TLS handshake, if any, and use HTTP
+    connections       the server's HTTP connections, excluding those that are still in their TLS handshake
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class Listener(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection. Raises BlockingIOError or OSError, after which asyncio tries again later."""
         if self._has_evicted_connections:
-            # asyncio accepts connections in a loop until this error, which lets it close the aborted connections first.
+            # asyncio accepts connections in a loop that ends with this error. It then closes the aborted connections
+            # before it accepts new ones.
             self._has_evicted_connections = False
             raise BlockingIOError
         try:
@@ -88,7 +89,7 @@ class Listener(socket.socket):
             self._has_evicted_connections = self._evict_connections()
             if not self._has_evicted_connections:
                 accepted_socket.close()
-                # Not ConnectionAbortedError, after which newer versions of asyncio would accept again immediately.
+                # After a ConnectionAbortedError, newer versions of asyncio would accept again immediately.
                 raise BlockingIOError
         self._accepted_connections[accepted_socket.fileno()] = _AcceptedConnection(
             accepted_socket, str(address[0]), time.monotonic()
@@ -125,9 +126,9 @@ class Listener(socket.socket):
     def _evict_connections(self) -> bool:
         """Close connections that are waiting for their clients. Return whether there were any."""
         http_connections = {connection.fileno(): connection for connection in self.connections}
-        count = len(self._accepted_connections)
+        connection_count = len(self._accepted_connections)
         evicted_entries = heapq.nsmallest(
-            min(MAX_EVICTED_CONNECTIONS, count // 8 or 1), self._rank_evictable_connections(http_connections)
+            min(MAX_EVICTED_CONNECTIONS, connection_count // 8 or 1), self._rank_evictable_connections(http_connections)
         )
         for *_, descriptor in evicted_entries:
             connection = self._accepted_connections.pop(descriptor)
@@ -139,7 +140,10 @@ class Listener(socket.socket):
         if time.monotonic() - self._logged_at >= LOG_INTERVAL_SECONDS:
             limit_names = "server.connections, or the limit on open files"
             log.warning(
-                "Limit of %d connections reached (%s); %d connections closed", count, limit_names, self._closed_count
+                "Limit of %d connections reached (%s); %d connections closed",
+                connection_count,
+                limit_names,
+                self._closed_count,
             )
             self._closed_count, self._logged_at = 0, time.monotonic()
         return bool(evicted_entries)
@@ -170,7 +174,9 @@ def raise_open_file_limit(requested_count: int) -> int:
     if soft_limit != resource.RLIM_INFINITY and soft_limit < target:
         resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard_limit))
         soft_limit = target
-    limit = requested_count if soft_limit == resource.RLIM_INFINITY else min(requested_count, soft_limit // 2)
-    if limit < requested_count:
-        log.warning("Only %d connections are allowed, because the limit on open files is %d", limit, soft_limit)
-    return limit
+    max_connections = requested_count if soft_limit == resource.RLIM_INFINITY else min(requested_count, soft_limit // 2)
+    if max_connections < requested_count:
+        log.warning(
+            "Only %d connections are allowed, because the limit on open files is %d", max_connections, soft_limit
+        )
+    return max_connections

@@ -20,7 +20,6 @@ RAW_TYPES = frozenset(
     }
 )
 
-
 # Form field for the stack.
 STACK_FIELD = "file"
 
@@ -28,15 +27,15 @@ STACK_FIELD = "file"
 class BodyFormat(NamedTuple):
     """Accepted formats of a request body with one file, which is the raw body or a field of a form.
 
-    media_types  accepted media types of a raw body
-    encodings    accepted content encodings of a raw body
-    name         description of the file for error messages
-    form_field   form field for the file
+    media_types       accepted media types of a raw body
+    encodings         accepted content encodings of a raw body
+    file_description  description of the file for error messages
+    form_field        form field for the file
     """
 
     media_types: frozenset[str] = RAW_TYPES
     encodings: frozenset[str] = frozenset({"identity"})
-    name: str = "the TIFF file"
+    file_description: str = "the TIFF file"
     form_field: str = STACK_FIELD
 
 

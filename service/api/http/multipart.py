@@ -27,7 +27,7 @@ class FormFile(Protocol):
         """Set the file name that the client sent."""
 
     def add_data(self, data: memoryview) -> None:
-        """Add the next bytes of the file, which are a view of the parsed chunk."""
+        """Add the next bytes of the file, passed as a view of the parsed chunk."""
 
 
 class FormParser:
@@ -53,7 +53,7 @@ class FormParser:
                 "The Content-Type of the multipart form has no boundary. Let your HTTP library set this header."
             )
         try:
-            self._parser = MultipartParser(boundary, self._callbacks())
+            self._parser = MultipartParser(boundary, self._make_callbacks())
         except FormParserError as error:
             raise BadParameter(f"The boundary of the multipart form is invalid: {error}.") from error
 
@@ -69,7 +69,7 @@ class FormParser:
         if not self._has_ended:
             raise BadParameter("The multipart form is truncated: its closing boundary is missing. Send the form again.")
 
-    def _callbacks(self) -> MultipartCallbacks:
+    def _make_callbacks(self) -> MultipartCallbacks:
         return {
             "on_part_begin": self._begin_part,
             "on_header_field": lambda data, start, end: self._header_name.extend(data[start:end]),

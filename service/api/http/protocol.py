@@ -1,7 +1,7 @@
-"""HTTP protocol for uvicorn that reads large bodies with few copies, limits unread bytes and drains at shutdown.
+"""HTTP protocol for uvicorn that reads large bodies with few copies, limits unread bytes and shuts down gracefully.
 
 By default, asyncio reads 256 KiB at a time into new memory, and h11 and uvicorn copy each piece several times. A 33 MB
-body then occupies the event loop for 37 ms, compared with 14 ms here (docs/experiments.md).
+body then occupies the event loop for 37 ms, compared with 14 ms for this protocol (docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ log = logging.getLogger("service.access")
 READ_BUFFER_BYTES = 2 * 2**20
 # Maximum number of requests that a client may send without waiting for responses, including the one in progress.
 MAX_PIPELINED_REQUESTS = 16
-# Interval between checks whether a client that has shut down its sending side has disconnected.
+# Interval at which a connection is checked for errors after its client has shut down its sending side.
 PROBE_SECONDS = 0.2
-# Time for which a new connection is kept open at shutdown, so that it can send its first request.
+# Time for which a new connection is kept open at shutdown, so that the client can send its first request.
 FIRST_REQUEST_SECONDS = 1.0
 
 
 class _ReadBuffer(threading.local):
-    """Read buffer of an event loop, shared by all connections, as each read is processed before the loop continues."""
+    """Read buffer of an event loop. All connections share it, because the loop processes each read immediately."""
 
     def __init__(self) -> None:
         # A view instead of a bytearray, because the TLS transport slices it and writes to the slices.
@@ -51,7 +51,7 @@ class _ReadBuffer(threading.local):
 _READ_BUFFER = _ReadBuffer()
 
 
-def _disconnect(cycle: RequestResponseCycle) -> None:
+def _notify_of_disconnect(cycle: RequestResponseCycle) -> None:
     """Notify a request and the access log that the client has disconnected, unless the response is complete."""
     cycle.disconnected = not cycle.response_complete
     if not cycle.response_started:
@@ -64,14 +64,11 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     flow: ReadFlowControl
     _framing_bytes = 0  # received bytes of the current request head, chunk header or trailers
-    # Whether further input is ignored.
-    _has_input_ended = False
+    _has_input_ended = False  # whether further input is ignored
     # Total number of received bytes, and when the last ones arrived (event loop clock).
     _received_bytes, _last_received_at = 0, 0.0
-    # Time at which the connection began to wait for the next request head.
-    _head_wait_start = 0.0
-    # Time at which a closed connection was first found to have no unsent bytes.
-    _all_sent_at: float | None = None
+    _head_wait_start = 0.0  # time at which the connection began to wait for the next request head
+    _all_sent_at: float | None = None  # time at which a closed connection was first found to have no unsent bytes
     # Requests without a complete response, in order. Only the first one is being processed.
     _open_cycles: tuple[RequestResponseCycle, ...] = ()
 
@@ -91,8 +88,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def get_buffer(self, _sizehint: int) -> memoryview:
         """Return the buffer for the next bytes."""
         # Incoming bytes belong to the newest request, but only the oldest one may have requested its body.
-        is_wanted = self.flow.body_requested and not self.pipeline and self.cycle.more_body and not self._count_unread()
-        return _READ_BUFFER.memory if is_wanted else _READ_BUFFER.memory[:READ_AHEAD_BYTES]
+        is_awaiting_body = (
+            self.flow.is_body_requested and not self.pipeline and self.cycle.more_body and not self._count_unread()
+        )
+        return _READ_BUFFER.memory if is_awaiting_body else _READ_BUFFER.memory[:READ_AHEAD_BYTES]
 
     def _count_unread(self) -> int:
         """Count body bytes that were read from the socket but have not been received by their requests."""
@@ -113,7 +112,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.flow.pause_reading()
         if self._framing_bytes > MAX_HEAD_BYTES:
             # An endless request head would fill the memory.
-            self.send_400_response(f"The URL and the headers are too long: more than {MAX_HEAD_BYTES:,} bytes.")
+            self.send_400_response(f"The URL and the headers are longer than {MAX_HEAD_BYTES:,} bytes in total.")
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes, and keep no reference to them, because their memory is reused."""
@@ -126,7 +125,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
                 reason = "The service is out of memory. Try again later."
                 self._refuse_further_input(RefusalResponse(HTTPStatus.INSUFFICIENT_STORAGE, OutOfMemory.slug, reason))
                 return
-            self.send_400_response(str(cause) if isinstance(cause, HeadError) else "Invalid HTTP request received.")
+            self.send_400_response(str(cause) if isinstance(cause, HeadError) else "The request is not valid HTTP.")
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -161,12 +160,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override] # returns None in uvicorn
-        """Keep the connection until its requests are answered, if the client has only shut down its sending side."""
+        """Keep the connection open for pending responses if the client has only shut down its sending side."""
         # asyncio's TLS does not support half-closed connections.
         if self.scheme == "https" or not self._end_input():
             return False
         # A client that has disconnected looks the same, but its system resets the connection when data or a keepalive
-        # probe arrives. Other clients ignore an interim response (RFC 9110, 15.2). HTTP/1.0 has no interim responses.
+        # probe arrives. A connected client ignores an interim response (RFC 9110, 15.2). HTTP/1.0 has none.
         if not self._open_cycles[0].response_started and self._open_cycles[0].scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         enable_keepalive(self.transport.get_extra_info("socket"))
@@ -174,10 +173,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         return True
 
     def _end_input(self) -> bool:
-        """Ignore further input, and close the connection after the last complete request. Return whether one exists."""
+        """Ignore further input, and close the connection after pending responses. Return whether there are any."""
         truncated_cycles = [cycle for cycle in self._open_cycles if cycle.more_body and not cycle.response_started]
         for cycle in truncated_cycles:
-            _disconnect(cycle)
+            _notify_of_disconnect(cycle)
         self.pipeline = deque(entry for entry in self.pipeline if entry[0] not in truncated_cycles)
         self._open_cycles = tuple(cycle for cycle in self._open_cycles if cycle not in truncated_cycles)
         self._has_input_ended = True
@@ -213,7 +212,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self.flow.read_paused and seconds > 0:
             self._last_received_at = now
         if self._has_open_body and now - self._last_received_at >= seconds and not self.transport.is_closing():
-            error = NotReady("The service is stopping before the file is complete. Send the file again in a moment.")
+            error = NotReady("The service is shutting down before the upload is complete. Send the file again shortly.")
             retry_headers = {"Retry-After": str(error.retry_after)}
             self._refuse(RefusalResponse(HTTPStatus.SERVICE_UNAVAILABLE, error.slug, str(error), retry_headers))
             self.transport.close()
@@ -243,7 +242,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     @property
     def eviction_state(self) -> tuple[bool, float] | None:
-        """State of a connection that may be closed to make room for a new one; None if that would lose work.
+        """State of a connection that may be closed to make room for a new one; None if closing it would lose work.
 
         The state is a pair: whether closing would interrupt a response, and when the wait for the client began.
         """
@@ -282,14 +281,14 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def _refuse(self, refusal: RefusalResponse) -> None:
         """Write and log the last response on this connection."""
-        request_id = self._request_id()
+        request_id = self._get_request_id()
         if self._has_open_body:
             self.cycle.scope["state"]["closed_status"] = int(refusal.status)
         fields = telemetry.fields(request_id=request_id, problem=refusal.slug)
         log.info("%d %s %s: %s", refusal.status, request_id, refusal.slug, refusal.reason, extra=fields)
         self.transport.write(refusal.encode(request_id, self.server_state.default_headers))
 
-    def _request_id(self) -> str:
+    def _get_request_id(self) -> str:
         """Return the id of the request that is being read: the one assigned by the application, or else a new one."""
         scope = cast("Scope | None", self.scope)
         if scope is None:
@@ -298,14 +297,14 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         return assigned_id or choose_request_id(get_header(scope, b"x-request-id"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notify all unanswered requests. uvicorn notifies only the last one."""
+        """Notify all unanswered requests that the connection is lost. uvicorn notifies only the last one."""
         for cycle in self._open_cycles:
-            _disconnect(cycle)
+            _notify_of_disconnect(cycle)
         self._open_cycles = ()
         super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:
-        """Start a request after the parser has read its head. Raises HeadError, which closes the connection."""
+        """Start a request after the parser has read its head. Raises HeadError to close a connection with an error."""
         self._framing_bytes = 0
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             # `_parse` feeds the head again, without the Upgrade header.
@@ -313,7 +312,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         version = self.parser.get_http_version()
         check_head(version, self.parser.get_method(), self.url, self.headers)
         if len(self._open_cycles) >= MAX_PIPELINED_REQUESTS:
-            raise HeadError(f"More than {MAX_PIPELINED_REQUESTS} requests were sent without waiting for a response.")
+            raise HeadError(f"The connection has more than {MAX_PIPELINED_REQUESTS} unanswered requests.")
         check_framing_headers(version, self.headers)
         if version == "1.0":
             # HTTP/1.0 has no interim responses (RFC 9110, 10.1.1), so the client does not wait for one.
@@ -321,14 +320,14 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.headers[:] = [header for header in self.headers if header[0] != b"expect"]
         super().on_headers_complete()
         self._open_cycles += (self.cycle,)
-        self.flow.body_requested = False
+        self.flow.is_body_requested = False
 
     def on_response_complete(self) -> None:
         """Remove answered requests, and discard the rest of their bodies."""
         self._open_cycles = tuple(cycle for cycle in self._open_cycles if not cycle.response_complete)
         self._head_wait_start = self.loop.time()
         super().on_response_complete()
-        self.flow.body_requested = False
+        self.flow.is_body_requested = False
 
     def on_body(self, body: bytes) -> None:
         """Append a piece of a body to the buffer of its request."""

@@ -8,11 +8,11 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from service.api.messages.headers import SECURITY_HEADERS
-from service.api.messages.problems import PROBLEM_TYPE, build_problem_document
+from service.api.messages.problems import PROBLEM_MEDIA_TYPE, build_problem_document
 
 # Maximum size of the request line and all headers together, and of chunk headers and trailers.
 MAX_HEAD_BYTES = 2**16
-# Every middleware searches the list of headers, so a long list would slow down all of them.
+# Maximum number of headers. Every middleware searches the list of headers, so a long list would slow down all of them.
 MAX_HEADERS = 100
 # Maximum number of query parameters, which FastAPI parses before it calls a route.
 MAX_PARAMETERS = 100
@@ -27,7 +27,7 @@ class HeadError(ValueError):
 
 
 def check_head(version: str, method: bytes, url: bytes, headers: Headers) -> None:
-    """Raise HeadError if a request head is too large or uses an unsupported protocol."""
+    """Raise HeadError if a request head is too large, or uses an unsupported HTTP version or method."""
     if version not in {"1.0", "1.1"}:
         raise HeadError("This HTTP version is not supported. Use HTTP/1.1 or HTTP/1.0.")
     if method == b"CONNECT":
@@ -37,14 +37,14 @@ def check_head(version: str, method: bytes, url: bytes, headers: Headers) -> Non
     if url.count(b"&") >= MAX_PARAMETERS:
         raise HeadError(f"The URL has more than {MAX_PARAMETERS} parameters.")
     if len(url) + sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES:
-        raise HeadError(f"The URL and the headers are too long: more than {MAX_HEAD_BYTES:,} bytes.")
+        raise HeadError(f"The URL and the headers are longer than {MAX_HEAD_BYTES:,} bytes in total.")
 
 
 def check_framing_headers(version: str, headers: Headers) -> None:
     """Raise HeadError for headers that a proxy in front of this service might interpret differently."""
     is_http_1_1, host_count = version == "1.1", len(_find_values(headers, b"host"))
     if host_count > 1 or (not host_count and is_http_1_1):
-        # A proxy might use another one of several Host headers (RFC 9112, 3.2).
+        # If there are several Host headers, a proxy might use a different one (RFC 9112, 3.2).
         raise HeadError("The request must have exactly one Host header, with one host.")
     if any(len(value) > MAX_LENGTH_DIGITS for value in _find_values(headers, b"content-length")):
         raise HeadError(f"Content-Length has more than {MAX_LENGTH_DIGITS} digits.")
@@ -61,7 +61,7 @@ def _find_values(headers: Headers, name: bytes) -> list[bytes]:
 
 
 class RefusalResponse(NamedTuple):
-    """Last response on a connection, a problem document like those of the application.
+    """Last response on a connection: a problem document in the same format as those of the application.
 
     reason         detail of the problem document
     extra_headers  headers in addition to the standard ones
@@ -78,7 +78,7 @@ class RefusalResponse(NamedTuple):
         headers = {
             **SECURITY_HEADERS,
             **self.extra_headers,
-            "Content-Type": PROBLEM_TYPE,
+            "Content-Type": PROBLEM_MEDIA_TYPE,
             "X-Request-ID": request_id,
             "Connection": "close",
         }

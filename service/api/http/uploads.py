@@ -1,4 +1,4 @@
-"""Uploads: files that are received as raw bodies or in multipart forms, and written to disk as they arrive."""
+"""Uploads: files that are received as raw bodies or in multipart forms, and are written to disk as they arrive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from service.serving.storage.memory_budget import MemoryBudget
 from service.serving.storage.scratch import SpaceReservation
 from service.serving.storage.threads import run_in_thread
 
-# Error codes for hard links between file systems, and on file systems that do not support hard links.
+# Error codes if a hard link cannot be created, for example because the files are on different file systems.
 HARD_LINK_ERRORS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})
 # Size of the blocks that a thread writes: large enough to make the cost of switching threads negligible, but small
 # enough not to use much memory.
@@ -34,11 +34,11 @@ UPLOAD_MEMORY = MemoryBudget(UPLOAD_MEMORY_BYTES)
 
 
 class Upload:
-    """File that is being received on disk or, if it is small, in memory. It has a name and the fields of its form.
+    """Upload of one file, which is stored on disk or, if it is small, in memory. `fields` contains other form fields.
 
     path         destination of the file, unless the file is kept in memory
     limit_bytes  maximum size of the file
-    space        disk quota in which the expected or received bytes are reserved, even if they stay in memory
+    space        disk quota in which the expected or received bytes are reserved, even if the file is kept in memory
     budget       memory budget for bytes that are not on disk
     """
 
@@ -55,7 +55,7 @@ class Upload:
         self._budget = budget
         # Bytes reserved in the memory budget for pending blocks and for a file in memory.
         self._reserved_memory_bytes = 0
-        self._in_memory = False
+        self._is_in_memory = False
         # Digest of the file passed to `adopt`.
         self._adopted_digest: str | None = None
         self._content: bytearray | None = None
@@ -69,15 +69,18 @@ class Upload:
         self.name = sanitize_file_name(name)
 
     def reserve_space(self, nbytes: int) -> None:
-        """Reserve disk space for a file of `nbytes` bytes. Raises the errors of `SpaceReservation.reserve`."""
+        """Reserve disk space for a file of `nbytes` bytes. Raises the same errors as `SpaceReservation.reserve`."""
         self.space.reserve(nbytes - self._reserved_space_bytes)
         self._reserved_space_bytes = nbytes
 
     def add_data(self, data: bytes | memoryview) -> None:
-        """Add bytes to the file. They must not change afterward. Raises TooLarge, RateLimited and OutOfStorage."""
+        """Add bytes, which must not change afterward, to the file.
+
+        Raises TooLarge if the file exceeds its size limit, and the same errors as `reserve_space`.
+        """
         self.received_bytes += len(data)
         if self.received_bytes > self.limit_bytes:
-            raise too_large_error(self.limit_bytes)
+            raise make_too_large_error(self.limit_bytes)
         if self.received_bytes > self._reserved_space_bytes:
             self.reserve_space(self.received_bytes + BLOCK_BYTES)
         self._pending_blocks.append(data)
@@ -95,10 +98,10 @@ class Upload:
             return
         # One write at a time keeps the blocks in order, and prevents a slow disk from filling the memory.
         await self.wait_for_write()
-        reserved, self._reserved_memory_bytes = self._reserved_memory_bytes, 0
-        self._write_task = asyncio.create_task(run_in_thread(partial(self._write, self._take_pending())))
+        reserved_bytes, self._reserved_memory_bytes = self._reserved_memory_bytes, 0
+        self._write_task = asyncio.create_task(run_in_thread(partial(self._write, self._take_pending_blocks())))
         # Release the memory in a callback, because a task that is cancelled before it starts runs none of its code.
-        self._write_task.add_done_callback(lambda _: self._budget.release(reserved))
+        self._write_task.add_done_callback(lambda _: self._budget.release(reserved_bytes))
         if not has_memory:
             await self.wait_for_write()
 
@@ -111,24 +114,24 @@ class Upload:
     def keep_in_memory(self) -> None:
         """Keep the received file in memory, unless part of it has already been written to disk."""
         if self._file is None:
-            self._in_memory = True
+            self._is_in_memory = True
             self._release(keep_bytes=self.received_bytes)
 
     def adopt(self, file: Path, digest: str) -> None:
-        """Use a file that this service has stored as the upload. The request body must be empty. Blocks.
+        """Use a file stored by this service as the content of this upload. The request body must be empty. Blocks.
 
-        The stored file may be deleted afterward. Raises FileNotFoundError if it no longer exists.
+        The stored file may be deleted afterward. Raises FileNotFoundError if it has already been deleted.
         """
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         _link_file(file, self.path)
-        self._adopted_digest, self._in_memory = digest, False
+        self._adopted_digest, self._is_in_memory = digest, False
 
     def complete(self) -> None:
-        """Write or join the pending blocks in the calling thread. Only then can the file be read."""
-        blocks = self._take_pending()
+        """Write or join the pending blocks in the calling thread. Call this method before the file is read."""
+        blocks = self._take_pending_blocks()
         if self._adopted_digest is not None:
             self._release()
-        elif self._in_memory:
+        elif self._is_in_memory:
             self._content = bytearray().join(blocks)
             self._hash.update(self._content)
         else:
@@ -147,9 +150,9 @@ class Upload:
             self._file.close()
 
     def close(self) -> None:
-        """Release the content and all pending bytes, and their memory in the budget."""
+        """Release the content and all pending bytes, and return their memory to the budget."""
         self.drop_content()
-        self._take_pending()
+        self._take_pending_blocks()
         self._release()
 
     @property
@@ -162,7 +165,7 @@ class Upload:
         self._budget.release(self._reserved_memory_bytes - keep_bytes)
         self._reserved_memory_bytes = keep_bytes
 
-    def _take_pending(self) -> list[bytes | memoryview]:
+    def _take_pending_blocks(self) -> list[bytes | memoryview]:
         blocks, self._pending_blocks, self._pending_bytes = self._pending_blocks, [], 0
         return blocks
 
@@ -176,14 +179,14 @@ class Upload:
         return self._file
 
 
-def _link_file(file: Path, name: Path) -> None:
-    """Give a file a second name with a hard link or, if that is impossible, a symbolic link. Raises OSError."""
+def _link_file(file: Path, link: Path) -> None:
+    """Create a hard link to a file or, if that is impossible, a symbolic link. Raises OSError."""
     try:
-        name.hardlink_to(file)
+        link.hardlink_to(file)
     except OSError as error:
         if error.errno not in HARD_LINK_ERRORS:
             raise
-        name.symlink_to(file)
+        link.symlink_to(file)
 
 
 def is_multipart(request: Request) -> bool:
@@ -197,14 +200,15 @@ async def receive_upload(
     body_format: BodyFormat = STACK_BODY,
     extra_files: Mapping[str, Upload] | None = None,
 ) -> None:
-    """Receive a file, and write all of it except its end as it arrives. An empty body results in an empty file.
+    """Receive a file, and write all but its last bytes as they arrive. An empty body results in an empty file.
 
     upload       receiver of the file
     body_format  accepted formats of the body
     extra_files  receivers of additional files in a form, by form field
 
-    Raises UnsupportedMedia, TooLarge, BadParameter for an invalid form, RateLimited or OutOfStorage if there is not
-    enough space, and Cancelled if the client disconnects before the end of the body.
+    Raises UnsupportedMedia for other formats, TooLarge if a file exceeds its size limit, BadParameter for an invalid
+    form, RateLimited or OutOfStorage if there is not enough space, and Cancelled if the client disconnects before the
+    end of the body.
     """
     uploads = {**(extra_files or {}), body_format.form_field: upload}
     form = _make_form_parser(request, uploads, body_format)
@@ -244,7 +248,7 @@ def _feed_chunk(feed: Callable[[bytes], None], message: Message) -> tuple[int, b
     return len(chunk), message.get("more_body", False)
 
 
-def too_large_error(limit_bytes: int) -> TooLarge:
+def make_too_large_error(limit_bytes: int) -> TooLarge:
     """Return the error for a file with more than `limit_bytes`."""
     return TooLarge(
         f"The file is too large: this service accepts files of at most {limit_bytes:,} bytes. Crop the stack, or save"
@@ -264,7 +268,8 @@ def _make_form_parser(request: Request, uploads: Mapping[str, Upload], body_form
     encoding = get_header(request.scope, b"content-encoding").lower() or "identity"
     if encoding not in body_format.encodings:
         raise UnsupportedMedia(
-            f"Content-Encoding {encoding} is not supported. Send {body_format.name} without Content-Encoding."
+            f"Content-Encoding {encoding} is not supported. Send {body_format.file_description} without a"
+            " Content-Encoding."
         )
     media_type = _get_media_type(request)
     if media_type == MULTIPART:
@@ -274,7 +279,8 @@ def _make_form_parser(request: Request, uploads: Mapping[str, Upload], body_form
         uploads[body_format.form_field].set_name(_decode_name(get_header(request.scope, b"x-filename")))
         return None
     raise UnsupportedMedia(
-        f"Content-Type {media_type} is not supported. Send {body_format.name} with Content-Type: image/tiff."
+        f"Content-Type {media_type} is not supported. Send {body_format.file_description} with Content-Type:"
+        " image/tiff."
     )
 
 
@@ -286,7 +292,7 @@ def _get_content_length(request: Request, limit_bytes: int) -> int:
     header = get_header(request.scope, b"content-length")
     length = int(header) if header.isdecimal() else 0
     if length > limit_bytes + (MAX_FORM_BYTES if is_multipart(request) else 0):
-        raise too_large_error(limit_bytes)
+        raise make_too_large_error(limit_bytes)
     return length
 
 

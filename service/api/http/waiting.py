@@ -35,13 +35,13 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
     disconnect_task = asyncio.ensure_future(_wait_for_disconnect(request))
     has_ended = is_cancelled = False
 
-    def cancel(_disconnect_task: asyncio.Future[None]) -> None:
-        # The event loop calls this one iteration after the client disconnected. The work may have ended in between.
+    def cancel_work(_disconnect_task: asyncio.Future[None]) -> None:
+        # The event loop calls this function one iteration after the disconnect. The work may have ended in between.
         nonlocal is_cancelled
         if not has_ended:
             is_cancelled = task.cancel()
 
-    disconnect_task.add_done_callback(cancel)
+    disconnect_task.add_done_callback(cancel_work)
     try:
         return await work
     except asyncio.CancelledError:

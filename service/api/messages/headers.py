@@ -33,15 +33,15 @@ def get_header(scope: Scope, name: bytes) -> str:
 
 def find_header(headers: RawHeaders, name: bytes) -> str:
     """Return the value of the first header with this lower-case name, or "" if there is none."""
-    for header, value in headers:
-        if header == name:
+    for header_name, value in headers:
+        if header_name == name:
             return value.decode("latin-1")
     return ""
 
 
-def choose_request_id(proposed: str) -> str:
+def choose_request_id(proposed_id: str) -> str:
     """Return the request id that the client proposes if it is safe to log, or else a new id."""
-    if REQUEST_ID_PATTERN.fullmatch(proposed):
-        return proposed
+    if REQUEST_ID_PATTERN.fullmatch(proposed_id):
+        return proposed_id
     # Request ids need not be unpredictable, and a non-cryptographic generator saves a system call.
     return str(uuid.UUID(int=random.getrandbits(128), version=4))

@@ -14,7 +14,7 @@ from service.serving.jobs.record import JobRecord, JobState
 
 
 class JobProgress(BaseModel):
-    """Progress: `done` of `total`.
+    """Number of completed units of work (`done`), and total number of units (`total`).
 
     If the unit is windows, decoding counts as the number of windows that would take the same time.
     """
@@ -24,7 +24,7 @@ class JobProgress(BaseModel):
 
 
 class JobProblem(BaseModel):
-    """Why a job failed: `type` and `detail` of the problem document that is returned as its result."""
+    """Reason for the failure of a job: `type` and `detail` of the problem document that is the result of the job."""
 
     type: str
     detail: RedactedText
@@ -50,7 +50,7 @@ class JobReport(BaseModel):
     - `warnings`: messages about the result for the user.
     - `diameter`: object diameter that was used, and whether it was specified or estimated.
     - `skipped`: number of windows that were skipped as background, if skipping was enabled.
-    - `result`: path of the result; null if there is none.
+    - `result`: URL path of the result; null if there is none.
     - `problem`: why the job failed; null if it did not fail.
     - `expires`: when the job and its result will be deleted.
     """
@@ -119,11 +119,11 @@ class JobList(BaseModel):
 
 
 def report_job(view: JobView, keep_seconds: float) -> JobReport:
-    """Return the report of a job. Jobs that have ended are kept for `keep_seconds`."""
+    """Return the report of a job. A job is deleted `keep_seconds` after it has ended."""
     record = view.record
     return JobReport(
         id=record.id,
-        state=_name_state(view),
+        state=_get_reported_state(view),
         name=record.request.name,
         parameters=record.request.parameters,
         created=_to_utc(record.created),
@@ -142,7 +142,7 @@ def report_job(view: JobView, keep_seconds: float) -> JobReport:
     )
 
 
-def _name_state(view: JobView) -> JobState | Literal["loading"]:
+def _get_reported_state(view: JobView) -> JobState | Literal["loading"]:
     """Return the state of a job for its report. A job with a partial result is reported as failed."""
     state = view.record.state
     if state == "waiting" and view.is_loading:
@@ -160,7 +160,7 @@ def _report_part_progress(view: JobView) -> dict[str, Any]:
 def _report_result(record: JobRecord) -> dict[str, Any]:
     """Return the members of a `JobReport` that describe the result.
 
-    If there is no result, these are only `model` and an empty `warnings`.
+    If there is no result, these are only `model` and an empty list of `warnings`.
     """
     metadata = record.result_metadata
     if metadata is None:
@@ -182,10 +182,10 @@ def _report_problem(failure: StackSegError | None) -> JobProblem | None:
     return JobProblem(type=f"urn:stackseg:problem:{failure.slug}", detail=str(failure))
 
 
-def _to_utc(seconds: float) -> datetime:
+def _to_utc(timestamp: float) -> datetime:
     """Convert a POSIX timestamp to a datetime in UTC."""
-    return datetime.fromtimestamp(seconds, UTC)
+    return datetime.fromtimestamp(timestamp, UTC)
 
 
-def _to_utc_or_none(seconds: float | None) -> datetime | None:
-    return None if seconds is None else _to_utc(seconds)
+def _to_utc_or_none(timestamp: float | None) -> datetime | None:
+    return None if timestamp is None else _to_utc(timestamp)

@@ -24,9 +24,9 @@ _ANNOTATION_FORM = {
 }
 ANNOTATION_BODY: dict[str, Any] = {
     "requestBody": {
-        "description": "The corrected labels of the whole stack: a TIFF or .npy file with the axes Z, Y, X. It may be"
-        " compressed with gzip. Alternatively, a form with the labels in the field `labels` and the stack in the"
-        " field `file`.",
+        "description": "The corrected labels of the whole stack: a TIFF or .npy file with the axes Z, Y, X. The file"
+        " may be compressed with gzip. Alternatively, send a form with the labels in the field `labels` and the stack"
+        " in the field `file`.",
         "required": True,
         "content": {
             "image/tiff": _BINARY,
@@ -58,7 +58,8 @@ class AnnotationQuery(BaseModel):
         str | None,
         Field(
             max_length=80,
-            description="Corrected region z0:z1,y0:y1,x0:x1 in voxels, excluding the ends. Default: the whole stack.",
+            description="Corrected region in voxels, as z0:z1,y0:y1,x0:x1. The planes, rows and columns at z1, y1 and"
+            " x1 are not included. Default: the whole stack.",
         ),
     ] = None
     changes: Annotated[int | None, Field(ge=0, description="Number of corrections that the user made.")] = None
@@ -82,7 +83,7 @@ class AnnotationReport(BaseModel):
     """A stack with corrected labels, stored for training.
 
     - `shape`: number of planes, rows and columns.
-    - `voxel_size`: Z, Y, X in micrometers; null if unknown.
+    - `voxel_size`: voxel size along Z, Y and X in micrometers; null if unknown.
     - `owner`: name of the client that stored the annotated stack.
     - `region`: the corrected region, in the format of the parameter `region`; null for the whole stack.
     - `objects`: number of objects in the corrected region.
@@ -90,11 +91,11 @@ class AnnotationReport(BaseModel):
     - `diameter`: object diameter used by that model, in the format of the parameter `diameter`; null if none was used.
     - `changes`: number of corrections that the user made; null if unknown.
     - `time`: zero-based index of the time point in the original time series; null if there is no time series.
-    - `stack`, `job`: ids of the uploaded stack and the job that the annotated stack was created from. Both may have
-      been deleted.
+    - `stack`, `job`: ids of the uploaded stack and the job from which the annotated stack was created. The stack and
+      the job may have been deleted.
     - `overlaps`: ids of the caller's annotated stacks with labels for the same region of the same image, newest first;
       at most 32. A training run can use only one of these annotated stacks.
-    - `bytes`: size on disk.
+    - `bytes`: size on disk, in bytes.
     """
 
     id: str
@@ -122,7 +123,7 @@ class AnnotationList(BaseModel):
 
 
 class CallerLimits(BaseModel):
-    """What the caller may do in addition to segmenting.
+    """Permissions and limits of the caller for annotated stacks and training runs.
 
     - `corrections`: whether the service stores annotated stacks.
     - `annotations_bytes`: disk quota for the annotated stacks of one API key.
@@ -163,16 +164,16 @@ class TrainingReport(BaseModel):
     - `owner`: name of the client that submitted the training run.
     - `base_model`: name and version of the model that the training run starts from.
     - `position`: position in the queue while the training run is waiting; 1 is next.
-    - `stage`: current stage of a running training run. `scoring` evaluates the base model, and `evaluating` evaluates
-      the new model.
+    - `stage`: current stage while the state is `running`; otherwise null. `scoring` evaluates the base model, and
+      `evaluating` evaluates the new model.
     - `step`: number of completed training steps.
     - `steps`: planned number of training steps; null until the speed has been measured.
-    - `seconds_left`: estimated remaining time of a running training run in seconds, including evaluation; null if it
-      takes longer than requested.
+    - `seconds_left`: estimated remaining time in seconds while the state is `running`, including the evaluation; null
+      if the training run takes longer than requested.
     - `loss`: pairs of a step and the training loss at this step.
     - `validation`: pairs of a step and the validation loss at this step. The first pair was measured before training.
     - `before`, `after`: F1 scores of the base model and the new model on held-out parts of the annotated stacks, at an
-      intersection over union of 0.5.
+      intersection over union (IoU) of 0.5.
     - `better`: whether the new model has a higher score than the base model.
     - `message`: the outcome as a sentence, or why the training run failed.
     """
@@ -209,13 +210,13 @@ class TrainingList(BaseModel):
 
 def describe_annotation(annotation: Annotation, overlaps: Sequence[Annotation]) -> dict[str, Any]:
     """Return the members of the `AnnotationReport` for an annotated stack."""
-    provenance, size = annotation.provenance, annotation.voxel_size
+    provenance, voxel_size = annotation.provenance, annotation.voxel_size
     return {
         "id": annotation.id,
         "name": annotation.name,
         "owner": annotation.owner,
         "shape": annotation.shape,
-        "voxel_size": None if size is None else (size.z, size.y, size.x),
+        "voxel_size": None if voxel_size is None else (voxel_size.z, voxel_size.y, voxel_size.x),
         "region": None if annotation.region is None else str(annotation.region),
         "objects": annotation.objects,
         "base_model": provenance.model,
@@ -231,7 +232,10 @@ def describe_annotation(annotation: Annotation, overlaps: Sequence[Annotation]) 
 
 
 def report_training(trainings: TrainingManager, record: TrainingRecord) -> TrainingReport:
-    """Report a training run and, while the new model is available, its name. Blocks while model folders are read."""
+    """Report a training run, including the name of the new model while that model is available.
+
+    Blocks while model folders are read.
+    """
     seconds_left = record.seconds_left
     return TrainingReport(
         id=record.id,
@@ -259,5 +263,5 @@ def report_training(trainings: TrainingManager, record: TrainingRecord) -> Train
     )
 
 
-def _to_utc(seconds: float | None) -> datetime | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
+def _to_utc(timestamp: float | None) -> datetime | None:
+    return None if timestamp is None else datetime.fromtimestamp(timestamp, UTC)

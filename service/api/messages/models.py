@@ -16,11 +16,11 @@ from service.models.spec import Input, Lineage
 from service.serving.devices.models.state import ModelState
 from service.serving.runtime import Runtime
 
-# Name of the file in a model folder with an image of the model's result.
+# Name of the optional image file in a model folder. The image shows the model's result for its sample stack.
 PICTURE_FILE = "example.png"
 
 
-def _report_without_folders(report: EngineReport) -> EngineReport:
+def _remove_folders_from_report(report: EngineReport) -> EngineReport:
     trials = tuple(
         replace(trial, verdict=trial.verdict._replace(detail=remove_folders(trial.verdict.detail)))
         for trial in report.trials
@@ -28,7 +28,7 @@ def _report_without_folders(report: EngineReport) -> EngineReport:
     return replace(report, warnings=tuple(map(remove_folders, report.warnings)), trials=trials)
 
 
-RedactedEngineReport = Annotated[EngineReport, AfterValidator(_report_without_folders)]
+RedactedEngineReport = Annotated[EngineReport, AfterValidator(_remove_folders_from_report)]
 
 
 class LoadedModel(BaseModel):
@@ -42,13 +42,13 @@ class LoadedModel(BaseModel):
 class ModelInfo(BaseModel):
     """A model that the service offers.
 
-    - `state`: `unloaded` until the first request for it, `loading`, `ready`, or `failed` (see `problem`).
-    - `picture`: path of an image that shows the model's result for its sample stack; null if there is no such image.
+    - `state`: `unloaded` until the first request for the model, `loading`, `ready`, or `failed` (see `problem`).
+    - `picture`: URL path of an image that shows the model's result for its sample stack; null if there is no image.
     - `outputs`: names of the output channels of the network.
     - `lineage`: for a model that was trained on this service, its base model and the scores before and after training.
     - `removable`: whether the caller may delete the model. Only models that were trained on this service can be
       deleted, and only by admins or with the API key of the client that trained the model.
-    - `engine`: how a loaded model is run: its engine, precision and memory format, and warnings.
+    - `engine`: engine, precision and memory format of a loaded model, and warnings about them.
     - `devices`: devices on which the model is loaded.
     - `problem`: why the model cannot be used; null if it can be used.
     """

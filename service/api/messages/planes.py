@@ -86,7 +86,7 @@ SelectionQuery = Annotated[Selection, Depends(parse_selection)]
 
 
 class PlanesResponse(Response):
-    """Response with planes of a volume. Small chunks keep data that waits for a slow client within the memory budget.
+    """Response with planes of a volume, in chunks that are small enough to limit the memory used by slow clients.
 
     volume_shape  number of planes, rows and columns in the whole volume
     planes        pixel values to send

@@ -24,7 +24,7 @@ from service.serving.parameters import describe_validation_errors
 
 log = logging.getLogger(__name__)
 
-PROBLEM_TYPE = "application/problem+json"
+PROBLEM_MEDIA_TYPE = "application/problem+json"
 # Maximum length of `detail`, which may quote the request or its file.
 MAX_DETAIL_CHARS = 2000
 # Maximum length of a URL path that is quoted in `detail`.
@@ -38,7 +38,7 @@ def _drop_default(schema: dict[str, Any]) -> None:
     schema.pop("default", None)
 
 
-# Member of a problem document that is omitted, and never null, if it is unknown.
+# Member of a problem document that is omitted if its value is unknown, and is never null.
 OptionalMember = Annotated[T | SkipJsonSchema[None], Field(json_schema_extra=_drop_default)]
 
 
@@ -82,7 +82,7 @@ class Problem(BaseModel):
 
 
 # Titles of error types whose slug cannot be converted to a good title.
-_TITLES = {
+_TITLES_BY_SLUG = {
     "configuration": "Configuration error",
     "doubtful-result": "Low confidence",
     "interrupted": "Job interrupted",
@@ -103,7 +103,7 @@ def build_problem_document(slug: str, status: int, detail: str, request_id: str)
     """Return the members of the `Problem` for a request."""
     return {
         "type": f"urn:stackseg:problem:{slug}",
-        "title": _TITLES.get(slug, slug.replace("-", " ").capitalize()),
+        "title": _TITLES_BY_SLUG.get(slug, slug.replace("-", " ").capitalize()),
         "status": status,
         "detail": detail[:MAX_DETAIL_CHARS],
         "instance": _build_instance_urn(request_id),
@@ -170,7 +170,7 @@ def build_problem_response(request: Request, status: int, slug: str, detail: str
     state["problem"] = slug
     request_id = state.get("request_id") or str(uuid.uuid4())
     return JSONResponse(
-        build_problem_document(slug, status, detail, request_id) | members, status, media_type=PROBLEM_TYPE
+        build_problem_document(slug, status, detail, request_id) | members, status, media_type=PROBLEM_MEDIA_TYPE
     )
 
 
@@ -182,7 +182,7 @@ def handle_error(request: Request, error: Exception) -> Response:
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("%s: %s", type(error).__name__, error)
     response = build_problem_response(
-        request, status, error.slug, remove_folders(str(error)), **_extension_members(error)
+        request, status, error.slug, remove_folders(str(error)), **_get_extension_members(error)
     )
     if (retry_after := getattr(error, "retry_after", None)) is not None:
         response.headers["Retry-After"] = str(retry_after)
@@ -191,7 +191,7 @@ def handle_error(request: Request, error: Exception) -> Response:
     return response
 
 
-def _extension_members(error: errors.StackSegError) -> dict[str, Any]:
+def _get_extension_members(error: errors.StackSegError) -> dict[str, Any]:
     """Return the extension members of the problem document for an error."""
     members = {
         "needed_bytes": error.needed_bytes if isinstance(error, errors.OutOfMemory) else None,
@@ -228,7 +228,7 @@ def _handle_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _find_methods(request: Request) -> set[str]:
-    """Return the methods of all routes at the path of a request. Starlette would return those of the first route."""
+    """Return the methods of all routes at a request's path. Starlette would return only those of the first route."""
     endpoints: list[APIRoute] = request.app.state.endpoints
     matching_endpoints = (endpoint for endpoint in endpoints if endpoint.matches(request.scope)[0] is not Match.NONE)
     return set().union(*(endpoint.methods or () for endpoint in matching_endpoints))
@@ -247,7 +247,7 @@ def handle_unexpected(request: Request, _error: Exception) -> Response:
 
 
 def _as_coroutine(handle: ErrorHandler) -> AsyncErrorHandler:
-    """Wrap a handler in a coroutine. Starlette runs other handlers in a thread, which may fail without free memory."""
+    """Wrap a handler in a coroutine. Starlette runs other handlers in a thread, and starting a thread may fail."""
 
     async def handle_async(request: Request, error: Exception) -> Response:
         return handle(request, error)
@@ -274,7 +274,7 @@ def describe_problem_responses() -> dict[int | str, dict[str, Any]]:
         status: {
             "description": "; ".join(error_type.slug for error_type in error_types),
             "content": {
-                PROBLEM_TYPE: {
+                PROBLEM_MEDIA_TYPE: {
                     "schema": {"$ref": f"#/components/schemas/{Problem.__name__}"},
                     "examples": {
                         error_type.slug: {"value": _build_example(error_type, status)} for error_type in error_types

@@ -115,7 +115,7 @@ class ResultResponse(FileResponse):
         self.resources = AsyncExitStack()
 
     def open(self) -> BinaryIO:
-        """Open the result file, after writing the content to it if it is only in memory. Blocks. Raises OSError."""
+        """Open the result file. Write content that is only in memory to the file first. Blocks. Raises OSError."""
         path = Path(self.path)
         if self._content is not None:
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -163,13 +163,13 @@ def build_headers(metadata: AnswerMetadata) -> dict[str, str]:
     headers = {
         "Cache-Control": "no-store",
         "X-StackSeg-Model": metadata.model,
-        "Server-Timing": ", ".join(f"{name};dur={1000 * value:.1f}" for name, value in metadata.seconds.items()),
+        "Server-Timing": ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in metadata.seconds.items()),
     }
     if metadata.objects is not None:
         headers["X-StackSeg-Objects"] = str(metadata.objects)
     if metadata.voxel_size is not None:
-        # The format is that of the parameter `voxel_size`.
-        headers["X-StackSeg-Voxel-Size"] = ",".join(f"{edge:.10g}" for edge in metadata.voxel_size)
+        # Use the format of the parameter `voxel_size`.
+        headers["X-StackSeg-Voxel-Size"] = ",".join(f"{size:.10g}" for size in metadata.voxel_size)
     if metadata.diameter is not None:
         headers["X-StackSeg-Diameter"] = metadata.diameter
     if metadata.skipped is not None:

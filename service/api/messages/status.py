@@ -25,8 +25,8 @@ from service.serving.runtime import Runtime
 class Health(BaseModel):
     """Health of the service and the state of each model.
 
-    - `status`: `ok`; `degraded` if the service is ready but has problems, such as a broken model or a missing sandbox,
-      which `degraded` lists; or `unavailable` if the service is not ready, for the reasons in `reasons`.
+    - `status`: `ok`; `degraded` if the service is ready but has the problems listed in `degraded`, such as a broken
+      model or a missing sandbox; or `unavailable` if the service is not ready, for the reasons listed in `reasons`.
     - `waiting`: number of waiting requests.
     - `models`: state of each model, by name.
     """
@@ -49,11 +49,12 @@ class Liveness(BaseModel):
 class DeviceReport(BaseModel):
     """A device that the service uses.
 
-    - `host`: for a device in a cluster, the host on which it was last seen; null for a device on this host.
+    - `host`: for a device in a cluster, the host on which the device was last seen; null for a device on this host.
     - `waiting`, `running`: number of waiting and running requests.
     - `models`: names of the loaded models. `loaded_bytes` is the total size of these models in memory.
     - `problem`: why the device cannot be used; null if it can be used.
-    - `given_back`: whether the idle device was returned to the cluster. It is requested again when there is work.
+    - `given_back`: whether the idle device was returned to the cluster. The service requests it again when there is
+      work.
     - `starting`: whether the device has been requested from the cluster but has not responded yet.
     """
 
@@ -69,7 +70,7 @@ class DeviceReport(BaseModel):
 
 
 class HostReport(BaseModel):
-    """GPUs and CPU of another host in the cluster on which the service uses devices."""
+    """GPUs and CPU of another cluster host on which the service uses devices."""
 
     host: str
     gpus: list[GpuStatus]
@@ -81,7 +82,7 @@ class GpuReport(BaseModel):
 
     - `message`: summary of the GPUs as a sentence.
     - `gpus`: GPUs of this host. The list is empty if there is no GPU.
-    - `hosts`: other hosts in the cluster on which the service uses devices.
+    - `hosts`: other cluster hosts on which the service uses devices.
     - `models`: engine, precision and memory format of each loaded model, by name.
     """
 
@@ -140,7 +141,7 @@ class LearningReport(BaseModel):
     """Annotated stacks, training runs and trained models of all API keys.
 
     - `problem`: why training is not available on this service; null if it is available.
-    - `trainings`: the running training run, followed by the waiting ones in queue order.
+    - `trainings`: the training run in progress, followed by the waiting training runs in queue order.
     - `annotations`: number of annotated stacks.
     - `models`: number of trained models. `models_limit` is the maximum number.
     """
@@ -155,7 +156,7 @@ class LearningReport(BaseModel):
 class DiskReport(BaseModel):
     """Disk usage of one kind of file, in bytes.
 
-    - `files`: the kind: `requests`, `results` (cached results), `jobs`, `stacks`, `annotations` or `trained-models`.
+    - `files`: one of `requests`, `results` (cached results), `jobs`, `stacks`, `annotations` and `trained-models`.
     - `used`: disk space that these files use.
     - `limit`: maximum disk space for these files; null if there is no common limit for all API keys.
     - `free`, `total`: free space on the disk, and its total size.
@@ -251,8 +252,8 @@ def report_requests(runtime: Runtime) -> Iterator[RequestReport]:
 def report_recent_segmentations(runtime: Runtime) -> list[SegmentationReport]:
     """Report the most recent segmentations, newest first."""
     return [
-        SegmentationReport(**segmented._asdict() | {"ended": datetime.fromtimestamp(segmented.ended, UTC)})
-        for segmented in runtime.metrics.recent_segmentations
+        SegmentationReport(**segmentation._asdict() | {"ended": datetime.fromtimestamp(segmentation.ended, UTC)})
+        for segmentation in runtime.metrics.recent_segmentations
     ]
 
 

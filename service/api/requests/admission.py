@@ -1,4 +1,4 @@
-"""Admission of a request with a stack before its body is received: checks of parameters, queue, model and host files.
+"""Admission of a request before its body is received: checks of the parameters, queue, model and host files.
 
 Errors that can be detected this early are reported immediately, before the client uploads a stack.
 """
@@ -23,7 +23,7 @@ from service.serving.results.answers import check_host_files
 from service.serving.runtime import Runtime
 from service.serving.storage.threads import HOST_FILE_THREADS, run_in_thread
 
-# Number of query strings whose parsed parameters are cached.
+# Maximum number of query strings whose parsed parameters are cached.
 MAX_CACHED_QUERIES = 64
 # Limits on a query string. Each parameter may occur once. The longest values have a thousand characters, each of which
 # takes up to twelve bytes if it is percent-encoded.
@@ -32,8 +32,7 @@ MAX_QUERY_BYTES = 40_000
 
 RESPOND_ASYNC = "respond-async"
 
-
-# Schemas of the parameters in a query string, and of those in a form, where they cannot be null.
+# Schemas of the parameters in a query string, and of the same parameters as form fields, which cannot be null.
 _PARAMETER_SCHEMAS = {
     name: {key: value for key, value in schema.items() if key != "default"}
     for name, schema in Query.model_json_schema()["properties"].items()
@@ -81,7 +80,11 @@ def prefers_async(request: Request) -> bool:
 
 
 class Admission(NamedTuple):
-    """Parameters of an admitted request, and the selected model, which is None if form fields may still select one."""
+    """Parameters of an admitted request, and its model.
+
+    query  parameters in the query string
+    spec   selected model; None if a form field may still select a model
+    """
 
     query: Query
     spec: ModelSpec | None
@@ -102,7 +105,7 @@ async def admit(request: Request, runtime: Runtime) -> Admission:
 
 
 async def admit_query(request: Request, runtime: RuntimeDependency) -> Query:
-    """Admit a request, and return its parameters. Raises the errors of `admit`."""
+    """Admit a request, and return its parameters. Raises the same errors as `admit`."""
     return (await admit(request, runtime)).query
 
 
@@ -110,7 +113,7 @@ AdmittedQuery = Annotated[Query, Depends(admit_query)]
 
 
 async def admit_form(request: Request, runtime: Runtime, query: Query, fields: Mapping[str, str]) -> Query:
-    """Merge the parameters in the query string and in a received form, and check the host files that they select.
+    """Merge the parameters in the query string with the fields of a received form, and check the selected host files.
 
     Raises BadParameter and OutputExists.
     """
@@ -120,20 +123,23 @@ async def admit_form(request: Request, runtime: Runtime, query: Query, fields: M
 
 
 def merge_fields(query: Query, fields: Mapping[str, str]) -> Query:
-    """Merge the parameters in the query string with the fields of a form. Raises BadParameter for duplicates."""
+    """Merge the parameters in the query string with the fields of a form.
+
+    Raises BadParameter for duplicate or invalid parameters.
+    """
     if not fields:
         return query
-    values = query.model_dump(exclude_unset=True)
-    if duplicates := sorted(values.keys() & fields.keys()):
+    query_parameters = query.model_dump(exclude_unset=True)
+    if duplicates := sorted(query_parameters.keys() & fields.keys()):
         raise BadParameter(
             f"The parameter {duplicates[0]} is given twice, in the URL and in the form. Remove one of the two values.",
             parameter=duplicates[0],
         )
-    return _validate({**fields, **values})
+    return _validate_parameters({**fields, **query_parameters})
 
 
 def select_model(runtime: Runtime, query: Query) -> ModelSpec:
-    """Return the selected model after checking that it supports the requested output.
+    """Return the selected model after checking that it produces the output that the request requires.
 
     Raises UnknownModel, BrokenModel, NotReady and BadParameter.
     """
@@ -161,21 +167,21 @@ def _parse_query_string(query_string: bytes) -> Query:
         raise BadParameter(
             f"The query string has more than {MAX_PARAMETERS} parameters or {MAX_QUERY_BYTES:,} bytes. Shorten it."
         )
-    values: dict[str, str] = {}
+    parameters: dict[str, str] = {}
     for name, value in QueryParams(query_string).multi_items():
-        if name in values:
+        if name in parameters:
             raise BadParameter(
                 f"The parameter {name[:MAX_NAME_LENGTH]} is given twice. Remove one of the two values.",
                 parameter=name[:MAX_NAME_LENGTH],
             )
-        values[name] = value
-    return _validate(values)
+        parameters[name] = value
+    return _validate_parameters(parameters)
 
 
-def _validate(values: Mapping[str, Any]) -> Query:
+def _validate_parameters(parameters: Mapping[str, Any]) -> Query:
     """Validate a mapping from parameter names to values. Raises BadParameter."""
     try:
-        return Query.model_validate(values)
+        return Query.model_validate(parameters)
     except ValidationError as error:
         validation_errors = error.errors(include_url=False, include_context=False, include_input=False)
         raise describe_validation_errors(validation_errors) from error

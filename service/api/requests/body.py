@@ -1,4 +1,4 @@
-"""Receiving the file in a request's body, or opening the host file or stored stack that the request selects."""
+"""Receive the file in a request's body, or open the host file or stored stack that the request selects."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def work_folder(scratch: ScratchFolder) -> AsyncIterator[Path]:
 
 @asynccontextmanager
 async def incoming_folder(async_jobs: JobManager) -> AsyncIterator[Path]:
-    """Create a folder for the file of a job, and delete it at the end, unless an accepted job has taken it over.
+    """Create a folder for the file of a job. Delete the folder at the end, unless an accepted job has taken it over.
 
     Raises OutOfStorage if the disk is full, and StorageUnavailable for other disk errors.
     """
@@ -71,8 +71,8 @@ class ReceivedFile:
     name          name of the file
     is_host_file  whether the file is on the host, where other programs may change it
     space         disk quota of the request
-    stages        duration of the stages of the request that have been completed
-    stack         stack that a form contains in addition to this file; None if there is none
+    stages        durations of the completed stages of the request
+    stack         stack that a form contains in addition to this file; None if there is no such stack
     resources     folder and file, released at the end of `receive_file` unless the caller takes them over
     """
 
@@ -105,7 +105,7 @@ class ReceivedFile:
         return self._source.path if self.is_host_file else self._upload.source
 
     def drop_content(self) -> None:
-        """Release the content of a file in memory after reading it. Its volume keeps a reference if necessary."""
+        """Release the content of a file in memory after it has been read. The volume keeps a reference if necessary."""
         self._upload.drop_content()
 
 
@@ -128,7 +128,8 @@ async def receive_file(
     body_format    accepted formats of the body; a form with labels may also contain their stack (requires `folder`)
     allow_folders  whether the request may select a folder on the host
 
-    Raises the errors of `receive_upload`, `admit_form` and `HostFiles.open_input`, UnknownStack, and TimedOut.
+    Raises the same errors as `receive_upload`, `admit_form` and `HostFiles.open_input`, UnknownStack if the stored
+    stack does not exist, and TimedOut if the time limit is exceeded.
     """
     stages, runtime = Stages(), await get_runtime(request)
     limits = runtime.settings.limits
@@ -164,7 +165,7 @@ async def receive_file(
 
 
 async def inspect_file(runtime: Runtime, file: ReceivedFile) -> Description:
-    """Complete a file, and inspect it in a reader thread. Raises the errors of `Reader.inspect`."""
+    """Complete a file, and inspect it in a reader thread. Raises the same errors as `Reader.inspect`."""
     cancelled = threading.Event()
 
     def complete_and_inspect() -> Description:
@@ -213,9 +214,9 @@ def _open_host_file(
     return resources.enter_context(host_files.open_input(input_path, caller))
 
 
-def _adopt_stored_stack(upload: Upload, stacks: StackStore, stack: str, caller: str | None) -> StoredStack:
-    """Use a stored stack as the upload, so that it may be evicted while the request waits. Raises UnknownStack."""
-    stored_stack = stacks.find(stack, caller)
+def _adopt_stored_stack(upload: Upload, stacks: StackStore, stack_id: str, caller: str | None) -> StoredStack:
+    """Link the upload to a stored stack, which may then be evicted while the request waits. Raises UnknownStack."""
+    stored_stack = stacks.find(stack_id, caller)
     upload.adopt(stored_stack.path, stored_stack.digest)
     return stored_stack
 
@@ -234,12 +235,12 @@ def _get_host_path(query: Query, upload: Upload, body_format: BodyFormat) -> str
     """Return the path of the host file that replaces the body, or None if there is none. Raises BadParameter."""
     if query.input is None and query.stack is None and not upload.received_bytes:
         raise BadParameter(
-            f"The request has no file. Send {body_format.name} as the body, or in the form field"
+            f"The request has no file. Send {body_format.file_description} as the body, or in the form field"
             f" {body_format.form_field!r}."
         )
     if query.input is not None and upload.received_bytes:
         raise BadParameter(
-            "input: the request contains a file, but it also selects a file on the host. Send only one of them.",
+            "input: the request contains a file, but it also selects a file on the host. Use only one of them.",
             parameter="input",
         )
     return query.input

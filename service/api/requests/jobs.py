@@ -1,4 +1,4 @@
-"""Accepting a request as a job, and responding with the report of that job."""
+"""Accept a request as a job, and respond with the report of the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.serving.storage.threads import HOST_FILE_THREADS, run_in_thread
 
 LOCATION_HEADER: dict[str, Any] = {
     "Location": {
-        "description": "Path of the job.",
+        "description": "URL path of the job.",
         "schema": {"type": "string", "example": "/jobs/0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"},
     }
 }

@@ -1,4 +1,4 @@
-"""Responses with a result: the stored file, or the part or file format that the client prefers."""
+"""Responses with a result: the stored file, a part of it, or another file format, as the client prefers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.serving.storage.threads import run_in_thread
 
 
 async def build_stack_response(request: Request, runtime: Runtime, stack: StackResult) -> ResultResponse:
-    """Return the response with the result for a stack, in the format that the `Accept` header prefers."""
+    """Return the response with the result for a stack, in the format that the `Accept` header selects."""
     response = build_response(stack.path, stack.metadata, stack.content, stack.status)
     if stack.file is not None:
         response.resources.callback(stack.file.close)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from pathlib import Path as Folder
+from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
+from fastapi import Path as PathParameter
 from pydantic import TypeAdapter
 from starlette.responses import FileResponse
 
@@ -40,8 +41,8 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["learning"])
 
-AnnotationId = Annotated[str, Path(pattern=ID_PATTERN, description="The id of the annotated stack.")]
-_JSON = TypeAdapter(dict[str, Any])
+AnnotationId = Annotated[str, PathParameter(pattern=ID_PATTERN, description="The id of the annotated stack.")]
+_JSON_OBJECT_ADAPTER = TypeAdapter(dict[str, Any])
 # Parameters of a job that select the stack, and the part of the stack that the job segments.
 SELECTION_PARAMETERS = ("stack", "channel", "time", "axes", "voxel_size")
 
@@ -65,13 +66,13 @@ async def store_annotation(
     await run_in_thread(partial(annotations.check_space, caller))
     parameters, provenance = await run_in_thread(partial(_read_provenance, async_jobs, query, caller))
     find_stack = partial(_find_stack, request, parameters, caller)
-    # A form may contain the stack, in which case the request must not select another one. If the form does not contain
-    # it, the stack is looked up after the form has been received.
+    # A form may contain the stack, in which case the request must not select another stack. If the form contains no
+    # stack, the selected stack is looked up after the form has been received.
     stored_stack = None if query.stack is None and is_multipart(request) else await run_in_thread(find_stack)
     async with receive_file(request, Parameters(), incoming_folder(async_jobs), body_format=LABELS_BODY) as file:
         if file.stack is not None and stored_stack is not None:
             raise BadParameter(
-                "stack: the form contains a stack, but the request also selects an uploaded stack. Send only one.",
+                "stack: the form contains a stack, but the request also selects an uploaded stack. Use only one.",
                 parameter="stack",
             )
         stack = file.stack or stored_stack
@@ -82,14 +83,14 @@ async def store_annotation(
         def store() -> Annotation:
             file.complete()
             name, labels_request = sanitize_file_name(query.name) or stack.name, file.request
-            members = parameters.selection, query.region, name, labels_request.caller, provenance, labels_request.folder
-            correction = Correction(stack.path, file.source, *members)
+            fields = parameters.selection, query.region, name, labels_request.caller, provenance, labels_request.folder
+            correction = Correction(stack.path, file.source, *fields)
             return store_correction(runtime.reader, annotations, correction, file.space, cancelled.is_set)
 
         threads = runtime.decode_threads.for_client(file.space.client)
         annotation = await run_while_connected(request, run_in_thread(store, threads, cancelled))
     response.headers["Location"] = f"/annotations/{annotation.id}"
-    return await _report_one(request, runtime, annotation)
+    return await _report_annotation(request, runtime, annotation)
 
 
 @router.get("/annotations", response_model=AnnotationList)
@@ -106,7 +107,7 @@ async def list_annotations(request: Request, runtime: RuntimeDependency) -> Resp
         # Serialize one dictionary at a time. For thousands of annotated stacks, creating pydantic models would be slow,
         # and so would garbage collection while many dictionaries exist.
         reports = [
-            _JSON.dump_json(describe_annotation(annotation, overlaps[annotation.id]))
+            _JSON_OBJECT_ADAPTER.dump_json(describe_annotation(annotation, overlaps[annotation.id]))
             for annotation in visible_annotations
         ]
         return b'{"annotations":[' + b",".join(reports) + b"]}"
@@ -117,7 +118,7 @@ async def list_annotations(request: Request, runtime: RuntimeDependency) -> Resp
 @router.get("/annotations/{annotation}")
 async def get_annotation(request: Request, runtime: RuntimeDependency, annotation: AnnotationId) -> AnnotationReport:
     """Get the metadata of an annotated stack."""
-    return await _report_one(request, runtime, await _find(request, runtime, annotation))
+    return await _report_annotation(request, runtime, await _find_annotation(request, runtime, annotation))
 
 
 @router.get("/annotations/{annotation}/image", response_class=FileResponse, responses=ANNOTATION_FILE_RESPONSES)
@@ -126,14 +127,14 @@ async def download_image(request: Request, runtime: RuntimeDependency, annotatio
 
     The image contains only the channel and the time point that were segmented.
     """
-    annotation_record = await _find(request, runtime, annotation)
+    annotation_record = await _find_annotation(request, runtime, annotation)
     return _build_file_response(annotation_record.image, f"{_get_stem(annotation_record)}.ome.tif")
 
 
 @router.get("/annotations/{annotation}/labels", response_class=FileResponse, responses=ANNOTATION_FILE_RESPONSES)
 async def download_labels(request: Request, runtime: RuntimeDependency, annotation: AnnotationId) -> FileResponse:
     """Download the corrected labels of an annotated stack."""
-    annotation_record = await _find(request, runtime, annotation)
+    annotation_record = await _find_annotation(request, runtime, annotation)
     return _build_file_response(annotation_record.labels, f"{_get_stem(annotation_record)}_labels.ome.tif")
 
 
@@ -151,7 +152,7 @@ def _has_admin_rights(request: Request, runtime: Runtime) -> bool:
     return has_admin_rights(request, runtime.settings.access)
 
 
-async def _find(request: Request, runtime: Runtime, annotation: str) -> Annotation:
+async def _find_annotation(request: Request, runtime: Runtime, annotation: str) -> Annotation:
     is_admin = _has_admin_rights(request, runtime)
     find = partial(get_annotations(request).find, annotation, get_caller(request), is_admin=is_admin)
     return await run_in_thread(find)
@@ -168,20 +169,20 @@ def _read_provenance(
     if query.job is None:
         parameters = merge_fields(Parameters(), overrides)
         return parameters, LabelProvenance(
-            changes=query.changes, time=_single_time_point(parameters), stack=parameters.stack
+            changes=query.changes, time=_get_single_time_point(parameters), stack=parameters.stack
         )
     record = async_jobs.view(query.job, caller).record
     job_parameters = {key: value for key, value in record.request.parameters.items() if key in SELECTION_PARAMETERS}
-    answer = record.result_metadata
-    diameter = None if answer is None or answer.diameter is None else answer.diameter.partition(";")[0]
+    metadata = record.result_metadata
+    diameter = None if metadata is None or metadata.diameter is None else metadata.diameter.partition(";")[0]
     parameters = merge_fields(Parameters(), {**job_parameters, **overrides})
-    model = record.request.model if answer is None else answer.model
+    model = record.request.model if metadata is None else metadata.model
     return parameters, LabelProvenance(
-        model, diameter, query.changes, _single_time_point(parameters), parameters.stack, query.job
+        model, diameter, query.changes, _get_single_time_point(parameters), parameters.stack, query.job
     )
 
 
-def _single_time_point(parameters: Parameters) -> int | None:
+def _get_single_time_point(parameters: Parameters) -> int | None:
     """Return the selected time point. Raises BadParameter if several time points are selected."""
     time = parameters.selection.time
     if isinstance(time, TimeRange):
@@ -202,7 +203,7 @@ def _find_stack(request: Request, parameters: Parameters, caller: str | None) ->
     return get_stacks(request).find(parameters.stack, caller)
 
 
-async def _report_one(request: Request, runtime: Runtime, annotation: Annotation) -> AnnotationReport:
+async def _report_annotation(request: Request, runtime: Runtime, annotation: Annotation) -> AnnotationReport:
     annotations, caller, is_admin = get_annotations(request), get_caller(request), _has_admin_rights(request, runtime)
 
     def report() -> AnnotationReport:
@@ -221,6 +222,6 @@ def _get_stem(annotation: Annotation) -> str:
     return stem or annotation.id
 
 
-def _build_file_response(path: Folder, name: str) -> FileResponse:
+def _build_file_response(path: Path, name: str) -> FileResponse:
     headers = {"Cache-Control": "no-store", "Content-Disposition": describe_attachment(name)}
     return FileResponse(path, media_type="image/tiff", headers=headers)

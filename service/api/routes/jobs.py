@@ -55,8 +55,8 @@ async def submit_job(
 ) -> Response:
     """Segment a 3D stack in the background.
 
-    Accepts the same body and parameters as `/segment`, and returns a job. Errors that can be detected without decoding
-    pixels are reported immediately.
+    Accepts the same body and parameters as `/segment`, and returns the report of the job. Errors that can be detected
+    without decoding pixels are reported immediately.
     """
     return await accept_job(request, runtime, async_jobs, query)
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 
-from service.api.access.authentication import check_admin, identify
+from service.api.access.authentication import check_admin, get_identity
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_trainings
 from service.api.messages.models import PICTURE_FILE, ModelInfo, ModelList, ModelReload, report_model, report_models
 from service.serving.storage.threads import run_in_thread
@@ -31,8 +31,8 @@ async def list_models(request: Request, runtime: RuntimeDependency) -> ModelList
 
     A model that is not loaded yet will be loaded for the first request that uses it.
     """
-    caller = identify(request, runtime.settings.access)
-    return report_models(runtime, partial(get_trainings(request).trained_models.can_delete, **caller._asdict()))
+    identity = get_identity(request, runtime.settings.access)
+    return report_models(runtime, partial(get_trainings(request).trained_models.can_delete, **identity._asdict()))
 
 
 @router.get("/models/{name}")
@@ -41,9 +41,10 @@ async def get_model(request: Request, name: str, runtime: RuntimeDependency) -> 
 
     If the model is loaded, also returns its engine, precision and memory format, and warnings.
     """
-    caller, model = identify(request, runtime.settings.access), runtime.models.get_state(name)
+    identity, model = get_identity(request, runtime.settings.access), runtime.models.get_state(name)
     return report_model(
-        model, removable=get_trainings(request).trained_models.can_delete(model, caller.owner, is_admin=caller.is_admin)
+        model,
+        removable=get_trainings(request).trained_models.can_delete(model, identity.owner, is_admin=identity.is_admin),
     )
 
 
@@ -59,7 +60,7 @@ async def delete_model(
     access = runtime.settings.access
     if not access.keys:
         check_admin(request, access)
-    owner, is_admin = identify(request, access)
+    owner, is_admin = get_identity(request, access)
     delete = get_trainings(request).trained_models.delete
     await run_in_thread(partial(delete, name, owner, is_admin=is_admin, has_jobs=async_jobs.uses_model))
 
@@ -92,9 +93,9 @@ async def download_picture(runtime: RuntimeDependency, name: str) -> FileRespons
 async def reload_models(request: Request, runtime: RuntimeDependency) -> ModelReload:
     """Reload the model folders.
 
-    Adds, replaces and removes models without a restart. Only for admins. The response is sent after all loaded models
-    that have changed have been loaded again. Running requests continue with their current model. If a new version of a
-    model cannot be loaded, the previous version stays in use.
+    Adds, replaces and removes models without a restart. Requires admin rights. The response is sent after all loaded
+    models that have changed have been loaded again. Running requests continue with their current model. If a new
+    version of a model cannot be loaded, the previous version stays in use.
     """
     check_admin(request, runtime.settings.access)
     return ModelReload(**(await run_in_thread(runtime.models.reload))._asdict())

@@ -12,12 +12,12 @@ router = APIRouter(include_in_schema=False)
 
 PAGE_FOLDER = Path(__file__).parents[1] / "page"
 INDEX_FILE = "index.html"
-MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MEDIA_TYPES_BY_SUFFIX = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # Media types of the served files, by path relative to the page folder.
 MEDIA_TYPES_BY_FILE = {
-    file.relative_to(PAGE_FOLDER).as_posix(): MEDIA_TYPES[file.suffix]
+    file.relative_to(PAGE_FOLDER).as_posix(): MEDIA_TYPES_BY_SUFFIX[file.suffix]
     for file in PAGE_FOLDER.rglob("*")
-    if file.suffix in MEDIA_TYPES
+    if file.suffix in MEDIA_TYPES_BY_SUFFIX
 }
 # The page creates images and files as blobs, and thumbnails of earlier jobs as data URLs.
 CONTENT_SECURITY_POLICY = (
@@ -38,17 +38,17 @@ async def get_index() -> FileResponse:
 @router.get("/page/{name}")
 def get_page_file(name: str) -> Response:
     """Return a file in the page folder, such as the main module. Raises HTTPException 404."""
-    return _serve(name)
+    return _build_file_response(name)
 
 
 @router.get("/page/{folder}/{name}")
 def get_page_file_in_folder(folder: str, name: str) -> Response:
     """Return a module, style sheet or image in a subfolder of the page folder. Raises HTTPException 404."""
-    return _serve(f"{folder}/{name}")
+    return _build_file_response(f"{folder}/{name}")
 
 
-def _serve(file: str) -> Response:
-    """Return a file in one piece. A FileResponse would switch threads several times, which is slower than the read."""
+def _build_file_response(file: str) -> Response:
+    """Return a file in one piece. A FileResponse would be slower, because it switches threads several times."""
     if file not in MEDIA_TYPES_BY_FILE:
         raise HTTPException(404)
     path = PAGE_FOLDER / file

@@ -27,13 +27,11 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter()
 
-# Retry-After in the response to requests that are refused because the memory for planes is in use.
+# Retry-After header of responses to requests that are refused because the memory for planes is in use.
 RETRY_SECONDS = 1
 
 StackId = Annotated[str, PathParameter(pattern="^[0-9a-f]{32}$", description="The id of the stack.")]
 JobId = Annotated[str, PathParameter(description="The id of the job.", examples=["0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"])]
-
-
 JobTime = Annotated[
     int | None,
     Query(
@@ -86,9 +84,9 @@ async def _open_volume(
 ) -> Volume:
     """Return the cached volume for a key, or decode the volume in a decoder thread.
 
-    `read` decodes it into an empty folder.
+    `read` decodes the volume into an empty folder.
 
-    Raises the errors of `read` and `VolumeCache.open`, and Cancelled if the client disconnects.
+    Raises the same errors as `read` and `VolumeCache.open`, and Cancelled if the client disconnects.
     """
     if (volume := runtime.volume_cache.find(key)) is not None:
         return volume
@@ -112,7 +110,7 @@ async def build_planes_response(
 ) -> Response:
     """Read planes of the first channel in a thread, and return the response with these planes.
 
-    Raises the errors of `PlaneSelection.select`, and RateLimited if other responses use up the memory budget.
+    Raises the same errors as `PlaneSelection.select`, and RateLimited if other responses use up the memory budget.
     """
     planes = PlaneSelection.select(volume, plane_range)
     if not memory.reserve(planes.nbytes):

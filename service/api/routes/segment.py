@@ -57,9 +57,9 @@ async def segment(request: Request, runtime: RuntimeDependency, async_jobs: Asyn
 
 async def _run_task(request: Request, runtime: Runtime, task: SegmentationTask) -> ResultResponse:
     try:
-        segmented = await task.run()
+        stack_result = await task.run()
     except Cancelled:
         raise NotReady(
             "The service stopped before the request was completed. Send the request again in a moment."
         ) from None
-    return await build_stack_response(request, runtime, segmented)
+    return await build_stack_response(request, runtime, stack_result)

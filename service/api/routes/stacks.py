@@ -43,13 +43,13 @@ async def upload_stack(request: Request, runtime: RuntimeDependency, async_jobs:
             return async_jobs.stacks.add(file.request.source, file.name, file.request.caller, digest)
 
         stack = await run_in_thread(store)
-    return _report(stack)
+    return _report_stack(stack)
 
 
 @router.get("/stacks/{stack}")
 async def get_stack(request: Request, stack: StackId) -> StackReport:
     """Get the name and size of an uploaded stack."""
-    return _report(await run_in_thread(partial(get_stacks(request).find, stack, get_caller(request))))
+    return _report_stack(await run_in_thread(partial(get_stacks(request).find, stack, get_caller(request))))
 
 
 @router.delete("/stacks/{stack}", status_code=204)
@@ -65,5 +65,5 @@ def _make_parameters_error() -> BadParameter:
     return BadParameter("POST /stacks has no parameters. Set the parameters in the requests that use the stack.")
 
 
-def _report(stack: StoredStack) -> StackReport:
+def _report_stack(stack: StoredStack) -> StackReport:
     return StackReport(id=stack.id, name=stack.name, bytes=stack.nbytes)

@@ -8,7 +8,7 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from service.api.access.authentication import check_admin, check_trainer, identify
+from service.api.access.authentication import check_admin, check_trainer, get_identity
 from service.api.dependencies import RuntimeDependency, get_annotations, get_trainings
 from service.api.messages.learning import CallerLimits
 from service.api.messages.models import report_models
@@ -31,7 +31,8 @@ from service.serving.storage.threads import run_in_thread
 
 router = APIRouter()
 
-# Path prefixes of health checks. They include those of other inference servers, so that existing probes also work here.
+# Path prefixes of health checks. The prefixes with a version are those of other inference servers, so that probes for
+# these servers also work here.
 HEALTH_PREFIXES = ("", "/v1", "/v2")
 
 
@@ -80,8 +81,8 @@ async def check_liveness() -> Liveness:
 async def check_readiness(runtime: RuntimeDependency) -> Liveness:
     """Check that the service is ready for requests.
 
-    Returns status 200 once all startup models are ready. Returns status 503 with the reasons before that, and during
-    shutdown. The member `status` is `degraded` instead of `ready` if `/health` reports problems.
+    Returns status 200 once all startup models are ready. Until then, and during shutdown, returns status 503 with the
+    reasons. The member `status` is `degraded` instead of `ready` if `/health` reports problems.
     """
     reasons = runtime.unready_reasons()
     if reasons:
@@ -118,14 +119,14 @@ async def get_metrics(runtime: RuntimeDependency) -> Response:
 async def get_status(request: Request, runtime: RuntimeDependency) -> Status:
     """Get the complete state of the service.
 
-    Only for admins. Includes the content of `/health`, `/gpu` and `/models`, running and waiting requests, the 50 most
-    recent segmentations since the start of the service with the duration of each stage, training runs, and disk usage.
-    File names and names of API keys are not included.
+    Requires admin rights. Includes the content of `/health`, `/gpu` and `/models`, running and waiting requests, the 50
+    most recent segmentations (since the service started) with the duration of each stage, training runs, and disk
+    usage. File names and names of API keys are not included.
     """
     access = runtime.settings.access
     check_admin(request, access)
     trainings = get_trainings(request)
-    can_delete = partial(trainings.trained_models.can_delete, **identify(request, access)._asdict())
+    can_delete = partial(trainings.trained_models.can_delete, **get_identity(request, access)._asdict())
     return Status(
         health=report_health(runtime),
         hardware=report_hardware(runtime, await asyncio.to_thread(gpus.query_gpus)),

@@ -88,7 +88,8 @@ async def cancel_training(request: Request, runtime: RuntimeDependency, training
 async def _read_body(request: Request) -> TrainingRequest:
     """Read the JSON body of a request.
 
-    Raises UnsupportedMedia, TooLarge, BadParameter, and Cancelled if the client disconnects.
+    Raises UnsupportedMedia for other media types, TooLarge for a body of more than `MAX_BODY_BYTES`, BadParameter for
+    an invalid body, and Cancelled if the client disconnects.
     """
     # Refuse other media types, because browsers send some of them to other origins without a CORS preflight request.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -101,7 +102,7 @@ async def _read_body(request: Request) -> TrainingRequest:
         body += message.get("body", b"")
         has_more = message.get("more_body", False)
         if len(body) > MAX_BODY_BYTES:
-            raise TooLarge(f"The body has more than {MAX_BODY_BYTES:,} bytes. Select fewer annotated stacks.")
+            raise TooLarge(f"The body is larger than {MAX_BODY_BYTES:,} bytes. Select fewer annotated stacks.")
     try:
         return TrainingRequest.model_validate_json(bytes(body))
     except ValidationError as error:

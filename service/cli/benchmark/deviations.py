@@ -23,9 +23,11 @@ def find_deviations(settings: EngineSettings, report: EngineReport) -> list[str]
     """
     is_on_gpu = torch.device(report.device).type == "cuda"
     deviations = [
-        f"engine.{name} is {configured}, but the network ran with {actual}"
-        for name, configured, expected, actual in _list_settings(settings, report, is_on_gpu=is_on_gpu)
-        if expected not in {"auto", actual}
+        f"engine.{name} is {configured_value}, but the network ran with {actual_value}"
+        for name, configured_value, expected_value, actual_value in _list_settings(
+            settings, report, is_on_gpu=is_on_gpu
+        )
+        if expected_value not in {"auto", actual_value}
     ]
     if is_on_gpu and settings.kind != "auto":
         deviations += [

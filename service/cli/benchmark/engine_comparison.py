@@ -28,9 +28,9 @@ from service.models.loader import load_network
 from service.models.network import Network
 from service.models.spec import ModelSpec
 
-# Number of rounds of a comparison, and their time limit.
-ROUNDS = 12
-MAX_SECONDS = 60.0
+# Maximum number of rounds of a comparison, and the time limit for all of its rounds.
+MAX_ROUNDS = 12
+MAX_COMPARISON_SECONDS = 60.0
 # Time limit for the rounds of one pair of networks.
 MAX_PAIR_SECONDS = 10.0
 
@@ -38,10 +38,10 @@ log = logging.getLogger(__name__)
 
 
 class TimedNetwork(NamedTuple):
-    """Network to be timed. `call` runs one batch of `windows` windows.
+    """Network to be timed. `call` runs the network on one batch.
 
     precision  selects the peak speed with which the network is compared
-    exact      whether that peak is measured without TF32, because the network runs without it
+    exact      whether this peak speed is measured without TF32, because the network does not use TF32
     """
 
     name: str
@@ -76,7 +76,7 @@ class DevicePeak:
     """Peak speed of a device, used as a reference for networks.
 
     gflop  floating-point operations of the network per window, in units of 1e9
-    peaks  GFLOP/s of a large matrix product by precision; "fp32 exact" is without TF32
+    peaks  GFLOP/s of a large matrix product by precision; "fp32 exact" is measured without TF32
     clock  timer; on a busy machine, use `time.process_time` for a single thread, since it excludes other processes
     """
 
@@ -88,20 +88,20 @@ class DevicePeak:
     def measure(self, precision_name: str, *, exact: bool = False) -> float:
         """Measure the peak and return the highest value so far, which excludes moments when the device was busy.
 
-        exact  measure without TF32
+        exact  whether to measure without TF32
         """
         with tf32.disable_tf32() if exact else nullcontext():
-            latest = measure_matrix_peak(DTYPES[precision_name], self.device, clock=self.clock) / 1e9
+            latest_peak = measure_matrix_peak(DTYPES[precision_name], self.device, clock=self.clock) / 1e9
         key = f"{precision_name} exact" if exact else precision_name
-        self.peaks[key] = max(self.peaks.get(key, 0.0), latest)
+        self.peaks[key] = max(self.peaks.get(key, 0.0), latest_peak)
         return self.peaks[key]
 
 
 def compare_networks(
-    group: str, networks: Sequence[TimedNetwork], peak: DevicePeak, seconds: float = MAX_SECONDS
+    group: str, networks: Sequence[TimedNetwork], peak: DevicePeak, max_seconds: float = MAX_COMPARISON_SECONDS
 ) -> Iterator[Row]:
     """Time all networks alternately and compare them with the first one. Rows are yielded after all timings."""
-    times = time_alternately([network.call for network in networks], ROUNDS, seconds, peak.clock)
+    times = time_alternately([network.call for network in networks], MAX_ROUNDS, max_seconds, peak.clock)
     precisions = {(network.precision, network.exact) for network in networks}
     peaks = {(precision_name, exact): peak.measure(precision_name, exact=exact) for precision_name, exact in precisions}
     seconds_per_window = [
@@ -158,32 +158,32 @@ def compare_with_first(
             continue
         build_start = time.monotonic()
         try:
-            row, duration = _compare_pair(group, first, builder, peak, pair_seconds)
+            row, build_duration = _compare_pair(group, first, builder, peak, pair_seconds)
         except backends.ENGINE_ERRORS as error:
-            row, duration = (
+            row, build_duration = (
                 Row(group, builder.name, builder.windows, backends.get_first_line(error)),
                 time.monotonic() - build_start,
             )
-        total_build_seconds += duration
+        total_build_seconds += build_duration
         yield row
 
 
 def _compare_pair(
-    group: str, first: TimedNetwork, builder: TimedNetworkBuilder, peak: DevicePeak, seconds: float
+    group: str, first: TimedNetwork, builder: TimedNetworkBuilder, peak: DevicePeak, max_seconds: float
 ) -> tuple[Row, float]:
     """Build a network and time it alternately with `first`. Return its row and the seconds that building took."""
     log.info("building %s x%d", builder.name, builder.windows)
     start = time.monotonic()
     network = builder.build()
     build_duration = time.monotonic() - start
-    _, row = compare_networks(group, [first, network], peak, seconds)
+    _, row = compare_networks(group, [first, network], peak, max_seconds)
     return row, build_duration
 
 
-def collect_rows(rows: Iterable[Row], collected: list[Row]) -> Iterator[Row]:
-    """Append each row to `collected`, and yield it."""
+def collect_rows(rows: Iterable[Row], collected_rows: list[Row]) -> Iterator[Row]:
+    """Append each row to `collected_rows`, and yield the row."""
     for row in rows:
-        collected.append(row)
+        collected_rows.append(row)
         yield row
 
 
@@ -204,11 +204,13 @@ def iter_builders(
             make_call(window.network, window.batch, device),
         )
 
-    for size in batch_sizes:
-        for config in backends.list_configs(settings.engine, device, precisions, size):
+    for batch_size in batch_sizes:
+        for config in backends.list_configs(settings.engine, device, precisions, batch_size):
             if backends.BACKENDS[config.engine].can_improve(network):
                 name = format_config(config, tf32_allowed=tf32_allowed)
-                yield TimedNetworkBuilder(name, size, partial(build, config), compiled=config.compile_mode is not None)
+                yield TimedNetworkBuilder(
+                    name, batch_size, partial(build, config), compiled=config.compile_mode is not None
+                )
 
 
 def load_selector(spec: ModelSpec, settings: Settings, device: torch.device) -> tuple[nn.Module, EngineSelector]:

@@ -1,4 +1,4 @@
-"""`stackseg bench --hosts`: throughput of a cluster by the number of workers."""
+"""`stackseg bench --hosts`: throughput of a cluster by number of workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ MAX_JOIN_SECONDS = 4.0
 
 
 class HostsRow(NamedTuple):
-    """Number of windows that the workers computed, and the seconds from the first request to the last result."""
+    """Throughput of a given number of workers.
+
+    workers  number of workers
+    windows  number of windows that all workers together processed
+    seconds  time from the first request to the last result
+    """
 
     workers: int
     windows: int
@@ -38,18 +43,18 @@ class HostsRow(NamedTuple):
         return self.windows / self.seconds
 
 
-def measure(
+def measure_throughput(
     spec: ModelSpec,
     settings: Settings,
     shape: Size,
     repeats: int,
     connect: ClusterConnector = DEFAULT_FACTORIES.connect,
 ) -> Iterator[HostsRow]:
-    """Measure 1, 2, ... workers of a cluster. Each worker segments a stack `repeats` times, and all run concurrently.
+    """Measure the throughput of 1, 2, ... workers of a cluster.
 
-    Pixels and labels are passed through the shared folder, as in the service. The measurement starts when all workers
-    are ready. Each row is yielded as soon as it is measured. Raises ConfigError if there is no cluster, and the errors
-    of segmentation.
+    All workers run concurrently, and each of them segments a stack `repeats` times. Pixels and labels are passed
+    through the shared folder, as in the service. The measurement starts when all workers are ready. Each row is yielded
+    as soon as it is measured. Raises ConfigError if there is no cluster, and any error of a segmentation.
     """
     volume = Volume.from_array(tile_sample(spec, shape)[None])
     with _start_workers(spec, settings, connect) as devices:
@@ -58,17 +63,17 @@ def measure(
             yield _time_requests(devices[:count], spec, volume, repeats)
 
 
-def format_row(row: HostsRow, first: HostsRow) -> str:
-    """Return a row of a Markdown table. `first` is the row of a single worker."""
-    efficiency = row.windows_per_second / first.windows_per_second / row.workers
+def format_row(row: HostsRow, first_row: HostsRow) -> str:
+    """Return a row of a Markdown table. `first_row` is the row of a single worker."""
+    efficiency = row.windows_per_second / first_row.windows_per_second / row.workers
     return f"| {row.workers} | {row.windows_per_second:.1f} | {efficiency:.0%} |"
 
 
 @contextmanager
 def _start_workers(spec: ModelSpec, settings: Settings, connect: ClusterConnector) -> Iterator[Sequence[Device]]:
     """Start the workers and load the model on each of them."""
-    all_workers = settings.cluster.model_copy(update={"least_workers": None})
-    cluster = open_cluster(settings.model_copy(update={"cluster": all_workers}), connect, Metrics())
+    cluster_settings = settings.cluster.model_copy(update={"least_workers": None})
+    cluster = open_cluster(settings.model_copy(update={"cluster": cluster_settings}), connect, Metrics())
     if cluster is None:
         raise ConfigError("--hosts requires a cluster. Set cluster.address to its address.")
     try:
@@ -96,12 +101,12 @@ def _time_requests(devices: Sequence[Device], spec: ModelSpec, volume: Volume, r
 
 def _submit(scheduler: Scheduler, spec: ModelSpec, volume: Volume) -> Job[Any]:
     reservation = Reservation(scheduler, spec.name)
-    windows = scheduler.models.get_estimator(spec).estimate(volume, ORIGINAL_RESOLUTION).windows
+    window_count = scheduler.models.get_estimator(spec).estimate(volume, ORIGINAL_RESOLUTION).windows
 
     def segment(job: Job[Any]) -> None:
         reservation.segment(job, volume, ORIGINAL_RESOLUTION)
 
-    job: Job[Any] = Job(spec.name, segment, window_count=windows, is_ready=False)
+    job: Job[Any] = Job(spec.name, segment, window_count=window_count, is_ready=False)
     scheduler.queue.put(job)
     reservation.take(job)
     return job

@@ -45,25 +45,32 @@ def format_warnings(warnings: Iterable[str]) -> Iterator[str]:
     return (f"warning: {warning}" for warning in warnings)
 
 
-def format_first_request(shape: Size, windows: int, seconds: float) -> Iterator[str]:
+def format_first_request(shape: Size, window_count: int, seconds: float) -> Iterator[str]:
     """Return the lines for the stack and the first request."""
     yield ""
-    yield f"{'x'.join(map(str, shape))} voxels, {windows} windows; first request {seconds:.2f} s"
+    yield f"{'x'.join(map(str, shape))} voxels, {window_count} windows; first request {seconds:.2f} s"
 
 
 def format_repeat_header(repeat: Repeat) -> Iterator[str]:
     """Return the header of the table of repeats, with the columns of this repeat."""
     names = ["repeat", *(f"{stage} s" for stage in repeat.stages), "windows per second relative to a bare loop"]
     if repeat.plain:
-        names += [f"{_format_baseline_name(tf32=repeat.plain_tf32)}, total s", "speedup over the baseline script"]
+        names += [
+            f"{_format_baseline_name(tf32_allowed=repeat.plain_tf32)}, total s",
+            "speedup over the baseline script",
+        ]
     yield ""
     yield f"| {' | '.join(names)} |"
     yield "|---" * len(names) + "|"
 
 
-def format_repeat(number: int, repeat: Repeat) -> str:
+def format_repeat(repeat_number: int, repeat: Repeat) -> str:
     """Return the table row of one repeat."""
-    cells = [str(number), *(f"{seconds:.3f}" for seconds in repeat.stages.values()), f"{repeat.windows.ratio:.2f}"]
+    cells = [
+        str(repeat_number),
+        *(f"{seconds:.3f}" for seconds in repeat.stages.values()),
+        f"{repeat.windows.ratio:.2f}",
+    ]
     if repeat.plain:
         cells += [f"{repeat.plain['total']:.3f}", f"{repeat.speedup:.2f}"]
     return f"| {' | '.join(cells)} |"
@@ -72,7 +79,7 @@ def format_repeat(number: int, repeat: Repeat) -> str:
 def format_summary(report: Report) -> Iterator[str]:
     """Return the lines that summarize all repeats."""
     times, peak = report.answered, report.peaks[report.engine.precision]
-    baseline_name = _format_baseline_name(tf32=times.plain_tf32)
+    baseline_name = _format_baseline_name(tf32_allowed=times.plain_tf32)
     yield ""
     yield "| stage | median s (minimum to maximum) |" + (f" {baseline_name} |" if times.plain else "")
     yield "|---|---|" + ("---|" if times.plain else "")
@@ -82,20 +89,22 @@ def format_summary(report: Report) -> Iterator[str]:
     yield ""
     yield f"{times.windows_per_second:.1f} windows/s, {report.voxels_per_second / 1e6:.2f} M voxels/s"
     precision = format_precision(report.engine.precision, tf32_allowed=report.tf32)
-    share = f"{report.peak_share:.0%} of the {peak:.0f} GFLOP/s of a large {precision} matrix product"
-    yield f"{report.gflop:.2f} GFLOP per window, {report.gflop_per_second:.0f} GFLOP/s: {share}"
-    loops = f"{_format_seconds(times.stitched)} s; a bare loop of their forward passes: {_format_seconds(times.bare)} s"
-    yield f"windows from pixels to scores: {loops}"
-    ratios = f"{_format_ratio(times.stitching)}, in CPU seconds {_format_ratio(times.cpu_stitching)}"
-    yield f"windows per second relative to a bare loop: {ratios}"
+    share_text = f"{report.peak_share:.0%} of the {peak:.0f} GFLOP/s of a large {precision} matrix product"
+    yield f"{report.gflop:.2f} GFLOP per window, {report.gflop_per_second:.0f} GFLOP/s: {share_text}"
+    loop_text = (
+        f"{_format_seconds(times.stitched)} s; a bare loop of their forward passes: {_format_seconds(times.bare)} s"
+    )
+    yield f"windows from pixels to scores: {loop_text}"
+    ratio_text = f"{_format_ratio(times.stitching)}, in CPU seconds {_format_ratio(times.cpu_stitching)}"
+    yield f"windows per second relative to a bare loop: {ratio_text}"
     if times.speedup is not None:
         yield f"speed relative to the {baseline_name}: {_format_ratio(times.speedup)}"
-    device = f", {report.device_bytes / 2**30:.2f} GiB on the device" if report.device_bytes else ""
-    yield f"peak memory: {report.peak_bytes / 2**30:.2f} GiB{device}"
+    device_text = f", {report.device_bytes / 2**30:.2f} GiB on the device" if report.device_bytes else ""
+    yield f"peak memory: {report.peak_bytes / 2**30:.2f} GiB{device_text}"
 
 
-def _format_baseline_name(*, tf32: bool) -> str:
-    return "baseline script (eager FP32; torch's defaults allow TF32)" if tf32 else "baseline script"
+def _format_baseline_name(*, tf32_allowed: bool) -> str:
+    return "baseline script (eager FP32; torch's defaults allow TF32)" if tf32_allowed else "baseline script"
 
 
 def format_table(title: str, rows: Iterable[Row]) -> Iterator[str]:
@@ -103,13 +112,13 @@ def format_table(title: str, rows: Iterable[Row]) -> Iterator[str]:
     yield TABLE_HEADER.format(title)
     yield "|---" * TABLE_HEADER.count(" |") + "|"
     for row in rows:
-        name = f"| {row.name} | {row.windows} |"
+        name_cells = f"| {row.name} | {row.windows} |"
         if row.ms_per_window is None or row.ratio is None:
-            yield f"{name} {row.problem} | | | | |"
+            yield f"{name_cells} {row.problem} | | | | |"
         else:
-            ms = f"{row.ms_per_window.median:.1f} ({row.ms_per_window.least:.1f} to {row.ms_per_window.most:.1f})"
-            rates = f"{row.windows_per_second:.1f} | {row.gflop_per_second:.0f} | {row.peak_share:.0%}"
-            yield f"{name} {ms} | {rates} | {_format_ratio(row.ratio)} |"
+            ms_cell = f"{row.ms_per_window.median:.1f} ({row.ms_per_window.least:.1f} to {row.ms_per_window.most:.1f})"
+            rate_cells = f"{row.windows_per_second:.1f} | {row.gflop_per_second:.0f} | {row.peak_share:.0%}"
+            yield f"{name_cells} {ms_cell} | {rate_cells} | {_format_ratio(row.ratio)} |"
 
 
 def _format_seconds(spread: Spread | None) -> str:

@@ -45,13 +45,13 @@ class BaselineRun(NamedTuple):
     """Seconds of the baseline script by stage, and whether it was allowed to use TF32."""
 
     seconds: dict[str, float]
-    tf32: bool = False
+    tf32_allowed: bool = False
 
 
 class RequestRunner:
-    """Runner of complete requests for one stack, of its windows alone, or of their forward passes alone.
+    """Runs complete requests for one stack, only the windows of the stack, or only their forward passes.
 
-    windows         number of windows of the stack, known after the first request
+    window_count    number of windows of the stack, known after the first request
     threads         total number of threads of all streams of the device
     fallback_notes  unique notes of requests that used a smaller batch or repeated the computation in float32
     """
@@ -61,28 +61,31 @@ class RequestRunner:
         self._threads = threads
         self._latest_request: tuple[SlidingWindow, Image, float] | None = None
         self._stream_pool: ThreadPoolExecutor | None = None
-        self.windows = 0
+        self.window_count = 0
         self.fallback_notes: list[str] = []
 
     @property
-    def _latest(self) -> tuple[SlidingWindow, Image, float]:
+    def _latest_input(self) -> tuple[SlidingWindow, Image, float]:
         """Window, image and overlap of the latest request. Raises RuntimeError before the first request."""
         if self._latest_request is None:
             raise RuntimeError("no request has run yet")
         return self._latest_request
 
     def run_request(self) -> dict[str, float]:
-        """Run one request and return its seconds by stage and in `total`.
+        """Run one request. Return the seconds of each stage, and their sum as `total`.
 
         normalise    intensity statistics, resampling, and copying to a GPU
-        windows      waiting for scores; later windows are computed while earlier ones are decoded
+        windows      waiting for scores; later windows are processed while earlier ones are decoded
         postprocess  decoding
         """
         stages = Stages()
         with stages.measure("read"):
             volume = stack_reader.read(self._stack, Selection(), MAX_STACK_BYTES, self._folder)
         result = segment(
-            self._model, volume, ORIGINAL_RESOLUTION, callbacks=Callbacks(self._run, progress=self._record_window_count)
+            self._model,
+            volume,
+            ORIGINAL_RESOLUTION,
+            callbacks=Callbacks(self._record_and_run_windows, progress=self._record_window_count),
         )
         if result.fallbacks or result.recomputed:
             self.fallback_notes = list(dict.fromkeys([*self.fallback_notes, *result.notes]))
@@ -94,8 +97,8 @@ class RequestRunner:
         return stages.seconds | {"total": stages.total}
 
     def run_windows(self) -> None:
-        """Compute the windows of the latest request again, from pixels to scores, without decoding."""
-        window, image, overlap = self._latest
+        """Process the windows of the latest request again, from pixels to scores, without decoding."""
+        window, image, overlap = self._latest_input
         with torch.inference_mode():
             deque(
                 self._batcher.run(window, image, overlap, cancelled=lambda: False, progress=lambda *_: None), maxlen=0
@@ -104,10 +107,10 @@ class RequestRunner:
     def run_bare_loop(self) -> None:
         """Run only the forward passes of `run_windows`, with the same number of streams and threads.
 
-        All threads together compute the remaining batches, as on the device.
+        All threads together process the remaining batches, as the device does.
         """
-        window = self._latest[0]
-        batch_count, last_batch_windows = divmod(self.windows, window.capacity)
+        window = self._latest_input[0]
+        batch_count, last_batch_windows = divmod(self.window_count, window.capacity)
         if last_batch_windows and not window.accepts_any_batch_size:
             batch_count, last_batch_windows = batch_count + 1, 0
         batches_per_stream, remaining_batches = divmod(batch_count, window.streams)
@@ -115,11 +118,11 @@ class RequestRunner:
             # All threads start together, so that no thread processes the work of another stream.
             start = Barrier(window.streams)
 
-            def compute(stream: int) -> None:
+            def run_stream(stream: int) -> None:
                 start.wait()
-                self._run_forwards(stream, batches_per_stream)
+                self._run_forward_passes(stream, batches_per_stream)
 
-            list(self._streams.map(compute, range(window.streams)))
+            list(self._stream_executor.map(run_stream, range(window.streams)))
             self.run_forward(remaining_batches)
         else:
             self.run_forward(batch_count)
@@ -129,42 +132,42 @@ class RequestRunner:
     def run_forward(self, repeats: int = 1, window_count: int | None = None) -> None:
         """Run the network on the batch of the first stream with all threads, and wait until the device has finished.
 
-        window_count  number of windows in the batch, for networks that accept smaller batches; None: all
+        window_count  number of windows in the batch, for networks that accept smaller batches; None for all windows
         """
 
-        def run() -> None:
+        def run_with_all_threads() -> None:
             previous_threads = torch.get_num_threads()
             devices.set_torch_threads(self._threads)
             try:
-                self._run_forwards(0, repeats, window_count)
+                self._run_forward_passes(0, repeats, window_count)
             finally:
                 # The device expects that the number of threads does not change.
                 devices.set_torch_threads(previous_threads)
 
-        self._batcher.call(run)
+        self._batcher.call(run_with_all_threads)
 
     @property
     def batch(self) -> Tensor:
         """Batch of the first stream, [B, C, *roi]."""
-        return self._latest[0].batch
+        return self._latest_input[0].batch
 
-    def _run_forwards(self, stream: int, repeats: int, window_count: int | None = None) -> None:
-        window = self._latest[0]
+    def _run_forward_passes(self, stream: int, repeats: int, window_count: int | None = None) -> None:
+        window = self._latest_input[0]
         with torch.inference_mode():
             for _ in range(repeats):
                 window.network(window.batches[stream][:window_count])
         synchronize(self.batch.device)
 
     @property
-    def _streams(self) -> ThreadPoolExecutor:
+    def _stream_executor(self) -> ThreadPoolExecutor:
         if self._stream_pool is None:
-            streams = self._latest[0].streams
+            streams = self._latest_input[0].streams
             self._stream_pool = ThreadPoolExecutor(
                 streams, "bare", partial(devices.set_torch_threads, max(self._threads // streams, 1))
             )
         return self._stream_pool
 
-    def _run(
+    def _record_and_run_windows(
         self,
         window: SlidingWindow,
         image: Image,
@@ -178,7 +181,7 @@ class RequestRunner:
         return self._batcher.run(window, image, overlap, cancelled=cancelled, progress=progress)
 
     def run_baseline_script(self) -> BaselineRun:
-        """Run `benchmarks/plain.py` in a separate process. Raises BadParameter."""
+        """Run `benchmarks/plain.py` in a separate process. Raises BadParameter if the script fails."""
         model_folder, result_path = self._model.spec.folder, self._folder / "plain.tif"
         command = [
             sys.executable,
@@ -199,15 +202,15 @@ class RequestRunner:
         seconds = {{"decode": "postprocess"}.get(name, name): duration for name, duration in stages.items()}
         return BaselineRun(seconds | {"total": sum(stages.values())}, output.get("tf32", False))
 
-    def write_profile(self, trace: Path) -> None:
+    def write_profile(self, trace_path: Path) -> None:
         """Write a trace of one request in one stream, for chrome://tracing or Perfetto."""
         volume = stack_reader.read(self._stack, Selection(), MAX_STACK_BYTES, self._folder)
         with torch.profiler.profile() as profiler:
             segment(self._model, volume, ORIGINAL_RESOLUTION)
-        profiler.export_chrome_trace(str(trace))
+        profiler.export_chrome_trace(str(trace_path))
 
     def _record_window_count(self, _done: int, total: int) -> None:
-        self.windows = total
+        self.window_count = total
 
 
 def tile_sample(spec: ModelSpec, shape: Size) -> Array:

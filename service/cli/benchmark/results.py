@@ -13,14 +13,14 @@ from service.cli.benchmark.timing import Spread
 from service.core.quantities import Size
 from service.inference.types import EngineReport
 
-Seconds = dict[str, float]
+SecondsByName = dict[str, float]
 
 
 @dataclass(frozen=True)
 class WindowSeconds:
     """Seconds for all windows of a stack.
 
-    bare      only their forward passes, in a bare loop
+    bare      only the forward passes of the windows, in a bare loop
     stitched  from pixels to scores
     """
 
@@ -44,10 +44,10 @@ class Repeat:
     plain_tf32   whether the baseline script was allowed to use TF32
     """
 
-    stages: Seconds
+    stages: SecondsByName
     windows: WindowSeconds
     cpu_windows: WindowSeconds
-    plain: Seconds = field(default_factory=dict)
+    plain: SecondsByName = field(default_factory=dict)
     plain_tf32: bool = False
 
     @property
@@ -60,9 +60,11 @@ class Repeat:
 class RequestTimes:
     """Seconds of the first request and of the repeats.
 
+    windows        number of windows of the stack
+    first          total seconds of the first request
     stages         seconds of the repeats by stage, including `total`
     stitched       seconds of the windows alone, from pixels to scores
-    bare           seconds of a bare loop of their forward passes
+    bare           seconds of the forward passes of the windows, in a bare loop
     stitching      windows per second of `stitched` relative to `bare`, pair by pair
     cpu_stitching  the same ratio in CPU seconds
     plain          seconds of the baseline script by stage
@@ -108,7 +110,9 @@ class RequestTimes:
 class Report:
     """Results of a complete run.
 
-    starts        seconds for loading the model and preparing its network, by the way its engine was selected
+    starts        seconds of each startup, in which the model is loaded and its network prepared; the keys describe how
+                  the engine was selected
+    answered      times of the requests
     gflop         floating-point operations of one window, in units of 1e9
     peaks         GFLOP/s of a large matrix product by precision
     peak_bytes    peak resident memory of the process up to the last request
@@ -122,7 +126,7 @@ class Report:
     device: str
     threads: int
     engine: EngineReport
-    starts: Seconds
+    starts: SecondsByName
     answered: RequestTimes
     gflop: float
     peaks: dict[str, float]
@@ -145,5 +149,5 @@ class Report:
         return self.gflop_per_second / self.peaks[self.engine.precision]
 
 
-def _summarize_stages(runs: Sequence[Seconds]) -> dict[str, Spread]:
+def _summarize_stages(runs: Sequence[SecondsByName]) -> dict[str, Spread]:
     return {stage: Spread.from_values([run[stage] for run in runs]) for stage in runs[0]}

@@ -45,12 +45,12 @@ def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tupl
     runner.warm_up()
     for path, truth_path in pairs:
         volume, truth = _read_pair(path, truth_path, options.channel, settings)
-        methods: list[Callable[[], ScoreRow]] = [
+        score_functions: list[Callable[[], ScoreRow]] = [
             partial(score_model, runner, volume, truth, diameter) for diameter in options.diameter or [None]
         ]
         if not options.no_floor:
-            methods.append(partial(score_classical, volume, truth))
-        yield from ((get_stack_name(path), score()) for score in methods)
+            score_functions.append(partial(score_classical, volume, truth))
+        yield from ((get_stack_name(path), score()) for score in score_functions)
 
 
 def _list_pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
@@ -58,7 +58,9 @@ def _list_pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
     images = [*options.images, *(folder / "image.tif" for folder in options.folders)]
     labels = [*options.labels, *(folder / "mask.tif" for folder in options.folders)]
     if len(images) != len(labels) or not images:
-        raise BadParameter(f"Every image needs labels, but there are {len(images)} images and {len(labels)} labels.")
+        raise BadParameter(
+            f"Each image needs labels, but there are {len(images)} images and {len(labels)} label files."
+        )
     return list(zip(images, labels, strict=True))
 
 

@@ -23,8 +23,8 @@ from service.cli.benchmark.engine_comparison import (
     iter_builders,
 )
 from service.cli.benchmark.requests import BaselineRun, RequestRunner
-from service.cli.benchmark.results import Repeat, Report, RequestTimes, Seconds, WindowSeconds
-from service.cli.benchmark.timing import count_window_flop, peak_bytes
+from service.cli.benchmark.results import Repeat, Report, RequestTimes, SecondsByName, WindowSeconds
+from service.cli.benchmark.timing import count_window_flop, get_peak_memory_bytes
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.core.hardware import devices, host
@@ -68,7 +68,7 @@ class BenchPlan:
 def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintLine) -> Report:
     """Measure one model, and print each line of the report as soon as its values are known.
 
-    Raises the errors of `ModelRunner`, and BadParameter.
+    Raises the same errors as `ModelRunner`, and BadParameter if the plan or the model is not supported.
     """
     _check_plan(plan)
     torch_device = devices.choose_device(settings.device.name)
@@ -97,7 +97,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintL
             answered=request_times,
             gflop=peak_speed.gflop,
             peaks=peak_speed.peaks,
-            peak_bytes=peak_bytes(),
+            peak_bytes=get_peak_memory_bytes(),
             device_bytes=_get_peak_device_bytes(torch_device),
             tf32=tf32_allowed,
         )
@@ -105,9 +105,9 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintL
         if plan.profile is not None:
             runner.write_profile(plan.profile)
         if plan.should_compare_engines:
-            current_runner = _make_current_runner(runner, result)
-            builders = iter_builders(spec, settings, torch_device, plan.batch_sizes or (current_runner.windows,))
-            rows = compare_with_first(current_runner, builders, peak_speed, build_seconds=plan.build_seconds)
+            current_network = _make_current_network(runner, result)
+            builders = iter_builders(spec, settings, torch_device, plan.batch_sizes or (current_network.windows,))
+            rows = compare_with_first(current_network, builders, peak_speed, build_seconds=plan.build_seconds)
             _print_lines(print_line, chain([""], report.format_table("engine", collect_rows(rows, result.rows))))
         return result
 
@@ -121,7 +121,7 @@ def _check_plan(plan: BenchPlan) -> None:
     """Raise BadParameter if the plan requires files from a git clone, and they do not exist."""
     if plan.baseline and not requests.BASELINE_SCRIPT.exists():
         raise BadParameter(
-            f"--baseline requires benchmarks/{requests.BASELINE_SCRIPT.name}, which is only part of a git clone."
+            f"--baseline requires benchmarks/{requests.BASELINE_SCRIPT.name}, which only a git clone contains."
         )
 
 
@@ -140,7 +140,7 @@ def _print_lines(print_line: PrintLine, lines: Iterable[str]) -> None:
 
 def _time_starts(
     spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintLine
-) -> tuple[Seconds, ModelRunner]:
+) -> tuple[SecondsByName, ModelRunner]:
     starts = {}
     for number in range(2 if plan.cold else 1):
         if number:
@@ -156,8 +156,8 @@ def _time_starts(
 
 
 def _time_requests(runner: RequestRunner, plan: BenchPlan, print_line: PrintLine) -> RequestTimes:
-    first = runner.run_request()["total"]
-    _print_lines(print_line, report.format_first_request(plan.shape, runner.windows, first))
+    first_seconds = runner.run_request()["total"]
+    _print_lines(print_line, report.format_first_request(plan.shape, runner.window_count, first_seconds))
     # Warm up, because each stream allocates memory for its layers in its first loop.
     runner.run_bare_loop()
     repeats: list[Repeat] = []
@@ -165,21 +165,21 @@ def _time_requests(runner: RequestRunner, plan: BenchPlan, print_line: PrintLine
         stages = runner.run_request()
         windows, cpu_windows = _time_windows(runner)
         baseline = runner.run_baseline_script() if plan.baseline else BaselineRun({})
-        repeat = Repeat(stages, windows, cpu_windows, baseline.seconds, baseline.tf32)
+        repeat = Repeat(stages, windows, cpu_windows, baseline.seconds, baseline.tf32_allowed)
         if not repeats:
             _print_lines(print_line, report.format_repeat_header(repeat))
         repeats.append(repeat)
         print_line(report.format_repeat(number, repeat))
     if runner.fallback_notes:
         _print_lines(print_line, ("", *report.format_warnings(runner.fallback_notes)))
-    return RequestTimes.summarize(runner.windows, first, repeats)
+    return RequestTimes.summarize(runner.window_count, first_seconds, repeats)
 
 
 def _time_windows(runner: RequestRunner) -> tuple[WindowSeconds, WindowSeconds]:
     """Return the wall-clock seconds and the CPU seconds of the windows of a stack.
 
     The forward passes alone and the complete window stage are each timed twice, in the order A B B A. A slowdown of the
-    machine then affects both equally.
+    machine then affects both measurements equally.
     """
     seconds = {runner.run_bare_loop: [0.0, 0.0], runner.run_windows: [0.0, 0.0]}
     for call in (runner.run_bare_loop, runner.run_windows, runner.run_windows, runner.run_bare_loop):
@@ -191,8 +191,8 @@ def _time_windows(runner: RequestRunner) -> tuple[WindowSeconds, WindowSeconds]:
     return WindowSeconds(bare, stitched), WindowSeconds(cpu_bare, cpu_stitched)
 
 
-def _make_current_runner(runner: RequestRunner, result: Report) -> TimedNetwork:
-    engine, windows = result.engine, len(runner.batch)
-    config = EngineConfig(engine.engine, engine.precision, engine.memory_format, windows, engine.compile_mode)
+def _make_current_network(runner: RequestRunner, result: Report) -> TimedNetwork:
+    engine, batch_size = result.engine, len(runner.batch)
+    config = EngineConfig(engine.engine, engine.precision, engine.memory_format, batch_size, engine.compile_mode)
     name = f"in use: {format_config(config, tf32_allowed=result.tf32)}"
-    return TimedNetwork(name, windows, engine.precision, runner.run_forward)
+    return TimedNetwork(name, batch_size, engine.precision, runner.run_forward)

@@ -40,14 +40,17 @@ class Spread:
 
 def time_alternately(
     calls: Sequence[Callable[[], object]],
-    rounds: int,
-    seconds: float = math.inf,
+    max_rounds: int,
+    max_seconds: float = math.inf,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Return the seconds that every call took in every round. After `seconds`, only the second round still starts."""
+    """Return the seconds that every call took in every round.
+
+    After `max_seconds`, no further round starts, but at least two rounds run if `max_rounds` allows them.
+    """
     times: list[list[float]] = [[] for _ in calls]
-    deadline = time.monotonic() + seconds
-    for round_number in range(rounds):
+    deadline = time.monotonic() + max_seconds
+    for round_number in range(max_rounds):
         if round_number >= 2 and time.monotonic() > deadline:
             break
         for call, durations in zip(calls, times, strict=True):
@@ -75,14 +78,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure_matrix_peak(
-    dtype: torch.dtype, device: torch.device, calls: int = 5, clock: Callable[[], float] = time.perf_counter
+    dtype: torch.dtype, device: torch.device, repeats: int = 5, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Measure the FLOP/s of a large square matrix product, using the shortest of several timings."""
     edge = MATRIX_EDGE if device.type == "cpu" else 4 * MATRIX_EDGE
     a, b = (torch.rand(edge, edge, device=device).to(dtype) for _ in range(2))
     call = make_synchronized(lambda: torch.matmul(a, b), device)
     call()
-    return float(2 * edge**3 / min(time_alternately([call], calls, clock=clock)[0]))
+    return float(2 * edge**3 / min(time_alternately([call], repeats, clock=clock)[0]))
 
 
 @torch.inference_mode()
@@ -93,6 +96,6 @@ def count_window_flop(network: nn.Module, shape: tuple[int, ...]) -> float:
     return float(counter.get_total_flops())
 
 
-def peak_bytes() -> int:
+def get_peak_memory_bytes() -> int:
     """Return the peak resident memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

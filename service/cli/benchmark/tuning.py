@@ -15,14 +15,16 @@ from service.models.spec import ModelSpec
 from service.serving.devices.local.settings import split_settings
 
 
-def tune_models(specs: list[ModelSpec], settings: Settings, seconds: float) -> Iterator[tuple[ModelSpec, EnginePlan]]:
+def tune_models(
+    specs: list[ModelSpec], settings: Settings, max_seconds: float
+) -> Iterator[tuple[ModelSpec, EnginePlan]]:
     """Tune each model on each kind of device, and yield the stored plan with the fastest engine."""
-    for device_settings in _list_devices(settings):
+    for device_settings in _list_device_settings(settings):
         for spec in specs:
-            yield spec, _tune(spec, device_settings, seconds)
+            yield spec, _tune(spec, device_settings, max_seconds)
 
 
-def _list_devices(settings: Settings) -> list[Settings]:
+def _list_device_settings(settings: Settings) -> list[Settings]:
     """Return the settings of one device of each kind that `stackseg serve` would use."""
     settings_by_kind: dict[tuple[str, int], Settings] = {}
     for _name, device_settings in split_settings(settings):
@@ -36,7 +38,7 @@ def _list_devices(settings: Settings) -> list[Settings]:
     return list(settings_by_kind.values())
 
 
-def _tune(spec: ModelSpec, settings: Settings, seconds: float) -> EnginePlan:
+def _tune(spec: ModelSpec, settings: Settings, max_seconds: float) -> EnginePlan:
     with tqdm(desc=spec.identifier, unit="engine", disable=None) as bar, logging_redirect_tqdm():
 
         def announce(config: EngineConfig, total: int) -> None:
@@ -44,4 +46,4 @@ def _tune(spec: ModelSpec, settings: Settings, seconds: float) -> EnginePlan:
             bar.set_postfix_str(str(config))
             bar.update()
 
-        return ModelRunner(spec, settings).tune(seconds, announce)
+        return ModelRunner(spec, settings).tune(max_seconds, announce)

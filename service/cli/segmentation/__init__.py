@@ -1,1 +1,1 @@
-"""Implementation of `stackseg segment` for a single stack, a folder, or an image block by block."""
+"""Implementation of `stackseg segment` for a single stack, a folder, or an image that is processed block by block."""

@@ -1,4 +1,4 @@
-"""`stackseg segment IN.zarr OUT.zarr --workers N`: segment an OME-Zarr of any size block by block."""
+"""`stackseg segment IN.zarr OUT.zarr --workers N`: segment an OME-Zarr image of any size block by block."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     """Segment one OME-Zarr image block by block, or resume an interrupted run."""
     _check_options(options)
     start, out = time.monotonic(), options.result.absolute()
-    settings = share_threads(settings, options.workers, remote=options.ray is not None)
+    settings = share_threads(settings, options.workers, is_remote=options.ray is not None)
     is_measured = options.measurements is not None
     plan = make_plan(
         options.input,
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
         workers=options.workers,
         measure_objects=is_measured,
     )
-    check_output(plan.output, query, measured=is_measured)
+    check_output(plan.output, query, is_measured=is_measured)
     folder = RunFolder((options.scratch or out.with_name(f"{out.name}.blocks")).absolute())
     with folder.lock():
         folder.create_or_resume(plan, settings)
@@ -82,24 +82,24 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
             return describe_provenance(query, result, options.input.name, None)
 
         with show_progress() as bar, closing(_make_workers(options, settings)) as workers:
-            Driver(folder, workers, _make_progress(bar)).run(out, describe)
+            Driver(folder, workers, _make_progress_callback(bar)).run(out, describe)
         if is_measured:
-            run = open_run(str(folder.path), has_survey=True)
-            write_csv(output.collect_table(run, read_objects(folder)), options.measurements)
+            finished_run = open_run(str(folder.path), has_survey=True)
+            write_csv(output.collect_table(finished_run, read_objects(folder)), options.measurements)
         result = read_result()
         object_count = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
         shutil.rmtree(folder.path)
     return print_result(f"{options.result}: {object_count}{spec.identifier} ({time.monotonic() - start:.2f} s)", result)
 
 
-def share_threads(settings: Settings, workers: int, *, remote: bool = False) -> Settings:
+def share_threads(settings: Settings, worker_count: int, *, is_remote: bool = False) -> Settings:
     """Return settings that divide the cores among the workers, unless the number of threads is configured.
 
     Remote workers use the number of cores that the cluster assigns to each of them.
     """
     if settings.device.threads:
         return settings
-    cores = settings.cluster.cpus if remote else host.count_usable_cores() // workers
+    cores = settings.cluster.cpus if is_remote else host.count_usable_cores() // worker_count
     return override_settings(settings, "device", {"threads": max(int(cores), 1)})
 
 
@@ -122,7 +122,7 @@ def _check_options(options: argparse.Namespace) -> None:
         check_ray()
 
 
-def _make_progress(bar: ProgressBar) -> Progress:
+def _make_progress_callback(bar: ProgressBar) -> Progress:
     def report(step: str, done: int, total: int) -> None:
         if total > 1:
             bar.show_step(_STEP_NAMES[step], done, total)
@@ -132,7 +132,7 @@ def _make_progress(bar: ProgressBar) -> Progress:
     return report
 
 
-def assess_confidence(run: OpenRun, sizing: DiameterEstimate | None) -> ConfidenceAssessment:
+def assess_confidence(run: OpenRun, estimate: DiameterEstimate | None) -> ConfidenceAssessment:
     """Return the confidence in the labels of a run, and the reason if it is low.
 
     The apparent object diameter is considered only if it was estimated.
@@ -141,9 +141,9 @@ def assess_confidence(run: OpenRun, sizing: DiameterEstimate | None) -> Confiden
 
     def find_evidence() -> Evidence:
         return Evidence(
-            _read_strongest_windows(run),
-            likely_diameter=None if sizing is None else sizing.likely_diameter,
-            used_diameter=used_diameter(plan, spec, plan.diameter if sizing is None else sizing.diameter),
+            _read_high_contrast_windows(run),
+            likely_diameter=None if estimate is None else estimate.likely_diameter,
+            used_diameter=used_diameter(plan, spec, plan.diameter if estimate is None else estimate.diameter),
             is_diameter_given=plan.diameter is not None,
             has_postprocessing=plan.options.postprocessing != PostprocessingOptions(),
         )
@@ -151,8 +151,11 @@ def assess_confidence(run: OpenRun, sizing: DiameterEstimate | None) -> Confiden
     return assess_objects(read_objects(run.folder), spec, find_evidence)
 
 
-def _read_strongest_windows(run: OpenRun) -> list[Tensor]:
-    """Return the windows with the strongest signal, or none if reading fails: labels matter more than advice."""
+def _read_high_contrast_windows(run: OpenRun) -> list[Tensor]:
+    """Return the windows with the highest contrast.
+
+    If reading fails, return no windows, because the labels are more important than the advice.
+    """
     try:
         return read_strongest_windows(run)
     except (RuntimeError, MemoryError, OSError, StackSegError) as error:
@@ -161,7 +164,7 @@ def _read_strongest_windows(run: OpenRun) -> list[Tensor]:
 
 
 def read_objects(folder: RunFolder) -> Objects:
-    """Return the joined statistics of the objects from decoding."""
+    """Return the statistics of the joined objects, which were collected during decoding."""
     voxel_counts, certainties, peaks = folder.read_array("objects.npy")
     return Objects(voxel_counts.astype(np.int64), certainties.astype(np.float32), peaks.astype(np.float32))
 

@@ -1,4 +1,4 @@
-"""Validate the arguments of `stackseg segment` and run it for a single stack, a folder, or block by block."""
+"""Validate the arguments of `stackseg segment`, and segment a single stack, a folder, or an image block by block."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     _check_block_options(options, is_zarr_input=isinstance(options.input, Path) and is_zarr_folder(options.input))
     if isinstance(options.input, str):
         with RemoteStore(options.input) as options.input:
-            return _run(options, query, settings)
+            return _run_single_stack(options, query, settings)
     if options.input.is_dir() and not is_zarr_folder(options.input):
         if options.measurements is not None:
             raise BadParameter(
@@ -45,10 +45,10 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     for name in ("glob", "format"):
         if getattr(options, name) is not None:
             raise BadParameter(f"--{name} requires a folder of stacks, but {options.input} is not a folder.")
-    return _run(options, query, settings)
+    return _run_single_stack(options, query, settings)
 
 
-def _run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
+def _run_single_stack(options: argparse.Namespace, query: Query, settings: Settings) -> int:
     """Segment one file, or an open remote store."""
     _check_result_names(options)
     spec = choose_model(options.model, settings)
@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
 
 
 def _check_block_options(options: argparse.Namespace, *, is_zarr_input: bool) -> None:
-    """Raise BadParameter for --workers without an OME-Zarr folder, and for its additional options without --workers."""
+    """Raise BadParameter for --workers without an OME-Zarr folder, and for --ray or --scratch without --workers."""
     if options.workers is not None and not is_zarr_input:
         raise BadParameter(f"--workers requires an OME-Zarr folder, but {options.input} is not one.")
     for name in ("ray", "scratch"):
@@ -71,14 +71,14 @@ def _check_block_options(options: argparse.Namespace, *, is_zarr_input: bool) ->
 def _check_result_names(options: argparse.Namespace) -> None:
     """Raise BadParameter if a result cannot be written to its path."""
     suffixes = _LABEL_SUFFIXES if options.workers is None else (".zarr",)
-    results: dict[Path, tuple[str, ...]] = {options.result: suffixes}
+    suffixes_by_path: dict[Path, tuple[str, ...]] = {options.result: suffixes}
     if options.measurements is not None:
         if options.measurements.resolve() == options.result.resolve():
             raise BadParameter(
                 f"{options.result} cannot be used for labels and measurements at the same time. Choose different names."
             )
-        results[options.measurements] = _TABLE_SUFFIXES
-    check_results(options.input, results, force=options.force)
+        suffixes_by_path[options.measurements] = _TABLE_SUFFIXES
+    _check_result_paths(options.input, suffixes_by_path, force=options.force)
     if is_zarr(options.result):
         # Fail before any computation if the `zarr` extra is missing.
         from service.formats.zarr import writer as zarr_writer  # noqa: F401, PLC0415
@@ -94,13 +94,13 @@ def _parse_query(options: argparse.Namespace) -> Query:
         raise describe_validation_errors(error.errors(), format_name=format_option) from error
 
 
-def check_results(stack: Path | Store, results: Mapping[Path, tuple[str, ...]], *, force: bool) -> None:
+def _check_result_paths(stack: Path | Store, suffixes_by_path: Mapping[Path, tuple[str, ...]], *, force: bool) -> None:
     """Check the paths and suffixes of the results.
 
     Raises BadParameter if a result cannot be written, would replace the stack, already exists without `force`, or has
     the suffix of a different format.
     """
-    for path, suffixes in results.items():
+    for path, suffixes in suffixes_by_path.items():
         is_inside_image = _check_location(path, suffixes)
         if isinstance(stack, Path) and path.exists() and _would_replace(path, stack):
             raise BadParameter(f"{path} would replace the input stack. Choose another name.")

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
             )
         bar.begin_step(f"loading {spec.identifier}")
         runner = ModelRunner(spec, settings)
-        check_output(runner.estimator.output_kind(query.options), query, measured=False)
+        check_output(runner.estimator.output_kind(query.options), query, is_measured=False)
         batcher.call(runner.warm_up)
         callbacks = _make_callbacks(
             folder, query, LocalRun(runner, batcher, Path(scratch), bar), settings.limits.decoded_bytes
@@ -75,7 +75,7 @@ def _check_folders(folder: Path, out: Path) -> None:
 
 
 def _print_summary(outcome: FolderOutcome, stack_count: int, out: Path, spec: ModelSpec) -> None:
-    """Print the errors and warnings of single stacks, and the number of completed stacks."""
+    """Print the errors and warnings of individual stacks, and the number of completed stacks."""
     sys.stderr.writelines(f"stackseg: {failure}\n" for failure in outcome.failures)
     sys.stderr.writelines(
         f"stackseg: {warning.replace(': ', ': warning: ', 1)}\n" for warning in outcome.confidence_warnings
@@ -100,18 +100,20 @@ def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
     return stacks
 
 
-def _make_callbacks(folder: Path, query: Query, run: LocalRun, limit_bytes: int) -> StackCallbacks:
-    measured = run.runner.estimator.output_kind(query.options) == "labels"
+def _make_callbacks(folder: Path, query: Query, local_run: LocalRun, limit_bytes: int) -> StackCallbacks:
+    is_measured = local_run.runner.estimator.output_kind(query.options) == "labels"
 
     @contextmanager
     def open_stack(name: str) -> Iterator[Path]:
         yield folder / name
 
     def read(path: Path, query: Query, scratch: Path) -> Pixels:
-        return make_local_source(path, query, limit_bytes, scratch, measured=measured).read_pixels()
+        return make_local_source(path, query, limit_bytes, scratch, is_measured=is_measured).read_pixels()
 
-    def begin(name: str, number: int, count: int) -> None:
-        run.bar.begin_step(f"[{number}/{count}] {name}" if number else f"object diameter: {name}")
+    def begin(name: str, stack_number: int, stack_count: int) -> None:
+        local_run.bar.begin_step(
+            f"[{stack_number}/{stack_count}] {name}" if stack_number else f"object diameter: {name}"
+        )
 
-    estimate = run.estimate_diameter if run.needs_diameter_estimate(query.options) else None
-    return StackCallbacks(open_stack, read, run.segment, estimate, begin=begin, reword=use_option_names)
+    estimate = local_run.estimate_diameter if local_run.needs_diameter_estimate(query.options) else None
+    return StackCallbacks(open_stack, read, local_run.segment, estimate, begin=begin, reword=use_option_names)

@@ -12,7 +12,7 @@ from service.serving.reading import PixelSource
 
 
 def make_local_source(
-    path: Path | Store, query: Query, limit_bytes: int, scratch: Path, *, measured: bool
+    path: Path | Store, query: Query, limit_bytes: int, scratch: Path, *, is_measured: bool
 ) -> PixelSource:
     """Return a source that reads a file in this process and decodes pixels to the folder `scratch`."""
 
@@ -22,4 +22,4 @@ def make_local_source(
     def inspect(selection: Selection) -> Description:
         return stack_reader.inspect(path, selection, limit_bytes)
 
-    return PixelSource(read, read, inspect, query.selection, query.link, measured)
+    return PixelSource(read, read, inspect, query.selection, query.link, is_measured)

@@ -19,27 +19,31 @@ PARAMETERS = {
     ),
     "time": (
         "INDEX",
-        "Zero-based time point; all, or a range such as 2:5 (end excluded), segments a time series (default: the only"
-        " time point)",
+        "Zero-based index of one time point; all or a range such as 2:5 (end excluded) selects a time series (default:"
+        " the only time point)",
     ),
     "link": (
         "HOW",
-        "Method for linking objects across time points: overlap gives each object the same label at all time points"
-        " (default: objects are not linked)",
+        "Link objects across time points, so that each object keeps its label: overlap links the objects that share the"
+        " most voxels, and laptrack minimizes the total movement (default: objects are not linked)",
     ),
     "axes": (
         "AXES",
-        "Axes of the file, one letter of TZCYXS per stored dimension, for example ZCYX (default: the axes in the file)",
+        "Axes of the stored array, one letter of TZCYXS per dimension, for example ZCYX (default: the axes in the"
+        " metadata of the file)",
     ),
-    "voxel_size": ("Z,Y,X", "Voxel size in micrometers, for example 0.5,0.2,0.2 (default: the voxel size in the file)"),
+    "voxel_size": (
+        "Z,Y,X",
+        "Voxel size in micrometers, for example 0.5,0.2,0.2 (default: the voxel size in the metadata of the file)",
+    ),
     "diameter": (
         "DIAMETER",
-        "Object diameter, for example 15px, 6.5um, or 7,15,15px along z, y, x; auto estimates it, none processes the"
-        " stack at its original resolution (default: the model's setting, auto for nuclei and membranes)",
+        "Object diameter, for example 15px, 6.5um, or 7,15,15px along z, y, x; auto estimates the diameter, and none"
+        " processes the stack at its original resolution (default: the model's setting, auto for nuclei and membranes)",
     ),
     "skip_below": (
         "INTENSITY",
-        "Skip windows that have no voxel brighter than this value; auto uses the background level, and none computes"
+        "Skip windows that have no voxel brighter than this value; auto uses the background level, and none processes"
         " all windows (default: the setting windows.skip_below, or none if it is not set)",
     ),
     "threshold": (
@@ -49,8 +53,8 @@ PARAMETERS = {
     ),
     "minimum_size": (
         "SIZE",
-        "Remove objects with fewer voxels, or a smaller volume, than this, for example 60 or 12.5um3 (default: the"
-        " model's setting, 1/64 of a typical object for nuclei)",
+        "Minimum object size, in voxels or as a volume, for example 60 or 12.5um3; smaller objects are removed"
+        " (default: the model's setting, 1/64 of the volume of a typical object for nuclei)",
     ),
     "border": (
         "keep|drop",
@@ -63,11 +67,13 @@ PARAMETERS = {
     ),
     "min_confidence": (
         "PROBABILITY",
-        "Remove objects with a lower mean foreground probability (default: the model's setting, 0.8 for nuclei)",
+        "Remove objects whose mean foreground probability is lower than this (default: the model's setting, 0.8 for"
+        " nuclei)",
     ),
     "output": (
         "KIND",
-        "Result: labels, classes or probabilities (default: labels if the model separates objects, otherwise classes)",
+        "Type of the result: labels, classes or probabilities (default: labels if the model separates objects,"
+        " otherwise classes)",
     ),
     "sw_batch_size": (
         "N",
@@ -75,13 +81,13 @@ PARAMETERS = {
     ),
     "roi_size": (
         "Z,Y,X",
-        "Window size in voxels, for models that allow other sizes, for example 96,96,96 (default: the model's setting,"
-        " 64,64,64 for nuclei)",
+        "Window size in voxels, for example 96,96,96, if the model allows sizes other than its own (default: the"
+        " model's setting, 64,64,64 for nuclei)",
     ),
     "quality": (
         "fast|best",
-        "best uses windows that overlap by half, averages three mirrored views of each, and takes about ten times as"
-        " long as fast (default: fast)",
+        "best uses windows that overlap by half, averages the scores of each window and two mirror images of it, and"
+        " takes about ten times as long as fast (default: fast)",
     ),
     "overlap": (
         "FRACTION",

@@ -1,4 +1,4 @@
-"""`stackseg segment` for a single stack: read, segment and write it in this process."""
+"""`stackseg segment` for a single stack, which is read, segmented and written in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from service.serving.results.provenance import describe_provenance, hash_file
 
 def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Settings) -> int:
     """Segment one file, or an open remote store."""
-    stages, limit = Stages(), settings.limits.decoded_bytes
+    stages, limit_bytes = Stages(), settings.limits.decoded_bytes
     with (
         tempfile.TemporaryDirectory(prefix="segment-") as scratch,
         open_batcher(settings) as batcher,
@@ -41,9 +41,9 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
     ):
         bar.begin_step("reading")
         with stages.measure("read"):
-            measured = options.measurements is not None
-            _check_header(options, query, Estimator(spec, settings), limit)
-            source = make_local_source(options.input, query, limit, Path(scratch), measured=measured)
+            is_measured = options.measurements is not None
+            _check_header(options, query, Estimator(spec, settings), limit_bytes)
+            source = make_local_source(options.input, query, limit_bytes, Path(scratch), is_measured=is_measured)
             pixels = source.read_pixels()
         bar.begin_step(f"loading {spec.identifier}")
         with stages.measure("load"):
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
 class LocalRun(NamedTuple):
     """A model that runs in this process.
 
-    batcher  batcher that computes its windows
+    batcher  batcher that runs the model on windows
     scratch  folder for the labels of a time series
     bar      progress bar
     """
@@ -79,7 +79,7 @@ class LocalRun(NamedTuple):
     bar: ProgressBar
 
     def segment(self, pixels: Volume | Series, options: Options) -> Result:
-        """Segment a volume or a time series and show the progress. Raises the errors of `segment_series`."""
+        """Segment a volume or a time series and show the progress. Raises the same errors as `segment_series`."""
         if isinstance(pixels, Volume):
             return self._segment_volume(pixels, options, self.bar.show_windows)
         return segment_series(
@@ -89,7 +89,7 @@ class LocalRun(NamedTuple):
                 self._segment_volume, self.estimate_diameter if self.needs_diameter_estimate(options) else None
             ),
             self.scratch,
-            on_time_point=lambda number: self.bar.begin_step(f"time point {number + 1} of {len(pixels.times)}"),
+            on_time_point=lambda index: self.bar.begin_step(f"time point {index + 1} of {len(pixels.times)}"),
             progress=self.bar.show_windows,
         )
 
@@ -106,18 +106,18 @@ class LocalRun(NamedTuple):
 
 
 def _check_header(options: argparse.Namespace, query: Query, estimator: Estimator, limit_bytes: int) -> None:
-    """Raise errors that the options and the file header already reveal, before pixels and weights are loaded."""
+    """Raise the errors that are evident from the options and the file header, before pixels and weights are loaded."""
     kind = estimator.output_kind(query.options)
-    check_output(kind, query, measured=options.measurements is not None)
+    check_output(kind, query, is_measured=options.measurements is not None)
     _check_format(kind, query, options.result)
     description = stack_reader.inspect(options.input, query.selection, limit_bytes)
     if not description.problem:
         estimator.plan_request(description, query.options)
 
 
-def check_output(kind: OutputKind, query: Query, *, measured: bool) -> None:
+def check_output(kind: OutputKind, query: Query, *, is_measured: bool) -> None:
     """Raise BadParameter if measurements or links are requested for a result without objects."""
-    if kind != "labels" and measured:
+    if kind != "labels" and is_measured:
         raise BadParameter(f"--measurements requires labels, but the result is {kind}.")
     if kind != "labels" and query.link is not None:
         raise BadParameter(f"--link requires labels, but the result is {kind}.")

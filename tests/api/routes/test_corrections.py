@@ -196,7 +196,7 @@ def test_form_with_a_stack_and_its_labels_is_stored(service: Service, stack: str
         ({"file": ("a.txt", b"nothing known")}, {}, "TIFF"),
         ({"labels": None}, {}, "form field 'labels'"),
         ({"file": None}, {}, "Send a form with the stack in the field 'file' and the labels in the field 'labels'"),
-        ({}, {"stack": "STORED"}, "Send only one"),
+        ({}, {"stack": "STORED"}, "Use only one"),
         ({"region": ("", b"0:1,0:2,0:2")}, {}, "parameters in the URL"),
     ],
 )

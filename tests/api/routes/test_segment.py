@@ -394,7 +394,7 @@ def test_result_is_written_on_the_host_and_described_in_the_response(host: Servi
     ("query", "sent", "status", "word"),
     [
         ("", [b""], 422, "no file"),
-        ("input=scans/stack.tif", [b"II*"], 422, "Send only one of them"),
+        ("input=scans/stack.tif", [b"II*"], 422, "Use only one of them"),
         ("input=secrets/stack.tif", [b""], 422, "scans"),
         ("input=scans/stack.tif&output_to=results/labels.png", [b""], 422, "tif"),
         ("input=scans/stack.tif&output_to=results/folder.tif", [b""], 422, "is a folder"),

@@ -94,7 +94,7 @@ def test_bare_loop_runs_the_same_forward_passes_in_the_same_streams(bands, tmp_p
         with pytest.raises(RuntimeError, match="no request"):
             runner.run_windows()
         runner.run_request()
-        batches = -(-runner.windows // 2)
+        batches = -(-runner.window_count // 2)
         assert batches % 2
         for run_work in (runner.run_windows, runner.run_bare_loop, runner.run_windows):
             calls.clear()

@@ -20,7 +20,7 @@ def test_calls_are_timed_alternately():
 
 def test_only_two_rounds_run_after_the_time_limit():
     ticks = iter(range(100))
-    times = time_alternately([lambda: None], 50, seconds=0.0, clock=lambda: next(ticks))
+    times = time_alternately([lambda: None], 50, max_seconds=0.0, clock=lambda: next(ticks))
     assert times == [[1, 1]]
 
 
@@ -36,7 +36,7 @@ def test_flop_count_of_a_network():
 
 def test_matrix_peak_is_plausible(monkeypatch):
     monkeypatch.setattr(timing, "MATRIX_EDGE", 256)
-    assert timing.measure_matrix_peak(torch.float32, CPU, calls=1) > 1e8
+    assert timing.measure_matrix_peak(torch.float32, CPU, repeats=1) > 1e8
 
 
 def test_timed_calls_run_in_inference_mode():
@@ -48,4 +48,4 @@ def test_timed_calls_run_in_inference_mode():
 @pytest.mark.skipif(not STATUS.exists(), reason="requires Linux")
 def test_peak_memory_equals_the_value_of_the_system():
     peak_kib = next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-    assert timing.peak_bytes() == pytest.approx(peak_kib * 1024, rel=0.05)
+    assert timing.get_peak_memory_bytes() == pytest.approx(peak_kib * 1024, rel=0.05)
