@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from service.core.buffers import release_pages
 from service.core.quantities import VoxelSize
 from service.core.types import Array
-from service.inference.series.overlap_linking import Integers, Tracks, count_label_voxels, split_slabs
+from service.inference.series.overlap_linking import IntegerArray, Tracks, count_label_voxels, split_slabs
 
-# Maximum distance that an object may move between two time points, or may lie from its mother, in median diameters.
+# Maximum distance that an object may move between two time points or be away from its mother, as a multiple of the
+# median object diameter.
 MAX_MOVE_DIAMETERS = 1.0
 # Maximum number of consecutive time points at which an object may be missing without losing its track.
 MAX_MISSED_POINTS = 2
@@ -22,9 +23,9 @@ def link_by_distance(labels: Array, voxel_size: VoxelSize | None) -> Tracks:
     """Link the objects of a series so that the sum of squared distances between linked centers is minimal.
 
     This is the linear assignment method of Jaqaman et al. 2008 (doi:10.1038/nmeth.1237) as implemented by laptrack. It
-    first links objects at adjacent time points, and then the ends of tracks to the starts of others. Objects move by at
-    most the median diameter. An object keeps its track if it is missing at up to `MAX_MISSED_POINTS` time points. The
-    parent of a daughter is the track of its mother.
+    first links objects at adjacent time points, and then the ends of tracks to the starts of other tracks. Objects
+    move by at most the median diameter. An object keeps its track if it is missing at up to `MAX_MISSED_POINTS` time
+    points. The parent of a daughter is the track of its mother.
 
     Args:
         labels: [T, Z, Y, X], numbered from 1 at each time point; the numbers at the first time point become the tracks
@@ -49,7 +50,7 @@ def link_by_distance(labels: Array, voxel_size: VoxelSize | None) -> Tracks:
     return _number_tracks(sizes, object_labels, predecessors)
 
 
-def _compute_centers(pixels: Array, sizes: Integers) -> NDArray[np.float64]:
+def _compute_centers(pixels: Array, sizes: IntegerArray) -> NDArray[np.float64]:
     """Return the center (Z, Y, X) of each label in voxels, [largest label + 1, 3]."""
     sums = np.zeros((len(sizes), 3))
     for slab in split_slabs(pixels.shape):
@@ -63,14 +64,14 @@ def _compute_centers(pixels: Array, sizes: Integers) -> NDArray[np.float64]:
     return sums / np.maximum(sizes, 1)[:, None]
 
 
-def _compute_median_diameter(sizes: list[Integers], spacing: NDArray[np.float64]) -> float:
+def _compute_median_diameter(sizes: list[IntegerArray], spacing: NDArray[np.float64]) -> float:
     """Return the diameter of a sphere that has the median volume of the objects, in the unit of `spacing`."""
     voxels = np.concatenate([size[size > 0] for size in sizes])
     return float((6 / np.pi * np.prod(spacing) * np.median(voxels)) ** (1 / 3)) if len(voxels) else 1.0
 
 
 def _number_tracks(
-    sizes: list[Integers], object_labels: list[Integers], predecessors: dict[tuple[int, int], tuple[int, int]]
+    sizes: list[IntegerArray], object_labels: list[IntegerArray], predecessors: dict[tuple[int, int], tuple[int, int]]
 ) -> Tracks:
     """Number the tracks. `predecessors` maps objects (time point, index) to objects of earlier time points."""
     mothers = {predecessor for predecessor, daughters in Counter(predecessors.values()).items() if daughters > 1}

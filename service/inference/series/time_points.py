@@ -1,4 +1,4 @@
-"""Segmentation of a time series. The time points are segmented one after the other, and form one result."""
+"""Segmentation of a time series. The time points are segmented one after the other, and their results are combined."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_SAMPLED_POINTS = 3
 MAX_NOTES = 20
 # Maximum number of time points that are listed in a note.
 MAX_LISTED_TIME_POINTS = 8
-# Errors of a single time point. They end the series, but the earlier time points are kept.
+# Errors of a single time point. They end the series, but the earlier time points are retained.
 _POINT_ERRORS = (RequestError, OutOfMemory, OutOfStorage, ReaderKilled, NonFiniteScores)
 
 Progress = Callable[[int, int], None]
@@ -65,14 +65,14 @@ def segment_series(  # noqa: PLR0913
 ) -> Result:
     """Segment the time points of a series one after the other. Labels do not depend on the other time points.
 
-    The object diameter is estimated once, from some of the time points. The pixels of the result are in an unnamed file
-    in `folder`. An error at the first time point is raised. An error at a later time point ends the series: the result
-    contains the earlier time points, and `SeriesInfo` contains the error.
+    The object diameter is estimated once, from some of the time points. The pixels of the result are stored in an
+    unnamed file in `folder`. An error at the first time point is raised. An error at a later time point ends the
+    series: the result contains the earlier time points, and `SeriesInfo` contains the error.
 
     on_time_point  called with the zero-based index of each time point in the series
     progress       called with the number of finished windows, and the total number of windows of the series
 
-    Raises Cancelled if `cancelled()` returns true, and the exceptions of `segmenter` and `series.read`.
+    Raises Cancelled if `cancelled()` returns true. Propagates exceptions from `segmenter` and `series.read`.
     """
     results = _TimePointResults(series, folder)
     options, is_estimated, note = _choose_diameter(series, options, segmenter, results.stages, cancelled)
@@ -91,7 +91,7 @@ def segment_series(  # noqa: PLR0913
             if index == 0:
                 raise
             note = f"{note} The result ends before the failed time point. {error}".strip()
-            error.args = (f"{error} To use the time points before it, set time={series.times[0]}:{time_point}.",)
+            error.args = (f"{error} To use the earlier time points, set time={series.times[0]}:{time_point}.",)
             error_of_series = error
             break
     result, table = results.finish()
@@ -169,7 +169,7 @@ class _TimePointResults:
         self.last_result = result._replace(segmentation=replace(segmentation, pixels=segmentation.pixels[:0].copy()))
 
     def _update_confidence(self, result: Result, time: int) -> None:
-        """Keep the confidence and the warning of the time point with the lowest confidence."""
+        """Store the confidence and the warning of this time point if its confidence is the lowest."""
         warning = result.quality_warning and result.quality_warning._replace(
             detail=f"Time point {time}: {result.quality_warning.detail}"
         )
@@ -192,23 +192,23 @@ class _TimePointResults:
 
     @property
     def _written_pixels(self) -> Array:
-        """Pixels of the time points so far. Raises RuntimeError before the first one."""
+        """Pixels of the time points that have been added. Raises RuntimeError if there are none."""
         if self._pixels is None:
             raise RuntimeError("No time point has been added yet.")
         return self._pixels[: self.num_points]
 
     def _write_pixels(self, pixels: Array) -> None:
-        """Write the pixels of the next time point. If they need a wider dtype, convert the earlier ones."""
+        """Write the pixels of the next time point. If they need a wider dtype, convert the earlier pixels."""
         if self._pixels is None or not np.can_cast(pixels.dtype, self._pixels.dtype):
-            previous = self._pixels
+            previous_pixels = self._pixels
             self._pixels = allocate_on_disk((len(self._series.times), *pixels.shape), pixels.dtype, self._folder)
-            for number in range(self.num_points):
-                self._pixels[number] = previous[number] if previous is not None else 0
+            for time_index in range(self.num_points):
+                self._pixels[time_index] = previous_pixels[time_index] if previous_pixels is not None else 0
         self._pixels[self.num_points] = pixels
         release_pages(self._pixels)
 
     def finish(self) -> tuple[Result, Table | None]:
-        """Return the result for the time points so far, and their table. Objects are linked if requested."""
+        """Return the combined result and the table of the added time points. Objects are linked if requested."""
         pixels, count, tracks = self._written_pixels, self._count, None
         if self._series.link is not None:
             with self.stages.measure("link"):
@@ -234,14 +234,14 @@ class _TimePointResults:
         return link_by_distance(pixels, self.last_result.segmentation.voxel_size)
 
     def _renumber(self, tracks: Tracks) -> Array:
-        """Replace the number of each object with the number of its track."""
+        """Replace the label of each object with the number of its track."""
         written_pixels = self._written_pixels
         pixels, dtype = written_pixels, label_dtype(tracks.count)
         if not np.can_cast(dtype, pixels.dtype):
             pixels = allocate_on_disk(pixels.shape, dtype, self._folder)
-        for number, lookup in enumerate(tracks.tracks):
-            for z, plane in enumerate(written_pixels[number]):
-                pixels[number, z] = lookup[plane]
+        for time_index, track_of_label in enumerate(tracks.tracks):
+            for z, plane in enumerate(written_pixels[time_index]):
+                pixels[time_index, z] = track_of_label[plane]
             release_pages(pixels)
         return pixels
 
@@ -250,12 +250,12 @@ class _TimePointResults:
         if not self._tables:
             return None
         tables = list[Table]()
-        for number, table in enumerate(self._tables):
-            label = table["label"]
-            leading_columns: Table = {"label": label, "time": np.full(len(label), self._series.times[number])}
+        for time_index, table in enumerate(self._tables):
+            labels = table["label"]
+            leading_columns: Table = {"label": labels, "time": np.full(len(labels), self._series.times[time_index])}
             if tracks is not None:
-                track = tracks.tracks[number][label]
-                leading_columns |= {"label": track, "track_id": track, "parent": tracks.parents[track]}
+                track_ids = tracks.tracks[time_index][labels]
+                leading_columns |= {"label": track_ids, "track_id": track_ids, "parent": tracks.parents[track_ids]}
             order = leading_columns["label"].argsort()
             tables.append(
                 {name: column[order] for name, column in (leading_columns | {**table, **leading_columns}).items()}
@@ -274,7 +274,7 @@ class _TimePointResults:
         return (
             notes
             if remaining <= 0
-            else [*notes[:MAX_NOTES], f"There are {remaining} more notes about single time points."]
+            else [*notes[:MAX_NOTES], f"There are {remaining} more notes about individual time points."]
         )
 
 

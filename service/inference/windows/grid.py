@@ -13,7 +13,8 @@ from service.core.quantities import Size
 Box = tuple[int, slice, slice, slice, slice]
 """Index of a region of an image: (0, channels, z, y, x)."""
 
-# Maximum size of the slabs of skipped windows that are created for one batch, because consecutive ones are all final.
+# Maximum total size of the slabs of skipped windows that are created for one batch. The slabs of consecutive skipped
+# rows all become final at the same time.
 MAX_SKIPPED_BYTES = 2**26
 
 
@@ -45,7 +46,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Positions of the windows on a volume of `size` (Z, Y, X), which is padded to at least one window.
+    """Positions of the windows on a volume of `size` (Z, Y, X), which is padded to at least the size of a window.
 
     roi          edge lengths of a window
     pad_before   number of padding voxels before the first voxel along each axis
@@ -95,13 +96,13 @@ class Grid:
         """Maximum number of voxels along each axis that a window shares with the previous one."""
         return as_size([max(overlap.num_shared for overlap in axis.values()) for axis in self.overlaps])
 
-    def max_skipped_rows(self, num_outputs: int, batch_size: int) -> int:
+    def compute_max_skipped_rows(self, num_outputs: int, batch_size: int) -> int:
         """Return the maximum number of rows that may be skipped between two computed windows of a batch.
 
         The limit keeps the slabs of these rows within `MAX_SKIPPED_BYTES`.
         """
-        row = 4 * num_outputs * self.roi[0] * self.roi[1] * self.padded_size[2]
-        return max(MAX_SKIPPED_BYTES // (row * batch_size), 1)
+        row_bytes = 4 * num_outputs * self.roi[0] * self.roi[1] * self.padded_size[2]
+        return max(MAX_SKIPPED_BYTES // (row_bytes * batch_size), 1)
 
     def positions(self) -> Iterator[Size]:
         """Yield the first voxel (z, y, x) of each window. The z index changes slowest."""
@@ -109,7 +110,7 @@ class Grid:
 
 
 def split_runs(positions: Sequence[Size]) -> Iterator[Run]:
-    """Split windows into the longest runs. `positions` are their first voxels in order.
+    """Split windows into runs that are as long as possible. `positions` are the first voxels of the windows, in order.
 
     The step of a run with a single window is 1.
     """

@@ -33,11 +33,11 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16)
 # Maximum number of idle buffers for finished means. One slab is decoded while the next ones are computed.
 MAX_IDLE_MEANS_BUFFERS = 4
 
-# Cache of the buffers for sums and means, which later requests reuse. 64 MiB are enough for 64 x 512 x 512 voxels and
+# Cache of the buffers for sums and means, which later requests reuse. 64 MiB is enough for 64 x 512 x 512 voxels and
 # two outputs. Reuse saves time, because the operating system fills newly allocated memory with zeros.
 BUFFER_CACHE = BufferCache(2**26)
 
-# Number of zeros after the weights of an axis, because vector instructions of the kernel may read past the last weight.
+# Number of zeros after the weights of an axis. Vector instructions in the kernel may read past the last weight.
 WEIGHT_PADDING = 16
 
 
@@ -55,7 +55,7 @@ class OverlapSums:
     rows     sums from the previous row, [z, y, K, x] for each window along x
     layer    sums from the previous layer, [z, y, K, x] for each window along y and x
 
-    Raises ValueError if the windows do not cover the volume.
+    Raises ValueError if the weights are not float32 on the CPU, or if the windows do not cover the volume.
     """
 
     def __init__(
@@ -74,27 +74,36 @@ class OverlapSums:
         steps = [_compute_steps(*axis) for axis in zip(starts, edges, size, strict=True)]
         # Number of leading voxels of each window along each axis that no later window covers.
         self.final_lengths = tuple((*axis_steps, edge) for axis_steps, edge in zip(steps, edges, strict=True))
-        planes, rows, columns = (edge - min(axis) for axis, edge in zip(self.final_lengths, edges, strict=True))
-        sizes = (
-            depth * height * num_outputs * columns,
-            depth * height * num_outputs * columns,
-            depth * rows * num_outputs * size[2],
+        shared_planes, shared_rows, shared_columns = (
+            edge - min(axis) for axis, edge in zip(self.final_lengths, edges, strict=True)
+        )
+        buffer_lengths = (
+            depth * height * num_outputs * shared_columns,
+            depth * height * num_outputs * shared_columns,
+            depth * shared_rows * num_outputs * size[2],
         )
         # The buffer of the layer is not pooled, because it is large and allocated only once for many windows.
-        layer = np.empty(planes * num_outputs * math.prod(size[1:]), np.float32)
-        self._memory: list[NDArray[Any]] = [*(BufferPool(4 * count, 1, BUFFER_CACHE).take() for count in sizes), layer]
-        self._means = BufferPool(4 * num_outputs * depth * height * size[2], MAX_IDLE_MEANS_BUFFERS, BUFFER_CACHE)
+        layer = np.empty(shared_planes * num_outputs * math.prod(size[1:]), np.float32)
+        self._arrays: list[NDArray[Any]] = [
+            *(BufferPool(4 * count, 1, BUFFER_CACHE).take() for count in buffer_lengths),
+            layer,
+        ]
+        self._means_buffers = BufferPool(
+            4 * num_outputs * depth * height * size[2], MAX_IDLE_MEANS_BUFFERS, BUFFER_CACHE
+        )
         padding = torch.zeros(WEIGHT_PADDING)
         # Kernel arguments, converted to the types that the kernel expects.
         self.weights = torch.cat([*weights, padding, torch.full((width,), min_weight), padding])
-        self.starts = _int64_array(*itertools.chain(*starts))
-        self.shape = _int64_array(*self.window_shape, *map(len, starts), planes, rows, self.volume_width)
-        self.buffers = (ctypes.c_void_p * 4)(*(buffer.ctypes.data for buffer in self._memory))
+        self.starts = _make_int64_array(*itertools.chain(*starts))
+        self.shape = _make_int64_array(
+            *self.window_shape, *map(len, starts), shared_planes, shared_rows, self.volume_width
+        )
+        self.buffers = (ctypes.c_void_p * 4)(*(buffer.ctypes.data for buffer in self._arrays))
 
     def allocate_means(self, planes: int, rows: int) -> Tensor:
         """Allocate uninitialized memory for the means that a row of windows completes, float32 [K, planes, rows, X]."""
         num_outputs = self.window_shape[0]
-        buffer = torch.from_numpy(self._means.take()).view(torch.float32)
+        buffer = torch.from_numpy(self._means_buffers.take()).view(torch.float32)
         return buffer[: num_outputs * planes * rows * self.volume_width].view(
             num_outputs, planes, rows, self.volume_width
         )
@@ -124,7 +133,7 @@ class WindowKernels(CppFunctions):
             raise ValueError(f"cannot scale {pixels.dtype} {pixels.shape} into {out.dtype} {list(out.shape)}")
         self._functions.stackseg_scale(
             *(pixels.ctypes.data, PIXEL_DTYPES.index(pixels.dtype), out.data_ptr(), out.dtype == torch.bfloat16),
-            *(_int64_array(*pixels.shape, *pixels.strides, *out.stride()), offset, scale, *limits),
+            *(_make_int64_array(*pixels.shape, *pixels.strides, *out.stride()), offset, scale, *limits),
             torch.get_num_threads(),
         )
 
@@ -137,19 +146,21 @@ class WindowKernels(CppFunctions):
         """
         if window.dtype not in FLOAT_DTYPES:
             window = window.float()
-        is_valid_index = all(0 <= number < len(axis) for number, axis in zip(index, sums.final_lengths, strict=True))
+        is_valid_index = all(
+            0 <= axis_index < len(lengths) for axis_index, lengths in zip(index, sums.final_lengths, strict=True)
+        )
         if window.shape != sums.window_shape or not window.is_cpu or not is_valid_index:
             raise ValueError(f"cannot add scores {list(window.shape)} to windows {sums.window_shape} at {index}")
         planes, rows = sums.final_lengths[0][index[0]], sums.final_lengths[1][index[1]]
         is_writable = means.dtype == torch.float32 and means.is_cpu and means.is_contiguous()
         if not is_writable or means.shape != (sums.window_shape[0], planes, rows, sums.volume_width):
             raise ValueError(f"cannot write {planes} planes and {rows} rows to {means.dtype} {list(means.shape)}")
-        has_failed = self._functions.stackseg_blend(
-            *(window.data_ptr(), window.dtype == torch.bfloat16, _int64_array(*window.stride()), sums.shape),
-            *(sums.starts, _int64_array(*index), sums.weights.data_ptr()),
+        has_nonfinite_means = self._functions.stackseg_blend(
+            *(window.data_ptr(), window.dtype == torch.bfloat16, _make_int64_array(*window.stride()), sums.shape),
+            *(sums.starts, _make_int64_array(*index), sums.weights.data_ptr()),
             *(sums.buffers, means.data_ptr(), torch.get_num_threads()),
         )
-        return not has_failed
+        return not has_nonfinite_means
 
 
 window_kernels = WindowKernels(SIGNATURES)
@@ -165,6 +176,6 @@ def _compute_steps(starts: tuple[int, ...], edge: int, length: int) -> list[int]
 
 
 @lru_cache(maxsize=256)
-def _int64_array(*values: int) -> ctypes.Array[ctypes.c_int64]:
+def _make_int64_array(*values: int) -> ctypes.Array[ctypes.c_int64]:
     """Return a read-only C array. Arrays are cached because consecutive windows use almost the same values."""
     return (ctypes.c_int64 * len(values))(*values)

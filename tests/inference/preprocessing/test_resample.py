@@ -14,9 +14,9 @@ from service.core.types import Objects, Segmentation, Volume
 from service.inference.preprocessing.resample import (
     ResampledImage,
     Resampling,
+    compute_resampled_size,
     prepare,
     resample_segmentation,
-    resampled_size,
     working_size,
 )
 
@@ -85,11 +85,11 @@ def test_an_implausible_diameter_is_rejected(bands, diameter, model_diameter, me
 
 def test_resampled_sizes_are_rounded_and_implausible_voxel_sizes_are_rejected():
     unit_size = VoxelSize(1, 1, 1)
-    assert resampled_size((10, 10, 10), VoxelSize(1.005, 0.995, 1), unit_size) == (10, 10, 10)
-    assert resampled_size((1, 3, 200), VoxelSize(0.1, 0.1, 0.1), unit_size) == (1, 1, 20)
+    assert compute_resampled_size((10, 10, 10), VoxelSize(1.005, 0.995, 1), unit_size) == (10, 10, 10)
+    assert compute_resampled_size((1, 3, 200), VoxelSize(0.1, 0.1, 0.1), unit_size) == (1, 1, 20)
     for invalid in (VoxelSize(1000, 1, 1), VoxelSize(1, 1, 1e-5)):
         with pytest.raises(BadParameter, match="voxel_size="):
-            resampled_size((10, 10, 10), invalid, unit_size)
+            compute_resampled_size((10, 10, 10), invalid, unit_size)
 
 
 SIZES = st.tuples(*[st.integers(1, 12)] * 3)

@@ -16,7 +16,7 @@ from service.inference.windows.sliding_window import Image, SlidingWindow, Windo
 
 
 class BatchShare(NamedTuple):
-    """Share of one request in a batch: its number of windows, and its fraction of the batch's slots and seconds."""
+    """Share of one request in a batch: its windows, and the slots and seconds of the batch that it uses."""
 
     windows: int
     slots: float
@@ -24,7 +24,7 @@ class BatchShare(NamedTuple):
 
 
 class BatchSlice:
-    """Windows of one request in one batch. Once they have been computed, it also holds their scores or the error."""
+    """Windows of one request in one batch, and once they have been processed, their scores or the error."""
 
     def __init__(self, request: WindowRequest, window_slice: WindowSlice) -> None:
         self.request, self.window_slice, self.num_windows = request, window_slice, len(window_slice.positions)
@@ -35,7 +35,7 @@ class BatchSlice:
 
 
 class WindowRequest:
-    """Windows of one request. The thread of the request shares it with the threads of the device, guarded by a lock."""
+    """Windows of one request, shared by the threads of the request and of the device. A lock guards its attributes."""
 
     def __init__(  # noqa: PLR0913, PLR0917
         self,
@@ -51,7 +51,7 @@ class WindowRequest:
     ) -> None:
         self.window, self.due, self.cancelled = window, due, cancelled
         self.progress, self.share = progress, share
-        # An asynchronous device is checked for non-finite scores once it has finished a batch.
+        # On an asynchronous device, the scores are checked for NaN and infinity once a batch has finished.
         self.finite_flag = FiniteFlag(window.batch.device) if is_asynchronous else None
         self.scan = window.scan(image, overlap, require_finite if self.finite_flag is None else self.finite_flag.record)
         # Slices in blending order, which may differ from the order in which they are computed.
@@ -151,7 +151,7 @@ def report_progress(batch_slice: BatchSlice, outcome: list[Slab] | Exception) ->
         return outcome
     try:
         if request.finite_flag is not None:
-            request.finite_flag.check()
+            request.finite_flag.raise_if_not_finite()
         request.share(batch_slice.share)
         request.progress(batch_slice.num_blended, request.scan.num_windows)
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
@@ -159,7 +159,7 @@ def report_progress(batch_slice: BatchSlice, outcome: list[Slab] | Exception) ->
     return outcome
 
 
-class BlendingOrder:
+class OrderedBlender:
     """Blends the slices of each request in window order, regardless of the order in which they are computed.
 
     `lock` guards the state that requests share with the threads of the device.
