@@ -72,7 +72,7 @@ class DevicePixels(Protocol):
         """Return the histogram of one channel, like `percentiles.count_digits` for up to 16 bits."""
 
     def planes(self, index: int, first: int, end: int) -> Tensor:
-        """Return planes [z, Y, X] of one channel."""
+        """Return the planes from `first` to `end` of one channel, [z, Y, X]."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ COUNT_CHUNK_VOXELS = 2**16
 
 
 class Channel(Protocol):
-    """All pixels of one channel in blocks that can be iterated over several times; a 3D array yields its planes."""
+    """All pixels of one channel in blocks that can be iterated over several times. A 3D array yields its planes."""
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -11,7 +11,7 @@ from service.core.quantities import DiameterSetting, Size
 from service.core.sections.serving import Limits
 from service.core.types import Description, Extent, Options, OutputKind, Volume
 from service.inference.decoding.postprocessing import check_postprocessing, minimum_voxels
-from service.inference.runner.memory_estimate import WindowMemory, estimate, estimate_activation_bytes
+from service.inference.runner.memory_estimate import WindowMemory, estimate_activation_bytes, estimate_request
 from service.inference.types import Estimate, Plan, PlannedRequest
 from service.inference.windows.views import BEST_QUALITY_VIEWS, count_view_bytes
 from service.models.spec import Instances, ModelSpec
@@ -199,13 +199,13 @@ class Estimator:
         self._check_channels(volume)
         minimum_voxels(plan.postprocessing, volume)
         window_memory = self._get_window_memory(plan)
-        request_estimate = estimate(self.spec, volume, plan, window_memory)
+        request_estimate = estimate_request(self.spec, volume, plan, window_memory)
         if (
             self.device_memory is not None
             and request_estimate.device_bytes > MAX_DEVICE_MEMORY_FRACTION * self.device_memory
         ):
             plan = plan._replace(decode_on_host=True)
-            request_estimate = estimate(self.spec, volume, plan, window_memory)
+            request_estimate = estimate_request(self.spec, volume, plan, window_memory)
         if self.settings.windows.inferer == "monai":
             request_estimate = self._add_monai_bytes(request_estimate)
         if request_estimate.windows > (max_windows := self.settings.limits.windows):

@@ -37,7 +37,7 @@ class WindowMemory(NamedTuple):
     is_on_host: bool = True
 
 
-def estimate(
+def estimate_request(
     spec: ModelSpec, volume: Extent, plan: Plan, memory: WindowMemory, kernels: WindowKernels = window_kernels
 ) -> Estimate:
     """Estimate the windows and memory for a volume of this shape and voxel size.

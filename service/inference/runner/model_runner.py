@@ -100,9 +100,11 @@ class ModelRunner:
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
 
-    def tune(self, seconds: float, announce: Callable[[EngineConfig, int], object] = lambda *_: None) -> EnginePlan:
+    def tune(
+        self, time_limit_seconds: float, announce: Callable[[EngineConfig, int], object] = lambda *_: None
+    ) -> EnginePlan:
         """Compare all configurations as `EngineSelector.tune` does, use the fastest, and return the plan."""
-        engine = self._selector.tune(seconds, announce)
+        engine = self._selector.tune(time_limit_seconds, announce)
         self._switch_engine(engine)
         if engine.plan is None:
             raise InternalError("The comparison of engines returned no plan.")

@@ -1,4 +1,4 @@
-"""Score computation with two fallbacks: smaller batches if memory runs out, and FP32 for non-finite scores."""
+"""Score computation that falls back to smaller batches if memory runs out, and to FP32 if scores are not finite."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class ScoreComputer:
                 if not is_out_of_memory(error) or batch_size == 1:
                     raise
                 # Notes on batch sizes precede the note on recomputing, regardless of which happens first.
-                notes.insert(fallbacks, f"A batch of {batch_size} windows did not fit in memory; used a smaller one.")
+                notes.insert(fallbacks, f"A batch of {batch_size} windows did not fit in memory, so it was halved.")
                 fallbacks, batch_size = fallbacks + 1, batch_size // 2
                 _release_memory(window)
             except NonFiniteScores:

@@ -69,15 +69,17 @@ class EngineSelector(EngineBuilder):
                 log.warning("%s: the engine of the saved plan fails, choosing again: %s", self._spec.identifier, reason)
         return self.tune(settings.tune_seconds) if should_compare_all else self._build_first_known()
 
-    def tune(self, seconds: float, announce: Callable[[EngineConfig, int], object] = lambda *_: None) -> ReadyEngine:
+    def tune(
+        self, time_limit_seconds: float, announce: Callable[[EngineConfig, int], object] = lambda *_: None
+    ) -> ReadyEngine:
         """Compare all configurations that the settings allow within a time limit, and save the plan.
 
         announce  called before each trial with the configuration and the total number of configurations
         """
         configs = list(dict.fromkeys([*self._list_known_order(), *self._list_candidates()]))
         changes = {"sw_batch_size": self._batch_sizes, "streams": self._stream_counts}
-        tuner = self._make_tuner(seconds, announce)
-        log.info("%s: comparing all engine configurations, for at most %g s", self._spec.identifier, seconds)
+        tuner = self._make_tuner(time_limit_seconds, announce)
+        log.info("%s: comparing all engine configurations, for at most %g s", self._spec.identifier, time_limit_seconds)
         return self._choose(tuner, lambda: tuner.find_fastest(configs, **changes), is_tuned=True)
 
     def _build_first_known(self) -> ReadyEngine:
@@ -209,7 +211,7 @@ class EngineSelector(EngineBuilder):
 
     def _make_tuner(
         self,
-        seconds: float = math.inf,
+        time_limit_seconds: float = math.inf,
         announce: Callable[[EngineConfig, int], object] = lambda *_: None,
         explain_skip: Callable[[EngineConfig], str | None] | None = None,
     ) -> Tuner[ReadyEngine]:
@@ -229,7 +231,7 @@ class EngineSelector(EngineBuilder):
         return Tuner(
             build,
             self._tolerance,
-            seconds,
+            time_limit_seconds,
             explain_skip=explain_skip or self._explain_skip,
             announce=announce,
             find_device_loss=lambda error: devices.find_device_loss(self._device, error, self._driver),

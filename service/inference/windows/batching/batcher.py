@@ -39,7 +39,7 @@ from service.inference.windows.sliding_window import Image, SlidingWindow
 
 T = TypeVar("T")
 
-# Interval at which a waiting request checks whether it was cancelled. The check works even if the device is stuck.
+# Interval at which a waiting request checks whether it was cancelled. This works even if the device is stuck.
 POLL_SECONDS = 0.2
 # Maximum time that `open_batcher` waits for the threads of its batcher to end.
 CLOSE_TIMEOUT_SECONDS = 5.0
