@@ -102,7 +102,7 @@ class DiameterTrial(NamedTuple):
 class DiameterEstimate(NamedTuple):
     """An estimate of the object diameter.
 
-    diameter         in voxels of the image, as the parameter `diameter` accepts it; None if it could not be estimated
+    diameter         estimated diameter in voxels of the image; None if it could not be estimated
     matches_model    whether the diameter suits the model without resampling
     num_objects      number of objects that were measured
     num_windows      number of windows that were scored

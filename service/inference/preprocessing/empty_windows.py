@@ -47,7 +47,7 @@ class IntensitySurvey(NamedTuple):
 
     window_maxima  maximum of each window, float64 [C, z, y, x] in the order of the grid's starts; -inf if no voxel is
                    finite
-    samples        finite voxels of each channel, one-dimensional; empty if `skip_below` is a number
+    samples        finite sampled voxels of each channel, one-dimensional; empty if `skip_below` is a number
     """
 
     window_maxima: NDArray[np.float64]
@@ -168,8 +168,8 @@ def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:
     for index, window_maxima in enumerate(all_maxima):
         sample, z = list[NDArray[Any]](), 0
         for block in VolumeChannel(volume, index):
-            part = block[:, ::step, ::step].ravel()
-            sample.append(part[np.isfinite(part)])
+            sampled_pixels = block[:, ::step, ::step].ravel()
+            sample.append(sampled_pixels[np.isfinite(sampled_pixels)])
             _update_window_maxima(window_maxima, block, z, spans)
             z += len(block)
         samples.append(np.concatenate(sample))

@@ -28,6 +28,7 @@ SIGNATURES = (
 
 # Pixel types, indexed by their number in `kernels.cpp`.
 PIXEL_DTYPES = tuple(map(np.dtype, (np.uint8, np.int8, np.uint16, np.int16, np.float32)))
+# Dtypes of batches and scores that the kernels support.
 FLOAT_DTYPES = (torch.float32, torch.bfloat16)
 
 # Maximum number of idle buffers for finished means. One slab is decoded while the next ones are computed.

@@ -116,9 +116,9 @@ class WindowBatcher:
             self._is_closed = True
             self._work_available.notify_all()
 
-    def join(self, seconds: float) -> bool:
-        """Wait up to `seconds` for all threads to end. Return whether they have ended."""
-        deadline = time.monotonic() + seconds
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait up to `timeout_seconds` for all threads to end. Return whether they have ended."""
+        deadline = time.monotonic() + timeout_seconds
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(deadline - time.monotonic(), 0.0))

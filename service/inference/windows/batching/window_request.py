@@ -35,7 +35,11 @@ class BatchSlice:
 
 
 class WindowRequest:
-    """Windows of one request, shared by the threads of the request and of the device. A lock guards its attributes."""
+    """Windows of one request, shared by the threads of the request and of the device. A lock guards its attributes.
+
+    due    value that orders the requests; the request with the lowest value is due first
+    share  called with the share of the request in each batch that contains windows of the request
+    """
 
     def __init__(  # noqa: PLR0913, PLR0917
         self,
@@ -59,9 +63,9 @@ class WindowRequest:
         self.is_blending = False
         # Finished slabs, followed by None after the last slab or an error. Waiting on the queue does not need the lock.
         self.slab_queue: SimpleQueue[Slab | None] = SimpleQueue()
-        # Number of slabs that the thread of the request has not taken, and the maximum at which more windows are
-        # computed. The maximum is 0, or on an asynchronous device the number of slabs of the latest batch, because the
-        # device must not wait for the thread.
+        # Number of slabs that the thread of the request has not taken, and the maximum of this number at which further
+        # windows are computed. The maximum is 0, or on an asynchronous device the number of slabs of the latest batch,
+        # because the device must not wait for the thread.
         self.num_pending_slabs = self.max_pending_slabs = 0
         self.error: Exception | None = None
         self.has_failed = self.is_finished = False
