@@ -1,8 +1,9 @@
 """Detection of empty windows, for which the network is not run.
 
 A window is empty if its brightest voxel is at most as bright as the background. All voxels in skipped windows get the
-same scores: the network's scores for the brightest skipped windows, averaged over the voxels that it classifies as
-background. If the network finds an object in one of these windows, the limit for empty windows is too high.
+same scores: the network's scores for the brightest skipped windows, averaged over the voxels that the network
+classifies as background. If the network finds an object in one of these windows, the limit for empty windows is too
+high.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def make_filter(image: Image, spec: ModelSpec, plan: Plan, score_windows: ScoreW
 def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:
     """Survey the intensities of a volume in one pass. The grid of the windows may differ in size from the volume.
 
-    If the volume is resampled, a window includes all voxels that its own voxels are interpolated from.
+    If the volume is resampled, a window includes all voxels of the volume from which its voxels are interpolated.
     """
     spans = [_find_spans(grid, axis, length) for axis, length in enumerate(volume.shape[1:])]
     all_maxima = np.full((volume.shape[0], *map(len, spans)), -np.inf)

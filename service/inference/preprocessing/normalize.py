@@ -86,7 +86,7 @@ class DeviceChannel(VolumeChannel):
 
 
 def replace_nonfinite(pixels: Array, substitute: float | None) -> Array:
-    """Return the pixels with NaN and infinity replaced with `substitute`, or unchanged if it is None."""
+    """Return the pixels with NaN and infinity replaced with `substitute`. If that is None, return them unchanged."""
     return pixels if substitute is None else np.where(np.isfinite(pixels), pixels, pixels.dtype.type(substitute))
 
 

@@ -22,7 +22,7 @@ from service.inference.windows.grid import Box, as_size
 from service.inference.windows.sliding_window import Image
 from service.models.spec import ModelSpec
 
-# Maximum ratio between the voxel sizes of the volume and the model. If it is exceeded, one of them must be wrong.
+# Maximum ratio between the voxel sizes of the volume and the model. If the ratio is larger, one of them must be wrong.
 MAX_VOXEL_SIZE_RATIO = 64.0
 # Maximum ratio between the object diameters of the request and the model. Objects with a larger ratio would not be
 # visible in the stack.

@@ -63,7 +63,7 @@ def estimate_request(
     num_floats = count_buffered_floats(grid, len(spec.outputs), uses_kernel=memory.is_on_host and kernels.supports(CPU))
     if memory.is_on_host:
         if size != stored_size:
-            # Each stream normalizes the pixels of a window when it reads them. It interpolates one axis after another,
+            # Each stream normalizes the pixels of a window when it reads them, and interpolates one axis after another,
             # which takes two buffers.
             num_readers = min(memory.streams, grid.count)
             host_bytes += 4 * channels * num_readers * (2 * math.prod(source_shape) + 3 * math.prod(grid.roi))

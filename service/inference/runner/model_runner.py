@@ -138,7 +138,7 @@ class ModelRunner:
         )
 
     def instrument(self, wrap: Callable[[Network], Network]) -> None:
-        """Replace the warm network with `wrap(network)` in all later calls, in order to measure it."""
+        """Replace the warm network with `wrap(network)` in all later calls, to measure the network."""
         if self._engine is not None:
             window = self._engine.window
             wrapped_window = window.with_network(
@@ -172,7 +172,7 @@ class ModelRunner:
         """Return the function that yields the scores of a request: `run`, or MONAI's inferer, which calls `run`."""
         if self._settings.windows.inferer == "own":
             return run
-        # Import it only when needed, because importing MONAI takes seconds.
+        # Import this module only when needed, because importing MONAI takes seconds.
         module = import_module("service.inference.windows.monai_inferer")
         inferer: RunWindows = module.MonaiInferer(self._settings.windows, run)
         return inferer

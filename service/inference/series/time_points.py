@@ -115,7 +115,7 @@ def _report_progress(progress: Progress, index: int, num_points: int, done: int,
 def _choose_diameter(
     series: Series, options: Options, segmenter: PointSegmenter, stages: Stages, cancelled: Callable[[], bool]
 ) -> tuple[Options, bool, str]:
-    """Return the options with one diameter for all time points, whether it was estimated, and a note."""
+    """Return the options with one diameter for all time points, whether the diameter was estimated, and a note."""
     if segmenter.estimate_diameter is None:
         return options, False, ""
     estimates = list[tuple[DiameterEstimate, VoxelSize | None]]()

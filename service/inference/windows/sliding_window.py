@@ -199,9 +199,9 @@ class SlidingWindow:
     ) -> Sequence[Tensor]:
         """Call the network once, on up to `capacity` windows from one or more images.
 
-        Returns the scores of each slice, [B, K, *roi], where B is its number of windows. The scores are valid until the
-        next call for this stream, or permanently if the network owns its scores. A CUDA device may still be computing
-        them. Call this in torch's inference mode.
+        Returns the scores of each slice, [B, K, *roi], where B is the number of windows in the slice. The scores are
+        valid until the next call for this stream, or permanently if the network owns its scores. A CUDA device may
+        still be computing them. Call this in torch's inference mode.
         """
         buffers, num_taken = self._streams[stream], 0
         for scan, positions in window_slices:
@@ -338,7 +338,7 @@ class WindowScan:
         return slabs
 
     def _blend_skipped(self, blender: Blender, next_position: Size | None) -> Iterator[Slab]:
-        """Add the skipped windows before the window at `next_position`, or all remaining ones if it is None."""
+        """Add the skipped windows before the window at `next_position`, or all remaining windows if that is None."""
         for position in self._positions_to_blend:
             if position == next_position:
                 return

@@ -80,7 +80,7 @@ class WindowRequest:
 
     @property
     def cancellation(self) -> Cancelled:
-        """Exception for a cancelled request, which reports its progress."""
+        """Exception that reports the progress of a request that was cancelled."""
         return Cancelled(f"The request was cancelled after {self.scan.num_blended} of {self.scan.num_windows} windows.")
 
     def fail(self, error: Exception) -> None:
