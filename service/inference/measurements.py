@@ -167,9 +167,9 @@ def tabulate(statistics: ObjectStatistics, shape: Size, voxel_size: VoxelSize | 
     """Return the table of `measure` for all labels of a volume with this shape (z, y, x)."""
     labels = np.flatnonzero(statistics.voxel_counts)
     voxel_counts = statistics.voxel_counts[labels]
-    voxel_edges = tuple(voxel_size or (1.0, 1.0, 1.0))
-    volumes = voxel_counts * math.prod(voxel_edges)
-    lowest, ends = statistics.min_coordinates[:, labels], statistics.max_coordinates[:, labels] + 1
+    spacing = tuple(voxel_size or (1.0, 1.0, 1.0))
+    volumes = voxel_counts * math.prod(spacing)
+    starts, ends = statistics.min_coordinates[:, labels], statistics.max_coordinates[:, labels] + 1
     size = np.array(shape)[:, None]
     table: Table = {
         "label": labels,
@@ -178,10 +178,10 @@ def tabulate(statistics: ObjectStatistics, shape: Size, voxel_size: VoxelSize | 
         "equivalent_diameter_area": np.cbrt(6 * volumes / np.pi),
     }
     table |= {
-        f"centroid-{axis}": statistics.coordinate_sums[axis, labels] / voxel_counts * voxel_edge
-        for axis, voxel_edge in enumerate(voxel_edges)
+        f"centroid-{axis}": statistics.coordinate_sums[axis, labels] / voxel_counts * axis_spacing
+        for axis, axis_spacing in enumerate(spacing)
     }
-    table |= {f"bbox-{index}": bound for index, bound in enumerate((*lowest, *ends))}
+    table |= {f"bbox-{index}": bound for index, bound in enumerate((*starts, *ends))}
     suffixes = (
         [""]
         if len(statistics.intensity_sums) == 1
@@ -194,7 +194,7 @@ def tabulate(statistics: ObjectStatistics, shape: Size, voxel_size: VoxelSize | 
     table |= {
         f"intensity_max{suffix}": row[labels] for suffix, row in zip(suffixes, statistics.max_intensities, strict=True)
     }
-    table["touching_border"] = (((lowest == 0) | (ends == size)) & (size > 1)).any(axis=0)
+    table["touching_border"] = (((starts == 0) | (ends == size)) & (size > 1)).any(axis=0)
     table["unit"] = np.full(len(labels), "voxel" if voxel_size is None else "um")
     if objects is not None:
         table["confidence"] = objects.confidence[labels - 1]

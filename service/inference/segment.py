@@ -73,7 +73,7 @@ def segment(
     request: PlannedRequest | None = None,
     callbacks: Callbacks = DEFAULT_CALLBACKS,
 ) -> Result:
-    """Segment one volume [C, Z, Y, X] on its own grid.
+    """Segment one volume [C, Z, Y, X]. The segmentation is on the grid of the volume.
 
     request  the runner's plan for the volume and the options; None to plan the request now
 
@@ -90,7 +90,7 @@ def segment(
     with runner.inference_context(request.estimate):
         runner.check_memory(request.estimate)
         with call.stages.measure("prepare"):
-            source, notes = normalize_volume(volume, runner.spec, runner.placement.upload(volume))
+            source, normalization_notes = normalize_volume(volume, runner.spec, runner.placement.upload(volume))
         (plan, estimate), diameter, diameter_notes = _apply_diameter(call, source, request)
         image, resampling_notes = _resample(call, source, plan)
         spec = apply_postprocessing(runner.spec, plan.postprocessing, volume, as_size(image.shape[2:]))
@@ -101,11 +101,11 @@ def segment(
         del source, image
         segmentation = _decode(call, scoring.consumer, plan)
         confidence, quality_warning = _assess_confidence(call, segmentation, plan, diameter)
-    changes = (*diameter_notes, *resampling_notes, *skipping_notes, *runner.list_batch_notes(options), *scoring.notes)
+    notes = (*diameter_notes, *resampling_notes, *skipping_notes, *runner.list_batch_notes(options), *scoring.notes)
     return Result(
         segmentation,
         call.stages.seconds,
-        (*notes, *changes, *volume.notes),
+        (*normalization_notes, *notes, *volume.notes),
         scoring.fallbacks,
         scoring.recomputed,
         diameter,
@@ -119,7 +119,7 @@ def segment(
 
 
 def _apply_diameter(call: _Call, image: NormalizedImage, request: PlannedRequest) -> RequestWithDiameter:
-    """Estimate the object diameter if the request does not specify it, and plan the request again with it."""
+    """Estimate the object diameter if the request does not specify it, and then plan the request with the estimate."""
     if not request.plan.needs_diameter_estimate:
         return RequestWithDiameter(request, request.plan.diameter)
     runner, volume = call.runner, call.volume
@@ -183,7 +183,10 @@ def _decode(call: _Call, decoder: Decoder, plan: Plan) -> Segmentation:
 def _assess_confidence(
     call: _Call, segmentation: Segmentation, plan: Plan, diameter: Diameter | None
 ) -> ConfidenceAssessment:
-    """Return the confidence in the labels and a warning if it is low. Raises LowConfidenceResult if `strict` is set."""
+    """Return the confidence in the labels, and a warning if it is low.
+
+    If the confidence is low and `strict` is set, raises LowConfidenceResult instead.
+    """
     spec, volume = call.runner.spec, call.volume
 
     def collect_evidence() -> Evidence:
@@ -223,7 +226,7 @@ def _inspect_stack(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[T
     except (RuntimeError, MemoryError, OSError, StackSegError) as error:
         if isinstance(error, Cancelled) or call.runner.find_device_loss(error) is not None:
             raise
-        log.warning("%s: could not collect evidence for the warning: %s", spec.identifier, error)
+        log.warning("%s: could not collect evidence for the low-confidence warning: %s", spec.identifier, error)
         return None, ()
 
 

@@ -36,8 +36,8 @@ class Plan(NamedTuple):
     diameter                 object diameter in the volume, which is resampled so that objects get the model's diameter;
                              None to ignore the object diameter
     needs_diameter_estimate  whether the diameter is to be estimated; until then the original resolution is assumed
-    skip_below               gray value up to which windows are skipped; "auto": the background level; None: no windows
-                             are skipped
+    skip_below               gray value; windows without brighter voxels are skipped; "auto": the background level;
+                             None: no windows are skipped
     postprocessing           options of the request that change how scores are converted to objects
     decode_on_host           whether scores are decoded on the host because the memory of the device may be too small
     views                    mirrored views in which windows are scored; empty to score only the original view
@@ -168,7 +168,7 @@ class QualityWarning(NamedTuple):
 
 
 class SkippedWindows(NamedTuple):
-    """Windows that were skipped.
+    """Summary of the windows on which the network was not run.
 
     windows  number of skipped windows
     total    number of windows of the image
@@ -202,8 +202,8 @@ class SeriesInfo(NamedTuple):
 class Result(NamedTuple):
     """Result of one segmentation.
 
-    seconds                run time of each stage, in this order: prepare, size (diameter estimation), skip (search for
-                           empty windows), windows (the network), decode
+    seconds                run time of each stage in seconds, in this order: prepare, size (diameter estimation), skip
+                           (search for empty windows), windows (the network), decode
     notes                  information for the user about this result
     diameter               object diameter, specified or estimated; None if it was neither
     is_diameter_estimated  whether the diameter was estimated
@@ -285,7 +285,7 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class Series:
-    """Time points of one file, whose pixels are read one time point at a time.
+    """Time points of one file. Pixels are read one time point at a time.
 
     times     indices of the time points in the file
     read      returns the volume to segment at a time point, and the volume to measure (None to measure nothing)

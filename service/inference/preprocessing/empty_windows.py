@@ -82,10 +82,13 @@ class EmptyWindowFilter:
         self._score_windows = score_windows
 
     def skip(self, volume: Volume, limit: float | Literal["auto"], survey: IntensitySurvey | None = None) -> SkipResult:
-        """Skip windows whose voxels are at most `limit`, a gray value of the volume or "auto" for the background level.
+        """Skip windows in which no voxel exceeds `limit`.
 
-        `volume` is the volume from which the image was created. `survey` is the result of `survey_intensities` for the
-        volume; None to survey it now. The image is returned unchanged if skipping would not save time.
+        volume  volume from which the image was created
+        limit   gray value of the volume; "auto": the background level
+        survey  result of `survey_intensities` for the volume; None: survey it now
+
+        The image is returned unchanged if skipping would not save time.
 
         Propagates errors from `score_windows`.
         """
@@ -229,18 +232,18 @@ def _update_window_maxima(
 
 
 def _find_spans(grid: Grid, axis: int, length: int) -> list[slice]:
-    """Return for each window along an axis the range of its voxels in a volume of this length."""
-    grid_length, pad_before, edge = grid.size[axis], grid.pad_before[axis], grid.roi[axis]
+    """Return, for each window along an axis, the range of its voxels in a volume of this length."""
+    grid_length, pad_before, window_length = grid.size[axis], grid.pad_before[axis], grid.roi[axis]
     factor, spans = length / grid_length, list[slice]()
     for start in grid.starts[axis]:
-        first, last = max(start - pad_before, 0), min(start - pad_before + edge, grid_length) - 1
+        first, last = max(start - pad_before, 0), min(start - pad_before + window_length, grid_length) - 1
         low, high = ((voxel + 0.5) * factor - 0.5 for voxel in (first, last))
         spans.append(slice(max(math.floor(low), 0), min(math.floor(high) + (length != grid_length), length - 1) + 1))
     return spans
 
 
 def estimate_background(sample: NDArray[Any]) -> float:
-    """Estimate from a sample the gray value up to which voxels are background.
+    """Estimate the gray value up to which voxels are background, from a sample of the voxels.
 
     The mode of the sample is the typical background, and the spread of the values below it is the noise. The result
     is the mode plus `NOISE_SIGMAS` times the noise, but at most `MAX_BACKGROUND_FRACTION` of the intensity range.

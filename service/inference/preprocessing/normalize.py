@@ -20,7 +20,7 @@ from torch import Tensor
 
 from service.core.errors import BadFile
 from service.core.types import Array, Volume
-from service.inference.preprocessing.percentiles import Channel, percentiles
+from service.inference.preprocessing.percentiles import Channel, compute_percentiles
 from service.inference.windows.grid import Box
 from service.inference.windows.kernels import window_kernels
 from service.models.spec import (
@@ -44,7 +44,7 @@ MAX_MAGNITUDE = 1e6
 
 @dataclass(frozen=True)
 class VolumeChannel:
-    """One channel of a volume in blocks of planes. NaN and infinity become `substitute` unless it is None."""
+    """One channel of a volume, read in blocks of planes. NaN and infinity become `substitute` unless it is None."""
 
     volume: Volume
     index: int
@@ -261,10 +261,10 @@ def fit_scaling(channel: Channel, normalisation: Normalisation) -> IntensityScal
     """Return the scaling that normalizes one channel of finite numbers."""
     match normalisation:
         case PercentileNormalisation(low=low, high=high, clip=clip):
-            low_value, high_value = percentiles(channel, low, high)
+            low_value, high_value = compute_percentiles(channel, low, high)
             if low_value == high_value:
                 # Almost all pixels are background, so scale by the range of the few pixels that differ.
-                low_value, high_value = percentiles(channel, 0, 100)
+                low_value, high_value = compute_percentiles(channel, 0, 100)
             return IntensityScaling(low_value, high_value - low_value, *(clip or ()))
         case ZScoreNormalisation():
             return IntensityScaling(*_compute_mean_and_std(channel))

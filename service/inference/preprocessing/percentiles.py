@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from service.core.types import Array
 
-# Maximum number of voxels in a channel of more than 16 bits that is partially sorted. The voxels of larger channels are
-# counted.
+# Maximum size of a channel of more than 16 bits that is partially sorted. In larger channels, values are counted.
 MAX_SORTED_VOXELS = 2**22
 
-# Number of values per call of `numpy.bincount`, which converts them to 64 bits. Chunks of this size stay in the cache,
+# Number of values per call to `numpy.bincount`, which converts them to 64 bits. Chunks of this size stay in the cache,
 # and the temporary arrays do not fragment the memory.
 COUNT_CHUNK_VOXELS = 2**16
 
@@ -42,7 +41,7 @@ class CountedChannel(Protocol):
         """Return the result of the function `count_digits` for all blocks."""
 
 
-def percentiles(channel: Channel, low: float, high: float) -> tuple[float, float]:
+def compute_percentiles(channel: Channel, low: float, high: float) -> tuple[float, float]:
     """Return two exact percentiles of all pixels, linearly interpolated like `numpy.percentile`.
 
     For dtypes of up to 16 bits, one pass creates a histogram. Small channels of wider dtypes are partially sorted. For

@@ -53,7 +53,7 @@ class Resampling:
         ]
 
     @cached_property
-    def _order(self) -> list[int]:
+    def _axis_order(self) -> list[int]:
         """Axes in the fastest order: axes that shrink first, then axes that grow, from x (which is contiguous) to z."""
         factors = [
             target_length / source_length
@@ -72,7 +72,7 @@ class Resampling:
     def interpolate(self, pixels: NDArray[np.float32], box: Spans) -> NDArray[np.float32]:
         """Interpolate a box of the target grid, [C, z, y, x], from the pixels of `find_source_box(box)`."""
         source_box = self.find_source_box(box)
-        for axis_index in self._order:
+        for axis_index in self._axis_order:
             if self.source_size[axis_index] == self.target_size[axis_index]:
                 continue
             axis, first, span = self._axes[axis_index], source_box[axis_index].start, box[axis_index]
@@ -244,7 +244,9 @@ def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = No
         )
     if diameter is not None:
         scales = zip(_find_object_scale(volume, spec, diameter), spec.input.roi_size, (z, y, x), strict=True)
-        return _scale_size((z, y, x), [max(scale, min(edge / length, 1)) for scale, edge, length in scales])
+        return _scale_size(
+            (z, y, x), [max(scale, min(window_length / length, 1)) for scale, window_length, length in scales]
+        )
     if spec.input.voxel_size is None or volume.voxel_size is None:
         return z, y, x
     return compute_resampled_size((z, y, x), volume.voxel_size, VoxelSize(*spec.input.voxel_size))
@@ -252,7 +254,10 @@ def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = No
 
 def compute_base_factors(volume: Extent, spec: ModelSpec) -> tuple[float, float, float]:
     """Return the scale factors along (z, y, x) by which the volume is resampled without a diameter."""
-    z, y, x = (n / edge for n, edge in zip(working_size(volume, spec), volume.shape[1:], strict=True))
+    z, y, x = (
+        length / source_length
+        for length, source_length in zip(working_size(volume, spec), volume.shape[1:], strict=True)
+    )
     return z, y, x
 
 
@@ -271,9 +276,9 @@ def compute_resampled_size(size: Size, source: VoxelSize, target: VoxelSize) -> 
 
     Raises BadParameter if the voxel sizes differ so much that one of them must be wrong.
     """
-    factors = [source_edge / target_edge for source_edge, target_edge in zip(source, target, strict=True)]
+    factors = [source_length / target_length for source_length, target_length in zip(source, target, strict=True)]
     if not all(1 / MAX_VOXEL_SIZE_RATIO <= factor <= MAX_VOXEL_SIZE_RATIO for factor in factors):
-        volume_text, model_text = (", ".join(f"{edge:g}" for edge in edges) for edges in (source, target))
+        volume_text, model_text = (", ".join(f"{length:g}" for length in voxel_size) for voxel_size in (source, target))
         raise BadParameter(
             f"The voxel size is {volume_text} um, but the model needs about {model_text} um. "
             "If the voxel size is wrong, set voxel_size=Z,Y,X in micrometers.",
@@ -283,7 +288,7 @@ def compute_resampled_size(size: Size, source: VoxelSize, target: VoxelSize) -> 
 
 
 def _scale_size(size: Size, factors: Sequence[float]) -> Size:
-    """Scale the number of voxels along each axis to at least 1 voxel. Factors between 0.99 and 1.01 are ignored."""
+    """Scale and round each length in voxels to at least 1 voxel. Factors between 0.99 and 1.01 are ignored."""
     pairs = zip(size, factors, strict=True)
     return as_size([n if abs(factor - 1) < 0.01 else max(1, round(n * factor)) for n, factor in pairs])
 

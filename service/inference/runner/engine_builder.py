@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 # Default number of windows per call. On a CPU, one window per call is slowest, because ATen has a slow path for small
-# batches. A GPU needs several windows to be fully used. A batch of 11 windows that are 64 voxels wide
-# holds one row of windows of a 512 x 512 plane.
+# batches. A GPU needs several windows to be fully used. A batch of 11 windows that are 64 voxels wide holds one row of
+# windows of a 512 x 512 plane.
 DEFAULT_CPU_BATCH_SIZE = 2
 DEFAULT_CUDA_BATCH_SIZE = 11
 # Default number of concurrent batches on a CPU. Two streams with half of the cores each wait less than one stream with
@@ -146,10 +146,10 @@ class EngineBuilder:
         return EngineConfig("eager", precision_name, memory_format, self._batch_size, streams=self._streams)
 
     def make_label_agreement(self) -> LabelAgreement:
-        """Return the comparison with the FP32 network, which includes a full batch on devices other than the CPU.
+        """Return the comparison of labels with the FP32 network.
 
-        On these devices, the reference computes one window at a time, because some library bugs affect only large
-        batches.
+        On devices other than the CPU, the scores of a full batch are also compared. There, the reference computes one
+        window at a time, because some library bugs affect only large batches.
         """
         is_on_host = self._driver.is_on_host(self._device)
         windows = self._batch_size if is_on_host else 1
@@ -182,7 +182,7 @@ class EngineBuilder:
         description = (
             f"{self._spec.identifier} with windows of {size} in {engine.config} returned scores that are {problem}"
         )
-        log.warning("%s. It runs eagerly in fp32 instead.", description)
+        log.warning("%s. The model runs eagerly in fp32 instead.", description)
         del engine
         return _require_same_size(self.build(replace(self.make_eager_config("fp32"), sw_batch_size=batch_size)))
 

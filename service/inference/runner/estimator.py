@@ -33,8 +33,8 @@ def make_plan(
 ) -> Plan:
     """Apply the operator's defaults and limits. `tuned_batch_size` is used if the operator has not configured one.
 
-    Raises BadParameter for options that exceed the operator's limits, for outputs that the model does not have, for a
-    diameter that the model cannot estimate, and for post-processing options that do not apply to the output.
+    Raises BadParameter for options that exceed the operator's limits, for outputs that the model does not support, for
+    a diameter that the model cannot estimate, and for post-processing options that do not apply to the output.
     """
     windows = settings.windows
     default_size = tuned_batch_size if windows.sw_batch_size == "auto" else windows.sw_batch_size
@@ -62,10 +62,10 @@ def make_plan(
 
 
 def _choose_overlap(settings: Settings, options: Options) -> float:
-    default = settings.windows.overlap
+    default_overlap = settings.windows.overlap
     if options.quality == "best":
-        default = max(default, min(BEST_QUALITY_OVERLAP, settings.limits.overlap))
-    return default if options.overlap is None else options.overlap
+        default_overlap = max(default_overlap, min(BEST_QUALITY_OVERLAP, settings.limits.overlap))
+    return default_overlap if options.overlap is None else options.overlap
 
 
 def _check_limits(limits: Limits, batch_size: int, overlap: float) -> None:
@@ -77,7 +77,7 @@ def _check_limits(limits: Limits, batch_size: int, overlap: float) -> None:
         raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.", parameter="overlap")
 
 
-def choose_window(spec: ModelSpec, roi_size: Size | None) -> ModelSpec:
+def choose_window_size(spec: ModelSpec, roi_size: Size | None) -> ModelSpec:
     """Return the model with the requested window size. Raises BadParameter if the model does not support this size."""
     default_size, multiples = spec.input.roi_size, spec.input.roi_multiple
     if roi_size is None or roi_size == default_size:
@@ -87,7 +87,7 @@ def choose_window(spec: ModelSpec, roi_size: Size | None) -> ModelSpec:
             f"The model {spec.name} supports only the window size {_format_size(default_size)}. Omit roi_size=.",
             parameter="roi_size",
         )
-    if any(edge % step for edge, step in zip(roi_size, multiples, strict=True)):
+    if any(length % multiple for length, multiple in zip(roi_size, multiples, strict=True)):
         raise BadParameter(
             f"The window size (roi_size) of {spec.name} must be a multiple of {_format_size(multiples)}, not"
             f" {_format_size(roi_size)}.",
@@ -148,15 +148,15 @@ class Estimator:
     accepts_any_batch_size: bool | None = None
     device_memory: int | None = None
 
-    def fit_batch(self, batch_size: int) -> int:
+    def fit_batch_size(self, batch_size: int) -> int:
         """Return the number of windows per call for a requested batch size, depending on how the network was built."""
         if self.accepts_any_batch_size is None:
             return batch_size
         return min(batch_size, self.sw_batch_size) if self.accepts_any_batch_size else self.sw_batch_size
 
     def with_window_size(self, options: Options) -> Estimator:
-        """Return the estimator for the requested window size. Raises BadParameter like `choose_window`."""
-        spec = choose_window(self.spec, options.roi_size)
+        """Return the estimator for the requested window size. Raises BadParameter like `choose_window_size`."""
+        spec = choose_window_size(self.spec, options.roi_size)
         if spec is self.spec:
             return self
         scale = compute_window_scale(self.spec, spec)
@@ -169,11 +169,11 @@ class Estimator:
         )
 
     def plan(self, options: Options) -> Plan:
-        """Plan a request without a volume. Raises the same errors as `make_plan` and `choose_window`."""
+        """Plan a request without a volume. Raises the same errors as `make_plan` and `choose_window_size`."""
         if options.roi_size is not None:
             return self.with_window_size(options).plan(replace(options, roi_size=None))
         plan = make_plan(self.spec, self.settings, options, self.sw_batch_size)
-        return plan._replace(sw_batch_size=self.fit_batch(plan.sw_batch_size))
+        return plan._replace(sw_batch_size=self.fit_batch_size(plan.sw_batch_size))
 
     def output_kind(self, options: Options) -> OutputKind:
         """Return the kind of the result. Raises BadParameter for invalid options."""
@@ -247,8 +247,8 @@ class Estimator:
         return replace(request_estimate, host_bytes=host_total, device_bytes=device_total + score_volume_bytes)
 
     def _check_channels(self, volume: Extent) -> None:
-        count, expected = volume.shape[0], self.spec.input.channels
-        if count == expected:
+        count, expected_count = volume.shape[0], self.spec.input.channels
+        if count == expected_count:
             return
         channel_names = volume.channels if isinstance(volume, Volume | Description) else ()
         if len(channel_names) != count:
@@ -256,7 +256,7 @@ class Estimator:
         listed_channels = ", ".join(
             f"{index}{f' ({name})' if name else ''}" for index, name in enumerate(channel_names)
         )
-        channels = f"{expected} channel" + ("s" if expected > 1 else "")
+        channels = f"{expected_count} channel" + ("s" if expected_count > 1 else "")
         raise BadParameter(
             f"{self.spec.name} needs {channels}, but the volume has {count}: {listed_channels}. Use channel="
             " with an index or a name.",

@@ -64,10 +64,10 @@ class LabelAgreement:
     def repeat_image(self, num_windows: int) -> Tensor:
         """Return the image, repeated until it covers a row of windows along x, float32 [1, C, Z, Y, X]."""
         z, y, x = self._spec.input.roi_size
-        edges = (z, y, x + (num_windows - 1) * int(x * (1 - COMPARISON_OVERLAP)))
+        row_size = (z, y, x + (num_windows - 1) * int(x * (1 - COMPARISON_OVERLAP)))
         axis_indices = (
-            torch.arange(edge, device=self._image.device) % length
-            for edge, length in zip(edges, self._image.shape[2:], strict=True)
+            torch.arange(row_length, device=self._image.device) % length
+            for row_length, length in zip(row_size, self._image.shape[2:], strict=True)
         )
         row = self._image
         for axis, indices in enumerate(axis_indices, start=2):
@@ -158,7 +158,7 @@ def load_sample_image(spec: ModelSpec) -> Tensor:
 
     Returns smooth noise if the model has no sample, or if the sample cannot be read.
     """
-    z, y, x = (edge + int(edge * (1 - COMPARISON_OVERLAP)) for edge in spec.input.roi_size)
+    z, y, x = (length + int(length * (1 - COMPARISON_OVERLAP)) for length in spec.input.roi_size)
     try:
         image = _read_sample(spec)
     except (StackSegError, OSError) as error:
@@ -175,7 +175,7 @@ def load_sample_image(spec: ModelSpec) -> Tensor:
 def make_noise(shape: tuple[int, ...]) -> Tensor:
     """Return smooth noise: interpolated random values between 0 and 1, plus a random value up to 0.1 for each voxel."""
     generator = torch.Generator().manual_seed(0)
-    coarse_noise = torch.rand((*shape[:2], *[edge // 8 + 2 for edge in shape[2:]]), generator=generator)
+    coarse_noise = torch.rand((*shape[:2], *[length // 8 + 2 for length in shape[2:]]), generator=generator)
     smooth_noise = functional.interpolate(coarse_noise, size=shape[2:], mode="trilinear", align_corners=False)
     return smooth_noise + 0.1 * torch.rand(shape, generator=generator)
 
@@ -198,16 +198,16 @@ def compute_label_difference(segmentation_a: Segmentation, segmentation_b: Segme
 
 def _count_agreeing_voxels(labels_a: Array, labels_b: Array) -> int:
     # Encode the two labels of each voxel as one number, because counting the pairs dominates the run time.
-    width = int(labels_b.max(initial=0)) + 1
-    pairs, counts = np.unique(labels_a.ravel().astype(np.int64) * width + labels_b.ravel(), return_counts=True)
+    base = int(labels_b.max(initial=0)) + 1
+    pairs, counts = np.unique(labels_a.ravel().astype(np.int64) * base + labels_b.ravel(), return_counts=True)
     num_agreeing = 0
     partners: tuple[set[int], set[int]] = (set(), set())
     for index in np.argsort(-counts, kind="stable").tolist():
-        first, second = divmod(int(pairs[index]), width)
-        if first == 0 and second == 0:
+        label_a, label_b = divmod(int(pairs[index]), base)
+        if label_a == 0 and label_b == 0:
             num_agreeing += int(counts[index])
-        elif first and second and first not in partners[0] and second not in partners[1]:
+        elif label_a and label_b and label_a not in partners[0] and label_b not in partners[1]:
             num_agreeing += int(counts[index])
-            partners[0].add(first)
-            partners[1].add(second)
+            partners[0].add(label_a)
+            partners[1].add(label_b)
     return num_agreeing

@@ -1,4 +1,4 @@
-"""Estimates of the number of windows and the memory of a request, from the shape of the volume and activation sizes."""
+"""Estimates of the number of windows and the memory of a request, from the volume's shape and activation sizes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WindowMemory(NamedTuple):
 def estimate_request(
     spec: ModelSpec, volume: Extent, plan: Plan, memory: WindowMemory, kernels: WindowKernels = window_kernels
 ) -> Estimate:
-    """Estimate the windows and memory for a volume of this shape and voxel size.
+    """Estimate the number of windows and the memory requirements for a volume of this shape and voxel size.
 
     kernels  C++ kernels that blend windows on the CPU, if they are available
     """
@@ -54,7 +54,7 @@ def estimate_request(
     num_concurrent = min(memory.streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     decoding_memory, device_decoding_bytes = estimate_decoding(spec, plan.output, size), 0
     if plan.output == "labels" and not (memory.is_on_host or plan.decode_on_host):
-        # The host receives the piece numbers, and converts them to labels.
+        # The host receives the number of the watershed piece of each voxel, and converts these numbers to labels.
         decoding_memory, device_decoding_bytes = DecodingMemory(8 * math.prod(size)), estimate_watershed_bytes(size)
     # If the result is stored on disk, the planes from which a layer of windows is cut are still held in memory.
     host_bytes, device_bytes = decoding_memory.host, 0
@@ -91,8 +91,8 @@ def _count_source_voxels(grid: Grid, stored_size: Size) -> list[int]:
     """Return, for each axis, the number of voxels of the volume from which one window is interpolated."""
     axes = zip(grid.roi, stored_size, grid.size, strict=True)
     return [
-        min(-(-edge * stored_length // working_length) + 2 * (stored_length != working_length), stored_length)
-        for edge, stored_length, working_length in axes
+        min(-(-window_length * stored_length // working_length) + 2 * (stored_length != working_length), stored_length)
+        for window_length, stored_length, working_length in axes
     ]
 
 

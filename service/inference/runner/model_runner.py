@@ -27,7 +27,7 @@ from service.engine import backends
 from service.engine.compile import torch_compile
 from service.inference.cuda.placement import DevicePlacement
 from service.inference.diameter.cache import DiameterCache
-from service.inference.runner.estimator import Estimator, choose_window, compute_window_scale
+from service.inference.runner.estimator import Estimator, choose_window_size, compute_window_scale
 from service.inference.runner.memory_errors import check_memory, translate_errors
 from service.inference.runner.memory_estimate import measure_activations
 from service.inference.runner.placement import HostPlacement, Placement
@@ -94,7 +94,7 @@ class ModelRunner:
     def warm_up(self, *, tune: bool = False) -> None:
         """Choose the engine, and run it with its fixed batch shape until its run time is stable.
 
-        With `tune`, and if `engine.tune` allows it, all configurations are compared first, which takes minutes.
+        If `tune` is set and `engine.tune` allows it, all configurations are compared first, which takes minutes.
         """
         self._switch_engine(self._selector.select(tune=tune))
         for warning in self.report().warnings:
@@ -127,7 +127,7 @@ class ModelRunner:
             if engine is None or config.engine == "eager"
             else engine.window.accepts_any_batch_size,
         )
-        self.scores = ScoreComputer(self._selector, config, engine, self.estimator.fit_batch)
+        self.scores = ScoreComputer(self._selector, config, engine, self.estimator.fit_batch_size)
 
     @property
     def nbytes(self) -> int:
@@ -187,7 +187,7 @@ class ModelRunner:
         Raises BadParameter if the network does not support the window size, OutOfMemory if there is not enough memory,
         and DeviceLost if the device has failed.
         """
-        spec = choose_window(self.spec, options.roi_size)
+        spec = choose_window_size(self.spec, options.roi_size)
         if spec is self.spec:
             return self
         batch_size = options.sw_batch_size or self._config.sw_batch_size
@@ -220,7 +220,7 @@ class ModelRunner:
     def list_batch_notes(self, options: Options) -> tuple[str, ...]:
         """Return a note if the network was built for a batch size that differs from the requested one."""
         requested_size = options.sw_batch_size
-        if requested_size is None or (batch_size := self.estimator.fit_batch(requested_size)) == requested_size:
+        if requested_size is None or (batch_size := self.estimator.fit_batch_size(requested_size)) == requested_size:
             return ()
         return (f"The {self._config.engine} engine processes {batch_size} windows per batch, not {requested_size}.",)
 

@@ -56,10 +56,10 @@ class _ScoreCollector:
 class ScoreComputer:
     """Computes scores with the network of one model. Thread-safe.
 
-    builder    builds the networks for the fallbacks
-    config     configuration of the engine
-    engine     engine that is warm; None: no engine is warm yet, so run eagerly
-    fit_batch  returns the number of windows per call for a requested batch size, like `Estimator.fit_batch`
+    builder         builds the networks for the fallbacks
+    config          configuration of the engine
+    engine          engine that is warm; None: no engine is warm yet, so run eagerly
+    fit_batch_size  returns the number of windows per call for a requested batch size, like `Estimator.fit_batch_size`
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class ScoreComputer:
         builder: EngineBuilder,
         config: EngineConfig,
         engine: ReadyEngine | None = None,
-        fit_batch: Callable[[int], int] = lambda batch_size: batch_size,
+        fit_batch_size: Callable[[int], int] = lambda batch_size: batch_size,
     ) -> None:
-        self._builder, self._config, self._engine, self._fit_batch = builder, config, engine, fit_batch
+        self._builder, self._config, self._engine, self._fit_batch_size = builder, config, engine, fit_batch_size
         # If the network itself runs eagerly in float32, recomputing the scores would change nothing.
         self._is_reference = config.engine == "eager" and config.precision == "fp32"
         self._windows_by_batch_size: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
@@ -90,7 +90,7 @@ class ScoreComputer:
         recomputed scores are not finite either. Propagates exceptions from the network.
         """
         # The request may have been planned before the network was loaded.
-        batch_size, notes, fallbacks, recomputed = self._fit_batch(plan.sw_batch_size), list[str](), 0, False
+        batch_size, notes, fallbacks, recomputed = self._fit_batch_size(plan.sw_batch_size), list[str](), 0, False
         while True:
             consumer = make_consumer()
             window = self._get_window(batch_size, is_reference=recomputed)
@@ -150,7 +150,11 @@ class ScoreComputer:
             return averaging_window
 
     def _make_window(self, batch_size: int) -> SlidingWindow:
-        if self._engine is not None and self._fit_batch(batch_size) == batch_size and self._config.engine != "eager":
+        if (
+            self._engine is not None
+            and self._fit_batch_size(batch_size) == batch_size
+            and self._config.engine != "eager"
+        ):
             return self._engine.window.with_capacity(batch_size)
         return self._builder.make_sliding_window(self.module, self._config, batch_size)
 

@@ -56,7 +56,7 @@ class EngineSelector(EngineBuilder):
         settings = self._settings.engine
         if settings.kind != "auto":
             return self._build_fixed()
-        plan = plans.find(self._plan_folder, self._spec.name, self.collect_circumstances())
+        plan = plans.find(self._plan_folder, self._spec.name, self.collect_plan_dependencies())
         should_compare_all = tune and settings.tune == "first-start"
         # The plan file may have been edited.
         is_known = plan is not None and plan.choice.engine in backends.BACKENDS
@@ -77,10 +77,10 @@ class EngineSelector(EngineBuilder):
         announce  called before each trial with the configuration and the total number of configurations
         """
         configs = list(dict.fromkeys([*self._list_known_order(), *self._list_candidates()]))
-        changes = {"sw_batch_size": self._batch_sizes, "streams": self._stream_counts}
+        values_to_try = {"sw_batch_size": self._batch_sizes, "streams": self._stream_counts}
         tuner = self._make_tuner(time_limit_seconds, announce)
         log.info("%s: comparing all engine configurations, for at most %g s", self._spec.identifier, time_limit_seconds)
-        return self._choose(tuner, lambda: tuner.find_fastest(configs, **changes), is_tuned=True)
+        return self._choose(tuner, lambda: tuner.find_fastest(configs, **values_to_try), is_tuned=True)
 
     def _build_first_known(self) -> ReadyEngine:
         """Build the first configuration in the known order that runs and returns the labels of the reference."""
@@ -100,7 +100,9 @@ class EngineSelector(EngineBuilder):
         except NoWorkingConfiguration as error:
             engine, trials, should_save = self.build(self.make_eager_config("fp32")), error.trials, False
             warnings = (f"{error} The model runs eagerly in fp32.",)
-        plan = EnginePlan(self._spec.name, engine.config, trials, tuner.seconds, self.collect_circumstances(), is_tuned)
+        plan = EnginePlan(
+            self._spec.name, engine.config, trials, tuner.seconds, self.collect_plan_dependencies(), is_tuned
+        )
         if should_save and self._settings.engine.kind == "auto":
             self._save_plan(plan)
         return replace(engine, plan=plan, seconds=tuner.seconds, warnings=(*self._precision_warnings, *warnings))
@@ -137,7 +139,7 @@ class EngineSelector(EngineBuilder):
     def _plan_folder(self) -> Path:
         return plans.resolve_folder(self._settings.engine.cache_folder)
 
-    def collect_circumstances(self) -> dict[str, str]:
+    def collect_plan_dependencies(self) -> dict[str, str]:
         """Return everything that a plan depends on, such as the device and library versions, keyed by name."""
         spec, settings = self._spec, self._settings
         dependencies: dict[str, object] = {

@@ -14,8 +14,8 @@ from service.core.types import Array
 
 IntegerArray = NDArray[np.int64]
 
-# Minimum intersection over union of two labels at adjacent time points that may belong to the same object.
-MIN_OVERLAP = 0.1
+# Minimum intersection over union (IoU) of two labels at adjacent time points that may belong to the same object.
+MIN_IOU = 0.1
 # Minimum fraction of a daughter's voxels that lie inside its mother.
 MIN_FRACTION_INSIDE_MOTHER = 0.5
 # Minimum ratio of the volume of the smaller daughter to the volume of the larger one. Smaller objects are fragments.
@@ -89,8 +89,8 @@ def split_slabs(shape: tuple[int, ...]) -> list[slice]:
 
 def count_label_voxels(labels: Array) -> IntegerArray:
     """Return the number of voxels of each label. The number for the background is set to 0."""
-    largest = int(labels.max(initial=0))
-    counts = sum(np.bincount(labels[slab].ravel(), minlength=largest + 1) for slab in split_slabs(labels.shape))
+    largest_label = int(labels.max(initial=0))
+    counts = sum(np.bincount(labels[slab].ravel(), minlength=largest_label + 1) for slab in split_slabs(labels.shape))
     sizes = np.asarray(counts, np.int64)
     sizes[0] = 0
     return sizes
@@ -107,8 +107,10 @@ def _find_overlaps(previous_volume: Array, current_volume: Array) -> _Overlaps:
         counts.append(np.diff(starts, append=len(slab_codes)))
     pair_codes, inverse = np.unique(np.concatenate(codes), return_inverse=True)
     shared_voxels = np.bincount(inverse, np.concatenate(counts), len(pair_codes)).astype(np.int64)
-    are_objects = (pair_codes >= base) & (pair_codes % base > 0)
-    return _Overlaps(pair_codes[are_objects] // base, pair_codes[are_objects] % base, shared_voxels[are_objects])
+    is_object_pair = (pair_codes >= base) & (pair_codes % base > 0)
+    return _Overlaps(
+        pair_codes[is_object_pair] // base, pair_codes[is_object_pair] % base, shared_voxels[is_object_pair]
+    )
 
 
 def _match_objects(
@@ -122,9 +124,9 @@ def _match_objects(
     iou = overlaps.shared_voxels / union
     links, successors = dict[int, int](), dict[int, int]()
     for pair in np.argsort(-iou, kind="stable").tolist():
-        previous, current = int(overlaps.previous_labels[pair]), int(overlaps.current_labels[pair])
-        if iou[pair] >= MIN_OVERLAP and previous not in successors and current not in links:
-            links[current], successors[previous] = previous, current
+        previous_label, label = int(overlaps.previous_labels[pair]), int(overlaps.current_labels[pair])
+        if iou[pair] >= MIN_IOU and previous_label not in successors and label not in links:
+            links[label], successors[previous_label] = previous_label, label
     mothers = _find_mothers(overlaps, current_sizes, links, successors)
     for daughter in mothers:
         links.pop(daughter, None)
@@ -145,11 +147,11 @@ def _find_mothers(
         zip(overlaps.previous_labels[is_inside].tolist(), overlaps.current_labels[is_inside].tolist(), strict=True)
     )
     candidates = set(inner_pairs)
-    for previous, current in inner_pairs:
-        sister = successors.get(previous)
-        if current in links or sister is None or (previous, sister) not in candidates:
+    for mother, daughter in inner_pairs:
+        sister = successors.get(mother)
+        if daughter in links or sister is None or (mother, sister) not in candidates:
             continue
-        smaller_size, larger_size = sorted((int(current_sizes[current]), int(current_sizes[sister])))
+        smaller_size, larger_size = sorted((int(current_sizes[daughter]), int(current_sizes[sister])))
         if smaller_size >= MIN_DAUGHTER_RATIO * larger_size:
-            mothers[current] = mothers[sister] = previous
+            mothers[daughter] = mothers[sister] = mother
     return mothers

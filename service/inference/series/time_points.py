@@ -31,13 +31,13 @@ from service.inference.series.overlap_linking import Tracks, link_by_overlap
 from service.inference.types import DiameterEstimate, QualityWarning, Result, Series, SeriesInfo, SkippedWindows, Table
 
 # Maximum number of time points for which the object diameter is estimated. The whole series gets the same diameter.
-MAX_SAMPLED_POINTS = 3
+MAX_SAMPLED_TIME_POINTS = 3
 # Maximum number of notes in the result of a series.
 MAX_NOTES = 20
 # Maximum number of time points that are listed in a note.
 MAX_LISTED_TIME_POINTS = 8
 # Errors of a single time point. They end the series, but the earlier time points are retained.
-_POINT_ERRORS = (RequestError, OutOfMemory, OutOfStorage, ReaderKilled, NonFiniteScores)
+_TIME_POINT_ERRORS = (RequestError, OutOfMemory, OutOfStorage, ReaderKilled, NonFiniteScores)
 
 Progress = Callable[[int, int], None]
 
@@ -63,13 +63,14 @@ def segment_series(  # noqa: PLR0913
     on_time_point: Callable[[int], None] = lambda _number: None,
     progress: Progress = lambda _done, _total: None,
 ) -> Result:
-    """Segment the time points of a series one after the other. Labels do not depend on the other time points.
+    """Segment the time points of a series one after the other.
 
-    The object diameter is estimated once, from some of the time points. The pixels of the result are stored in an
-    unnamed file in `folder`. An error at the first time point is raised. An error at a later time point ends the
-    series: the result contains the earlier time points, and `SeriesInfo` contains the error.
+    The labels of a time point do not depend on other time points. The object diameter is estimated once, from some of
+    the time points. The pixels of the result are stored in an unnamed file in `folder`. An error at the first time
+    point is raised. An error at a later time point ends the series: the result contains the earlier time points, and
+    `SeriesInfo` contains the error.
 
-    on_time_point  called with the zero-based index of each time point in the series
+    on_time_point  called with the zero-based index of each time point before it is segmented
     progress       called with the number of finished windows, and the total number of windows of the series
 
     Raises Cancelled if `cancelled()` returns true. Propagates exceptions from `segmenter` and `series.read`.
@@ -85,7 +86,7 @@ def segment_series(  # noqa: PLR0913
                 volume, volume_to_measure = series.read(time_point)
             result = segmenter.segment(volume, options, partial(_report_progress, progress, index, len(series.times)))
             results.add(result, volume_to_measure)
-        except _POINT_ERRORS as error:
+        except _TIME_POINT_ERRORS as error:
             _raise_if_cancelled(cancelled)
             error.args = (f"Time point {time_point}: {error}",)
             if index == 0:
@@ -98,7 +99,7 @@ def segment_series(  # noqa: PLR0913
     return result._replace(
         notes=tuple(filter(None, (note, *results.list_notes()))),
         is_diameter_estimated=is_estimated,
-        series=SeriesInfo(results.num_points, len(series.times), table, error_of_series),
+        series=SeriesInfo(results.num_time_points, len(series.times), table, error_of_series),
     )
 
 
@@ -107,9 +108,9 @@ def _raise_if_cancelled(cancelled: Callable[[], bool]) -> None:
         raise Cancelled("The segmentation was cancelled between two time points.")
 
 
-def _report_progress(progress: Progress, index: int, num_points: int, done: int, total: int) -> None:
+def _report_progress(progress: Progress, index: int, num_time_points: int, done: int, total: int) -> None:
     """Report that `done` of the `total` windows of the time point `index` of a series are finished."""
-    progress(index * total + done, num_points * total)
+    progress(index * total + done, num_time_points * total)
 
 
 def _choose_diameter(
@@ -119,14 +120,14 @@ def _choose_diameter(
     if segmenter.estimate_diameter is None:
         return options, False, ""
     estimates = list[tuple[DiameterEstimate, VoxelSize | None]]()
-    sampled_points = sample(series.times, MAX_SAMPLED_POINTS)
-    for time_point in sampled_points:
+    sampled_time_points = sample(series.times, MAX_SAMPLED_TIME_POINTS)
+    for time_point in sampled_time_points:
         _raise_if_cancelled(cancelled)
-        with stages.measure("size"), suppress(*_POINT_ERRORS):
+        with stages.measure("size"), suppress(*_TIME_POINT_ERRORS):
             volume, _ = series.read(time_point)
             if (estimate := segmenter.estimate_diameter(volume, options)) is not None:
                 estimates.append((estimate, volume.voxel_size))
-    setting, note = choose_diameter(estimates, f"{len(sampled_points)} time points")
+    setting, note = choose_diameter(estimates, f"{len(sampled_time_points)} time points")
     return replace(options, diameter=parse_diameter(setting)), setting != "none", note
 
 
@@ -136,11 +137,11 @@ class _TimePointResults:
     def __init__(self, series: Series, folder: Path | None) -> None:
         self._series, self._folder = series, folder
         self._pixels: Array | None = None
-        self._count: int | None = None
+        self._object_count: int | None = None
         self._notes = dict[str, list[int]]()
         self._tables = list[Table]()
         self.stages = Stages()
-        self.num_points = self.fallbacks = 0
+        self.num_time_points = self.fallbacks = 0
         self.recomputed = False
         self.skipped: SkippedWindows | None = None
         # Confidence and warning of the time point with the lowest confidence.
@@ -150,14 +151,14 @@ class _TimePointResults:
 
     def add(self, result: Result, volume_to_measure: Volume | None) -> None:
         """Add the next time point, and measure its objects if `volume_to_measure` is a volume."""
-        segmentation, time = result.segmentation, self._series.times[self.num_points]
+        segmentation, time = result.segmentation, self._series.times[self.num_time_points]
         self._write_pixels(segmentation.pixels)
         if volume_to_measure is not None:
             with self.stages.measure("measure"):
                 self._tables.append(measure(segmentation, volume_to_measure))
-        self.num_points += 1
+        self.num_time_points += 1
         if segmentation.count is not None:
-            self._count = segmentation.count + (self._count or 0)
+            self._object_count = segmentation.count + (self._object_count or 0)
         for note in result.notes:
             self._notes.setdefault(note, []).append(time)
         self._update_confidence(result, time)
@@ -186,7 +187,7 @@ class _TimePointResults:
         """
         return (
             None
-            if self._worst_warning and self._worst_warning.confidence is None and self._count
+            if self._worst_warning and self._worst_warning.confidence is None and self._object_count
             else self._worst_warning
         )
 
@@ -195,21 +196,21 @@ class _TimePointResults:
         """Pixels of the time points that have been added. Raises RuntimeError if there are none."""
         if self._pixels is None:
             raise RuntimeError("No time point has been added yet.")
-        return self._pixels[: self.num_points]
+        return self._pixels[: self.num_time_points]
 
     def _write_pixels(self, pixels: Array) -> None:
         """Write the pixels of the next time point. If they need a wider dtype, convert the earlier pixels."""
         if self._pixels is None or not np.can_cast(pixels.dtype, self._pixels.dtype):
             previous_pixels = self._pixels
             self._pixels = allocate_on_disk((len(self._series.times), *pixels.shape), pixels.dtype, self._folder)
-            for time_index in range(self.num_points):
+            for time_index in range(self.num_time_points):
                 self._pixels[time_index] = previous_pixels[time_index] if previous_pixels is not None else 0
-        self._pixels[self.num_points] = pixels
+        self._pixels[self.num_time_points] = pixels
         release_pages(self._pixels)
 
     def finish(self) -> tuple[Result, Table | None]:
         """Return the combined result and the table of the added time points. Objects are linked if requested."""
-        pixels, count, tracks = self._written_pixels, self._count, None
+        pixels, count, tracks = self._written_pixels, self._object_count, None
         if self._series.link is not None:
             with self.stages.measure("link"):
                 tracks = self._link(pixels, self._series.link)
@@ -266,15 +267,15 @@ class _TimePointResults:
         """Return the notes of all time points. Notes that do not apply to all time points list their time points."""
         notes = [
             note
-            if len(times) == self.num_points
+            if len(times) == self.num_time_points
             else f"Time point{'s' * (len(times) > 1)} {_format_time_points(times)}: {note}"
             for note, times in self._notes.items()
         ]
-        remaining = len(notes) - MAX_NOTES
+        num_omitted = len(notes) - MAX_NOTES
         return (
             notes
-            if remaining <= 0
-            else [*notes[:MAX_NOTES], f"There are {remaining} more notes about individual time points."]
+            if num_omitted <= 0
+            else [*notes[:MAX_NOTES], f"There are {num_omitted} more notes about individual time points."]
         )
 
 

@@ -1,9 +1,9 @@
 // Weighted means of the scores of overlapping windows, computed in one pass per window.
 //
 // A mean is written by the last window that covers its voxel. Sums are stored only for voxels that two windows share. Several
-// properties make this fast: Vectors stay in registers from the scores to the means (`for_each_block`), and are as wide as
-// those of the processor. All sums that a window needs are contiguous, in the order in which they are read. Means bypass the
-// caches, because no later window reads them. Each line of summed weights is computed twice, which is faster than reading it.
+// properties make this fast: Values stay in vector registers from the scores to the means (`for_each_block`). All sums that a
+// window needs are contiguous, in the order in which they are read. Means bypass the caches, because no later window reads
+// them. Each line of summed weights is computed twice, which is faster than reading it.
 
 #pragma once
 
@@ -20,7 +20,7 @@
 
 namespace {
 
-// Number of floats per vector of the processor. Compilers generate poor code for wider vectors.
+// Number of floats per vector register of the processor. Compilers generate poor code for wider vectors.
 #if defined(__AVX512F__)
 constexpr int VECTOR_FLOATS = 16;
 #elif defined(__AVX__)
@@ -41,15 +41,15 @@ template <typename Work> inline void for_each_block(int64_t begin, int64_t end, 
 }
 
 // Stores values that this core does not read again. Whole cache lines are written to memory without being read first.
-template <int N> inline void stream_store(float *to, Floats<N> values) {
-  if (N == VECTOR_FLOATS && reinterpret_cast<uintptr_t>(to) % sizeof values == 0) {
+template <int N> inline void stream_store(float *target, Floats<N> values) {
+  if (N == VECTOR_FLOATS && reinterpret_cast<uintptr_t>(target) % sizeof values == 0) {
 #if defined(__AVX512F__)
-    if constexpr (N == 16) return _mm512_stream_ps(to, values);
+    if constexpr (N == 16) return _mm512_stream_ps(target, values);
 #elif defined(__AVX__)
-    if constexpr (N == 8) return _mm256_stream_ps(to, values);
+    if constexpr (N == 8) return _mm256_stream_ps(target, values);
 #endif
   }
-  store<N>(to, values);
+  store<N>(target, values);
 }
 
 // Starts and length of the windows along one axis.
@@ -57,7 +57,7 @@ struct Axis {
   const int64_t *starts;
   int64_t count, length;
 
-  // Distance from the previous window, or the length of the first window.
+  // Distance from the previous window or, for the first window, its length.
   int64_t step_to(int64_t window) const { return window ? starts[window] - starts[window - 1] : length; }
   // Number of leading voxels that the previous window also covers.
   int64_t num_shared(int64_t window) const { return length - step_to(window); }
@@ -73,7 +73,7 @@ struct Windows {
   int64_t max_shared_planes, max_shared_rows, volume_width;
 };
 
-// Number of zeros after the weights and the minimum weights along x, because vectors may read past the last weight.
+// Number of zeros after the weights and the minimum weights along x, because vector loads may read past the last weight.
 constexpr int WEIGHT_PADDING = 16;
 
 // Weights along z, y and x. The weight of a voxel is their product, but at least `min_weight`.
@@ -95,7 +95,7 @@ public:
                    [&](auto width, int64_t x) { store<width>(&own_weights_[x], compute_weight(width, weight, x)); });
   }
 
-  // Computes the sums of the weights of all windows that cover the voxels of a line that this window completes.
+  // Sums the weights of all windows that cover a voxel, for each voxel of a line that this window completes.
   void compute_weight_sums(int64_t line_z, int64_t line_y, int64_t num_final) {
     line_weights_.clear();
     for (int64_t i = index_[0], z = line_z; z < windows_.z.length; z += windows_.z.step_to(i--))
@@ -142,8 +142,8 @@ inline const Score *make_contiguous(const Score *scores, int64_t step, int64_t c
   return copy(step);
 }
 
-// Pointers to the sums that are added to a line, which no later window along x covers, and to the sums or means to which the
-// line is written. Null pointers are skipped.
+// Pointers for a line of voxels that no later window along x covers: the sums of the previous row and layer, which are added
+// to the line, and the sums or means to which the result is written. Null pointers are skipped.
 struct LineTarget {
   const float *previous_row, *previous_layer;
   float *sums, *means;
@@ -154,11 +154,11 @@ struct LineTarget {
 // `left_sums` contains the sums of the columns that this window shares with the previous window along x. The sums of the
 // columns that it shares with the next window are written to `right_sums`. The other columns are written to `row_sums` if the
 // next row of windows covers them, to `layer_sums` if only the next layer covers them, and otherwise, because they are final,
-// to `means`. The sums of the previous row and layer at these voxels are added.
+// to `means`. The sums of the previous row and layer at these voxels are added first.
 //
-// first_row, end_row  part of the final rows of this window to process. Rows whose distance is a multiple of the number of
-//                     final rows belong to the same part, because sums move only between such rows, and only after the
-//                     target was read.
+// first_row, end_row  range of final rows to process. Rows whose distance is a multiple of the number of final rows are
+//                     processed together, because sums are moved only between such rows, and only after the sums at the
+//                     target row have been read.
 template <typename Score>
 bool blend(const Score *scores, const int64_t *steps, const Windows &windows, const int64_t *index,
            const Importance &importance, const float *left_sums, float *right_sums, float *row_sums, float *layer_sums,

@@ -1,11 +1,12 @@
 """Blending of overlapping windows: their scores are averaged with weights, and returned as soon as they are final.
 
 Windows form rows along x, and rows form layers along z. When the last window of a row is added, the voxels that no
-later row covers are returned as a slab. Only the planes that two layers share are kept for the next layer. The scores
-and weights of the whole volume are never held in memory, because allocating that memory takes longer than blending.
+later row covers are returned as a slab. Only the sums for planes that two layers share are stored for the
+next layer. The scores and weights of the whole volume are never held in memory, because allocating that memory takes
+longer than blending.
 
-On a CPU, a C++ kernel blends each window in one pass. It keeps sums only for voxels that windows share, and needs a
-third of the memory that sums of whole rows would need. On other devices, torch blends one row of windows at a time.
+On a CPU, a C++ kernel blends each window in one pass. It stores sums only for voxels that windows share, and needs
+a third of the memory that sums of whole rows would need. On other devices, torch blends one row of windows at a time.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def require_finite(scores: Tensor) -> Tensor:
     """Return the scores, with float16 converted to float32. Raises NonFiniteScores for NaN or infinite scores."""
     # The sum of finite scores may exceed the range of float16. The range of bfloat16 is the same as that of float32.
     scores = scores.float() if scores.dtype == torch.float16 else scores
-    # The sum is NaN or infinite if any score is. Adding them up reads the scores only once, while they are cached.
+    # The sum is NaN or infinite if any score is. Summation reads the scores only once, while they are cached.
     if not math.isfinite(scores.sum().item()):
         raise NonFiniteScores(NON_FINITE_MESSAGE)
     return scores
@@ -138,7 +139,7 @@ class _KernelBlender(Blender):
 
     def __init__(self, grid: Grid, num_outputs: int, blending: Blending, kernels: WindowKernels) -> None:
         super().__init__(grid)
-        z, y, x = (_compute_axis_importance(edge, blending, torch.device("cpu")) for edge in grid.roi)
+        z, y, x = (_compute_axis_importance(length, blending, torch.device("cpu")) for length in grid.roi)
         self._kernels, self._num_columns = kernels, len(grid.starts[2])
         self._sums = OverlapSums(num_outputs, grid.padded_size, (z, y, x), MIN_WEIGHT, grid.starts)
         self._means: Tensor | None = None
@@ -178,10 +179,10 @@ class _TorchBlender(Blender):
         super().__init__(grid)
         self._check_scores = check_scores
         self._importance = compute_importance_map(grid.roi, blending, device)
-        depth, height, edge = grid.roi
+        depth, height, width = grid.roi
         self._row_weights = torch.zeros((depth, height, grid.padded_size[2]), device=device)
         for start in grid.starts[2]:
-            self._row_weights[:, :, start : start + edge] += self._importance
+            self._row_weights[:, :, start : start + width] += self._importance
         self._row_sums = torch.empty((num_outputs + 1, *self._row_weights.shape), device=device)
         self._previous_layer_sums = torch.empty(
             (num_outputs + 1, grid.max_overlap[0], *grid.padded_size[1:]), device=device
@@ -203,8 +204,8 @@ class _TorchBlender(Blender):
 
     def _add_run(self, run: Run, scores: Tensor) -> None:
         """Add the scores [B, K, *roi] of consecutive windows to the current row."""
-        weighted = torch.empty(scores.shape, device=scores.device)
-        torch.mul(scores, self._importance, out=weighted)
+        weighted_scores = torch.empty(scores.shape, device=scores.device)
+        torch.mul(scores, self._importance, out=weighted_scores)
         first_column, width = run.start[2], self._grid.roi[2]
         # Each window overlaps only with neighbors that are fewer than `spacing` windows away.
         spacing = -(-width // run.step)
@@ -212,7 +213,7 @@ class _TorchBlender(Blender):
             # The result of more than two additions depends on their order, so add the windows one by one.
             spacing = run.num_windows
         for first in range(min(spacing, run.num_windows)):
-            scores_to_add = weighted[first::spacing].permute(1, 2, 3, 0, 4)
+            scores_to_add = weighted_scores[first::spacing].permute(1, 2, 3, 0, 4)
             sums = self._row_sums[:-1, :, :, first_column + first * run.step :].unfold(3, width, spacing * run.step)
             sums[:, :, :, : scores_to_add.shape[3]] += scores_to_add
 
@@ -258,14 +259,14 @@ class FiniteFlag:
 @lru_cache(maxsize=16)
 def compute_importance_map(roi: Size, blending: Blending, device: torch.device) -> Tensor:
     """Return the weight of each voxel of a window, float32 [*roi], like `monai.data.utils.compute_importance_map`."""
-    z, y, x = (_compute_axis_importance(edge, blending, device) for edge in roi)
+    z, y, x = (_compute_axis_importance(length, blending, device) for length in roi)
     # Dividing by the small tail values of a Gaussian would amplify rounding errors.
     return (z[:, None, None] * y[:, None] * x).clamp(min=MIN_WEIGHT)
 
 
-def _compute_axis_importance(edge: int, blending: Blending, device: torch.device) -> Tensor:
-    """Return the weight of each position along one axis of a window, float32 [edge], without the lower bound."""
+def _compute_axis_importance(length: int, blending: Blending, device: torch.device) -> Tensor:
+    """Return the weight of each position along one axis of a window, float32 [length], without the lower bound."""
     if blending.mode == "constant":
-        return torch.ones(edge, device=device)
-    distance = torch.arange(edge, dtype=torch.float32, device=device) - (edge - 1) / 2
-    return torch.exp(distance**2 / (-2 * (blending.sigma * edge) ** 2))
+        return torch.ones(length, device=device)
+    distance = torch.arange(length, dtype=torch.float32, device=device) - (length - 1) / 2
+    return torch.exp(distance**2 / (-2 * (blending.sigma * length) ** 2))

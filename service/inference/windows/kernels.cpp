@@ -27,9 +27,9 @@ struct Scaling {
 };
 
 template <typename Pixel, typename Out>
-void scale_line(const Pixel *from, int64_t from_step, Out *out, int64_t out_step, int64_t count, Scaling scaling) {
+void scale_line(const Pixel *pixels, int64_t pixel_step, Out *out, int64_t out_step, int64_t count, Scaling scaling) {
   for (int64_t x = 0; x < count; ++x) {
-    float value = (static_cast<float>(from[x * from_step]) - scaling.offset) / scaling.scale;
+    float value = (static_cast<float>(pixels[x * pixel_step]) - scaling.offset) / scaling.scale;
     value = value < scaling.lowest ? scaling.lowest : value;
     store_one(out + x * out_step, value > scaling.highest ? scaling.highest : value);
   }
@@ -54,22 +54,22 @@ void scale_box(const Pixel *pixels, Out *out, const Box &box, Scaling scaling, i
         const bool is_in_next_plane = y + PREFETCH_DISTANCE >= height;
         const int64_t later_z = z + is_in_next_plane, later_y = y + PREFETCH_DISTANCE - is_in_next_plane * height;
         if (later_z < depth && later_y < height) prefetch<false>(box.line(pixels, later_z, later_y), width * step);
-        Out *const to = out + z * box.out_strides[0] + y * box.out_strides[1];
+        Out *const out_line = out + z * box.out_strides[0] + y * box.out_strides[1];
         if (step == 1 && box.out_strides[2] == 1)
-          scale_line(box.line(pixels, z, y), 1, to, 1, width, scaling);
+          scale_line(box.line(pixels, z, y), 1, out_line, 1, width, scaling);
         else
-          scale_line(box.line(pixels, z, y), step, to, box.out_strides[2], width, scaling);
+          scale_line(box.line(pixels, z, y), step, out_line, box.out_strides[2], width, scaling);
       }
   });
 }
 
 template <typename Pixel>
 void scale_pixels(const void *pixels, void *out, int32_t is_bfloat16, const Box &box, Scaling scaling, int threads) {
-  const Pixel *const from = static_cast<const Pixel *>(pixels);
+  const Pixel *const typed_pixels = static_cast<const Pixel *>(pixels);
   if (is_bfloat16)
-    scale_box(from, static_cast<Bfloat16 *>(out), box, scaling, threads);
+    scale_box(typed_pixels, static_cast<Bfloat16 *>(out), box, scaling, threads);
   else
-    scale_box(from, static_cast<float *>(out), box, scaling, threads);
+    scale_box(typed_pixels, static_cast<float *>(out), box, scaling, threads);
 }
 
 } // namespace
@@ -83,9 +83,9 @@ extern "C" {
 void stackseg_scale(const void *pixels, int32_t pixel_type, void *out, int32_t is_bfloat16, const Box *box, float offset,
                     float scale, float lowest, float highest, int32_t threads) {
   const Scaling scaling{offset, scale, lowest, highest};
-  constexpr decltype(&scale_pixels<float>) BY_PIXEL_TYPE[] = {
+  constexpr decltype(&scale_pixels<float>) SCALE_FUNCTIONS[] = {
       scale_pixels<uint8_t>, scale_pixels<int8_t>, scale_pixels<uint16_t>, scale_pixels<int16_t>, scale_pixels<float>};
-  BY_PIXEL_TYPE[pixel_type](pixels, out, is_bfloat16, *box, scaling, threads);
+  SCALE_FUNCTIONS[pixel_type](pixels, out, is_bfloat16, *box, scaling, threads);
 }
 
 // Adds the scores of one window, and writes the means that no later window covers.
@@ -113,7 +113,7 @@ int32_t stackseg_blend(const void *scores, int32_t is_bfloat16, const int64_t *s
                         shape[7], shape[8], shape[9]};
   const float *const along_x = weights + lengths[0] + lengths[1];
   const Importance importance{weights, weights + lengths[0], along_x, along_x + lengths[2] + WEIGHT_PADDING};
-  // While the number of shared columns stays the same, each line of sums replaces the one that was read.
+  // While the number of shared columns stays the same, each line of sums overwrites the line that was just read.
   int64_t read_buffer = 0;
   for (int64_t n = 1; n <= index[2]; ++n)
     read_buffer ^= windows.x.num_shared(n) != windows.x.num_shared(n - 1);
@@ -122,8 +122,8 @@ int32_t stackseg_blend(const void *scores, int32_t is_bfloat16, const int64_t *s
   const int64_t final_rows = windows.y.num_final(index[1]);
   std::atomic<bool> failed{false};
   run_in_parts(threads, [&](int part) {
-    const auto work = [&](const auto *typed) {
-      return blend(typed, steps, windows, index, importance, buffers[read_buffer], buffers[written_buffer], buffers[2],
+    const auto work = [&](const auto *typed_scores) {
+      return blend(typed_scores, steps, windows, index, importance, buffers[read_buffer], buffers[written_buffer], buffers[2],
                    buffers[3], means, final_rows * part / threads, final_rows * (part + 1) / threads);
     };
     if (!(is_bfloat16 ? work(static_cast<const Bfloat16 *>(scores)) : work(static_cast<const float *>(scores)))) failed = true;

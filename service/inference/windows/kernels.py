@@ -20,7 +20,7 @@ from service.core.buffers import BufferCache, BufferPool
 from service.core.native.library import CppFunctions
 from service.core.quantities import Size
 
-# Argument and result types of each function, in the type codes of `CppFunctions`.
+# Argument and result types of each function, as type codes of `CppFunctions`.
 SIGNATURES = (
     ("stackseg_scale", "pipipffffi", "-"),
     ("stackseg_blend", "pipppppppi", "i"),
@@ -71,12 +71,14 @@ class OverlapSums:
             raise ValueError("weights must be float32 tensors on the CPU")
         depth, height, width = map(len, weights)
         self.window_shape, self.volume_width = (num_outputs, depth, height, width), size[2]
-        edges = self.window_shape[1:]
-        steps = [_compute_steps(*axis) for axis in zip(starts, edges, size, strict=True)]
+        window_lengths = self.window_shape[1:]
+        steps = [_compute_steps(*axis) for axis in zip(starts, window_lengths, size, strict=True)]
         # Number of leading voxels of each window along each axis that no later window covers.
-        self.final_lengths = tuple((*axis_steps, edge) for axis_steps, edge in zip(steps, edges, strict=True))
+        self.final_lengths = tuple(
+            (*axis_steps, window_length) for axis_steps, window_length in zip(steps, window_lengths, strict=True)
+        )
         shared_planes, shared_rows, shared_columns = (
-            edge - min(axis) for axis, edge in zip(self.final_lengths, edges, strict=True)
+            window_length - min(axis) for axis, window_length in zip(self.final_lengths, window_lengths, strict=True)
         )
         buffer_lengths = (
             depth * height * num_outputs * shared_columns,
@@ -131,7 +133,9 @@ class WindowKernels(CppFunctions):
         out     float32 or bfloat16, of the same shape, with any strides
         """
         if not self.can_scale(pixels, out) or pixels.shape != out.shape or pixels.ndim != 3:
-            raise ValueError(f"cannot scale {pixels.dtype} {pixels.shape} into {out.dtype} {list(out.shape)}")
+            raise ValueError(
+                f"cannot scale {pixels.dtype} pixels of shape {pixels.shape} to {out.dtype} of shape {list(out.shape)}"
+            )
         self._functions.stackseg_scale(
             *(pixels.ctypes.data, PIXEL_DTYPES.index(pixels.dtype), out.data_ptr(), out.dtype == torch.bfloat16),
             *(_make_int64_array(*pixels.shape, *pixels.strides, *out.stride()), offset, scale, *limits),
@@ -151,11 +155,15 @@ class WindowKernels(CppFunctions):
             0 <= axis_index < len(lengths) for axis_index, lengths in zip(index, sums.final_lengths, strict=True)
         )
         if window.shape != sums.window_shape or not window.is_cpu or not is_valid_index:
-            raise ValueError(f"cannot add scores {list(window.shape)} to windows {sums.window_shape} at {index}")
+            raise ValueError(
+                f"cannot add scores of shape {list(window.shape)} to windows of shape {sums.window_shape} at {index}"
+            )
         planes, rows = sums.final_lengths[0][index[0]], sums.final_lengths[1][index[1]]
         is_writable = means.dtype == torch.float32 and means.is_cpu and means.is_contiguous()
         if not is_writable or means.shape != (sums.window_shape[0], planes, rows, sums.volume_width):
-            raise ValueError(f"cannot write {planes} planes and {rows} rows to {means.dtype} {list(means.shape)}")
+            raise ValueError(
+                f"cannot write {planes} planes and {rows} rows to {means.dtype} means of shape {list(means.shape)}"
+            )
         has_nonfinite_means = self._functions.stackseg_blend(
             *(window.data_ptr(), window.dtype == torch.bfloat16, _make_int64_array(*window.stride()), sums.shape),
             *(sums.starts, _make_int64_array(*index), sums.weights.data_ptr()),
@@ -168,11 +176,15 @@ window_kernels = WindowKernels(SIGNATURES)
 """Kernels that this process uses."""
 
 
-def _compute_steps(starts: tuple[int, ...], edge: int, length: int) -> list[int]:
+def _compute_steps(starts: tuple[int, ...], window_length: int, length: int) -> list[int]:
     """Return the distances between adjacent windows. Raises ValueError if the windows do not cover the axis."""
     steps = [next_start - start for start, next_start in itertools.pairwise(starts)]
-    if not starts or (starts[0], starts[-1]) != (0, length - edge) or not all(0 < step <= edge for step in steps):
-        raise ValueError(f"windows of length {edge} at {starts} do not cover an axis of {length} voxels")
+    if (
+        not starts
+        or (starts[0], starts[-1]) != (0, length - window_length)
+        or not all(0 < step <= window_length for step in steps)
+    ):
+        raise ValueError(f"windows of length {window_length} at {starts} do not cover an axis of {length} voxels")
     return steps
 
 

@@ -1,6 +1,6 @@
-"""MONAI's `sliding_window_inference`, as an alternative to `SlidingWindow` and as its reference in tests.
+"""MONAI's `sliding_window_inference`, as an alternative to `SlidingWindow` and as the reference in its tests.
 
-This module is imported only if the setting is `windows.inferer: monai`.
+This module is imported only with the setting `windows.inferer: monai`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MonaiInferer:
         progress: Callable[[int, int], None],
     ) -> Iterator[Slab]:
         """Yield the scores of `image`, float32 [1, C, Z, Y, X], as one slab. Propagates exceptions from `run`."""
-        settings, roi, done = self._settings, as_size(window.batch.shape[2:]), 0
+        settings, roi, num_scored = self._settings, as_size(window.batch.shape[2:]), 0
         total = Grid.cover(as_size(image.shape[2:]), roi, overlap).count
 
         def compute_slabs(stack: Tensor) -> Iterator[Tensor]:
@@ -48,10 +48,10 @@ class MonaiInferer:
             return (slab.scores for slab in slabs)
 
         def score_batch(windows: Tensor) -> Tensor:
-            nonlocal done
+            nonlocal num_scored
             scores = score_stack(windows, compute_slabs).to(windows.device)
-            done += len(windows)
-            progress(done, total)
+            num_scored += len(windows)
+            progress(num_scored, total)
             return scores
 
         scores = sliding_window_inference(

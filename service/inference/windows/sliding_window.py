@@ -289,10 +289,10 @@ class WindowScan:
                 self.fill_slot(slot, position)
             return
         # On a GPU, copying many windows at a time is faster than launching one copy per window.
-        first, edge = 0, self._grid.roi[2]
+        first, window_width = 0, self._grid.roi[2]
         for run in split_runs(positions):
-            row = self._image[self._get_box(run.start, edge + (run.num_windows - 1) * run.step)]
-            windows = row.unfold(3, edge, run.step).permute(3, 0, 1, 2, 4)
+            row = self._image[self._get_box(run.start, window_width + (run.num_windows - 1) * run.step)]
+            windows = row.unfold(3, window_width, run.step).permute(3, 0, 1, 2, 4)
             batch[first : first + run.num_windows].copy_(windows)
             first += run.num_windows
 
@@ -338,7 +338,7 @@ class WindowScan:
         return slabs
 
     def _blend_skipped(self, blender: Blender, next_position: Size | None) -> Iterator[Slab]:
-        """Add the skipped windows before the window at `next_position`, or all remaining windows if that is None."""
+        """Add the skipped windows before the window at `next_position`, or all remaining ones if it is None."""
         for position in self._positions_to_blend:
             if position == next_position:
                 return

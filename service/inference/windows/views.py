@@ -26,12 +26,12 @@ class ViewAveragingNetwork:
 
     def __call__(self, windows: Tensor) -> Tensor:
         """Return the scores of windows [B, C, z, y, x] in newly allocated memory, float32 [B, K, z, y, x]."""
-        total = torch.zeros(())
+        score_sum = torch.zeros(())
         for index, axes in enumerate(self.views):
             scores = self._score(windows, axes)
             # Copy the scores, because the network may reuse their memory.
-            total = scores.to(torch.float32, copy=True) if not index else total.add_(scores)
-        return total.div_(len(self.views))
+            score_sum = scores.to(torch.float32, copy=True) if not index else score_sum.add_(scores)
+        return score_sum.div_(len(self.views))
 
     def _score(self, windows: Tensor, axes: tuple[int, ...]) -> Tensor:
         if not axes:

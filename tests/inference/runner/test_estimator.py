@@ -25,7 +25,7 @@ from service.inference.runner.estimator import Estimator, make_plan
 from service.inference.runner.memory_estimate import WindowMemory, estimate_request, measure_activation_bytes
 from service.inference.segment import segment
 from service.inference.types import Plan
-from service.inference.windows.grid import MAX_SKIPPED_BYTES, Grid
+from service.inference.windows.grid import MAX_SKIPPED_SLAB_BYTES, Grid
 from service.inference.windows.kernels import window_kernels
 from service.models.repository import read_spec
 
@@ -95,7 +95,7 @@ def test_slabs_of_skipped_rows_are_part_of_the_estimate(bands):
     (depth, height, _), skipped = grid.roi, grid.compute_max_skipped_rows(len(bands.outputs), 2)
     rows = min(2 * (skipped + 1) + skipped, grid.num_rows)
     assert skipping - default == 4 * len(bands.outputs) * depth * (0.75 * height) * 512 * rows
-    assert 0 < skipping - default <= 1.5 * MAX_SKIPPED_BYTES
+    assert 0 < skipping - default <= 1.5 * MAX_SKIPPED_SLAB_BYTES
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_changed_settings_or_weights_need_a_new_plan(bands, settings, limit_engi
     for spec, engine in ((bands, {"tolerance": 0.01}), (bands, {"precision": "fp32"}), (others, {})):
         selector = make_selector(spec, settings(**engine), network)
         assert not selector.select().is_cached
-    assert {"device", "torch", "threads", "openvino", "engines"} <= selector.collect_circumstances().keys()
+    assert {"device", "torch", "threads", "openvino", "engines"} <= selector.collect_plan_dependencies().keys()
 
 
 @pytest.mark.parametrize("choose", [EngineSelector.select, lambda selector: selector.tune(60)])
@@ -442,8 +442,8 @@ OTHER = EngineConfig("other", "bf16", "contiguous", LARGE_BATCH)
     ("make", "engine", "expected", "message"),
     [
         (lambda module: module, {}, ("other", "bf16"), None),
-        (corrupt_last_window, {}, ("eager", "fp32"), "It runs eagerly in fp32 instead."),
-        (corrupt_last_window, {"precision": "bf16"}, ("eager", "fp32"), "It runs eagerly in fp32 instead."),
+        (corrupt_last_window, {}, ("eager", "fp32"), "The model runs eagerly in fp32 instead."),
+        (corrupt_last_window, {"precision": "bf16"}, ("eager", "fp32"), "The model runs eagerly in fp32 instead."),
         (return_nan, {"precision": "bf16"}, ("eager", "fp32"), "not finite"),
     ],
     ids=["right", "faulty", "faulty and set", "not finite"],

@@ -3,7 +3,7 @@
 Requests preprocess, decode and write in their own threads. Windows for the same network can share a batch, because most
 networks take as long for a partly filled batch as for a full one. A GPU has one stream, on which the next batch is
 launched before the previous one has finished. A CPU runs several batches concurrently, each on some of its cores. This
-keeps the cores busier than one batch on all of them, where threads wait for the slowest one at the end of every layer.
+keeps the cores busier than one batch on all cores, whose threads wait for the slowest one at the end of every layer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WindowBatcher:
     streams       maximum number of batches that run concurrently; a model may allow fewer batches
     share_cores   called in the thread of a stream before a batch, with the number of streams that share the device
     mark          function that marks the end of the launched work; None if the device is synchronous
-    start_timer   returns a timer that measures the network by the device's clock, or None to use the host's clock
+    make_timer    returns a timer that measures the network by the device's clock, or None to use the host's clock
 
     Two rules alternate in choosing the request for the next batch. The first takes the request that is due first, so
     this request gets at least half of the device. The second takes the request with the fewest remaining windows, so a
@@ -73,10 +73,10 @@ class WindowBatcher:
         share_cores: Callable[[int], None] = lambda _streams: None,
         mark: Mark | None = None,
         *,
-        start_timer: Callable[[], Timer | None] = lambda: None,
+        make_timer: Callable[[], Timer | None] = lambda: None,
     ) -> None:
-        self._share_cores, self._mark, self._start_timer = share_cores, mark, start_timer
-        self._batches_per_stream = 1 if mark is None else MAX_LAUNCHED_BATCHES
+        self._share_cores, self._mark, self._make_timer = share_cores, mark, make_timer
+        self._max_stream_batches = 1 if mark is None else MAX_LAUNCHED_BATCHES
         self._lock = threading.Lock()
         self._work_available = threading.Condition(self._lock)
         self._ordered_blender = OrderedBlender(self._lock)
@@ -88,9 +88,9 @@ class WindowBatcher:
         self._is_closed = False
         self._batch_count = 0
         # Unfinished batches by number.
-        self._running: dict[int, RunningBatch] = {}
-        # Launched batches in launch order, and the time at which the latest finished batch was finished.
-        self._launched: deque[LaunchedBatch] = deque()
+        self._batches: dict[int, RunningBatch] = {}
+        # Launched batches in launch order, and the time at which the latest batch finished.
+        self._launched_batches: deque[LaunchedBatch] = deque()
         self._last_finish_time = 0.0
         self._threads = [
             threading.Thread(target=self._run_thread, args=(index,), name=name, daemon=True) for index in range(streams)
@@ -104,7 +104,7 @@ class WindowBatcher:
     def heartbeat(self) -> int | None:
         """Number of the oldest unfinished batch, or None if no batch is running. It changes unless a batch is stuck."""
         with self._lock:
-            return min(self._running, default=None)
+            return min(self._batches, default=None)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -230,7 +230,7 @@ class WindowBatcher:
         """Mark the last call or batch of a thread as finished, and wait for work. Returns None after `close`."""
         with self._lock:
             if batch_number is not None:
-                del self._running[batch_number]
+                del self._batches[batch_number]
             if self._calling_thread_index == index:
                 self._calling_thread_index = None
             while not self._is_closed:
@@ -242,14 +242,14 @@ class WindowBatcher:
                     batch = self._start_next_batch(requests)
                     self._wake()
                     return batch
-                if self._launched:
-                    return self._launched.popleft()
+                if self._launched_batches:
+                    return self._launched_batches.popleft()
                 self._num_idle_threads += 1
                 self._work_available.wait()
             return None
 
     def _can_run_call(self) -> bool:
-        return bool(self._calls) and self._calling_thread_index is None and not self._running
+        return bool(self._calls) and self._calling_thread_index is None and not self._batches
 
     def _fail_cancelled_requests(self) -> None:
         for request in self._requests:
@@ -261,7 +261,7 @@ class WindowBatcher:
         if self._calls or self._calling_thread_index is not None:
             return []
         requests = choose_requests(self._requests, self._batch_count)
-        return requests if requests and can_start(requests, self._running.values(), self._batches_per_stream) else []
+        return requests if requests and can_start(requests, self._batches.values(), self._max_stream_batches) else []
 
     def _start_next_batch(self, requests: Sequence[WindowRequest]) -> Batch:
         window = requests[0].window
@@ -269,19 +269,19 @@ class WindowBatcher:
         num_remaining = sum(
             [item.scan.num_remaining for item in self._requests if item.window is window and not item.has_failed]
         )
-        num_streams = min(window.streams, len(self._threads), len(self._running) + -(-num_remaining // window.capacity))
+        num_streams = min(window.streams, len(self._threads), len(self._batches) + -(-num_remaining // window.capacity))
         # On an asynchronous device, successive batches share the only stream.
-        free_streams = set(range(len(self._threads))) - {running.stream for running in self._running.values()}
+        free_streams = set(range(len(self._threads))) - {running.stream for running in self._batches.values()}
         stream = min(free_streams, default=0)
         self._batch_count += 1
-        self._running[self._batch_count] = RunningBatch(window, stream)
+        self._batches[self._batch_count] = RunningBatch(window, stream)
         return Batch(self._batch_count, fill_batch(requests, window.capacity), stream, num_streams)
 
     def _compute_batch(self, batch: Batch) -> int | None:
         """Compute a batch and return its number. On an asynchronous device, launch it and return None."""
         if self._mark is not None:
-            launch = LaunchedBatch(batch.number, batch.batch_slices, batch.stream, self._mark, self._start_timer())
-            self._launched.append(launch)
+            launch = LaunchedBatch(batch.number, batch.batch_slices, batch.stream, self._mark, self._make_timer())
+            self._launched_batches.append(launch)
             return None
         if not self._forward_batch(batch) and len(batch.batch_slices) > 1:
             # The error does not reveal which request caused it, so compute the requests separately.
@@ -309,18 +309,18 @@ class WindowBatcher:
         """Compute and blend a batch. Return False on an error, which is delivered if there is only one request."""
         start_time = time.monotonic()
         batch_slices = batch.batch_slices
-        window, total = batch_slices[0].request.window, sum([item.num_windows for item in batch_slices])
+        window, total = batch_slices[0].request.window, sum([batch_slice.num_windows for batch_slice in batch_slices])
         try:
             scores = window.forward([batch_slice.window_slice for batch_slice in batch_slices], batch.stream)
         except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
             if len(batch_slices) == 1:
                 self._ordered_blender.finish(batch_slices[0], error)
             return False
-        seconds_per_window = (time.monotonic() - start_time) / batch.num_active_streams / total
-        for item, outcome in zip(batch_slices, scores, strict=True):
-            count = item.num_windows
-            item.share = BatchShare(count, count * window.get_batch_size(total) / total, count * seconds_per_window)
-            self._ordered_blender.finish(item, outcome)
+        window_seconds = (time.monotonic() - start_time) / batch.num_active_streams / total
+        for batch_slice, outcome in zip(batch_slices, scores, strict=True):
+            count = batch_slice.num_windows
+            batch_slice.share = BatchShare(count, count * window.get_batch_size(total) / total, count * window_seconds)
+            self._ordered_blender.finish(batch_slice, outcome)
         return True
 
 
@@ -346,5 +346,5 @@ def make_batcher(settings: Settings, device: torch.device, *, is_on_host: bool) 
         max_streams if is_on_host else 1,
         lambda streams: devices.set_torch_threads(max(cores // streams, 1)),
         None if is_on_host else partial(record_end, device),
-        start_timer=partial(CudaTimer, device) if device.type == "cuda" else lambda: None,
+        make_timer=partial(CudaTimer, device) if device.type == "cuda" else lambda: None,
     )

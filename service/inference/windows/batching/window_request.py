@@ -24,7 +24,7 @@ class BatchShare(NamedTuple):
 
 
 class BatchSlice:
-    """Windows of one request in one batch, and once they have been processed, their scores or the error."""
+    """Windows of one request in one batch and, once they have been processed, their scores or the error."""
 
     def __init__(self, request: WindowRequest, window_slice: WindowSlice) -> None:
         self.request, self.window_slice, self.num_windows = request, window_slice, len(window_slice.positions)
@@ -173,7 +173,7 @@ class OrderedBlender:
         self._lock = lock
 
     def finish(self, batch_slice: BatchSlice, outcome: Tensor | Exception) -> None:
-        """Store the outcome of a slice, and blend all slices whose turn it is."""
+        """Store the outcome of a slice, and blend all slices that are next in window order."""
         request = batch_slice.request
         must_store_scores = request.is_blending or request.batch_slices[0] is not batch_slice
         if must_store_scores and isinstance(outcome, Tensor) and not request.window.owns_scores:
