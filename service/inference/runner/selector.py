@@ -245,7 +245,7 @@ class EngineSelector(EngineBuilder):
         if (missing_requirement := backends.explain_unavailability(config, self._device)) is not None:
             return missing_requirement
         if (reason := backend.explain_unsupported(config.precision, self._device, self._network)) is not None:
-            return f"it {reason}"
+            return f"the engine {reason}"
         if config.streams > 1 and backends.needs_single_stream(config, self._settings.engine):
             return "a graph that is not frozen supports only a single stream"
         num_windows = config.sw_batch_size * config.streams
@@ -253,7 +253,7 @@ class EngineSelector(EngineBuilder):
         free_bytes = self._driver.free_bytes(self._device)
         if free_bytes is not None and needed_bytes > MAX_ACTIVATION_FRACTION * free_bytes:
             return (
-                f"it needs about {needed_bytes / 2**30:.1f} GiB, which is too much of the"
+                f"the activations need about {needed_bytes / 2**30:.1f} GiB, which is too much for the"
                 f" {free_bytes / 2**30:.1f} GiB of free memory"
             )
         return None
