@@ -86,11 +86,11 @@ class PlannedRequest(NamedTuple):
 class DiameterTrial(NamedTuple):
     """Comparison of the confidence at several diameters.
 
-    confidence           confidence at the selected diameter
-    previous_confidence  confidence at the diameter that was estimated from objects, or at the original resolution if
-                         there was no estimate
-    num_diameters        number of diameters that were compared
-    is_smallest          whether the selected diameter is the smallest that a trial compares
+    confidence            confidence at the selected diameter
+    previous_confidence   confidence at the diameter that was estimated from objects, or at the original resolution if
+                          there was no estimate
+    num_diameters         number of diameters that were compared
+    is_smallest           whether the selected diameter is the smallest that a trial compares
     """
 
     confidence: float

@@ -61,7 +61,7 @@ class SupportsReadInto(Protocol):
 class SparseImage:
     """Image with skipped windows. All voxels of skipped windows get the same scores.
 
-    skipped  first voxels of the skipped windows, as in `Grid.positions`; at least one window must not be skipped
+    skipped  first voxels of the skipped windows, as in `Grid.positions`; not all windows may be skipped
     scores   scores of the skipped windows, float32 [K], on the same device as the computed scores
     """
 

@@ -160,8 +160,8 @@ class WindowBatcher:
     ) -> Iterator[Slab]:
         """Yield the scores of `image` like `SlidingWindow.run`, but compute them in the threads of the device.
 
-        `share` is called there for each batch with windows of the image, never concurrently. Low values of `due` come
-        first. Raises Cancelled if the batcher is closed, and the same exceptions as `SlidingWindow.run`.
+        `share` is called there for each batch with windows of the image, never concurrently. Low values
+        of `due` come first. Raises Cancelled if the batcher is closed, and the same exceptions as `SlidingWindow.run`.
         """
         request = WindowRequest(
             window, image, overlap, due, cancelled, progress, share, is_asynchronous=self._mark is not None
