@@ -181,7 +181,7 @@ def prepare_tensor(volume: Volume, spec: ModelSpec) -> Tensor:
 
 
 def resample_image(image: NormalizedImage, volume: Volume, spec: ModelSpec, diameter: Diameter | None) -> PreparedImage:
-    """Resample a volume's image trilinearly to the grid of the network. Raises the same errors as `working_size`."""
+    """Resample the image trilinearly to the grid of the network. Raises the same errors as `working_size`."""
     source_size, target_size = as_size(volume.shape[1:]), working_size(volume, spec, diameter)
     notes = describe_resampling(source_size, target_size, spec, diameter)
     return PreparedImage(ResampledImage(image, Resampling(source_size, target_size)) if notes else image, notes)

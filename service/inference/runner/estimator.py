@@ -210,8 +210,8 @@ class Estimator:
             request_estimate = self._add_monai_bytes(request_estimate)
         if request_estimate.windows > (max_windows := self.settings.limits.windows):
             raise TooLarge(
-                f"The volume needs {request_estimate.windows} windows, but this service allows at most {max_windows}"
-                f" for one volume. Crop the volume, or use less overlap{', quality=fast' * bool(plan.views)} or a"
+                f"The volume needs {request_estimate.windows} windows, but this service allows at most"
+                f" {max_windows} for one volume. Crop the volume, or use less overlap{', quality=fast' * bool(plan.views)} or a"
                 " larger diameter.",
                 suggested={"quality": "fast"} if plan.views else None,
             )
