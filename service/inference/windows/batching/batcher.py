@@ -161,7 +161,7 @@ class WindowBatcher:
         """Yield the scores of `image` like `SlidingWindow.run`, but compute them in the threads of the device.
 
         `share` is called there for each batch with windows of the image, never concurrently. Low values
-        of `due` come first. Raises the same exceptions as `SlidingWindow.run`, and Cancelled if the batcher is closed.
+        of `due` come first. Raises the same exceptions as `SlidingWindow.run`, and Cancelled after `close`.
         """
         request = WindowRequest(
             window, image, overlap, due, cancelled, progress, share, is_asynchronous=self._mark is not None
