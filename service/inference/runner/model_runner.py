@@ -53,11 +53,11 @@ log = logging.getLogger(__name__)
 class ModelRunner:
     """Loads a model once and runs it. After `warm_up`, several threads may segment with it concurrently.
 
-    placement  where the windows and scores of requests are stored
-    estimator  plans requests
-    scores     computes the scores of images
-    diameters  cache of the diameter estimates for earlier stacks
-    allocate   allocates the arrays of results
+    placement       where the windows and scores of requests are stored
+    estimator       plans requests
+    scores          computes the scores of images
+    diameters       cache of the diameter estimates for earlier stacks
+    allocate        allocates the arrays of results
 
     The network is called by the thread that runs `warm_up`, and by the threads that run its `SlidingWindow`, at most
     one per stream. On CUDA, this must always be the same thread, because Inductor binds recorded graphs to a thread.
