@@ -211,8 +211,8 @@ class Estimator:
         if request_estimate.windows > (max_windows := self.settings.limits.windows):
             raise TooLarge(
                 f"The volume needs {request_estimate.windows} windows, but this service allows at most"
-                f" {max_windows} for one volume. Crop the volume, or use less overlap{', quality=fast' * bool(plan.views)} or a"
-                " larger diameter.",
+                f" {max_windows} for one volume. Crop the volume, or use less overlap"
+                f"{', quality=fast' * bool(plan.views)} or a larger diameter.",
                 suggested={"quality": "fast"} if plan.views else None,
             )
         return PlannedRequest(plan, request_estimate)
