@@ -195,7 +195,7 @@ def describe_resampling(
         return ()
     reason = "the model's voxel size" if diameter is None else f"an object diameter of {spec.input.diameter:g} voxels"
     source, target = (" x ".join(map(str, size)) for size in (source_size, target_size))
-    return (f"Resampled from {source} to {target} voxels for {reason}.",)
+    return (f"Resampled from {source} to {target} voxels to match {reason}.",)
 
 
 def resample_segmentation(segmentation: Segmentation, size: Size, minimum_size: int = 0) -> Segmentation:

@@ -83,8 +83,8 @@ class _Overlaps(NamedTuple):
 
 def split_slabs(shape: tuple[int, ...]) -> list[slice]:
     """Divide the planes into slices of up to about `_MAX_SLAB_VOXELS` voxels."""
-    planes = max(1, _MAX_SLAB_VOXELS // max(1, math.prod(shape[1:])))
-    return [slice(z, z + planes) for z in range(0, shape[0], planes)]
+    num_planes = max(1, _MAX_SLAB_VOXELS // max(1, math.prod(shape[1:])))
+    return [slice(z, z + num_planes) for z in range(0, shape[0], num_planes)]
 
 
 def count_label_voxels(labels: Array) -> IntegerArray:

@@ -34,7 +34,7 @@ def test_volumes_are_resampled_only_if_both_voxel_sizes_are_known(bands):
     assert working_size(Volume.from_array(pixels, VoxelSize(2, 0.5, 0.25)), bands) == (4, 6, 8)
     image, notes = prepare(Volume.from_array(pixels, VoxelSize(2, 0.5, 0.25)), spec)
     assert image.shape == (1, 1, 8, 6, 4)
-    assert notes == ("Resampled from 4 x 6 x 8 to 8 x 6 x 4 voxels for the model's voxel size.",)
+    assert notes == ("Resampled from 4 x 6 x 8 to 8 x 6 x 4 voxels to match the model's voxel size.",)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_objects_are_resampled_to_the_diameter_of_the_model(bands, diameter, vox
     image, notes = prepare(volume, spec, diameter)
     assert image.shape[2:] == working_size(volume, spec, diameter)
     assert bool(notes) == (size != (4, 10, 14))
-    assert all(note.endswith("for an object diameter of 10 voxels.") for note in notes)
+    assert all(note.endswith("to match an object diameter of 10 voxels.") for note in notes)
 
 
 def test_no_axis_becomes_shorter_than_the_window(bands):
