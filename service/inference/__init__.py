@@ -1,1 +1,1 @@
-"""One model on one device: a volume in, a segmentation out, without a queue and without HTTP."""
+"""Inference with one model on one device, from a volume to a segmentation. Queues and HTTP are handled elsewhere."""

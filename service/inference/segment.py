@@ -22,7 +22,12 @@ from service.inference.diameter.estimation import DiameterEstimator
 from service.inference.diameter.window_selection import select_high_contrast_windows
 from service.inference.preprocessing.empty_windows import SkipResult, make_filter
 from service.inference.preprocessing.normalize import NormalizedImage, normalize_volume
-from service.inference.preprocessing.resample import base_factors, resample_image, resample_segmentation, used_diameter
+from service.inference.preprocessing.resample import (
+    compute_base_factors,
+    resample_image,
+    resample_segmentation,
+    used_diameter,
+)
 from service.inference.runner.callbacks import Callbacks
 from service.inference.types import DiameterEstimate, Plan, PlannedRequest, Result
 from service.inference.windows.grid import as_size
@@ -34,13 +39,13 @@ if TYPE_CHECKING:
     from service.inference.runner.scoring import ScoringResult
 
 DEFAULT_CALLBACKS = Callbacks()
-"""Callbacks for a caller that waits for the result in its own thread and computes the windows there."""
+"""Callbacks for a caller that runs the network in its own thread and needs no progress reports."""
 
 log = logging.getLogger(__name__)
 
 
 class _Call(NamedTuple):
-    """The arguments of one call to `segment`, and the seconds spent in its stages so far."""
+    """The arguments of one call to `segment`, and the time spent in each of its stages so far."""
 
     runner: ModelRunner
     volume: Volume
@@ -68,14 +73,14 @@ def segment(
     request: PlannedRequest | None = None,
     callbacks: Callbacks = DEFAULT_CALLBACKS,
 ) -> Result:
-    """Segment one volume [C, Z, Y, X] on its own grid.
+    """Segment one volume [C, Z, Y, X]. The segmentation is on the grid of the volume.
 
-    request  the runner's plan for the volume and the options; None: plan it now
+    request  the runner's plan for the volume and the options; None to plan the request now
 
     Raises BadParameter if the model does not support the options or channels, TooLarge if the request has more windows
     than the operator allows, Cancelled if the callbacks cancel the request between two batches, OutOfMemory if the
-    memory is not sufficient, NonFiniteScores if even float32 gives NaN or infinity, DeviceLost if the device fails, and
-    LowConfidenceResult if the options are strict and the confidence is low.
+    memory is not sufficient, NonFiniteScores if the scores are NaN or infinite even in float32, DeviceLost if the
+    device fails, and LowConfidenceResult if the options are strict and the confidence is low.
     """
     request = request or runner.estimator.plan_request(volume, options)
     if options.roi_size is not None:
@@ -85,53 +90,53 @@ def segment(
     with runner.inference_context(request.estimate):
         runner.check_memory(request.estimate)
         with call.stages.measure("prepare"):
-            source, notes = normalize_volume(volume, runner.spec, runner.placement.upload(volume))
+            source, normalization_notes = normalize_volume(volume, runner.spec, runner.placement.upload(volume))
         (plan, estimate), diameter, diameter_notes = _apply_diameter(call, source, request)
         image, resampling_notes = _resample(call, source, plan)
         spec = apply_postprocessing(runner.spec, plan.postprocessing, volume, as_size(image.shape[2:]))
         image, skipped, skipping_notes = _skip_empty_windows(call, image, spec, plan)
         callbacks.progress(0, estimate.windows)
-        scored = _score(call, image, spec, plan)
+        scoring = _score(call, image, spec, plan)
         # Free the images before decoding.
         del source, image
-        segmentation = _decode(call, scored.consumer, plan)
+        segmentation = _decode(call, scoring.consumer, plan)
         confidence, quality_warning = _assess_confidence(call, segmentation, plan, diameter)
-    changes = (*diameter_notes, *resampling_notes, *skipping_notes, *runner.batch_notes(options), *scored.notes)
+    notes = (*diameter_notes, *resampling_notes, *skipping_notes, *runner.list_batch_notes(options), *scoring.notes)
     return Result(
         segmentation,
         call.stages.seconds,
-        (*notes, *changes, *volume.notes),
-        scored.fallbacks,
-        scored.recomputed,
+        (*normalization_notes, *notes, *volume.notes),
+        scoring.fallbacks,
+        scoring.recomputed,
         diameter,
         is_diameter_estimated=plan.needs_diameter_estimate and diameter is not None,
         skipped=skipped,
         spec=runner.spec,
-        engine=runner.describe_engine(recomputed=scored.recomputed),
+        engine=runner.describe_engine(recomputed=scoring.recomputed),
         confidence=confidence,
         quality_warning=quality_warning,
     )
 
 
 def _apply_diameter(call: _Call, image: NormalizedImage, request: PlannedRequest) -> RequestWithDiameter:
-    """Estimate the object diameter if the request does not specify it, and plan the request again with it."""
+    """Estimate the object diameter if the request does not specify it, and then plan the request with the estimate."""
     if not request.plan.needs_diameter_estimate:
         return RequestWithDiameter(request, request.plan.diameter)
     runner, volume = call.runner, call.volume
 
     def plan_request(diameter: Diameter) -> PlannedRequest:
-        planned = runner.estimator.plan_request(volume, replace(call.options, diameter=diameter))
-        runner.check_memory(planned.estimate)
-        return planned
+        planned_request = runner.estimator.plan_request(volume, replace(call.options, diameter=diameter))
+        runner.check_memory(planned_request.estimate)
+        return planned_request
 
     with call.stages.measure("size"):
-        diameter_estimate = _measure_diameter(call, image, request.plan)
-        planned = plan_with_diameter(request, diameter_estimate, plan_request)
-    call.callbacks.on_new_estimate(planned.request.estimate)
-    return planned
+        diameter_estimate = _get_diameter_estimate(call, image, request.plan)
+        request_with_diameter = plan_with_diameter(request, diameter_estimate, plan_request)
+    call.callbacks.on_new_estimate(request_with_diameter.request.estimate)
+    return request_with_diameter
 
 
-def _measure_diameter(call: _Call, image: NormalizedImage, plan: Plan) -> DiameterEstimate:
+def _get_diameter_estimate(call: _Call, image: NormalizedImage, plan: Plan) -> DiameterEstimate:
     """Return the estimate of the object diameter, from the cache if the same pixels have been segmented before."""
     runner, volume = call.runner, call.volume
     score_windows = runner.score_windows(plan, call.callbacks.probe)
@@ -139,14 +144,14 @@ def _measure_diameter(call: _Call, image: NormalizedImage, plan: Plan) -> Diamet
 
 
 def _resample(call: _Call, source: NormalizedImage, plan: Plan) -> tuple[Image, tuple[str, ...]]:
-    """Return the image on the grid of the network, readable on its device, and notes."""
+    """Return the image on the network's grid, which reads windows into device memory, and notes for the user."""
     with call.stages.measure("prepare"):
         prepared = resample_image(source, call.volume, call.runner.spec, plan.diameter)
         return call.runner.place_image(prepared.image), prepared.notes
 
 
 def _skip_empty_windows(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> SkipResult:
-    """Exclude empty windows if the plan enables it. `spec` includes the post-processing options of the request."""
+    """Skip empty windows if the plan enables skipping. `spec` includes the post-processing options of the request."""
     if plan.skip_below is None:
         return SkipResult(image, None)
     with call.stages.measure("skip"):
@@ -157,17 +162,19 @@ def _skip_empty_windows(call: _Call, image: Image, spec: ModelSpec, plan: Plan) 
 def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> ScoringResult[Decoder]:
     """Compute the scores of all windows, and decode them slab by slab."""
     runner, size = call.runner, as_size(image.shape[2:])
-    make = partial(make_decoder, spec, size, plan.output, call.volume.voxel_size, runner.allocate)
-    compute = partial(
+    make_request_decoder = partial(make_decoder, spec, size, plan.output, call.volume.voxel_size, runner.allocate)
+    compute_slabs = partial(
         runner.choose_inferer(call.callbacks.run),
         cancelled=call.callbacks.cancelled,
         progress=lambda done, total: call.callbacks.progress(done * plan.num_views, total * plan.num_views),
     )
-    return runner.scores.compute(image, plan, runner.placement.choose_decoder_factory(make, plan), call.stages, compute)
+    return runner.scores.compute(
+        image, plan, runner.placement.choose_decoder_factory(make_request_decoder, plan), call.stages, compute_slabs
+    )
 
 
 def _decode(call: _Call, decoder: Decoder, plan: Plan) -> Segmentation:
-    """Return the segmentation on the grid of the volume, once the decoder has received all scores."""
+    """Return the segmentation on the grid of the volume. The decoder must have received all scores."""
     with call.stages.measure("decode"):
         min_voxels = minimum_voxels(plan.postprocessing, call.volume)
         return resample_segmentation(decoder.finish(), call.volume.shape[1:], min_voxels)
@@ -176,43 +183,50 @@ def _decode(call: _Call, decoder: Decoder, plan: Plan) -> Segmentation:
 def _assess_confidence(
     call: _Call, segmentation: Segmentation, plan: Plan, diameter: Diameter | None
 ) -> ConfidenceAssessment:
-    """Return the confidence in the labels and a warning if it is low. Raises LowConfidenceResult if `strict` is set."""
+    """Return the confidence in the labels, and a warning if it is low.
+
+    If the confidence is low and `strict` is set, raises LowConfidenceResult instead.
+    """
     spec, volume = call.runner.spec, call.volume
 
     def collect_evidence() -> Evidence:
         likely_diameter, windows = _inspect_stack(call, plan)
-        is_given = plan.diameter is not None and not plan.needs_diameter_estimate
+        is_diameter_given = plan.diameter is not None and not plan.needs_diameter_estimate
         applied_diameter = used_diameter(volume, spec, diameter)
         return Evidence(
             windows,
             likely_diameter,
             applied_diameter,
-            is_diameter_given=is_given,
+            is_diameter_given=is_diameter_given,
             has_postprocessing=plan.postprocessing != PostprocessingOptions(),
         )
 
     with call.stages.measure("decode"):
         assessment = assess_objects(segmentation.objects, spec, collect_evidence)
     if assessment.quality_warning is not None and call.options.strict:
-        raise LowConfidenceResult(assessment.quality_warning.detail, suggested=assessment.quality_warning.suggested)
+        raise LowConfidenceResult(
+            assessment.quality_warning.detail, suggested=assessment.quality_warning.suggested_parameters
+        )
     return assessment
 
 
 def _inspect_stack(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[Tensor]]:
     """Return an estimate of the object diameter and high-contrast windows, as evidence for a warning.
 
-    Errors are logged instead of raised, because the labels must not be lost; no evidence is returned then. Cancelled
-    and DeviceLost are raised.
+    Errors other than Cancelled and DeviceLost are logged instead of raised, because the labels must not be lost. In
+    this case, no evidence is returned.
     """
     spec = call.runner.spec
     image, _notes = normalize_volume(call.volume, spec)
     try:
-        likely_diameter = None if spec.input.diameter is None else _measure_diameter(call, image, plan).likely_diameter
+        likely_diameter = (
+            None if spec.input.diameter is None else _get_diameter_estimate(call, image, plan).likely_diameter
+        )
         return likely_diameter, select_high_contrast_windows(image, spec.input.roi_size)
     except (RuntimeError, MemoryError, OSError, StackSegError) as error:
         if isinstance(error, Cancelled) or call.runner.find_device_loss(error) is not None:
             raise
-        log.warning("%s: could not collect evidence for the warning: %s", spec.identifier, error)
+        log.warning("%s: could not collect evidence for the low-confidence warning: %s", spec.identifier, error)
         return None, ()
 
 
@@ -224,9 +238,9 @@ def estimate_diameter(
     *,
     image: NormalizedImage | None = None,
 ) -> DiameterEstimate | None:
-    """Estimate the object diameter of a volume; None if `segment` with these options would not estimate it.
+    """Estimate the object diameter of a volume. Returns None if `segment` would not estimate it with these options.
 
-    `image` is the result of `normalize_volume`; None: normalize the volume now. Raises the errors of `segment`.
+    `image` is the result of `normalize_volume`; None to normalize the volume now. Raises the same errors as `segment`.
     """
     plan, estimate = runner.estimator.plan_request(volume, options)
     if not plan.needs_diameter_estimate:
@@ -239,13 +253,13 @@ def estimate_diameter(
             score_windows = runner.score_windows(plan, callbacks.probe)
             return measure_diameter(image, volume, runner.spec, score_windows)
         source, _notes = normalize_volume(volume, runner.spec)
-        return _measure_diameter(_Call(runner, volume, options, callbacks, Stages()), source, plan)
+        return _get_diameter_estimate(_Call(runner, volume, options, callbacks, Stages()), source, plan)
 
 
 def measure_diameter(image: Image, volume: Extent, spec: ModelSpec, score_windows: ScoreWindows) -> DiameterEstimate:
-    """Estimate the object diameter in the normalized image of a volume. Raises the errors of `score_windows`."""
-    base = base_factors(volume, spec)
-    return DiameterEstimator(image, base, spec, score_windows, volume.voxel_size).estimate()
+    """Estimate the object diameter in the normalized image of a volume. Propagates errors from `score_windows`."""
+    base_scale_factors = compute_base_factors(volume, spec)
+    return DiameterEstimator(image, base_scale_factors, spec, score_windows, volume.voxel_size).estimate()
 
 
 def plan_with_diameter(
@@ -259,10 +273,10 @@ def plan_with_diameter(
     if diameter is None:
         return RequestWithDiameter(request, diameter_estimate.diameter, (diameter_estimate.note,))
     try:
-        planned, estimate = plan_request(diameter)
+        new_plan, estimate = plan_request(diameter)
     except (TooLarge, OutOfMemory) as error:
-        measured = f"The objects seem to be {diameter.describe()}"
-        note = f"{measured}, but the stack is segmented at its original resolution. {error}"
+        finding = f"The objects seem to be {diameter.describe()}"
+        note = f"{finding}, but the stack is segmented at its original resolution. {error}"
         return RequestWithDiameter(request, diameter, (note,))
-    plan = request.plan._replace(diameter=diameter, decode_on_host=planned.decode_on_host)
+    plan = request.plan._replace(diameter=diameter, decode_on_host=new_plan.decode_on_host)
     return RequestWithDiameter(PlannedRequest(plan, estimate), diameter, (diameter_estimate.note,))

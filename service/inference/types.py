@@ -1,4 +1,4 @@
-"""Data types of an inference request: the plan, the estimates, the result and the engine report. No algorithms."""
+"""Data types of an inference request: the plan, the estimates, the result and the engine report."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ Table = dict[str, NDArray[Any]]
 class Plan(NamedTuple):
     """Options of a request after the operator's defaults and limits are applied.
 
-    diameter                 object diameter that the volume is resampled to match; None if it is not resampled for a
-                             diameter
+    diameter                 object diameter in the volume, which is resampled so that objects get the model's diameter;
+                             None to ignore the object diameter
     needs_diameter_estimate  whether the diameter is to be estimated; until then the original resolution is assumed
-    skip_below               gray value up to which windows are skipped; None if all windows are computed
-    postprocessing           options of the request that change how scores become objects
-    decode_on_host           whether scores are decoded on the host because the device may lack the memory for it
-    views                    mirrored views in which windows are scored; empty for the original view only
+    skip_below               gray value; windows without brighter voxels are skipped; "auto": the background level;
+                             None: no windows are skipped
+    postprocessing           options of the request that change how scores are converted to objects
+    decode_on_host           whether scores are decoded on the host because the memory of the device may be too small
+    views                    mirrored views in which windows are scored; empty to score only the original view
     """
 
     output: OutputKind
@@ -62,9 +63,9 @@ class Plan(NamedTuple):
 class Estimate:
     """Number of windows and peak memory of a request.
 
-    The bytes do not include the loaded model. On the CPU, all bytes are host memory. A window counts once for each view
-    in which it is scored. Pages of the stack are not counted: they belong to a mapped file, and the operating system
-    can reclaim them.
+    The numbers of bytes exclude the loaded model. On the CPU, all memory is host memory. A window counts once for each
+    view in which it is scored. Pages of the stack are not counted, because they belong to a mapped file and the
+    operating system can reclaim them.
     """
 
     windows: int
@@ -85,10 +86,11 @@ class PlannedRequest(NamedTuple):
 class DiameterTrial(NamedTuple):
     """Comparison of the confidence at several diameters.
 
-    confidence           at the selected diameter
-    previous_confidence  at the diameter estimated from objects, or at the original resolution if there was no estimate
-    num_diameters        number of diameters that were compared
-    is_smallest          whether the selected diameter is the smallest that a trial compares
+    confidence            confidence at the selected diameter
+    previous_confidence   confidence at the diameter that was estimated from objects, or at the original resolution if
+                          there was no estimate
+    num_diameters         number of diameters that were compared
+    is_smallest           whether the selected diameter is the smallest that a trial compares
     """
 
     confidence: float
@@ -100,13 +102,13 @@ class DiameterTrial(NamedTuple):
 class DiameterEstimate(NamedTuple):
     """An estimate of the object diameter.
 
-    diameter         in voxels of the image, in the form that suits a request; None if it is not known
+    diameter         estimated diameter in voxels of the image; None if it could not be estimated
     matches_model    whether the diameter suits the model without resampling
     num_objects      number of objects that were measured
     num_windows      number of windows that were scored
-    likely_diameter  the diameter, or a value to suggest if the diameter is not known; None if no window seems to show
-                     objects
-    trial            the trial that selected the diameter; None if it was estimated from the size of objects
+    likely_diameter  the diameter, or a value to suggest if the diameter could not be estimated; None if no window
+                     appears to contain objects
+    trial            the trial that selected the diameter; None if the diameter was estimated from the sizes of objects
     """
 
     diameter: Diameter | None
@@ -118,26 +120,26 @@ class DiameterEstimate(NamedTuple):
 
     @property
     def resampling_diameter(self) -> Diameter | None:
-        """Diameter to resample by; None if the image is used at its original resolution."""
+        """Object diameter to use for resampling; None if the image is used at its original resolution."""
         return None if self.matches_model else self.diameter
 
     @property
     def note(self) -> str:
         """A sentence about the estimate for the user."""
         if self.trial is not None:
-            limit = " Smaller diameters were not tried." if self.trial.is_smallest else ""
+            limit_note = " Smaller diameters were not tried." if self.trial.is_smallest else ""
             return (
                 f"Of {self.trial.num_diameters} object diameters tried on {self.num_windows} windows, {self.diameter}"
-                f" gave the best result.{limit} If this is wrong, set diameter=, or set diameter=none to use the stack"
-                " at its original resolution."
+                f" gave the best result.{limit_note} If this is wrong, set diameter=, or set diameter=none to use the"
+                " stack at its original resolution."
             )
-        measured = f"{self.num_objects} objects in {self.num_windows} windows"
+        measurement = f"{self.num_objects} objects in {self.num_windows} windows"
         if self.diameter is None:
             return (
-                f"The object diameter could not be estimated ({measured}), so the stack is used at its original"
+                f"The object diameter could not be estimated ({measurement}), so the stack is used at its original"
                 " resolution. If you know the diameter, set diameter=."
             )
-        estimate = f"Objects seem to be {self.diameter.describe()} ({measured})"
+        estimate = f"Objects seem to be {self.diameter.describe()} ({measurement})"
         if self.matches_model:
             return f"{estimate}, so the stack needs no resampling. If this is wrong, set diameter=."
         return (
@@ -159,18 +161,18 @@ class QualityWarning(NamedTuple):
     suggestion: str
 
     @property
-    def suggested(self) -> dict[str, str]:
-        """Suggested values by parameter; empty if there is no suggestion."""
+    def suggested_parameters(self) -> dict[str, str]:
+        """Suggested value of each parameter; empty if there is no suggestion."""
         parameter, _, value = self.suggestion.partition("=")
         return {parameter: value} if parameter else {}
 
 
 class SkippedWindows(NamedTuple):
-    """Windows that were skipped.
+    """Summary of the windows on which the network was not run.
 
     windows  number of skipped windows
     total    number of windows of the image
-    limits   highest gray value of the skipped windows, one per channel
+    limits   highest gray value in the skipped windows, per channel
     """
 
     windows: int
@@ -185,7 +187,8 @@ class SkippedWindows(NamedTuple):
 class SeriesInfo(NamedTuple):
     """Additional results of a series of time points.
 
-    num_time_points  number of time points in the result, the first of the `total` time points
+    num_time_points  number of time points in the result, counted from the start of the series
+    total            number of time points in the series
     table            measurements of all objects; None if they were not requested
     error            error that ended the series early; None if the series is complete
     """
@@ -199,17 +202,18 @@ class SeriesInfo(NamedTuple):
 class Result(NamedTuple):
     """Result of one segmentation.
 
-    seconds                by stage, in order: prepare, size (diameter estimation), skip (search for empty windows),
-                           windows, decode
+    seconds                run time of each stage in seconds, in this order: prepare, size (diameter estimation), skip
+                           (search for empty windows), windows (the network), decode
     notes                  information for the user about this result
     diameter               object diameter, specified or estimated; None if it was neither
     is_diameter_estimated  whether the diameter was estimated
     fallbacks              number of times that the batch size was reduced for lack of memory
-    recomputed             whether the scores were computed a second time, in float32
-    skipped                windows that were not computed; None if skipping was disabled
-    spec                   spec of the model that was used, even if replaced since; None if no model was used
-    engine                 name of the engine that computed the windows, with its precision
-    series                 results of several time points; None for a single volume
+    recomputed             whether the scores were computed again in float32
+    skipped                windows on which the network was not run; None if skipping was disabled
+    spec                   spec of the model at the time of the request, even if the model has been replaced since; None
+                           if no model was used
+    engine                 name and precision of the engine that ran the network
+    series                 additional results of a time series; None for a single volume
     confidence             confidence in the result, 0 to 1; None if the model has no confidence or no object was found
     quality_warning        warning that the result may be wrong; None if there is no warning
     """
@@ -235,7 +239,7 @@ class Result(NamedTuple):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences that the user should read, beginning with the warning that the result may be wrong."""
+        """Messages for the user. The first one is the warning that the result may be wrong, if there is one."""
         return self.notes if self.quality_warning is None else (self.quality_warning.detail, *self.notes)
 
     @property
@@ -254,11 +258,11 @@ class EngineReport:
 
     compile_mode             mode of torch.compile; None if the engine does not compile the network
     roi_size, sw_batch_size  window size and number of windows per batch
-    streams                  number of batches that are computed at the same time
-    planned                  how the engine was selected: fixed (by the configuration), known-order (the first of a
-                             known order that gives correct labels) or tuned (the fastest in a comparison)
+    streams                  number of batches that run concurrently
+    planned                  how the engine was selected: fixed (by the configuration), known-order (the first engine in
+                             a predefined order whose labels are correct) or tuned (the fastest in a comparison)
     cached                   whether the selection was made at an earlier start
-    trials                   engines that were considered, and the reasons why they were not selected
+    trials                   engines that were considered, each with the reason if it was not selected
     """
 
     device: str
@@ -281,12 +285,12 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class Series:
-    """Time points of one file, whose pixels are read one time point at a time.
+    """Time points of one file. Pixels are read one time point at a time.
 
     times     indices of the time points in the file
-    read      returns the volume to segment at a time point, and the volume to measure or None
-    shape     of each time point; the voxel size and the channels are also the same at all time points
-    interval  time between two time points; None if it is not known
+    read      returns the volume to segment at a time point, and the volume to measure (None to measure nothing)
+    shape     shape of each time point; all time points also have the same voxel size and channels
+    interval  time between adjacent time points; None if it is not known
     link      how objects are linked across time points; None if they are not linked
     """
 
@@ -301,9 +305,9 @@ class Series:
     def from_description(
         cls, description: Description, read: Callable[[int], tuple[Volume, Volume | None]], link: Linking | None
     ) -> Series:
-        """Return the series that was selected from a file."""
+        """Return the series of the time points that were selected from a file."""
         if description.time_points is None:
-            raise ValueError("The selection is not a range of time points.")
+            raise ValueError("The selection does not contain a range of time points.")
         times = range(*description.time_points)
         return cls(times, read, description.shape, description.voxel_size, description.time_interval, link)
 

@@ -105,7 +105,7 @@ def test_a_different_batch_size_keeps_the_engine_and_adds_a_note(eager, compiled
         planned = compiled.estimator.estimate(volume, Options(sw_batch_size=3)).sw_batch_size
     finally:
         compiled.instrument(lambda _: network)
-    assert result.notes == ("The compiled engine computes 2 windows per batch, not 3.",)
+    assert result.notes == ("The compiled engine processes 2 windows per batch, not 3.",)
     assert (set(sizes), planned) == ({2}, 2)
     assert np.array_equal(result.segmentation.pixels, segment(eager, volume, Options()).segmentation.pixels)
     assert segment(eager, volume, Options(sw_batch_size=3)).notes == ()
@@ -136,9 +136,9 @@ def test_a_different_window_size_gives_the_result_of_a_model_with_that_window_si
 @pytest.mark.parametrize(
     ("roi_multiple", "roi", "message"),
     [
-        (None, (16, 32, 64), "bands supports only the window size 16,32,32"),
-        ((2, 4, 4), (16, 32, 34), "the window size of bands must be a multiple of 2,4,4, not 16,32,34"),
-        ((1, 1, 1), (15, 31, 31), "bands does not run with the window size 15x31x31"),
+        (None, (16, 32, 64), "The model bands supports only the window size 16,32,32"),
+        ((2, 4, 4), (16, 32, 34), "The window size \\(roi_size\\) of bands must be a multiple of 2,4,4, not 16,32,34"),
+        ((1, 1, 1), (15, 31, 31), "The model bands does not run with the window size 15x31x31"),
     ],
     ids=["fixed", "multiple", "untrue"],
 )
@@ -234,7 +234,7 @@ def test_requests_with_more_windows_than_the_operator_allows_are_refused(bands):
     runner.estimator.estimate(Volume.from_array(np.zeros((1, edge, edge, edge), np.uint8)), Options())
     large = Volume.from_array(np.zeros((1, edge, 4 * edge, 4 * edge), np.uint8))
     for call in (runner.estimator.estimate, partial(segment, runner)):
-        with pytest.raises(TooLarge, match="windows, but this service computes at most 4"):
+        with pytest.raises(TooLarge, match="windows, but this service allows at most 4"):
             call(large, Options())
 
 

@@ -1,8 +1,9 @@
 """Detection of empty windows, for which the network is not run.
 
 A window is empty if its brightest voxel is at most as bright as the background. All voxels in skipped windows get the
-same scores: the network's scores for the brightest skipped windows, averaged over the voxels that it classifies as
-background. If the network finds an object in one of these windows, the limit for empty windows is too high.
+same scores: the network's scores for the brightest skipped windows, averaged over the voxels that the network
+classifies as background. If the network finds an object in one of these windows, the limit for empty windows is too
+high.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows, SparseImage, WindowScan, WindowSlot
 from service.models.spec import Instances, ModelSpec
 
-# Maximum distance of the background from its most frequent value, in standard deviations of the noise. The maximum of a
-# window of noise, the largest of about 10^5 normally distributed numbers, is at 4.5.
+# Maximum distance of the background from its most frequent value, in standard deviations of the noise. The maximum of
+# the noise in a window, which has about 10^5 voxels, is typically 4.5 standard deviations above the mean.
 NOISE_SIGMAS = 5.0
 
 # Maximum background level as a fraction of the range between these percentiles of the stack.
@@ -47,7 +48,7 @@ class IntensitySurvey(NamedTuple):
 
     window_maxima  maximum of each window, float64 [C, z, y, x] in the order of the grid's starts; -inf if no voxel is
                    finite
-    samples        finite voxels of each channel, one-dimensional; empty if `skip_below` is a number
+    samples        finite sampled voxels of each channel, one-dimensional; empty if `skip_below` is a number
     """
 
     window_maxima: NDArray[np.float64]
@@ -72,7 +73,7 @@ class EmptyWindowFilter:
 
     image          normalized image, on the grid of the windows
     grid           grid of the windows
-    batch_size     number of windows per call of the network
+    batch_size     number of windows per call to the network
     score_windows  computes the scores of a few windows
     """
 
@@ -81,10 +82,15 @@ class EmptyWindowFilter:
         self._score_windows = score_windows
 
     def skip(self, volume: Volume, limit: float | Literal["auto"], survey: IntensitySurvey | None = None) -> SkipResult:
-        """Skip windows whose voxels are at most `limit`, a gray value of the volume; auto: use `estimate_background`.
+        """Skip windows in which no voxel exceeds `limit`.
 
-        The image was made from `volume`. `survey` is the result of `survey_intensities` for the volume; None: call the
-        function now. The image is returned unchanged if skipping saves nothing. Raises the errors of `score_windows`.
+        volume  volume from which the image was created
+        limit   gray value of the volume; "auto": the background level
+        survey  result of `survey_intensities` for the volume; None: survey it now
+
+        The image is returned unchanged if skipping would not save time.
+
+        Propagates errors from `score_windows`.
         """
         if survey is None:
             survey = survey_intensities(volume, self._grid)
@@ -114,9 +120,10 @@ class EmptyWindowFilter:
     def _choose_windows(self, is_empty: NDArray[np.bool_]) -> NDArray[np.intp]:
         """Return the indices [N, 3] of the windows to skip, in order.
 
-        At regular intervals, an empty window is computed, so that finished scores are passed on in portions.
+        In long sequences of empty rows, one window is not skipped at regular intervals, so that finished scores are
+        passed on in portions.
         """
-        max_skipped = self._grid.max_skipped_rows(len(self._spec.outputs), self._batch_size)
+        max_skipped = self._grid.compute_max_skipped_rows(len(self._spec.outputs), self._batch_size)
         rows, skipped_rows = is_empty.reshape(-1, is_empty.shape[2]), 0
         for row in rows:
             skipped_rows = skipped_rows + 1 if row.all() else 0
@@ -127,7 +134,7 @@ class EmptyWindowFilter:
         return np.argwhere(is_empty)
 
     def _get_position(self, index: NDArray[np.intp]) -> Size:
-        return as_size([starts[int(number)] for starts, number in zip(self._grid.starts, index, strict=True)])
+        return as_size([starts[int(axis_index)] for starts, axis_index in zip(self._grid.starts, index, strict=True)])
 
     def _read_windows(self, indices: NDArray[np.intp]) -> Tensor:
         """Read windows, float32 [N, C, *roi] on the host."""
@@ -154,9 +161,9 @@ def make_filter(image: Image, spec: ModelSpec, plan: Plan, score_windows: ScoreW
 
 
 def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:
-    """Survey a volume in one pass. The grid of the windows may differ in size from the volume.
+    """Survey the intensities of a volume in one pass. The grid of the windows may differ in size from the volume.
 
-    If the volume is resampled, a window includes all voxels that its own voxels are interpolated from.
+    If the volume is resampled, a window includes all voxels of the volume from which its voxels are interpolated.
     """
     spans = [_find_spans(grid, axis, length) for axis, length in enumerate(volume.shape[1:])]
     all_maxima = np.full((volume.shape[0], *map(len, spans)), -np.inf)
@@ -165,8 +172,8 @@ def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:
     for index, window_maxima in enumerate(all_maxima):
         sample, z = list[NDArray[Any]](), 0
         for block in VolumeChannel(volume, index):
-            part = block[:, ::step, ::step].ravel()
-            sample.append(part[np.isfinite(part)])
+            sampled_pixels = block[:, ::step, ::step].ravel()
+            sample.append(sampled_pixels[np.isfinite(sampled_pixels)])
             _update_window_maxima(window_maxima, block, z, spans)
             z += len(block)
         samples.append(np.concatenate(sample))
@@ -192,10 +199,13 @@ def survey_box(
     first_windows, windows_in_box = list[int](), list[list[slice]]()
     for axis, ((low, high), length) in enumerate(zip(box, shape, strict=True)):
         spans = _find_spans(grid, axis, length)
-        overlapping = [number for number, span in enumerate(spans) if span.start < high and span.stop > low]
-        first_windows.append(overlapping[0] if overlapping else 0)
+        overlapping_windows = [index for index, span in enumerate(spans) if span.start < high and span.stop > low]
+        first_windows.append(overlapping_windows[0] if overlapping_windows else 0)
         windows_in_box.append(
-            [slice(max(spans[at].start - low, 0), min(spans[at].stop, high) - low) for at in overlapping]
+            [
+                slice(max(spans[index].start - low, 0), min(spans[index].stop, high) - low)
+                for index in overlapping_windows
+            ]
         )
     all_maxima = np.full((len(pixels), *map(len, windows_in_box)), -np.inf)
     if all_maxima.size:
@@ -222,21 +232,21 @@ def _update_window_maxima(
 
 
 def _find_spans(grid: Grid, axis: int, length: int) -> list[slice]:
-    """Return for each window along an axis the range of its voxels in a volume of this length."""
-    scaled, pad_before, edge = grid.size[axis], grid.pad_before[axis], grid.roi[axis]
-    factor, spans = length / scaled, list[slice]()
+    """Return, for each window along an axis, the range of its voxels in a volume of this length."""
+    grid_length, pad_before, window_length = grid.size[axis], grid.pad_before[axis], grid.roi[axis]
+    factor, spans = length / grid_length, list[slice]()
     for start in grid.starts[axis]:
-        first, last = max(start - pad_before, 0), min(start - pad_before + edge, scaled) - 1
+        first, last = max(start - pad_before, 0), min(start - pad_before + window_length, grid_length) - 1
         low, high = ((voxel + 0.5) * factor - 0.5 for voxel in (first, last))
-        spans.append(slice(max(math.floor(low), 0), min(math.floor(high) + (length != scaled), length - 1) + 1))
+        spans.append(slice(max(math.floor(low), 0), min(math.floor(high) + (length != grid_length), length - 1) + 1))
     return spans
 
 
 def estimate_background(sample: NDArray[Any]) -> float:
-    """Estimate the gray value up to which voxels are background, from a sample.
+    """Estimate the gray value up to which voxels are background, from a sample of the voxels.
 
     The mode of the sample is the typical background, and the spread of the values below it is the noise. The result
-    is `NOISE_SIGMAS` times the noise above the mode, but at most `MAX_BACKGROUND_FRACTION` of the intensity range.
+    is the mode plus `NOISE_SIGMAS` times the noise, but at most `MAX_BACKGROUND_FRACTION` of the intensity range.
     """
     low, median, high = (
         float(value)
@@ -261,7 +271,7 @@ def average_background_scores(scores: Tensor, spec: ModelSpec) -> tuple[Tensor |
 
     scores  scores of the windows, [N, K, *roi]
 
-    The mean is None if there is no background voxel. Foreground smaller than the minimum object size is not an object.
+    The mean is None if there is no background voxel. Foreground smaller than the minimum object size does not count.
     """
     min_voxels = max(spec.decoding.minimum_size, 1) if isinstance(spec.decoding, Instances) else 1
     sums, num_background, has_objects = (
@@ -273,8 +283,8 @@ def average_background_scores(scores: Tensor, spec: ModelSpec) -> tuple[Tensor |
         decoder = make_decoder(spec, as_size(scores.shape[2:]), "classes", None)
         decoder.add(0, 0, window[None])
         is_background = torch.from_numpy(decoder.finish().pixels == 0).to(scores.device)
-        num_in_window = int(is_background.sum())
+        num_background_in_window = int(is_background.sum())
         sums += window[:, is_background].sum(1, dtype=torch.float64)
-        num_background += num_in_window
-        has_objects = has_objects or is_background.numel() - num_in_window >= min_voxels
+        num_background += num_background_in_window
+        has_objects = has_objects or is_background.numel() - num_background_in_window >= min_voxels
     return (sums / num_background).float() if num_background else None, has_objects

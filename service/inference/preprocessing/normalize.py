@@ -20,7 +20,7 @@ from torch import Tensor
 
 from service.core.errors import BadFile
 from service.core.types import Array, Volume
-from service.inference.preprocessing.percentiles import Channel, percentiles
+from service.inference.preprocessing.percentiles import Channel, compute_percentiles
 from service.inference.windows.grid import Box
 from service.inference.windows.kernels import window_kernels
 from service.models.spec import (
@@ -35,7 +35,7 @@ from service.models.spec import (
 BLOCK_VOXELS = 2**22
 
 # Dtypes that PyTorch converts to float32 without rounding.
-_EXACT_IN_FLOAT32 = (np.uint8, np.int8, np.uint16, np.int16, np.float16, np.float32)
+_DTYPES_EXACT_IN_FLOAT32 = (np.uint8, np.int8, np.uint16, np.int16, np.float16, np.float32)
 
 # Maximum magnitude of normalized values. If almost all pixels are equal, a single hot pixel would otherwise become
 # infinite and affect the whole window.
@@ -44,7 +44,7 @@ MAX_MAGNITUDE = 1e6
 
 @dataclass(frozen=True)
 class VolumeChannel:
-    """One channel of a volume in blocks of planes. NaN and infinity become `substitute` unless it is None."""
+    """One channel of a volume, read in blocks of planes. NaN and infinity become `substitute` unless it is None."""
 
     volume: Volume
     index: int
@@ -72,12 +72,12 @@ class DevicePixels(Protocol):
         """Return the histogram of one channel, like `percentiles.count_digits` for up to 16 bits."""
 
     def planes(self, index: int, first: int, end: int) -> Tensor:
-        """Return planes [z, Y, X] of one channel."""
+        """Return the planes from `first` to `end` of one channel, [z, Y, X]."""
 
 
 @dataclass(frozen=True)
 class DeviceChannel(VolumeChannel):
-    """One channel of a volume whose pixels are also on a different device, which counts them."""
+    """One channel of a volume whose pixels are also on a different device, which computes their histogram."""
 
     device_pixels: DevicePixels = field(kw_only=True)
 
@@ -86,13 +86,13 @@ class DeviceChannel(VolumeChannel):
 
 
 def replace_nonfinite(pixels: Array, substitute: float | None) -> Array:
-    """Return the pixels with NaN and infinity replaced with `substitute`, or unchanged if it is None."""
+    """Return the pixels with NaN and infinity replaced with `substitute`. If that is None, return them unchanged."""
     return pixels if substitute is None else np.where(np.isfinite(pixels), pixels, pixels.dtype.type(substitute))
 
 
 @dataclass(frozen=True)
 class IntensityScaling:
-    """Map x to (x - offset) / scale, clipped to [minimum, maximum]. A scale of 0 maps all pixels to 0.
+    """Mapping of x to (x - offset) / scale, clipped to [minimum, maximum]. A scale of 0 maps all pixels to 0.
 
     NaN and infinity are replaced with `substitute`; None means that all pixels are finite.
     """
@@ -104,12 +104,12 @@ class IntensityScaling:
     substitute: float | None = None
 
     @cached_property
-    def _is_plain(self) -> bool:
-        """Whether no pixel is replaced and the division is defined."""
+    def _is_plain_scaling(self) -> bool:
+        """Whether no pixels are replaced and the division is defined."""
         return self.substitute is None and self.scale != 0 and math.isfinite(self.offset) and math.isfinite(self.scale)
 
     def apply(self, pixels: Array) -> NDArray[np.float32]:
-        """Return a new float32 array for pixels of any dtype and shape."""
+        """Return the scaled pixels in a new float32 array. `pixels` may have any dtype and shape."""
         pixels = replace_nonfinite(pixels, self.substitute)
         if self.scale == 0 or not np.isfinite((self.offset, self.scale)).all():
             return np.zeros(pixels.shape, np.float32)
@@ -122,11 +122,11 @@ class IntensityScaling:
 
     def apply_into(self, pixels: Array, out: Tensor) -> None:
         """Write the scaled pixels into `out`, which has their shape and any floating-point dtype."""
-        is_plain = self._is_plain
-        if is_plain and window_kernels.can_scale(pixels, out):
+        is_plain_scaling = self._is_plain_scaling
+        if is_plain_scaling and window_kernels.can_scale(pixels, out):
             window_kernels.scale(pixels, out, self.offset, self.scale, (self.minimum, self.maximum))
             return
-        if not is_plain or out.dtype != torch.float32 or not _can_share_memory(pixels):
+        if not is_plain_scaling or out.dtype != torch.float32 or not _can_share_memory(pixels):
             out.copy_(torch.from_numpy(self.apply(pixels)))
             return
         self.scale_into(torch.from_numpy(pixels), pixels.dtype, out)
@@ -135,15 +135,15 @@ class IntensityScaling:
         """Write the scaled pixels into `out`, a float32 tensor on another device.
 
         `upload` copies an array to that device. Pixels are uploaded in their stored dtype, unless float32 cannot
-        represent them or some are replaced.
+        represent them exactly or some pixels are replaced.
         """
-        if self._is_plain and pixels.dtype in _EXACT_IN_FLOAT32:
+        if self._is_plain_scaling and pixels.dtype in _DTYPES_EXACT_IN_FLOAT32:
             self.scale_into(upload(pixels), pixels.dtype, out)
         else:
             out.copy_(upload(self.apply(pixels)))
 
     def scale_into(self, stored_pixels: Tensor, dtype: np.dtype[Any], out: Tensor) -> None:
-        """Write scaled pixels into `out`, float32. `stored_pixels` have this `dtype` and are on the same device."""
+        """Write scaled pixels into `out`, float32. `stored_pixels` has this `dtype` and is on the same device."""
         if self.scale == 0:
             out.zero_()
             return
@@ -162,14 +162,14 @@ class IntensityScaling:
 
 def _can_share_memory(pixels: Array) -> bool:
     """Return whether a tensor can share the pixels' memory and convert them to float32 without rounding."""
-    return pixels.dtype in _EXACT_IN_FLOAT32 and pixels.flags.writeable and min(pixels.strides) >= 0
+    return pixels.dtype in _DTYPES_EXACT_IN_FLOAT32 and pixels.flags.writeable and min(pixels.strides) >= 0
 
 
 class NormalizedImage:
     """A volume whose channels are normalized when they are read.
 
-    Index it like a float32 tensor [1, C, Z, Y, X] with (0, channels, z, y, x); all but the first are slices. The planes
-    of the last box are cached, because windows are read in layers of planes. The image is thread-safe.
+    Index it like a float32 tensor [1, C, Z, Y, X] with (0, channels, z, y, x). All indices except the first are slices.
+    The planes of the last box are cached, because windows are read in layers of planes. The image is thread-safe.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class NormalizedImage:
         self._volume, self.scalings, self._device_pixels = volume, tuple(scalings), device_pixels
         self.shape = (1, *volume.shape)
         # First plane, end plane (exclusive), and these planes of each channel.
-        self._cached: tuple[int, int, tuple[Array, ...]] = (0, 0, ())
+        self._cached_planes: tuple[int, int, tuple[Array, ...]] = (0, 0, ())
         self._lock = threading.Lock()
 
     def __getitem__(self, box: Box) -> Tensor:
@@ -209,15 +209,15 @@ class NormalizedImage:
         return [planes[:, y, x] for planes in self._read_planes(first, end)[channels]]
 
     def _read_planes(self, first: int, end: int) -> tuple[Array, ...]:
-        cached_first, cached_end, planes = self._cached
+        cached_first, cached_end, planes = self._cached_planes
         if (cached_first, cached_end) == (first, end):
             return planes
         with self._lock:
-            if self._cached[:2] != (first, end):
+            if self._cached_planes[:2] != (first, end):
                 # Free the old planes first: for a large volume, they occupy most of the memory in use.
-                planes, self._cached = (), (0, 0, ())
-                self._cached = (first, end, tuple(self._volume.read(first, end)))
-            return self._cached[2]
+                planes, self._cached_planes = (), (0, 0, ())
+                self._cached_planes = (first, end, tuple(self._volume.read(first, end)))
+            return self._cached_planes[2]
 
     def tensor(self) -> Tensor:
         """Return the whole image as float32 [1, C, Z, Y, X]. Planes are converted one at a time to save memory."""
@@ -232,9 +232,9 @@ def normalize_volume(
 ) -> tuple[NormalizedImage, tuple[str, ...]]:
     """Return the volume with each channel normalized over the whole volume, and notes for the user.
 
-    If the volume's pixels are also on a different device, they are counted and scaled there. NaN and infinite pixels
-    are replaced with the lowest finite value. A constant channel becomes zeros. Raises BadFile if a channel has no
-    finite pixel.
+    With `device_pixels`, histograms are computed and pixels are scaled on that device. NaN and infinite pixels are
+    replaced with the lowest finite value. A constant channel becomes zeros. Raises BadFile if a channel has no finite
+    pixel.
     """
     scalings, num_replaced = [], 0
     for index in range(volume.shape[0]):
@@ -248,7 +248,7 @@ def normalize_volume(
 
 
 def describe_replaced_pixels(count: int) -> tuple[str, ...]:
-    """Return a note for the user about the number of replaced pixels; no note if it is 0."""
+    """Return a note for the user about the number of replaced pixels; empty if it is 0."""
     return (f"{count} NaN or infinite pixels were replaced with the lowest finite intensity.",) if count else ()
 
 
@@ -261,10 +261,10 @@ def fit_scaling(channel: Channel, normalisation: Normalisation) -> IntensityScal
     """Return the scaling that normalizes one channel of finite numbers."""
     match normalisation:
         case PercentileNormalisation(low=low, high=high, clip=clip):
-            low_value, high_value = percentiles(channel, low, high)
+            low_value, high_value = compute_percentiles(channel, low, high)
             if low_value == high_value:
                 # Almost all pixels are background, so scale by the range of the few pixels that differ.
-                low_value, high_value = percentiles(channel, 0, 100)
+                low_value, high_value = compute_percentiles(channel, 0, 100)
             return IntensityScaling(low_value, high_value - low_value, *(clip or ()))
         case ZScoreNormalisation():
             return IntensityScaling(*_compute_mean_and_std(channel))
@@ -275,7 +275,7 @@ def fit_scaling(channel: Channel, normalisation: Normalisation) -> IntensityScal
 
 
 def _compute_mean_and_std(channel: Channel) -> tuple[float, float]:
-    """Return mean and standard deviation like `numpy.mean` and `numpy.std` in float64."""
+    """Return the mean and standard deviation like `numpy.mean` and `numpy.std` in float64."""
     with np.errstate(over="ignore", invalid="ignore"):
         mean = float(sum(block.sum(dtype=np.float64) for block in channel) / channel.size)
         squares = (np.square(np.subtract(block, mean, dtype=np.float64)).sum() for block in channel)
@@ -287,7 +287,7 @@ def _find_substitute(channel: Channel) -> tuple[float | None, int]:
 
     Raises BadFile if no pixel is finite.
     """
-    if channel.dtype.kind != "f" or _all_finite(channel):
+    if channel.dtype.kind != "f" or _has_finite_sums(channel):
         return None, 0
     minimum, num_nonfinite = np.inf, 0
     for block in channel:
@@ -307,7 +307,7 @@ def choose_substitute(minimum: float, num_nonfinite: int, num_pixels: int) -> fl
     return minimum if num_nonfinite else None
 
 
-def _all_finite(blocks: Iterable[Array]) -> bool:
+def _has_finite_sums(blocks: Iterable[Array]) -> bool:
     """Return whether the sum of every block is finite.
 
     A single NaN or infinity makes the sum nonfinite. A sum of finite values may also overflow.

@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from service.core.types import Array
 
-# Channels of more than 16 bits are partially sorted if they have at most this number of voxels, and counted otherwise.
+# Maximum size of a channel of more than 16 bits that is partially sorted. In larger channels, values are counted.
 MAX_SORTED_VOXELS = 2**22
 
-# Number of values per call of `numpy.bincount`, which converts them to 64 bits. Chunks of this size stay in the cache
-# and do not leave gaps of 32 MiB in memory.
+# Number of values per call to `numpy.bincount`, which converts them to 64 bits. Chunks of this size stay in the cache,
+# and the temporary arrays do not fragment the memory.
 COUNT_CHUNK_VOXELS = 2**16
 
 
 class Channel(Protocol):
-    """All pixels of one channel in blocks that can be iterated over several times; a 3D array yields its planes."""
+    """All pixels of one channel in blocks that can be iterated over several times. A 3D array yields its planes."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -41,20 +41,22 @@ class CountedChannel(Protocol):
         """Return the result of the function `count_digits` for all blocks."""
 
 
-def percentiles(channel: Channel, low: float, high: float) -> tuple[float, float]:
+def compute_percentiles(channel: Channel, low: float, high: float) -> tuple[float, float]:
     """Return two exact percentiles of all pixels, linearly interpolated like `numpy.percentile`.
 
-    Up to 16 bits, one pass creates a histogram. Wider dtypes are partially sorted if the channel is small. Otherwise,
-    each pass counts 16 more bits of order-preserving integer keys (radix selection).
+    For dtypes of up to 16 bits, one pass creates a histogram. Small channels of wider dtypes are partially sorted. For
+    larger channels, each pass counts 16 more bits of order-preserving integer keys (radix selection).
     """
     ranks = [percent / 100 * (channel.size - 1) for percent in (low, high)]
     if channel.dtype.itemsize > 2 and channel.size <= MAX_SORTED_VOXELS:
-        a, b = np.percentile(np.concatenate([block.ravel() for block in channel]), (low, high))
-        return float(a), float(b)
+        low_value, high_value = np.percentile(np.concatenate([block.ravel() for block in channel]), (low, high))
+        return float(low_value), float(high_value)
     integer_ranks = sorted({int(integer_rank) for rank in ranks for integer_rank in (np.floor(rank), np.ceil(rank))})
     values = dict(zip(integer_ranks, _find_order_statistics(channel, integer_ranks), strict=True))
-    a, b = (_interpolate(values[int(np.floor(rank))], values[int(np.ceil(rank))], rank % 1) for rank in ranks)
-    return a, b
+    low_value, high_value = (
+        _interpolate(values[int(np.floor(rank))], values[int(np.ceil(rank))], rank % 1) for rank in ranks
+    )
+    return low_value, high_value
 
 
 def _interpolate(lower: float, upper: float, fraction: float) -> float:
@@ -63,7 +65,7 @@ def _interpolate(lower: float, upper: float, fraction: float) -> float:
 
 
 def _find_order_statistics(channel: Channel, ranks: list[int]) -> list[float]:
-    """Return the pixels at these ranks of the sorted channel. Ranks are ascending and start at 0."""
+    """Return the pixels at these ranks of the sorted channel. The ranks are zero-based and in ascending order."""
     prefixes, remaining_ranks = [0] * len(ranks), list(ranks)
     bits = 8 * channel.dtype.itemsize
     for shift in range(max(bits - 16, 0), -1, -16):
@@ -72,17 +74,17 @@ def _find_order_statistics(channel: Channel, ranks: list[int]) -> list[float]:
         else:
             histograms = count_digits(channel, shift, frozenset(prefixes))
         for index, prefix in enumerate(prefixes):
-            digit, num_smaller = _find_rank(histograms[prefix], remaining_ranks[index])
+            digit, num_smaller = _find_value_at_rank(histograms[prefix], remaining_ranks[index])
             remaining_ranks[index] -= num_smaller
             prefixes[index] = prefix << 16 | digit
-    return [_key_to_pixel(key, channel.dtype) for key in prefixes]
+    return [_convert_key_to_pixel(key, channel.dtype) for key in prefixes]
 
 
 def count_digits(blocks: Iterable[Array], shift: int, prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
     """Return a histogram of the 16 bits at `shift` for each prefix, that is, for each value of the bits above them.
 
-    The bits are those of order-preserving keys; a key of up to 16 bits has a single digit. A histogram ends at its
-    highest value: counting values that do not occur would take half of the time for a small volume.
+    The bits are those of order-preserving keys; a key of up to 16 bits has a single digit. A histogram ends at the
+    highest value that occurs. Bins for higher values would account for half of the run time for a small volume.
     """
     histograms = {prefix: np.zeros(1, np.int64) for prefix in prefixes}
     for block in blocks:
@@ -95,7 +97,7 @@ def count_digits(blocks: Iterable[Array], shift: int, prefixes: frozenset[int]) 
     return histograms
 
 
-def _find_rank(counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
+def _find_value_at_rank(counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
     """Return the value at `rank` of a histogram's sorted values, and the number of smaller values."""
     cumulative_counts = np.cumsum(counts)
     value = int(np.searchsorted(cumulative_counts, rank, side="right"))
@@ -132,8 +134,8 @@ def sortable_keys(pixels: Array) -> NDArray[np.unsignedinteger]:
     return keys ^ sign if kind == "i" else keys
 
 
-def _key_to_pixel(key: int, dtype: np.dtype[Any]) -> float:
-    """Invert `sortable_keys` for one key."""
+def _convert_key_to_pixel(key: int, dtype: np.dtype[Any]) -> float:
+    """Return the pixel that `sortable_keys` maps to this key."""
     bits = 8 * dtype.itemsize
     sign = 1 << (bits - 1)
     if dtype.kind == "f":

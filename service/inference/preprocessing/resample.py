@@ -22,10 +22,10 @@ from service.inference.windows.grid import Box, as_size
 from service.inference.windows.sliding_window import Image
 from service.models.spec import ModelSpec
 
-# Maximum ratio between the voxel sizes of the volume and the model. If it is exceeded, one of them must be wrong.
+# Maximum ratio between the voxel sizes of the volume and the model. If the ratio is larger, one of them must be wrong.
 MAX_VOXEL_SIZE_RATIO = 64.0
-# Maximum ratio between the object diameters of the request and the model. Objects beyond this ratio are not visible in
-# the stack.
+# Maximum ratio between the object diameters of the request and the model. Objects with a larger ratio would not be
+# visible in the stack.
 MAX_DIAMETER_RATIO = 16.0
 # Number of planes that a thread resamples at a time when a whole image is created.
 PLANES_PER_TASK = 8
@@ -48,12 +48,12 @@ class Resampling:
     @cached_property
     def _axes(self) -> list[_AxisInterpolation]:
         return [
-            _AxisInterpolation.between(source_length, target_length)
+            _AxisInterpolation.from_lengths(source_length, target_length)
             for source_length, target_length in zip(self.source_size, self.target_size, strict=True)
         ]
 
     @cached_property
-    def _order(self) -> list[int]:
+    def _axis_order(self) -> list[int]:
         """Axes in the fastest order: axes that shrink first, then axes that grow, from x (which is contiguous) to z."""
         factors = [
             target_length / source_length
@@ -64,7 +64,7 @@ class Resampling:
     def find_source_box(self, box: Spans) -> Spans:
         """Return the box of the source grid that a box of the target grid is interpolated from."""
         z, y, x = (
-            range(int(axis.low[span[0]]), int(axis.high[span[-1]]) + 1)
+            range(int(axis.lower_indices[span[0]]), int(axis.upper_indices[span[-1]]) + 1)
             for axis, span in zip(self._axes, box, strict=True)
         )
         return z, y, x
@@ -72,45 +72,51 @@ class Resampling:
     def interpolate(self, pixels: NDArray[np.float32], box: Spans) -> NDArray[np.float32]:
         """Interpolate a box of the target grid, [C, z, y, x], from the pixels of `find_source_box(box)`."""
         source_box = self.find_source_box(box)
-        for axis_index in self._order:
+        for axis_index in self._axis_order:
             if self.source_size[axis_index] == self.target_size[axis_index]:
                 continue
             axis, first, span = self._axes[axis_index], source_box[axis_index].start, box[axis_index]
             target_indices = slice(span.start, span.stop)
-            below = pixels.take(axis.low[target_indices] - first, axis_index + 1)
-            pixels = pixels.take(axis.high[target_indices] - first, axis_index + 1)
-            pixels -= below
-            pixels *= axis.weight[target_indices].reshape([-1 if each == axis_index else 1 for each in range(3)])
-            pixels += below
+            lower_pixels = pixels.take(axis.lower_indices[target_indices] - first, axis_index + 1)
+            pixels = pixels.take(axis.upper_indices[target_indices] - first, axis_index + 1)
+            pixels -= lower_pixels
+            pixels *= axis.upper_weights[target_indices].reshape(
+                [-1 if dimension == axis_index else 1 for dimension in range(3)]
+            )
+            pixels += lower_pixels
         return pixels
 
 
 class _AxisInterpolation(NamedTuple):
-    """Interpolation along one axis: the two source voxels of each voxel and the weight of the upper one, float32."""
+    """Interpolation along one axis: the two source voxels of each target voxel, and the weight of the upper one."""
 
-    low: NDArray[np.intp]
-    high: NDArray[np.intp]
-    weight: NDArray[np.float32]
+    lower_indices: NDArray[np.intp]
+    upper_indices: NDArray[np.intp]
+    upper_weights: NDArray[np.float32]
 
     @classmethod
-    def between(cls, source_length: int, target_length: int) -> _AxisInterpolation:
-        """Return the weights for interpolation between voxel centers.
+    def from_lengths(cls, source_length: int, target_length: int) -> _AxisInterpolation:
+        """Return the interpolation between the voxel centers of axes with these lengths.
 
-        They are the same as in `torch.nn.functional.interpolate` with `align_corners=False`.
+        The weights are the same as in `torch.nn.functional.interpolate` with `align_corners=False`.
         """
         if source_length == target_length:
             indices = np.arange(source_length)
             return cls(indices, indices, np.zeros(source_length, np.float32))
         positions = ((np.arange(target_length) + 0.5) * source_length / target_length - 0.5).clip(0, source_length - 1)
-        low = positions.astype(np.intp)
-        return cls(low, np.minimum(low + 1, source_length - 1), (positions - low).astype(np.float32))
+        lower_indices = positions.astype(np.intp)
+        return cls(
+            lower_indices,
+            np.minimum(lower_indices + 1, source_length - 1),
+            (positions - lower_indices).astype(np.float32),
+        )
 
 
 class ResampledImage:
     """An image on another grid, interpolated when it is read.
 
-    Index it like a float32 tensor [1, C, Z, Y, X] with (0, channels, z, y, x); all but the first are slices. The image
-    is thread-safe if its source is thread-safe.
+    Index it like a float32 tensor [1, C, Z, Y, X] with (0, channels, z, y, x). All indices except the first are slices.
+    The image is thread-safe if its source is thread-safe.
 
     source      image before resampling: the whole image or, with a box, only its part `resampling.find_source_box(box)`
     resampling  resampling of the whole image
@@ -119,8 +125,8 @@ class ResampledImage:
 
     def __init__(self, source: Image, resampling: Resampling, box: Spans | None = None) -> None:
         self._source, self._resampling = source, resampling
-        self._box = box or _full_spans(resampling.target_size)
-        self._source_box = _full_spans(resampling.source_size) if box is None else resampling.find_source_box(box)
+        self._box = box or _make_full_spans(resampling.target_size)
+        self._source_box = _make_full_spans(resampling.source_size) if box is None else resampling.find_source_box(box)
         self.shape = (1, source.shape[1], *map(len, self._box))
 
     def __getitem__(self, box: Box) -> Tensor:
@@ -147,7 +153,7 @@ class ResampledImage:
         return torch.from_numpy(pixels)
 
 
-def _full_spans(size: Size) -> Spans:
+def _make_full_spans(size: Size) -> Spans:
     z, y, x = map(range, size)
     return z, y, x
 
@@ -160,9 +166,9 @@ class PreparedImage(NamedTuple):
 
 
 def prepare(volume: Volume, spec: ModelSpec, diameter: Diameter | None = None) -> PreparedImage:
-    """Normalize each channel over the whole volume, and resample it to `working_size`.
+    """Normalize each channel over the whole volume, and resample it to the grid of the network.
 
-    Raises the errors of `normalize_volume` and `working_size`.
+    Raises the same errors as `normalize_volume` and `working_size`.
     """
     image, notes = normalize_volume(volume, spec)
     resampled, resampling_notes = resample_image(image, volume, spec, diameter)
@@ -170,12 +176,12 @@ def prepare(volume: Volume, spec: ModelSpec, diameter: Diameter | None = None) -
 
 
 def prepare_tensor(volume: Volume, spec: ModelSpec) -> Tensor:
-    """Return the prepared image as one tensor, float32 [1, C, z, y, x]. Raises the errors of `prepare`."""
+    """Return the prepared image as one tensor, float32 [1, C, z, y, x]. Raises the same errors as `prepare`."""
     return prepare(volume, spec).image.tensor()
 
 
 def resample_image(image: NormalizedImage, volume: Volume, spec: ModelSpec, diameter: Diameter | None) -> PreparedImage:
-    """Resample a volume's image trilinearly to `working_size`. Raises the errors of `working_size`."""
+    """Resample the image trilinearly to the grid of the network. Raises the same errors as `working_size`."""
     source_size, target_size = as_size(volume.shape[1:]), working_size(volume, spec, diameter)
     notes = describe_resampling(source_size, target_size, spec, diameter)
     return PreparedImage(ResampledImage(image, Resampling(source_size, target_size)) if notes else image, notes)
@@ -184,12 +190,12 @@ def resample_image(image: NormalizedImage, volume: Volume, spec: ModelSpec, diam
 def describe_resampling(
     source_size: Size, target_size: Size, spec: ModelSpec, diameter: Diameter | None
 ) -> tuple[str, ...]:
-    """Return a note for the user, or none if the sizes are equal."""
+    """Return a note for the user; empty if the sizes are equal."""
     if source_size == target_size:
         return ()
     reason = "the model's voxel size" if diameter is None else f"an object diameter of {spec.input.diameter:g} voxels"
     source, target = (" x ".join(map(str, size)) for size in (source_size, target_size))
-    return (f"Resampled from {source} to {target} voxels for {reason}.",)
+    return (f"Resampled from {source} to {target} voxels to match {reason}.",)
 
 
 def resample_segmentation(segmentation: Segmentation, size: Size, minimum_size: int = 0) -> Segmentation:
@@ -204,11 +210,11 @@ def resample_segmentation(segmentation: Segmentation, size: Size, minimum_size: 
     if segmentation.kind == "probabilities":
         scores = ResampledImage(torch.from_numpy(pixels)[None], Resampling(as_size(pixels.shape[1:]), size))
         return replace(segmentation, pixels=scores.tensor()[0].numpy())
-    nearest = pixels[np.ix_(*nearest_voxels(as_size(pixels.shape), size))]
+    nearest_pixels = pixels[np.ix_(*nearest_voxels(as_size(pixels.shape), size))]
     if segmentation.kind == "classes":
-        return replace(segmentation, pixels=nearest)
-    voxels = np.bincount(nearest.ravel(), minlength=(segmentation.count or 0) + 1)
-    return keep_objects(replace(segmentation, pixels=nearest), voxels[1:] >= max(minimum_size, 1))
+        return replace(segmentation, pixels=nearest_pixels)
+    voxel_counts = np.bincount(nearest_pixels.ravel(), minlength=(segmentation.count or 0) + 1)
+    return keep_objects(replace(segmentation, pixels=nearest_pixels), voxel_counts[1:] >= max(minimum_size, 1))
 
 
 def nearest_voxels(source_size: Size, target_size: Size) -> list[NDArray[np.intp]]:
@@ -226,8 +232,8 @@ def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = No
     than the window, because padding affects the network more than large objects do. Without a diameter, the grid is
     that of the volume, unless the voxel sizes of both the model and the volume are known.
 
-    Raises BadParameter if the diameter or voxel size is implausible, and BadFile if each plane is a single pixel,
-    because windows would contain almost only padding.
+    Raises BadParameter if the diameter or voxel size is implausible. Raises BadFile if each plane is a single pixel, in
+    which case windows would contain almost only padding.
     """
     _, z, y, x = volume.shape
     if z > 1 and y == x == 1:
@@ -238,15 +244,20 @@ def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = No
         )
     if diameter is not None:
         scales = zip(_find_object_scale(volume, spec, diameter), spec.input.roi_size, (z, y, x), strict=True)
-        return _scale_size((z, y, x), [max(scale, min(edge / length, 1)) for scale, edge, length in scales])
+        return _scale_size(
+            (z, y, x), [max(scale, min(window_length / length, 1)) for scale, window_length, length in scales]
+        )
     if spec.input.voxel_size is None or volume.voxel_size is None:
         return z, y, x
-    return resampled_size((z, y, x), volume.voxel_size, VoxelSize(*spec.input.voxel_size))
+    return compute_resampled_size((z, y, x), volume.voxel_size, VoxelSize(*spec.input.voxel_size))
 
 
-def base_factors(volume: Extent, spec: ModelSpec) -> tuple[float, float, float]:
+def compute_base_factors(volume: Extent, spec: ModelSpec) -> tuple[float, float, float]:
     """Return the scale factors along (z, y, x) by which the volume is resampled without a diameter."""
-    z, y, x = (n / edge for n, edge in zip(working_size(volume, spec), volume.shape[1:], strict=True))
+    z, y, x = (
+        length / source_length
+        for length, source_length in zip(working_size(volume, spec), volume.shape[1:], strict=True)
+    )
     return z, y, x
 
 
@@ -255,19 +266,21 @@ def used_diameter(volume: Extent, spec: ModelSpec, diameter: Diameter | None) ->
     if spec.input.diameter is None:
         return None
     diameter_lengths = diameter and diameter.to_voxels(volume.voxel_size)
-    return diameter_lengths or tuple(spec.input.diameter / factor for factor in base_factors(volume, spec))
+    return diameter_lengths or tuple(spec.input.diameter / factor for factor in compute_base_factors(volume, spec))
 
 
-def resampled_size(size: Size, source: VoxelSize, target: VoxelSize) -> Size:
-    """Return the grid of `target` voxels that covers a grid of `size` `source` voxels, rounded by `_scale_size`.
+def compute_resampled_size(size: Size, source: VoxelSize, target: VoxelSize) -> Size:
+    """Return the size of the grid after voxels of size `source` are resampled to voxels of size `target`.
+
+    size  size of the grid before resampling
 
     Raises BadParameter if the voxel sizes differ so much that one of them must be wrong.
     """
-    factors = [source_edge / target_edge for source_edge, target_edge in zip(source, target, strict=True)]
+    factors = [source_length / target_length for source_length, target_length in zip(source, target, strict=True)]
     if not all(1 / MAX_VOXEL_SIZE_RATIO <= factor <= MAX_VOXEL_SIZE_RATIO for factor in factors):
-        volume_size, model_size = (", ".join(f"{edge:g}" for edge in edges) for edges in (source, target))
+        volume_text, model_text = (", ".join(f"{length:g}" for length in voxel_size) for voxel_size in (source, target))
         raise BadParameter(
-            f"The voxel size is {volume_size} um, but the model needs about {model_size} um. "
+            f"The voxel size is {volume_text} um, but the model needs about {model_text} um. "
             "If the voxel size is wrong, set voxel_size=Z,Y,X in micrometers.",
             parameter="voxel_size",
         )
@@ -275,7 +288,7 @@ def resampled_size(size: Size, source: VoxelSize, target: VoxelSize) -> Size:
 
 
 def _scale_size(size: Size, factors: Sequence[float]) -> Size:
-    """Scale the number of voxels along each axis; the result is at least 1. Factors within 1% of 1 are ignored."""
+    """Scale and round each length in voxels to at least 1 voxel. Factors between 0.99 and 1.01 are ignored."""
     pairs = zip(size, factors, strict=True)
     return as_size([n if abs(factor - 1) < 0.01 else max(1, round(n * factor)) for n, factor in pairs])
 

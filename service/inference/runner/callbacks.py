@@ -33,7 +33,7 @@ class RunWindows(Protocol):
         cancelled: IsCancelled,
         progress: ReportProgress,
     ) -> Iterator[Slab]:
-        """Yield the scores of `image`. Raises the exceptions of `SlidingWindow.run`."""
+        """Yield the scores of `image`. Raises the same exceptions as `SlidingWindow.run`."""
 
 
 class Callbacks(NamedTuple):
@@ -41,8 +41,8 @@ class Callbacks(NamedTuple):
 
     run              runs the network on the windows
     cancelled        returns whether the request was cancelled; called between batches
-    progress         called with the number of finished windows, starting with 0, and the total; each view of a window
-                     counts separately
+    progress         called with the number of finished windows, starting with 0, and the total number of windows; each
+                     view of a window counts separately
     on_new_estimate  called with the new memory estimate after the object diameter has been estimated
     """
 

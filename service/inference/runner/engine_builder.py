@@ -1,4 +1,4 @@
-"""Building of engines for one model on one device, in any configuration."""
+"""Builder of engines for one model on one device, in any configuration."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 # Default number of windows per call. On a CPU, one window per call is slowest, because ATen has a slow path for small
-# batches. A GPU needs several windows to be fully used. With 11 windows of 64 voxels, one row of a 512 x 512 plane
-# fills a batch.
+# batches. A GPU needs several windows to be fully used. A batch of 11 windows that are 64 voxels wide holds one row of
+# windows of a 512 x 512 plane.
 DEFAULT_CPU_BATCH_SIZE = 2
 DEFAULT_CUDA_BATCH_SIZE = 11
 # Default number of concurrent batches on a CPU. Two streams with half of the cores each wait less than one stream with
@@ -50,7 +50,7 @@ class ReadyEngine:
     plan         plan that describes how the engine was chosen; None if the settings fix the engine
     is_cached    whether the plan is from an earlier start
     nbytes       bytes of the weights that the engine holds in addition to the module, and of the buffers of its streams
-    score_bytes  bytes for one window, as in `backends.BuiltNetwork`
+    score_bytes  bytes of memory per window, as in `backends.BuiltNetwork`
     """
 
     window: SlidingWindow
@@ -117,14 +117,14 @@ class EngineBuilder:
         return prepare(self._network, self._device, backends.get_batch_dtype(config), memory_format)
 
     def make_reference(self, batch_size: int) -> SlidingWindow:
-        """Return windows that run the network as loaded: eagerly, in float32 without TF32, without folded layers."""
+        """Return a `SlidingWindow` for the network as loaded: eager, in float32 without TF32, without folded layers."""
         network: Network = copy.deepcopy(self._network).to(self._device)
         if self._device.type == "cuda":
             network = tf32.wrap_without_tf32(network)
         return self.make_sliding_window(network, EngineConfig("eager", "fp32", "contiguous", batch_size), batch_size)
 
     def make_sliding_window(self, network: Network, config: EngineConfig, batch_size: int) -> SlidingWindow:
-        """Return windows for `network` as configured. Batches that are smaller than configured have a single stream."""
+        """Return a `SlidingWindow` for `network`. It has a single stream if `batch_size` is smaller than configured."""
         windows = self._settings.windows
         # MONAI blends the windows itself, and needs the unweighted scores of each window.
         mode = "constant" if windows.inferer == "monai" else windows.blending
@@ -140,26 +140,28 @@ class EngineBuilder:
             streams=config.streams if batch_size >= config.sw_batch_size else 1,
         )
 
-    def make_eager_config(self, name: str) -> EngineConfig:
-        """Return the configuration of the eager engine in the precision `name`."""
+    def make_eager_config(self, precision_name: str) -> EngineConfig:
+        """Return the configuration of the eager engine in the precision `precision_name`."""
         memory_format = backends.BACKENDS["eager"].list_allowed_formats(self._settings.engine, self._device)[0]
-        return EngineConfig("eager", name, memory_format, self._batch_size, streams=self._streams)
+        return EngineConfig("eager", precision_name, memory_format, self._batch_size, streams=self._streams)
 
-    def make_agreement(self) -> LabelAgreement:
-        """Return the comparison with the FP32 network, which includes a full batch on devices other than the CPU.
+    def make_label_agreement(self) -> LabelAgreement:
+        """Return the comparison of labels with the FP32 network.
 
-        On these devices, the reference computes one window at a time, because some library bugs affect only large
-        batches.
+        On devices other than the CPU, the scores of a full batch are also compared. There, the reference computes one
+        window at a time, because some library bugs affect only large batches.
         """
         is_on_host = self._driver.is_on_host(self._device)
         windows = self._batch_size if is_on_host else 1
-        return LabelAgreement(self._spec, self._device, lambda: self.make_reference(windows), full_batch=not is_on_host)
+        return LabelAgreement(
+            self._spec, self._device, lambda: self.make_reference(windows), compares_full_batch=not is_on_host
+        )
 
     def with_window(self, spec: ModelSpec, window_bytes: int) -> Self:
         """Return a builder for the same network with the window size of `spec`."""
-        builder = copy.copy(self)
-        builder._spec, builder._window_bytes = spec, window_bytes
-        return builder
+        new_builder = copy.copy(self)
+        new_builder._spec, new_builder._window_bytes = spec, window_bytes
+        return new_builder
 
     def rebuild(self, config: EngineConfig, batch_size: int) -> ReadyEngine:
         """Build an engine for a different window or batch size. Nothing is compiled, so this takes only seconds.
@@ -172,7 +174,7 @@ class EngineBuilder:
         engine = self._rebuild(config, batch_size)
         if engine.config.precision == "fp32" or self._driver.is_on_host(self._device):
             return engine
-        difference = self.make_agreement().compute_batch_difference(engine.window)
+        difference = self.make_label_agreement().compute_batch_difference(engine.window)
         if difference <= MAX_WRONG_FRACTION:
             return engine
         problem = "not finite" if math.isnan(difference) else f"wrong at {difference:.2%} of the voxels of a window"
@@ -180,7 +182,7 @@ class EngineBuilder:
         description = (
             f"{self._spec.identifier} with windows of {size} in {engine.config} returned scores that are {problem}"
         )
-        log.warning("%s. It runs eagerly in fp32 instead.", description)
+        log.warning("%s. The model runs eagerly in fp32 instead.", description)
         del engine
         return _require_same_size(self.build(replace(self.make_eager_config("fp32"), sw_batch_size=batch_size)))
 
@@ -204,7 +206,9 @@ def _require_same_size(engine: ReadyEngine) -> ReadyEngine:
     batch = engine.window.batch
     scores = engine.window.network(batch)
     if scores.shape[2:] != batch.shape[2:]:
-        raise RuntimeError(f"the size of the scores, {'x'.join(map(str, scores.shape[2:]))}, differs from the input")
+        raise RuntimeError(
+            f"the size of the scores, {'x'.join(map(str, scores.shape[2:]))}, differs from the window size"
+        )
     return engine
 
 

@@ -11,17 +11,17 @@ from service.core.quantities import DiameterSetting, Size
 from service.core.sections.serving import Limits
 from service.core.types import Description, Extent, Options, OutputKind, Volume
 from service.inference.decoding.postprocessing import check_postprocessing, minimum_voxels
-from service.inference.runner.memory_estimate import WindowLoad, estimate, estimate_activation_bytes
+from service.inference.runner.memory_estimate import WindowMemory, estimate_activation_bytes, estimate_request
 from service.inference.types import Estimate, Plan, PlannedRequest
 from service.inference.windows.views import BEST_QUALITY_VIEWS, count_view_bytes
 from service.models.spec import Instances, ModelSpec
 
-# Fraction of a device's memory that one request may need before its scores are decoded on the host. The rest is for
-# models, other requests and the allocator.
+# Maximum fraction of a device's memory that one request may need. If a request needs more, its scores are decoded on
+# the host. The rest is for models, other requests and the allocator.
 MAX_DEVICE_MEMORY_FRACTION = 0.5
 
 # Overlap of windows with quality=best, unless the request specifies it or the operator's limit is lower.
-BEST_OVERLAP = 0.5
+BEST_QUALITY_OVERLAP = 0.5
 
 
 # Number of windows per call if the operator has not configured it and the model has not been tuned.
@@ -33,8 +33,8 @@ def make_plan(
 ) -> Plan:
     """Apply the operator's defaults and limits. `tuned_batch_size` is used if the operator has not configured one.
 
-    Raises BadParameter for options that exceed the operator's limits, for outputs that the model does not have, for a
-    diameter that the model cannot estimate, and for post-processing options that do not apply to the output.
+    Raises BadParameter for options that exceed the operator's limits, for outputs that the model does not support, for
+    a diameter that the model cannot estimate, and for post-processing options that do not apply to the output.
     """
     windows = settings.windows
     default_size = tuned_batch_size if windows.sw_batch_size == "auto" else windows.sw_batch_size
@@ -44,7 +44,7 @@ def make_plan(
     skip_below = windows.skip_below if options.skip_below is None else options.skip_below
     if windows.inferer == "monai" and skip_below != "none":
         raise BadParameter(
-            "skip_below: this service uses MONAI's inferer, which cannot skip windows. Omit this parameter.",
+            "This service uses MONAI's inferer, which cannot skip windows. Omit skip_below=.",
             parameter="skip_below",
         )
     output = _choose_output(spec, options.output)
@@ -62,10 +62,10 @@ def make_plan(
 
 
 def _choose_overlap(settings: Settings, options: Options) -> float:
-    default = settings.windows.overlap
+    default_overlap = settings.windows.overlap
     if options.quality == "best":
-        default = max(default, min(BEST_OVERLAP, settings.limits.overlap))
-    return default if options.overlap is None else options.overlap
+        default_overlap = max(default_overlap, min(BEST_QUALITY_OVERLAP, settings.limits.overlap))
+    return default_overlap if options.overlap is None else options.overlap
 
 
 def _check_limits(limits: Limits, batch_size: int, overlap: float) -> None:
@@ -77,28 +77,28 @@ def _check_limits(limits: Limits, batch_size: int, overlap: float) -> None:
         raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.", parameter="overlap")
 
 
-def choose_window(spec: ModelSpec, roi_size: Size | None) -> ModelSpec:
+def choose_window_size(spec: ModelSpec, roi_size: Size | None) -> ModelSpec:
     """Return the model with the requested window size. Raises BadParameter if the model does not support this size."""
     default_size, multiples = spec.input.roi_size, spec.input.roi_multiple
     if roi_size is None or roi_size == default_size:
         return spec
     if multiples is None:
         raise BadParameter(
-            f"roi_size: {spec.name} supports only the window size {_format_size(default_size)}. Omit this parameter.",
+            f"The model {spec.name} supports only the window size {_format_size(default_size)}. Omit roi_size=.",
             parameter="roi_size",
         )
-    if any(edge % step for edge, step in zip(roi_size, multiples, strict=True)):
+    if any(length % multiple for length, multiple in zip(roi_size, multiples, strict=True)):
         raise BadParameter(
-            f"roi_size: the window size of {spec.name} must be a multiple of {_format_size(multiples)}, not"
+            f"The window size (roi_size) of {spec.name} must be a multiple of {_format_size(multiples)}, not"
             f" {_format_size(roi_size)}.",
             parameter="roi_size",
         )
     return spec.model_copy(update={"input": spec.input.model_copy(update={"roi_size": roi_size})})
 
 
-def compute_window_scale(spec: ModelSpec, other: ModelSpec) -> float:
-    """Return the ratio of the number of voxels in the window of `other` to the number in the window of `spec`."""
-    return math.prod(other.input.roi_size) / math.prod(spec.input.roi_size)
+def compute_window_scale(spec: ModelSpec, other_spec: ModelSpec) -> float:
+    """Return the ratio of the number of voxels in the window of `other_spec` to the number in the window of `spec`."""
+    return math.prod(other_spec.input.roi_size) / math.prod(spec.input.roi_size)
 
 
 def _format_size(size: Size) -> str:
@@ -148,15 +148,15 @@ class Estimator:
     accepts_any_batch_size: bool | None = None
     device_memory: int | None = None
 
-    def fit_batch(self, batch_size: int) -> int:
-        """Return the number of windows per call for a requested batch size. It depends on how the network was built."""
+    def fit_batch_size(self, batch_size: int) -> int:
+        """Return the number of windows per call for a requested batch size, depending on how the network was built."""
         if self.accepts_any_batch_size is None:
             return batch_size
         return min(batch_size, self.sw_batch_size) if self.accepts_any_batch_size else self.sw_batch_size
 
     def with_window_size(self, options: Options) -> Estimator:
-        """Return the estimator for the requested window size. Raises BadParameter like `choose_window`."""
-        spec = choose_window(self.spec, options.roi_size)
+        """Return the estimator for the requested window size. Raises BadParameter like `choose_window_size`."""
+        spec = choose_window_size(self.spec, options.roi_size)
         if spec is self.spec:
             return self
         scale = compute_window_scale(self.spec, spec)
@@ -169,23 +169,23 @@ class Estimator:
         )
 
     def plan(self, options: Options) -> Plan:
-        """Plan a request without a volume. Raises the errors of `make_plan` and `choose_window`."""
+        """Plan a request without a volume. Raises the same errors as `make_plan` and `choose_window_size`."""
         if options.roi_size is not None:
             return self.with_window_size(options).plan(replace(options, roi_size=None))
         plan = make_plan(self.spec, self.settings, options, self.sw_batch_size)
-        return plan._replace(sw_batch_size=self.fit_batch(plan.sw_batch_size))
+        return plan._replace(sw_batch_size=self.fit_batch_size(plan.sw_batch_size))
 
     def output_kind(self, options: Options) -> OutputKind:
         """Return the kind of the result. Raises BadParameter for invalid options."""
         return self.plan(options).output
 
     def diameter_setting(self, options: Options) -> DiameterSetting:
-        """Return how the object diameter is determined. Raises BadParameter for invalid options."""
+        """Return the object diameter, "auto" or "none". Raises BadParameter for invalid options."""
         plan = self.plan(options)
         return "auto" if plan.needs_diameter_estimate else plan.diameter or "none"
 
     def estimate(self, volume: Extent, options: Options) -> Estimate:
-        """Return the estimate without the plan. Raises the errors of `plan_request`."""
+        """Return the estimate without the plan. Raises the same errors as `plan_request`."""
         return self.plan_request(volume, options).estimate
 
     def plan_request(self, volume: Extent, options: Options) -> PlannedRequest:
@@ -198,27 +198,27 @@ class Estimator:
         plan = self.plan(options)
         self._check_channels(volume)
         minimum_voxels(plan.postprocessing, volume)
-        window_load = self._get_window_load(plan)
-        request_estimate = estimate(self.spec, volume, plan, window_load)
+        window_memory = self._get_window_memory(plan)
+        request_estimate = estimate_request(self.spec, volume, plan, window_memory)
         if (
             self.device_memory is not None
             and request_estimate.device_bytes > MAX_DEVICE_MEMORY_FRACTION * self.device_memory
         ):
             plan = plan._replace(decode_on_host=True)
-            request_estimate = estimate(self.spec, volume, plan, window_load)
+            request_estimate = estimate_request(self.spec, volume, plan, window_memory)
         if self.settings.windows.inferer == "monai":
             request_estimate = self._add_monai_bytes(request_estimate)
         if request_estimate.windows > (max_windows := self.settings.limits.windows):
             raise TooLarge(
-                f"The volume needs {request_estimate.windows} windows, but this service computes at most {max_windows}"
-                f" for one volume. Crop the volume, or use less overlap{', quality=fast' * bool(plan.views)} or a"
-                " larger diameter.",
+                f"The volume needs {request_estimate.windows} windows, but this service allows at most"
+                f" {max_windows} for one volume. Crop the volume, or use less overlap"
+                f"{', quality=fast' * bool(plan.views)} or a larger diameter.",
                 suggested={"quality": "fast"} if plan.views else None,
             )
         return PlannedRequest(plan, request_estimate)
 
-    def _get_window_load(self, plan: Plan) -> WindowLoad:
-        """Return the memory load of computing the windows of a plan."""
+    def _get_window_memory(self, plan: Plan) -> WindowMemory:
+        """Return the memory that running the network on the windows of a plan needs."""
         window_bytes, streams = self.window_bytes, self.streams
         if window_bytes is None:
             window_bytes = estimate_activation_bytes((1, self.spec.input.channels, *self.spec.input.roi_size))
@@ -229,7 +229,7 @@ class Estimator:
         if plan.views:
             voxels = math.prod(self.spec.input.roi_size)
             window_bytes += count_view_bytes(self.spec.input.channels, len(self.spec.outputs), voxels)
-        return WindowLoad(window_bytes, streams, self.is_on_host)
+        return WindowMemory(window_bytes, streams, self.is_on_host)
 
     def _add_monai_bytes(self, request_estimate: Estimate) -> Estimate:
         """Add the float32 arrays that MONAI holds in addition to the windows: image, scores and weights."""
@@ -247,8 +247,8 @@ class Estimator:
         return replace(request_estimate, host_bytes=host_total, device_bytes=device_total + score_volume_bytes)
 
     def _check_channels(self, volume: Extent) -> None:
-        count, expected = volume.shape[0], self.spec.input.channels
-        if count == expected:
+        count, expected_count = volume.shape[0], self.spec.input.channels
+        if count == expected_count:
             return
         channel_names = volume.channels if isinstance(volume, Volume | Description) else ()
         if len(channel_names) != count:
@@ -256,7 +256,7 @@ class Estimator:
         listed_channels = ", ".join(
             f"{index}{f' ({name})' if name else ''}" for index, name in enumerate(channel_names)
         )
-        channels = f"{expected} channel" + ("s" if expected > 1 else "")
+        channels = f"{expected_count} channel" + ("s" if expected_count > 1 else "")
         raise BadParameter(
             f"{self.spec.name} needs {channels}, but the volume has {count}: {listed_channels}. Use channel="
             " with an index or a name.",

@@ -28,8 +28,8 @@ from service.models.spec import ModelSpec
 
 # Maximum decoded size of a sample.
 MAX_SAMPLE_BYTES = 2**30
-# Overlap of windows for comparisons.
-OVERLAP = 0.25
+# Overlap of windows in comparisons.
+COMPARISON_OVERLAP = 0.25
 
 # A score is wrong if its difference from the reference exceeds this fraction of the root mean square of all scores of
 # the same output. Rounding causes smaller differences: up to 0.034 for the bundled models in BF16 on a CPU.
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 class LabelAgreement:
     """Compares the labels of a small image with the labels of the FP32 reference.
 
-    make_reference  creates windows that run the FP32 network as loaded; called on first use
-    full_batch      whether `compute_difference` also compares the scores of a full batch
+    make_reference       creates the `SlidingWindow` that runs the FP32 network as loaded; called on first use
+    compares_full_batch  whether `compute_difference` also compares the scores of a full batch
     """
 
     def __init__(
@@ -53,21 +53,21 @@ class LabelAgreement:
         device: torch.device,
         make_reference: Callable[[], SlidingWindow],
         *,
-        full_batch: bool = False,
+        compares_full_batch: bool = False,
     ) -> None:
-        self._spec, self._full_batch = spec, full_batch
+        self._spec, self._compares_full_batch = spec, compares_full_batch
         # Labels are computed by the reference only once, but each comparison of a full batch needs the reference again.
-        self._make_reference = cache(make_reference) if full_batch else make_reference
+        self._make_reference = cache(make_reference) if compares_full_batch else make_reference
         self._image = load_sample_image(spec).to(device)
         self._expected_segmentation: Segmentation | None = None
 
     def repeat_image(self, num_windows: int) -> Tensor:
         """Return the image, repeated until it covers a row of windows along x, float32 [1, C, Z, Y, X]."""
         z, y, x = self._spec.input.roi_size
-        edges = (z, y, x + (num_windows - 1) * int(x * (1 - OVERLAP)))
+        row_size = (z, y, x + (num_windows - 1) * int(x * (1 - COMPARISON_OVERLAP)))
         axis_indices = (
-            torch.arange(edge, device=self._image.device) % length
-            for edge, length in zip(edges, self._image.shape[2:], strict=True)
+            torch.arange(row_length, device=self._image.device) % length
+            for row_length, length in zip(row_size, self._image.shape[2:], strict=True)
         )
         row = self._image
         for axis, indices in enumerate(axis_indices, start=2):
@@ -77,23 +77,23 @@ class LabelAgreement:
     def compute_difference(self, window: SlidingWindow) -> float:
         """Return the fraction of voxels whose label differs from the reference, or NaN if scores are not finite.
 
-        With `full_batch`, return infinity if the scores of a full batch are wrong.
+        With `compares_full_batch`, return infinity if the scores of a full batch are wrong.
         """
         if self._expected_segmentation is None:
             with step("computing the labels of the FP32 network"):
                 self._expected_segmentation = self.segment(self._make_reference(), self._image)
         try:
             with step("checking labels"):
-                found = self.segment(window, self._image)
+                found_segmentation = self.segment(window, self._image)
         except NonFiniteScores:
             return math.nan
-        max_wrong_fraction = self.compute_batch_difference(window) if self._full_batch else 0.0
-        if math.isnan(max_wrong_fraction):
+        wrong_fraction = self.compute_batch_difference(window) if self._compares_full_batch else 0.0
+        if math.isnan(wrong_fraction):
             return math.nan
         return (
             math.inf
-            if max_wrong_fraction > MAX_WRONG_FRACTION
-            else compute_label_difference(self._expected_segmentation, found)
+            if wrong_fraction > MAX_WRONG_FRACTION
+            else compute_label_difference(self._expected_segmentation, found_segmentation)
         )
 
     @torch.inference_mode()
@@ -106,22 +106,25 @@ class LabelAgreement:
         count = window.capacity
         image = self.repeat_image(count)
         with step(f"checking a batch of {count}"):
-            (scores,) = window.forward([window.scan(image, OVERLAP).take(count)])
+            (scores,) = window.forward([window.scan(image, COMPARISON_OVERLAP).take(count)])
             norms = torch.linalg.vector_norm(scores, dim=(0, 2, 3, 4), dtype=torch.float32)
             limits = ROUNDING_LIMIT * norms / math.sqrt(scores[:, 0].numel())
             if not limits.isfinite().all():
                 return math.nan
-            make_reference = self._make_reference()
-            scan = make_reference.scan(image, OVERLAP)
+            reference = self._make_reference()
+            scan = reference.scan(image, COMPARISON_OVERLAP)
             fractions = [
-                compute_fraction_above(window_scores, make_reference.forward([scan.take(1)])[0][0], limits)
+                compute_fraction_above(window_scores, reference.forward([scan.take(1)])[0][0], limits)
                 for window_scores in scores.unbind()
             ]
             fraction, window_index = torch.stack(fractions).max(0)
         if fraction > 0:
-            number = f"{int(window_index) + 1} of {count}"
+            window_text = f"{int(window_index) + 1} of {count}"
             log.info(
-                "%s: %.2f%% of the voxels of window %s are wrong", self._spec.identifier, 100 * float(fraction), number
+                "%s: %.2f%% of the voxels of window %s are wrong",
+                self._spec.identifier,
+                100 * float(fraction),
+                window_text,
             )
         return float(fraction)
 
@@ -130,32 +133,32 @@ class LabelAgreement:
         """Segment an image [1, C, Z, Y, X] into labels, or into classes if the model does not detect objects."""
         kind: OutputKind = "labels" if self._spec.decoding.kind == "instances" else "classes"
         decoder = make_decoder(self._spec, as_size(image.shape[2:]), kind, None)
-        for slab in window.run(image, OVERLAP, stream=stream):
+        for slab in window.run(image, COMPARISON_OVERLAP, stream=stream):
             decoder.add(slab.z0, slab.y0, slab.scores)
         return decoder.finish()
 
 
-def compute_scores(window: SlidingWindow, image: Tensor, stream: int = 0) -> None:
+def compute_and_discard_scores(window: SlidingWindow, image: Tensor, stream: int = 0) -> None:
     """Compute and blend the scores of an image [1, C, Z, Y, X] like `LabelAgreement.segment`, and discard them."""
-    for _slab in window.run(image, OVERLAP, stream=stream):
+    for _slab in window.run(image, COMPARISON_OVERLAP, stream=stream):
         pass
 
 
-def compute_fraction_above(found: Tensor, expected: Tensor, limits: Tensor) -> Tensor:
+def compute_fraction_above(scores: Tensor, expected_scores: Tensor, max_differences: Tensor) -> Tensor:
     """Return the fraction of voxels [z, y, x] with a score that differs by more than the limit for its output.
 
-    found, expected  scores [K, z, y, x]
-    limits           maximum difference for each output, [K]
+    scores, expected_scores  scores [K, z, y, x]
+    max_differences          maximum difference for each output, [K]
     """
-    return ((found - expected).abs() > limits[:, None, None, None]).any(0).float().mean()
+    return ((scores - expected_scores).abs() > max_differences[:, None, None, None]).any(0).float().mean()
 
 
 def load_sample_image(spec: ModelSpec) -> Tensor:
-    """Return the center of the model's sample, normalized, float32 [1, C, Z, Y, X]. It has up to two windows per axis.
+    """Return the normalized center of the model's sample, float32 [1, C, Z, Y, X], with up to two windows per axis.
 
     Returns smooth noise if the model has no sample, or if the sample cannot be read.
     """
-    z, y, x = (edge + int(edge * (1 - OVERLAP)) for edge in spec.input.roi_size)
+    z, y, x = (length + int(length * (1 - COMPARISON_OVERLAP)) for length in spec.input.roi_size)
     try:
         image = _read_sample(spec)
     except (StackSegError, OSError) as error:
@@ -172,7 +175,7 @@ def load_sample_image(spec: ModelSpec) -> Tensor:
 def make_noise(shape: tuple[int, ...]) -> Tensor:
     """Return smooth noise: interpolated random values between 0 and 1, plus a random value up to 0.1 for each voxel."""
     generator = torch.Generator().manual_seed(0)
-    coarse_noise = torch.rand((*shape[:2], *[edge // 8 + 2 for edge in shape[2:]]), generator=generator)
+    coarse_noise = torch.rand((*shape[:2], *[length // 8 + 2 for length in shape[2:]]), generator=generator)
     smooth_noise = functional.interpolate(coarse_noise, size=shape[2:], mode="trilinear", align_corners=False)
     return smooth_noise + 0.1 * torch.rand(shape, generator=generator)
 
@@ -187,24 +190,24 @@ def _read_sample(spec: ModelSpec) -> Tensor | None:
 
 
 def compute_label_difference(segmentation_a: Segmentation, segmentation_b: Segmentation) -> float:
-    """Return the fraction of voxels that differ. Objects are matched first, the largest overlaps first."""
+    """Return the fraction of voxels that differ, after matching objects in descending order of overlap."""
     if segmentation_a.kind != "labels":
         return float(np.mean(segmentation_a.pixels != segmentation_b.pixels))
-    return 1 - _count_agreeing(segmentation_a.pixels, segmentation_b.pixels) / max(segmentation_a.pixels.size, 1)
+    return 1 - _count_agreeing_voxels(segmentation_a.pixels, segmentation_b.pixels) / max(segmentation_a.pixels.size, 1)
 
 
-def _count_agreeing(labels_a: Array, labels_b: Array) -> int:
+def _count_agreeing_voxels(labels_a: Array, labels_b: Array) -> int:
     # Encode the two labels of each voxel as one number, because counting the pairs dominates the run time.
-    width = int(labels_b.max(initial=0)) + 1
-    pairs, counts = np.unique(labels_a.ravel().astype(np.int64) * width + labels_b.ravel(), return_counts=True)
+    base = int(labels_b.max(initial=0)) + 1
+    pairs, counts = np.unique(labels_a.ravel().astype(np.int64) * base + labels_b.ravel(), return_counts=True)
     num_agreeing = 0
     partners: tuple[set[int], set[int]] = (set(), set())
     for index in np.argsort(-counts, kind="stable").tolist():
-        first, second = divmod(int(pairs[index]), width)
-        if first == 0 and second == 0:
+        label_a, label_b = divmod(int(pairs[index]), base)
+        if label_a == 0 and label_b == 0:
             num_agreeing += int(counts[index])
-        elif first and second and first not in partners[0] and second not in partners[1]:
+        elif label_a and label_b and label_a not in partners[0] and label_b not in partners[1]:
             num_agreeing += int(counts[index])
-            partners[0].add(first)
-            partners[1].add(second)
+            partners[0].add(label_a)
+            partners[1].add(label_b)
     return num_agreeing

@@ -23,7 +23,7 @@ def _check_free_bytes(needed_bytes: int, free_bytes: int | None, memory_kind: st
     if free_bytes is not None and needed_bytes > free_bytes:
         raise OutOfMemory(
             f"This volume needs about {needed_bytes / 2**30:.1f} GiB of {memory_kind}, but only"
-            f" {free_bytes / 2**30:.1f} GiB are free. Submit a smaller part of the volume, or try again when fewer"
+            f" {free_bytes / 2**30:.1f} GiB is free. Submit a smaller part of the volume, or try again when fewer"
             " requests are running.",
             needed_bytes,
         )
@@ -44,7 +44,7 @@ def translate_errors(estimate: Estimate, device: torch.device, driver: Driver = 
         needed_bytes = max(estimate.host_bytes, estimate.device_bytes)
         raise OutOfMemory(
             "There was not enough memory, even for a batch of one window."
-            f" About {needed_bytes / 2**30:.1f} GiB are needed."
+            f" About {needed_bytes / 2**30:.1f} GiB is needed."
             " Submit a smaller part of the volume, or try again when fewer requests are running.",
             needed_bytes,
         ) from error

@@ -1,4 +1,4 @@
-"""Estimates of the number of windows and the memory of a request, from the shape of the volume and activation sizes."""
+"""Estimates of the number of windows and the memory of a request, from the volume's shape and activation sizes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from service.models.network import iter_modules
 from service.models.spec import ModelSpec
 
 
-class WindowLoad(NamedTuple):
-    """Memory load of computing windows.
+class WindowMemory(NamedTuple):
+    """Memory that running the network on windows needs.
 
     window_bytes  bytes per window
     streams       number of concurrent batches
@@ -37,12 +37,12 @@ class WindowLoad(NamedTuple):
     is_on_host: bool = True
 
 
-def estimate(
-    spec: ModelSpec, volume: Extent, plan: Plan, load: WindowLoad, kernel: WindowKernels = window_kernels
+def estimate_request(
+    spec: ModelSpec, volume: Extent, plan: Plan, memory: WindowMemory, kernels: WindowKernels = window_kernels
 ) -> Estimate:
-    """Estimate the windows and memory for a volume of this shape and voxel size.
+    """Estimate the number of windows and the memory requirements for a volume of this shape and voxel size.
 
-    kernel  C++ kernels that blend windows on the CPU, if they are available
+    kernels  C++ kernels that blend windows on the CPU, if they are available
     """
     size, stored_size, channels = (
         working_size(volume, spec, plan.diameter),
@@ -51,32 +51,32 @@ def estimate(
     )
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
     source_shape = _count_source_voxels(grid, stored_size)
-    num_concurrent = min(load.streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
+    num_concurrent = min(memory.streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     decoding_memory, device_decoding_bytes = estimate_decoding(spec, plan.output, size), 0
-    if plan.output == "labels" and not (load.is_on_host or plan.decode_on_host):
-        # The host receives the piece numbers, and converts them to labels.
+    if plan.output == "labels" and not (memory.is_on_host or plan.decode_on_host):
+        # The host receives the number of the watershed piece of each voxel, and converts these numbers to labels.
         decoding_memory, device_decoding_bytes = DecodingMemory(8 * math.prod(size)), estimate_watershed_bytes(size)
     # If the result is stored on disk, the planes from which a layer of windows is cut are still held in memory.
     host_bytes, device_bytes = decoding_memory.host, 0
     if decoding_memory.disk:
         host_bytes += 4 * volume.shape[0] * math.prod(volume.shape[2:]) * source_shape[0]
-    blend_floats = count_buffered_floats(grid, len(spec.outputs), uses_kernel=load.is_on_host and kernel.supports(CPU))
-    if load.is_on_host:
+    num_floats = count_buffered_floats(grid, len(spec.outputs), uses_kernel=memory.is_on_host and kernels.supports(CPU))
+    if memory.is_on_host:
         if size != stored_size:
-            # Each stream normalizes the pixels of a window when it reads them. It interpolates one axis after another,
+            # Each stream normalizes the pixels of a window when it reads them, and interpolates one axis after another,
             # which takes two buffers.
-            num_readers = min(load.streams, grid.count)
+            num_readers = min(memory.streams, grid.count)
             host_bytes += 4 * channels * num_readers * (2 * math.prod(source_shape) + 3 * math.prod(grid.roi))
         host_bytes += (
-            4 * (blend_floats + _count_slab_floats(spec, grid, plan, num_concurrent))
-            + num_concurrent * load.window_bytes
+            4 * (num_floats + _count_slab_floats(spec, grid, plan, num_concurrent))
+            + num_concurrent * memory.window_bytes
         )
     else:
         host_bytes += 2 * count_buffer_bytes(size) + (4 * channels * math.prod(size) if size != stored_size else 0)
         # Slabs of three batches may exist at the same time: two launched batches, and one that is being delivered.
         num_waiting = min(3 * num_concurrent, grid.count)
         running_bytes = (
-            4 * (blend_floats + _count_slab_floats(spec, grid, plan, num_waiting)) + num_concurrent * load.window_bytes
+            4 * (num_floats + _count_slab_floats(spec, grid, plan, num_waiting)) + num_concurrent * memory.window_bytes
         )
         device_bytes = (
             device_decoding_bytes
@@ -91,8 +91,8 @@ def _count_source_voxels(grid: Grid, stored_size: Size) -> list[int]:
     """Return, for each axis, the number of voxels of the volume from which one window is interpolated."""
     axes = zip(grid.roi, stored_size, grid.size, strict=True)
     return [
-        min(-(-edge * stored_length // working_length) + 2 * (stored_length != working_length), stored_length)
-        for edge, stored_length, working_length in axes
+        min(-(-window_length * stored_length // working_length) + 2 * (stored_length != working_length), stored_length)
+        for window_length, stored_length, working_length in axes
     ]
 
 
@@ -102,7 +102,7 @@ def _count_slab_floats(spec: ModelSpec, grid: Grid, plan: Plan, num_concurrent: 
     num_slabs = 2 + -(-num_concurrent // len(grid.starts[2]))
     if plan.skip_below is not None:
         # Skipped rows become final before each computed window, and after the last one.
-        num_skipped = grid.max_skipped_rows(len(spec.outputs), plan.sw_batch_size)
+        num_skipped = grid.compute_max_skipped_rows(len(spec.outputs), plan.sw_batch_size)
         num_slabs += min(num_concurrent * (num_skipped + 1) + num_skipped, grid.num_rows)
     # All slabs are one step high, except for the last one, which is as high as a window.
     (depth, height, _), (_, _, width) = grid.roi, grid.padded_size
@@ -139,5 +139,5 @@ def measure_activations(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tens
 
 
 def estimate_activation_bytes(shape: tuple[int, ...]) -> int:
-    """Return the bytes of activations of a typical network, which has 32 channels at full resolution."""
+    """Return the number of bytes of activations in a typical network, which has 32 channels at full resolution."""
     return 5 * 32 * 4 * math.prod((shape[0], *shape[2:]))

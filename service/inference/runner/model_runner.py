@@ -1,4 +1,4 @@
-"""One model on one device: the model is loaded, its engine is warmed up, and the engine is described."""
+"""Runner of one model on one device, which loads the model, warms up its engine, and reports on the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from service.engine import backends
 from service.engine.compile import torch_compile
 from service.inference.cuda.placement import DevicePlacement
 from service.inference.diameter.cache import DiameterCache
-from service.inference.runner.estimator import Estimator, choose_window, compute_window_scale
+from service.inference.runner.estimator import Estimator, choose_window_size, compute_window_scale
 from service.inference.runner.memory_errors import check_memory, translate_errors
 from service.inference.runner.memory_estimate import measure_activations
 from service.inference.runner.placement import HostPlacement, Placement
@@ -53,14 +53,14 @@ log = logging.getLogger(__name__)
 class ModelRunner:
     """Loads a model once and runs it. After `warm_up`, several threads may segment with it concurrently.
 
-    placement  where the windows and scores of requests are stored
-    estimator  plans requests
-    scores     computes the scores of images
-    diameters  cache of the diameter estimates for earlier stacks
-    allocate   allocates the arrays of results
+    placement       where the windows and scores of requests are stored
+    estimator       plans requests
+    scores          computes the scores of images
+    diameters       cache of the diameter estimates for earlier stacks
+    allocate        allocates the arrays of results
 
     The network is called by the thread that runs `warm_up`, and by the threads that run its `SlidingWindow`, at most
-    one per stream. On CUDA, this must always be the same thread, because inductor binds recorded graphs to a thread.
+    one per stream. On CUDA, this must always be the same thread, because Inductor binds recorded graphs to a thread.
     Raises ConfigError if the device is not available, and BrokenModel if the model cannot be loaded.
     """
 
@@ -84,7 +84,7 @@ class ModelRunner:
         # Runner for the most recently requested window size other than the default, keyed by the window size and the
         # number of windows per call.
         self._runners_by_window: dict[tuple[Size, int], ModelRunner] = {}
-        self._other_runners_lock = threading.Lock()
+        self._runners_lock = threading.Lock()
 
     def _measure_first_pass(self, network: nn.Module, window: Tensor) -> Tensor:
         """Run the network for the first time, which is slow, and measure its activations in the same forward pass."""
@@ -94,15 +94,17 @@ class ModelRunner:
     def warm_up(self, *, tune: bool = False) -> None:
         """Choose the engine, and run it with its fixed batch shape until its run time is stable.
 
-        With `tune`, and if `engine.tune` allows it, all configurations are compared first, which takes minutes.
+        If `tune` is set and `engine.tune` allows it, all configurations are compared first, which takes minutes.
         """
-        self._switch_engine(self._selector.run(tune=tune))
+        self._switch_engine(self._selector.select(tune=tune))
         for warning in self.report().warnings:
             log.warning("%s: %s", self.spec.identifier, warning)
 
-    def tune(self, seconds: float, announce: Callable[[EngineConfig, int], object] = lambda *_: None) -> EnginePlan:
+    def tune(
+        self, time_limit_seconds: float, announce: Callable[[EngineConfig, int], object] = lambda *_: None
+    ) -> EnginePlan:
         """Compare all configurations as `EngineSelector.tune` does, use the fastest, and return the plan."""
-        engine = self._selector.tune(seconds, announce)
+        engine = self._selector.tune(time_limit_seconds, announce)
         self._switch_engine(engine)
         if engine.plan is None:
             raise InternalError("The comparison of engines returned no plan.")
@@ -125,7 +127,7 @@ class ModelRunner:
             if engine is None or config.engine == "eager"
             else engine.window.accepts_any_batch_size,
         )
-        self.scores = ScoreComputer(self._selector, config, engine, self.estimator.fit_batch)
+        self.scores = ScoreComputer(self._selector, config, engine, self.estimator.fit_batch_size)
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +138,7 @@ class ModelRunner:
         )
 
     def instrument(self, wrap: Callable[[Network], Network]) -> None:
-        """Replace the warm network with `wrap(network)` in all later calls, in order to measure it."""
+        """Replace the warm network with `wrap(network)` in all later calls, to measure the network."""
         if self._engine is not None:
             window = self._engine.window
             wrapped_window = window.with_network(
@@ -167,10 +169,10 @@ class ModelRunner:
         return self.placement.place_image(image, self.spec.input.roi_size[0])
 
     def choose_inferer(self, run: RunWindows) -> RunWindows:
-        """Return the function that computes the windows of a request: `run`, or MONAI's inferer, which calls `run`."""
+        """Return the function that yields the scores of a request: `run`, or MONAI's inferer, which calls `run`."""
         if self._settings.windows.inferer == "own":
             return run
-        # Import it only when needed, because importing MONAI takes seconds.
+        # Import this module only when needed, because importing MONAI takes seconds.
         module = import_module("service.inference.windows.monai_inferer")
         inferer: RunWindows = module.MonaiInferer(self._settings.windows, run)
         return inferer
@@ -185,12 +187,12 @@ class ModelRunner:
         Raises BadParameter if the network does not support the window size, OutOfMemory if there is not enough memory,
         and DeviceLost if the device has failed.
         """
-        spec = choose_window(self.spec, options.roi_size)
+        spec = choose_window_size(self.spec, options.roi_size)
         if spec is self.spec:
             return self
         batch_size = options.sw_batch_size or self._config.sw_batch_size
         key = (spec.input.roi_size, batch_size)
-        with self._other_runners_lock, self.inference_context(estimate):
+        with self._runners_lock, self.inference_context(estimate):
             if key not in self._runners_by_window:
                 self.check_memory(estimate)
                 self._runners_by_window.clear()
@@ -198,30 +200,32 @@ class ModelRunner:
             return self._runners_by_window[key]
 
     def _build_with_window(self, spec: ModelSpec, batch_size: int) -> ModelRunner:
-        runner = copy.copy(self)
-        runner.spec, runner.diameters = spec, DiameterCache()
-        runner._window_bytes = int(self._window_bytes * compute_window_scale(self.spec, spec))
-        runner._selector = self._selector.with_window(spec, runner._window_bytes)
+        new_runner = copy.copy(self)
+        new_runner.spec, new_runner.diameters = spec, DiameterCache()
+        new_runner._window_bytes = int(self._window_bytes * compute_window_scale(self.spec, spec))
+        new_runner._selector = self._selector.with_window(spec, new_runner._window_bytes)
         try:
-            runner._switch_engine(None if self._engine is None else runner._selector.rebuild(self._config, batch_size))
+            new_runner._switch_engine(
+                None if self._engine is None else new_runner._selector.rebuild(self._config, batch_size)
+            )
         except backends.ENGINE_ERRORS as error:
             if is_out_of_memory(error) or self.find_device_loss(error) is not None:
                 raise
             size, reason = "x".join(map(str, spec.input.roi_size)), backends.get_first_line(error)
             raise BadParameter(
-                f"roi_size: {spec.name} does not run with the window size {size}: {reason}", parameter="roi_size"
+                f"The model {spec.name} does not run with the window size {size}: {reason}", parameter="roi_size"
             ) from error
-        return runner
+        return new_runner
 
-    def batch_notes(self, options: Options) -> tuple[str, ...]:
+    def list_batch_notes(self, options: Options) -> tuple[str, ...]:
         """Return a note if the network was built for a batch size that differs from the requested one."""
         requested_size = options.sw_batch_size
-        if requested_size is None or (batch_size := self.estimator.fit_batch(requested_size)) == requested_size:
+        if requested_size is None or (batch_size := self.estimator.fit_batch_size(requested_size)) == requested_size:
             return ()
-        return (f"The {self._config.engine} engine computes {batch_size} windows per batch, not {requested_size}.",)
+        return (f"The {self._config.engine} engine processes {batch_size} windows per batch, not {requested_size}.",)
 
     def describe_engine(self, *, recomputed: bool = False) -> str:
-        """Return the engine and precision with which the windows were computed or, if `recomputed`, recomputed."""
+        """Return the name and precision of the engine that computed or, if `recomputed`, recomputed the scores."""
         return f"{self._config.engine} {'fp32' if recomputed else self._config.precision}"
 
     @property

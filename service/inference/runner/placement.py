@@ -41,7 +41,7 @@ class Placement(Protocol):
     def choose_decoder_factory(self, make: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
         """Return a function that creates the decoder of a request.
 
-        `make` is `make_decoder`, with the arguments bound that do not depend on the placement.
+        `make` is `make_decoder` with all arguments bound except those that depend on the placement.
         """
 
 

@@ -1,4 +1,4 @@
-"""Score computation with two fallbacks: smaller batches if memory runs out, and FP32 for non-finite scores."""
+"""Score computation that falls back to smaller batches if memory runs out, and to FP32 if scores are not finite."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class _ScoreCollector:
 class ScoreComputer:
     """Computes scores with the network of one model. Thread-safe.
 
-    builder    builds the networks for the fallbacks
-    config     configuration of the engine
-    engine     engine that is warm; None: no engine is warm yet, so run eagerly
-    fit_batch  returns the number of windows per call for a requested batch size, like `Estimator.fit_batch`
+    builder         builds the networks for the fallbacks
+    config          configuration of the engine
+    engine          engine that is warm; None: no engine is warm yet, so run eagerly
+    fit_batch_size  returns the number of windows per call for a requested batch size, like `Estimator.fit_batch_size`
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class ScoreComputer:
         builder: EngineBuilder,
         config: EngineConfig,
         engine: ReadyEngine | None = None,
-        fit_batch: Callable[[int], int] = lambda batch_size: batch_size,
+        fit_batch_size: Callable[[int], int] = lambda batch_size: batch_size,
     ) -> None:
-        self._builder, self._config, self._engine, self._fit_batch = builder, config, engine, fit_batch
+        self._builder, self._config, self._engine, self._fit_batch_size = builder, config, engine, fit_batch_size
         # If the network itself runs eagerly in float32, recomputing the scores would change nothing.
         self._is_reference = config.engine == "eager" and config.precision == "fp32"
         self._windows_by_batch_size: WeakValueDictionary[int, SlidingWindow] = WeakValueDictionary()
@@ -78,7 +78,7 @@ class ScoreComputer:
 
     @cached_property
     def module(self) -> nn.Module:
-        """Prepared module, which runs eagerly if the warm engine does not support the request."""
+        """Prepared module, which is run eagerly if the warm engine does not support the request."""
         return self._builder.prepare_module(self._config) if self._engine is None else self._engine.module
 
     def compute(
@@ -87,21 +87,21 @@ class ScoreComputer:
         """Pass the scores of `image` to a new consumer. The batch size is halved until a batch fits in memory.
 
         If scores are not finite, all scores are recomputed by the FP32 network. Raises NonFiniteScores if the
-        recomputed scores are not finite either, and the exceptions of the network.
+        recomputed scores are not finite either. Propagates exceptions from the network.
         """
         # The request may have been planned before the network was loaded.
-        batch_size, notes, fallbacks, recomputed = self._fit_batch(plan.sw_batch_size), list[str](), 0, False
+        batch_size, notes, fallbacks, recomputed = self._fit_batch_size(plan.sw_batch_size), list[str](), 0, False
         while True:
             consumer = make_consumer()
             window = self._get_window(batch_size, is_reference=recomputed)
             try:
                 view_window = self._get_averaging_window(window, plan.views) if plan.views else window
-                feed(consumer, run(view_window, image, plan.overlap), stages)
+                feed_slabs(consumer, run(view_window, image, plan.overlap), stages)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or batch_size == 1:
                     raise
                 # Notes on batch sizes precede the note on recomputing, regardless of which happens first.
-                notes.insert(fallbacks, f"A batch of {batch_size} windows did not fit in memory; used a smaller one.")
+                notes.insert(fallbacks, f"A batch of {batch_size} windows did not fit in memory, so it was halved.")
                 fallbacks, batch_size = fallbacks + 1, batch_size // 2
                 _release_memory(window)
             except NonFiniteScores:
@@ -111,13 +111,13 @@ class ScoreComputer:
                 notes.append(f"The scores were not finite ({engine_name}) and were recomputed in eager fp32.")
                 recomputed = True
             else:
-                notes += [] if recomputed else self._list_notes(window)
+                notes += [] if recomputed else self._list_engine_notes(window)
                 return ScoringResult(consumer, tuple(notes), fallbacks, recomputed)
 
     def score_windows(self, windows: Tensor, plan: Plan, run: ComputeSlabs) -> Tensor:
-        """Return the raw scores of windows [N, C, *roi], which are computed as one stack, float32 [N, K, *roi].
+        """Return the raw scores of windows [N, C, *roi], which are processed as one stack, float32 [N, K, *roi].
 
-        Each window is scored once, regardless of the views in the plan. Raises the exceptions of `compute`.
+        Each window is scored once, regardless of the views in the plan. Raises the same exceptions as `compute`.
         """
         single_view_plan = plan._replace(overlap=0.0, views=())
         return score_stack(
@@ -125,7 +125,7 @@ class ScoreComputer:
         )
 
     def _get_window(self, batch_size: int, *, is_reference: bool) -> SlidingWindow:
-        """Return the FP32 reference, the warm engine's windows, or windows for a smaller batch or an eager network."""
+        """Return the `SlidingWindow` of the FP32 reference or the warm engine, or one for a different batch size."""
         if is_reference:
             return self._builder.make_reference(batch_size)
         if self._engine is not None and self._config.sw_batch_size == batch_size:
@@ -138,7 +138,7 @@ class ScoreComputer:
             return window
 
     def _get_averaging_window(self, window: SlidingWindow, views: Views) -> SlidingWindow:
-        """Return windows whose scores are averaged over views. Requests that get the same object share batches."""
+        """Return a `SlidingWindow` that averages scores over views. Requests that get the same object share batches."""
         with self._lock:
             averaging_window = self._averaging_windows.get(window)
             if averaging_window is None:
@@ -150,14 +150,18 @@ class ScoreComputer:
             return averaging_window
 
     def _make_window(self, batch_size: int) -> SlidingWindow:
-        if self._engine is not None and self._fit_batch(batch_size) == batch_size and self._config.engine != "eager":
+        if (
+            self._engine is not None
+            and self._fit_batch_size(batch_size) == batch_size
+            and self._config.engine != "eager"
+        ):
             return self._engine.window.with_capacity(batch_size)
         return self._builder.make_sliding_window(self.module, self._config, batch_size)
 
-    def _list_notes(self, window: SlidingWindow) -> list[str]:
+    def _list_engine_notes(self, window: SlidingWindow) -> list[str]:
         if self._engine is None or self._config.engine == "eager" or window.network is self._engine.window.network:
             return []
-        return [f"Ran eagerly, because only sw_batch_size {self._config.sw_batch_size} is compiled."]
+        return [f"The network ran eagerly, because it is only compiled for sw_batch_size={self._config.sw_batch_size}."]
 
 
 def _release_memory(window: SlidingWindow) -> None:
@@ -166,7 +170,7 @@ def _release_memory(window: SlidingWindow) -> None:
         torch.cuda.empty_cache()
 
 
-def feed(consumer: ScoreConsumer, slabs: Iterator[Slab], stages: Stages) -> None:
+def feed_slabs(consumer: ScoreConsumer, slabs: Iterator[Slab], stages: Stages) -> None:
     """Pass every slab to the consumer. The consumer's time counts as the stage `decode`, the rest as `windows`."""
     while True:
         with stages.measure("windows"):

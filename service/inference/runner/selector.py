@@ -21,14 +21,14 @@ from service.engine.tuning import plans
 from service.engine.tuning.autotune import Candidate, NoWorkingConfiguration, Tuner, Winner
 from service.engine.tuning.plans import EngineConfig, EnginePlan, Outcome, Trial
 from service.inference.runner.engine_builder import EngineBuilder, ReadyEngine
-from service.inference.runner.label_agreement import compute_scores
+from service.inference.runner.label_agreement import compute_and_discard_scores
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow
 
 # Maximum fraction of the free memory that the activations of concurrent batches may need while engines are compared.
 MAX_ACTIVATION_FRACTION = 0.5
-# Number of windows in the stack on which engines are compared. With fewer, the time for blending and decoding would be
-# negligible.
+# Number of windows in the stack on which engines are compared. With fewer windows, the time for blending and decoding
+# would be negligible.
 COMPARISON_WINDOWS = 4
 # Libraries whose versions a plan depends on.
 LIBRARIES = ("stackseg", "torch", "monai", "openvino", "numpy")
@@ -43,7 +43,7 @@ class EngineSelector(EngineBuilder):
         """Return the configuration before any trial: the eager engine in the precision that the settings require."""
         return self.make_eager_config(precision.choose(self._settings.engine.precision, self._native_dtypes).name)
 
-    def run(self, *, tune: bool = False) -> ReadyEngine:
+    def select(self, *, tune: bool = False) -> ReadyEngine:
         """Build the fixed configuration, the one chosen by the saved plan, or the first suitable one.
 
         A new plan is saved. If `tune` is set and `engine.tune` allows it, all configurations are compared instead,
@@ -56,7 +56,7 @@ class EngineSelector(EngineBuilder):
         settings = self._settings.engine
         if settings.kind != "auto":
             return self._build_fixed()
-        plan = plans.find(self._plan_folder, self._spec.name, self.circumstances())
+        plan = plans.find(self._plan_folder, self._spec.name, self.collect_plan_dependencies())
         should_compare_all = tune and settings.tune == "first-start"
         # The plan file may have been edited.
         is_known = plan is not None and plan.choice.engine in backends.BACKENDS
@@ -69,28 +69,30 @@ class EngineSelector(EngineBuilder):
                 log.warning("%s: the engine of the saved plan fails, choosing again: %s", self._spec.identifier, reason)
         return self.tune(settings.tune_seconds) if should_compare_all else self._build_first_known()
 
-    def tune(self, seconds: float, announce: Callable[[EngineConfig, int], object] = lambda *_: None) -> ReadyEngine:
+    def tune(
+        self, time_limit_seconds: float, announce: Callable[[EngineConfig, int], object] = lambda *_: None
+    ) -> ReadyEngine:
         """Compare all configurations that the settings allow within a time limit, and save the plan.
 
         announce  called before each trial with the configuration and the total number of configurations
         """
         configs = list(dict.fromkeys([*self._list_known_order(), *self._list_candidates()]))
-        changes = {"sw_batch_size": self._batch_sizes, "streams": self._stream_counts}
-        tuner = self._make_tuner(seconds, announce)
-        log.info("%s: comparing all engine configurations, for at most %g s", self._spec.identifier, seconds)
-        return self._choose(tuner, lambda: tuner.find_fastest(configs, **changes), is_tuned=True)
+        values_to_try = {"sw_batch_size": self._batch_sizes, "streams": self._stream_counts}
+        tuner = self._make_tuner(time_limit_seconds, announce)
+        log.info("%s: comparing all engine configurations, for at most %g s", self._spec.identifier, time_limit_seconds)
+        return self._choose(tuner, lambda: tuner.find_fastest(configs, **values_to_try), is_tuned=True)
 
     def _build_first_known(self) -> ReadyEngine:
         """Build the first configuration in the known order that runs and returns the labels of the reference."""
         tuner = self._make_tuner()
-        names = precision.list_precisions(self._settings.engine.precision, self._native_dtypes)
-        configs = [*self._list_known_order(), *map(self.make_eager_config, names)]
+        precision_names = precision.list_precisions(self._settings.engine.precision, self._native_dtypes)
+        configs = [*self._list_known_order(), *map(self.make_eager_config, precision_names)]
         return self._choose(tuner, lambda: tuner.choose_first(configs), is_tuned=False)
 
     def _choose(
         self, tuner: Tuner[ReadyEngine], choose: Callable[[], Winner[ReadyEngine]], *, is_tuned: bool
     ) -> ReadyEngine:
-        """Return the chosen engine with its plan, or the eager engine. The plan is saved if it will remain valid."""
+        """Return the chosen engine with its plan, or the eager engine. Plans without temporary failures are saved."""
         try:
             engine, trials = choose()
             # Do not save a plan with failures: at the next start, the missing compiler or memory may be available.
@@ -98,7 +100,9 @@ class EngineSelector(EngineBuilder):
         except NoWorkingConfiguration as error:
             engine, trials, should_save = self.build(self.make_eager_config("fp32")), error.trials, False
             warnings = (f"{error} The model runs eagerly in fp32.",)
-        plan = EnginePlan(self._spec.name, engine.config, trials, tuner.seconds, self.circumstances(), is_tuned)
+        plan = EnginePlan(
+            self._spec.name, engine.config, trials, tuner.seconds, self.collect_plan_dependencies(), is_tuned
+        )
         if should_save and self._settings.engine.kind == "auto":
             self._save_plan(plan)
         return replace(engine, plan=plan, seconds=tuner.seconds, warnings=(*self._precision_warnings, *warnings))
@@ -128,15 +132,15 @@ class EngineSelector(EngineBuilder):
         try:
             plans.save(self._plan_folder, plan)
         except OSError as error:
-            advice = "every start chooses again until engine.cache_folder is writable"
+            advice = "each start chooses an engine again until engine.cache_folder is writable"
             log.warning("Cannot save the engine plan of %s; %s: %s", plan.model, advice, error)
 
     @property
     def _plan_folder(self) -> Path:
         return plans.resolve_folder(self._settings.engine.cache_folder)
 
-    def circumstances(self) -> dict[str, str]:
-        """Return everything that a plan depends on, keyed by name."""
+    def collect_plan_dependencies(self) -> dict[str, str]:
+        """Return everything that a plan depends on, such as the device and library versions, keyed by name."""
         spec, settings = self._spec, self._settings
         dependencies: dict[str, object] = {
             "weights": spec.weights.sha256,
@@ -161,12 +165,12 @@ class EngineSelector(EngineBuilder):
         settings = self._settings.engine
         backend = backends.BACKENDS[settings.kind]
         warnings = list[str]()
-        names = precision.list_precisions(settings.precision, self._native_dtypes)
-        reasons = {name: backend.explain_unsupported(name, self._device, self._network) for name in names}
-        configs = self._list_first_choices([name for name in names if reasons[name] is None])
+        precision_names = precision.list_precisions(settings.precision, self._native_dtypes)
+        reasons = {name: backend.explain_unsupported(name, self._device, self._network) for name in precision_names}
+        configs = self._list_first_choices([name for name in precision_names if reasons[name] is None])
         if not configs:
-            warnings.append(f"The {settings.kind} engine {reasons[names[0]]}; running eagerly.")
-        configs = list(dict.fromkeys([*configs, *map(self.make_eager_config, names)]))
+            warnings.append(f"The {settings.kind} engine {reasons[precision_names[0]]}; running eagerly.")
+        configs = list(dict.fromkeys([*configs, *map(self.make_eager_config, precision_names)]))
         if self._device.type == "cpu" and configs[0] == self.make_eager_config("fp32"):
             # This configuration is the reference itself, so there is nothing to compare.
             return self.build(configs[0], *warnings, *self._precision_warnings)
@@ -175,7 +179,7 @@ class EngineSelector(EngineBuilder):
         return replace(engine, plan=None, warnings=(*warnings, *engine.warnings))
 
     def _list_first_choices(self, precisions: Sequence[str]) -> list[EngineConfig]:
-        """Return the first configuration of each precision, and the first of each that needs no compiler."""
+        """Return, for each precision, the first configuration and the first one that needs no compiler."""
         candidates = self._list_candidates()
         first_configs = {config.precision: config for config in reversed(candidates)}
         uncompiled_configs = {
@@ -197,10 +201,10 @@ class EngineSelector(EngineBuilder):
     def _list_candidates(self) -> list[EngineConfig]:
         """List the combinations of engine, precision, memory format and compile mode that the settings allow."""
         settings = self._settings.engine
-        names = precision.list_precisions(settings.precision, self._native_dtypes)
+        precision_names = precision.list_precisions(settings.precision, self._native_dtypes)
         return [
             replace(config, streams=1 if backends.needs_single_stream(config, settings) else self._streams)
-            for config in backends.list_configs(settings, self._device, names, self._batch_size)
+            for config in backends.list_configs(settings, self._device, precision_names, self._batch_size)
         ]
 
     def _list_known_order(self) -> list[EngineConfig]:
@@ -209,18 +213,18 @@ class EngineSelector(EngineBuilder):
 
     def _make_tuner(
         self,
-        seconds: float = math.inf,
+        time_limit_seconds: float = math.inf,
         announce: Callable[[EngineConfig, int], object] = lambda *_: None,
         explain_skip: Callable[[EngineConfig], str | None] | None = None,
     ) -> Tuner[ReadyEngine]:
         """Return a tuner that builds engines and checks their labels. `explain_skip` defaults to `_explain_skip`."""
-        agreement = self.make_agreement()
+        agreement = self.make_label_agreement()
 
         def build(config: EngineConfig) -> Candidate[ReadyEngine]:
             engine = self.build(config)
             num_windows = max(COMPARISON_WINDOWS // config.sw_batch_size, 1) * config.sw_batch_size
             # On a GPU, the network is so fast that decoding would dominate the measured time.
-            run = agreement.segment if self._driver.is_on_host(self._device) else compute_scores
+            run = agreement.segment if self._driver.is_on_host(self._device) else compute_and_discard_scores
             call = _run_in_all_streams(engine.window, partial(run, engine.window, agreement.repeat_image(num_windows)))
             return Candidate(
                 call, num_windows * config.streams, lambda: agreement.compute_difference(engine.window), engine
@@ -229,7 +233,7 @@ class EngineSelector(EngineBuilder):
         return Tuner(
             build,
             self._tolerance,
-            seconds,
+            time_limit_seconds,
             explain_skip=explain_skip or self._explain_skip,
             announce=announce,
             find_device_loss=lambda error: devices.find_device_loss(self._device, error, self._driver),
@@ -241,15 +245,15 @@ class EngineSelector(EngineBuilder):
         if (missing_requirement := backends.explain_unavailability(config, self._device)) is not None:
             return missing_requirement
         if (reason := backend.explain_unsupported(config.precision, self._device, self._network)) is not None:
-            return f"it {reason}"
+            return f"the engine {reason}"
         if config.streams > 1 and backends.needs_single_stream(config, self._settings.engine):
-            return "a graph that is not frozen supports only one number of threads"
+            return "a graph that is not frozen supports only a single stream"
         num_windows = config.sw_batch_size * config.streams
         needed_bytes = self._window_bytes * backends.get_batch_dtype(config).itemsize // 4 * num_windows
         free_bytes = self._driver.free_bytes(self._device)
         if free_bytes is not None and needed_bytes > MAX_ACTIVATION_FRACTION * free_bytes:
             return (
-                f"it needs about {needed_bytes / 2**30:.1f} GiB, which is too much of the"
+                f"the activations need about {needed_bytes / 2**30:.1f} GiB, which is too much for the"
                 f" {free_bytes / 2**30:.1f} GiB of free memory"
             )
         return None

@@ -21,7 +21,7 @@ def sample(members: Sequence[T], count: int) -> Sequence[T]:
 def choose_diameter(
     estimates: Sequence[tuple[DiameterEstimate, VoxelSize | None]], sample_description: str
 ) -> tuple[str, str]:
-    """Choose the diameter for a series. It is the median of the available estimates.
+    """Choose the diameter for a series: the median of the available estimates.
 
     Args:
         estimates: estimates for sampled volumes, with the voxel sizes of the volumes
@@ -54,7 +54,7 @@ def _compute_median(estimates: Sequence[tuple[tuple[float, float, float], VoxelS
     if len(voxel_sizes) == 1 or None in voxel_sizes:
         return Diameter(_compute_medians([diameters for diameters, _ in estimates]), "px")
     diameters_um = [
-        tuple(n * edge for n, edge in zip(diameters, voxel_size or (), strict=True))
+        tuple(n * spacing for n, spacing in zip(diameters, voxel_size or (), strict=True))
         for diameters, voxel_size in estimates
     ]
     return Diameter(_compute_medians(diameters_um), "um")

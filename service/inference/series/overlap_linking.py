@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from service.core.buffers import release_pages
 from service.core.types import Array
 
-Integers = NDArray[np.int64]
+IntegerArray = NDArray[np.int64]
 
-# Minimum intersection over union of two labels at adjacent time points that may belong to the same object.
-MIN_OVERLAP = 0.1
+# Minimum intersection over union (IoU) of two labels at adjacent time points that may belong to the same object.
+MIN_IOU = 0.1
 # Minimum fraction of a daughter's voxels that lie inside its mother.
 MIN_FRACTION_INSIDE_MOTHER = 0.5
-# Minimum ratio of the numbers of voxels of the smaller and the larger daughter. Smaller objects are fragments.
+# Minimum ratio of the volume of the smaller daughter to the volume of the larger one. Smaller objects are fragments.
 MIN_DAUGHTER_RATIO = 0.25
 
-# Maximum number of voxels that are compared together.
+# Maximum number of voxels that are compared at a time.
 _MAX_SLAB_VOXELS = 2**22
 
 
@@ -33,8 +33,8 @@ class Tracks:
     parents  track from which each track descends by a division, or 0, [number of tracks + 1]
     """
 
-    tracks: tuple[Integers, ...]
-    parents: Integers
+    tracks: tuple[IntegerArray, ...]
+    parents: IntegerArray
 
     @property
     def count(self) -> int:
@@ -45,10 +45,10 @@ class Tracks:
 def link_by_overlap(labels: Array) -> Tracks:
     """Link the objects at adjacent time points that overlap most.
 
-    Pairs are selected in descending order of intersection over union, if neither object has a partner yet. No other
-    pair can be better than a pair above 0.5, and below 0.5, objects rarely compete. Two daughters inside their mother
-    start new tracks whose parent is the track of the mother. An object that is missing at one time point starts a new
-    track.
+    Pairs are selected in descending order of intersection over union, if neither object has a partner yet. Above 0.5,
+    neither object can have a better partner; below 0.5, objects rarely compete for a partner. Two daughters inside
+    their mother start new tracks whose parent is the track of the mother. An object that is missing at one time point
+    starts a new track.
 
     Args:
         labels: [T, Z, Y, X], numbered from 1 at each time point; the numbers at the first time point become the tracks
@@ -56,9 +56,11 @@ def link_by_overlap(labels: Array) -> Tracks:
     sizes = count_label_voxels(labels[0])
     parents = [0] * len(sizes)
     tracks = [np.where(sizes > 0, np.arange(len(sizes)), 0)]
-    for number in range(1, len(labels)):
-        previous_sizes, sizes = sizes, count_label_voxels(labels[number])
-        links, mothers = _match_objects(_find_overlaps(labels[number - 1], labels[number]), previous_sizes, sizes)
+    for time_index in range(1, len(labels)):
+        previous_sizes, sizes = sizes, count_label_voxels(labels[time_index])
+        links, mothers = _match_objects(
+            _find_overlaps(labels[time_index - 1], labels[time_index]), previous_sizes, sizes
+        )
         previous_tracks = tracks[-1]
         tracks.append(np.zeros(len(sizes), np.int64))
         for label in np.flatnonzero(sizes).tolist():
@@ -74,21 +76,21 @@ def link_by_overlap(labels: Array) -> Tracks:
 class _Overlaps(NamedTuple):
     """Pairs of labels at adjacent time points that share voxels, and the number of shared voxels."""
 
-    previous_labels: Integers
-    current_labels: Integers
-    shared_voxels: Integers
+    previous_labels: IntegerArray
+    current_labels: IntegerArray
+    shared_voxels: IntegerArray
 
 
 def split_slabs(shape: tuple[int, ...]) -> list[slice]:
     """Divide the planes into slices of up to about `_MAX_SLAB_VOXELS` voxels."""
-    planes = max(1, _MAX_SLAB_VOXELS // max(1, math.prod(shape[1:])))
-    return [slice(z, z + planes) for z in range(0, shape[0], planes)]
+    num_planes = max(1, _MAX_SLAB_VOXELS // max(1, math.prod(shape[1:])))
+    return [slice(z, z + num_planes) for z in range(0, shape[0], num_planes)]
 
 
-def count_label_voxels(labels: Array) -> Integers:
+def count_label_voxels(labels: Array) -> IntegerArray:
     """Return the number of voxels of each label. The number for the background is set to 0."""
-    largest = int(labels.max(initial=0))
-    counts = sum(np.bincount(labels[slab].ravel(), minlength=largest + 1) for slab in split_slabs(labels.shape))
+    largest_label = int(labels.max(initial=0))
+    counts = sum(np.bincount(labels[slab].ravel(), minlength=largest_label + 1) for slab in split_slabs(labels.shape))
     sizes = np.asarray(counts, np.int64)
     sizes[0] = 0
     return sizes
@@ -105,24 +107,26 @@ def _find_overlaps(previous_volume: Array, current_volume: Array) -> _Overlaps:
         counts.append(np.diff(starts, append=len(slab_codes)))
     pair_codes, inverse = np.unique(np.concatenate(codes), return_inverse=True)
     shared_voxels = np.bincount(inverse, np.concatenate(counts), len(pair_codes)).astype(np.int64)
-    are_objects = (pair_codes >= base) & (pair_codes % base > 0)
-    return _Overlaps(pair_codes[are_objects] // base, pair_codes[are_objects] % base, shared_voxels[are_objects])
+    is_object_pair = (pair_codes >= base) & (pair_codes % base > 0)
+    return _Overlaps(
+        pair_codes[is_object_pair] // base, pair_codes[is_object_pair] % base, shared_voxels[is_object_pair]
+    )
 
 
 def _match_objects(
-    overlaps: _Overlaps, previous_sizes: Integers, current_sizes: Integers
+    overlaps: _Overlaps, previous_sizes: IntegerArray, current_sizes: IntegerArray
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Return the previous label for each label whose track continues, and the label of the mother for each daughter.
 
-    `previous_labels` and `current_labels` are the numbers of voxels of each label.
+    `previous_sizes` and `current_sizes` are the numbers of voxels of each label.
     """
     union = previous_sizes[overlaps.previous_labels] + current_sizes[overlaps.current_labels] - overlaps.shared_voxels
-    quality = overlaps.shared_voxels / union
+    iou = overlaps.shared_voxels / union
     links, successors = dict[int, int](), dict[int, int]()
-    for pair in np.argsort(-quality, kind="stable").tolist():
-        previous, current = int(overlaps.previous_labels[pair]), int(overlaps.current_labels[pair])
-        if quality[pair] >= MIN_OVERLAP and previous not in successors and current not in links:
-            links[current], successors[previous] = previous, current
+    for pair in np.argsort(-iou, kind="stable").tolist():
+        previous_label, label = int(overlaps.previous_labels[pair]), int(overlaps.current_labels[pair])
+        if iou[pair] >= MIN_IOU and previous_label not in successors and label not in links:
+            links[label], successors[previous_label] = previous_label, label
     mothers = _find_mothers(overlaps, current_sizes, links, successors)
     for daughter in mothers:
         links.pop(daughter, None)
@@ -130,7 +134,7 @@ def _match_objects(
 
 
 def _find_mothers(
-    overlaps: _Overlaps, current_sizes: Integers, links: dict[int, int], successors: dict[int, int]
+    overlaps: _Overlaps, current_sizes: IntegerArray, links: dict[int, int], successors: dict[int, int]
 ) -> dict[int, int]:
     """Return the label of the mother for both daughters of each division.
 
@@ -143,11 +147,11 @@ def _find_mothers(
         zip(overlaps.previous_labels[is_inside].tolist(), overlaps.current_labels[is_inside].tolist(), strict=True)
     )
     candidates = set(inner_pairs)
-    for previous, current in inner_pairs:
-        sister = successors.get(previous)
-        if current in links or sister is None or (previous, sister) not in candidates:
+    for mother, daughter in inner_pairs:
+        sister = successors.get(mother)
+        if daughter in links or sister is None or (mother, sister) not in candidates:
             continue
-        smaller_size, larger_size = sorted((int(current_sizes[current]), int(current_sizes[sister])))
+        smaller_size, larger_size = sorted((int(current_sizes[daughter]), int(current_sizes[sister])))
         if smaller_size >= MIN_DAUGHTER_RATIO * larger_size:
-            mothers[current] = mothers[sister] = previous
+            mothers[daughter] = mothers[sister] = mother
     return mothers

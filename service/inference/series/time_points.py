@@ -1,4 +1,4 @@
-"""Segmentation of a time series. The time points are segmented one after the other, and form one result."""
+"""Segmentation of a time series. The time points are segmented one after the other, and their results are combined."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from service.inference.series.overlap_linking import Tracks, link_by_overlap
 from service.inference.types import DiameterEstimate, QualityWarning, Result, Series, SeriesInfo, SkippedWindows, Table
 
 # Maximum number of time points for which the object diameter is estimated. The whole series gets the same diameter.
-MAX_SAMPLED_POINTS = 3
+MAX_SAMPLED_TIME_POINTS = 3
 # Maximum number of notes in the result of a series.
 MAX_NOTES = 20
 # Maximum number of time points that are listed in a note.
 MAX_LISTED_TIME_POINTS = 8
-# Errors of a single time point. They end the series, but the earlier time points are kept.
-_POINT_ERRORS = (RequestError, OutOfMemory, OutOfStorage, ReaderKilled, NonFiniteScores)
+# Errors of a single time point. They end the series, but the earlier time points are retained.
+_TIME_POINT_ERRORS = (RequestError, OutOfMemory, OutOfStorage, ReaderKilled, NonFiniteScores)
 
 Progress = Callable[[int, int], None]
 
@@ -63,16 +63,17 @@ def segment_series(  # noqa: PLR0913
     on_time_point: Callable[[int], None] = lambda _number: None,
     progress: Progress = lambda _done, _total: None,
 ) -> Result:
-    """Segment the time points of a series one after the other. Labels do not depend on the other time points.
+    """Segment the time points of a series one after the other.
 
-    The object diameter is estimated once, from some of the time points. The pixels of the result are in an unnamed file
-    in `folder`. An error at the first time point is raised. An error at a later time point ends the series: the result
-    contains the earlier time points, and `SeriesInfo` contains the error.
+    The labels of a time point do not depend on other time points. The object diameter is estimated once, from some of
+    the time points. The pixels of the result are stored in an unnamed file in `folder`. An error at the first time
+    point is raised. An error at a later time point ends the series: the result contains the earlier time points, and
+    `SeriesInfo` contains the error.
 
-    on_time_point  called with the zero-based index of each time point in the series
+    on_time_point  called with the zero-based index of each time point before it is segmented
     progress       called with the number of finished windows, and the total number of windows of the series
 
-    Raises Cancelled if `cancelled()` returns true, and the exceptions of `segmenter` and `series.read`.
+    Raises Cancelled if `cancelled()` returns true. Propagates exceptions from `segmenter` and `series.read`.
     """
     results = _TimePointResults(series, folder)
     options, is_estimated, note = _choose_diameter(series, options, segmenter, results.stages, cancelled)
@@ -85,20 +86,20 @@ def segment_series(  # noqa: PLR0913
                 volume, volume_to_measure = series.read(time_point)
             result = segmenter.segment(volume, options, partial(_report_progress, progress, index, len(series.times)))
             results.add(result, volume_to_measure)
-        except _POINT_ERRORS as error:
+        except _TIME_POINT_ERRORS as error:
             _raise_if_cancelled(cancelled)
             error.args = (f"Time point {time_point}: {error}",)
             if index == 0:
                 raise
             note = f"{note} The result ends before the failed time point. {error}".strip()
-            error.args = (f"{error} To use the time points before it, set time={series.times[0]}:{time_point}.",)
+            error.args = (f"{error} To use the earlier time points, set time={series.times[0]}:{time_point}.",)
             error_of_series = error
             break
     result, table = results.finish()
     return result._replace(
         notes=tuple(filter(None, (note, *results.list_notes()))),
         is_diameter_estimated=is_estimated,
-        series=SeriesInfo(results.num_points, len(series.times), table, error_of_series),
+        series=SeriesInfo(results.num_time_points, len(series.times), table, error_of_series),
     )
 
 
@@ -107,26 +108,26 @@ def _raise_if_cancelled(cancelled: Callable[[], bool]) -> None:
         raise Cancelled("The segmentation was cancelled between two time points.")
 
 
-def _report_progress(progress: Progress, index: int, num_points: int, done: int, total: int) -> None:
+def _report_progress(progress: Progress, index: int, num_time_points: int, done: int, total: int) -> None:
     """Report that `done` of the `total` windows of the time point `index` of a series are finished."""
-    progress(index * total + done, num_points * total)
+    progress(index * total + done, num_time_points * total)
 
 
 def _choose_diameter(
     series: Series, options: Options, segmenter: PointSegmenter, stages: Stages, cancelled: Callable[[], bool]
 ) -> tuple[Options, bool, str]:
-    """Return the options with one diameter for all time points, whether it was estimated, and a note."""
+    """Return the options with one diameter for all time points, whether the diameter was estimated, and a note."""
     if segmenter.estimate_diameter is None:
         return options, False, ""
     estimates = list[tuple[DiameterEstimate, VoxelSize | None]]()
-    sampled_points = sample(series.times, MAX_SAMPLED_POINTS)
-    for time_point in sampled_points:
+    sampled_time_points = sample(series.times, MAX_SAMPLED_TIME_POINTS)
+    for time_point in sampled_time_points:
         _raise_if_cancelled(cancelled)
-        with stages.measure("size"), suppress(*_POINT_ERRORS):
+        with stages.measure("size"), suppress(*_TIME_POINT_ERRORS):
             volume, _ = series.read(time_point)
             if (estimate := segmenter.estimate_diameter(volume, options)) is not None:
                 estimates.append((estimate, volume.voxel_size))
-    setting, note = choose_diameter(estimates, f"{len(sampled_points)} time points")
+    setting, note = choose_diameter(estimates, f"{len(sampled_time_points)} time points")
     return replace(options, diameter=parse_diameter(setting)), setting != "none", note
 
 
@@ -136,11 +137,11 @@ class _TimePointResults:
     def __init__(self, series: Series, folder: Path | None) -> None:
         self._series, self._folder = series, folder
         self._pixels: Array | None = None
-        self._count: int | None = None
+        self._object_count: int | None = None
         self._notes = dict[str, list[int]]()
         self._tables = list[Table]()
         self.stages = Stages()
-        self.num_points = self.fallbacks = 0
+        self.num_time_points = self.fallbacks = 0
         self.recomputed = False
         self.skipped: SkippedWindows | None = None
         # Confidence and warning of the time point with the lowest confidence.
@@ -150,14 +151,14 @@ class _TimePointResults:
 
     def add(self, result: Result, volume_to_measure: Volume | None) -> None:
         """Add the next time point, and measure its objects if `volume_to_measure` is a volume."""
-        segmentation, time = result.segmentation, self._series.times[self.num_points]
+        segmentation, time = result.segmentation, self._series.times[self.num_time_points]
         self._write_pixels(segmentation.pixels)
         if volume_to_measure is not None:
             with self.stages.measure("measure"):
                 self._tables.append(measure(segmentation, volume_to_measure))
-        self.num_points += 1
+        self.num_time_points += 1
         if segmentation.count is not None:
-            self._count = segmentation.count + (self._count or 0)
+            self._object_count = segmentation.count + (self._object_count or 0)
         for note in result.notes:
             self._notes.setdefault(note, []).append(time)
         self._update_confidence(result, time)
@@ -169,7 +170,7 @@ class _TimePointResults:
         self.last_result = result._replace(segmentation=replace(segmentation, pixels=segmentation.pixels[:0].copy()))
 
     def _update_confidence(self, result: Result, time: int) -> None:
-        """Keep the confidence and the warning of the time point with the lowest confidence."""
+        """Store the confidence and the warning of this time point if its confidence is the lowest."""
         warning = result.quality_warning and result.quality_warning._replace(
             detail=f"Time point {time}: {result.quality_warning.detail}"
         )
@@ -186,30 +187,30 @@ class _TimePointResults:
         """
         return (
             None
-            if self._worst_warning and self._worst_warning.confidence is None and self._count
+            if self._worst_warning and self._worst_warning.confidence is None and self._object_count
             else self._worst_warning
         )
 
     @property
     def _written_pixels(self) -> Array:
-        """Pixels of the time points so far. Raises RuntimeError before the first one."""
+        """Pixels of the time points that have been added. Raises RuntimeError if there are none."""
         if self._pixels is None:
             raise RuntimeError("No time point has been added yet.")
-        return self._pixels[: self.num_points]
+        return self._pixels[: self.num_time_points]
 
     def _write_pixels(self, pixels: Array) -> None:
-        """Write the pixels of the next time point. If they need a wider dtype, convert the earlier ones."""
+        """Write the pixels of the next time point. If they need a wider dtype, convert the earlier pixels."""
         if self._pixels is None or not np.can_cast(pixels.dtype, self._pixels.dtype):
-            previous = self._pixels
+            previous_pixels = self._pixels
             self._pixels = allocate_on_disk((len(self._series.times), *pixels.shape), pixels.dtype, self._folder)
-            for number in range(self.num_points):
-                self._pixels[number] = previous[number] if previous is not None else 0
-        self._pixels[self.num_points] = pixels
+            for time_index in range(self.num_time_points):
+                self._pixels[time_index] = previous_pixels[time_index] if previous_pixels is not None else 0
+        self._pixels[self.num_time_points] = pixels
         release_pages(self._pixels)
 
     def finish(self) -> tuple[Result, Table | None]:
-        """Return the result for the time points so far, and their table. Objects are linked if requested."""
-        pixels, count, tracks = self._written_pixels, self._count, None
+        """Return the combined result and the table of the added time points. Objects are linked if requested."""
+        pixels, count, tracks = self._written_pixels, self._object_count, None
         if self._series.link is not None:
             with self.stages.measure("link"):
                 tracks = self._link(pixels, self._series.link)
@@ -234,14 +235,14 @@ class _TimePointResults:
         return link_by_distance(pixels, self.last_result.segmentation.voxel_size)
 
     def _renumber(self, tracks: Tracks) -> Array:
-        """Replace the number of each object with the number of its track."""
+        """Replace the label of each object with the number of its track."""
         written_pixels = self._written_pixels
         pixels, dtype = written_pixels, label_dtype(tracks.count)
         if not np.can_cast(dtype, pixels.dtype):
             pixels = allocate_on_disk(pixels.shape, dtype, self._folder)
-        for number, lookup in enumerate(tracks.tracks):
-            for z, plane in enumerate(written_pixels[number]):
-                pixels[number, z] = lookup[plane]
+        for time_index, track_of_label in enumerate(tracks.tracks):
+            for z, plane in enumerate(written_pixels[time_index]):
+                pixels[time_index, z] = track_of_label[plane]
             release_pages(pixels)
         return pixels
 
@@ -250,12 +251,12 @@ class _TimePointResults:
         if not self._tables:
             return None
         tables = list[Table]()
-        for number, table in enumerate(self._tables):
-            label = table["label"]
-            leading_columns: Table = {"label": label, "time": np.full(len(label), self._series.times[number])}
+        for time_index, table in enumerate(self._tables):
+            labels = table["label"]
+            leading_columns: Table = {"label": labels, "time": np.full(len(labels), self._series.times[time_index])}
             if tracks is not None:
-                track = tracks.tracks[number][label]
-                leading_columns |= {"label": track, "track_id": track, "parent": tracks.parents[track]}
+                track_ids = tracks.tracks[time_index][labels]
+                leading_columns |= {"label": track_ids, "track_id": track_ids, "parent": tracks.parents[track_ids]}
             order = leading_columns["label"].argsort()
             tables.append(
                 {name: column[order] for name, column in (leading_columns | {**table, **leading_columns}).items()}
@@ -266,15 +267,15 @@ class _TimePointResults:
         """Return the notes of all time points. Notes that do not apply to all time points list their time points."""
         notes = [
             note
-            if len(times) == self.num_points
+            if len(times) == self.num_time_points
             else f"Time point{'s' * (len(times) > 1)} {_format_time_points(times)}: {note}"
             for note, times in self._notes.items()
         ]
-        remaining = len(notes) - MAX_NOTES
+        num_omitted = len(notes) - MAX_NOTES
         return (
             notes
-            if remaining <= 0
-            else [*notes[:MAX_NOTES], f"There are {remaining} more notes about single time points."]
+            if num_omitted <= 0
+            else [*notes[:MAX_NOTES], f"There are {num_omitted} more notes about individual time points."]
         )
 
 

@@ -1,11 +1,12 @@
 """Blending of overlapping windows: their scores are averaged with weights, and returned as soon as they are final.
 
 Windows form rows along x, and rows form layers along z. When the last window of a row is added, the voxels that no
-later row covers are returned as a slab. Only the planes that two layers share are kept for the next layer. The scores
-and weights of the whole volume are never held in memory, because allocating that memory takes longer than blending.
+later row covers are returned as a slab. Only the sums for planes that two layers share are stored for the
+next layer. The scores and weights of the whole volume are never held in memory, because allocating that memory takes
+longer than blending.
 
-On a CPU, a C++ kernel blends each window in one pass. It keeps sums only for voxels that windows share, and needs a
-third of the memory that sums of whole rows would need. On other devices, torch blends one row of windows at a time.
+On a CPU, a C++ kernel blends each window in one pass. It stores sums only for voxels that windows share, and needs
+a third of the memory that sums of whole rows would need. On other devices, torch blends one row of windows at a time.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ class FiniteCheck(Protocol):
 
 def require_finite(scores: Tensor) -> Tensor:
     """Return the scores, with float16 converted to float32. Raises NonFiniteScores for NaN or infinite scores."""
-    # The sum of finite scores may exceed the range of float16. The range of bfloat16 is that of float32.
+    # The sum of finite scores may exceed the range of float16. The range of bfloat16 is the same as that of float32.
     scores = scores.float() if scores.dtype == torch.float16 else scores
-    # The sum is NaN or infinite if any score is. It reads the scores only once, while they are in the cache.
+    # The sum is NaN or infinite if any score is. Summation reads the scores only once, while they are cached.
     if not math.isfinite(scores.sum().item()):
         raise NonFiniteScores(NON_FINITE_MESSAGE)
     return scores
@@ -95,42 +96,50 @@ def require_finite(scores: Tensor) -> Tensor:
 class BlendingSetup(NamedTuple):
     """Blending weights, the device of the scores, and the functions that blend and check the scores.
 
-    kernels  C++ kernels, used on the devices that they support
-    check    function that is applied to finished scores
+    kernels       C++ kernels, used on the devices that they support
+    check_scores  function that is applied to finished scores
     """
 
     blending: Blending
     device: torch.device
     kernels: WindowKernels = window_kernels
-    check: FiniteCheck = require_finite
+    check_scores: FiniteCheck = require_finite
 
 
 def make_blender(grid: Grid, num_outputs: int, setup: BlendingSetup) -> Blender:
     """Return a blender for the scores of a network with this number of outputs."""
     if setup.kernels.supports(setup.device):
         return _KernelBlender(grid, num_outputs, setup.blending, setup.kernels)
-    return _TorchBlender(grid, num_outputs, setup.blending, setup.device, setup.check)
+    return _TorchBlender(grid, num_outputs, setup.blending, setup.device, setup.check_scores)
 
 
 def count_buffered_floats(grid: Grid, num_outputs: int, *, uses_kernel: bool) -> int:
     """Return the number of float32 values that a blender holds in addition to its slabs, or 0 for a single window."""
     if grid.count == 1:
         return 0
-    (depth, height, edge), (_, length, width), (planes, rows, columns) = grid.roi, grid.padded_size, grid.max_overlap
+    (depth, height, width), (_, padded_height, padded_width), (shared_planes, shared_rows, shared_columns) = (
+        grid.roi,
+        grid.padded_size,
+        grid.max_overlap,
+    )
     if uses_kernel:
-        return num_outputs * (depth * (2 * height * columns + width * rows) + planes * length * width)
-    # The blender holds the sums and weights of the current row and of the parts that it shares with the next row and
-    # the next layer, the weights of one row, and the weighted scores of one row of windows.
-    sums = (num_outputs + 1) * (depth * (height + rows) + planes * length) + depth * height
-    return width * sums + num_outputs * depth * height * edge * len(grid.starts[2])
+        return num_outputs * (
+            depth * (2 * height * shared_columns + padded_width * shared_rows)
+            + shared_planes * padded_height * padded_width
+        )
+    # The blender holds sums and weights for the current row, for the rows that it shares with the next row, and for the
+    # planes that its layer shares with the next layer. It also holds the weights of one row, and the weighted scores of
+    # one row of windows.
+    sums = (num_outputs + 1) * (depth * (height + shared_rows) + shared_planes * padded_height) + depth * height
+    return padded_width * sums + num_outputs * depth * height * width * len(grid.starts[2])
 
 
 class _KernelBlender(Blender):
-    """Blender in C++. Each window completes the means of some voxels, and only the sums of overlaps are kept."""
+    """Blender that uses the C++ kernels. Only the sums for voxels in overlaps are stored."""
 
     def __init__(self, grid: Grid, num_outputs: int, blending: Blending, kernels: WindowKernels) -> None:
         super().__init__(grid)
-        z, y, x = (_axis_importance(edge, blending, torch.device("cpu")) for edge in grid.roi)
+        z, y, x = (_compute_axis_importance(length, blending, torch.device("cpu")) for length in grid.roi)
         self._kernels, self._num_columns = kernels, len(grid.starts[2])
         self._sums = OverlapSums(num_outputs, grid.padded_size, (z, y, x), MIN_WEIGHT, grid.starts)
         self._means: Tensor | None = None
@@ -152,37 +161,41 @@ class _KernelBlender(Blender):
 
 
 class _TorchBlender(Blender):
-    """Blender for any device, which adds up one row of windows along x at a time in few operations.
+    """Blender for any device. It adds up one row of windows along x at a time, in few operations.
 
-    _row    sums and weights of the current row of windows, [K + 1, roi z, roi y, X]
-    _carry  sums and weights of the voxels of the previous row that the current row also covers, [K + 1, roi z, y, X]
-    _layer  sums and weights of the voxels of the previous layer that the current layer also covers, [K + 1, z, Y, X]
+    _row_sums             sums and weights of the current row of windows, [K + 1, roi z, roi y, X]
+    _previous_row_sums    sums and weights of the previous row, for the voxels that the current row also covers,
+                          [K + 1, roi z, y, X]
+    _previous_layer_sums  sums and weights of the previous layer, for the voxels that the current layer also covers,
+                          [K + 1, z, Y, X]
 
     Windows of a row that do not overlap are added in one operation. The scores are bitwise the same for any split of a
     row into batches, because the order of additions changes only for voxels that two windows cover.
     """
 
     def __init__(
-        self, grid: Grid, num_outputs: int, blending: Blending, device: torch.device, check: FiniteCheck
+        self, grid: Grid, num_outputs: int, blending: Blending, device: torch.device, check_scores: FiniteCheck
     ) -> None:
         super().__init__(grid)
-        self._check = check
-        self._importance = importance_map(grid.roi, blending, device)
-        depth, height, edge = grid.roi
-        self._row_weight = torch.zeros((depth, height, grid.padded_size[2]), device=device)
+        self._check_scores = check_scores
+        self._importance = compute_importance_map(grid.roi, blending, device)
+        depth, height, width = grid.roi
+        self._row_weights = torch.zeros((depth, height, grid.padded_size[2]), device=device)
         for start in grid.starts[2]:
-            self._row_weight[:, :, start : start + edge] += self._importance
-        self._row = torch.empty((num_outputs + 1, *self._row_weight.shape), device=device)
-        self._layer = torch.empty((num_outputs + 1, grid.max_overlap[0], *grid.padded_size[1:]), device=device)
-        self._carry = self._row[:, :, :0]
+            self._row_weights[:, :, start : start + width] += self._importance
+        self._row_sums = torch.empty((num_outputs + 1, *self._row_weights.shape), device=device)
+        self._previous_layer_sums = torch.empty(
+            (num_outputs + 1, grid.max_overlap[0], *grid.padded_size[1:]), device=device
+        )
+        self._previous_row_sums = self._row_sums[:, :, :0]
 
     def add(self, positions: Sequence[Size], scores: Tensor) -> list[Slab]:
         slabs, first = list[Slab](), 0
         for run in split_runs(positions):
             z, y, x = run.start
             if not x:
-                self._row[:-1].zero_()
-                self._row[-1].copy_(self._row_weight)
+                self._row_sums[:-1].zero_()
+                self._row_sums[-1].copy_(self._row_weights)
             self._add_run(run, scores[first : first + run.num_windows])
             first += run.num_windows
             if x + (run.num_windows - 1) * run.step == self._grid.starts[2][-1]:
@@ -191,30 +204,33 @@ class _TorchBlender(Blender):
 
     def _add_run(self, run: Run, scores: Tensor) -> None:
         """Add the scores [B, K, *roi] of consecutive windows to the current row."""
-        weighted = torch.empty(scores.shape, device=scores.device)
-        torch.mul(scores, self._importance, out=weighted)
-        first_column, edge = run.start[2], self._grid.roi[2]
-        # Every window overlaps only with its neighbors that are fewer windows away than this.
-        spacing = -(-edge // run.step)
+        weighted_scores = torch.empty(scores.shape, device=scores.device)
+        torch.mul(scores, self._importance, out=weighted_scores)
+        first_column, width = run.start[2], self._grid.roi[2]
+        # Each window overlaps only with neighbors that are fewer than `spacing` windows away.
+        spacing = -(-width // run.step)
         if spacing > 2:
             # The result of more than two additions depends on their order, so add the windows one by one.
             spacing = run.num_windows
         for first in range(min(spacing, run.num_windows)):
-            scores_to_add = weighted[first::spacing].permute(1, 2, 3, 0, 4)
-            sums = self._row[:-1, :, :, first_column + first * run.step :].unfold(3, edge, spacing * run.step)
+            scores_to_add = weighted_scores[first::spacing].permute(1, 2, 3, 0, 4)
+            sums = self._row_sums[:-1, :, :, first_column + first * run.step :].unfold(3, width, spacing * run.step)
             sums[:, :, :, : scores_to_add.shape[3]] += scores_to_add
 
     def _finish_row(self, position: Size) -> Tensor:
-        """Return the means of the final planes and rows. Keep the sums that the next row and the next layer cover."""
+        """Return the means of the final planes and rows. Store the sums that the next row and layer need."""
         (z, y, _), first_row = self._get_overlaps(position), position[1]
         if y.num_shared:
-            self._row[:, :, : y.num_shared] += self._carry
-        self._carry = self._row[:, :, y.num_final :].clone()
-        sums, layer_sums = self._row[:, :, : y.num_final], self._layer[:, :, first_row : first_row + y.num_final]
+            self._row_sums[:, :, : y.num_shared] += self._previous_row_sums
+        self._previous_row_sums = self._row_sums[:, :, y.num_final :].clone()
+        sums, shared_layer_sums = (
+            self._row_sums[:, :, : y.num_final],
+            self._previous_layer_sums[:, :, first_row : first_row + y.num_final],
+        )
         if z.num_shared:
-            sums[:, : z.num_shared] += layer_sums[:, : z.num_shared]
-        layer_sums[:, : self._grid.roi[0] - z.num_final].copy_(sums[:, z.num_final :])
-        return self._check(sums[:-1, : z.num_final] / sums[-1, : z.num_final])
+            sums[:, : z.num_shared] += shared_layer_sums[:, : z.num_shared]
+        shared_layer_sums[:, : self._grid.roi[0] - z.num_final].copy_(sums[:, z.num_final :])
+        return self._check_scores(sums[:-1, : z.num_final] / sums[-1, : z.num_final])
 
 
 class FiniteFlag:
@@ -234,23 +250,23 @@ class FiniteFlag:
         self._host_flag.copy_(self._flag, non_blocking=True)
         return scores
 
-    def check(self) -> None:
+    def raise_if_not_finite(self) -> None:
         """Raise NonFiniteScores if any recorded scores were not finite. The device must have finished its work."""
         if not self._host_flag.item():
             raise NonFiniteScores(NON_FINITE_MESSAGE)
 
 
 @lru_cache(maxsize=16)
-def importance_map(roi: Size, blending: Blending, device: torch.device) -> Tensor:
+def compute_importance_map(roi: Size, blending: Blending, device: torch.device) -> Tensor:
     """Return the weight of each voxel of a window, float32 [*roi], like `monai.data.utils.compute_importance_map`."""
-    z, y, x = (_axis_importance(edge, blending, device) for edge in roi)
+    z, y, x = (_compute_axis_importance(length, blending, device) for length in roi)
     # Dividing by the small tail values of a Gaussian would amplify rounding errors.
     return (z[:, None, None] * y[:, None] * x).clamp(min=MIN_WEIGHT)
 
 
-def _axis_importance(edge: int, blending: Blending, device: torch.device) -> Tensor:
-    """Return the weight of each position along one axis of a window, float32 [edge], without the lower bound."""
+def _compute_axis_importance(length: int, blending: Blending, device: torch.device) -> Tensor:
+    """Return the weight of each position along one axis of a window, float32 [length], without the lower bound."""
     if blending.mode == "constant":
-        return torch.ones(edge, device=device)
-    distance = torch.arange(edge, dtype=torch.float32, device=device) - (edge - 1) / 2
-    return torch.exp(distance**2 / (-2 * (blending.sigma * edge) ** 2))
+        return torch.ones(length, device=device)
+    distance = torch.arange(length, dtype=torch.float32, device=device) - (length - 1) / 2
+    return torch.exp(distance**2 / (-2 * (blending.sigma * length) ** 2))

@@ -13,8 +13,9 @@ from service.core.quantities import Size
 Box = tuple[int, slice, slice, slice, slice]
 """Index of a region of an image: (0, channels, z, y, x)."""
 
-# Maximum size of the slabs of skipped windows that are created for one batch, because consecutive ones are all final.
-MAX_SKIPPED_BYTES = 2**26
+# Maximum total size of the slabs of skipped windows that are created for one batch. The slabs of consecutive skipped
+# rows all become final at the same time.
+MAX_SKIPPED_SLAB_BYTES = 2**26
 
 
 class AxisOverlap(NamedTuple):
@@ -45,7 +46,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Positions of the windows on a volume of `size` (Z, Y, X), which is padded to at least one window.
+    """Positions of the windows on a volume of `size` (Z, Y, X), which is padded to at least the size of a window.
 
     roi          edge lengths of a window
     pad_before   number of padding voxels before the first voxel along each axis
@@ -62,15 +63,18 @@ class Grid:
     @classmethod
     def cover(cls, size: Size, roi: Size, overlap: float) -> Grid:
         """Return the window positions that MONAI uses for this overlap, a fraction of the window (0 <= overlap < 1)."""
-        padding = [max(edge - length, 0) for edge, length in zip(roi, size, strict=True)]
+        padding = [max(window_length - length, 0) for window_length, length in zip(roi, size, strict=True)]
         padded_size = as_size([length + amount for length, amount in zip(size, padding, strict=True)])
-        z, y, x = (_compute_starts(length, edge, overlap) for length, edge in zip(padded_size, roi, strict=True))
+        z, y, x = (
+            _compute_starts(length, window_length, overlap)
+            for length, window_length in zip(padded_size, roi, strict=True)
+        )
         return cls(size, roi, as_size([amount // 2 for amount in padding]), padded_size, (z, y, x))
 
     @property
     def valid_region(self) -> tuple[slice, slice, slice]:
         """Voxels of a window that are not padding. A volume that is shorter than the window is centered in it."""
-        lengths = (min(edge, length) for edge, length in zip(self.roi, self.size, strict=True))
+        lengths = (min(window_length, length) for window_length, length in zip(self.roi, self.size, strict=True))
         z, y, x = (slice(first, first + n) for first, n in zip(self.pad_before, lengths, strict=True))
         return z, y, x
 
@@ -87,7 +91,10 @@ class Grid:
     @cached_property
     def overlaps(self) -> tuple[dict[int, AxisOverlap], dict[int, AxisOverlap], dict[int, AxisOverlap]]:
         """Overlaps of the windows along each axis, keyed by the first voxel of the window."""
-        z, y, x = (_compute_overlaps(starts, edge) for starts, edge in zip(self.starts, self.roi, strict=True))
+        z, y, x = (
+            _compute_overlaps(starts, window_length)
+            for starts, window_length in zip(self.starts, self.roi, strict=True)
+        )
         return z, y, x
 
     @property
@@ -95,13 +102,13 @@ class Grid:
         """Maximum number of voxels along each axis that a window shares with the previous one."""
         return as_size([max(overlap.num_shared for overlap in axis.values()) for axis in self.overlaps])
 
-    def max_skipped_rows(self, num_outputs: int, batch_size: int) -> int:
+    def compute_max_skipped_rows(self, num_outputs: int, batch_size: int) -> int:
         """Return the maximum number of rows that may be skipped between two computed windows of a batch.
 
-        The limit keeps the slabs of these rows within `MAX_SKIPPED_BYTES`.
+        The limit keeps the slabs of these rows within `MAX_SKIPPED_SLAB_BYTES`.
         """
-        row = 4 * num_outputs * self.roi[0] * self.roi[1] * self.padded_size[2]
-        return max(MAX_SKIPPED_BYTES // (row * batch_size), 1)
+        row_bytes = 4 * num_outputs * self.roi[0] * self.roi[1] * self.padded_size[2]
+        return max(MAX_SKIPPED_SLAB_BYTES // (row_bytes * batch_size), 1)
 
     def positions(self) -> Iterator[Size]:
         """Yield the first voxel (z, y, x) of each window. The z index changes slowest."""
@@ -109,7 +116,7 @@ class Grid:
 
 
 def split_runs(positions: Sequence[Size]) -> Iterator[Run]:
-    """Split windows into the longest runs. `positions` are their first voxels in order.
+    """Split windows into runs that are as long as possible. `positions` are the first voxels of the windows, in order.
 
     The step of a run with a single window is 1.
     """
@@ -125,16 +132,16 @@ def split_runs(positions: Sequence[Size]) -> Iterator[Run]:
     yield Run(start, count, step)
 
 
-def _compute_starts(length: int, edge: int, overlap: float) -> tuple[int, ...]:
+def _compute_starts(length: int, window_length: int, overlap: float) -> tuple[int, ...]:
     """Return equally spaced starts. The last one is moved back so that its window ends at the end of the volume."""
-    step = edge if length == edge else max(int(edge * (1 - overlap)), 1)
-    count = -(-(length - edge) // step) + 1
-    return tuple(min(index * step, length - edge) for index in range(count))
+    step = window_length if length == window_length else max(int(window_length * (1 - overlap)), 1)
+    count = -(-(length - window_length) // step) + 1
+    return tuple(min(index * step, length - window_length) for index in range(count))
 
 
-def _compute_overlaps(starts: tuple[int, ...], edge: int) -> dict[int, AxisOverlap]:
+def _compute_overlaps(starts: tuple[int, ...], window_length: int) -> dict[int, AxisOverlap]:
     steps = [next_start - start for start, next_start in itertools.pairwise(starts)]
-    columns = zip(starts, [0, *(edge - step for step in steps)], [*steps, edge], strict=True)
+    columns = zip(starts, [0, *(window_length - step for step in steps)], [*steps, window_length], strict=True)
     return {
         start: AxisOverlap(index, num_shared, num_final) for index, (start, num_shared, num_final) in enumerate(columns)
     }

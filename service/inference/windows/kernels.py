@@ -20,7 +20,7 @@ from service.core.buffers import BufferCache, BufferPool
 from service.core.native.library import CppFunctions
 from service.core.quantities import Size
 
-# Argument and result types of each function, in the type codes of `CppFunctions`.
+# Argument and result types of each function, as type codes of `CppFunctions`.
 SIGNATURES = (
     ("stackseg_scale", "pipipffffi", "-"),
     ("stackseg_blend", "pipppppppi", "i"),
@@ -28,16 +28,17 @@ SIGNATURES = (
 
 # Pixel types, indexed by their number in `kernels.cpp`.
 PIXEL_DTYPES = tuple(map(np.dtype, (np.uint8, np.int8, np.uint16, np.int16, np.float32)))
+# Dtypes of batches and scores that the kernels support.
 FLOAT_DTYPES = (torch.float32, torch.bfloat16)
 
 # Maximum number of idle buffers for finished means. One slab is decoded while the next ones are computed.
 MAX_IDLE_MEANS_BUFFERS = 4
 
-# Cache of the buffers for sums and means, which later requests reuse. 64 MiB are enough for 64 x 512 x 512 voxels and
+# Cache of the buffers for sums and means, which later requests reuse. 64 MiB is enough for 64 x 512 x 512 voxels and
 # two outputs. Reuse saves time, because the operating system fills newly allocated memory with zeros.
 BUFFER_CACHE = BufferCache(2**26)
 
-# Number of zeros after the weights of an axis, because vector instructions of the kernel may read past the last weight.
+# Number of zeros after the weights of an axis. Vector instructions in the kernel may read past the last weight.
 WEIGHT_PADDING = 16
 
 
@@ -55,7 +56,7 @@ class OverlapSums:
     rows     sums from the previous row, [z, y, K, x] for each window along x
     layer    sums from the previous layer, [z, y, K, x] for each window along y and x
 
-    Raises ValueError if the windows do not cover the volume.
+    Raises ValueError if the weights are not float32 on the CPU, or if the windows do not cover the volume.
     """
 
     def __init__(
@@ -70,31 +71,42 @@ class OverlapSums:
             raise ValueError("weights must be float32 tensors on the CPU")
         depth, height, width = map(len, weights)
         self.window_shape, self.volume_width = (num_outputs, depth, height, width), size[2]
-        edges = self.window_shape[1:]
-        steps = [_compute_steps(*axis) for axis in zip(starts, edges, size, strict=True)]
+        window_lengths = self.window_shape[1:]
+        steps = [_compute_steps(*axis) for axis in zip(starts, window_lengths, size, strict=True)]
         # Number of leading voxels of each window along each axis that no later window covers.
-        self.final_lengths = tuple((*axis_steps, edge) for axis_steps, edge in zip(steps, edges, strict=True))
-        planes, rows, columns = (edge - min(axis) for axis, edge in zip(self.final_lengths, edges, strict=True))
-        sizes = (
-            depth * height * num_outputs * columns,
-            depth * height * num_outputs * columns,
-            depth * rows * num_outputs * size[2],
+        self.final_lengths = tuple(
+            (*axis_steps, window_length) for axis_steps, window_length in zip(steps, window_lengths, strict=True)
+        )
+        shared_planes, shared_rows, shared_columns = (
+            window_length - min(axis) for axis, window_length in zip(self.final_lengths, window_lengths, strict=True)
+        )
+        buffer_lengths = (
+            depth * height * num_outputs * shared_columns,
+            depth * height * num_outputs * shared_columns,
+            depth * shared_rows * num_outputs * size[2],
         )
         # The buffer of the layer is not pooled, because it is large and allocated only once for many windows.
-        layer = np.empty(planes * num_outputs * math.prod(size[1:]), np.float32)
-        self._memory: list[NDArray[Any]] = [*(BufferPool(4 * count, 1, BUFFER_CACHE).take() for count in sizes), layer]
-        self._means = BufferPool(4 * num_outputs * depth * height * size[2], MAX_IDLE_MEANS_BUFFERS, BUFFER_CACHE)
+        layer = np.empty(shared_planes * num_outputs * math.prod(size[1:]), np.float32)
+        self._arrays: list[NDArray[Any]] = [
+            *(BufferPool(4 * count, 1, BUFFER_CACHE).take() for count in buffer_lengths),
+            layer,
+        ]
+        self._means_buffers = BufferPool(
+            4 * num_outputs * depth * height * size[2], MAX_IDLE_MEANS_BUFFERS, BUFFER_CACHE
+        )
         padding = torch.zeros(WEIGHT_PADDING)
         # Kernel arguments, converted to the types that the kernel expects.
         self.weights = torch.cat([*weights, padding, torch.full((width,), min_weight), padding])
-        self.starts = _int64_array(*itertools.chain(*starts))
-        self.shape = _int64_array(*self.window_shape, *map(len, starts), planes, rows, self.volume_width)
-        self.buffers = (ctypes.c_void_p * 4)(*(buffer.ctypes.data for buffer in self._memory))
+        self.starts = _make_int64_array(*itertools.chain(*starts))
+        self.shape = _make_int64_array(
+            *self.window_shape, *map(len, starts), shared_planes, shared_rows, self.volume_width
+        )
+        self.buffers = (ctypes.c_void_p * 4)(*(buffer.ctypes.data for buffer in self._arrays))
 
     def allocate_means(self, planes: int, rows: int) -> Tensor:
         """Allocate uninitialized memory for the means that a row of windows completes, float32 [K, planes, rows, X]."""
         num_outputs = self.window_shape[0]
-        buffer = torch.from_numpy(self._means.take()).view(torch.float32)
+        buffer = torch.from_numpy(self._means_buffers.take()).view(torch.float32)
         return buffer[: num_outputs * planes * rows * self.volume_width].view(
             num_outputs, planes, rows, self.volume_width
         )
@@ -121,10 +133,12 @@ class WindowKernels(CppFunctions):
         out     float32 or bfloat16, of the same shape, with any strides
         """
         if not self.can_scale(pixels, out) or pixels.shape != out.shape or pixels.ndim != 3:
-            raise ValueError(f"cannot scale {pixels.dtype} {pixels.shape} into {out.dtype} {list(out.shape)}")
+            raise ValueError(
+                f"cannot scale {pixels.dtype} pixels of shape {pixels.shape} to {out.dtype} of shape {list(out.shape)}"
+            )
         self._functions.stackseg_scale(
             *(pixels.ctypes.data, PIXEL_DTYPES.index(pixels.dtype), out.data_ptr(), out.dtype == torch.bfloat16),
-            *(_int64_array(*pixels.shape, *pixels.strides, *out.stride()), offset, scale, *limits),
+            *(_make_int64_array(*pixels.shape, *pixels.strides, *out.stride()), offset, scale, *limits),
             torch.get_num_threads(),
         )
 
@@ -137,34 +151,44 @@ class WindowKernels(CppFunctions):
         """
         if window.dtype not in FLOAT_DTYPES:
             window = window.float()
-        is_valid_index = all(0 <= number < len(axis) for number, axis in zip(index, sums.final_lengths, strict=True))
+        is_valid_index = all(
+            0 <= axis_index < len(lengths) for axis_index, lengths in zip(index, sums.final_lengths, strict=True)
+        )
         if window.shape != sums.window_shape or not window.is_cpu or not is_valid_index:
-            raise ValueError(f"cannot add scores {list(window.shape)} to windows {sums.window_shape} at {index}")
+            raise ValueError(
+                f"cannot add scores of shape {list(window.shape)} to windows of shape {sums.window_shape} at {index}"
+            )
         planes, rows = sums.final_lengths[0][index[0]], sums.final_lengths[1][index[1]]
         is_writable = means.dtype == torch.float32 and means.is_cpu and means.is_contiguous()
         if not is_writable or means.shape != (sums.window_shape[0], planes, rows, sums.volume_width):
-            raise ValueError(f"cannot write {planes} planes and {rows} rows to {means.dtype} {list(means.shape)}")
-        has_failed = self._functions.stackseg_blend(
-            *(window.data_ptr(), window.dtype == torch.bfloat16, _int64_array(*window.stride()), sums.shape),
-            *(sums.starts, _int64_array(*index), sums.weights.data_ptr()),
+            raise ValueError(
+                f"cannot write {planes} planes and {rows} rows to {means.dtype} means of shape {list(means.shape)}"
+            )
+        has_nonfinite_means = self._functions.stackseg_blend(
+            *(window.data_ptr(), window.dtype == torch.bfloat16, _make_int64_array(*window.stride()), sums.shape),
+            *(sums.starts, _make_int64_array(*index), sums.weights.data_ptr()),
             *(sums.buffers, means.data_ptr(), torch.get_num_threads()),
         )
-        return not has_failed
+        return not has_nonfinite_means
 
 
 window_kernels = WindowKernels(SIGNATURES)
 """Kernels that this process uses."""
 
 
-def _compute_steps(starts: tuple[int, ...], edge: int, length: int) -> list[int]:
+def _compute_steps(starts: tuple[int, ...], window_length: int, length: int) -> list[int]:
     """Return the distances between adjacent windows. Raises ValueError if the windows do not cover the axis."""
     steps = [next_start - start for start, next_start in itertools.pairwise(starts)]
-    if not starts or (starts[0], starts[-1]) != (0, length - edge) or not all(0 < step <= edge for step in steps):
-        raise ValueError(f"windows of length {edge} at {starts} do not cover an axis of {length} voxels")
+    if (
+        not starts
+        or (starts[0], starts[-1]) != (0, length - window_length)
+        or not all(0 < step <= window_length for step in steps)
+    ):
+        raise ValueError(f"windows of length {window_length} at {starts} do not cover an axis of {length} voxels")
     return steps
 
 
 @lru_cache(maxsize=256)
-def _int64_array(*values: int) -> ctypes.Array[ctypes.c_int64]:
+def _make_int64_array(*values: int) -> ctypes.Array[ctypes.c_int64]:
     """Return a read-only C array. Arrays are cached because consecutive windows use almost the same values."""
     return (ctypes.c_int64 * len(values))(*values)

@@ -1,6 +1,6 @@
-"""MONAI's `sliding_window_inference`, as an alternative to `SlidingWindow` and as its reference in tests.
+"""MONAI's `sliding_window_inference`, as an alternative to `SlidingWindow` and as the reference in its tests.
 
-It is imported only for the setting `windows.inferer: monai`.
+This module is imported only with the setting `windows.inferer: monai`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ with hide_packages(HIDDEN_PACKAGES):
 
 
 class MonaiInferer:
-    """Cuts and blends windows with MONAI.
+    """Extracts and blends windows with MONAI.
 
-    The network is run by `run`, which is `SlidingWindow.run` or `WindowBatcher.run`. MONAI holds the scores of the
+    The function `run` runs the network; it is `SlidingWindow.run` or `WindowBatcher.run`. MONAI holds the scores of the
     whole volume in memory, and returns them as a single slab.
     """
 
@@ -39,26 +39,26 @@ class MonaiInferer:
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> Iterator[Slab]:
-        """Yield the scores of `image`, float32 [1, C, Z, Y, X], as one slab. Raises the exceptions of `run`."""
-        settings, roi, done = self._settings, as_size(window.batch.shape[2:]), 0
+        """Yield the scores of `image`, float32 [1, C, Z, Y, X], as one slab. Propagates exceptions from `run`."""
+        settings, roi, num_scored = self._settings, as_size(window.batch.shape[2:]), 0
         total = Grid.cover(as_size(image.shape[2:]), roi, overlap).count
 
-        def compute(stack: Tensor) -> Iterator[Tensor]:
+        def compute_slabs(stack: Tensor) -> Iterator[Tensor]:
             slabs = self._run(window, stack, 0.0, cancelled=cancelled, progress=lambda _done, _total: None)
             return (slab.scores for slab in slabs)
 
-        def predict(windows: Tensor) -> Tensor:
-            nonlocal done
-            scores = score_stack(windows, compute).to(windows.device)
-            done += len(windows)
-            progress(done, total)
+        def score_batch(windows: Tensor) -> Tensor:
+            nonlocal num_scored
+            scores = score_stack(windows, compute_slabs).to(windows.device)
+            num_scored += len(windows)
+            progress(num_scored, total)
             return scores
 
         scores = sliding_window_inference(
             image,
             roi,
             window.capacity,
-            predict,
+            score_batch,
             overlap,
             mode=settings.blending,
             sigma_scale=settings.sigma,

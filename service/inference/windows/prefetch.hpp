@@ -1,4 +1,4 @@
-// Prefetching of lines that are read or written a few lines later.
+// Functions that prefetch lines, which are runs of elements along x, before they are read or written.
 
 #pragma once
 
@@ -6,16 +6,17 @@
 
 namespace {
 
-// Lines are too short for the hardware prefetcher to predict the start of the next line, so they are prefetched explicitly,
-// this number of lines ahead.
-constexpr int64_t AHEAD = 16;
-constexpr int64_t AHEAD_IN_ROWS = 8;
-constexpr uintptr_t CACHE_LINE = 64;
+// Number of lines between the current line and the line to prefetch, for pixels and for the sums of rows. Lines are too short
+// for the hardware prefetcher to predict the start of the next line.
+constexpr int64_t PREFETCH_DISTANCE = 16;
+constexpr int64_t ROW_SUMS_PREFETCH_DISTANCE = 8;
+constexpr uintptr_t CACHE_LINE_BYTES = 64;
 
-template <bool ToWrite, typename T> inline void fetch(const T *from, int64_t count) {
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(from), end = begin + count * sizeof(T);
-  for (uintptr_t line = begin & -CACHE_LINE; line < end; line += CACHE_LINE)
-    __builtin_prefetch(reinterpret_cast<const void *>(line), ToWrite);
+// Prefetches `count` elements for reading or, if `ForWriting` is set, for writing.
+template <bool ForWriting, typename T> inline void prefetch(const T *elements, int64_t count) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(elements), end = begin + count * sizeof(T);
+  for (uintptr_t address = begin & -CACHE_LINE_BYTES; address < end; address += CACHE_LINE_BYTES)
+    __builtin_prefetch(reinterpret_cast<const void *>(address), ForWriting);
 }
 
 } // namespace

@@ -1,6 +1,6 @@
-"""Sliding-window inference with one fixed batch shape, which yields finished scores as early as possible.
+"""Sliding-window inference in batches of a fixed shape. Finished scores are yielded as early as possible.
 
-Padding, window positions and weights are those of `monai.inferers.sliding_window_inference`. Tests check that the
+Padding, window positions and weights are the same as in `monai.inferers.sliding_window_inference`. Tests check that the
 scores agree to within 1e-5 in float32. The implementation differs: windows are copied into a batch buffer that is
 allocated once, the last batch is padded to the fixed shape, and the padded image is never created.
 """
@@ -61,7 +61,7 @@ class SupportsReadInto(Protocol):
 class SparseImage:
     """Image with skipped windows. All voxels of skipped windows get the same scores.
 
-    skipped  first voxels of the skipped windows, as in `Grid.positions`; at least one window must not be skipped
+    skipped  first voxels of the skipped windows, as in `Grid.positions`; not all windows may be skipped
     scores   scores of the skipped windows, float32 [K], on the same device as the computed scores
     """
 
@@ -85,7 +85,7 @@ class WindowSlot:
 
 
 class _StreamBuffer:
-    """Batch buffer of one stream, and views of it. Views are created once, because each takes torch microseconds."""
+    """Batch buffer of one stream, and views of it. Each view is created once, because that takes microseconds."""
 
     def __init__(self, batch: Tensor) -> None:
         self.batch = batch
@@ -156,13 +156,13 @@ class SlidingWindow:
         return other
 
     def with_capacity(self, batch_size: int) -> SlidingWindow:
-        """Return a copy that computes up to `batch_size` windows per call. The network must accept any batch size."""
+        """Return a copy that processes up to `batch_size` windows per call. The network must accept any batch size."""
         other = copy.copy(self)
         other.capacity = batch_size
         return other
 
     def get_batch_size(self, num_windows: int) -> int:
-        """Return the size of the batch in which this number of windows is computed."""
+        """Return the size of the batch that is used for this number of windows."""
         return num_windows if self.accepts_any_batch_size else self.capacity
 
     @torch.inference_mode()
@@ -188,10 +188,10 @@ class SlidingWindow:
             yield from scan.blend(window_slice.positions, scores)
             progress(scan.num_blended, scan.num_windows)
 
-    def scan(self, image: Image, overlap: float, check: FiniteCheck = require_finite) -> WindowScan:
-        """Return a scan of `image` that starts at the first window. `check` is applied to finished scores."""
+    def scan(self, image: Image, overlap: float, check_scores: FiniteCheck = require_finite) -> WindowScan:
+        """Return a scan of `image` that starts at the first window. `check_scores` is applied to finished scores."""
         grid = Grid.cover(as_size(image.shape[2:]), self._roi, overlap)
-        setup = BlendingSetup(self._blending, self.batch.device, self._kernels, check)
+        setup = BlendingSetup(self._blending, self.batch.device, self._kernels, check_scores)
         return WindowScan(image, grid, setup, owns_scores=self.owns_scores)
 
     def forward(
@@ -199,9 +199,9 @@ class SlidingWindow:
     ) -> Sequence[Tensor]:
         """Call the network once, on up to `capacity` windows from one or more images.
 
-        Returns the scores of each slice, [B, K, *roi], where B is its number of windows. The scores are valid until the
-        next call for this stream, or permanently if the network owns its scores. A CUDA device may still be computing
-        them. Call this in torch's inference mode.
+        Returns the scores of each slice, [B, K, *roi], where B is the number of windows in the slice. The scores are
+        valid until the next call for this stream, or permanently if the network owns its scores. A CUDA device may
+        still be computing them. Call this in torch's inference mode.
         """
         buffers, num_taken = self._streams[stream], 0
         for scan, positions in window_slices:
@@ -224,14 +224,14 @@ class SlidingWindow:
         return torch.split(scores, [len(window_slice.positions) for window_slice in window_slices])
 
 
-def score_stack(windows: Tensor, compute: Callable[[Tensor], Iterable[Tensor]]) -> Tensor:
-    """Return the scores, float32 [N, K, *roi], of windows [N, C, *roi], which are computed as one stack.
+def score_stack(windows: Tensor, compute_slabs: Callable[[Tensor], Iterable[Tensor]]) -> Tensor:
+    """Return the scores, float32 [N, K, *roi], of windows [N, C, *roi], which are processed as one stack.
 
-    compute  yields the scores [1, K, z, y, x] of a stack [1, C, N * z, y, x] in order of z, without overlap
+    compute_slabs  yields the scores [1, K, z, y, x] of a stack [1, C, N * z, y, x] in order of z, without overlap
     """
     count, channels, depth, height, width = windows.shape
     stack = windows.transpose(0, 1).reshape(1, channels, count * depth, height, width)
-    scores = torch.cat(list(compute(stack)), 2).float()
+    scores = torch.cat(list(compute_slabs(stack)), 2).float()
     return scores[0].reshape(-1, count, depth, height, width).transpose(0, 1)
 
 
@@ -289,20 +289,20 @@ class WindowScan:
                 self.fill_slot(slot, position)
             return
         # On a GPU, copying many windows at a time is faster than launching one copy per window.
-        first, edge = 0, self._grid.roi[2]
+        first, window_width = 0, self._grid.roi[2]
         for run in split_runs(positions):
-            row = self._image[self._box(run.start, edge + (run.num_windows - 1) * run.step)]
-            windows = row.unfold(3, edge, run.step).permute(3, 0, 1, 2, 4)
+            row = self._image[self._get_box(run.start, window_width + (run.num_windows - 1) * run.step)]
+            windows = row.unfold(3, window_width, run.step).permute(3, 0, 1, 2, 4)
             batch[first : first + run.num_windows].copy_(windows)
             first += run.num_windows
 
-    def _box(self, position: Size, width: int) -> Box:
+    def _get_box(self, position: Size, width: int) -> Box:
         (z, y, x), (depth, height, _) = position, self._grid.roi
         return (0, slice(None), slice(z, z + depth), slice(y, y + height), slice(x, x + width))
 
     def fill_slot(self, slot: WindowSlot, position: Size) -> None:
         """Copy the window at `position` into a slot of a batch."""
-        box = self._box(position, self._grid.roi[2])
+        box = self._get_box(position, self._grid.roi[2])
         if self._is_padded:
             # The padding may still contain voxels of an earlier window.
             slot.memory.zero_()
@@ -315,12 +315,12 @@ class WindowScan:
     def blend(self, positions: Sequence[Size], scores: Tensor) -> list[Slab]:
         """Add the scores [B, K, *roi] of the windows at `positions`, and return the slabs that are now final.
 
-        Call this in torch's inference mode. Raises NonFiniteScores.
+        Call this in torch's inference mode. Raises NonFiniteScores for NaN or infinite scores.
         """
         if self._is_single_window:
             # If there is only one window, the weights cancel out.
             self.num_blended = 1
-            valid_scores = self._setup.check(scores)
+            valid_scores = self._setup.check_scores(scores)
             valid_scores = valid_scores[(slice(None), *self._valid_region)] if self._is_padded else valid_scores
             return [Slab(0, 0, valid_scores if self._owns_scores else valid_scores.clone())]
         if self._blender is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from service.core.types import Views
 from service.models.network import Network
 
-# Each additional view costs as much time as the window itself.
+# Views that are averaged with quality=best, as tuples of the axes to mirror. Each view takes the same time.
 BEST_QUALITY_VIEWS: Views = ((), (3, 4), (2, 4))
 
 
@@ -26,12 +26,12 @@ class ViewAveragingNetwork:
 
     def __call__(self, windows: Tensor) -> Tensor:
         """Return the scores of windows [B, C, z, y, x] in newly allocated memory, float32 [B, K, z, y, x]."""
-        total = torch.zeros(())
+        score_sum = torch.zeros(())
         for index, axes in enumerate(self.views):
             scores = self._score(windows, axes)
             # Copy the scores, because the network may reuse their memory.
-            total = scores.to(torch.float32, copy=True) if not index else total.add_(scores)
-        return total.div_(len(self.views))
+            score_sum = scores.to(torch.float32, copy=True) if not index else score_sum.add_(scores)
+        return score_sum.div_(len(self.views))
 
     def _score(self, windows: Tensor, axes: tuple[int, ...]) -> Tensor:
         if not axes:
@@ -44,7 +44,7 @@ class ViewAveragingNetwork:
 def count_view_bytes(channels: int, outputs: int, voxels: int) -> int:
     """Return the bytes that averaging the views of a window needs in addition to the network.
 
-    channels, outputs  number of channels and of outputs of the network
+    channels, outputs  number of channels and number of outputs of the network
     voxels             number of voxels of a window
     """
     return 4 * voxels * (2 * channels + 2 * outputs)

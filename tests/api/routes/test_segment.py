@@ -82,7 +82,7 @@ def test_small_request_needs_no_disk(service: Service) -> None:
         ("overlap=0.1&overlap=0.2", "twice"),
         ("output=labels", "output=classes"),
         ("measurements=csv", "only labels"),
-        ("roi_size=16,16,16", "roi_size: bands supports only the window size 16,32,32"),
+        ("roi_size=16,16,16", "The model bands supports only the window size 16,32,32"),
         ("channel=" + "x" * 300, "channel"),
     ],
 )

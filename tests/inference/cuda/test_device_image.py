@@ -19,7 +19,7 @@ from service.inference.preprocessing.normalize import (
     VolumeChannel,
     normalize_volume,
 )
-from service.inference.preprocessing.percentiles import percentiles
+from service.inference.preprocessing.percentiles import compute_percentiles
 from service.inference.windows.grid import Grid
 
 CPU = torch.device("cpu")
@@ -164,8 +164,8 @@ def test_percentiles_counted_on_the_device_are_exact(dtype, shape, spread, low, 
     volume = Volume.from_array(pixels)
     uploaded = UploadedVolume(volume, CPU)
     for index, channel in enumerate(pixels):
-        found = percentiles(DeviceChannel(volume, index, device_pixels=uploaded), low, high)
-        assert found == percentiles(VolumeChannel(volume, index), low, high)
+        found = compute_percentiles(DeviceChannel(volume, index, device_pixels=uploaded), low, high)
+        assert found == compute_percentiles(VolumeChannel(volume, index), low, high)
         np.testing.assert_allclose(found, np.percentile(channel, (low, high)))
 
 

@@ -27,8 +27,10 @@ def get_suggestion(*, calibration: Calibration = CALIBRATION, **evidence: Any) -
 
 
 def test_warnings_suggest_the_most_likely_parameter() -> None:
-    assert QualityWarning(0.1, "The labels may be wrong.", "diameter=4,8,8px").suggested == {"diameter": "4,8,8px"}
-    assert QualityWarning(0.1, "The labels may be wrong.", "").suggested == {}
+    assert QualityWarning(0.1, "The labels may be wrong.", "diameter=4,8,8px").suggested_parameters == {
+        "diameter": "4,8,8px"
+    }
+    assert QualityWarning(0.1, "The labels may be wrong.", "").suggested_parameters == {}
     assert get_suggestion(windows=[SHELLS], likely_diameter=SMALL_DIAMETER) == "model=membranes"
     assert get_suggestion(likely_diameter=SMALL_DIAMETER) == "diameter=4px"
     assert get_suggestion(likely_diameter=SMALL_DIAMETER, num_clear_objects=9) == "diameter=4px"

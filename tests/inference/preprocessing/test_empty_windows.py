@@ -187,7 +187,7 @@ def test_some_empty_rows_are_computed_so_that_scores_are_passed_on_in_portions(b
         pixels, spec, lambda windows: torch.zeros(len(windows), 40, *windows.shape[2:])
     )
     grid = Grid.cover(pixels.shape, spec.input.roi_size, 0.25)
-    max_skipped = grid.max_skipped_rows(40, 2)
+    max_skipped = grid.compute_max_skipped_rows(40, 2)
     image, _, _ = empty_window_filter.skip(make_volume(pixels), 0)
     assert isinstance(image, SparseImage)
     computed = {y for _, y, _ in set(grid.positions()) - image.skipped}

@@ -10,7 +10,7 @@ from service.core.types import Volume
 from service.inference.preprocessing import normalize
 from service.inference.preprocessing import percentiles as percentiles_module
 from service.inference.preprocessing.normalize import VolumeChannel
-from service.inference.preprocessing.percentiles import percentiles
+from service.inference.preprocessing.percentiles import compute_percentiles
 
 
 @settings(max_examples=50, deadline=None)
@@ -21,7 +21,10 @@ from service.inference.preprocessing.percentiles import percentiles
 )
 def test_histogram_percentiles_equal_those_of_numpy(pixels, low, high):
     np.testing.assert_allclose(
-        percentiles(pixels, low, high), np.percentile(pixels.astype(np.float64), (low, high)), rtol=1e-9, atol=1e-9
+        compute_percentiles(pixels, low, high),
+        np.percentile(pixels.astype(np.float64), (low, high)),
+        rtol=1e-9,
+        atol=1e-9,
     )
 
 
@@ -38,7 +41,7 @@ def test_percentiles_of_wide_dtypes_equal_those_of_numpy(dtype, low, high, max_s
         pixels.flat[:6] = 0.0, -0.0, np.finfo(dtype).max, np.finfo(dtype).min, np.finfo(dtype).tiny, 1
     else:
         pixels.flat[:3] = np.iinfo(dtype).max, np.iinfo(dtype).min, 0
-    actual = percentiles(VolumeChannel(Volume.from_array(pixels[None]), 0), low, high)
+    actual = compute_percentiles(VolumeChannel(Volume.from_array(pixels[None]), 0), low, high)
     expected = np.percentile(pixels.astype(np.longdouble), (low, high))
     # NumPy interpolates float32 in float32.
     np.testing.assert_allclose(actual, expected.astype(np.float64), rtol=1e-12 if max_sorted == 50 else 1e-6)
@@ -52,7 +55,7 @@ def test_counting_needs_little_memory(dtype):
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        actual = percentiles(VolumeChannel(volume, 0), 1, 99.8)
+        actual = compute_percentiles(VolumeChannel(volume, 0), 1, 99.8)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

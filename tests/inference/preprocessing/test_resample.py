@@ -14,9 +14,9 @@ from service.core.types import Objects, Segmentation, Volume
 from service.inference.preprocessing.resample import (
     ResampledImage,
     Resampling,
+    compute_resampled_size,
     prepare,
     resample_segmentation,
-    resampled_size,
     working_size,
 )
 
@@ -34,7 +34,7 @@ def test_volumes_are_resampled_only_if_both_voxel_sizes_are_known(bands):
     assert working_size(Volume.from_array(pixels, VoxelSize(2, 0.5, 0.25)), bands) == (4, 6, 8)
     image, notes = prepare(Volume.from_array(pixels, VoxelSize(2, 0.5, 0.25)), spec)
     assert image.shape == (1, 1, 8, 6, 4)
-    assert notes == ("Resampled from 4 x 6 x 8 to 8 x 6 x 4 voxels for the model's voxel size.",)
+    assert notes == ("Resampled from 4 x 6 x 8 to 8 x 6 x 4 voxels to match the model's voxel size.",)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_objects_are_resampled_to_the_diameter_of_the_model(bands, diameter, vox
     image, notes = prepare(volume, spec, diameter)
     assert image.shape[2:] == working_size(volume, spec, diameter)
     assert bool(notes) == (size != (4, 10, 14))
-    assert all(note.endswith("for an object diameter of 10 voxels.") for note in notes)
+    assert all(note.endswith("to match an object diameter of 10 voxels.") for note in notes)
 
 
 def test_no_axis_becomes_shorter_than_the_window(bands):
@@ -85,11 +85,11 @@ def test_an_implausible_diameter_is_rejected(bands, diameter, model_diameter, me
 
 def test_resampled_sizes_are_rounded_and_implausible_voxel_sizes_are_rejected():
     unit_size = VoxelSize(1, 1, 1)
-    assert resampled_size((10, 10, 10), VoxelSize(1.005, 0.995, 1), unit_size) == (10, 10, 10)
-    assert resampled_size((1, 3, 200), VoxelSize(0.1, 0.1, 0.1), unit_size) == (1, 1, 20)
+    assert compute_resampled_size((10, 10, 10), VoxelSize(1.005, 0.995, 1), unit_size) == (10, 10, 10)
+    assert compute_resampled_size((1, 3, 200), VoxelSize(0.1, 0.1, 0.1), unit_size) == (1, 1, 20)
     for invalid in (VoxelSize(1000, 1, 1), VoxelSize(1, 1, 1e-5)):
         with pytest.raises(BadParameter, match="voxel_size="):
-            resampled_size((10, 10, 10), invalid, unit_size)
+            compute_resampled_size((10, 10, 10), invalid, unit_size)
 
 
 SIZES = st.tuples(*[st.integers(1, 12)] * 3)

@@ -22,10 +22,10 @@ from service.core.types import Description, Options, Volume
 from service.inference.cuda import device_image
 from service.inference.preprocessing.resample import prepare
 from service.inference.runner.estimator import Estimator, make_plan
-from service.inference.runner.memory_estimate import WindowLoad, estimate, measure_activation_bytes
+from service.inference.runner.memory_estimate import WindowMemory, estimate_request, measure_activation_bytes
 from service.inference.segment import segment
 from service.inference.types import Plan
-from service.inference.windows.grid import MAX_SKIPPED_BYTES, Grid
+from service.inference.windows.grid import MAX_SKIPPED_SLAB_BYTES, Grid
 from service.inference.windows.kernels import window_kernels
 from service.models.repository import read_spec
 
@@ -39,7 +39,7 @@ def describe(*size, voxel_size=None):
 
 def host_bytes(spec, size, plan, load=0, *kernel):
     """Return the estimated host bytes for a stack and a network that needs `load` bytes per window."""
-    return estimate(spec, describe(*size), plan, WindowLoad(load), *kernel).host_bytes
+    return estimate_request(spec, describe(*size), plan, WindowMemory(load), *kernel).host_bytes
 
 
 def test_each_stream_needs_memory_for_one_batch_unless_there_are_fewer_batches(bands):
@@ -47,7 +47,9 @@ def test_each_stream_needs_memory_for_one_batch_unless_there_are_fewer_batches(b
     volume = describe(16, 64, 96)
 
     def windows(streams):
-        one, none = (estimate(bands, volume, plan, WindowLoad(nbytes, streams)).host_bytes for nbytes in (1000, 0))
+        one, none = (
+            estimate_request(bands, volume, plan, WindowMemory(nbytes, streams)).host_bytes for nbytes in (1000, 0)
+        )
         return (one - none) / 1000
 
     assert [windows(streams) for streams in (1, 2, 3)] == [2, 4, 6]
@@ -88,12 +90,12 @@ def test_window_counts_once_for_each_view(bands):
 
 def test_slabs_of_skipped_rows_are_part_of_the_estimate(bands):
     volume, plans = describe(64, 512, 512), [Plan("classes", 2, 0.25), Plan("classes", 2, 0.25, skip_below=0)]
-    default, skipping = (estimate(bands, volume, plan, WindowLoad(2**20)).host_bytes for plan in plans)
+    default, skipping = (estimate_request(bands, volume, plan, WindowMemory(2**20)).host_bytes for plan in plans)
     grid = Grid.cover((64, 512, 512), bands.input.roi_size, 0.25)
-    (depth, height, _), skipped = grid.roi, grid.max_skipped_rows(len(bands.outputs), 2)
+    (depth, height, _), skipped = grid.roi, grid.compute_max_skipped_rows(len(bands.outputs), 2)
     rows = min(2 * (skipped + 1) + skipped, grid.num_rows)
     assert skipping - default == 4 * len(bands.outputs) * depth * (0.75 * height) * 512 * rows
-    assert 0 < skipping - default <= 1.5 * MAX_SKIPPED_BYTES
+    assert 0 < skipping - default <= 1.5 * MAX_SKIPPED_SLAB_BYTES
 
 
 @pytest.mark.parametrize(
@@ -115,10 +117,10 @@ def test_options_that_exceed_the_limits_are_rejected(bands, options, name):
 
 def test_windows_are_counted_on_the_grid_of_the_network(bands):
     plan = Plan("classes", 2, 0.0)
-    assert estimate(bands, describe(16, 64, 96), plan, WindowLoad(0)).windows == 1 * 2 * 3
+    assert estimate_request(bands, describe(16, 64, 96), plan, WindowMemory(0)).windows == 1 * 2 * 3
     spec = bands.model_copy(update={"input": bands.input.model_copy(update={"voxel_size": (1.0, 1.0, 1.0)})})
     fine = describe(16, 64, 96, voxel_size=VoxelSize(1, 0.5, 0.5))
-    coarse = estimate(spec, fine, plan, WindowLoad(0))
+    coarse = estimate_request(spec, fine, plan, WindowMemory(0))
     assert coarse.working_size == (16, 32, 48)
     assert coarse.windows == 1 * 1 * 2
 
@@ -126,8 +128,8 @@ def test_windows_are_counted_on_the_grid_of_the_network(bands):
 def test_estimate_needs_only_shape_and_voxel_size(bands):
     plan, size = make_plan(bands, SETTINGS, Options()), VoxelSize(1, 2, 3)
     volume = Volume.from_array(np.zeros((1, 16, 64, 96), np.uint16), size)
-    estimated = estimate(bands, describe(16, 64, 96, voxel_size=size), plan, WindowLoad(7))
-    assert estimated == estimate(bands, volume, plan, WindowLoad(7))
+    estimated = estimate_request(bands, describe(16, 64, 96, voxel_size=size), plan, WindowMemory(7))
+    assert estimated == estimate_request(bands, volume, plan, WindowMemory(7))
 
 
 def test_channel_error_lists_the_channels_before_pixels_are_read(bands):
@@ -139,8 +141,8 @@ def test_channel_error_lists_the_channels_before_pixels_are_read(bands):
 def test_memory_is_counted_for_the_device_or_the_host(random_nuclei):
     # The kernel on the host needs a third of the memory that torch needs on a device.
     plan = Plan("labels", 2, 0.25)
-    host = estimate(random_nuclei, describe(32, 64, 64), plan, WindowLoad(1000))
-    device = estimate(random_nuclei, describe(32, 64, 64), plan, WindowLoad(1000, is_on_host=False))
+    host = estimate_request(random_nuclei, describe(32, 64, 64), plan, WindowMemory(1000))
+    device = estimate_request(random_nuclei, describe(32, 64, 64), plan, WindowMemory(1000, is_on_host=False))
     assert host.device_bytes == 0
     assert device.device_bytes > 2 * 1000 + 4 * 32 * 64 * 64
     assert host.host_bytes > device.host_bytes > 0
@@ -165,7 +167,9 @@ def test_stored_pixels_count_as_device_memory_only_up_to_a_limit(random_nuclei):
     plan = make_plan(random_nuclei, SETTINGS, Options(output="classes"))
 
     def device_bytes(depth):
-        return estimate(random_nuclei, describe(depth, 1024, 1024), plan, WindowLoad(0, is_on_host=False)).device_bytes
+        return estimate_request(
+            random_nuclei, describe(depth, 1024, 1024), plan, WindowMemory(0, is_on_host=False)
+        ).device_bytes
 
     # Stored pixels and float32 pixels. For a larger volume, only the float32 pixels of one layer of windows count.
     assert device_bytes(256) - device_bytes(208) == (2 + 4) * 48 * 1024**2
@@ -282,8 +286,8 @@ def test_voxels_that_a_window_is_interpolated_from_are_counted(width: tuple[floa
     spec = bands.model_copy(update={"input": bands.input.model_copy(update={"diameter": 6.0})})
     volume, diameter = Volume.from_array(np.zeros((1, 64, 160, 160), np.uint16)), Diameter(width, "px")
     plan = make_plan(spec, SETTINGS, Options(diameter=diameter))
-    estimated = estimate(spec, volume, plan, WindowLoad(0))
-    plain = estimate(spec, describe(*estimated.working_size), plan._replace(diameter=None), WindowLoad(0))
+    estimated = estimate_request(spec, volume, plan, WindowMemory(0))
+    plain = estimate_request(spec, describe(*estimated.working_size), plan._replace(diameter=None), WindowMemory(0))
     image, _notes = prepare(volume, spec, diameter)
     window = tuple(slice(0, min(edge, n)) for edge, n in zip(bands.input.roi_size, estimated.working_size, strict=True))
     tracemalloc.start()

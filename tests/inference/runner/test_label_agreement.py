@@ -8,7 +8,7 @@ from live import as_tiff
 
 from service.core.types import Segmentation
 from service.inference.runner.label_agreement import (
-    OVERLAP,
+    COMPARISON_OVERLAP,
     LabelAgreement,
     compute_label_difference,
     load_sample_image,
@@ -43,7 +43,7 @@ LARGE_BATCH = 11
 
 @pytest.fixture
 def batch_agreement(bands, bands_network):
-    return LabelAgreement(bands, CPU, lambda: make_windows(bands, bands_network, 1), full_batch=True)
+    return LabelAgreement(bands, CPU, lambda: make_windows(bands, bands_network, 1), compares_full_batch=True)
 
 
 def change_last(network, change):
@@ -104,7 +104,7 @@ def test_each_window_of_a_full_batch_is_a_part_of_the_image(batch_agreement, ban
 def test_row_repeats_the_image_to_the_requested_number_of_windows(agreement, bands):
     image, row = load_sample_image(bands), agreement.repeat_image(4)
     assert row.shape == (1, 1, 16, 32, 32 + 3 * 24)
-    assert Grid.cover(row.shape[2:], bands.input.roi_size, OVERLAP).starts == ((0,), (0,), (0, 24, 48, 72))
+    assert Grid.cover(row.shape[2:], bands.input.roi_size, COMPARISON_OVERLAP).starts == ((0,), (0,), (0, 24, 48, 72))
     assert torch.equal(row[..., :56], image[:, :, :16, :32])
     assert torch.equal(row[..., 56:], row[..., :48])
 

@@ -28,6 +28,6 @@ def test_volume_that_cannot_fit_is_rejected_immediately(side, memory):
     needed = Estimate(1, 2, 0.25, (1, 1, 1), **{"host_bytes": 0, "device_bytes": 0, f"{side}_bytes": 3 * 2**30})
     check(None)
     check(3 * 2**30)
-    with pytest.raises(OutOfMemory, match=f"about 3.0 GiB of {memory}, but only 2.0 GiB are free") as caught:
+    with pytest.raises(OutOfMemory, match=f"about 3.0 GiB of {memory}, but only 2.0 GiB is free") as caught:
         check(2 * 2**30)
     assert caught.value.needed_bytes == 3 * 2**30

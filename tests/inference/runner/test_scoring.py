@@ -69,7 +69,7 @@ def make_failing_network(error):
 def test_out_of_memory_error_states_the_needed_memory(bands, volume):
     message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
     runner = make_runner_with_network(bands, make_failing_network(RuntimeError(message)))
-    with pytest.raises(OutOfMemory, match="GiB are needed") as caught:
+    with pytest.raises(OutOfMemory, match="GiB is needed") as caught:
         segment(runner, volume, Options())
     assert caught.value.needed_bytes == runner.estimator.estimate(volume, Options()).host_bytes
 

@@ -77,7 +77,7 @@ def fixed(settings, **engine):
 
 
 def test_only_a_fixed_engine_is_built(bands, settings, tmp_path):
-    ready = make_selector(bands, settings(kind="eager")).run()
+    ready = make_selector(bands, settings(kind="eager")).select()
     streams = min(2, host.count_usable_cores())
     assert ready.config == EngineConfig("eager", ready.config.precision, "channels_last_3d", 2, streams=streams)
     assert ready.plan is None
@@ -98,7 +98,7 @@ def test_fixed_engine_that_is_not_suitable_is_replaced_by_eager(
     bands, settings, limit_engines, attributes, engine, warning
 ):
     limit_engines("eager", other=FakeBackend(lambda module: module, **attributes))
-    ready = make_selector(bands, fixed(settings, precision="fp32")).run()
+    ready = make_selector(bands, fixed(settings, precision="fp32")).select()
     assert ready.config.engine == engine
     assert ready.warnings == (() if warning is None else (f"The other engine {warning}; running eagerly.",))
 
@@ -112,7 +112,7 @@ def test_first_engine_in_the_known_order_is_checked_once_and_saved(bands, settin
         make_reference = selector.make_reference
         selector.make_reference = lambda size, make=make_reference: references.append(size) or make(size)
         with progress.record_steps():
-            ready = selector.run()
+            ready = selector.select()
         assert (ready.config.engine, ready.is_cached, ready.plan.tuned) == ("other", cached, False)
         assert [(str(trial.verdict), trial.difference) for trial in ready.plan.trials] == [("chosen", 0)]
     assert ["building other" in text for text in reports] == [True, True]
@@ -129,7 +129,7 @@ def test_comparison_is_saved_and_the_next_start_builds_only_the_winner(bands, se
     assert {trial.difference for trial in first.plan.trials} <= {0, None}
     built.clear()
     for tune in (False, True):
-        second = make_selector(bands, settings(precision="fp32", tune="first-start", tune_seconds=1)).run(tune=tune)
+        second = make_selector(bands, settings(precision="fp32", tune="first-start", tune_seconds=1)).select(tune=tune)
         assert (second.is_cached, second.config, second.plan) == (True, first.config, first.plan)
     assert len(built) == 2 * (first.config.engine == "other")
 
@@ -142,8 +142,8 @@ def test_start_compares_engines_only_if_the_setting_and_the_caller_allow_it(
 ):
     limit_engines("eager")
     chosen_settings = settings(tune=setting, windows={"sw_batch_size": 1}, streams=1)
-    assert not make_selector(bands, chosen_settings).run(tune=False).plan.tuned
-    assert make_selector(bands, chosen_settings).run(tune=tune).plan.tuned == tuned
+    assert not make_selector(bands, chosen_settings).select(tune=False).plan.tuned
+    assert make_selector(bands, chosen_settings).select(tune=tune).plan.tuned == tuned
 
 
 def test_stream_counts_are_tried_unless_they_are_fixed(bands, settings, limit_engines, use_two_threads):
@@ -158,8 +158,8 @@ def test_stream_counts_are_tried_unless_they_are_fixed(bands, settings, limit_en
 
 def test_graph_that_is_not_frozen_has_one_stream(bands, settings, limit_engines):
     limit_engines("eager", compiled=FakeBackend(lambda module: module, list_compile_modes=lambda *_: ("default",)))
-    assert make_selector(bands, settings(kind="compiled", freeze=False, streams=2)).run().config.streams == 1
-    assert make_selector(bands, settings(kind="compiled", streams=2)).run().config.streams == 2
+    assert make_selector(bands, settings(kind="compiled", freeze=False, streams=2)).select().config.streams == 1
+    assert make_selector(bands, settings(kind="compiled", streams=2)).select().config.streams == 2
     plan = make_selector(bands, settings(freeze=False, streams=2)).tune(60).plan
     tried = [trial.choice for trial in plan.trials if trial.verdict.outcome != "skipped"]
     assert {(config.engine, config.streams) for config in tried} == {("compiled", 1), ("eager", 2)}
@@ -167,17 +167,17 @@ def test_graph_that_is_not_frozen_has_one_stream(bands, settings, limit_engines)
 
 def test_changed_settings_or_weights_need_a_new_plan(bands, settings, limit_engines):
     limit_engines("eager")
-    make_selector(bands, settings()).run()
-    assert make_selector(bands, settings()).run().is_cached
+    make_selector(bands, settings()).select()
+    assert make_selector(bands, settings()).select().is_cached
     others = bands.model_copy(update={"weights": bands.weights.model_copy(update={"sha256": "0" * 64})})
     network = load_network(bands)
     for spec, engine in ((bands, {"tolerance": 0.01}), (bands, {"precision": "fp32"}), (others, {})):
         selector = make_selector(spec, settings(**engine), network)
-        assert not selector.run().is_cached
-    assert {"device", "torch", "threads", "openvino", "engines"} <= selector.circumstances().keys()
+        assert not selector.select().is_cached
+    assert {"device", "torch", "threads", "openvino", "engines"} <= selector.collect_plan_dependencies().keys()
 
 
-@pytest.mark.parametrize("choose", [EngineSelector.run, lambda selector: selector.tune(60)])
+@pytest.mark.parametrize("choose", [EngineSelector.select, lambda selector: selector.tune(60)])
 def test_faster_engine_with_different_labels_is_not_chosen(bands, settings, limit_engines, choose):
     limit_engines("eager", other=FakeBackend(lambda _module: WrongNetwork()))
     ready = choose(make_selector(bands, settings()))
@@ -188,7 +188,7 @@ def test_faster_engine_with_different_labels_is_not_chosen(bands, settings, limi
 def test_failing_engine_causes_a_warning_and_is_tried_at_each_start(bands, settings, limit_engines):
     limit_engines("eager", other=FakeBackend(fail_to_build))
     for _ in range(2):
-        ready = make_selector(bands, settings(precision="fp32")).run()
+        ready = make_selector(bands, settings(precision="fp32")).select()
         assert not ready.is_cached, "the next start may find a compiler"
         assert ready.config.engine == "eager"
         assert ready.warnings == ("The other engine failed: not here",)
@@ -197,9 +197,9 @@ def test_failing_engine_causes_a_warning_and_is_tried_at_each_start(bands, setti
 def test_saved_plan_that_no_longer_runs_is_replaced(bands, settings, limit_engines):
     eager = backends.BACKENDS["eager"]
     limit_engines(other=FakeBackend(lambda module: module), eager=copy_with(eager, precisions=()))
-    assert make_selector(bands, settings()).run().config.engine == "other"
+    assert make_selector(bands, settings()).select().config.engine == "other"
     limit_engines(other=FakeBackend(fail_to_build), eager=eager)
-    ready = make_selector(bands, settings()).run()
+    ready = make_selector(bands, settings()).select()
     assert (ready.config.engine, ready.is_cached) == ("eager", False)
     assert ready.warnings == ("The other engine failed: not here",)
 
@@ -207,7 +207,7 @@ def test_saved_plan_that_no_longer_runs_is_replaced(bands, settings, limit_engin
 def test_unwritable_cache_folder_only_prevents_saving_the_plan(bands, settings, limit_engines, tmp_path, caplog):
     limit_engines("eager")
     (tmp_path / "cache").write_text("in the way")
-    assert make_selector(bands, settings()).run().plan is not None
+    assert make_selector(bands, settings()).select().plan is not None
     assert "Cannot save the engine plan" in caplog.text
     assert "engine.cache_folder" in caplog.text
 
@@ -218,7 +218,7 @@ def test_model_runs_eagerly_in_float32_if_no_engine_agrees(bands, settings, limi
     # Eager is not a candidate here, only the fallback if all candidates fail.
     eager = backends.BACKENDS["eager"]
     limit_engines("eager", other=backends.BACKENDS["other"], eager=copy_with(eager, precisions=()))
-    ready = selector.run()
+    ready = selector.select()
     assert (ready.config.engine, ready.config.precision) == ("eager", "fp32")
     assert "runs eagerly in fp32" in ready.warnings[0]
 
@@ -226,7 +226,7 @@ def test_model_runs_eagerly_in_float32_if_no_engine_agrees(bands, settings, limi
 def test_configuration_that_does_not_fit_in_memory_is_skipped(bands, settings, limit_engines):
     limit_engines("eager")
     for _ in range(2):
-        ready = make_selector(bands, settings(), window_bytes=2**50).run()
+        ready = make_selector(bands, settings(), window_bytes=2**50).select()
         assert "GiB" in ready.warnings[0]
         assert not ready.is_cached, "the next start may have more memory"
 
@@ -251,7 +251,7 @@ def test_default_batch_size_depends_on_device_and_settings(settings):
 
 def test_model_runs_without_a_compiler(bands, settings, monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    ready = make_selector(bands, settings(kind="compiled")).run()
+    ready = make_selector(bands, settings(kind="compiled")).select()
     assert ready.config.engine == "eager"
     assert "compiled engine failed" in ready.warnings[0]
 
@@ -288,7 +288,7 @@ def test_network_that_fails_in_the_lowest_precision_runs_in_the_next(
     limit_engines("eager", other=FakeBackend(make, precisions=precisions))
     ready = EngineSelector(
         bands, fixed(settings), CPU, Float32OnlyNetwork(load_network(bands)), 1000, BOTH_DTYPES
-    ).run()
+    ).select()
     assert (ready.config.engine, ready.config.precision) == (engine, "fp32")
 
 
@@ -306,7 +306,7 @@ def test_network_that_fails_in_the_lowest_precision_runs_in_the_next(
 def test_eager_uses_the_lowest_precision_with_the_right_labels(bands, settings, limit_engines, engine, wrap, expected):
     limit_engines("eager")
     network = wrap(load_network(bands))
-    ready = EngineSelector(bands, settings(**engine), CPU, network, 1000, BOTH_DTYPES).run()
+    ready = EngineSelector(bands, settings(**engine), CPU, network, 1000, BOTH_DTYPES).select()
     assert (ready.config.engine, ready.config.precision) == ("eager", expected)
 
 
@@ -365,7 +365,7 @@ def return_nan(module):
 )
 def test_labels_of_a_fixed_engine_are_checked(bands, settings, limit_engines, tmp_path, make, options, engine, warning):
     limit_engines("eager", other=FakeBackend(make))
-    ready = make_selector(bands, fixed(settings, **options)).run()
+    ready = make_selector(bands, fixed(settings, **options)).select()
     assert (ready.config.engine, ready.plan) == (engine, None)
     assert warning in ready.warnings[0]
     assert not (tmp_path / "cache").exists()
@@ -373,7 +373,7 @@ def test_labels_of_a_fixed_engine_are_checked(bands, settings, limit_engines, tm
 
 def test_labels_do_not_matter_for_a_configured_precision(bands, settings, limit_engines):
     limit_engines("eager", other=FakeBackend(lambda _module: WrongNetwork()))
-    ready = make_selector(bands, settings(precision="fp32")).run()
+    ready = make_selector(bands, settings(precision="fp32")).select()
     (trial,) = (trial for trial in ready.plan.trials if str(trial.verdict) == "chosen")
     assert (ready.config.engine, trial.difference > 0.1) == ("other", True)
 
@@ -384,7 +384,7 @@ def test_fixed_engine_that_cannot_compile_runs_without_compilation(bands, settin
             return fail_to_build(module) if config.compile_mode else module
 
     limit_engines("eager", other=Recorded(None, list_compile_modes=lambda *_: ("default", None)))
-    ready = make_selector(bands, fixed(settings)).run()
+    ready = make_selector(bands, fixed(settings)).select()
     assert (ready.config.engine, ready.config.compile_mode) == ("other", None)
     assert ready.warnings == ("The other engine failed: not here",)
 
@@ -417,7 +417,7 @@ def test_engine_on_a_separate_device_is_checked_with_a_full_batch(bands, setting
     limit_engines("eager", other=FakeBackend(make))
     # A configured precision is used even if labels change, but not if scores are wrong.
     chosen_settings = settings(precision="fp32", windows={"sw_batch_size": LARGE_BATCH})
-    ready = make_separate(bands, chosen_settings).run()
+    ready = make_separate(bands, chosen_settings).select()
     assert ready.config.engine == engine
     (verdict,) = (str(trial.verdict) for trial in ready.plan.trials if trial.choice.engine == "other")
     assert ("of a full batch" in verdict) == (engine == "eager")
@@ -431,7 +431,7 @@ def test_reference_is_created_once_and_uses_single_windows_on_a_separate_device(
     selector, sizes = make(bands, settings(windows={"sw_batch_size": LARGE_BATCH})), []
     make_reference = selector.make_reference
     selector.make_reference = lambda size: sizes.append(size) or make_reference(size)
-    selector.run()
+    selector.select()
     assert sizes == [windows]
 
 
@@ -442,8 +442,8 @@ OTHER = EngineConfig("other", "bf16", "contiguous", LARGE_BATCH)
     ("make", "engine", "expected", "message"),
     [
         (lambda module: module, {}, ("other", "bf16"), None),
-        (corrupt_last_window, {}, ("eager", "fp32"), "It runs eagerly in fp32 instead."),
-        (corrupt_last_window, {"precision": "bf16"}, ("eager", "fp32"), "It runs eagerly in fp32 instead."),
+        (corrupt_last_window, {}, ("eager", "fp32"), "The model runs eagerly in fp32 instead."),
+        (corrupt_last_window, {"precision": "bf16"}, ("eager", "fp32"), "The model runs eagerly in fp32 instead."),
         (return_nan, {"precision": "bf16"}, ("eager", "fp32"), "not finite"),
     ],
     ids=["right", "faulty", "faulty and set", "not finite"],
@@ -473,6 +473,6 @@ FAULTY_DTYPES = {torch.bfloat16: "cuDNN 9.10.2 is installed."}
 def test_faulty_cudnn_causes_a_warning_at_each_start(bands, settings, limit_engines, kind, setting, expected):
     limit_engines("eager", other=FakeBackend(lambda module: module))
     for _ in range(2):
-        ready = make_separate(bands, settings(kind=kind, precision=setting), faulty_dtypes=FAULTY_DTYPES).run()
+        ready = make_separate(bands, settings(kind=kind, precision=setting), faulty_dtypes=FAULTY_DTYPES).select()
         assert ready.config.precision == expected
         assert sum("cuDNN 9.10.2 is installed." in warning for warning in ready.warnings) == 1

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.inference.windows.grid import MAX_SKIPPED_BYTES, Grid, split_runs
+from service.inference.windows.grid import MAX_SKIPPED_SLAB_BYTES, Grid, split_runs
 
 edges = st.integers(1, 13)
 rois = st.tuples(*[st.integers(1, 7)] * 3)
@@ -24,10 +24,10 @@ def test_windows_cover_every_voxel_and_stay_inside(size, roi, overlap):
 
 def test_slabs_of_consecutive_skipped_rows_are_limited_in_size():
     roi, batch_size = (32, 64, 64), 2
-    rows = Grid.cover((32, 4096, 512), roi, 0.25).max_skipped_rows(3, batch_size)
+    rows = Grid.cover((32, 4096, 512), roi, 0.25).compute_max_skipped_rows(3, batch_size)
     assert rows > 1
-    assert rows * batch_size * 3 * 32 * 64 * 512 * 4 <= MAX_SKIPPED_BYTES
-    assert Grid.cover((32, 512, 30_000), roi, 0.25).max_skipped_rows(3, batch_size) == 1
+    assert rows * batch_size * 3 * 32 * 64 * 512 * 4 <= MAX_SKIPPED_SLAB_BYTES
+    assert Grid.cover((32, 512, 30_000), roi, 0.25).compute_max_skipped_rows(3, batch_size) == 1
 
 
 @settings(max_examples=40, deadline=None)

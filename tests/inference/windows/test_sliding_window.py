@@ -7,7 +7,7 @@ from monai.inferers.utils import sliding_window_inference
 from torch import Tensor, nn
 
 from service.core.errors import Cancelled, NonFiniteScores
-from service.inference.windows.blending import Blending, importance_map
+from service.inference.windows.blending import Blending, compute_importance_map
 from service.inference.windows.grid import Grid
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow, SparseImage
@@ -185,7 +185,7 @@ def test_another_network_uses_the_same_batch_buffer():
 
 def blend_reference(image: Tensor, grid: Grid, skipped: frozenset, scores: Tensor, blending: Blending) -> Tensor:
     """Return the blended scores [1, K, Z, Y, X] of an identity network, with `scores` [K] in skipped windows."""
-    importance = importance_map(grid.roi, blending, CPU)
+    importance = compute_importance_map(grid.roi, blending, CPU)
     edges = zip(grid.pad_before, grid.padded_size, grid.size, strict=True)
     padding = [(before, edge - length - before) for before, edge, length in edges]
     padded = nn.functional.pad(image[0], [amount for pair in reversed(padding) for amount in pair])

@@ -1,9 +1,9 @@
-"""Worker threads of one device, which compute batches with windows from several requests.
+"""Worker threads of one device, which run batches of windows from several requests.
 
 Requests preprocess, decode and write in their own threads. Windows for the same network can share a batch, because most
 networks take as long for a partly filled batch as for a full one. A GPU has one stream, on which the next batch is
 launched before the previous one has finished. A CPU runs several batches concurrently, each on some of its cores. This
-keeps the cores busier than one batch on all of them, where threads wait for the slowest one at the end of every layer.
+keeps the cores busier than one batch on all cores, whose threads wait for the slowest one at the end of every layer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from service.inference.windows.batching.launch import LaunchedBatch, Mark, Timer
 from service.inference.windows.batching.schedule import Batch, RunningBatch, can_start, choose_requests
 from service.inference.windows.batching.window_request import (
     BatchShare,
-    BlendingOrder,
+    OrderedBlender,
     WindowRequest,
     fill_batch,
     report_progress,
@@ -39,7 +39,7 @@ from service.inference.windows.sliding_window import Image, SlidingWindow
 
 T = TypeVar("T")
 
-# Interval at which a waiting request checks whether it was cancelled. The check works even if the device is stuck.
+# Interval at which a waiting request checks whether it was cancelled. This works even if the device is stuck.
 POLL_SECONDS = 0.2
 # Maximum time that `open_batcher` waits for the threads of its batcher to end.
 CLOSE_TIMEOUT_SECONDS = 5.0
@@ -51,10 +51,10 @@ class WindowBatcher:
     """Runs the batches of one device in its own threads, between `start` and `close`.
 
     name          name of the threads
-    streams       maximum number of batches that run concurrently; a model may allow fewer
+    streams       maximum number of batches that run concurrently; a model may allow fewer batches
     share_cores   called in the thread of a stream before a batch, with the number of streams that share the device
     mark          function that marks the end of the launched work; None if the device is synchronous
-    start_timer   returns a timer that measures the network by the device's clock, or None to use the host's clock
+    make_timer    returns a timer that measures the network by the device's clock, or None to use the host's clock
 
     Two rules alternate in choosing the request for the next batch. The first takes the request that is due first, so
     this request gets at least half of the device. The second takes the request with the fewest remaining windows, so a
@@ -62,7 +62,7 @@ class WindowBatcher:
     are filled by other requests for the same network, ordered by the same rule. If a partly filled batch would take as
     long as a full one, it waits until no other batch is running, because more windows may arrive in the meantime.
 
-    An idle thread is woken if there is work when windows or a call arrive, or when a request takes a slab. A thread
+    When windows or a call arrive, or when a request takes a slab, an idle thread is woken if there is work. A thread
     that finishes a batch or a call looks for work itself, and wakes another thread if there is more.
     """
 
@@ -73,13 +73,13 @@ class WindowBatcher:
         share_cores: Callable[[int], None] = lambda _streams: None,
         mark: Mark | None = None,
         *,
-        start_timer: Callable[[], Timer | None] = lambda: None,
+        make_timer: Callable[[], Timer | None] = lambda: None,
     ) -> None:
-        self._share_cores, self._mark, self._start_timer = share_cores, mark, start_timer
-        self._batches_per_stream = 1 if mark is None else MAX_LAUNCHED_BATCHES
+        self._share_cores, self._mark, self._make_timer = share_cores, mark, make_timer
+        self._max_stream_batches = 1 if mark is None else MAX_LAUNCHED_BATCHES
         self._lock = threading.Lock()
         self._work_available = threading.Condition(self._lock)
-        self._blending_order = BlendingOrder(self._lock)
+        self._ordered_blender = OrderedBlender(self._lock)
         # Number of threads that wait for work and have not been woken.
         self._num_idle_threads = 0
         self._requests: list[WindowRequest] = []
@@ -88,9 +88,9 @@ class WindowBatcher:
         self._is_closed = False
         self._batch_count = 0
         # Unfinished batches by number.
-        self._running: dict[int, RunningBatch] = {}
-        # Launched batches in launch order, and the time at which the latest finished batch was finished.
-        self._launched: deque[LaunchedBatch] = deque()
+        self._batches: dict[int, RunningBatch] = {}
+        # Launched batches in launch order, and the time at which the latest batch finished.
+        self._launched_batches: deque[LaunchedBatch] = deque()
         self._last_finish_time = 0.0
         self._threads = [
             threading.Thread(target=self._run_thread, args=(index,), name=name, daemon=True) for index in range(streams)
@@ -104,7 +104,7 @@ class WindowBatcher:
     def heartbeat(self) -> int | None:
         """Number of the oldest unfinished batch, or None if no batch is running. It changes unless a batch is stuck."""
         with self._lock:
-            return min(self._running, default=None)
+            return min(self._batches, default=None)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -116,9 +116,9 @@ class WindowBatcher:
             self._is_closed = True
             self._work_available.notify_all()
 
-    def join(self, seconds: float) -> bool:
-        """Wait up to `seconds` for all threads to end. Return whether they have ended."""
-        deadline = time.monotonic() + seconds
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait up to `timeout_seconds` for all threads to end. Return whether they have ended."""
+        deadline = time.monotonic() + timeout_seconds
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(deadline - time.monotonic(), 0.0))
@@ -127,7 +127,7 @@ class WindowBatcher:
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread of the device while no batch is running, and return its result.
 
-        Raises the exceptions of `work`, and Cancelled if the batcher is closed.
+        Propagates exceptions from `work`, and raises Cancelled if the batcher is closed.
         """
         future: Future[T] = Future()
 
@@ -160,8 +160,8 @@ class WindowBatcher:
     ) -> Iterator[Slab]:
         """Yield the scores of `image` like `SlidingWindow.run`, but compute them in the threads of the device.
 
-        `share` is called in these threads for each batch with windows of the image, never concurrently.
-        Raises Cancelled if the batcher is closed, and the exceptions of `SlidingWindow.run`.
+        `share` is called there for each batch with windows of the image, never concurrently. Low values
+        of `due` come first. Raises the same exceptions as `SlidingWindow.run`, and Cancelled after `close`.
         """
         request = WindowRequest(
             window, image, overlap, due, cancelled, progress, share, is_asynchronous=self._mark is not None
@@ -171,7 +171,7 @@ class WindowBatcher:
             self._requests.append(request)
             self._wake()
         try:
-            while (slab := self._next_slab(request)) is not None:
+            while (slab := self._get_next_slab(request)) is not None:
                 yield slab
         finally:
             with self._lock:
@@ -182,7 +182,7 @@ class WindowBatcher:
         if self._is_closed:
             raise Cancelled("The device was shut down.")
 
-    def _next_slab(self, request: WindowRequest) -> Slab | None:
+    def _get_next_slab(self, request: WindowRequest) -> Slab | None:
         """Return the next slab of the request, or None after the last one. Raises the error of the request."""
         slab = self._wait_for_slab(request)
         request.raise_error()
@@ -204,52 +204,52 @@ class WindowBatcher:
 
     def _wake(self) -> None:
         """Wake an idle thread if there is work. The caller must hold the lock."""
-        if self._num_idle_threads and (self._can_call() or self._find_ready_requests()):
+        if self._num_idle_threads and (self._can_run_call() or self._find_ready_requests()):
             self._num_idle_threads -= 1
             self._work_available.notify()
 
     @torch.inference_mode()
     def _run_thread(self, thread_index: int) -> None:
         previous_count, finished_batch = 0, None
-        while (work := self._next_work(thread_index, finished_batch)) is not None:
+        while (work := self._wait_for_work(thread_index, finished_batch)) is not None:
             stream_count, finished_batch = work.num_active_streams if isinstance(work, Batch) else 1, None
             if stream_count != previous_count:
-                # Call this only if the number changes, because torch then discards its prepared kernels.
+                # Avoid unnecessary calls, because each one makes torch discard its prepared kernels.
                 self._share_cores(stream_count)
                 previous_count = stream_count
             if isinstance(work, Batch):
-                finished_batch = self._compute(work)
+                finished_batch = self._compute_batch(work)
             elif isinstance(work, LaunchedBatch):
-                finished_batch = self._complete(work)
+                finished_batch = self._complete_batch(work)
             else:
                 with torch.inference_mode(mode=False):
                     work()
             del work  # It refers to images and models, and the next batch or call may arrive hours later.
 
-    def _next_work(self, index: int, batch_number: int | None) -> Callable[[], None] | Batch | LaunchedBatch | None:
-        """Mark the call or the batch of a thread as finished, and wait for work. Returns None after `close`."""
+    def _wait_for_work(self, index: int, batch_number: int | None) -> Callable[[], None] | Batch | LaunchedBatch | None:
+        """Mark the last call or batch of a thread as finished, and wait for work. Returns None after `close`."""
         with self._lock:
             if batch_number is not None:
-                del self._running[batch_number]
+                del self._batches[batch_number]
             if self._calling_thread_index == index:
                 self._calling_thread_index = None
             while not self._is_closed:
                 self._fail_cancelled_requests()
-                if self._can_call():
+                if self._can_run_call():
                     self._calling_thread_index = index
                     return self._calls.popleft()
                 if requests := self._find_ready_requests():
-                    batch = self._next_batch(requests)
+                    batch = self._start_next_batch(requests)
                     self._wake()
                     return batch
-                if self._launched:
-                    return self._launched.popleft()
+                if self._launched_batches:
+                    return self._launched_batches.popleft()
                 self._num_idle_threads += 1
                 self._work_available.wait()
             return None
 
-    def _can_call(self) -> bool:
-        return bool(self._calls) and self._calling_thread_index is None and not self._running
+    def _can_run_call(self) -> bool:
+        return bool(self._calls) and self._calling_thread_index is None and not self._batches
 
     def _fail_cancelled_requests(self) -> None:
         for request in self._requests:
@@ -261,35 +261,35 @@ class WindowBatcher:
         if self._calls or self._calling_thread_index is not None:
             return []
         requests = choose_requests(self._requests, self._batch_count)
-        return requests if requests and can_start(requests, self._running.values(), self._batches_per_stream) else []
+        return requests if requests and can_start(requests, self._batches.values(), self._max_stream_batches) else []
 
-    def _next_batch(self, requests: Sequence[WindowRequest]) -> Batch:
+    def _start_next_batch(self, requests: Sequence[WindowRequest]) -> Batch:
         window = requests[0].window
         # Include requests whose threads still have to take slabs, because they will be ready soon.
         num_remaining = sum(
             [item.scan.num_remaining for item in self._requests if item.window is window and not item.has_failed]
         )
-        num_streams = min(window.streams, len(self._threads), len(self._running) + -(-num_remaining // window.capacity))
+        num_streams = min(window.streams, len(self._threads), len(self._batches) + -(-num_remaining // window.capacity))
         # On an asynchronous device, successive batches share the only stream.
-        free_streams = set(range(len(self._threads))) - {running.stream for running in self._running.values()}
+        free_streams = set(range(len(self._threads))) - {running.stream for running in self._batches.values()}
         stream = min(free_streams, default=0)
         self._batch_count += 1
-        self._running[self._batch_count] = RunningBatch(window, stream)
+        self._batches[self._batch_count] = RunningBatch(window, stream)
         return Batch(self._batch_count, fill_batch(requests, window.capacity), stream, num_streams)
 
-    def _compute(self, batch: Batch) -> int | None:
+    def _compute_batch(self, batch: Batch) -> int | None:
         """Compute a batch and return its number. On an asynchronous device, launch it and return None."""
         if self._mark is not None:
-            launch = LaunchedBatch(batch.number, batch.batch_slices, batch.stream, self._mark, self._start_timer())
-            self._launched.append(launch)
+            launch = LaunchedBatch(batch.number, batch.batch_slices, batch.stream, self._mark, self._make_timer())
+            self._launched_batches.append(launch)
             return None
-        if not self._forward(batch) and len(batch.batch_slices) > 1:
+        if not self._forward_batch(batch) and len(batch.batch_slices) > 1:
             # The error does not reveal which request caused it, so compute the requests separately.
             for batch_slice in batch.batch_slices:
-                self._forward(batch._replace(batch_slices=[batch_slice]))
+                self._forward_batch(batch._replace(batch_slices=[batch_slice]))
         return batch.number
 
-    def _complete(self, launch: LaunchedBatch) -> int:
+    def _complete_batch(self, launch: LaunchedBatch) -> int:
         """Wait for a launched batch, deliver its results, and return its number."""
         outcomes = launch.wait()
         now = time.monotonic()
@@ -302,31 +302,31 @@ class WindowBatcher:
         for batch_slice, outcome in outcomes:
             fraction = batch_slice.num_windows / window_count
             batch_slice.share = BatchShare(batch_slice.num_windows, fraction * num_slots, fraction * seconds)
-            self._blending_order.deliver(batch_slice, report_progress(batch_slice, outcome))
+            self._ordered_blender.deliver(batch_slice, report_progress(batch_slice, outcome))
         return launch.number
 
-    def _forward(self, batch: Batch) -> bool:
+    def _forward_batch(self, batch: Batch) -> bool:
         """Compute and blend a batch. Return False on an error, which is delivered if there is only one request."""
         start_time = time.monotonic()
         batch_slices = batch.batch_slices
-        window, total = batch_slices[0].request.window, sum([item.num_windows for item in batch_slices])
+        window, total = batch_slices[0].request.window, sum([batch_slice.num_windows for batch_slice in batch_slices])
         try:
             scores = window.forward([batch_slice.window_slice for batch_slice in batch_slices], batch.stream)
         except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
             if len(batch_slices) == 1:
-                self._blending_order.finish(batch_slices[0], error)
+                self._ordered_blender.finish(batch_slices[0], error)
             return False
-        seconds_per_window = (time.monotonic() - start_time) / batch.num_active_streams / total
-        for item, outcome in zip(batch_slices, scores, strict=True):
-            count = item.num_windows
-            item.share = BatchShare(count, count * window.get_batch_size(total) / total, count * seconds_per_window)
-            self._blending_order.finish(item, outcome)
+        window_seconds = (time.monotonic() - start_time) / batch.num_active_streams / total
+        for batch_slice, outcome in zip(batch_slices, scores, strict=True):
+            count = batch_slice.num_windows
+            batch_slice.share = BatchShare(count, count * window.get_batch_size(total) / total, count * window_seconds)
+            self._ordered_blender.finish(batch_slice, outcome)
         return True
 
 
 @contextmanager
 def open_batcher(settings: Settings) -> Iterator[WindowBatcher]:
-    """Run a batcher for `settings.device.name` outside the service. Raises ConfigError."""
+    """Run a batcher for `settings.device.name` outside the service. Raises ConfigError if there is no such device."""
     device = devices.choose_device(settings.device.name)
     batcher = make_batcher(settings, device, is_on_host=device.type == "cpu")
     batcher.start()
@@ -346,5 +346,5 @@ def make_batcher(settings: Settings, device: torch.device, *, is_on_host: bool) 
         max_streams if is_on_host else 1,
         lambda streams: devices.set_torch_threads(max(cores // streams, 1)),
         None if is_on_host else partial(record_end, device),
-        start_timer=partial(CudaTimer, device) if device.type == "cuda" else lambda: None,
+        make_timer=partial(CudaTimer, device) if device.type == "cuda" else lambda: None,
     )

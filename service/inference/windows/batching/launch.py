@@ -12,10 +12,10 @@ from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Measure
 
 Mark = Callable[[], Callable[[], object]]
-"""Function that marks the end of the work that has been launched so far, and returns a function that waits for it."""
+"""Function that marks the end of the launched work, and returns a function that waits until that work is finished."""
 
 Outcomes = Sequence[tuple[BatchSlice, list[Slab] | Exception]]
-"""Slices of a batch, each with the slabs that it completed, or its error."""
+"""Slices of a batch, each with the slabs that the slice completed, or with its error."""
 
 
 class Timer(Protocol):

@@ -44,16 +44,16 @@ def choose_requests(all_requests: Sequence[WindowRequest], batch_number: int) ->
 
 
 def can_start(
-    requests: Sequence[WindowRequest], running_batches: Collection[RunningBatch], batches_per_stream: int
+    requests: Sequence[WindowRequest], running_batches: Collection[RunningBatch], max_stream_batches: int
 ) -> bool:
     """Return whether a batch of these requests may start in addition to the running ones.
 
-    batches_per_stream  maximum number of unfinished batches of a stream
+    max_stream_batches  maximum number of unfinished batches of a stream
     """
     if not running_batches:
         return True
     window = requests[0].window
     max_streams = min([window.streams, *[batch.window.streams for batch in running_batches]])
-    if len(running_batches) >= max_streams * batches_per_stream:
+    if len(running_batches) >= max_streams * max_stream_batches:
         return False
     return window.accepts_any_batch_size or sum([request.scan.num_remaining for request in requests]) >= window.capacity

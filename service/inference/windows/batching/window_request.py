@@ -16,7 +16,7 @@ from service.inference.windows.sliding_window import Image, SlidingWindow, Windo
 
 
 class BatchShare(NamedTuple):
-    """Share of one request in a batch: its number of windows, and its fraction of the batch's slots and seconds."""
+    """Share of one request in a batch: its windows, and the slots and seconds of the batch that it uses."""
 
     windows: int
     slots: float
@@ -24,7 +24,7 @@ class BatchShare(NamedTuple):
 
 
 class BatchSlice:
-    """Windows of one request in one batch. Once they have been computed, it also holds their scores or the error."""
+    """Windows of one request in one batch and, once they have been processed, their scores or the error."""
 
     def __init__(self, request: WindowRequest, window_slice: WindowSlice) -> None:
         self.request, self.window_slice, self.num_windows = request, window_slice, len(window_slice.positions)
@@ -35,7 +35,11 @@ class BatchSlice:
 
 
 class WindowRequest:
-    """Windows of one request. The thread of the request shares it with the threads of the device, guarded by a lock."""
+    """Windows of one request, shared by the threads of the request and of the device. A lock guards its attributes.
+
+    due    value that orders the requests; the request with the lowest value is due first
+    share  called with the share of the request in each batch that contains windows of the request
+    """
 
     def __init__(  # noqa: PLR0913, PLR0917
         self,
@@ -51,7 +55,7 @@ class WindowRequest:
     ) -> None:
         self.window, self.due, self.cancelled = window, due, cancelled
         self.progress, self.share = progress, share
-        # An asynchronous device is checked for non-finite scores once it has finished a batch.
+        # On an asynchronous device, the scores are checked for NaN and infinity once a batch has finished.
         self.finite_flag = FiniteFlag(window.batch.device) if is_asynchronous else None
         self.scan = window.scan(image, overlap, require_finite if self.finite_flag is None else self.finite_flag.record)
         # Slices in blending order, which may differ from the order in which they are computed.
@@ -59,9 +63,9 @@ class WindowRequest:
         self.is_blending = False
         # Finished slabs, followed by None after the last slab or an error. Waiting on the queue does not need the lock.
         self.slab_queue: SimpleQueue[Slab | None] = SimpleQueue()
-        # Number of slabs that the thread of the request has not taken, and the maximum at which more windows are
-        # computed. The maximum is 0, or on an asynchronous device the number of slabs of the latest batch, because the
-        # device must not wait for the thread.
+        # Number of slabs that the thread of the request has not taken, and the maximum of this number at which further
+        # windows are computed. The maximum is 0, or on an asynchronous device the number of slabs of the latest batch,
+        # because the device must not wait for the thread.
         self.num_pending_slabs = self.max_pending_slabs = 0
         self.error: Exception | None = None
         self.has_failed = self.is_finished = False
@@ -76,7 +80,7 @@ class WindowRequest:
 
     @property
     def cancellation(self) -> Cancelled:
-        """Exception for a cancelled request, which reports its progress."""
+        """Exception that reports the progress of a request that was cancelled."""
         return Cancelled(f"The request was cancelled after {self.scan.num_blended} of {self.scan.num_windows} windows.")
 
     def fail(self, error: Exception) -> None:
@@ -151,7 +155,7 @@ def report_progress(batch_slice: BatchSlice, outcome: list[Slab] | Exception) ->
         return outcome
     try:
         if request.finite_flag is not None:
-            request.finite_flag.check()
+            request.finite_flag.raise_if_not_finite()
         request.share(batch_slice.share)
         request.progress(batch_slice.num_blended, request.scan.num_windows)
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
@@ -159,7 +163,7 @@ def report_progress(batch_slice: BatchSlice, outcome: list[Slab] | Exception) ->
     return outcome
 
 
-class BlendingOrder:
+class OrderedBlender:
     """Blends the slices of each request in window order, regardless of the order in which they are computed.
 
     `lock` guards the state that requests share with the threads of the device.
@@ -169,7 +173,7 @@ class BlendingOrder:
         self._lock = lock
 
     def finish(self, batch_slice: BatchSlice, outcome: Tensor | Exception) -> None:
-        """Store the outcome of a slice, and blend all slices whose turn it is."""
+        """Store the outcome of a slice, and blend all slices that are next in window order."""
         request = batch_slice.request
         must_store_scores = request.is_blending or request.batch_slices[0] is not batch_slice
         if must_store_scores and isinstance(outcome, Tensor) and not request.window.owns_scores:

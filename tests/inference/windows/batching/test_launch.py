@@ -153,8 +153,8 @@ def test_call_waits_for_launched_batches(device: WindowBatcher, async_device: As
 
 def test_only_devices_with_their_own_memory_get_batches_in_advance() -> None:
     assert make_batcher(Settings(), CPU, is_on_host=True)._mark is None
-    assert make_batcher(Settings(), CPU, is_on_host=True)._batches_per_stream == 1
-    assert make_batcher(Settings(), CPU, is_on_host=False)._batches_per_stream == 2
+    assert make_batcher(Settings(), CPU, is_on_host=True)._max_stream_batches == 1
+    assert make_batcher(Settings(), CPU, is_on_host=False)._max_stream_batches == 2
 
 
 class FakeTimer:
@@ -169,7 +169,7 @@ class FakeTimer:
 
 
 def test_reported_seconds_are_measured_by_the_clock_of_the_device(async_device: AsynchronousDevice) -> None:
-    device = WindowBatcher("device", mark=async_device.mark, start_timer=FakeTimer)
+    device = WindowBatcher("device", mark=async_device.mark, make_timer=FakeTimer)
     device.start()
     shares = list[BatchShare]()
     run(device, make_windows(), torch.rand(1, 1, 24, 4, 4), 0.0, share=shares.append)
