@@ -58,7 +58,7 @@ def compile_kernels(variants: Iterable[Any], folder: Path) -> list[Path]:
         list(pool.map(lambda job: run(*COMPILE, *job[1].options, job[0], "-o", objects[job]), jobs))
         libraries = []
         for variant in variants:
-            linked = Path(work) / variant.library.name
+            linked = Path(work) / variant.library_path.name
             run(*LINK, *(objects[source, variant] for source in sources), "-lm", "-o", linked)
             libraries.append(linked.replace(folder / linked.name))
     return libraries
@@ -73,14 +73,16 @@ def compile_in_place(variants: Iterable[Any]) -> None:
     sources = [*ROOT.glob("service/**/*.[ch]pp"), Path(__file__), ROOT / "service/core/native/variants.py"]
     newest = max(source.stat().st_mtime for source in sources)
     outdated = [
-        variant for variant in variants if not variant.library.exists() or variant.library.stat().st_mtime < newest
+        variant
+        for variant in variants
+        if not variant.library_path.exists() or variant.library_path.stat().st_mtime < newest
     ]
     if outdated:
         try:
-            compile_kernels(outdated, VARIANTS["FOLDER"])
+            compile_kernels(outdated, VARIANTS["LIBRARY_FOLDER"])
         except OSError:
             for variant in outdated:
-                variant.library.unlink(missing_ok=True)
+                variant.library_path.unlink(missing_ok=True)
             raise
 
 
@@ -93,7 +95,7 @@ def get_build_hook() -> type:
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
             try:
                 if version == "editable":
-                    compile_in_place(VARIANTS["list_supported"]()[:1])
+                    compile_in_place(VARIANTS["list_supported_variants"]()[:1])
                 else:
                     self._folder = tempfile.TemporaryDirectory()
                     libraries = compile_kernels(VARIANTS["list_variants"](), Path(self._folder.name))
@@ -116,6 +118,6 @@ def format_warning(error: OSError) -> str:
 
 if __name__ == "__main__":
     try:
-        compile_in_place(VARIANTS["list_supported"]()[: None if "--all" in sys.argv else 1])
+        compile_in_place(VARIANTS["list_supported_variants"]()[: None if "--all" in sys.argv else 1])
     except OSError as error:
         print(format_warning(error), file=sys.stderr)

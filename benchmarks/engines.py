@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from service.cli.benchmark.engine_comparison import (
     DevicePeak,
-    Row,
+    EngineRow,
     TimedNetwork,
     TimedNetworkBuilder,
     compare_networks,
@@ -191,7 +191,7 @@ def build_bare_loops(
                     yield TimedNetwork(f"bare {name} {precision}", size, precision, make_call(run, batch, device))
 
 
-def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, list[Row]]:
+def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, list[EngineRow]]:
     """Tune a network and compare its engines; return a summary and the rows.
 
     The first row without a problem is the tuned engine.
@@ -226,23 +226,25 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> tuple[str, 
     others = (
         builder
         for builder in iter_builders(spec, settings, device, sizes)
-        if (builder.name, builder.windows) not in excluded
+        if (builder.name, builder.batch_size) not in excluded
     )
     rows = compare_twice([auto, *bare_loops], others, peak)
     return f"{spec.identifier}, {peak.gflop:.1f} GFLOP per window, tuned in {selected.seconds:.0f} s", rows
 
 
-def compare_twice(first: list[TimedNetwork], builders: Iterable[TimedNetworkBuilder], peak: DevicePeak) -> list[Row]:
+def compare_twice(
+    first: list[TimedNetwork], builders: Iterable[TimedNetworkBuilder], peak: DevicePeak
+) -> list[EngineRow]:
     """Compare all engines, then compare the first and those close to the fastest again for longer.
 
     Returns rows of the engines that could not be built, then a row for each other engine.
     """
-    runners, failed = list(first), list[Row]()
+    runners, failed = list(first), list[EngineRow]()
     for builder in builders:
         try:
             runners.append(builder.build())
         except backends.ENGINE_ERRORS as error:
-            failed.append(Row("engines", builder.name, builder.windows, backends.get_first_line(error)))
+            failed.append(EngineRow("engines", builder.name, builder.batch_size, backends.get_first_line(error)))
     rows = list(compare_networks("engines", runners, peak))
     ratios = [row.ratio.median for row in rows if row.ratio is not None]
     finalists = [index for index, ratio in enumerate(ratios) if index == 0 or ratio > MIN_SPEED_FOR_FINAL * max(ratios)]
@@ -258,7 +260,7 @@ def list_wrong_configs(selected: ReadyEngine) -> list[EngineConfig]:
     return [trial.choice for trial in trials if trial.verdict.outcome is Outcome.WRONG]
 
 
-def relative_speeds(rows: list[Row]) -> dict[str, float]:
+def relative_speeds(rows: list[EngineRow]) -> dict[str, float]:
     """Return the speed of the tuned engine relative to the fastest fixed engine and to the fastest bare loop."""
     speeds = [(row.name, row.ratio.median) for row in rows if row.ratio is not None]
     fixed = [speed for name, speed in speeds if not name.startswith("bare")]

@@ -44,7 +44,7 @@ from gpu_checks import load, make_settings, plain_settings, run_checks
 
 from service.cli.benchmark.engine_comparison import (
     DevicePeak,
-    Row,
+    EngineRow,
     TimedNetwork,
     TimedNetworkBuilder,
     collect_rows,
@@ -160,7 +160,7 @@ def build_reference(spec: ModelSpec, settings: Settings, device: torch.device, b
     call = make_call(window.network, window.batch, device)
     for _ in range(WARM_UP_CALLS):
         call()
-    return TimedNetwork("eager fp32 contiguous", batch_size, "fp32", call, exact=device.type == "cuda")
+    return TimedNetwork("eager fp32 contiguous", batch_size, "fp32", call, is_tf32_disabled=device.type == "cuda")
 
 
 def compare(options: argparse.Namespace, settings: Settings, *, include_compiled: bool) -> int:
@@ -170,14 +170,14 @@ def compare(options: argparse.Namespace, settings: Settings, *, include_compiled
     peak = DevicePeak(device, count_window_flop(load_network(spec), (spec.input.channels, *spec.input.roi_size)) / 1e9)
     reference = build_reference(spec, settings, device, options.batch_sizes[0])
     builders = list(iter_builders(spec, settings, device, options.batch_sizes))
-    rows = list[Row]()
+    rows = list[EngineRow]()
 
     def order_builders() -> Iterator[TimedNetworkBuilder]:
         # Engines without compilation take only seconds, so they are first.
-        yield from (builder for builder in builders if not builder.compiled)
+        yield from (builder for builder in builders if not builder.is_compiled)
         if include_compiled:
             best = min(rows[1:], key=lambda row: row.ms_per_window.median if row.ms_per_window else math.inf).windows
-            yield from (builder for builder in builders if builder.compiled and builder.windows == best)
+            yield from (builder for builder in builders if builder.is_compiled and builder.batch_size == best)
 
     measured = compare_with_first(reference, order_builders(), peak, pair_seconds=MAX_PAIR_SECONDS)
     for line in format_table("engine", collect_rows(measured, rows)):

@@ -119,7 +119,7 @@ def attempt(name: str, check: Callable[[], Iterator[Check]]) -> Iterator[Check]:
 
 def check_cudnn(_context: CheckContext) -> Iterator[Check]:
     version = torch.backends.cudnn.version()
-    yield Check("cuDNN", str(version), None if version is None else version >= devices.FAULTY_CUDNN.stop)
+    yield Check("cuDNN", str(version), None if version is None else version >= devices.FAULTY_CUDNN_VERSIONS.stop)
 
 
 @torch.inference_mode()

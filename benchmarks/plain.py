@@ -31,7 +31,7 @@ from skimage.segmentation import watershed
 from service.inference.decoding.decoders import make_decoder
 from service.models.loader import load_network
 from service.models.repository import read_spec
-from service.models.spec import Instances, ModelSpec, PercentileNormalisation
+from service.models.spec import Instances, ModelSpec, PercentileNormalization
 
 Seconds = dict[str, float]
 
@@ -50,7 +50,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     spec = read_spec(options.model)
     normalisation = spec.input.normalisation
-    assert isinstance(normalisation, PercentileNormalisation), "This script supports only percentile normalization."
+    assert isinstance(normalisation, PercentileNormalization), "This script supports only percentile normalization."
     network = load_network(spec).to(options.device)
     with torch.inference_mode():
         network(torch.zeros(1, 1, *spec.input.roi_size, device=options.device))

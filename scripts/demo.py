@@ -120,7 +120,9 @@ def main() -> None:
 
     volume = stack_reader.read(arguments.stack, Selection(), MAX_PIXEL_BYTES, None)
     labels = stack_reader.read(labels_path, Selection(), MAX_PIXEL_BYTES, None)
-    draw_figure(volume.array()[0], labels.array()[0], volume.voxel_size, figure_path, f"{arguments.stack.name}, {name}")
+    draw_figure(
+        volume.read_all()[0], labels.read_all()[0], volume.voxel_size, figure_path, f"{arguments.stack.name}, {name}"
+    )
 
     size = "size unknown" if volume.voxel_size is None else " x ".join(f"{s:g}" for s in volume.voxel_size) + " um"
     report("stack", f"{arguments.stack}, {' x '.join(map(str, volume.shape[1:]))} voxels, {volume.dtype}, voxel {size}")

@@ -131,7 +131,7 @@ def main() -> None:
     arguments = parser.parse_args()
     volume = stack_reader.read(arguments.stack, Selection(), MAX_PIXEL_BYTES, None)
     labels = stack_reader.read(arguments.labels, Selection(), MAX_PIXEL_BYTES, None)
-    draw_figure(volume.array()[0], labels.array()[0], volume.voxel_size, arguments.figure, arguments.stack.name)
+    draw_figure(volume.read_all()[0], labels.read_all()[0], volume.voxel_size, arguments.figure, arguments.stack.name)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def draw_models() -> None:
     """Write an image of each bundled model: the middle plane of its sample with the expected outlines."""
     for folder in sorted((ROOT / "models").iterdir()):
         volume = stack_reader.read(folder / "sample.tif", Selection(), MAX_PIXEL_BYTES, None)
-        labels = stack_reader.read(folder / "expected.tif", Selection(), MAX_PIXEL_BYTES, None).array()[0]
+        labels = stack_reader.read(folder / "expected.tif", Selection(), MAX_PIXEL_BYTES, None).read_all()[0]
         save_png(thumbnail.draw(volume, Segmentation(labels, "labels")), folder / "example.png")
 
 

@@ -14,7 +14,7 @@ from service.cli import bench, evaluate, keys, models, segment, serve, train, tu
 from service.cli.options import CommandParser, add_settings_options, load_settings
 from service.core import telemetry
 from service.core.errors import ConfigError, StackSegError
-from service.core.files.bundled import software_version
+from service.core.files.bundled import get_software_version
 
 COMMANDS = (
     ("serve", serve, "Run the HTTP service and the web UI"),
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def create_parser() -> argparse.ArgumentParser:
     """Create the parser of the command line with one subparser per command."""
     root = argparse.ArgumentParser(prog="stackseg", description="Segment 3D microscopy stacks.")
-    root.add_argument("--version", action="version", version=software_version())
+    root.add_argument("--version", action="version", version=get_software_version())
     root.set_defaults(extra=None, reword=str)
     commands = root.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
     for name, module, summary in COMMANDS:

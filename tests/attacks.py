@@ -190,7 +190,9 @@ def attack_from_reader(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     path = folder / "hostile.tif"
     with (
         open_targets(folder) as targets,
-        Reader(memory_bytes=2**30, seconds=30, decoded_bytes=2**20, process_count=1, module="attacks") as reader,
+        Reader(
+            memory_bytes=2**30, time_limit_seconds=30, max_decoded_bytes=2**20, process_count=1, module="attacks"
+        ) as reader,
     ):
         reader.wait_until_ready()
         targets["attempts"] = list_blocked_attacks(confinement.LAYERS.keys() - reader.missing_layers)
@@ -199,7 +201,7 @@ def attack_from_reader(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
         with tifffile.TiffFile(path, mode="r+b") as file:
             file.pages.first.tags["Compression"].overwrite(PACKBITS)
         volume = reader.read(path, Selection(axes="YX"), folder / "scratch")
-        return reader.missing_layers, json.loads(volume.array().tobytes().rstrip(b"\0"))
+        return reader.missing_layers, json.loads(volume.read_all().tobytes().rstrip(b"\0"))
 
 
 def main() -> int:

@@ -48,10 +48,10 @@ class SeparateMemoryDriver:
     def is_working(self, _device: torch.device) -> bool:
         return self.is_healthy
 
-    def free_bytes(self, _device: torch.device) -> int:
+    def query_free_bytes(self, _device: torch.device) -> int:
         return self.free
 
-    def total_bytes(self, _device: torch.device) -> int:
+    def query_total_bytes(self, _device: torch.device) -> int:
         return self.total
 
     def release_memory(self, _device: torch.device) -> None:
@@ -93,8 +93,8 @@ class FakeSegmenter:
                 raise Cancelled("cancelled by the test")
         if self.error is not None:
             raise self.error
-        pixels = (volume.array()[0] > 100).astype(np.uint8)
-        kind = self.estimator.output_kind(options)
+        pixels = (volume.read_all()[0] > 100).astype(np.uint8)
+        kind = self.estimator.get_output_kind(options)
         segmentation = Segmentation(pixels, kind, volume.voxel_size, names=("background", "object"))
         return Result(segmentation, {"windows": 0.5}, self.notes, spec=self.spec)
 

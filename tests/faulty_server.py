@@ -58,9 +58,9 @@ class FaultyDriver(SeparateMemoryDriver):
 
         return devices.is_working(device, compute, pause_seconds=0.01)
 
-    def free_bytes(self, device: torch.device) -> int:
+    def query_free_bytes(self, device: torch.device) -> int:
         self.check()
-        return super().free_bytes(device)
+        return super().query_free_bytes(device)
 
     def release_memory(self, _device: torch.device) -> None:
         self.check()
@@ -80,7 +80,7 @@ class FaultySegmenter(Segmenter):
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
         super().warm_up(tune=tune)
         # The hook is on the module, so it also applies to the fallbacks that run after an out-of-memory error.
-        self.scores.module.register_forward_pre_hook(self._fail)
+        self.score_computer.module.register_forward_pre_hook(self._fail)
 
     def _fail(self, _network: nn.Module, batch: tuple[Tensor, ...]) -> None:
         self._faulty.break_if("break")

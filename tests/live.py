@@ -21,7 +21,7 @@ from runtimes import get_loaded_segmenter, list_model_caches
 from service.api.app import create_app
 from service.api.server import build_config
 from service.core.config import Settings
-from service.formats.sandbox.child_process import STARTUP_SECONDS
+from service.formats.sandbox.child_process import STARTUP_TIMEOUT_SECONDS
 from service.serving.build import ServiceFactories
 from service.serving.runtime import Runtime
 
@@ -71,7 +71,7 @@ class ServiceRequests:
 
     def wait(self, job: dict[str, Any], *states: str) -> dict[str, Any]:
         # A job that was resumed after a restart may also wait for the process that reads files.
-        wait_until(lambda: self.show(job)["state"] in states, STARTUP_SECONDS)
+        wait_until(lambda: self.show(job)["state"] in states, STARTUP_TIMEOUT_SECONDS)
         return self.show(job)
 
     def run(self, stack: bytes = STACK, /, **parameters: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class ServiceRequests:
     @property
     def fake(self) -> FakeSegmenter:
         """The fake segmenter of the default model. Waits until the model is loaded."""
-        wait_until(lambda: self.runtime.unready_reasons() == (), READY_SECONDS)
+        wait_until(lambda: self.runtime.list_unready_reasons() == (), READY_SECONDS)
         fake: FakeSegmenter = get_loaded_segmenter(self.runtime.models, None)
         return fake
 
@@ -113,7 +113,7 @@ class LiveServer(ServiceRequests):
             yield connection
 
     def wait_ready(self) -> None:
-        wait_until(lambda: not any("loaded" in reason for reason in self.runtime.unready_reasons()), READY_SECONDS)
+        wait_until(lambda: not any("loaded" in reason for reason in self.runtime.list_unready_reasons()), READY_SECONDS)
 
     def wait_loaded(self) -> None:
         """Wait until all devices have loaded their models. Until then, requests only go to devices that have."""

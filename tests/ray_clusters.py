@@ -112,4 +112,4 @@ def autoscaled_cluster(folder: Path, hosts: int, idle_seconds: float) -> Iterato
 
 def wait_ready(live: LiveServer) -> None:
     """Wait until the service is ready, as long as a cluster may take to start."""
-    wait_until(lambda: live.runtime.unready_reasons() == (), START_TIMEOUT_SECONDS)
+    wait_until(lambda: live.runtime.list_unready_reasons() == (), START_TIMEOUT_SECONDS)

@@ -47,7 +47,7 @@ def run_runtime(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = de
 def run_ready_runtime(chosen: Settings, load: Any = FakeSegmenter, driver: Driver = devices) -> Iterator[Runtime]:
     """Start a runtime and wait until its initial models are loaded."""
     with run_runtime(chosen, load, driver) as runtime:
-        wait_until(lambda: runtime.unready_reasons() == ())
+        wait_until(lambda: runtime.list_unready_reasons() == ())
         yield runtime
 
 

@@ -24,5 +24,5 @@ def start_runner(spec, settings) -> ModelRunner:
 def make_runner_with_network(spec, network, settings=None) -> ModelRunner:
     """Return a runner that computes windows with `network` instead of the model's network."""
     runner = ModelRunner(spec, settings or make_settings())
-    runner.scores.module.network.forward = network
+    runner.score_computer.module.network.forward = network
     return runner

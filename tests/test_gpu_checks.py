@@ -72,7 +72,7 @@ def test_reference_is_the_network_as_loaded_in_eager_fp32(bands, monkeypatch):
     make_call = gpu.make_call
     monkeypatch.setattr(gpu, "make_call", lambda network, *rest: make_call(lambda x: scores.append(network(x)), *rest))
     runner = gpu.build_reference(bands, settings, torch.device("cpu"), 3)
-    assert (runner.name, runner.windows, runner.precision) == ("eager fp32 contiguous", 3, "fp32")
+    assert (runner.name, runner.batch_size, runner.precision) == ("eager fp32 contiguous", 3, "fp32")
     assert scores
     runner.call()
     batch = torch.zeros(3, 1, *bands.input.roi_size)

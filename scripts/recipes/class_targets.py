@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from service.training.examples import median_extents
+from service.training.examples import compute_median_extents
 from service.training.instance_targets import Floats
 
 CLASSES = ("background", "cell", "membrane")
@@ -27,7 +27,7 @@ def labels_to_classes(labels: NDArray[Any]) -> NDArray[np.uint8]:
     outline. Distances along each axis are relative to the median extent of the cells along this axis. This keeps the
     relative thickness of membranes the same if the planes are far apart.
     """
-    widths = median_extents(labels)
+    widths = compute_median_extents(labels)
     if widths is None:
         return np.zeros(labels.shape, np.uint8)
     spacing = np.minimum(1 / widths, MEMBRANE_FRACTION)

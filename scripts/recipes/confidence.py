@@ -30,7 +30,7 @@ from scipy.ndimage import find_objects, gaussian_filter
 from scripts.recipes.synthetic_nuclei import Scene, synthesize
 from scripts.recipes.synthetic_tissue import Tissue, synthesize_tissue
 from service.core.config import Settings
-from service.core.files.bundled import bundled_folder
+from service.core.files.bundled import get_bundled_folder
 from service.core.quantities import Diameter, DiameterSetting, Size
 from service.core.types import Options, Selection, Volume
 from service.formats import stack_reader
@@ -156,7 +156,7 @@ def make_variants(case: Case, diameters: Diameters, seed: int, model: str) -> It
         if has_estimate
         else case._replace(condition="known diameter", diameter=Diameter(diameters, "px"))
     )
-    image = case.volume.array()[0].astype(np.float32)
+    image = case.volume.read_all()[0].astype(np.float32)
     match seed % 4:
         case 0:
             yield case._replace(condition="blurred", volume=_to_volume(gaussian_filter(image, diameters[1] / 4)))
@@ -202,7 +202,7 @@ def read_recorded_cases(folder: Path, model: str, scratch: Path) -> Iterator[Cas
             yield Case(name, "default", volume, is_good)
             continue
         mask = path.with_name("mask.tif")
-        truth = stack_reader.read(mask, Selection(axes="ZYX"), MAX_PIXEL_BYTES, scratch).array()[0]
+        truth = stack_reader.read(mask, Selection(axes="ZYX"), MAX_PIXEL_BYTES, scratch).read_all()[0]
         yield from make_variants(Case(name, "default", volume, truth), _median_extents(truth), seed, model)
 
 
@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("model", choices=list(VISUAL_ASSESSMENTS))
     parser.add_argument("folder", type=Path, nargs="?", help="folder of recorded stacks")
     options = parser.parse_args()
-    runner = ModelRunner(read_spec(bundled_folder("models") / options.model), Settings())
+    runner = ModelRunner(read_spec(get_bundled_folder("models") / options.model), Settings())
     runner.warm_up()
     with tempfile.TemporaryDirectory() as scratch:
         cases = [make_synthetic_cases(options.model)]

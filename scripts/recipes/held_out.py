@@ -78,7 +78,7 @@ def report(segment: Callable[[Volume], NDArray[Any]], stacks: Iterable[Stack]) -
 
 
 def _with_size(volume: Volume, voxel_size: VoxelSize | None) -> Volume:
-    return Volume.from_array(volume.array(), voxel_size)
+    return Volume.from_array(volume.read_all(), voxel_size)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -106,12 +106,14 @@ def score_recorded(folder: Path, segmenters: dict[str, ModelRunner], options: Op
         labels = result.segmentation.pixels
         match recorded.measure:
             case "F1":
-                truth = stack_reader.read(path.with_name("mask.tif"), Selection(axes="ZYX"), MAX_PIXEL_BYTES).array()[0]
+                truth = stack_reader.read(
+                    path.with_name("mask.tif"), Selection(axes="ZYX"), MAX_PIXEL_BYTES
+                ).read_all()[0]
                 scores = score(truth, labels)
                 value, found = f"{scores.f1:.2f}", f"{scores.found} of {scores.true}"
             case "recall of spots":
-                count = len(find_spots(volume.array()[0]))
-                value, found = f"{spot_recall(volume.array()[0], labels):.2f}", f"{labels.max()} of {count}"
+                count = len(find_spots(volume.read_all()[0]))
+                value, found = f"{spot_recall(volume.read_all()[0], labels):.2f}", f"{labels.max()} of {count}"
             case _:
                 value, found = f"{fragment_fraction(labels):.2f}", str(labels.max())
         diameter = result.diameter_text or "original resolution"

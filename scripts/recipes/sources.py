@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import rotate
 
 from service.core.quantities import Size
-from service.training.examples import Floats, Pair, Source, draw_zoom, median_extents, zoom_pair
+from service.training.examples import Floats, Pair, Source, compute_median_extents, draw_zoom, zoom_pair
 
 # Maximum shape (Z, Y, X) of a resampled volume. Larger ones only cost time, because crops have an edge of 48 voxels.
 MAX_RESAMPLED_SHAPE = (72, 88, 88)
@@ -79,7 +79,7 @@ def resample_to_diameter(source: Source, diameter: float, share: float) -> Sourc
 
     def draw(rng: Generator) -> Pair:
         image, labels = source(rng)
-        extents = median_extents(labels)
+        extents = compute_median_extents(labels)
         if extents is None or rng.random() >= (share if np.max(extents) >= MAX_SPOT_VOXELS else RESAMPLED_SPOT_SHARE):
             return image, labels
         if rng.random() < 1 / 3:

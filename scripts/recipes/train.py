@@ -32,8 +32,8 @@ from scripts.recipes.sources import (
     with_random_size,
 )
 from service.models.architectures import ShuffleUNet
-from service.training.examples import ExampleDataset, ExamplePool, Source, Targets, draw_batch, read_pairs
-from service.training.instance_targets import instance_loss, instance_targets
+from service.training.examples import ExampleDataset, ExamplePool, Source, TargetFunction, draw_batch, read_pairs
+from service.training.instance_targets import compute_instance_targets, instance_loss
 from service.training.model_folder import save_weights
 from service.training.techniques import make_convolutions_safe, recompute_statistics, update_average
 
@@ -99,7 +99,7 @@ class Recipe(NamedTuple):
     widths: tuple[int, ...]
     steps_per_volume: int
     outputs: int = 2
-    targets: Targets = instance_targets
+    targets: TargetFunction = compute_instance_targets
     loss: Loss = instance_loss
 
 
@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log.info("%s: already complete, %.1f minutes, step %d", options.out, run.seconds / 60, run.step)
         return
     dataset = ExampleDataset(_make_source(recipe, options), PercentileNormalization(), options.seed, recipe.targets)
-    pool = ExamplePool(dataset, options.pool, first=run.step // schedule.steps_per_volume)
+    pool = ExamplePool(dataset, options.pool, first_number=run.step // schedule.steps_per_volume)
     try:
         train(run, pool, options.seed, recipe.loss)
     finally:

@@ -44,7 +44,7 @@ from service.api.routes import (
     trainings,
 )
 from service.core.config import Settings
-from service.core.files.bundled import software_version
+from service.core.files.bundled import get_software_version
 from service.serving.build import DEFAULT_FACTORIES, ServiceFactories, build
 from service.serving.storage.threads import start_file_threads
 
@@ -115,7 +115,7 @@ def create_app(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORI
     """Create the service as an ASGI application, whose lifespan starts and stops the service. Raises ConfigError."""
     app = Application(
         title="StackSeg",
-        version=software_version(),
+        version=get_software_version(),
         summary="Segments 3D microscopy stacks. Send a TIFF file, and receive labels as an OME-TIFF file with the same"
         " voxel grid and voxel size.",
         # `service.api.routes.docs` serves these pages.

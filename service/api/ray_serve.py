@@ -61,7 +61,9 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise RuntimeError if the device or the default model cannot be used, so that Ray replaces the replica."""
-        reasons = [reason for runtime in _runtimes for reason in runtime.unready_reasons() if not runtime.is_draining]
+        reasons = [
+            reason for runtime in _runtimes for reason in runtime.list_unready_reasons() if not runtime.is_draining
+        ]
         if reasons:
             raise RuntimeError(" ".join(reasons))
 

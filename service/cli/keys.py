@@ -9,7 +9,7 @@ import sys
 from service.api.access import keys as api_keys
 from service.core.config import Settings
 from service.core.errors import BadParameter
-from service.core.sections.serving import KEY_NAME
+from service.core.sections.serving import KEY_NAME_PATTERN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, _settings: Settings) -> int:
     """Print a new API key, and the lines with its hash for the configuration file."""
-    if not re.fullmatch(KEY_NAME, options.name):
+    if not re.fullmatch(KEY_NAME_PATTERN, options.name):
         raise BadParameter(
             f"The name {options.name!r} is not valid. Use up to 64 letters, digits and the characters . _ @ -, and"
             " begin with a letter or a digit."

@@ -19,7 +19,7 @@ from service.core.types import Array
 Allocator = Callable[[tuple[int, ...], DTypeLike], Array]
 
 # Arrays of at least this size are allocated on disk, and volumes of at least this size are read slab by slab.
-LARGE_BYTES = 2**28
+LARGE_ARRAY_BYTES = 2**28
 
 # Alignment of buffers in bytes: the size of a cache line and of the widest vector register.
 ALIGNMENT_BYTES = 64
@@ -33,7 +33,7 @@ def make_allocator(folder: Path | None) -> Allocator:
     """
 
     def allocate(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        is_small = math.prod(shape) * np.dtype(dtype).itemsize < LARGE_BYTES
+        is_small = math.prod(shape) * np.dtype(dtype).itemsize < LARGE_ARRAY_BYTES
         return np.zeros(shape, dtype) if is_small else allocate_on_disk(shape, dtype, folder)
 
     return allocate

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError, model_validator
 
 from service.core.errors import ConfigError, get_validation_message
-from service.core.files.bundled import bundled_folder
+from service.core.files.bundled import get_bundled_folder
 from service.core.sections.computing import Cluster, Device, Engine, Models, Section, Training, Windows
 from service.core.sections.serving import (
     Access,
@@ -125,7 +125,7 @@ def _validate_settings(sections: Mapping[str, Any]) -> Settings:
 
 def _find_settings_file(path: Path) -> Path:
     """Return `path` if the file exists, otherwise the path of the bundled preset of that name. Raises ConfigError."""
-    presets = {file.stem: file for file in sorted(bundled_folder("configs").glob("*.yaml"))}
+    presets = {file.stem: file for file in sorted(get_bundled_folder("configs").glob("*.yaml"))}
     if path.exists() and not path.is_dir():
         return path
     if str(path) not in presets:
@@ -155,7 +155,7 @@ def _apply_overrides(sections: dict[str, Any], environment: Mapping[str, str]) -
         section, separator, key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
         field = Settings.model_fields.get(section)
         if not separator or field is None or key not in type(field.default).model_fields:
-            settings_reference = bundled_folder("configs") / "default.yaml"
+            settings_reference = get_bundled_folder("configs") / "default.yaml"
             raise ConfigError(f"{variable} does not match a setting. {settings_reference} lists all settings.")
         try:
             sections.setdefault(section, {})[key] = yaml.safe_load(yaml_text)

@@ -36,7 +36,7 @@ def configure_logging(level: str, format_name: str, stream: IO[str] | None = Non
     logging.captureWarnings(capture=True)
 
 
-def fields(**values: Any) -> dict[str, Any]:
+def make_log_fields(**values: Any) -> dict[str, Any]:
     """Return an `extra` argument for a logging call. It adds members to the JSON object of the log line."""
     return {"fields": values}
 
@@ -44,7 +44,8 @@ def fields(**values: Any) -> dict[str, Any]:
 class JsonFormatter(logging.Formatter):
     """A formatter that writes each record as a JSON object.
 
-    The members are the time (UTC), level, logger, message, request id, the values from `fields`, and the exception.
+    The members are the time (UTC), level, logger, message, request id, the values from `make_log_fields`, and the
+    exception.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -125,7 +126,7 @@ class Stages:
         self._start_time = time.perf_counter()
 
     @property
-    def total(self) -> float:
+    def total_seconds(self) -> float:
         """Seconds since the start of the request."""
         return time.perf_counter() - self._start_time
 

@@ -88,7 +88,7 @@ class Volume:
         return cls((c, z, y, x), pixels.dtype, lambda z0, z1: pixels[:, z0:z1], voxel_size, names)
 
     @property
-    def voxels(self) -> int:
+    def voxel_count(self) -> int:
         """Number of voxels in one channel."""
         return math.prod(self.shape[1:])
 
@@ -97,7 +97,7 @@ class Volume:
         """Size of all pixels in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def array(self) -> Array:
+    def read_all(self) -> Array:
         """Read all pixels as an array [C, Z, Y, X]."""
         return self.read(0, self.shape[1])
 
@@ -175,7 +175,7 @@ class Segmentation:
         return "T" * (self.pixels.ndim - len(volume_axes)) + volume_axes
 
 
-def label_dtype(count: int) -> np.dtype[Any]:
+def choose_label_dtype(count: int) -> np.dtype[Any]:
     """Return uint16 if it can represent `count` labels, otherwise uint32."""
     return np.dtype(np.uint16 if count < 2**16 else np.uint32)
 

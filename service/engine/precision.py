@@ -26,7 +26,7 @@ class ChosenPrecision(NamedTuple):
         return DTYPES[self.name]
 
 
-def choose(
+def choose_precision(
     setting: Precision, native_dtypes: frozenset[torch.dtype], faults: Mapping[torch.dtype, str] = NO_FAULTS
 ) -> ChosenPrecision:
     """Choose a precision. `auto` selects the first native one of BF16, FP16 and FP32.

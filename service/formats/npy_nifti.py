@@ -85,12 +85,12 @@ def _read_slabs(volume: Volume) -> Iterator[Array]:
         yield volume.read(z, min(z + PLANES_PER_SLAB, volume.shape[1]))[0]
 
 
-def pack(array: Array) -> bytes:
+def compress_array(array: Array) -> bytes:
     """Compress an array of labels with the fastest compression level."""
     return isal_zlib.compress(np.ascontiguousarray(array).data, 1)
 
 
-def unpack(compressed_pixels: bytes, shape: Sequence[int], dtype: DTypeLike) -> Array:
-    """Decompress the pixels of an array that was compressed with `pack`."""
+def decompress_array(compressed_pixels: bytes, shape: Sequence[int], dtype: DTypeLike) -> Array:
+    """Decompress the pixels of an array that was compressed with `compress_array`."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     return np.frombuffer(isal_zlib.decompress(compressed_pixels, bufsize=max(nbytes, 1)), dtype).reshape(shape)

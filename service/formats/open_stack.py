@@ -110,7 +110,7 @@ class OpenStack(ABC):
             notes.append("The selection is a single plane. It is segmented as a stack with one plane.")
         return tuple(notes)
 
-    def volume_metadata(self, selection: Selection) -> tuple[VoxelSize | None, tuple[str, ...], tuple[str, ...]]:
+    def get_volume_metadata(self, selection: Selection) -> tuple[VoxelSize | None, tuple[str, ...], tuple[str, ...]]:
         """Return the voxel size, the channel names and the notes of a volume."""
         return self.choose_voxel_size(selection), self.channels, self.list_notes(selection)
 

@@ -55,10 +55,12 @@ def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Pa
     with _open(path, selection, limit_bytes) as stack:
         placement = stack.placement
         if placement is not None and isinstance(path, Path):
-            return placement.map_volume(map_file(path), *stack.volume_metadata(selection))
+            return placement.map_volume(map_file(path), *stack.get_volume_metadata(selection))
         decoded: Array = np.empty(stack.shape, stack.dtype)
         stack.decode(make_block_writer(decoded))
-        return Volume(stack.shape, decoded.dtype, lambda z0, z1: decoded[:, z0:z1], *stack.volume_metadata(selection))
+        return Volume(
+            stack.shape, decoded.dtype, lambda z0, z1: decoded[:, z0:z1], *stack.get_volume_metadata(selection)
+        )
 
 
 @contextmanager
@@ -95,7 +97,7 @@ def extract_unlimited(
 
 
 def _extract(stack: OpenStack, selection: Selection, make_output: Callable[[int], int]) -> VolumeLocation:
-    metadata, placement = stack.volume_metadata(selection), stack.placement
+    metadata, placement = stack.get_volume_metadata(selection), stack.placement
     if placement is not None:
         return VolumeLocation(placement, *metadata, is_decoded=False)
     placement = Placement.make_dense(stack.dtype, stack.shape)

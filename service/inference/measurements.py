@@ -21,7 +21,7 @@ from service.inference.types import Table
 SLAB_VOXELS = 2**20
 
 
-def measure(segmentation: Segmentation, volume: Volume) -> Table:
+def measure_objects(segmentation: Segmentation, volume: Volume) -> Table:
     """Measure size, position and intensity of every object of a label volume, in one pass over its planes.
 
     The columns are those of `skimage.measure.regionprops_table(labels, intensities, spacing=voxel_size)`:
@@ -164,7 +164,7 @@ def _add_box(statistics: ObjectStatistics, origin: Size, labels: Array, intensit
 
 
 def tabulate(statistics: ObjectStatistics, shape: Size, voxel_size: VoxelSize | None, objects: Objects | None) -> Table:
-    """Return the table of `measure` for all labels of a volume with this shape (z, y, x)."""
+    """Return the table of `measure_objects` for all labels of a volume with this shape (z, y, x)."""
     labels = np.flatnonzero(statistics.voxel_counts)
     voxel_counts = statistics.voxel_counts[labels]
     spacing = tuple(voxel_size or (1.0, 1.0, 1.0))

@@ -15,18 +15,18 @@ from service.core.quantities import Diameter
 from service.core.telemetry import Stages
 from service.core.types import Extent, Options, PostprocessingOptions, Segmentation, Volume
 from service.inference.decoding.decoders import Decoder, make_decoder
-from service.inference.decoding.postprocessing import apply_postprocessing, minimum_voxels
+from service.inference.decoding.postprocessing import apply_postprocessing, compute_min_voxels
 from service.inference.diameter.advice import Evidence
 from service.inference.diameter.confidence import ConfidenceAssessment, assess_objects
 from service.inference.diameter.estimation import DiameterEstimator
 from service.inference.diameter.window_selection import select_high_contrast_windows
-from service.inference.preprocessing.empty_windows import SkipResult, make_filter
+from service.inference.preprocessing.empty_windows import SkipResult, make_empty_window_filter
 from service.inference.preprocessing.normalize import NormalizedImage, normalize_volume
 from service.inference.preprocessing.resample import (
+    compute_applied_diameter,
     compute_base_factors,
     resample_image,
     resample_segmentation,
-    used_diameter,
 )
 from service.inference.runner.callbacks import Callbacks
 from service.inference.types import DiameterEstimate, Plan, PlannedRequest, Result
@@ -95,7 +95,7 @@ def segment(
         image, resampling_notes = _resample(call, source, plan)
         spec = apply_postprocessing(runner.spec, plan.postprocessing, volume, as_size(image.shape[2:]))
         image, skipped, skipping_notes = _skip_empty_windows(call, image, spec, plan)
-        callbacks.progress(0, estimate.windows)
+        callbacks.progress(0, estimate.num_windows)
         scoring = _score(call, image, spec, plan)
         # Free the images before decoding.
         del source, image
@@ -106,13 +106,13 @@ def segment(
         segmentation,
         call.stages.seconds,
         (*normalization_notes, *notes, *volume.notes),
-        scoring.fallbacks,
-        scoring.recomputed,
+        scoring.num_fallbacks,
+        scoring.is_recomputed,
         diameter,
         is_diameter_estimated=plan.needs_diameter_estimate and diameter is not None,
         skipped=skipped,
         spec=runner.spec,
-        engine=runner.describe_engine(recomputed=scoring.recomputed),
+        engine=runner.describe_engine(is_recomputed=scoring.is_recomputed),
         confidence=confidence,
         quality_warning=quality_warning,
     )
@@ -139,8 +139,8 @@ def _apply_diameter(call: _Call, image: NormalizedImage, request: PlannedRequest
 def _get_diameter_estimate(call: _Call, image: NormalizedImage, plan: Plan) -> DiameterEstimate:
     """Return the estimate of the object diameter, from the cache if the same pixels have been segmented before."""
     runner, volume = call.runner, call.volume
-    score_windows = runner.score_windows(plan, call.callbacks.probe)
-    return runner.diameters.get(volume, lambda: measure_diameter(image, volume, runner.spec, score_windows))
+    score_windows = runner.make_window_scorer(plan, call.callbacks.probe)
+    return runner.diameter_cache.get(volume, lambda: measure_diameter(image, volume, runner.spec, score_windows))
 
 
 def _resample(call: _Call, source: NormalizedImage, plan: Plan) -> tuple[Image, tuple[str, ...]]:
@@ -155,8 +155,8 @@ def _skip_empty_windows(call: _Call, image: Image, spec: ModelSpec, plan: Plan) 
     if plan.skip_below is None:
         return SkipResult(image, None)
     with call.stages.measure("skip"):
-        score_windows = call.runner.score_windows(plan, call.callbacks.probe)
-        return make_filter(image, spec, plan, score_windows).skip(call.volume, plan.skip_below)
+        score_windows = call.runner.make_window_scorer(plan, call.callbacks.probe)
+        return make_empty_window_filter(image, spec, plan, score_windows).skip(call.volume, plan.skip_below)
 
 
 def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> ScoringResult[Decoder]:
@@ -168,7 +168,7 @@ def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> ScoringRes
         cancelled=call.callbacks.cancelled,
         progress=lambda done, total: call.callbacks.progress(done * plan.num_views, total * plan.num_views),
     )
-    return runner.scores.compute(
+    return runner.score_computer.compute_scores(
         image, plan, runner.placement.choose_decoder_factory(make_request_decoder, plan), call.stages, compute_slabs
     )
 
@@ -176,7 +176,7 @@ def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> ScoringRes
 def _decode(call: _Call, decoder: Decoder, plan: Plan) -> Segmentation:
     """Return the segmentation on the grid of the volume. The decoder must have received all scores."""
     with call.stages.measure("decode"):
-        min_voxels = minimum_voxels(plan.postprocessing, call.volume)
+        min_voxels = compute_min_voxels(plan.postprocessing, call.volume)
         return resample_segmentation(decoder.finish(), call.volume.shape[1:], min_voxels)
 
 
@@ -192,7 +192,7 @@ def _assess_confidence(
     def collect_evidence() -> Evidence:
         likely_diameter, windows = _inspect_stack(call, plan)
         is_diameter_given = plan.diameter is not None and not plan.needs_diameter_estimate
-        applied_diameter = used_diameter(volume, spec, diameter)
+        applied_diameter = compute_applied_diameter(volume, spec, diameter)
         return Evidence(
             windows,
             likely_diameter,
@@ -250,7 +250,7 @@ def estimate_diameter(
         return estimate_diameter(runner, volume, options, callbacks, image=image)
     with runner.inference_context(estimate):
         if image is not None:
-            score_windows = runner.score_windows(plan, callbacks.probe)
+            score_windows = runner.make_window_scorer(plan, callbacks.probe)
             return measure_diameter(image, volume, runner.spec, score_windows)
         source, _notes = normalize_volume(volume, runner.spec)
         return _get_diameter_estimate(_Call(runner, volume, options, callbacks, Stages()), source, plan)

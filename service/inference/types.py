@@ -68,7 +68,7 @@ class Estimate:
     operating system can reclaim them.
     """
 
-    windows: int
+    num_windows: int
     sw_batch_size: int
     overlap: float
     working_size: Size
@@ -90,13 +90,13 @@ class DiameterTrial(NamedTuple):
     previous_confidence   confidence at the diameter that was estimated from objects, or at the original resolution if
                           there was no estimate
     num_diameters         number of diameters that were compared
-    is_smallest           whether the selected diameter is the smallest that a trial compares
+    is_smallest_diameter  whether the selected diameter is the smallest that a trial compares
     """
 
     confidence: float
     previous_confidence: float
     num_diameters: int
-    is_smallest: bool
+    is_smallest_diameter: bool
 
 
 class DiameterEstimate(NamedTuple):
@@ -127,7 +127,7 @@ class DiameterEstimate(NamedTuple):
     def note(self) -> str:
         """A sentence about the estimate for the user."""
         if self.trial is not None:
-            limit_note = " Smaller diameters were not tried." if self.trial.is_smallest else ""
+            limit_note = " Smaller diameters were not tried." if self.trial.is_smallest_diameter else ""
             return (
                 f"Of {self.trial.num_diameters} object diameters tried on {self.num_windows} windows, {self.diameter}"
                 f" gave the best result.{limit_note} If this is wrong, set diameter=, or set diameter=none to use the"
@@ -207,8 +207,8 @@ class Result(NamedTuple):
     notes                  information for the user about this result
     diameter               object diameter, specified or estimated; None if it was neither
     is_diameter_estimated  whether the diameter was estimated
-    fallbacks              number of times that the batch size was reduced for lack of memory
-    recomputed             whether the scores were computed again in float32
+    num_fallbacks          number of times that the batch size was reduced for lack of memory
+    is_recomputed          whether the scores were computed again in float32
     skipped                windows on which the network was not run; None if skipping was disabled
     spec                   spec of the model at the time of the request, even if the model has been replaced since; None
                            if no model was used
@@ -221,8 +221,8 @@ class Result(NamedTuple):
     segmentation: Segmentation
     seconds: dict[str, float]
     notes: tuple[str, ...]
-    fallbacks: int = 0
-    recomputed: bool = False
+    num_fallbacks: int = 0
+    is_recomputed: bool = False
     diameter: Diameter | None = None
     is_diameter_estimated: bool = False
     skipped: SkippedWindows | None = None
@@ -312,6 +312,6 @@ class Series:
         return cls(times, read, description.shape, description.voxel_size, description.time_interval, link)
 
     @property
-    def voxels(self) -> int:
+    def voxel_count(self) -> int:
         """Number of voxels of one channel at all time points."""
         return len(self.times) * math.prod(self.shape[1:])

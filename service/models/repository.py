@@ -10,7 +10,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from service.core.errors import BrokenModel, ConfigError, UnknownModel, get_validation_message
-from service.core.files.bundled import bundled_folder
+from service.core.files.bundled import get_bundled_folder
 from service.models.documents import read_document
 from service.models.spec import ModelSpec
 
@@ -48,7 +48,7 @@ def find_model_folders(root: Path | None, names: tuple[str, ...] = (), trained_r
 
     Raises ConfigError if `root` is not a folder or contains no model.
     """
-    root = bundled_folder("models") if root is None else root
+    root = get_bundled_folder("models") if root is None else root
     if not root.is_dir():
         location = "" if root.is_absolute() else " in the working directory"
         raise ConfigError(f"The model repository {root} is not a folder{location}; {FOLDER_HINT}.")

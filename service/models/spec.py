@@ -39,7 +39,7 @@ class Weights(_FrozenModel):
     trusted: bool = False
 
 
-class PercentileNormalisation(_FrozenModel):
+class PercentileNormalization(_FrozenModel):
     """Normalization to (x - p_low) / (p_high - p_low) with percentiles of a whole channel, optionally clipped."""
 
     kind: Literal["percentile"]
@@ -54,13 +54,13 @@ class PercentileNormalisation(_FrozenModel):
         return self
 
 
-class ZScoreNormalisation(_FrozenModel):
+class ZScoreNormalization(_FrozenModel):
     """Normalization to (x - mean) / std, with the mean and standard deviation (std) of a whole channel."""
 
     kind: Literal["zscore"]
 
 
-class RangeNormalisation(_FrozenModel):
+class RangeNormalization(_FrozenModel):
     """Normalization to (x - low) / (high - low) with fixed intensities, optionally clipped."""
 
     kind: Literal["range"]
@@ -75,8 +75,8 @@ class RangeNormalisation(_FrozenModel):
         return self
 
 
-Normalisation = Annotated[
-    PercentileNormalisation | ZScoreNormalisation | RangeNormalisation, Field(discriminator="kind")
+Normalization = Annotated[
+    PercentileNormalization | ZScoreNormalization | RangeNormalization, Field(discriminator="kind")
 ]
 
 
@@ -97,7 +97,7 @@ class Input(_FrozenModel):
     voxel_size: PositiveTriple | None = None
     diameter: PositiveFloat | None = None
     estimate_diameter: bool = False
-    normalisation: Normalisation
+    normalisation: Normalization
     roi_size: tuple[PositiveInt, PositiveInt, PositiveInt]
     roi_multiple: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
 

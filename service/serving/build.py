@@ -67,7 +67,7 @@ def build(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORIES) -
     runtime.disk_usage_functions |= {
         "jobs": async_jobs.measure_jobs,
         "stacks": async_jobs.measure_stacks,
-        "annotations": lambda: measure_disk(annotations.folder, annotations.measure().nbytes, None),
+        "annotations": lambda: measure_disk(annotations.folder, annotations.measure_usage().nbytes, None),
         "trained-models": lambda: measure_disk(trained_folder, count_bytes(trained_folder), None),
     }
     runtime.metrics.register_labeled_gauge("stackseg_trainings", trainings.queue.count_by_state)
@@ -106,9 +106,9 @@ def _register_gauges(runtime: Runtime, loading_lock: torch_compile.LoadingLock) 
         "stackseg_running": lambda: len(devices.running_jobs),
         "stackseg_scratch_bytes": lambda: float(runtime.scratch_space.used_bytes),
         "stackseg_cache_bytes": lambda: float(runtime.result_cache.nbytes),
-        "stackseg_ready": lambda: float(not runtime.unready_reasons()),
+        "stackseg_ready": lambda: float(not runtime.list_unready_reasons()),
         "stackseg_compiled_graphs": torch_compile.count_graphs,
-        "stackseg_recompilations": lambda: loading_lock.recompilations,
+        "stackseg_recompilations": lambda: loading_lock.recompilation_count,
         "stackseg_reader_kills": lambda: float(runtime.reader.killed_child_count),
     }
     labeled_gauges: Mapping[str, Callable[[], Mapping[str, float]]] = {

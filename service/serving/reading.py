@@ -80,9 +80,9 @@ class PixelSource:
                 shutil.rmtree(folder, ignore_errors=True)
 
         return cls(
-            partial(reader.read, source, scratch=folder, shared=is_on_host, cancelled=cancelled),
-            partial(reader.read_small, source, scratch=folder, shared=is_on_host, cancelled=cancelled),
-            partial(reader.inspect, source, shared=is_on_host, cancelled=cancelled),
+            partial(reader.read, source, scratch=folder, is_shared=is_on_host, cancelled=cancelled),
+            partial(reader.read_small, source, scratch=folder, is_shared=is_on_host, cancelled=cancelled),
+            partial(reader.inspect, source, is_shared=is_on_host, cancelled=cancelled),
             query.selection,
             query.link,
             query.measurements is not None,
@@ -106,7 +106,7 @@ class PixelSource:
             description = self.inspect(self.selection)
             channel_count = len(description.channels) if self.has_measurements else 1
             series = Series.from_description(description, self._read_time_point, self.link)
-            return LargePixels(series, description.nbytes * channel_count + _LABEL_BYTES * series.voxels)
+            return LargePixels(series, description.nbytes * channel_count + _LABEL_BYTES * series.voxel_count)
         segmentation_input, measurement_input = self._read_both_inputs(self.read_small, self.selection)
         if isinstance(segmentation_input, Volume) and isinstance(measurement_input, Volume):
             return Pixels(segmentation_input, measurement_input if self.has_measurements else None)

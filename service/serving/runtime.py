@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service.core.config import Settings
 from service.core.errors import NotReady, StackSegError
-from service.core.files.bundled import software_version
+from service.core.files.bundled import get_software_version
 from service.core.types import Extent, Options
 from service.serving.devices.local.malloc_trim import MallocTrimmer
 from service.serving.devices.reservation import Reservation
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Time to wait for each group of threads at shutdown. A cancelled segmentation stops before its next batch of
 # windows, but a compilation cannot be interrupted, so shutdown continues without it.
-JOIN_SECONDS = 4.0
+JOIN_TIMEOUT_SECONDS = 4.0
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Runtime:
         self.read_threads, self.decode_threads = storage.readers.read_threads, storage.readers.decode_threads
         self.scratch_space: ScratchSpace
         # Cached, because determining the version takes a millisecond.
-        self._version = software_version()
+        self._version = get_software_version()
         self._window_settings = settings.windows.model_dump(mode="json")
         self._start_time = time.monotonic()
         self._trimmer = MallocTrimmer()
@@ -122,7 +122,7 @@ class Runtime:
         self.devices.stop_watchdogs()
         if self._drain_timer is not None:
             self._drain_timer.cancel()
-        self.devices.stop(JOIN_SECONDS)
+        self.devices.stop(JOIN_TIMEOUT_SECONDS)
         self._trimmer.stop()
         self._readers.stop()
         self.scratch.delete()
@@ -133,19 +133,19 @@ class Runtime:
             raise NotReady("The service is stopping. Send the request again after it has restarted.")
         self.devices.check_admission(caller)
 
-    def unready_reasons(self) -> tuple[str, ...]:
+    def list_unready_reasons(self) -> tuple[str, ...]:
         """Return the reasons why the service is not ready, one sentence each; empty if it is ready."""
         reasons = [reason for check in self.readiness_checks if (reason := check()) is not None]
         if self.is_draining:
             reasons.append("The service is stopping.")
-        return (*reasons, *self.devices.unready_reasons(), *self.models.unready_reasons())
+        return (*reasons, *self.devices.list_unready_reasons(), *self.models.list_unready_reasons())
 
-    def degradations(self) -> tuple[str, ...]:
+    def list_degradations(self) -> tuple[str, ...]:
         """Return problems that do not make the service unready, one sentence each."""
         missing_layers = (
             f"Files are read without {layer}: {reason}." for layer, reason in self.reader.missing_layers.items()
         )
-        return (*self.models.degradations(), *self.devices.degradations(), *missing_layers)
+        return (*self.models.list_degradations(), *self.devices.list_degradations(), *missing_layers)
 
     def measure_disks(self) -> dict[str, DiskUsage]:
         """Return the disk usage by kind of file. Kinds that cannot be measured are omitted."""
@@ -155,14 +155,14 @@ class Runtime:
                 usages[kind] = measure()
         return usages
 
-    def estimator(self, spec: ModelSpec) -> Estimator:
+    def get_estimator(self, spec: ModelSpec) -> Estimator:
         """Return the estimator of a model. If the model has never been loaded, its memory requirement is a guess."""
         loaded_model = self.models.get_loaded_model(spec.name)
         return loaded_model.estimator if loaded_model else self.devices.all[0].scheduler.models.get_estimator(spec)
 
     def estimate(self, spec: ModelSpec, volume: Extent, options: Options) -> Estimate:
         """Estimate the number of windows and the memory of a segmentation. Raises BadParameter and TooLarge."""
-        return self.estimator(spec).estimate(volume, options)
+        return self.get_estimator(spec).estimate(volume, options)
 
     def estimate_seconds(self, model: str, window_count: int, caller: str | None = None) -> float | None:
         """Estimate the seconds until a new request with this number of windows would be complete.
@@ -173,7 +173,7 @@ class Runtime:
         seconds = queue.estimate_new_job_seconds(model, window_count)
         return None if seconds is None else queue.expected_seconds + seconds
 
-    def execution_settings(self, model: str) -> dict[str, Any]:
+    def get_execution_settings(self, model: str) -> dict[str, Any]:
         """Return everything that affects the labels besides the model and the request.
 
         This includes the version of the software, the window settings and the engines.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Protocol, TypeVar
 
 from service.core.errors import Cancelled
-from service.core.files.atomic_files import descriptor_path
+from service.core.files.atomic_files import make_descriptor_path
 from service.core.telemetry import Stages
 from service.core.types import Options, Volume
 from service.inference.types import Series
@@ -93,29 +93,33 @@ class DeviceRequest(NamedTuple):
 
 
 def queue_work(
-    runtime: Runtime, request: DeviceRequest, work: Callable[[Reservation, Job[T]], T], *, wait: bool = False
+    runtime: Runtime,
+    request: DeviceRequest,
+    work: Callable[[Reservation, Job[T]], T],
+    *,
+    allow_full_queue: bool = False,
 ) -> Job[T]:
     """Queue work on the device that is expected to complete it first. The work starts once the model is loaded.
 
-    The function `work` runs in a thread of the device's queue. If `wait` is set, the job is added even if the queue is
-    full.
+    The function `work` runs in a thread of the device's queue. If `allow_full_queue` is set, the job is added even
+    if the queue is full.
 
-    Raises BadParameter and TooLarge and, unless `wait` is set, QueueFull and NotReady.
+    Raises BadParameter and TooLarge and, unless `allow_full_queue` is set, QueueFull and NotReady.
     """
     spec, pixels, options, caller = request
     time_point_count = len(pixels.times) if isinstance(pixels, Series) else 1
-    window_count = time_point_count * runtime.estimate(spec, pixels, options).windows
+    window_count = time_point_count * runtime.estimate(spec, pixels, options).num_windows
     reservation = runtime.reserve(spec.name, caller)
-    needs = partial(reservation.needs, pixels, options)
+    needs = partial(reservation.estimate_needs, pixels, options)
     job: Job[T] = Job(
         spec.name, partial(work, reservation), window_count=window_count, needs=needs, is_ready=False, owner=caller
     )
     queue = reservation.queue
-    if wait:
+    if allow_full_queue:
         queue.put(job)
     else:
         queue.offer(job)
-    reservation.take(job)
+    reservation.request_model(job)
     return job
 
 
@@ -124,18 +128,18 @@ class StackResult(NamedTuple):
 
     path      path of the result file
     content   content of a small result, for which no file may exist; None for a large result
-    status    status of the file, if the file exists and was written for this request
-    key       cache key, which covers everything that affects the result; None if unknown
-    cache     whether the result was found in the cache; None without a cache
+    file_status    status of the file, if the file exists and was written for this request
+    cache_key       cache key, which covers everything that affects the result; None if unknown
+    cache_status     whether the result was found in the cache; None without a cache
     file      open file of a cached result, which must be closed after the result has been sent
     """
 
     path: Path
     metadata: AnswerMetadata
     content: bytes | None = None
-    status: os.stat_result | None = None
-    key: str | None = None
-    cache: Literal["hit", "miss"] | None = None
+    file_status: os.stat_result | None = None
+    cache_key: str | None = None
+    cache_status: Literal["hit", "miss"] | None = None
     file: BinaryIO | None = None
 
 
@@ -187,10 +191,10 @@ class SegmentationTask:
         # The cache may evict the file while it is being sent, so the request accounts for its disk space.
         stack.space.add(os.fstat(cached_entry.file.fileno()).st_size)
         metadata, suffix = cached_entry.metadata
-        seconds = {**stages.seconds, "total": stages.total}
+        seconds = {**stages.seconds, "total": stages.total_seconds}
         metadata = replace(metadata, file_name=make_answer_name(stack.name, suffix), seconds=seconds)
-        path = descriptor_path(cached_entry.file.fileno())
-        return StackResult(path, metadata, key=key, cache="hit", file=cached_entry.file)
+        path = make_descriptor_path(cached_entry.file.fileno())
+        return StackResult(path, metadata, cache_key=key, cache_status="hit", file=cached_entry.file)
 
     async def _read(self) -> Pixels:
         """Read the file when it is this client's turn. A large file is queued again once disk space is reserved."""
@@ -261,15 +265,15 @@ class SegmentationTask:
         stages.update(answer.seconds)
         object_count = result.segmentation.count
         runtime.metrics.count_segmentation(
-            self._spec.name, pixels.segmentation_input.voxels, object_count, stages.seconds
+            self._spec.name, pixels.segmentation_input.voxel_count, object_count, stages.seconds
         )
-        metadata = describe_answer(self._stack.name, answer, result, {**stages.seconds, "total": stages.total})
+        metadata = describe_answer(self._stack.name, answer, result, {**stages.seconds, "total": stages.total_seconds})
         # The key depends on the engine of the model, which is known only after the model is loaded.
         key = self._compute_cache_key()
         stack_result = StackResult(answer.path, metadata, answer.content, status, key)
         if key is None or not runtime.result_cache.is_enabled:
             return stack_result
-        return self._cache_result(stack_result._replace(cache="miss"), key, answer.suffix)
+        return self._cache_result(stack_result._replace(cache_status="miss"), key, answer.suffix)
 
     def _write(self, pixels: Pixels, result: Result) -> tuple[Answer, os.stat_result]:
         """Write the result, and read it back if it is small.
@@ -307,7 +311,7 @@ class SegmentationTask:
         request, model, models = self._request, self._spec.name, self._runtime.models
         if request.digest is None or request.query.output_to is not None or models.specs.get(model) is not self._spec:
             return None
-        settings = self._runtime.execution_settings(model)
+        settings = self._runtime.get_execution_settings(model)
         return compute_fingerprint(request.caller, request.digest, models.spec_json[model], request.query, settings)
 
     def _check_cancelled(self) -> None:

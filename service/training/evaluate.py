@@ -16,7 +16,7 @@ from service.core.quantities import Diameter, DiameterSetting, VoxelSize, parse_
 from service.core.types import Options, Volume
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
-from service.training.examples import mean_diameter, median_extents
+from service.training.examples import compute_mean_diameter, compute_median_extents
 
 Labels = NDArray[Any]
 
@@ -114,9 +114,9 @@ def resolve_diameter(setting: str, truth: Labels, voxel_size: VoxelSize | None =
     """
     if setting == "mean":
         anisotropy = 1.0 if voxel_size is None else voxel_size.anisotropy
-        return Diameter((mean_diameter(truth) * anisotropy ** (1 / 3),), "px")
+        return Diameter((compute_mean_diameter(truth) * anisotropy ** (1 / 3),), "px")
     if setting == "extents":
-        extents = median_extents(truth)
+        extents = compute_median_extents(truth)
         z, y, x = (1.0, 1.0, 1.0) if extents is None else extents.tolist()
         return Diameter((z, y, x), "px")
     return parse_diameter(setting)
@@ -145,9 +145,9 @@ def score_model(runner: ModelRunner, image: Volume, truth: Labels, diameter: str
 
 def score_classical(image: Volume, truth: Labels) -> ScoreRow:
     """Score the classical method on the first channel, using the mean diameter of the true objects."""
-    diameter = mean_diameter(truth)
+    diameter = compute_mean_diameter(truth)
     return ScoreRow(
-        "classical", str(Diameter((diameter,), "px")), score(truth, segment_classically(image.array()[0], diameter))
+        "classical", str(Diameter((diameter,), "px")), score(truth, segment_classically(image.read_all()[0], diameter))
     )
 
 

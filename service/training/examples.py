@@ -20,14 +20,14 @@ from service.core.errors import BadParameter
 from service.core.sections.computing import Training
 from service.core.types import Selection
 from service.formats import stack_reader
-from service.training.instance_targets import instance_targets
+from service.training.instance_targets import compute_instance_targets
 
 Floats = NDArray[np.float32]
 Pair = tuple[NDArray[Any], NDArray[Any]]
 """The image and the labels of one stack, both [Z, Y, X]."""
 Source = Callable[[np.random.Generator], Pair]
 Normalizer = Callable[[NDArray[Any]], Floats]
-Targets = Callable[[NDArray[Any]], Floats]
+TargetFunction = Callable[[NDArray[Any]], Floats]
 T = TypeVar("T")
 
 # Maximum size of a decoded stack.
@@ -45,7 +45,7 @@ def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
     pairs = []
     for image_path, labels_path in zip(images, labels, strict=True):
         pixels, label_pixels = (
-            stack_reader.read(path, Selection(), MAX_DECODED_BYTES, None).array()[0]
+            stack_reader.read(path, Selection(), MAX_DECODED_BYTES, None).read_all()[0]
             for path in (image_path, labels_path)
         )
         if pixels.shape != label_pixels.shape:
@@ -76,7 +76,7 @@ def split_pairs(pairs: Sequence[Pair], validation_fraction: float) -> tuple[list
     return training_pairs, validation_pairs
 
 
-def median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
+def compute_median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
     """Return the median extents [3] in voxels of the objects in labels [Z, Y, X], or None if there are no objects.
 
     Objects that touch a face of the stack may be cut off. Such objects are included only if there are fewer than three
@@ -96,7 +96,7 @@ def _is_complete(box: Sequence[slice], shape: Sequence[int]) -> bool:
     return all(side.start > 0 and side.stop < length for side, length in zip(box, shape, strict=True))
 
 
-def mean_diameter(labels: NDArray[Any]) -> float:
+def compute_mean_diameter(labels: NDArray[Any]) -> float:
     """Return the mean diameter in voxels of spheres with the volumes of the objects, or 1 if there are no objects."""
     volumes = np.unique(labels[labels > 0], return_counts=True)[1]
     return float(np.mean(np.cbrt(6 * volumes / np.pi))) if len(volumes) else 1.0
@@ -140,7 +140,7 @@ class ExampleDataset(Dataset[Example]):
     source: Source
     normalize: Normalizer
     seed: int
-    compute_targets: Targets = instance_targets
+    compute_targets: TargetFunction = compute_instance_targets
 
     def __getitem__(self, number: int) -> Example:
         image, labels = self.source(np.random.default_rng([self.seed, 1, number]))
@@ -150,16 +150,18 @@ class ExampleDataset(Dataset[Example]):
 class ExamplePool:
     """A pool of examples in memory. Each call to `refresh` replaces one of the examples.
 
-    first         number of the oldest example; equals the number of refreshes of a pool that began with example 0
+    first_number  number of the oldest example; equals the number of refreshes of a pool that began with example 0
     worker_count  number of processes that create examples; if 0, a thread creates the next example during training
     """
 
-    def __init__(self, dataset: ExampleDataset, size: int, *, first: int = 0, worker_count: int = 0) -> None:
+    def __init__(self, dataset: ExampleDataset, size: int, *, first_number: int = 0, worker_count: int = 0) -> None:
         self._source: Iterator[Example] = (
-            _load_in_processes(dataset, first, worker_count) if worker_count else _prefetch(dataset.__getitem__, first)
+            _load_in_processes(dataset, first_number, worker_count)
+            if worker_count
+            else _prefetch(dataset.__getitem__, first_number)
         )
-        self._oldest_number = first
-        examples = {number % size: next(self._source) for number in range(first, first + size)}
+        self._oldest_number = first_number
+        examples = {number % size: next(self._source) for number in range(first_number, first_number + size)}
         self._examples = [examples[index] for index in range(size)]
 
     def __len__(self) -> int:
@@ -281,7 +283,7 @@ def prefetch_batches(
 def cut_tiles(pair: Pair, normalize: Normalizer, edge: int) -> tuple[Tensor, Tensor]:
     """Return images [B, 1, e, e, e] and targets [B, 2, e, e, e] of up to eight cubes, one at each corner of a stack."""
     image, labels = pair
-    channels = np.concatenate([normalize(image)[None], instance_targets(labels)])
+    channels = np.concatenate([normalize(image)[None], compute_instance_targets(labels)])
     channels = np.pad(channels, [(0, 0), *((0, max(0, edge - length)) for length in image.shape)])
     corners = [sorted({0, length - edge}) for length in channels.shape[1:]]
     cubes = [

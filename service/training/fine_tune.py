@@ -24,7 +24,7 @@ from service.inference.segment import segment
 from service.models.repository import FILE_NAME, read_spec
 from service.models.spec import Lineage, ModelSpec
 from service.training.evaluate import Scores, score
-from service.training.examples import MAX_DECODED_BYTES, Pair, median_extents, zoom_pair
+from service.training.examples import MAX_DECODED_BYTES, Pair, compute_median_extents, zoom_pair
 from service.training.from_files import choose_dtype, prepare_training
 from service.training.model_folder import describe_stacks, draft_content, write_model
 from service.training.training_loop import CHECKPOINT_FILE, Trainer
@@ -154,14 +154,14 @@ def read_stack(stack: StackFiles) -> AnnotatedStack:
     if image.shape != labels.shape:
         raise BadParameter(f"{stack.name}: the image and the labels differ in shape: {image.shape} and {labels.shape}.")
     region = stack.region or (slice(None),) * 3
-    pair = image.array()[0][region], np.ascontiguousarray(labels.array()[0][region])
+    pair = image.read_all()[0][region], np.ascontiguousarray(labels.read_all()[0][region])
     return AnnotatedStack(stack.name, pair, _find_extents(stack, pair, image.voxel_size))
 
 
 def _find_extents(stack: StackFiles, pair: Pair, voxel_size: VoxelSize | None) -> Extents | None:
     """Return the diameter that was used to segment the stack, or the median extents of the annotated objects."""
     diameter = None if stack.diameter is None else Diameter.parse(stack.diameter).to_voxels(voxel_size)
-    extents = median_extents(pair[1])
+    extents = compute_median_extents(pair[1])
     if diameter is not None or extents is None:
         return diameter
     z, y, x = extents.tolist()
@@ -279,7 +279,9 @@ def _read_sample(base: ModelSpec) -> NDArray[Any] | None:
     """
     if base.sample is None:
         return None
-    sample: NDArray[Any] = stack_reader.read(base.folder / base.sample.input, Selection(), MAX_DECODED_BYTES).array()[0]
+    sample: NDArray[Any] = stack_reader.read(
+        base.folder / base.sample.input, Selection(), MAX_DECODED_BYTES
+    ).read_all()[0]
     return sample
 
 

@@ -70,7 +70,7 @@ def prepare_training(
 def choose_dtype(settings: Settings) -> torch.dtype:
     """Return the dtype for mixed precision on the configured device."""
     device = devices.choose_device(settings.device.name)
-    return precision.choose(settings.engine.precision, devices.list_native_precisions(device)).dtype
+    return precision.choose_precision(settings.engine.precision, devices.list_native_precisions(device)).dtype
 
 
 def _check_crop_size(network: nn.Module, edge: int) -> None:

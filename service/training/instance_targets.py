@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 DICE_LOSS = DiceLoss(sigmoid=True, batch=True, smooth_nr=1.0, smooth_dr=1.0)
 
 
-def instance_targets(labels: NDArray[Any]) -> Floats:
+def compute_instance_targets(labels: NDArray[Any]) -> Floats:
     """Return the foreground mask (0 or 1) and the distance map of labels [Z, Y, X] as float32 [2, Z, Y, X]."""
     return np.stack([(labels > 0).astype(np.float32), compute_distance_target(labels)])
 

@@ -154,7 +154,7 @@ class Trainer:
         """Train as planned. Return the averaged network with the lowest validation loss, on the CPU."""
         plan, state = self.plan, self.state
         first_example_number = state.step // STEPS_PER_REFRESH
-        pool = ExamplePool(self._dataset, plan.pool, first=first_example_number, worker_count=plan.workers)
+        pool = ExamplePool(self._dataset, plan.pool, first_number=first_example_number, worker_count=plan.workers)
         batches = prefetch_batches(pool, plan, state.step, pin_memory=self._device.type == "cuda")
         start_time = time.monotonic()
         try:

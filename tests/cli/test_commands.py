@@ -83,7 +83,7 @@ def test_evaluate_compares_model_and_classical_method(
     model, classical = json.loads(run_stackseg("evaluate", stack, "--json", *config))
     assert (model["method"], classical["method"]) == (base.identifier, "classical")
     assert model["stack"] == stack.name
-    assert model["true"] == classical["true"] == len(np.unique(read(stack / "mask.tif").array())) - 1
+    assert model["true"] == classical["true"] == len(np.unique(read(stack / "mask.tif").read_all())) - 1
     lines = run_stackseg("evaluate", *annotation_options(stack), "--no-floor", *config).splitlines()
     assert len(lines) == 3
     assert lines[2].startswith(f"| {stack.name} | {base.identifier} | original resolution | {model['true']} |")
@@ -130,7 +130,7 @@ def test_trained_model_is_available_immediately(
     assert {file.name for file in out.iterdir()} == expected_files
     labels_path = tmp_path / "labels.tif"
     run_stackseg("segment", out / "sample.tif", labels_path, "--model", "mine", *config)
-    assert np.array_equal(read(labels_path).array(), read(out / "expected.tif").array())
+    assert np.array_equal(read(labels_path).read_all(), read(out / "expected.tif").read_all())
     assert "is not empty" in run_stackseg(*command, status=1)
 
 
@@ -153,7 +153,7 @@ def test_error_names_the_invalid_option(
 def test_suffix_selects_the_format_of_labels(config: list[str], stack: Path, tmp_path: Path, run_stackseg: Any) -> None:
     for name in ("labels.tif", "labels.npy", "labels.nii.gz"):
         run_stackseg("segment", stack / "image.tif", tmp_path / name, *config)
-    labels = read(tmp_path / "labels.tif").array()[0]
+    labels = read(tmp_path / "labels.tif").read_all()[0]
     assert np.array_equal(np.load(tmp_path / "labels.npy"), labels)
     nifti_content = gzip.decompress((tmp_path / "labels.nii.gz").read_bytes())[352:]
     assert np.array_equal(np.frombuffer(nifti_content, labels.dtype).reshape(labels.shape), labels)
@@ -201,14 +201,14 @@ def test_long_unknown_model_name_is_rejected(
 def test_ome_zarr_labels_are_written_to_a_store_or_into_the_image(
     config: list[str], stack: Path, tmp_path: Path, run_stackseg: Any
 ) -> None:
-    image = write_zarr(tmp_path / "image.ome.zarr", read(stack / "image.tif").array()[0], chunks=(8, 20, 20))
+    image = write_zarr(tmp_path / "image.ome.zarr", read(stack / "image.tif").read_all()[0], chunks=(8, 20, 20))
     size = ["--voxel-size", "0.5,0.2,0.2"]
     run_stackseg("segment", stack / "image.tif", tmp_path / "labels.tif", *size, *config)
     labels = read(tmp_path / "labels.tif")
     for path in (tmp_path / "labels.ome.zarr", image / "labels" / "nuclei"):
         run_stackseg("segment", image, path, *config)
         written = read(path)
-        assert np.array_equal(written.array(), labels.array())
+        assert np.array_equal(written.read_all(), labels.read_all())
         assert written.voxel_size == VoxelSize(0.5, 0.2, 0.2)
         assert "already exists" in run_stackseg("segment", image, path, *config, status=1)
         run_stackseg("segment", image, path, "--force", *config)
@@ -217,7 +217,7 @@ def test_ome_zarr_labels_are_written_to_a_store_or_into_the_image(
         run_stackseg(
             "segment", f"{server.url}/image.ome.zarr", remote_result, "--measurements", f"{remote_result}.csv", *config
         )
-        assert np.array_equal(read(remote_result).array(), labels.array())
+        assert np.array_equal(read(remote_result).read_all(), labels.read_all())
         assert "no OME-Zarr image" in run_stackseg(
             "segment", f"{server.url}/no.zarr", str(tmp_path / "no.tif"), *config, status=1
         )

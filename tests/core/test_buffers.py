@@ -23,7 +23,7 @@ from service.core.errors import OutOfStorage
 
 
 def test_large_arrays_are_zeros_in_an_unnamed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "LARGE_BYTES", 4000)
+    monkeypatch.setattr(buffers, "LARGE_ARRAY_BYTES", 4000)
     allocate = make_allocator(tmp_path)
     small, large = allocate((999,), np.float32), allocate((10, 100), np.float32)
     assert small.base is None

@@ -27,7 +27,7 @@ def as_json(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def test_every_log_line_is_a_json_object_with_the_extra_fields(caplog: pytest.LogCaptureFixture) -> None:
-    log.warning("%d windows\nof %s", 3, "nuclei", extra=telemetry.fields(model="nuclei", stages={"read": 1.5}))
+    log.warning("%d windows\nof %s", 3, "nuclei", extra=telemetry.make_log_fields(model="nuclei", stages={"read": 1.5}))
     log.warning("plain")
     first, second = map(as_json, caplog.records)
     assert (first["message"], first["level"], first["logger"]) == ("3 windows\nof nuclei", "warning", "test.logs")

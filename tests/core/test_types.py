@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from service.core.errors import BadParameter
 from service.core.quantities import Diameter, VoxelSize
-from service.core.types import Volume, label_dtype
+from service.core.types import Volume, choose_label_dtype
 
 PIXELS = np.arange(2 * 5 * 3 * 4, dtype=np.uint16).reshape(2, 5, 3, 4)
 
@@ -72,7 +72,7 @@ def test_slab_contains_the_planes_of_every_channel(z0: int, z1: int) -> None:
 
 def test_volume_size_is_known_without_reading_pixels() -> None:
     volume = Volume((2, 300, 4000, 5000), np.dtype(np.uint16), lambda _z0, _z1: pytest.fail("it was read"))
-    assert volume.voxels == 300 * 4000 * 5000
+    assert volume.voxel_count == 300 * 4000 * 5000
     assert volume.nbytes == 2 * 300 * 4000 * 5000 * 2
 
 
@@ -80,10 +80,10 @@ def test_volume_from_array_shares_memory() -> None:
     volume = Volume.from_array(PIXELS, VoxelSize(2.0, 0.5, 0.5), ("nuclei", "membranes"))
     assert volume.shape == PIXELS.shape
     assert volume.channels == ("nuclei", "membranes")
-    assert np.shares_memory(volume.array(), PIXELS)
+    assert np.shares_memory(volume.read_all(), PIXELS)
     assert Volume.from_array(PIXELS).channels == ("", "")
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, np.uint16), (65_535, np.uint16), (65_536, np.uint32)])
 def test_label_dtype_changes_at_65536_labels(count: int, expected: type[np.unsignedinteger]) -> None:
-    assert label_dtype(count) == expected
+    assert choose_label_dtype(count) == expected

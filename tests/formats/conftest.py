@@ -14,7 +14,7 @@ from service.formats.sandbox.reader import Reader
 @pytest.fixture(scope="module")
 def reader() -> Iterator[Reader]:
     """Return a reader with several child processes that accepts selections up to 256 MiB."""
-    with Reader(memory_bytes=2**29, seconds=30, decoded_bytes=2**28) as reader:
+    with Reader(memory_bytes=2**29, time_limit_seconds=30, max_decoded_bytes=2**28) as reader:
         yield reader
 
 
@@ -31,7 +31,11 @@ def make_compromised_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 encoding="ascii",
             )
             compromised = Reader(
-                memory_bytes=2**29, seconds=seconds, decoded_bytes=2**28, process_count=1, module="compromised"
+                memory_bytes=2**29,
+                time_limit_seconds=seconds,
+                max_decoded_bytes=2**28,
+                process_count=1,
+                module="compromised",
             )
             return readers.enter_context(compromised)
 

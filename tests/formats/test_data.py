@@ -55,7 +55,7 @@ def sha256(array: NDArray[Any]) -> str:
 
 def read_stored_array(path: Path, description: Description) -> NDArray[Any]:
     """Read the whole file time point by time point, and return the array in its stored order."""
-    parts = [stack_reader.read(path, Selection(time=time), LIMIT).array() for time in range(description.times)]
+    parts = [stack_reader.read(path, Selection(time=time), LIMIT).read_all() for time in range(description.times)]
     lengths = dict(zip(description.axes, description.stored_shape, strict=True))
     letters = "TCSZYX"
     order = [axis for axis in letters if axis not in description.axes] + list(description.axes)
@@ -89,7 +89,7 @@ def test_all_containers_contain_the_same_volume(entry: dict[str, Any], tmp_path:
     volume = stack_reader.read(path, Selection(channel=0, time=0), LIMIT, tmp_path)
 
     assert volume.shape[0] == 1
-    assert sha256(volume.array()[0]) == entry["logical_zyx_sha256"]
+    assert sha256(volume.read_all()[0]) == entry["logical_zyx_sha256"]
 
 
 @pytest.mark.parametrize(

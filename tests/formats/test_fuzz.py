@@ -74,8 +74,8 @@ def check_inspect_and_read(data: bytes) -> None:
         except RequestError:
             return
         assert min(description.shape) >= 1
-        assert volume.array().shape == description.shape
-        assert volume.array().dtype == np.dtype(description.dtype)
+        assert volume.read_all().shape == description.shape
+        assert volume.read_all().dtype == np.dtype(description.dtype)
 
 
 @pytest.mark.parametrize(("tag", "value"), [(LENGTH_TAG, 0xA0), (WIDTH_TAG, 0x80), (WIDTH_TAG, 0xFF)])

@@ -29,7 +29,7 @@ def test_nifti_header_describes_the_pixels(tmp_path: Path, dtype: str, code: int
     assert (intent, datatype, bits) == (1002 if dtype != "float32" else 0, code, 8 * np.dtype(dtype).itemsize)
     assert struct.unpack_from("<3f", content, 80) == (0.125, 0.25, 0.5)
     assert content[344:352] == b"n+1\0\0\0\0\0"
-    assert np.array_equal(np.frombuffer(content[352:], dtype).reshape(20, 3, 4), make_labels(dtype).array()[0])
+    assert np.array_equal(np.frombuffer(content[352:], dtype).reshape(20, 3, 4), make_labels(dtype).read_all()[0])
 
 
 def test_nifti_without_a_voxel_size_has_no_unit(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
 from service.core.types import Objects, Segmentation, Volume
 from service.inference import measurements
-from service.inference.measurements import measure, write_csv
+from service.inference.measurements import measure_objects, write_csv
 from service.inference.types import Table
 
 PROPERTIES = [
@@ -33,13 +33,13 @@ PROPERTIES = [
 
 def measure_array(labels: NDArray[Any], image: NDArray[Any], voxel_size: VoxelSize | None = None) -> Table:
     """Measure labels in an image [C, Z, Y, X]."""
-    return measure(Segmentation(labels, "labels", voxel_size), Volume.from_array(image))
+    return measure_objects(Segmentation(labels, "labels", voxel_size), Volume.from_array(image))
 
 
 def test_the_table_has_the_confidence_of_each_object() -> None:
     labels = np.array([[[1, 0, 3, 3]]], np.uint16)
     objects = Objects(np.array([1, 1, 2]), np.array([0.6, 0.7, 0.9], np.float32), np.ones(3, np.float32))
-    table = measure(Segmentation(labels, "labels", objects=objects), Volume.from_array(np.zeros((1, 1, 1, 4))))
+    table = measure_objects(Segmentation(labels, "labels", objects=objects), Volume.from_array(np.zeros((1, 1, 1, 4))))
     assert table["confidence"].tolist() == pytest.approx([0.6, 0.9])
 
 
@@ -116,4 +116,4 @@ def test_the_csv_file_contains_the_table(tmp_path: Path) -> None:
 )
 def test_segmentations_that_cannot_be_measured_are_rejected(segmentation: Segmentation, message: str) -> None:
     with pytest.raises(BadParameter, match=message):
-        measure(segmentation, Volume.from_array(np.zeros((1, 2, 3, 4), np.uint8)))
+        measure_objects(segmentation, Volume.from_array(np.zeros((1, 2, 3, 4), np.uint8)))

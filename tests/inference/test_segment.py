@@ -25,7 +25,7 @@ from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.inference.types import Result
 from service.inference.windows.batching import batcher as device_module
-from service.models.spec import Calibration, Instances, RangeNormalisation
+from service.models.spec import Calibration, Instances, RangeNormalization
 
 VOXEL = VoxelSize(0.5, 0.25, 0.25)
 
@@ -79,7 +79,7 @@ def test_the_compiled_and_the_eager_engine_agree(eager, compiled, volume):
 
 
 def test_a_warm_engine_does_not_compile_for_new_shapes(compiled, volume):
-    pixels, rng = volume.array(), np.random.default_rng(0)
+    pixels, rng = volume.read_all(), np.random.default_rng(0)
     shapes = {tuple(rng.integers(1, edge + 1) for edge in pixels.shape[1:]) for _ in range(25)}
     assert len(shapes) >= 20
     num_graphs = count_graphs()
@@ -90,7 +90,7 @@ def test_a_warm_engine_does_not_compile_for_new_shapes(compiled, volume):
 
 def test_compiled_graphs_are_counted(bands, volume):
     runner = ModelRunner(bands, make_settings())
-    runner.scores.module = torch.compile(runner.scores.module, backend="eager")
+    runner.score_computer.module = torch.compile(runner.score_computer.module, backend="eager")
     num_graphs = count_graphs()
     segment(runner, volume, Options())
     assert count_graphs() > num_graphs
@@ -130,7 +130,10 @@ def test_a_different_window_size_gives_the_result_of_a_model_with_that_window_si
     assert np.array_equal(single_batch.segmentation.pixels, expected.segmentation.pixels)
     assert len(runner._runners_by_window) == 1, "only the most recent runner is kept"
     assert segment(runner, volume, Options(roi_size=bands.input.roi_size)).notes == ()
-    assert runner.estimator.estimate(volume, options).windows > runner.estimator.estimate(volume, Options()).windows
+    assert (
+        runner.estimator.estimate(volume, options).num_windows
+        > runner.estimator.estimate(volume, Options()).num_windows
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,8 +178,8 @@ def test_the_overlap_determines_the_number_of_windows(eager, volume):
     )
     assert steps[0] == (0, 18)
     assert steps[-1] == (18, 18)
-    assert eager.estimator.estimate(volume, Options(overlap=0.0)).windows == 18
-    assert eager.estimator.estimate(volume, Options(overlap=0.5)).windows > 18
+    assert eager.estimator.estimate(volume, Options(overlap=0.0)).num_windows == 18
+    assert eager.estimator.estimate(volume, Options(overlap=0.5)).num_windows > 18
 
 
 def test_best_quality_scores_every_window_three_times_with_every_engine(eager, compiled, volume):
@@ -185,7 +188,7 @@ def test_best_quality_scores_every_window_three_times_with_every_engine(eager, c
     network = compiled._engine.window.network
     compiled.instrument(lambda call: lambda x: strides.append(x.stride()) or call(x))
     try:
-        windows = compiled.estimator.estimate(volume, Options(overlap=0.0)).windows
+        windows = compiled.estimator.estimate(volume, Options(overlap=0.0)).num_windows
         result = segment(
             compiled, volume, best, callbacks=Callbacks(progress=lambda done, total: steps.append((done, total)))
         )
@@ -193,7 +196,7 @@ def test_best_quality_scores_every_window_three_times_with_every_engine(eager, c
         compiled.instrument(lambda _: network)
     assert len(strides) == 3 * -(-windows // 2)
     # The seconds per window are the same for all requests, so the queue can predict the duration of this request.
-    total = compiled.estimator.estimate(volume, best).windows
+    total = compiled.estimator.estimate(volume, best).num_windows
     assert (steps[0], steps[-1]) == ((0, total), (total, total))
     assert len(set(strides)) == 1
     assert result.notes == ()
@@ -289,7 +292,7 @@ def make_estimating_runner(random_nuclei):
         "diameter": 8.0,
         "estimate_diameter": True,
         "roi_size": (32, 32, 32),
-        "normalisation": RangeNormalisation(kind="range", low=0, high=1),
+        "normalisation": RangeNormalization(kind="range", low=0, high=1),
     }
     spec = random_nuclei.model_copy(
         update={
@@ -323,16 +326,17 @@ def test_the_diameter_is_estimated_if_the_request_does_not_specify_it(make_estim
         {"prepare", "windows", "decode"},
     )
     assert np.array_equal(specified.segmentation.pixels, estimated.segmentation.pixels)
-    assert [estimate.windows for estimate in new_estimates] == [
-        runner.estimator.estimate(balls, Options(diameter=estimated.diameter)).windows
+    assert [estimate.num_windows for estimate in new_estimates] == [
+        runner.estimator.estimate(balls, Options(diameter=estimated.diameter)).num_windows
     ]
-    total = new_estimates[0].windows
+    total = new_estimates[0].num_windows
     assert (progress_calls[0], progress_calls[-1]) == ((0, total), (total, total))
     without_diameter = segment(runner, balls, Options(diameter="none"))
     assert (without_diameter.diameter_text, without_diameter.notes) == (None, ())
     estimator = Estimator(runner.spec, make_settings())
     settings_used = [
-        estimator.diameter_setting(Options(diameter=setting)) for setting in (None, "none", "auto", estimated.diameter)
+        estimator.get_diameter_setting(Options(diameter=setting))
+        for setting in (None, "none", "auto", estimated.diameter)
     ]
     assert settings_used == ["auto", "none", "auto", estimated.diameter]
 
@@ -353,28 +357,31 @@ def test_the_diameter_of_a_stack_is_estimated_once(make_estimating_runner, balls
         calls.append(len(windows))
         return score_brightness(windows)
 
-    runner.scores.module.network.forward = count_windows
+    runner.score_computer.module.network.forward = count_windows
     first = segment(runner, balls, Options())
     num_calls = len(calls)
-    repeated = segment(runner, Volume.from_array(balls.array().copy()), Options(output="classes"))
+    repeated = segment(runner, Volume.from_array(balls.read_all().copy()), Options(output="classes"))
     assert (repeated.diameter_text, repeated.notes) == (first.diameter_text, first.notes)
     # Only the windows of the stack itself are computed, in batches of two.
     assert (
         len(calls) - num_calls
-        == -(-runner.estimator.estimate(balls, Options(diameter=first.diameter)).windows // 2)
+        == -(-runner.estimator.estimate(balls, Options(diameter=first.diameter)).num_windows // 2)
         < num_calls
     )
-    for stack in (Volume.from_array(balls.array()[..., 1:]), Volume.from_array(balls.array(), VoxelSize(3, 1, 1))):
+    for stack in (
+        Volume.from_array(balls.read_all()[..., 1:]),
+        Volume.from_array(balls.read_all(), VoxelSize(3, 1, 1)),
+    ):
         num_calls = len(calls)
         num_windows = runner.estimator.estimate(
             stack, Options(diameter=segment(runner, stack, Options()).diameter)
-        ).windows
+        ).num_windows
         assert len(calls) - num_calls > -(-num_windows // 2)
 
 
 def test_a_diameter_estimate_does_not_depend_on_shared_batches(make_estimating_runner, balls):
     """The windows of several concurrent estimates share batches."""
-    pixels = balls.array()
+    pixels = balls.read_all()
     stacks = [Volume.from_array(part) for part in (pixels, pixels[:, :30], pixels[:, 5:, ::-1], pixels[..., 2:])]
     settings = make_settings().model_copy(update={"windows": Windows(sw_batch_size=5)})
     alone_results = [segment(make_estimating_runner(settings), stack, Options()) for stack in stacks]
@@ -382,7 +389,7 @@ def test_a_diameter_estimate_does_not_depend_on_shared_batches(make_estimating_r
 
     def run(window, image, overlap, **options):
         images.append(image)
-        return device.run(window, image, overlap, share=shares.append, **options)
+        return device.run(window, image, overlap, report_share=shares.append, **options)
 
     with ThreadPoolExecutor(len(stacks)) as pool:
         shared_results = [pool.submit(segment, runner, stack, Options(), callbacks=Callbacks(run)) for stack in stacks]
@@ -393,7 +400,7 @@ def test_a_diameter_estimate_does_not_depend_on_shared_batches(make_estimating_r
     device.close()
     assert device.join(10)
     # A request that did not share its batches would get all five slots.
-    assert any(share.slots < 5 for share in shares)
+    assert any(share.num_slots < 5 for share in shares)
     for first, second in zip(alone_results, shared_results, strict=True):
         assert (first.diameter_text, first.notes) == (second.diameter_text, second.notes)
         assert np.array_equal(first.segmentation.pixels, second.segmentation.pixels)
@@ -408,7 +415,7 @@ def test_a_stack_without_a_diameter_estimate_keeps_its_resolution(make_estimatin
 
 def test_a_stack_that_would_become_too_large_keeps_its_resolution(make_estimating_runner, balls):
     limited_settings = make_settings().model_copy(update={"limits": Limits(windows=4)})
-    balls = Volume.from_array(balls.array()[:, :32, :32, :32])
+    balls = Volume.from_array(balls.read_all()[:, :32, :32, :32])
     result = segment(make_estimating_runner(limited_settings), balls, Options())
     assert result.diameter_text is not None
     (note,) = result.notes
@@ -430,16 +437,16 @@ def test_diameter_estimation_can_be_canceled_and_uses_fallbacks(make_estimating_
 
     expected = segment(make_estimating_runner(), balls, Options()).segmentation.pixels
     runner = make_estimating_runner()
-    runner.scores.module.network.forward = forward_single
+    runner.score_computer.module.network.forward = forward_single
     result = segment(runner, balls, Options())
-    assert result.fallbacks == 1
+    assert result.num_fallbacks == 1
     assert np.array_equal(result.segmentation.pixels, expected)
 
 
 def test_only_instance_models_estimate_a_diameter(bands, random_nuclei):
     for spec in (bands, random_nuclei):
         with pytest.raises(BadParameter, match="has no object diameter"):
-            ModelRunner(spec, make_settings()).estimator.output_kind(Options(diameter="auto"))
+            ModelRunner(spec, make_settings()).estimator.get_output_kind(Options(diameter="auto"))
 
 
 def test_a_huge_volume_is_refused_before_its_pixels_are_read(eager):
@@ -507,7 +514,7 @@ def test_a_diameter_that_the_voxel_size_already_implies_is_not_suggested(random_
         "roi_size": (32, 32, 32),
         "diameter": 16.0,
         "voxel_size": (0.25, 0.25, 0.25),
-        "normalisation": RangeNormalisation(kind="range", low=0, high=1),
+        "normalisation": RangeNormalization(kind="range", low=0, high=1),
     }
     calibration = Calibration(intercept=-9, certainty=0, peak=0, size=0, giants=0)
     spec = random_nuclei.model_copy(

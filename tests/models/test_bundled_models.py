@@ -89,7 +89,7 @@ def test_bundled_model_is_small_and_documents_its_scores(specs: dict[str, ModelS
 def test_expected_labels_of_tissue_samples_agree_with_the_ground_truth(specs: dict[str, ModelSpec]) -> None:
     """The expected labels are the output of the models for these synthetic samples."""
     _, truth = synthesize_tissue(np.random.default_rng(SEED), (64, 128, 128), TISSUE_PARAMETERS)
-    expected = {name: read(specs[name].folder / "expected.tif").array()[0] for name in ("membranes", "tissue")}
+    expected = {name: read(specs[name].folder / "expected.tif").read_all()[0] for name in ("membranes", "tissue")}
     scores = score(truth, expected["membranes"])
     assert scores.f1 > 0.8
     assert np.mean(expected["membranes"][truth == 0] > 0) < 0.02
@@ -100,7 +100,7 @@ def test_expected_labels_of_tissue_samples_agree_with_the_ground_truth(specs: di
 def test_membranes_finds_the_cells_of_an_embryo(specs: dict[str, ModelSpec]) -> None:
     """The test uses half of a stack in which the classical method finds no cells."""
     folder = REAL_STACKS / "celegans_membrane_t046"
-    image, truth = (read(folder / name).array()[..., 178:] for name in ("image.tif", "mask.tif"))
+    image, truth = (read(folder / name).read_all()[..., 178:] for name in ("image.tif", "mask.tif"))
     result = segment(
         make_eager_runner(specs["membranes"]), Volume.from_array(image), Options(diameter=Diameter.parse("28,69,64px"))
     )
@@ -113,7 +113,7 @@ def test_membranes_finds_the_cells_of_an_embryo(specs: dict[str, ModelSpec]) -> 
 def test_embryos_finds_the_nuclei_of_an_unseen_embryo(specs: dict[str, ModelSpec]) -> None:
     folder = REAL_STACKS / "mouse_embryo_8cell"
     segmentation = segment(make_eager_runner(specs["embryos"]), read(folder / "image.tif"), Options()).segmentation
-    scores = score(read(folder / "mask.tif").array()[0], segmentation.pixels)
+    scores = score(read(folder / "mask.tif").read_all()[0], segmentation.pixels)
     assert (scores.found, scores.splits, scores.merges) == (8, 0, 0)
     assert scores.f1 > 0.85
 
@@ -172,7 +172,7 @@ def test_nuclei_is_better_than_the_classical_method(
     option = None if diameter is None else Diameter.parse(diameter)
     labels = segment(eager_runner, volume, Options(diameter=option)).segmentation.pixels
     assert labels.shape == volume.shape[1:]
-    assert score(truth.array()[0], labels).f1 >= min_f1
+    assert score(truth.read_all()[0], labels).f1 >= min_f1
 
 
 def test_diameter_of_small_nuclei_is_estimated(eager_runner: ModelRunner) -> None:

@@ -21,7 +21,7 @@ from scipy import ndimage
 
 from service.core.quantities import VoxelSize
 from service.core.types import Segmentation, Volume
-from service.inference.measurements import measure
+from service.inference.measurements import measure_objects
 
 CHECK_PROPERTIES = (Path(__file__).parent / "label_properties.js").read_text(encoding="utf-8")
 MEASURE_SPEED = (Path(__file__).parent / "label_speed.js").read_text(encoding="utf-8")
@@ -196,7 +196,7 @@ def test_corrections_are_exported_and_survive_a_reload(result: Result, open_page
     }
 
     measured_table = read_table(download(page, "Table"))
-    expected_table = measure(Segmentation(parts, "labels", VoxelSize(0.5, 0.2, 0.2)), result.volume)
+    expected_table = measure_objects(Segmentation(parts, "labels", VoxelSize(0.5, 0.2, 0.2)), result.volume)
     for name, values in measured_table.items():
         assert np.allclose(values, expected_table[name], rtol=1e-8), name
     assert measured_table.keys() == expected_table.keys() - {"unit"}

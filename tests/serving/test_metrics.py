@@ -14,7 +14,7 @@ def test_stages_accumulate_in_order_including_failed_stages() -> None:
     stages.add("windows", 1.0)
     assert list(stages.seconds) == ["read", "windows", "decode"]
     assert stages.seconds["windows"] == 3.0
-    assert 0 < stages.seconds["read"] <= stages.total
+    assert 0 < stages.seconds["read"] <= stages.total_seconds
 
 
 def test_exposition_contains_all_counters() -> None:

@@ -93,7 +93,7 @@ def test_draining_makes_the_service_unready_and_cancels_requests_after_a_while(
         first, second = (submit(runtime, stack) for _ in range(2))
         runtime.drain()
         runtime.drain()
-        assert runtime.unready_reasons() == ("The service is stopping.",)
+        assert runtime.list_unready_reasons() == ("The service is stopping.",)
         with pytest.raises(NotReady):
             runtime.check_admission()
         with pytest.raises(Cancelled):
@@ -195,8 +195,8 @@ def test_missing_model_is_reported_and_the_default_model_is_required(
 ) -> None:
     with run_runtime(settings(three_models, tmp_path, models={"folder": three_models, **models})) as runtime:
         wait_until(lambda: not list_model_caches(runtime)[0].pending_startup_models)
-        assert ["delta" in reason for reason in runtime.unready_reasons()] == ([] if ready else [True])
-        assert any("delta" in sentence for sentence in runtime.degradations()) is ready
+        assert ["delta" in reason for reason in runtime.list_unready_reasons()] == ([] if ready else [True])
+        assert any("delta" in sentence for sentence in runtime.list_degradations()) is ready
 
 
 def test_service_stays_ready_while_another_model_is_loaded(three_models: Path, tmp_path: Path, stack: Volume) -> None:
@@ -204,7 +204,7 @@ def test_service_stays_ready_while_another_model_is_loaded(three_models: Path, t
     with run_ready_runtime(settings(three_models, tmp_path), fakes) as runtime:
         waiting = submit(runtime, stack, "beta")
         wait_until(lambda: len(fakes) == 2)
-        assert (states(runtime)["beta"], waiting.state, runtime.unready_reasons()) == ("loading", "waiting", ())
+        assert (states(runtime)["beta"], waiting.state, runtime.list_unready_reasons()) == ("loading", "waiting", ())
         assert submit(runtime, stack, "alpha").future.result(10)
         submit(runtime, stack, "gamma").cancel()
         fakes[1].gate.set()
@@ -235,7 +235,7 @@ def test_disk_usage_omits_kinds_that_cannot_be_measured(three_models: Path, tmp_
 
     with run_runtime(settings(three_models, tmp_path), FakeSegmenter) as runtime:
         runtime.disk_usage_functions["jobs"] = fail
-        hold = runtime.scratch_space.new_reservation("ann")
+        hold = runtime.scratch_space.make_reservation("ann")
         hold.add(1000)
         assert runtime.measure_disks().keys() == {"requests", "results"}
         metrics = runtime.metrics.format_exposition().decode()

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from service.core.quantities import Diameter, VoxelSize
 from service.training.evaluate import resolve_diameter, score, segment_classically
-from service.training.examples import mean_diameter
+from service.training.examples import compute_mean_diameter
 
 
 def make_boxes(*spans: tuple[int, int]) -> NDArray[np.uint16]:
@@ -62,4 +62,4 @@ def test_diameter_may_be_taken_from_the_ground_truth(setting: str, diameter: str
     # The mean diameter is corrected for anisotropic voxels.
     mean = resolve_diameter("mean", truth, size)
     assert isinstance(mean, Diameter)
-    assert math.prod(mean.to_voxels(size) or ()) == pytest.approx(mean_diameter(truth) ** 3)
+    assert math.prod(mean.to_voxels(size) or ()) == pytest.approx(compute_mean_diameter(truth) ** 3)

@@ -15,9 +15,9 @@ from service.training.examples import (
     ExamplePool,
     Pair,
     RandomlyZoomedStacks,
+    compute_mean_diameter,
+    compute_median_extents,
     draw_batch,
-    mean_diameter,
-    median_extents,
     read_pairs,
 )
 
@@ -51,7 +51,7 @@ def test_batches_are_reproducible_with_workers_and_do_not_use_the_global_generat
     for worker_count in (0, 0, 2):
         torch.manual_seed(5)
         pool = ExamplePool(
-            ExampleDataset(make_small_pair, PercentileNormalization(), 3), 2, first=4, worker_count=worker_count
+            ExampleDataset(make_small_pair, PercentileNormalization(), 3), 2, first_number=4, worker_count=worker_count
         )
         pool.refresh()
         batches.append([*draw_batch(pool, np.random.default_rng(1), 2, 16), torch.rand(1)])
@@ -95,21 +95,21 @@ def test_median_extents_exclude_objects_at_the_faces() -> None:
     for number in range(8):
         z, y, x = (2 + 30 * (number >> axis & 1) for axis in range(3))
         labels[z : z + 5, y : y + 9, x : x + 13] = number + 1
-    assert median_extents(labels) == pytest.approx((5, 9, 13))
+    assert compute_median_extents(labels) == pytest.approx((5, 9, 13))
     labels[-3:, -1:, :50] = 9
-    assert median_extents(labels) == pytest.approx((5, 9, 13))
-    assert median_extents(np.zeros((4, 5, 6), np.uint16)) is None
+    assert compute_median_extents(labels) == pytest.approx((5, 9, 13))
+    assert compute_median_extents(np.zeros((4, 5, 6), np.uint16)) is None
     border_object = np.zeros((4, 5, 6), np.uint16)
     border_object[0, :2, :3] = 7
-    assert median_extents(border_object) == pytest.approx((1, 2, 3))
+    assert compute_median_extents(border_object) == pytest.approx((1, 2, 3))
     # Label numbers can be as large as the dtype allows.
     for background, sizes in ((0, [(1, 2, 3), (3, 2, 3)]), (2**32 - 9, [(1, 2, 3), (3, 2, 3), (4, 5, 6)])):
         labels = np.full((4, 5, 6), background, np.uint32)
         labels[0, :2, :3], labels[1:4, :2, :3] = 2**32 - 1, 2**32 - 2
-        assert median_extents(labels) == pytest.approx(np.median(sizes, axis=0))
+        assert compute_median_extents(labels) == pytest.approx(np.median(sizes, axis=0))
 
 
 def test_mean_diameter_of_a_sphere_is_its_diameter() -> None:
     z, y, x = np.ogrid[:31, :31, :31]
     sphere = ((z - 15) ** 2 + (y - 15) ** 2 + (x - 15) ** 2 <= 100).astype(np.uint8)
-    assert mean_diameter(sphere) == pytest.approx(20, rel=0.02)
+    assert compute_mean_diameter(sphere) == pytest.approx(20, rel=0.02)

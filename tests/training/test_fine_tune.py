@@ -86,7 +86,7 @@ def test_fine_tuning_creates_a_model_with_its_lineage_and_scores(
     assert (spec.sample is not None) == has_sample
     if spec.sample is not None:
         sample = stack_reader.read(spec.folder / spec.sample.input, Selection(), 2**20)
-        assert np.array_equal(sample.array()[0], pixels)
+        assert np.array_equal(sample.read_all()[0], pixels)
 
 
 def test_only_the_annotated_region_is_read(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scripts.recipes.sources import AugmentedStacks, PercentileNormalization, mix_sources, resample_to_diameter
-from service.training.examples import Pair, Source, median_extents
+from service.training.examples import Pair, Source, compute_median_extents
 
 
 def test_percentiles_are_mapped_to_0_and_1() -> None:
@@ -39,7 +39,7 @@ def test_objects_are_resampled_to_the_diameter_of_the_model() -> None:
         image, labels = resample_to_diameter(lambda _: box((5, 9, 13)), 20, 1.0)(np.random.default_rng(seed))
         assert image.shape == labels.shape
         assert np.corrcoef(image.ravel(), labels.ravel() > 0)[0, 1] > 0.8
-        widths.append(median_extents(labels))
+        widths.append(compute_median_extents(labels))
     per_axis, isotropic = (
         np.array([w for w in widths if (w.max() / w.min() < 1.5) == is_cubic]) for is_cubic in (True, False)
     )

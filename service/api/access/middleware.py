@@ -91,7 +91,7 @@ def _log_request(scope: Scope, request_id: str, status: int, duration_seconds: f
     }
     known_members = {name: value for name, value in members.items() if value is not None}
     arguments = (scope["method"], path, status, duration_seconds, request_id, details)
-    log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=telemetry.fields(**known_members))
+    log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=telemetry.make_log_fields(**known_members))
 
 
 def _count_request(scope: Scope, route: str, status: int, caller: str, problem: str | None) -> None:

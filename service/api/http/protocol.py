@@ -284,7 +284,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         request_id = self._get_request_id()
         if self._has_open_body:
             self.cycle.scope["state"]["closed_status"] = int(refusal.status)
-        fields = telemetry.fields(request_id=request_id, problem=refusal.slug)
+        fields = telemetry.make_log_fields(request_id=request_id, problem=refusal.slug)
         log.info("%d %s %s: %s", refusal.status, request_id, refusal.slug, refusal.reason, extra=fields)
         self.transport.write(refusal.encode(request_id, self.server_state.default_headers))
 

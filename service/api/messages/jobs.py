@@ -135,7 +135,7 @@ def report_job(view: JobView, keep_seconds: float) -> JobReport:
         progress=JobProgress(done=view.progress.done, total=view.progress.total),
         **_report_part_progress(view),
         seconds_left=None if view.seconds_left is None or record.ended is not None else round(view.seconds_left, 1),
-        seconds={stage: round(seconds, 3) for stage, seconds in view.seconds.items()},
+        seconds={stage: round(seconds, 3) for stage, seconds in view.stage_seconds.items()},
         result=f"/jobs/{record.id}/result" if record.state == "done" else None,
         problem=_report_problem(record.failure),
         **_report_result(record),
@@ -152,7 +152,9 @@ def _get_reported_state(view: JobView) -> JobState | Literal["loading"]:
 
 def _report_part_progress(view: JobView) -> dict[str, Any]:
     """Return the progress of a time series or a folder as members of a `JobReport`."""
-    parts = JobProgress(done=view.points.done, total=view.points.total) if view.points.total else None
+    parts = (
+        JobProgress(done=view.part_progress.done, total=view.part_progress.total) if view.part_progress.total else None
+    )
     is_folder = view.record.request.is_folder
     return {"time_points": None if is_folder else parts, "stacks": parts if is_folder else None}
 

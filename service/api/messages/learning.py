@@ -248,7 +248,7 @@ def report_training(trainings: TrainingManager, record: TrainingRecord) -> Train
         created=datetime.fromtimestamp(record.created, UTC),
         started=_to_utc(record.started),
         ended=_to_utc(record.ended),
-        position=trainings.queue.position(record),
+        position=trainings.queue.get_position(record),
         stage=record.stage if record.state == "running" else None,
         step=record.step,
         steps=record.steps,

@@ -94,7 +94,7 @@ class ModelReload(BaseModel):
 def report_models(runtime: Runtime, can_delete: Callable[[ModelState], bool]) -> ModelList:
     """Report all models in the repository. `can_delete` returns whether the caller may delete a model."""
     models = [report_model(model, removable=can_delete(model)) for model in runtime.models.list_states()]
-    return ModelList(default=runtime.models.default, models=models)
+    return ModelList(default=runtime.models.default_name, models=models)
 
 
 def report_model(model: ModelState, *, removable: bool) -> ModelInfo:

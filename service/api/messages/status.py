@@ -11,7 +11,7 @@ from service.api.messages.jobs import JobProgress
 from service.api.messages.models import ModelList, RedactedEngineReport
 from service.api.messages.text import RedactedText
 from service.core.errors import FeatureDisabled
-from service.core.files.bundled import software_version
+from service.core.files.bundled import get_software_version
 from service.core.hardware import host
 from service.core.hardware.gpus import GpuStatus
 from service.core.hardware.host import HostStatus
@@ -190,10 +190,10 @@ class Status(BaseModel):
 
 def report_health(runtime: Runtime) -> Health:
     """Report the health of the service and the state of each model."""
-    reasons, degraded = list(runtime.unready_reasons()), list(runtime.degradations())
+    reasons, degraded = list(runtime.list_unready_reasons()), list(runtime.list_degradations())
     return Health(
         status="unavailable" if reasons else "degraded" if degraded else "ok",
-        version=software_version(),
+        version=get_software_version(),
         uptime_seconds=round(runtime.uptime_seconds, 1),
         waiting=runtime.devices.waiting_count,
         models={model.name: model.state for model in runtime.models.list_states()},
@@ -241,7 +241,7 @@ def report_requests(runtime: Runtime) -> Iterator[RequestReport]:
             if state in {"waiting", "running"}:
                 yield RequestReport(
                     device=device.name,
-                    model=job.name,
+                    model=job.model_name,
                     state=state,
                     progress=JobProgress(done=progress.done, total=progress.total),
                     seconds=job.seconds_waited if state == "waiting" else job.seconds_run,
@@ -264,13 +264,13 @@ def report_learning(trainings: TrainingManager, annotations: AnnotationStore) ->
         problem = None
     except FeatureDisabled as error:
         problem = str(error)
-    running, waiting = trainings.queue.running_and_waiting()
+    running, waiting = trainings.queue.get_running_and_waiting()
     records = [*([] if running is None else [running]), *waiting]
     return LearningReport(
         problem=problem,
         trainings=list(map(_report_progress, records)),
-        annotations=annotations.measure().stacks,
-        models=trainings.trained_models.count(),
+        annotations=annotations.measure_usage().stack_count,
+        models=trainings.trained_models.count_models(),
         models_limit=trainings.trained_models.max_models,
     )
 

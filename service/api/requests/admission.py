@@ -144,7 +144,7 @@ def select_model(runtime: Runtime, query: Query) -> ModelSpec:
     Raises UnknownModel, BrokenModel, NotReady and BadParameter.
     """
     spec = runtime.models.get_spec(query.model)
-    output_kind = runtime.estimator(spec).output_kind(query.options)
+    output_kind = runtime.get_estimator(spec).get_output_kind(query.options)
     if query.measurements is not None and output_kind != "labels":
         raise BadParameter(
             f"measurements: only labels can be measured, but this request returns {output_kind}. Choose output=labels,"

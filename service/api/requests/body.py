@@ -40,7 +40,7 @@ async def work_folder(scratch: ScratchFolder) -> AsyncIterator[Path]:
 
     Raises OutOfStorage if the disk is full, and StorageUnavailable for other disk errors.
     """
-    folder = scratch.next_request_folder()
+    folder = scratch.get_next_request_folder()
     try:
         with translate_disk_errors():
             yield folder
@@ -136,7 +136,7 @@ async def receive_file(
     async with AsyncExitStack() as resources:
         path = await resources.enter_async_context(folder or work_folder(runtime.scratch))
         async with time_limit(limits.request_seconds, runtime.devices.explain_missing_workers):
-            space = resources.enter_context(runtime.scratch_space.new_reservation(get_quota_name(request)))
+            space = resources.enter_context(runtime.scratch_space.make_reservation(get_quota_name(request)))
             upload = Upload(path / INPUT_NAME, limits.upload_bytes, space)
             resources.callback(upload.close)
             form_stack = Upload(path / FORM_STACK_NAME, limits.upload_bytes, space)
@@ -171,7 +171,7 @@ async def inspect_file(runtime: Runtime, file: ReceivedFile) -> Description:
     def complete_and_inspect() -> Description:
         file.complete()
         selection = file.request.query.selection
-        return runtime.reader.inspect(file.source, selection, shared=file.is_host_file, cancelled=cancelled.is_set)
+        return runtime.reader.inspect(file.source, selection, is_shared=file.is_host_file, cancelled=cancelled.is_set)
 
     return await run_in_thread(complete_and_inspect, runtime.read_threads.for_client(file.space.client), cancelled)
 

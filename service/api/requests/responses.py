@@ -22,19 +22,19 @@ from service.serving.storage.threads import run_in_thread
 
 async def build_stack_response(request: Request, runtime: Runtime, stack: StackResult) -> ResultResponse:
     """Return the response with the result for a stack, in the format that the `Accept` header selects."""
-    response = build_response(stack.path, stack.metadata, stack.content, stack.status)
+    response = build_response(stack.path, stack.metadata, stack.content, stack.file_status)
     if stack.file is not None:
         response.resources.callback(stack.file.close)
     media_type = choose_media_type(get_header(request.scope, b"accept"), stack.metadata)
     if media_type == stack.metadata.media_type:
-        if stack.key is not None:
-            response.headers["ETag"] = make_etag(stack.key)
+        if stack.cache_key is not None:
+            response.headers["ETag"] = make_etag(stack.cache_key)
     else:
         async with response.resources:
             file = await run_in_thread(response.open)
             response = await build_part_response(request, runtime, file, stack.metadata, media_type)
-    if stack.cache is not None:
-        response.headers["X-Cache"] = stack.cache
+    if stack.cache_status is not None:
+        response.headers["X-Cache"] = stack.cache_status
     return response
 
 
@@ -47,7 +47,7 @@ async def build_part_response(
     """
     with translate_disk_errors(), ExitStack() as exit_stack:
         exit_stack.callback(file.close)
-        space = exit_stack.enter_context(runtime.scratch_space.new_reservation(get_quota_name(request)))
+        space = exit_stack.enter_context(runtime.scratch_space.make_reservation(get_quota_name(request)))
         folder = runtime.scratch.make_request_folder()
         exit_stack.callback(partial(shutil.rmtree, folder, ignore_errors=True))
         convert = partial(convert_result, runtime.reader, file, metadata, media_type, folder)

@@ -102,7 +102,7 @@ async def list_annotations(request: Request, runtime: RuntimeDependency) -> Resp
     annotations, caller, is_admin = get_annotations(request), get_caller(request), _has_admin_rights(request, runtime)
 
     def report() -> bytes:
-        visible_annotations = annotations.list_newest(caller, is_admin=is_admin)
+        visible_annotations = annotations.list_newest_first(caller, is_admin=is_admin)
         overlaps = find_overlaps(visible_annotations)
         # Serialize one dictionary at a time. For thousands of annotated stacks, creating pydantic models would be slow,
         # and so would garbage collection while many dictionaries exist.
@@ -207,7 +207,7 @@ async def _report_annotation(request: Request, runtime: Runtime, annotation: Ann
     annotations, caller, is_admin = get_annotations(request), get_caller(request), _has_admin_rights(request, runtime)
 
     def report() -> AnnotationReport:
-        visible_annotations = annotations.list_newest(caller, is_admin=is_admin)
+        visible_annotations = annotations.list_newest_first(caller, is_admin=is_admin)
         overlaps = find_overlaps([other for other in visible_annotations if other.digest == annotation.digest])
         # The annotation may have been deleted in the meantime.
         return AnnotationReport(**describe_annotation(annotation, overlaps.get(annotation.id, ())))

@@ -27,11 +27,11 @@ async def inspect_stack(request: Request, runtime: RuntimeDependency, query: Adm
         query = file.request.query
         spec = select_model(runtime, query)
         description = await run_while_connected(request, inspect_file(runtime, file))
-    estimator = runtime.estimator(spec)
+    estimator = runtime.get_estimator(spec)
     estimate, seconds, problems = None, None, [description.problem]
     try:
         estimate = runtime.estimate(spec, description, query.options)
-        windows = description.volume_count * estimate.windows
+        windows = description.volume_count * estimate.num_windows
         seconds = runtime.estimate_seconds(spec.name, windows, get_caller(request))
         check_memory(estimate, host.query_available_memory())
     except (RequestError, OutOfMemory) as error:
@@ -39,9 +39,9 @@ async def inspect_stack(request: Request, runtime: RuntimeDependency, query: Adm
     return Inspection(
         file=description,
         model=spec.identifier,
-        output=estimator.output_kind(query.options),
+        output=estimator.get_output_kind(query.options),
         normalisation=spec.input.normalisation.model_dump(),
-        diameter=str(estimator.diameter_setting(query.options)),
+        diameter=str(estimator.get_diameter_setting(query.options)),
         estimate=estimate,
         seconds=None if seconds is None else round(seconds, 1),
         problem=" ".join(filter(None, problems)) or None,

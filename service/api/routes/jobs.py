@@ -19,7 +19,7 @@ from service.api.requests.admission import STACK_REQUEST, AdmittedQuery
 from service.api.requests.jobs import ACCEPTED_RESPONSES, accept_job
 from service.api.requests.responses import build_part_response
 from service.core.errors import StorageUnavailable, UnknownJob
-from service.core.files.atomic_files import descriptor_path
+from service.core.files.atomic_files import make_descriptor_path
 from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import JobManager
 from service.serving.results.media_types import choose_media_type
@@ -106,17 +106,17 @@ async def download_result(
     document. Use `Accept: application/x-npy`, `application/x-nifti` or `application/x-ozx` to get the labels in another
     file format, and `Accept: image/tiff` or `text/csv` to get a single file from an archive.
     """
-    file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
+    file, metadata = await run_in_thread(partial(async_jobs.open_result, job, get_caller(request)))
     media_type = choose_media_type(request.headers.get("accept", ""), metadata)
     if media_type != metadata.media_type:
         return await build_part_response(request, runtime, file, metadata, media_type)
     # The file is already open, so it is sent completely even if the result is deleted in the meantime.
     with ExitStack() as exit_stack:
         exit_stack.callback(file.close)
-        space = exit_stack.enter_context(runtime.scratch_space.new_reservation(get_quota_name(request)))
+        space = exit_stack.enter_context(runtime.scratch_space.make_reservation(get_quota_name(request)))
         # A client with no other request in progress may download a result of any size.
         space.reserve(min(os.fstat(file.fileno()).st_size, runtime.scratch_space.max_client_bytes))
-        response = build_response(descriptor_path(file.fileno()), metadata)
+        response = build_response(make_descriptor_path(file.fileno()), metadata)
         response.resources.callback(exit_stack.pop_all().close)
         return response
 

@@ -19,7 +19,7 @@ from service.api.messages.planes import PLANES_RESPONSES, PlaneRangeQuery, Plane
 from service.core.errors import RateLimited
 from service.core.types import CancellationCheck, Volume
 from service.serving.results.media_types import read_labels
-from service.serving.results.planes import PLANE_MEMORY, PlaneRange, PlaneSelection
+from service.serving.results.planes import PLANE_MEMORY_BUDGET, PlaneRange, PlaneSelection
 from service.serving.runtime import Runtime
 from service.serving.storage.disk import translate_disk_errors
 from service.serving.storage.memory_budget import MemoryBudget
@@ -69,7 +69,7 @@ async def get_label_planes(
     For planes of the segmented stack, use `GET /stacks/{stack}/planes`.
     """
     async_jobs = await get_async_jobs(request)
-    file, metadata = await run_in_thread(partial(async_jobs.result, job, get_caller(request)))
+    file, metadata = await run_in_thread(partial(async_jobs.open_result, job, get_caller(request)))
 
     def read(folder: Path, cancelled: CancellationCheck) -> Volume:
         return read_labels(runtime.reader, file, metadata, folder, time=time, cancelled=cancelled)
@@ -86,7 +86,7 @@ async def _open_volume(
 
     `read` decodes the volume into an empty folder.
 
-    Raises the same errors as `read` and `VolumeCache.open`, and Cancelled if the client disconnects.
+    Raises the same errors as `read` and `VolumeCache.get_or_read`, and Cancelled if the client disconnects.
     """
     if (volume := runtime.volume_cache.find(key)) is not None:
         return volume
@@ -100,13 +100,13 @@ async def _open_volume(
             shutil.rmtree(folder, ignore_errors=True)
 
     with translate_disk_errors():
-        open_volume = partial(runtime.volume_cache.open, key, runtime.scratch_space, decode)
+        open_volume = partial(runtime.volume_cache.get_or_read, key, runtime.scratch_space, decode)
         threads = runtime.decode_threads.for_client(get_quota_name(request))
         return await run_while_connected(request, run_in_thread(open_volume, threads, cancelled))
 
 
 async def build_planes_response(
-    volume: Volume, plane_range: PlaneRange, memory: MemoryBudget = PLANE_MEMORY
+    volume: Volume, plane_range: PlaneRange, memory: MemoryBudget = PLANE_MEMORY_BUDGET
 ) -> Response:
     """Read planes of the first channel in a thread, and return the response with these planes.
 

@@ -84,10 +84,10 @@ async def check_readiness(runtime: RuntimeDependency) -> Liveness:
     Returns status 200 once all startup models are ready. Until then, and during shutdown, returns status 503 with the
     reasons. The member `status` is `degraded` instead of `ready` if `/health` reports problems.
     """
-    reasons = runtime.unready_reasons()
+    reasons = runtime.list_unready_reasons()
     if reasons:
         raise NotReady(" ".join(reasons))
-    return Liveness(status="degraded" if runtime.degradations() else "ready")
+    return Liveness(status="degraded" if runtime.list_degradations() else "ready")
 
 
 for _prefix in HEALTH_PREFIXES:

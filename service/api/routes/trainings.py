@@ -59,7 +59,10 @@ async def list_trainings(request: Request, runtime: RuntimeDependency) -> Traini
     caller = get_caller(request)
 
     def report_all() -> list[TrainingReport]:
-        return [report_training(trainings, record) for record in trainings.queue.list_newest(caller, is_admin=is_admin)]
+        return [
+            report_training(trainings, record)
+            for record in trainings.queue.list_newest_first(caller, is_admin=is_admin)
+        ]
 
     return TrainingList(trainings=await run_in_thread(report_all))
 

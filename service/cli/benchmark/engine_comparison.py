@@ -40,19 +40,19 @@ log = logging.getLogger(__name__)
 class TimedNetwork(NamedTuple):
     """Network to be timed. `call` runs the network on one batch.
 
-    precision  selects the peak speed with which the network is compared
-    exact      whether this peak speed is measured without TF32, because the network does not use TF32
+    precision         selects the peak speed with which the network is compared
+    is_tf32_disabled  whether this peak speed is measured without TF32, because the network does not use TF32
     """
 
     name: str
-    windows: int
+    batch_size: int
     precision: str
     call: Callable[[], object]
-    exact: bool = False
+    is_tf32_disabled: bool = False
 
 
 @dataclass(frozen=True)
-class Row:
+class EngineRow:
     """Result for one engine.
 
     problem     reason why there are no measurements, or None
@@ -85,39 +85,42 @@ class DevicePeak:
     peaks: dict[str, float] = field(default_factory=dict)
     clock: Callable[[], float] = time.perf_counter
 
-    def measure(self, precision_name: str, *, exact: bool = False) -> float:
+    def measure(self, precision_name: str, *, is_tf32_disabled: bool = False) -> float:
         """Measure the peak and return the highest value so far, which excludes moments when the device was busy.
 
-        exact  whether to measure without TF32
+        is_tf32_disabled  whether to measure without TF32
         """
-        with tf32.disable_tf32() if exact else nullcontext():
+        with tf32.disable_tf32() if is_tf32_disabled else nullcontext():
             latest_peak = measure_matrix_peak(DTYPES[precision_name], self.device, clock=self.clock) / 1e9
-        key = f"{precision_name} exact" if exact else precision_name
+        key = f"{precision_name} exact" if is_tf32_disabled else precision_name
         self.peaks[key] = max(self.peaks.get(key, 0.0), latest_peak)
         return self.peaks[key]
 
 
 def compare_networks(
     group: str, networks: Sequence[TimedNetwork], peak: DevicePeak, max_seconds: float = MAX_COMPARISON_SECONDS
-) -> Iterator[Row]:
+) -> Iterator[EngineRow]:
     """Time all networks alternately and compare them with the first one. Rows are yielded after all timings."""
     times = time_alternately([network.call for network in networks], MAX_ROUNDS, max_seconds, peak.clock)
-    precisions = {(network.precision, network.exact) for network in networks}
-    peaks = {(precision_name, exact): peak.measure(precision_name, exact=exact) for precision_name, exact in precisions}
+    precisions = {(network.precision, network.is_tf32_disabled) for network in networks}
+    peaks = {
+        (precision_name, is_tf32_disabled): peak.measure(precision_name, is_tf32_disabled=is_tf32_disabled)
+        for precision_name, is_tf32_disabled in precisions
+    }
     seconds_per_window = [
-        [t / network.windows for t in durations] for network, durations in zip(networks, times, strict=True)
+        [t / network.batch_size for t in durations] for network, durations in zip(networks, times, strict=True)
     ]
     for network, durations in zip(networks, seconds_per_window, strict=True):
         spread = Spread.from_values([1000 * t for t in durations])
         windows_per_second = 1000 / spread.median
-        yield Row(
+        yield EngineRow(
             group,
             network.name,
-            network.windows,
+            network.batch_size,
             ms_per_window=spread,
             windows_per_second=windows_per_second,
             gflop_per_second=windows_per_second * peak.gflop,
-            peak_share=windows_per_second * peak.gflop / peaks[network.precision, network.exact],
+            peak_share=windows_per_second * peak.gflop / peaks[network.precision, network.is_tf32_disabled],
             ratio=Spread.from_ratios(seconds_per_window[0], durations),
         )
 
@@ -125,13 +128,13 @@ def compare_networks(
 class TimedNetworkBuilder(NamedTuple):
     """Builder of a `TimedNetwork`. `build` raises one of `backends.ENGINE_ERRORS` on failure.
 
-    compiled  whether building calls torch.compile, which is slow
+    is_compiled  whether building calls torch.compile, which is slow
     """
 
     name: str
-    windows: int
+    batch_size: int
     build: Callable[[], TimedNetwork]
-    compiled: bool = False
+    is_compiled: bool = False
 
 
 def compare_with_first(
@@ -141,7 +144,7 @@ def compare_with_first(
     *,
     build_seconds: float = math.inf,
     pair_seconds: float = MAX_PAIR_SECONDS,
-) -> Iterator[Row]:
+) -> Iterator[EngineRow]:
     """Yield the row of `first`. Then build each network, time it alternately with `first`, and yield its row.
 
     Each network is released before the next one is built. The row of a network that fails contains the reason.
@@ -154,14 +157,16 @@ def compare_with_first(
     total_build_seconds = 0.0
     for builder in builders:
         if total_build_seconds > build_seconds:
-            yield Row(group, builder.name, builder.windows, f"not built: the limit of {build_seconds:g} s was reached")
+            yield EngineRow(
+                group, builder.name, builder.batch_size, f"not built: the limit of {build_seconds:g} s was reached"
+            )
             continue
         build_start = time.monotonic()
         try:
             row, build_duration = _compare_pair(group, first, builder, peak, pair_seconds)
         except backends.ENGINE_ERRORS as error:
             row, build_duration = (
-                Row(group, builder.name, builder.windows, backends.get_first_line(error)),
+                EngineRow(group, builder.name, builder.batch_size, backends.get_first_line(error)),
                 time.monotonic() - build_start,
             )
         total_build_seconds += build_duration
@@ -170,9 +175,9 @@ def compare_with_first(
 
 def _compare_pair(
     group: str, first: TimedNetwork, builder: TimedNetworkBuilder, peak: DevicePeak, max_seconds: float
-) -> tuple[Row, float]:
+) -> tuple[EngineRow, float]:
     """Build a network and time it alternately with `first`. Return its row and the seconds that building took."""
-    log.info("building %s x%d", builder.name, builder.windows)
+    log.info("building %s x%d", builder.name, builder.batch_size)
     start = time.monotonic()
     network = builder.build()
     build_duration = time.monotonic() - start
@@ -180,7 +185,7 @@ def _compare_pair(
     return row, build_duration
 
 
-def collect_rows(rows: Iterable[Row], collected_rows: list[Row]) -> Iterator[Row]:
+def collect_rows(rows: Iterable[EngineRow], collected_rows: list[EngineRow]) -> Iterator[EngineRow]:
     """Append each row to `collected_rows`, and yield the row."""
     for row in rows:
         collected_rows.append(row)
@@ -209,7 +214,7 @@ def iter_builders(
             if backends.BACKENDS[config.engine].can_improve(network):
                 name = format_config(config, tf32_allowed=tf32_allowed)
                 yield TimedNetworkBuilder(
-                    name, batch_size, partial(build, config), compiled=config.compile_mode is not None
+                    name, batch_size, partial(build, config), is_compiled=config.compile_mode is not None
                 )
 
 

@@ -101,12 +101,12 @@ def _time_requests(devices: Sequence[Device], spec: ModelSpec, volume: Volume, r
 
 def _submit(scheduler: Scheduler, spec: ModelSpec, volume: Volume) -> Job[Any]:
     reservation = Reservation(scheduler, spec.name)
-    window_count = scheduler.models.get_estimator(spec).estimate(volume, ORIGINAL_RESOLUTION).windows
+    window_count = scheduler.models.get_estimator(spec).estimate(volume, ORIGINAL_RESOLUTION).num_windows
 
     def segment(job: Job[Any]) -> None:
         reservation.segment(job, volume, ORIGINAL_RESOLUTION)
 
     job: Job[Any] = Job(spec.name, segment, window_count=window_count, is_ready=False)
     scheduler.queue.put(job)
-    reservation.take(job)
+    reservation.request_model(job)
     return job

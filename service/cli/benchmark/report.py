@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from service.cli.benchmark.engine_comparison import Row, format_precision
+from service.cli.benchmark.engine_comparison import EngineRow, format_precision
 from service.cli.benchmark.results import Repeat, Report
 from service.cli.benchmark.timing import Spread
 from service.core.quantities import Size
@@ -107,7 +107,7 @@ def _format_baseline_name(*, tf32_allowed: bool) -> str:
     return "baseline script (eager FP32; torch's defaults allow TF32)" if tf32_allowed else "baseline script"
 
 
-def format_table(title: str, rows: Iterable[Row]) -> Iterator[str]:
+def format_table(title: str, rows: Iterable[EngineRow]) -> Iterator[str]:
     """Return the lines of a comparison table. Each row is yielded as soon as `rows` yields it."""
     yield TABLE_HEADER.format(title)
     yield "|---" * TABLE_HEADER.count(" |") + "|"
@@ -152,7 +152,7 @@ def plot(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _draw_engines(axes: Any, rows: list[Row]) -> None:
+def _draw_engines(axes: Any, rows: list[EngineRow]) -> None:
     _draw_bars(axes, [f"{row.name} x{row.windows}" for row in rows], [row.windows_per_second or 0 for row in rows])
     axes.set(title="engine", xlabel="windows per second, median")
 

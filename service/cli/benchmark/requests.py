@@ -87,14 +87,14 @@ class RequestRunner:
             ORIGINAL_RESOLUTION,
             callbacks=Callbacks(self._record_and_run_windows, progress=self._record_window_count),
         )
-        if result.fallbacks or result.recomputed:
+        if result.num_fallbacks or result.is_recomputed:
             self.fallback_notes = list(dict.fromkeys([*self.fallback_notes, *result.notes]))
         stages.add("normalise", result.seconds["prepare"])
         stages.add("windows", result.seconds["windows"])
         stages.add("postprocess", result.seconds["decode"])
         with stages.measure("write"):
             tiff_writer.write(result.segmentation, self._folder / "labels.tif")
-        return stages.seconds | {"total": stages.total}
+        return stages.seconds | {"total": stages.total_seconds}
 
     def run_windows(self) -> None:
         """Process the windows of the latest request again, from pixels to scores, without decoding."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from service.cli.benchmark.engine_comparison import Row
+from service.cli.benchmark.engine_comparison import EngineRow
 from service.cli.benchmark.timing import Spread
 from service.core.quantities import Size
 from service.inference.types import EngineReport
@@ -133,7 +133,7 @@ class Report:
     peak_bytes: int
     device_bytes: int
     tf32: bool = False
-    rows: list[Row] = field(default_factory=list)
+    rows: list[EngineRow] = field(default_factory=list)
     torch_version: str = str(torch.__version__)
 
     @property

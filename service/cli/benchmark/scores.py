@@ -74,4 +74,4 @@ def _read_pair(image: Path, labels: Path, channel: str | None, settings: Setting
         raise BadParameter(
             f"{image} and {labels} must have the same shape, but have {volume.shape[1:]} and {truth.shape}."
         )
-    return volume, truth.array()[0]
+    return volume, truth.read_all()[0]

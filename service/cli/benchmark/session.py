@@ -106,7 +106,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintL
             runner.write_profile(plan.profile)
         if plan.should_compare_engines:
             current_network = _make_current_network(runner, result)
-            builders = iter_builders(spec, settings, torch_device, plan.batch_sizes or (current_network.windows,))
+            builders = iter_builders(spec, settings, torch_device, plan.batch_sizes or (current_network.batch_size,))
             rows = compare_with_first(current_network, builders, peak_speed, build_seconds=plan.build_seconds)
             _print_lines(print_line, chain([""], report.format_table("engine", collect_rows(rows, result.rows))))
         return result

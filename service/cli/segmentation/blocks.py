@@ -23,12 +23,12 @@ from service.formats.zarr import writer as zarr_writer  # noqa: F401 (Fails befo
 from service.inference.blockwise import output
 from service.inference.blockwise.driver import Driver, Progress, make_plan
 from service.inference.blockwise.run_folder import OpenRun, RunFolder, open_run
-from service.inference.blockwise.survey import read_strongest_windows
+from service.inference.blockwise.survey import read_high_contrast_windows
 from service.inference.blockwise.workers import LocalWorkers, Workers
 from service.inference.diameter.advice import Evidence
 from service.inference.diameter.confidence import ConfidenceAssessment, assess_objects
 from service.inference.measurements import write_csv
-from service.inference.preprocessing.resample import used_diameter
+from service.inference.preprocessing.resample import compute_applied_diameter
 from service.inference.types import DiameterEstimate, Result
 from service.serving.results.provenance import describe_provenance
 
@@ -143,7 +143,9 @@ def assess_confidence(run: OpenRun, estimate: DiameterEstimate | None) -> Confid
         return Evidence(
             _read_high_contrast_windows(run),
             likely_diameter=None if estimate is None else estimate.likely_diameter,
-            used_diameter=used_diameter(plan, spec, plan.diameter if estimate is None else estimate.diameter),
+            used_diameter=compute_applied_diameter(
+                plan, spec, plan.diameter if estimate is None else estimate.diameter
+            ),
             is_diameter_given=plan.diameter is not None,
             has_postprocessing=plan.options.postprocessing != PostprocessingOptions(),
         )
@@ -157,7 +159,7 @@ def _read_high_contrast_windows(run: OpenRun) -> list[Tensor]:
     If reading fails, return no windows, because the labels are more important than the advice.
     """
     try:
-        return read_strongest_windows(run)
+        return read_high_contrast_windows(run)
     except (RuntimeError, MemoryError, OSError, StackSegError) as error:
         log.warning("%s: the reason for the low confidence could not be determined: %s", run.spec.identifier, error)
         return []

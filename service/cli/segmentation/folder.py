@@ -19,7 +19,7 @@ from service.core.errors import BadParameter
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.batching.batcher import open_batcher
 from service.models.spec import ModelSpec
-from service.serving.jobs.folder_records import REPORT
+from service.serving.jobs.folder_records import REPORT_FILE
 from service.serving.jobs.folder_work import (
     FolderOutcome,
     FolderSegmentation,
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, query: Query, settings: Settings) -> int:
             )
         bar.begin_step(f"loading {spec.identifier}")
         runner = ModelRunner(spec, settings)
-        check_output(runner.estimator.output_kind(query.options), query, is_measured=False)
+        check_output(runner.estimator.get_output_kind(query.options), query, is_measured=False)
         batcher.call(runner.warm_up)
         callbacks = _make_callbacks(
             folder, query, LocalRun(runner, batcher, Path(scratch), bar), settings.limits.decoded_bytes
@@ -80,10 +80,10 @@ def _print_summary(outcome: FolderOutcome, stack_count: int, out: Path, spec: Mo
     sys.stderr.writelines(
         f"stackseg: {warning.replace(': ', ': warning: ', 1)}\n" for warning in outcome.confidence_warnings
     )
-    previous_note = f", {outcome.skipped} of them previously" if outcome.skipped else ""
+    previous_note = f", {outcome.skipped_count} of them previously" if outcome.skipped_count else ""
     stack_text = f"{stack_count - len(outcome.failures)} of {stack_count} stacks{previous_note}"
-    object_text = "" if outcome.objects is None else f", {outcome.objects} objects"
-    sys.stdout.write(f"{out / REPORT}: {stack_text}{object_text}, {spec.identifier}\n")
+    object_text = "" if outcome.object_count is None else f", {outcome.object_count} objects"
+    sys.stdout.write(f"{out / REPORT_FILE}: {stack_text}{object_text}, {spec.identifier}\n")
 
 
 def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
@@ -101,7 +101,7 @@ def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
 
 
 def _make_callbacks(folder: Path, query: Query, local_run: LocalRun, limit_bytes: int) -> StackCallbacks:
-    is_measured = local_run.runner.estimator.output_kind(query.options) == "labels"
+    is_measured = local_run.runner.estimator.get_output_kind(query.options) == "labels"
 
     @contextmanager
     def open_stack(name: str) -> Iterator[Path]:

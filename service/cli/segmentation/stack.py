@@ -22,7 +22,7 @@ from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.estimator import Estimator
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import estimate_diameter, segment
-from service.inference.series.time_points import PointSegmenter, Progress, segment_series
+from service.inference.series.time_points import Progress, TimePointSegmenter, segment_series
 from service.inference.types import DiameterEstimate, Result, Series
 from service.inference.windows.batching.batcher import WindowBatcher, open_batcher
 from service.models.spec import ModelSpec
@@ -85,7 +85,7 @@ class LocalRun(NamedTuple):
         return segment_series(
             pixels,
             options,
-            PointSegmenter(
+            TimePointSegmenter(
                 self._segment_volume, self.estimate_diameter if self.needs_diameter_estimate(options) else None
             ),
             self.scratch,
@@ -107,7 +107,7 @@ class LocalRun(NamedTuple):
 
 def _check_header(options: argparse.Namespace, query: Query, estimator: Estimator, limit_bytes: int) -> None:
     """Raise the errors that are evident from the options and the file header, before pixels and weights are loaded."""
-    kind = estimator.output_kind(query.options)
+    kind = estimator.get_output_kind(query.options)
     check_output(kind, query, is_measured=options.measurements is not None)
     _check_format(kind, query, options.result)
     description = stack_reader.inspect(options.input, query.selection, limit_bytes)

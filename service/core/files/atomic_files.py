@@ -47,7 +47,7 @@ def sync_to_disk(*paths: Path) -> None:
             os.close(descriptor)
 
 
-def descriptor_path(descriptor: int) -> Path:
+def make_descriptor_path(descriptor: int) -> Path:
     """Return a path through which other processes can open a file that is open in this process."""
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
@@ -63,12 +63,12 @@ def open_folder_by_path(path: Path) -> Iterator[int]:
 
 
 @contextmanager
-def open_subfolder(folder_fd: int, folder_names: Sequence[str], *, make: bool = False) -> Iterator[int]:
+def open_subfolder(folder_fd: int, folder_names: Sequence[str], *, create_missing: bool = False) -> Iterator[int]:
     """Open a subfolder of an open folder for the duration of the block.
 
     folder_fd       file descriptor of the open folder
     folder_names    names of the nested folders, starting with the outermost one
-    make  whether to create missing folders
+    create_missing  whether to create missing folders
 
     Raises OSError, for example if a name is a symbolic link or `..`.
     """
@@ -77,7 +77,7 @@ def open_subfolder(folder_fd: int, folder_names: Sequence[str], *, make: bool = 
     current_fd = os.dup(folder_fd)
     try:
         for folder_name in folder_names:
-            if make:
+            if create_missing:
                 with suppress(FileExistsError):
                     os.mkdir(folder_name, dir_fd=current_fd)
             inner_fd = os.open(folder_name, OPEN_FOLDER_FLAGS, dir_fd=current_fd)

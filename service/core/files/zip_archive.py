@@ -35,18 +35,18 @@ _MAX_COMMENT_BYTES = 2**16 - 1
 class ZipLimits(NamedTuple):
     """Limits on archives of one kind.
 
-    entries          maximum number of entries (members and folders); each takes about 500 bytes of memory
-    directory_bytes  maximum size of the central directory, which lists all entries with their names
-    comment       whether a comment may follow the central directory
+    max_entries          maximum number of entries (members and folders); each takes about 500 bytes of memory
+    max_directory_bytes  maximum size of the central directory, which lists all entries with their names
+    allows_comment       whether a comment may follow the central directory
     """
 
-    entries: int
-    directory_bytes: int
-    comment: bool = False
+    max_entries: int
+    max_directory_bytes: int
+    allows_comment: bool = False
 
 
 # Limits for PyTorch archives: more entries than any model has, even if all names are long.
-TORCH_LIMITS = ZipLimits(entries=10_000, directory_bytes=2**22)
+TORCH_LIMITS = ZipLimits(max_entries=10_000, max_directory_bytes=2**22)
 
 
 def open_archive(file: IO[bytes], limits: ZipLimits) -> zipfile.ZipFile:
@@ -59,8 +59,8 @@ def open_archive(file: IO[bytes], limits: ZipLimits) -> zipfile.ZipFile:
     directory_start = _find_directory(file, limits)
     archive = zipfile.ZipFile(file)
     entries = archive.infolist()
-    if len(entries) > limits.entries:
-        raise zipfile.BadZipFile(f"the archive has {len(entries)} entries; the maximum is {limits.entries}.")
+    if len(entries) > limits.max_entries:
+        raise zipfile.BadZipFile(f"the archive has {len(entries)} entries; the maximum is {limits.max_entries}.")
     for entry in entries:
         _check_entry(entry)
     if len({entry.filename.lower() for entry in entries}) < len(entries):
@@ -112,7 +112,7 @@ def locate_stored_member(descriptor: int, entry: zipfile.ZipInfo) -> int:
 def _find_directory(file: IO[bytes], limits: ZipLimits) -> int:
     """Return the offset of the central directory at the end of the file. Raises zipfile.BadZipFile."""
     size = file.seek(0, io.SEEK_END)
-    comment_bytes = _measure_comment(file, size) if limits.comment else 0
+    comment_bytes = _measure_comment(file, size) if limits.allows_comment else 0
     size -= comment_bytes
     file.seek(max(0, size - END_RECORD_BYTES - ZIP64_LOCATOR_BYTES - ZIP64_END_RECORD_BYTES))
     tail = file.read(min(size, END_RECORD_BYTES + ZIP64_LOCATOR_BYTES + ZIP64_END_RECORD_BYTES))
@@ -128,8 +128,8 @@ def _find_directory(file: IO[bytes], limits: ZipLimits) -> int:
         directory_bytes, directory_start = struct.unpack("<QQ", tail[40:56])
     if directory_start + directory_bytes != directory_end:
         raise zipfile.BadZipFile("there are extra bytes before or after the archive.")
-    if directory_bytes > limits.directory_bytes:
-        raise zipfile.BadZipFile(f"the central directory is larger than {limits.directory_bytes} bytes.")
+    if directory_bytes > limits.max_directory_bytes:
+        raise zipfile.BadZipFile(f"the central directory is larger than {limits.max_directory_bytes} bytes.")
     return int(directory_start)
 
 

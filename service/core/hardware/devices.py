@@ -33,7 +33,7 @@ _idle_pool_bytes: dict[torch.device, int] = {}
 # Versions of cuDNN whose 3D convolutions in BF16 give wrong results for large inputs (pytorch#163539). With these
 # versions, PyTorch runs convolutions in BF16 and FP16 in the contiguous memory format with other kernels, which are
 # several times slower (pytorch#166122) and need more memory (pytorch#166643).
-FAULTY_CUDNN = range(90800, 91500)
+FAULTY_CUDNN_VERSIONS = range(90800, 91500)
 
 # Fragments of error messages that indicate that memory is exhausted: from PyTorch's CPU allocator, oneDNN (the same
 # primitives were created during the warm-up, so creating them can fail only for lack of memory), Python's threads, CUDA
@@ -55,9 +55,9 @@ class Driver(Protocol):
 
     def is_working(self, device: torch.device) -> bool: ...
 
-    def free_bytes(self, device: torch.device) -> int | None: ...
+    def query_free_bytes(self, device: torch.device) -> int | None: ...
 
-    def total_bytes(self, device: torch.device) -> int | None: ...
+    def query_total_bytes(self, device: torch.device) -> int | None: ...
 
     def release_memory(self, device: torch.device) -> None: ...
 
@@ -148,7 +148,7 @@ def explain_faulty_cudnn(version: int | None) -> str | None:
     )
     if version is None:
         return f"PyTorch cannot find cuDNN. Without it, 3D convolutions in BF16 and FP16 are slow. {advice}"
-    if version not in FAULTY_CUDNN:
+    if version not in FAULTY_CUDNN_VERSIONS:
         return None
     version_name = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     return (
@@ -231,7 +231,7 @@ def set_torch_threads(count: int) -> None:
     torch.get_num_threads()
 
 
-def free_bytes(device: torch.device, cuda: Any = torch.cuda) -> int | None:
+def query_free_bytes(device: torch.device, cuda: Any = torch.cuda) -> int | None:
     """Return how many bytes this process can still allocate on the device, including PyTorch's cache; None if unknown.
 
     Memory that CUDA graphs reserve between replays does not count as free.
@@ -248,8 +248,8 @@ def free_bytes(device: torch.device, cuda: Any = torch.cuda) -> int | None:
 def measure_graph_pools(device: torch.device, cuda: Any = torch.cuda) -> int:
     """Return the total size of the memory pools of all CUDA graphs on a device in bytes; 0 on a CPU.
 
-    This function also records how many of the bytes are unused, which `free_bytes` needs. Call it after graphs have
-    been recorded or deleted. It takes milliseconds.
+    This function also records how many of the bytes are unused, which `query_free_bytes` needs. Call it after graphs
+    have been recorded or deleted. It takes milliseconds.
     """
     if device.type != "cuda":
         return 0
@@ -262,7 +262,7 @@ def measure_graph_pools(device: torch.device, cuda: Any = torch.cuda) -> int:
     return sum(segment["total_size"] for segment in segments)
 
 
-def total_bytes(device: torch.device) -> int | None:
+def query_total_bytes(device: torch.device) -> int | None:
     """Return the total memory of the device in bytes; None if unknown."""
     if device.type != "cuda":
         return host.read_meminfo("MemTotal")
@@ -271,7 +271,7 @@ def total_bytes(device: torch.device) -> int | None:
 
 def limit_memory(device: torch.device, nbytes: int) -> None:
     """Limit the GPU memory that this process may allocate. Do nothing for the CPU."""
-    total = total_bytes(device)
+    total = query_total_bytes(device)
     if device.type == "cuda" and total is not None:
         torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), device)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch  # noqa: F401 (The kernels use the OpenMP library that torch loads.)
 
-from service.core.native.variants import Variant, list_supported
+from service.core.native.variants import Variant, list_supported_variants
 
 
 def load_library(variants: Sequence[Variant] | None = None) -> ctypes.CDLL:
@@ -19,12 +19,12 @@ def load_library(variants: Sequence[Variant] | None = None) -> ctypes.CDLL:
     Raises OSError if the package contains none of these variants, or if the library cannot be loaded. The message
     suggests a solution.
     """
-    variants = list_supported() if variants is None else variants
+    variants = list_supported_variants() if variants is None else variants
     if not variants:
         raise OSError("the C++ kernels require a processor with AVX2")
     for variant in variants:
-        if variant.library.exists():
-            return ctypes.CDLL(str(variant.library))
+        if variant.library_path.exists():
+            return ctypes.CDLL(str(variant.library_path))
     raise OSError(
         "StackSeg has no C++ kernels for this machine; install the wheel for this platform, or install g++ and then"
         " reinstall StackSeg"

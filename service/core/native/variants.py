@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # Folder that contains the built libraries.
-FOLDER = Path(__file__).parent
+LIBRARY_FOLDER = Path(__file__).parent
 
 # Flags in /proc/cpuinfo that the x86-64 microarchitecture levels require (https://gitlab.com/x86-psABIs/x86-64-ABI).
 X86_64_V3_FLAGS = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
@@ -25,9 +25,9 @@ class Variant(NamedTuple):
     required_flags: frozenset[str] = frozenset()
 
     @property
-    def library(self) -> Path:
+    def library_path(self) -> Path:
         """Path of the library, which exists if the package was built with this variant."""
-        return FOLDER / f"kernels-{self.name}.so"
+        return LIBRARY_FOLDER / f"kernels-{self.name}.so"
 
 
 X86_64_VARIANTS = (
@@ -43,7 +43,7 @@ def list_variants(machine: str | None = None) -> tuple[Variant, ...]:
     return X86_64_VARIANTS if machine == "x86_64" else (Variant(machine),)
 
 
-def list_supported() -> tuple[Variant, ...]:
+def list_supported_variants() -> tuple[Variant, ...]:
     """Return the variants that this processor supports, fastest first."""
     flags = _read_cpu_flags()
     return tuple(variant for variant in list_variants() if variant.required_flags <= flags)

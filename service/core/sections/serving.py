@@ -10,8 +10,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from service.core.sections.computing import Overlap, Section
 
 # Pattern for the names of API keys, which appear in logs and metrics.
-KEY_NAME = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
-KeyName = Annotated[str, Field(pattern=rf"^{KEY_NAME}$")]
+KEY_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
+KeyName = Annotated[str, Field(pattern=rf"^{KEY_NAME_PATTERN}$")]
 KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 # Name of a folder or store in `references`, used as the first component of paths such as scans/2026/stack.tif.
 RootName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]

@@ -92,7 +92,7 @@ class LoadingLock:
         self._lock.release()
 
     @property
-    def recompilations(self) -> int:
+    def recompilation_count(self) -> int:
         """Number of graphs that were compiled while no model was loading."""
         graph_count_at_entry = self._graph_count_at_entry
         return (count_graphs() if graph_count_at_entry is None else graph_count_at_entry) - self._expected_graph_count

@@ -117,7 +117,7 @@ class Tuner(Generic[Result]):
         self._config_count = 0
 
     @property
-    def seconds(self) -> float:
+    def elapsed_seconds(self) -> float:
         """Seconds since the tuner was created."""
         return self._clock() - self._start_time
 
@@ -213,7 +213,7 @@ class Tuner(Generic[Result]):
         return Verdict(Outcome.RUNS)
 
     def _find_skip_reason(self, config: EngineConfig) -> str | None:
-        if self._champion is not None and self.seconds > self._max_seconds:
+        if self._champion is not None and self.elapsed_seconds > self._max_seconds:
             return "time limit reached"
         for tried_config, trial in self._trials.items():
             is_correct = trial.difference is not None and trial.difference <= self._max_difference
@@ -229,7 +229,7 @@ class Tuner(Generic[Result]):
         with step("timing"):
             for round_count in range(1 + MAX_TIMED_ROUNDS):
                 if round_count > MIN_TIMED_ROUNDS and (
-                    self.seconds > self._max_seconds or _is_decided(running_entrants)
+                    self.elapsed_seconds > self._max_seconds or _is_decided(running_entrants)
                 ):
                     break
                 running_entrants = [entrant for entrant in running_entrants if self._time_call(entrant)]

@@ -27,7 +27,7 @@ from service.formats.sandbox.remote_store import POLL_SECONDS
 from service.formats.sandbox.request_files import INVALID_REPLY_MESSAGE, RequestFiles
 
 # Time limit for starting a process.
-STARTUP_SECONDS = 60.0
+STARTUP_TIMEOUT_SECONDS = 60.0
 # Time that a process may take to exit after it has closed its end of the socket. A compromised process may not exit.
 EXIT_TIMEOUT_SECONDS = 1.0
 # Maximum size of a reply in bytes, far larger than the reply for any valid file.
@@ -138,7 +138,7 @@ class ReaderProcess:
         if self._is_ready:
             return
         try:
-            self.missing_layers = self._receive(time.monotonic() + STARTUP_SECONDS)["missing"]
+            self.missing_layers = self._receive(time.monotonic() + STARTUP_TIMEOUT_SECONDS)["missing"]
         except (EOFError, ConnectionError, TimeoutError):
             self._log_exit()
             raise NotReady("The process that reads files did not start. See the log of the service.") from None
@@ -158,7 +158,7 @@ class ReaderProcess:
                     stdin=child_socket.fileno(),
                     stdout=self._error_output,
                     stderr=self._error_output,
-                    env=child_environment(),
+                    env=make_child_environment(),
                 )
             self._files = open_files.pop_all()
         return process
@@ -227,7 +227,7 @@ def _warn_about_missing_layer(layer: str, reason: str) -> None:
     _log.warning("Processes that read files run without the confinement layer %s: %s.", layer, reason)
 
 
-def child_environment() -> dict[str, str]:
+def make_child_environment() -> dict[str, str]:
     """Return the environment of a child process: the import path of this service, one thread, and no secrets."""
     root = os.fspath(Path(service.__file__).parents[1])
     environment = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from pydantic import TypeAdapter
 
-from service.core.buffers import LARGE_BYTES
+from service.core.buffers import LARGE_ARRAY_BYTES
 from service.core.errors import (
     AmbiguousAxes,
     BadFile,
@@ -59,9 +59,9 @@ class Reader:
 
     Args:
         memory_bytes: memory that a child may use for one file, in addition to the memory of an idle child
-        seconds: time limit for one file
-        decoded_bytes: maximum decoded size of a selection from an upload
-        shared_bytes: maximum decoded size of a selection from a file on the host; None: `decoded_bytes`
+        time_limit_seconds: time limit for one file
+        max_decoded_bytes: maximum decoded size of a selection from an upload
+        max_shared_bytes: maximum decoded size of a selection from a file on the host; None: `max_decoded_bytes`
         process_count: number of files that can be read at the same time; additional callers wait
         module: module that the children run; it must accept the arguments and the socket of `CHILD_MODULE`
 
@@ -75,16 +75,18 @@ class Reader:
         self,
         *,
         memory_bytes: int,
-        seconds: float,
-        decoded_bytes: int,
-        shared_bytes: int | None = None,
+        time_limit_seconds: float,
+        max_decoded_bytes: int,
+        max_shared_bytes: int | None = None,
         process_count: int = 2,
         module: str = CHILD_MODULE,
     ) -> None:
         self.max_small_bytes = MAX_SMALL_FILE_BYTES
-        self._decoded_bytes, self._shared_bytes = decoded_bytes, shared_bytes or decoded_bytes
-        max_bytes = max(self._decoded_bytes, self._shared_bytes)
-        self._children = [ReaderProcess(module, memory_bytes, max_bytes, seconds) for _ in range(process_count)]
+        self._max_decoded_bytes, self._max_shared_bytes = max_decoded_bytes, max_shared_bytes or max_decoded_bytes
+        max_bytes = max(self._max_decoded_bytes, self._max_shared_bytes)
+        self._children = [
+            ReaderProcess(module, memory_bytes, max_bytes, time_limit_seconds) for _ in range(process_count)
+        ]
         # The child that became idle most recently is used first.
         self._idle_children: queue.LifoQueue[ReaderProcess] = queue.LifoQueue()
         for rank, child in enumerate(reversed(self._children), 1 + NUM_PRESTARTED_PROCESSES - process_count):
@@ -97,7 +99,7 @@ class Reader:
         source: Source,
         selection: Selection,
         *,
-        shared: bool = False,
+        is_shared: bool = False,
         cancelled: CancellationCheck = never_cancelled,
     ) -> Description:
         """Describe a file and the selected part like `stack_reader.inspect`.
@@ -105,7 +107,7 @@ class Reader:
         Raises the same errors as `stack_reader.inspect`, BadFile if the child crashes, TooLarge if it takes too long,
         and ReaderKilled if it is killed twice.
         """
-        request = self._make_request("inspect", selection, source, shared=shared)
+        request = self._make_request("inspect", selection, source, is_shared=is_shared)
         with _open_source(source) as file:
             return self._run_request(request, RequestFiles(file), cancelled, _DESCRIPTION_ADAPTER.validate_python)
 
@@ -115,21 +117,21 @@ class Reader:
         selection: Selection,
         scratch: Path,
         *,
-        shared: bool = False,
+        is_shared: bool = False,
         cancelled: CancellationCheck = never_cancelled,
     ) -> Volume:
         """Read the selected part of a file like `stack_reader.read`.
 
         Decoded pixels are written to an unnamed file in the folder `scratch`, which is created if necessary. The volume
-        maps that file or the uploaded one, or shares the memory of `source`. If `shared` is set, other processes can
+        maps that file or the uploaded one, or shares the memory of `source`. If `is_shared` is set, other processes can
         change the file at any time. Such a file is read and never mapped, because accessing a mapped file that was
         truncated kills the process.
 
         Raises the same errors as `stack_reader.read`, BadFile if the child crashes, TooLarge if it takes too long, and
         ReaderKilled if it is killed twice.
         """
-        request = self._make_request("extract", selection, source, shared=shared, max_decoded_bytes=sys.maxsize)
-        volume = self._extract(request, source, scratch, cancelled, shared=shared)
+        request = self._make_request("extract", selection, source, is_shared=is_shared, max_decoded_bytes=sys.maxsize)
+        volume = self._extract(request, source, scratch, cancelled, is_shared=is_shared)
         if not isinstance(volume, Volume):
             raise BadFile(INVALID_REPLY_MESSAGE)
         return volume
@@ -140,14 +142,14 @@ class Reader:
         selection: Selection,
         scratch: Path,
         *,
-        shared: bool = False,
+        is_shared: bool = False,
         cancelled: CancellationCheck = never_cancelled,
     ) -> Volume | Description:
         """Read the selected part like `read`, or only describe it if it decodes to more than `max_small_bytes`."""
         request = self._make_request(
-            "extract", selection, source, shared=shared, max_decoded_bytes=self.max_small_bytes
+            "extract", selection, source, is_shared=is_shared, max_decoded_bytes=self.max_small_bytes
         )
-        return self._extract(request, source, scratch, cancelled, shared=shared)
+        return self._extract(request, source, scratch, cancelled, is_shared=is_shared)
 
     def read_labels(
         self, source: Source, shape: Size, scratch: Path, *, cancelled: CancellationCheck = never_cancelled
@@ -156,8 +158,8 @@ class Reader:
 
         Raises BadParameter if the labels have a different shape, and the same errors as `read`.
         """
-        request = self._make_request("labels", Selection(), source, shared=False) | {"shape": shape}
-        volume = self._extract(request, source, scratch, cancelled, shared=False)
+        request = self._make_request("labels", Selection(), source, is_shared=False) | {"shape": shape}
+        volume = self._extract(request, source, scratch, cancelled, is_shared=False)
         if not isinstance(volume, Volume) or volume.shape != (1, *shape):
             raise BadFile(INVALID_REPLY_MESSAGE)
         return volume
@@ -195,7 +197,7 @@ class Reader:
         self.close()
 
     def _extract(
-        self, request: dict[str, Any], source: Source, scratch: Path, cancelled: CancellationCheck, *, shared: bool
+        self, request: dict[str, Any], source: Source, scratch: Path, cancelled: CancellationCheck, *, is_shared: bool
     ) -> Volume | Description:
         limit_bytes = request["limit_bytes"]
         with _open_source(source) as file, RequestFiles(file, scratch, limit_bytes) as files:
@@ -214,16 +216,16 @@ class Reader:
                 return result
             location, content = result
             try:
-                return _make_volume(location, content, is_streamed=shared and not location.is_decoded)
+                return _make_volume(location, content, is_streamed=is_shared and not location.is_decoded)
             except (ValueError, OverflowError) as error:
                 raise BadFile(
                     "The file is damaged: its pixels extend beyond the end of the file. Copy or export it again."
                 ) from error
 
     def _make_request(
-        self, call: str, selection: Selection, source: Source, *, shared: bool, max_decoded_bytes: int | None = None
+        self, call: str, selection: Selection, source: Source, *, is_shared: bool, max_decoded_bytes: int | None = None
     ) -> dict[str, Any]:
-        limit_bytes = self._shared_bytes if shared else self._decoded_bytes
+        limit_bytes = self._max_shared_bytes if is_shared else self._max_decoded_bytes
         is_remote = isinstance(source, RemoteStore)
         request = {"call": call, "selection": selection, "limit_bytes": limit_bytes, "remote": is_remote}
         return request if max_decoded_bytes is None else request | {"max_decoded_bytes": max_decoded_bytes}
@@ -307,6 +309,6 @@ def _make_volume(location: VolumeLocation, content: bytearray | int, *, is_strea
     if isinstance(content, bytearray):
         return placement.map_volume(content, *metadata_fields)
     # The pages of a large mapped file would fill the memory and count as used memory.
-    if placement.nbytes >= LARGE_BYTES or is_streamed:
+    if placement.nbytes >= LARGE_ARRAY_BYTES or is_streamed:
         return placement.stream_volume(content, *metadata_fields)
     return placement.map_volume(map_file(content), *metadata_fields)

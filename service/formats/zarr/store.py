@@ -32,7 +32,7 @@ _MAX_PATH_DEPTH = 64
 # File systems allow names of up to 255 bytes. The temporary name `.NAME.part` adds six bytes.
 _MAX_NAME_BYTES = 249
 # A store with more files than this should use shards. The archive comment contains the version of OME-Zarr.
-_ZIP_LIMITS = ZipLimits(entries=2**18, directory_bytes=2**25, comment=True)
+_ZIP_LIMITS = ZipLimits(max_entries=2**18, max_directory_bytes=2**25, allows_comment=True)
 
 
 class FileRange(NamedTuple):

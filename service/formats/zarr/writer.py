@@ -74,20 +74,20 @@ class Level(NamedTuple):
     """One resolution of a store that is being written.
 
     steps  distance between neighboring voxels along z, y, x, in voxels of the full resolution
-    block  shape of blocks that several processes may write independently; in a sharded array, a block is one file
+    block_shape  shape of blocks that several processes may write independently; in a sharded array, a block is one file
     """
 
     array: Any
     steps: tuple[int, int, int]
-    block: tuple[int, ...]
+    block_shape: tuple[int, ...]
 
     @property
     def blocks(self) -> Iterator[tuple[slice, ...]]:
         """Slices of the blocks."""
         shape = self.array.shape
-        for start in itertools.product(*(range(0, n, step) for n, step in zip(shape, self.block, strict=True))):
+        for start in itertools.product(*(range(0, n, step) for n, step in zip(shape, self.block_shape, strict=True))):
             yield tuple(
-                slice(first, min(first + n, end)) for first, n, end in zip(start, self.block, shape, strict=True)
+                slice(first, min(first + n, end)) for first, n, end in zip(start, self.block_shape, shape, strict=True)
             )
 
     def subsample(self, pixels: Array) -> Array:

@@ -18,12 +18,12 @@ from service.formats import stack_reader
 from service.formats.zarr.reader import ZarrStack
 from service.inference.blockwise.layout import Blocks, Box, Layout, get_lengths, to_ranges
 from service.inference.blockwise.run_folder import OpenRun
-from service.inference.preprocessing.empty_windows import IntensitySurvey, sample_step, survey_box
+from service.inference.preprocessing.empty_windows import IntensitySurvey, compute_sample_step, survey_box
 from service.inference.preprocessing.normalize import VolumeChannel, replace_nonfinite
-from service.inference.preprocessing.percentiles import MAX_SORTED_VOXELS, count_digits, sortable_keys
+from service.inference.preprocessing.percentiles import MAX_SORTED_VOXELS, count_digits, make_sortable_keys
 from service.inference.runner.estimator import Estimator
 from service.inference.windows.grid import as_size
-from service.models.spec import PercentileNormalisation
+from service.models.spec import PercentileNormalization
 
 # Maximum size of a part, as a multiple of the size of a window group, and in bytes of pixels. A part contains at least
 # one chunk.
@@ -61,7 +61,7 @@ class CountingPlan:
         self.parts = divide_into_parts(stack, run.plan.layout)
         self.dtype, self.num_channels = stack.dtype, stack.shape[0]
         self.skip_below = Estimator(run.spec, run.folder.settings).plan(run.plan.options).skip_below
-        uses_percentiles = isinstance(run.spec.input.normalisation, PercentileNormalisation)
+        uses_percentiles = isinstance(run.spec.input.normalisation, PercentileNormalization)
         can_sort = self.dtype.itemsize > 2 and math.prod(self.parts.size) <= MAX_SORTED_VOXELS
         self._needs_digit_counts = uses_percentiles and not can_sort
 
@@ -138,7 +138,7 @@ def _count_nonfinite(pixels: Array) -> dict[str, Array]:
 
 def _get_sample_slices(box: Box, size: Size) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """Return the indices of the sampled voxels of a box: within the box, and within the sample of the volume."""
-    step = sample_step(math.prod(size))
+    step = compute_sample_step(math.prod(size))
     box_slices = (slice(None), *(slice(-first % step, None, step) for first, _ in box[1:]))
     sample_slices = (slice(*box[0]), *(slice(-(-first // step), -(-end // step)) for first, end in box[1:]))
     return box_slices, sample_slices
@@ -161,7 +161,7 @@ class Counts:
         )
         size, grid = counting_plan.parts.size, run.plan.layout.grid
         self.window_maxima = np.full((counting_plan.num_channels, *map(len, grid.starts)), -np.inf)
-        step = sample_step(math.prod(size))
+        step = compute_sample_step(math.prod(size))
         sample_shape = (counting_plan.num_channels, size[0], *(-(-n // step) for n in size[1:]))
         self._samples = np.zeros(sample_shape if counting_plan.skip_below == "auto" else (0,), counting_plan.dtype)
         for part_number in range(round_count * len(counting_plan.parts) if counting_plan.is_needed else 0):
@@ -195,7 +195,7 @@ class Counts:
 
     def add_substituted_pixels(self, index: int, substitute: float, dtype: np.dtype[Any]) -> None:
         """Add the non-finite pixels of a channel as `substitute`, which was not yet known in the first round."""
-        sort_key = int(sortable_keys(np.array([substitute], dtype))[0])
+        sort_key = int(make_sortable_keys(np.array([substitute], dtype))[0])
         shift = max(8 * dtype.itemsize - 16, 0)
         if (index, shift, 0) in self.digit_counts:
             self.digit_counts[index, shift, 0][sort_key >> shift] += self.nonfinite_counts[index]

@@ -20,7 +20,7 @@ from service.inference.blockwise.layout import Layout, choose_group_shape
 from service.inference.blockwise.run_folder import BlockTask, RunFolder, RunPlan, Step, open_run, remove_window_limit
 from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.postprocessing import apply_postprocessing
-from service.inference.preprocessing.resample import working_size
+from service.inference.preprocessing.resample import compute_working_size
 from service.inference.runner.estimator import Estimator
 from service.models.spec import Instances, ModelSpec
 
@@ -191,7 +191,7 @@ def make_plan(  # noqa: PLR0913
     if description.problem:
         raise BadParameter(description.problem, parameter="time", suggested={"time": "0"})
     plan = Estimator(spec, remove_window_limit(settings)).plan_request(description, options).plan
-    size = working_size(description, spec, plan.diameter)
+    size = compute_working_size(description, spec, plan.diameter)
     decoding = apply_postprocessing(spec, plan.postprocessing, description, size).decoding
     _check_decoding(decoding, plan.output)
     overlap, roi, (_, z, y, x) = plan.overlap, spec.input.roi_size, description.shape

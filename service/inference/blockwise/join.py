@@ -18,13 +18,13 @@ from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from service.core.buffers import make_allocator
-from service.core.types import Array, Objects, label_dtype
+from service.core.types import Array, Objects, choose_label_dtype
 from service.inference.blockwise.layout import get_first_voxel
 from service.inference.blockwise.tiles import make_decoding_spec, read_pixels
 from service.inference.decoding.basin_merging import MergeForest, Persistence, find_shallow_passes
 from service.inference.decoding.instances import compute_min_object_confidence, compute_min_object_voxels
 from service.inference.decoding.labels import gather_objects
-from service.inference.decoding.postprocessing import minimum_voxels, require_instances
+from service.inference.decoding.postprocessing import compute_min_voxels, require_instances
 from service.inference.decoding.watershed import Basins, Passes, compute_heights
 
 if TYPE_CHECKING:
@@ -116,7 +116,9 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
     num_objects = int(np.count_nonzero(is_kept))
     object_labels = np.where(is_kept, is_kept.cumsum(), 0)
     # The last label is the label of the background.
-    _write_labels(run, basin_of_piece, np.append(object_labels[object_of_basin], 0).astype(label_dtype(num_objects)))
+    _write_labels(
+        run, basin_of_piece, np.append(object_labels[object_of_basin], 0).astype(choose_label_dtype(num_objects))
+    )
     run.folder.write_array("offsets.npy", np.array([tiles.numbers, tiles.offsets[:-1]]))
     final_objects = objects.select(is_kept)
     run.folder.write_array(
@@ -146,7 +148,7 @@ def _choose_objects(
     if run.plan.layout.size != run.plan.size:
         stack_voxels = np.zeros(len(objects), np.int64)
         np.add.at(stack_voxels, object_of_basin, sums.stack_voxels)
-        is_kept &= stack_voxels >= max(minimum_voxels(run.plan.options.postprocessing, run.plan), 1)
+        is_kept &= stack_voxels >= max(compute_min_voxels(run.plan.options.postprocessing, run.plan), 1)
     return objects, is_kept
 
 

@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.quantities import Size
-from service.core.types import Array, Objects, Segmentation, label_dtype
+from service.core.types import Array, Objects, Segmentation, choose_label_dtype
 from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer
 from service.inference.blockwise.join import label_tile
 from service.inference.blockwise.layout import Blocks, Box, get_first_voxel, get_lengths, to_ranges, to_slices
 from service.inference.blockwise.tiles import make_decoding_spec, read_pixels
 from service.inference.measurements import ObjectStatistics, measure_box, tabulate
-from service.inference.preprocessing.resample import nearest_voxels
+from service.inference.preprocessing.resample import find_nearest_voxels
 from service.inference.windows.grid import as_size
 from service.models.spec import Instances
 
@@ -36,7 +36,7 @@ def create_store(run: OpenRun, out: Path, provenance: Mapping[str, str]) -> None
     num_objects, class_names = None, spec.outputs
     if plan.output == "labels":
         num_objects, class_names = run.folder.read_record("join")["objects"], ()
-        dtype = label_dtype(num_objects)
+        dtype = choose_label_dtype(num_objects)
     else:
         dtype = np.dtype(np.uint8 if len(class_names) <= 256 else np.uint16)
         if isinstance(spec.decoding, Instances):
@@ -45,7 +45,10 @@ def create_store(run: OpenRun, out: Path, provenance: Mapping[str, str]) -> None
     levels = zarr_writer.create(
         Segmentation(placeholder, plan.output, plan.voxel_size, num_objects, tuple(class_names)), out, provenance
     )
-    levels_record = {"out": str(out), "levels": [{"steps": level.steps, "block": level.block} for level in levels]}
+    levels_record = {
+        "out": str(out),
+        "levels": [{"steps": level.steps, "block": level.block_shape} for level in levels],
+    }
     run.folder.write_levels(levels_record)
 
 
@@ -129,7 +132,7 @@ def _collect_block(run: OpenRun, box: Box) -> Array:
 
 def _find_nearest_voxels(run: OpenRun, box: Box) -> list[NDArray[np.intp]]:
     """Return, for each axis and each position in a box of the stack, the nearest position on the network's grid."""
-    axes = nearest_voxels(run.plan.layout.size, run.plan.size)
+    axes = find_nearest_voxels(run.plan.layout.size, run.plan.size)
     return [axis[slice(*span)] for axis, span in zip(axes, box, strict=True)]
 
 

@@ -30,7 +30,7 @@ from service.core.quantities import Diameter, Size, VoxelSize, is_index
 from service.core.types import Array, Options, OutputKind, Selection, StackShape
 from service.inference.blockwise.layout import Layout, choose_group_shape
 from service.inference.preprocessing.normalize import IntensityScaling
-from service.inference.preprocessing.resample import working_size
+from service.inference.preprocessing.resample import compute_working_size
 from service.inference.types import DiameterEstimate, SkippedWindows
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
@@ -85,7 +85,7 @@ class RunPlan:
 
     def with_diameter(self, diameter: Diameter, spec: ModelSpec) -> RunPlan:
         """Return the plan for a different object diameter."""
-        size, layout = working_size(self, spec, diameter), self.layout
+        size, layout = compute_working_size(self, spec, diameter), self.layout
         group_shape = choose_group_shape(size, layout.roi, layout.overlap, self.workers, self.size)
         return replace(self, diameter=diameter, layout=replace(layout, size=size, group_shape=group_shape))
 

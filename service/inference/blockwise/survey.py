@@ -27,7 +27,7 @@ from service.inference.blockwise.counting import CountedChannel, CountRequest, C
 from service.inference.blockwise.run_folder import OpenRun, Survey
 from service.inference.decoding.postprocessing import apply_postprocessing
 from service.inference.diameter.window_selection import select_high_contrast_windows
-from service.inference.preprocessing.empty_windows import IntensitySurvey, SkipResult, make_filter
+from service.inference.preprocessing.empty_windows import IntensitySurvey, SkipResult, make_empty_window_filter
 from service.inference.preprocessing.normalize import (
     IntensityScaling,
     NormalizedImage,
@@ -115,7 +115,7 @@ def _list_skipped(image: Image) -> tuple[NDArray[np.int64], tuple[float, ...]]:
     """Return the first voxels of the skipped windows of an image, [N, 3], and their scores."""
     if not isinstance(image, SparseImage):
         return np.zeros((0, 3), np.int64), ()
-    return np.array(sorted(image.skipped), np.int64).reshape(-1, 3), tuple(image.scores.tolist())
+    return np.array(sorted(image.skipped_positions), np.int64).reshape(-1, 3), tuple(image.scores.tolist())
 
 
 def skip_empty_windows(
@@ -130,11 +130,13 @@ def skip_empty_windows(
         return SkipResult(resampled_image, None)
     spec = apply_postprocessing(runner.spec, plan.postprocessing, volume, as_size(resampled_image.shape[2:]))
     with torch.inference_mode():
-        window_filter = make_filter(resampled_image, spec, plan, runner.score_windows(plan, DEFAULT_CALLBACKS.probe))
+        window_filter = make_empty_window_filter(
+            resampled_image, spec, plan, runner.make_window_scorer(plan, DEFAULT_CALLBACKS.probe)
+        )
         return window_filter.skip(volume, plan.skip_below, survey)
 
 
-def read_strongest_windows(run: OpenRun) -> list[Tensor]:
+def read_high_contrast_windows(run: OpenRun) -> list[Tensor]:
     """Return the highest-contrast windows of a surveyed volume, each [C, z, y, x], at the original resolution."""
     with stack_reader.open_blocks(run.plan.source, run.plan.selection) as stack:
         image = _RegionImage(stack, make_lazy_volume(stack, run), run.folder.survey.scalings)
@@ -143,7 +145,7 @@ def read_strongest_windows(run: OpenRun) -> list[Tensor]:
 
 def _fit_scaling(volume: Volume, index: int, counts: Counts, runner: ModelRunner) -> IntensityScaling | CountRequest:
     """Return the intensity scaling of a channel, or the request for the counts that are needed to compute it."""
-    substitute = choose_substitute(float(counts.minima[index]), int(counts.nonfinite_counts[index]), volume.voxels)
+    substitute = choose_substitute(float(counts.minima[index]), int(counts.nonfinite_counts[index]), volume.voxel_count)
     if substitute is not None:
         counts.add_substituted_pixels(index, substitute, volume.dtype)
     channel = CountedChannel(volume, index, substitute, counts=counts)
@@ -162,7 +164,7 @@ def make_lazy_volume(stack: ZarrStack, run: OpenRun) -> Volume:
         (stack.shape[0], depth, height, width),
         stack.dtype,
         layer_reader.read,
-        *stack.volume_metadata(run.plan.selection),
+        *stack.get_volume_metadata(run.plan.selection),
     )
 
 

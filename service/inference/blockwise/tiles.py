@@ -13,7 +13,7 @@ from torch import Tensor
 from service.core.quantities import Size
 from service.core.telemetry import Stages
 from service.core.types import Array
-from service.formats.npy_nifti import pack, unpack
+from service.formats.npy_nifti import compress_array, decompress_array
 from service.inference.blockwise.layout import Box, get_first_voxel, get_lengths, to_slices
 from service.inference.blockwise.window_scores import GroupScores, list_window_positions
 from service.inference.decoding.basin_merging import Persistence
@@ -23,7 +23,7 @@ from service.inference.decoding.postprocessing import apply_postprocessing, requ
 from service.inference.decoding.smoothing import Smoother
 from service.inference.decoding.streaming import logit
 from service.inference.decoding.watershed_kernel import WatershedParameters
-from service.inference.preprocessing.resample import nearest_voxels
+from service.inference.preprocessing.resample import find_nearest_voxels
 from service.inference.windows.blending import Blending, BlendingSetup, make_blender
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _write_pixels(run: OpenRun, tile: int, pixels: Array) -> dict[str, Any]:
     ends = [0]
     with run.folder.open_for_writing(f"tiles/{tile}.raw") as file:
         for first in range(0, len(pixels), SLAB_PLANES):
-            ends.append(ends[-1] + file.write(pack(pixels[first : first + SLAB_PLANES])))
+            ends.append(ends[-1] + file.write(compress_array(pixels[first : first + SLAB_PLANES])))
     return {"bytes": ends[-1], "ends": ends, "dtype": pixels.dtype.name}
 
 
@@ -103,7 +103,7 @@ def read_pixels(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Arr
         for index in slab_numbers:
             num_planes = min(SLAB_PLANES, depth - index * SLAB_PLANES)
             compressed_slab = file.read(record["ends"][index + 1] - record["ends"][index])
-            slab = unpack(compressed_slab, (num_planes, height, width), record["dtype"])
+            slab = decompress_array(compressed_slab, (num_planes, height, width), record["dtype"])
             first_plane = index * SLAB_PLANES
             slabs.append(slab[max(first - first_plane, 0) : end - first_plane, box[1], box[2]])
     return np.concatenate(slabs)
@@ -188,7 +188,7 @@ def _count_stack_voxels(pixels: Array, num_pieces: int, tile: Box, size: Size, s
     """Return the number of stack voxels in each piece. A stack voxel belongs to the piece of the nearest tile voxel."""
     z, y, x = (
         np.bincount(nearest, minlength=length)[slice(*span)]
-        for nearest, length, span in zip(nearest_voxels(size, stack_size), size, tile, strict=True)
+        for nearest, length, span in zip(find_nearest_voxels(size, stack_size), size, tile, strict=True)
     )
     plane_weights, voxel_counts = (y[:, None] * x).ravel(), np.zeros(num_pieces + 1, np.int64)
     for repeats, plane_pieces in zip(z.tolist(), pixels, strict=True):

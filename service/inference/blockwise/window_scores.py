@@ -57,7 +57,7 @@ def score_group(run: OpenRun, task: BlockTask, runner: ModelRunner, stages: Stag
         with torch.inference_mode():
             image = runner.placement.place_image(image, layout.roi[0])
             request_plan = runner.estimator.plan(plan.options)
-            scoring_result = runner.scores.compute(
+            scoring_result = runner.score_computer.compute_scores(
                 image, request_plan, lambda: _ScoreWriter(file), compute_stages, _compute_raw_scores
             )
         with stages.measure("write"):

@@ -108,7 +108,7 @@ class UploadedVolume:
         counts: NDArray[np.int64] = self._counts[index].view(NUM_HISTOGRAMS, -1).sum(0).cpu().numpy()
         return counts
 
-    def planes(self, index: int, first: int, end: int) -> Tensor:
+    def get_planes(self, index: int, first: int, end: int) -> Tensor:
         """Return the planes from `first` up to, but not including, `end` of one channel, [z, Y, X]."""
         return self._pixels[index, first:end]
 

@@ -28,10 +28,10 @@ class DevicePlacement:
 
     @property
     def total_bytes(self) -> int | None:
-        return self._driver.total_bytes(self._device)
+        return self._driver.query_total_bytes(self._device)
 
     def free_bytes(self) -> int | None:
-        return self._driver.free_bytes(self._device)
+        return self._driver.query_free_bytes(self._device)
 
     def upload(self, volume: Volume, /) -> UploadedVolume | None:
         """Copy a volume to the device, which counts its intensities. Returns None if the volume is not supported."""
@@ -40,7 +40,7 @@ class DevicePlacement:
     def place_image(self, image: Image, depth: int, /) -> Image:
         """Return an image whose planes are copied to the device one layer of windows at a time."""
         if isinstance(image, ResampledImage):
-            return DeviceImage(image.tensor(), depth, self._device)
+            return DeviceImage(image.to_tensor(), depth, self._device)
         return DeviceImage(image, depth, self._device) if isinstance(image, NormalizedImage) else image
 
     def choose_decoder_factory(self, create_decoder: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:

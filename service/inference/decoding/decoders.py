@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.buffers import LARGE_BYTES, Allocator, release_pages
+from service.core.buffers import LARGE_ARRAY_BYTES, Allocator, release_pages
 from service.core.quantities import Size, VoxelSize
 from service.core.types import OutputKind, Segmentation
 from service.inference.decoding.instances import InstanceDecoder, WatershedFactory
@@ -89,17 +89,21 @@ class HostDecoder:
 class DecodingMemory(NamedTuple):
     """Peak memory in bytes of decoding and its result, on the host and on disk."""
 
-    host: int
-    disk: int = 0
+    host_bytes: int
+    disk_bytes: int = 0
 
 
-def estimate_decoding(spec: ModelSpec, output: OutputKind, size: Size) -> DecodingMemory:
+def estimate_decoding_memory(spec: ModelSpec, output: OutputKind, size: Size) -> DecodingMemory:
     """Estimate the memory for decoding a volume of `size` (Z, Y, X) on the host."""
     voxels = math.prod(size)
     if output != "labels":
         # The result is collected on the host, even if the scores are on another device.
         result_bytes = voxels if output == "classes" else 4 * len(spec.outputs) * voxels
-        return DecodingMemory(result_bytes) if result_bytes < LARGE_BYTES else DecodingMemory(0, disk=result_bytes)
+        return (
+            DecodingMemory(result_bytes)
+            if result_bytes < LARGE_ARRAY_BYTES
+            else DecodingMemory(0, disk_bytes=result_bytes)
+        )
     # The kernel stores the key of every voxel in a block of planes and one plane on either side. It also stores the
     # positions and targets of foreground voxels, which are at most about three quarters of the voxels, even in crowded
     # stacks.

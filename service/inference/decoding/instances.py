@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.quantities import Size, VoxelSize
-from service.core.types import Objects, Segmentation, label_dtype
+from service.core.types import Objects, Segmentation, choose_label_dtype
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.smoothing import Smoother
@@ -110,7 +110,9 @@ class InstanceDecoder:
         self._add_planes(self._smoother.finish())
         if self._watershed is None:
             no_objects = Objects.from_sums(*np.zeros((3, 0)))
-            return Segmentation(np.zeros(self._size, label_dtype(0)), "labels", self._voxel_size, 0, objects=no_objects)
+            return Segmentation(
+                np.zeros(self._size, choose_label_dtype(0)), "labels", self._voxel_size, 0, objects=no_objects
+            )
         decoding = self._decoding
         labels, objects = self._watershed.label_objects(
             decoding.minimum_size, drop_border=decoding.border == "drop", object_filter=self._select_objects

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.types import Objects, Segmentation, label_dtype
+from service.core.types import Objects, Segmentation, choose_label_dtype
 from service.engine.cuda.events import record_end
 from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
 from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, ObjectFilter, keep_all_objects, number_objects
@@ -58,7 +58,7 @@ def label_basins(  # noqa: PLR0913
     is_kept[is_kept] = is_selected
     objects = objects.select(is_selected)
     # The background has basin -1, which indexes the last entry.
-    label_of_basin = np.append(number_objects(is_kept)[1:][object_of_basin], 0).astype(label_dtype(len(objects)))
+    label_of_basin = np.append(number_objects(is_kept)[1:][object_of_basin], 0).astype(choose_label_dtype(len(objects)))
     return look_up_labels(basins.pieces, label_of_basin[basins.basin_of_piece.numpy()]), objects
 
 
@@ -131,6 +131,6 @@ def _find_basins_at_faces(basins: Basins) -> Tensor:
 def keep_objects(segmentation: Segmentation, is_kept: NDArray[np.bool_]) -> Segmentation:
     """Return a segmentation with only the objects whose entry in `is_kept` [N] is true, numbered without gaps."""
     num_objects = int(np.count_nonzero(is_kept))
-    new_labels = number_objects(is_kept).astype(label_dtype(num_objects))
+    new_labels = number_objects(is_kept).astype(choose_label_dtype(num_objects))
     objects = None if segmentation.objects is None else segmentation.objects.select(is_kept)
     return replace(segmentation, pixels=new_labels[segmentation.pixels], count=num_objects, objects=objects)

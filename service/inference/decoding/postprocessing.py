@@ -35,7 +35,7 @@ def check_postprocessing(spec: ModelSpec, output: OutputKind, postprocessing: Po
             )
 
 
-def minimum_voxels(postprocessing: PostprocessingOptions, volume: Extent) -> int:
+def compute_min_voxels(postprocessing: PostprocessingOptions, volume: Extent) -> int:
     """Return the minimum object size of a request in voxels of the volume, or 0 if it does not specify one.
 
     Raises BadParameter if the size is in cubic micrometers but the voxel size is not known.
@@ -64,7 +64,7 @@ def apply_postprocessing(
     result are in voxels of the working grid. The decoder removes objects that would be too small at any position;
     `resample_segmentation` removes the other small objects.
 
-    Raises the same errors as `minimum_voxels`.
+    Raises the same errors as `compute_min_voxels`.
     """
     decoding = spec.decoding
     if not isinstance(decoding, Instances):
@@ -76,7 +76,7 @@ def apply_postprocessing(
             -(-n // grid_length) for n, grid_length in zip(volume.shape[1:], size, strict=True)
         )
         changes = {
-            "minimum_size": -(-minimum_voxels(postprocessing, volume) // max_stack_voxels),
+            "minimum_size": -(-compute_min_voxels(postprocessing, volume) // max_stack_voxels),
             "minimum_fraction": 0.0,
         }
     for name in ("threshold", "border", "min_confidence"):

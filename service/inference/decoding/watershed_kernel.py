@@ -19,7 +19,7 @@ from torch import Tensor
 
 from service.core.native.library import CppFunctions
 from service.core.quantities import Size
-from service.core.types import Objects, label_dtype
+from service.core.types import Objects, choose_label_dtype
 
 # Argument and result types of each function, as letters of `CppFunctions.KINDS`.
 SIGNATURES = (
@@ -209,7 +209,7 @@ class KernelWatershed:
         objects = Objects.from_sums(*properties.T)
         is_kept = object_filter(objects)
         objects, label_numbers = objects.select(is_kept), number_objects(is_kept)
-        labels: NDArray[np.unsignedinteger] = np.empty(self._size, label_dtype(len(objects)))
+        labels: NDArray[np.unsignedinteger] = np.empty(self._size, choose_label_dtype(len(objects)))
         self._functions.stackseg_write_labels(
             self._handle, label_numbers.ctypes.data, labels.ctypes.data, labels.itemsize
         )

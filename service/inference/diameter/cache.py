@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from service.core.buffers import LARGE_BYTES
+from service.core.buffers import LARGE_ARRAY_BYTES
 from service.core.types import Volume
 from service.inference.preprocessing.normalize import VolumeChannel
 from service.inference.types import DiameterEstimate
@@ -20,8 +20,8 @@ class DiameterCache:
     """Thread-safe cache of the diameter estimates of one network.
 
     Users often segment a stack again, for a different output or for measurements, and estimating the diameter of a
-    small stack takes longer than segmenting it. Stacks larger than `LARGE_BYTES` are not cached: hashing their pixels
-    costs more than estimating again.
+    small stack takes longer than segmenting it. Stacks larger than `LARGE_ARRAY_BYTES` are not cached: hashing their
+    pixels costs more than estimating again.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class DiameterCache:
 
     def get(self, volume: Volume, estimate: Callable[[], DiameterEstimate]) -> DiameterEstimate:
         """Return the cached estimate for the same pixels and voxel size, or call `estimate` and cache its result."""
-        if volume.nbytes > LARGE_BYTES:
+        if volume.nbytes > LARGE_ARRAY_BYTES:
             return estimate()
         key = _hash_volume(volume)
         with self._lock:

@@ -154,7 +154,9 @@ def _choose_limits(survey: IntensitySurvey, limit: float | Literal["auto"]) -> t
     return tuple(map(estimate_background, survey.samples))
 
 
-def make_filter(image: Image, spec: ModelSpec, plan: Plan, score_windows: ScoreWindows) -> EmptyWindowFilter:
+def make_empty_window_filter(
+    image: Image, spec: ModelSpec, plan: Plan, score_windows: ScoreWindows
+) -> EmptyWindowFilter:
     """Return the filter for the windows of a request. `spec` includes the post-processing options of the request."""
     grid = Grid.cover(as_size(image.shape[2:]), spec.input.roi_size, plan.overlap)
     return EmptyWindowFilter(image, grid, plan.sw_batch_size, spec, score_windows)
@@ -167,7 +169,7 @@ def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:
     """
     spans = [_find_spans(grid, axis, length) for axis, length in enumerate(volume.shape[1:])]
     all_maxima = np.full((volume.shape[0], *map(len, spans)), -np.inf)
-    step = sample_step(volume.voxels)
+    step = compute_sample_step(volume.voxel_count)
     samples = []
     for index, window_maxima in enumerate(all_maxima):
         sample, z = list[NDArray[Any]](), 0
@@ -180,7 +182,7 @@ def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:
     return IntensitySurvey(all_maxima, tuple(samples))
 
 
-def sample_step(voxels: int) -> int:
+def compute_sample_step(voxels: int) -> int:
     """Return the step along y and x between the sampled voxels of a volume."""
     return max(math.isqrt(voxels // SAMPLE_VOXELS), 1)
 

@@ -25,10 +25,10 @@ from service.inference.windows.grid import Box
 from service.inference.windows.kernels import window_kernels
 from service.models.spec import (
     ModelSpec,
-    Normalisation,
-    PercentileNormalisation,
-    RangeNormalisation,
-    ZScoreNormalisation,
+    Normalization,
+    PercentileNormalization,
+    RangeNormalization,
+    ZScoreNormalization,
 )
 
 # Number of voxels that are read together for statistics, which limits temporary memory.
@@ -56,7 +56,7 @@ class VolumeChannel:
 
     @property
     def size(self) -> int:
-        return self.volume.voxels
+        return self.volume.voxel_count
 
     def __iter__(self) -> Iterator[Array]:
         _, depth, height, width = self.volume.shape
@@ -71,7 +71,7 @@ class DevicePixels(Protocol):
     def compute_histogram(self, index: int) -> NDArray[np.int64]:
         """Return the histogram of one channel, like `percentiles.count_digits` for up to 16 bits."""
 
-    def planes(self, index: int, first: int, end: int) -> Tensor:
+    def get_planes(self, index: int, first: int, end: int) -> Tensor:
         """Return the planes from `first` to `end` of one channel, [z, Y, X]."""
 
 
@@ -198,7 +198,7 @@ class NormalizedImage:
         """
         if self._device_pixels is not None:
             for index, (target, scaling) in enumerate(zip(out, self.scalings, strict=True)):
-                scaling.scale_into(self._device_pixels.planes(index, first, end), self._volume.dtype, target)
+                scaling.scale_into(self._device_pixels.get_planes(index, first, end), self._volume.dtype, target)
             return
         for target, pixels, scaling in zip(out, self._volume.read(first, end), self.scalings, strict=True):
             scaling.upload_into(pixels, target, upload)
@@ -219,7 +219,7 @@ class NormalizedImage:
                 self._cached_planes = (first, end, tuple(self._volume.read(first, end)))
             return self._cached_planes[2]
 
-    def tensor(self) -> Tensor:
+    def to_tensor(self) -> Tensor:
         """Return the whole image as float32 [1, C, Z, Y, X]. Planes are converted one at a time to save memory."""
         pixels = torch.empty(self.shape)
         for z in range(self.shape[2]):
@@ -252,23 +252,23 @@ def describe_replaced_pixels(count: int) -> tuple[str, ...]:
     return (f"{count} NaN or infinite pixels were replaced with the lowest finite intensity.",) if count else ()
 
 
-def normalize_channel(pixels: Array, normalisation: Normalisation) -> NDArray[np.float32]:
+def normalize_channel(pixels: Array, normalisation: Normalization) -> NDArray[np.float32]:
     """Normalize one channel of finite numbers [Z, Y, X] to float32, within +-`MAX_MAGNITUDE`."""
     return fit_scaling(pixels, normalisation).apply(pixels)
 
 
-def fit_scaling(channel: Channel, normalisation: Normalisation) -> IntensityScaling:
+def fit_scaling(channel: Channel, normalisation: Normalization) -> IntensityScaling:
     """Return the scaling that normalizes one channel of finite numbers."""
     match normalisation:
-        case PercentileNormalisation(low=low, high=high, clip=clip):
+        case PercentileNormalization(low=low, high=high, clip=clip):
             low_value, high_value = compute_percentiles(channel, low, high)
             if low_value == high_value:
                 # Almost all pixels are background, so scale by the range of the few pixels that differ.
                 low_value, high_value = compute_percentiles(channel, 0, 100)
             return IntensityScaling(low_value, high_value - low_value, *(clip or ()))
-        case ZScoreNormalisation():
+        case ZScoreNormalization():
             return IntensityScaling(*_compute_mean_and_std(channel))
-        case RangeNormalisation(low=low, high=high, clip=clip):
+        case RangeNormalization(low=low, high=high, clip=clip):
             return IntensityScaling(low, high - low, *(clip or ()))
         case _:
             assert_never(normalisation)

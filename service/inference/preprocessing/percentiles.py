@@ -88,7 +88,7 @@ def count_digits(blocks: Iterable[Array], shift: int, prefixes: frozenset[int]) 
     """
     histograms = {prefix: np.zeros(1, np.int64) for prefix in prefixes}
     for block in blocks:
-        keys = sortable_keys(block.ravel())
+        keys = make_sortable_keys(block.ravel())
         has_no_prefix = keys.dtype.itemsize * 8 <= shift + 16
         for prefix, counts in histograms.items():
             selected_keys = keys if has_no_prefix else keys[keys >> (shift + 16) == prefix]
@@ -123,7 +123,7 @@ def has_one_value(pixels: Array) -> bool:
     return bool(first == pixels.flat[-1]) and bool((pixels == first).all())
 
 
-def sortable_keys(pixels: Array) -> NDArray[np.unsignedinteger]:
+def make_sortable_keys(pixels: Array) -> NDArray[np.unsignedinteger]:
     """Map pixels to unsigned integers of the same width that sort in the same order."""
     kind, bits = pixels.dtype.kind, 8 * pixels.dtype.itemsize
     keys: NDArray[np.unsignedinteger] = pixels.view(f"u{pixels.dtype.itemsize}")
@@ -135,7 +135,7 @@ def sortable_keys(pixels: Array) -> NDArray[np.unsignedinteger]:
 
 
 def _convert_key_to_pixel(key: int, dtype: np.dtype[Any]) -> float:
-    """Return the pixel that `sortable_keys` maps to this key."""
+    """Return the pixel that `make_sortable_keys` maps to this key."""
     bits = 8 * dtype.itemsize
     sign = 1 << (bits - 1)
     if dtype.kind == "f":

@@ -140,7 +140,7 @@ class ResampledImage:
         pixels = self._source[0, channels, planes, rows, columns].numpy()
         return torch.from_numpy(self._resampling.interpolate(pixels, (z, y, x)))
 
-    def tensor(self) -> Tensor:
+    def to_tensor(self) -> Tensor:
         """Return the whole image as a float32 tensor [1, C, Z, Y, X]."""
         # Worker threads are not in the caller's inference mode and must not write to tensors created in it.
         pixels = np.empty(self.shape, np.float32)
@@ -168,7 +168,7 @@ class PreparedImage(NamedTuple):
 def prepare(volume: Volume, spec: ModelSpec, diameter: Diameter | None = None) -> PreparedImage:
     """Normalize each channel over the whole volume, and resample it to the grid of the network.
 
-    Raises the same errors as `normalize_volume` and `working_size`.
+    Raises the same errors as `normalize_volume` and `compute_working_size`.
     """
     image, notes = normalize_volume(volume, spec)
     resampled, resampling_notes = resample_image(image, volume, spec, diameter)
@@ -177,12 +177,12 @@ def prepare(volume: Volume, spec: ModelSpec, diameter: Diameter | None = None) -
 
 def prepare_tensor(volume: Volume, spec: ModelSpec) -> Tensor:
     """Return the prepared image as one tensor, float32 [1, C, z, y, x]. Raises the same errors as `prepare`."""
-    return prepare(volume, spec).image.tensor()
+    return prepare(volume, spec).image.to_tensor()
 
 
 def resample_image(image: NormalizedImage, volume: Volume, spec: ModelSpec, diameter: Diameter | None) -> PreparedImage:
-    """Resample the image trilinearly to the grid of the network. Raises the same errors as `working_size`."""
-    source_size, target_size = as_size(volume.shape[1:]), working_size(volume, spec, diameter)
+    """Resample the image trilinearly to the grid of the network. Raises the same errors as `compute_working_size`."""
+    source_size, target_size = as_size(volume.shape[1:]), compute_working_size(volume, spec, diameter)
     notes = describe_resampling(source_size, target_size, spec, diameter)
     return PreparedImage(ResampledImage(image, Resampling(source_size, target_size)) if notes else image, notes)
 
@@ -209,15 +209,15 @@ def resample_segmentation(segmentation: Segmentation, size: Size, minimum_size: 
         return segmentation
     if segmentation.kind == "probabilities":
         scores = ResampledImage(torch.from_numpy(pixels)[None], Resampling(as_size(pixels.shape[1:]), size))
-        return replace(segmentation, pixels=scores.tensor()[0].numpy())
-    nearest_pixels = pixels[np.ix_(*nearest_voxels(as_size(pixels.shape), size))]
+        return replace(segmentation, pixels=scores.to_tensor()[0].numpy())
+    nearest_pixels = pixels[np.ix_(*find_nearest_voxels(as_size(pixels.shape), size))]
     if segmentation.kind == "classes":
         return replace(segmentation, pixels=nearest_pixels)
     voxel_counts = np.bincount(nearest_pixels.ravel(), minlength=(segmentation.count or 0) + 1)
     return keep_objects(replace(segmentation, pixels=nearest_pixels), voxel_counts[1:] >= max(minimum_size, 1))
 
 
-def nearest_voxels(source_size: Size, target_size: Size) -> list[NDArray[np.intp]]:
+def find_nearest_voxels(source_size: Size, target_size: Size) -> list[NDArray[np.intp]]:
     """Return for each axis the source voxel that contains the center of each target voxel."""
     return [
         ((np.arange(target_length) + 0.5) * source_length / target_length).astype(np.intp)
@@ -225,7 +225,7 @@ def nearest_voxels(source_size: Size, target_size: Size) -> list[NDArray[np.intp
     ]
 
 
-def working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = None) -> Size:
+def compute_working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | None = None) -> Size:
     """Return the size (Z, Y, X) of the grid that the network works on.
 
     With a `diameter`, the volume is resampled so that objects have the model's diameter, but no axis becomes shorter
@@ -256,12 +256,12 @@ def compute_base_factors(volume: Extent, spec: ModelSpec) -> tuple[float, float,
     """Return the scale factors along (z, y, x) by which the volume is resampled without a diameter."""
     z, y, x = (
         length / source_length
-        for length, source_length in zip(working_size(volume, spec), volume.shape[1:], strict=True)
+        for length, source_length in zip(compute_working_size(volume, spec), volume.shape[1:], strict=True)
     )
     return z, y, x
 
 
-def used_diameter(volume: Extent, spec: ModelSpec, diameter: Diameter | None) -> tuple[float, ...] | None:
+def compute_applied_diameter(volume: Extent, spec: ModelSpec, diameter: Diameter | None) -> tuple[float, ...] | None:
     """Return the object diameter along (z, y, x) that was used, in voxels; None if the model has no object diameter."""
     if spec.input.diameter is None:
         return None

@@ -10,7 +10,7 @@ from service.core.errors import BadParameter, TooLarge
 from service.core.quantities import DiameterSetting, Size
 from service.core.sections.serving import Limits
 from service.core.types import Description, Extent, Options, OutputKind, Volume
-from service.inference.decoding.postprocessing import check_postprocessing, minimum_voxels
+from service.inference.decoding.postprocessing import check_postprocessing, compute_min_voxels
 from service.inference.runner.memory_estimate import WindowMemory, estimate_activation_bytes, estimate_request
 from service.inference.types import Estimate, Plan, PlannedRequest
 from service.inference.windows.views import BEST_QUALITY_VIEWS, count_view_bytes
@@ -175,11 +175,11 @@ class Estimator:
         plan = make_plan(self.spec, self.settings, options, self.sw_batch_size)
         return plan._replace(sw_batch_size=self.fit_batch_size(plan.sw_batch_size))
 
-    def output_kind(self, options: Options) -> OutputKind:
+    def get_output_kind(self, options: Options) -> OutputKind:
         """Return the kind of the result. Raises BadParameter for invalid options."""
         return self.plan(options).output
 
-    def diameter_setting(self, options: Options) -> DiameterSetting:
+    def get_diameter_setting(self, options: Options) -> DiameterSetting:
         """Return the object diameter, "auto" or "none". Raises BadParameter for invalid options."""
         plan = self.plan(options)
         return "auto" if plan.needs_diameter_estimate else plan.diameter or "none"
@@ -197,7 +197,7 @@ class Estimator:
             return self.with_window_size(options).plan_request(volume, replace(options, roi_size=None))
         plan = self.plan(options)
         self._check_channels(volume)
-        minimum_voxels(plan.postprocessing, volume)
+        compute_min_voxels(plan.postprocessing, volume)
         window_memory = self._get_window_memory(plan)
         request_estimate = estimate_request(self.spec, volume, plan, window_memory)
         if (
@@ -208,9 +208,9 @@ class Estimator:
             request_estimate = estimate_request(self.spec, volume, plan, window_memory)
         if self.settings.windows.inferer == "monai":
             request_estimate = self._add_monai_bytes(request_estimate)
-        if request_estimate.windows > (max_windows := self.settings.limits.windows):
+        if request_estimate.num_windows > (max_windows := self.settings.limits.windows):
             raise TooLarge(
-                f"The volume needs {request_estimate.windows} windows, but this service allows at most"
+                f"The volume needs {request_estimate.num_windows} windows, but this service allows at most"
                 f" {max_windows} for one volume. Crop the volume, or use less overlap"
                 f"{', quality=fast' * bool(plan.views)} or a larger diameter.",
                 suggested={"quality": "fast"} if plan.views else None,

@@ -13,9 +13,9 @@ from service.core.quantities import Size
 from service.core.types import Extent
 from service.inference.cuda.device_image import count_buffer_bytes, count_image_bytes, count_uploaded_bytes
 from service.inference.cuda.watershed import estimate_watershed_bytes
-from service.inference.decoding.decoders import DecodingMemory, estimate_decoding
+from service.inference.decoding.decoders import DecodingMemory, estimate_decoding_memory
 from service.inference.decoding.watershed_kernel import CPU
-from service.inference.preprocessing.resample import working_size
+from service.inference.preprocessing.resample import compute_working_size
 from service.inference.types import Estimate, Plan
 from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid, as_size
@@ -45,20 +45,20 @@ def estimate_request(
     kernels  C++ kernels that blend windows on the CPU, if they are available
     """
     size, stored_size, channels = (
-        working_size(volume, spec, plan.diameter),
+        compute_working_size(volume, spec, plan.diameter),
         as_size(volume.shape[1:]),
         spec.input.channels,
     )
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
     source_shape = _count_source_voxels(grid, stored_size)
     num_concurrent = min(memory.streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
-    decoding_memory, device_decoding_bytes = estimate_decoding(spec, plan.output, size), 0
+    decoding_memory, device_decoding_bytes = estimate_decoding_memory(spec, plan.output, size), 0
     if plan.output == "labels" and not (memory.is_on_host or plan.decode_on_host):
         # The host receives the number of the watershed piece of each voxel, and converts these numbers to labels.
         decoding_memory, device_decoding_bytes = DecodingMemory(8 * math.prod(size)), estimate_watershed_bytes(size)
     # If the result is stored on disk, the planes from which a layer of windows is cut are still held in memory.
-    host_bytes, device_bytes = decoding_memory.host, 0
-    if decoding_memory.disk:
+    host_bytes, device_bytes = decoding_memory.host_bytes, 0
+    if decoding_memory.disk_bytes:
         host_bytes += 4 * volume.shape[0] * math.prod(volume.shape[2:]) * source_shape[0]
     num_floats = count_buffered_floats(grid, len(spec.outputs), uses_kernel=memory.is_on_host and kernels.supports(CPU))
     if memory.is_on_host:

@@ -55,8 +55,8 @@ class ModelRunner:
 
     placement       where the windows and scores of requests are stored
     estimator       plans requests
-    scores          computes the scores of images
-    diameters       cache of the diameter estimates for earlier stacks
+    score_computer  computes the scores of images
+    diameter_cache  cache of the diameter estimates for earlier stacks
     allocate        allocates the arrays of results
 
     The network is called by the thread that runs `warm_up`, and by the threads that run its `SlidingWindow`, at most
@@ -80,7 +80,7 @@ class ModelRunner:
         self._loaded_bytes = count_weight_bytes(network) if is_on_host else 0
         self._selector = EngineSelector(spec, settings, self.device, network, self._window_bytes, driver=driver)
         self._switch_engine(None)
-        self.diameters = DiameterCache()
+        self.diameter_cache = DiameterCache()
         # Runner for the most recently requested window size other than the default, keyed by the window size and the
         # number of windows per call.
         self._runners_by_window: dict[tuple[Size, int], ModelRunner] = {}
@@ -127,7 +127,7 @@ class ModelRunner:
             if engine is None or config.engine == "eager"
             else engine.window.accepts_any_batch_size,
         )
-        self.scores = ScoreComputer(self._selector, config, engine, self.estimator.fit_batch_size)
+        self.score_computer = ScoreComputer(self._selector, config, engine, self.estimator.fit_batch_size)
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +165,7 @@ class ModelRunner:
     def place_image(self, image: NormalizedImage | ResampledImage) -> Image:
         """Return an image that reads its windows into device memory, or for MONAI's inferer, a tensor on the device."""
         if self._settings.windows.inferer == "monai":
-            return image.tensor().to(self.device)
+            return image.to_tensor().to(self.device)
         return self.placement.place_image(image, self.spec.input.roi_size[0])
 
     def choose_inferer(self, run: RunWindows) -> RunWindows:
@@ -177,9 +177,9 @@ class ModelRunner:
         inferer: RunWindows = module.MonaiInferer(self._settings.windows, run)
         return inferer
 
-    def score_windows(self, plan: Plan, compute: ComputeSlabs) -> ScoreWindows:
+    def make_window_scorer(self, plan: Plan, compute: ComputeSlabs) -> ScoreWindows:
         """Return a function that computes the scores of a few windows of a request. Each window is scored once."""
-        return partial(self.scores.score_windows, plan=plan, run=compute)
+        return partial(self.score_computer.score_windows, plan=plan, run=compute)
 
     def with_window(self, options: Options, estimate: Estimate) -> ModelRunner:
         """Return a runner for the window size that a request specifies. Only the latest runner is cached.
@@ -201,7 +201,7 @@ class ModelRunner:
 
     def _build_with_window(self, spec: ModelSpec, batch_size: int) -> ModelRunner:
         new_runner = copy.copy(self)
-        new_runner.spec, new_runner.diameters = spec, DiameterCache()
+        new_runner.spec, new_runner.diameter_cache = spec, DiameterCache()
         new_runner._window_bytes = int(self._window_bytes * compute_window_scale(self.spec, spec))
         new_runner._selector = self._selector.with_window(spec, new_runner._window_bytes)
         try:
@@ -224,9 +224,9 @@ class ModelRunner:
             return ()
         return (f"The {self._config.engine} engine processes {batch_size} windows per batch, not {requested_size}.",)
 
-    def describe_engine(self, *, recomputed: bool = False) -> str:
-        """Return the name and precision of the engine that computed or, if `recomputed`, recomputed the scores."""
-        return f"{self._config.engine} {'fp32' if recomputed else self._config.precision}"
+    def describe_engine(self, *, is_recomputed: bool = False) -> str:
+        """Return the name and precision of the engine that computed or, if `is_recomputed`, recomputed the scores."""
+        return f"{self._config.engine} {'fp32' if is_recomputed else self._config.precision}"
 
     @property
     def _kernel_warnings(self) -> tuple[str, ...]:

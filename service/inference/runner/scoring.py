@@ -39,8 +39,8 @@ class ScoringResult(NamedTuple, Generic[C]):
 
     consumer: C
     notes: tuple[str, ...]
-    fallbacks: int
-    recomputed: bool
+    num_fallbacks: int
+    is_recomputed: bool
 
 
 class _ScoreCollector:
@@ -81,7 +81,7 @@ class ScoreComputer:
         """Prepared module, which is run eagerly if the warm engine does not support the request."""
         return self._builder.prepare_module(self._config) if self._engine is None else self._engine.module
 
-    def compute(
+    def compute_scores(
         self, image: Image, plan: Plan, make_consumer: Callable[[], C], stages: Stages, run: ComputeSlabs
     ) -> ScoringResult[C]:
         """Pass the scores of `image` to a new consumer. The batch size is halved until a batch fits in memory.
@@ -90,10 +90,15 @@ class ScoreComputer:
         recomputed scores are not finite either. Propagates exceptions from the network.
         """
         # The request may have been planned before the network was loaded.
-        batch_size, notes, fallbacks, recomputed = self._fit_batch_size(plan.sw_batch_size), list[str](), 0, False
+        batch_size, notes, num_fallbacks, is_recomputed = (
+            self._fit_batch_size(plan.sw_batch_size),
+            list[str](),
+            0,
+            False,
+        )
         while True:
             consumer = make_consumer()
-            window = self._get_window(batch_size, is_reference=recomputed)
+            window = self._get_window(batch_size, is_reference=is_recomputed)
             try:
                 view_window = self._get_averaging_window(window, plan.views) if plan.views else window
                 feed_slabs(consumer, run(view_window, image, plan.overlap), stages)
@@ -101,27 +106,28 @@ class ScoreComputer:
                 if not is_out_of_memory(error) or batch_size == 1:
                     raise
                 # Notes on batch sizes precede the note on recomputing, regardless of which happens first.
-                notes.insert(fallbacks, f"A batch of {batch_size} windows did not fit in memory, so it was halved.")
-                fallbacks, batch_size = fallbacks + 1, batch_size // 2
+                notes.insert(num_fallbacks, f"A batch of {batch_size} windows did not fit in memory, so it was halved.")
+                num_fallbacks, batch_size = num_fallbacks + 1, batch_size // 2
                 _release_memory(window)
             except NonFiniteScores:
-                if recomputed or self._is_reference:
+                if is_recomputed or self._is_reference:
                     raise
                 engine_name = f"{self._config.engine}, {self._config.precision}"
                 notes.append(f"The scores were not finite ({engine_name}) and were recomputed in eager fp32.")
-                recomputed = True
+                is_recomputed = True
             else:
-                notes += [] if recomputed else self._list_engine_notes(window)
-                return ScoringResult(consumer, tuple(notes), fallbacks, recomputed)
+                notes += [] if is_recomputed else self._list_engine_notes(window)
+                return ScoringResult(consumer, tuple(notes), num_fallbacks, is_recomputed)
 
     def score_windows(self, windows: Tensor, plan: Plan, run: ComputeSlabs) -> Tensor:
         """Return the raw scores of windows [N, C, *roi], which are processed as one stack, float32 [N, K, *roi].
 
-        Each window is scored once, regardless of the views in the plan. Raises the same exceptions as `compute`.
+        Each window is scored once, regardless of the views in the plan. Raises the same exceptions as `compute_scores`.
         """
         single_view_plan = plan._replace(overlap=0.0, views=())
         return score_stack(
-            windows, lambda stack: self.compute(stack, single_view_plan, _ScoreCollector, Stages(), run).consumer.slabs
+            windows,
+            lambda stack: self.compute_scores(stack, single_view_plan, _ScoreCollector, Stages(), run).consumer.slabs,
         )
 
     def _get_window(self, batch_size: int, *, is_reference: bool) -> SlidingWindow:

@@ -41,7 +41,9 @@ class EngineSelector(EngineBuilder):
 
     def get_initial_config(self) -> EngineConfig:
         """Return the configuration before any trial: the eager engine in the precision that the settings require."""
-        return self.make_eager_config(precision.choose(self._settings.engine.precision, self._native_dtypes).name)
+        return self.make_eager_config(
+            precision.choose_precision(self._settings.engine.precision, self._native_dtypes).name
+        )
 
     def select(self, *, tune: bool = False) -> ReadyEngine:
         """Build the fixed configuration, the one chosen by the saved plan, or the first suitable one.
@@ -101,16 +103,20 @@ class EngineSelector(EngineBuilder):
             engine, trials, should_save = self.build(self.make_eager_config("fp32")), error.trials, False
             warnings = (f"{error} The model runs eagerly in fp32.",)
         plan = EnginePlan(
-            self._spec.name, engine.config, trials, tuner.seconds, self.collect_plan_dependencies(), is_tuned
+            self._spec.name, engine.config, trials, tuner.elapsed_seconds, self.collect_plan_dependencies(), is_tuned
         )
         if should_save and self._settings.engine.kind == "auto":
             self._save_plan(plan)
-        return replace(engine, plan=plan, seconds=tuner.seconds, warnings=(*self._precision_warnings, *warnings))
+        return replace(
+            engine, plan=plan, seconds=tuner.elapsed_seconds, warnings=(*self._precision_warnings, *warnings)
+        )
 
     @property
     def _precision_warnings(self) -> tuple[str, ...]:
         """Warning about the precision, if there is one."""
-        warning = precision.choose(self._settings.engine.precision, self._native_dtypes, self._faulty_dtypes).warning
+        warning = precision.choose_precision(
+            self._settings.engine.precision, self._native_dtypes, self._faulty_dtypes
+        ).warning
         return () if warning is None else (warning,)
 
     def _list_warnings(self, trials: Sequence[Trial]) -> tuple[str, ...]:
@@ -250,7 +256,7 @@ class EngineSelector(EngineBuilder):
             return "a graph that is not frozen supports only a single stream"
         num_windows = config.sw_batch_size * config.streams
         needed_bytes = self._window_bytes * backends.get_batch_dtype(config).itemsize // 4 * num_windows
-        free_bytes = self._driver.free_bytes(self._device)
+        free_bytes = self._driver.query_free_bytes(self._device)
         if free_bytes is not None and needed_bytes > MAX_ACTIVATION_FRACTION * free_bytes:
             return (
                 f"the activations need about {needed_bytes / 2**30:.1f} GiB, which is too much for the"

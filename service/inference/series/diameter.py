@@ -12,7 +12,7 @@ from service.inference.types import DiameterEstimate
 T = TypeVar("T")
 
 
-def sample(members: Sequence[T], count: int) -> Sequence[T]:
+def select_evenly_spaced(members: Sequence[T], count: int) -> Sequence[T]:
     """Return up to `count` evenly spaced members of a series."""
     step = max(len(members) / count, 1)
     return [members[int(index * step)] for index in range(min(count, len(members)))]

@@ -23,9 +23,9 @@ from service.core.errors import (
 )
 from service.core.quantities import VoxelSize, parse_diameter
 from service.core.telemetry import Stages
-from service.core.types import Array, Linking, Options, Volume, label_dtype
-from service.inference.measurements import measure
-from service.inference.series.diameter import choose_diameter, sample
+from service.core.types import Array, Linking, Options, Volume, choose_label_dtype
+from service.inference.measurements import measure_objects
+from service.inference.series.diameter import choose_diameter, select_evenly_spaced
 from service.inference.series.laptrack_linking import link_by_distance
 from service.inference.series.overlap_linking import Tracks, link_by_overlap
 from service.inference.types import DiameterEstimate, QualityWarning, Result, Series, SeriesInfo, SkippedWindows, Table
@@ -42,7 +42,7 @@ _TIME_POINT_ERRORS = (RequestError, OutOfMemory, OutOfStorage, ReaderKilled, Non
 Progress = Callable[[int, int], None]
 
 
-class PointSegmenter(NamedTuple):
+class TimePointSegmenter(NamedTuple):
     """Functions that process one time point.
 
     segment            segments a volume; its third argument is called with the number of finished windows and the total
@@ -56,7 +56,7 @@ class PointSegmenter(NamedTuple):
 def segment_series(  # noqa: PLR0913
     series: Series,
     options: Options,
-    segmenter: PointSegmenter,
+    segmenter: TimePointSegmenter,
     folder: Path | None,
     *,
     cancelled: Callable[[], bool] = lambda: False,
@@ -114,13 +114,13 @@ def _report_progress(progress: Progress, index: int, num_time_points: int, done:
 
 
 def _choose_diameter(
-    series: Series, options: Options, segmenter: PointSegmenter, stages: Stages, cancelled: Callable[[], bool]
+    series: Series, options: Options, segmenter: TimePointSegmenter, stages: Stages, cancelled: Callable[[], bool]
 ) -> tuple[Options, bool, str]:
     """Return the options with one diameter for all time points, whether the diameter was estimated, and a note."""
     if segmenter.estimate_diameter is None:
         return options, False, ""
     estimates = list[tuple[DiameterEstimate, VoxelSize | None]]()
-    sampled_time_points = sample(series.times, MAX_SAMPLED_TIME_POINTS)
+    sampled_time_points = select_evenly_spaced(series.times, MAX_SAMPLED_TIME_POINTS)
     for time_point in sampled_time_points:
         _raise_if_cancelled(cancelled)
         with stages.measure("size"), suppress(*_TIME_POINT_ERRORS):
@@ -141,8 +141,8 @@ class _TimePointResults:
         self._notes = dict[str, list[int]]()
         self._tables = list[Table]()
         self.stages = Stages()
-        self.num_time_points = self.fallbacks = 0
-        self.recomputed = False
+        self.num_time_points = self.num_fallbacks = 0
+        self.is_recomputed = False
         self.skipped: SkippedWindows | None = None
         # Confidence and warning of the time point with the lowest confidence.
         self.confidence: float | None = None
@@ -155,7 +155,7 @@ class _TimePointResults:
         self._write_pixels(segmentation.pixels)
         if volume_to_measure is not None:
             with self.stages.measure("measure"):
-                self._tables.append(measure(segmentation, volume_to_measure))
+                self._tables.append(measure_objects(segmentation, volume_to_measure))
         self.num_time_points += 1
         if segmentation.count is not None:
             self._object_count = segmentation.count + (self._object_count or 0)
@@ -163,8 +163,8 @@ class _TimePointResults:
             self._notes.setdefault(note, []).append(time)
         self._update_confidence(result, time)
         self.stages.update(result.seconds)
-        self.fallbacks += result.fallbacks
-        self.recomputed |= result.recomputed
+        self.num_fallbacks += result.num_fallbacks
+        self.is_recomputed |= result.is_recomputed
         self.skipped = _add_skipped(self.skipped, result.skipped)
         # The pixels are in the file, so they need not stay in memory.
         self.last_result = result._replace(segmentation=replace(segmentation, pixels=segmentation.pixels[:0].copy()))
@@ -221,8 +221,8 @@ class _TimePointResults:
         result = self.last_result._replace(
             segmentation=segmentation,
             seconds=self.stages.seconds,
-            fallbacks=self.fallbacks,
-            recomputed=self.recomputed,
+            num_fallbacks=self.num_fallbacks,
+            is_recomputed=self.is_recomputed,
             skipped=self.skipped,
             confidence=self.confidence,
             quality_warning=self.quality_warning,
@@ -237,7 +237,7 @@ class _TimePointResults:
     def _renumber(self, tracks: Tracks) -> Array:
         """Replace the label of each object with the number of its track."""
         written_pixels = self._written_pixels
-        pixels, dtype = written_pixels, label_dtype(tracks.count)
+        pixels, dtype = written_pixels, choose_label_dtype(tracks.count)
         if not np.can_cast(dtype, pixels.dtype):
             pixels = allocate_on_disk(pixels.shape, dtype, self._folder)
         for time_index, track_of_label in enumerate(tracks.tracks):

@@ -61,12 +61,12 @@ class SupportsReadInto(Protocol):
 class SparseImage:
     """Image with skipped windows. All voxels of skipped windows get the same scores.
 
-    skipped  first voxels of the skipped windows, as in `Grid.positions`; not all windows may be skipped
-    scores   scores of the skipped windows, float32 [K], on the same device as the computed scores
+    skipped_positions  first voxels of the skipped windows, as in `Grid.positions`; not all windows may be skipped
+    scores             scores of the skipped windows, float32 [K], on the same device as the computed scores
     """
 
     image: Image
-    skipped: frozenset[Size]
+    skipped_positions: frozenset[Size]
     scores: Tensor
 
     @property
@@ -257,7 +257,10 @@ class WindowScan:
         self._setup = setup
         skipped, self._skipped_scores = frozenset[Size](), torch.empty(0)
         if isinstance(image, SparseImage):
-            skipped, self._skipped_scores = image.skipped, image.scores.view(1, -1, 1, 1, 1).expand(-1, -1, *grid.roi)
+            skipped, self._skipped_scores = (
+                image.skipped_positions,
+                image.scores.view(1, -1, 1, 1, 1).expand(-1, -1, *grid.roi),
+            )
             image = image.image
         self._image, self._grid = image, grid
         # Check this only once, because an isinstance check for a protocol is slower than slicing.

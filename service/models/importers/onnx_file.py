@@ -32,7 +32,7 @@ def embed_external_data(path: Path) -> bytes:
 
 def read_input_settings(path: Path) -> dict[str, Any]:
     """Return the input settings `channels` and `roi_size` that an ONNX file specifies. Raises BrokenModel."""
-    shape = onnxfile.find_image(onnxfile.parse(embed_external_data(path), path)).shape
+    shape = onnxfile.find_image(onnxfile.parse_model(embed_external_data(path), path)).shape
     _, channels, *size = shape or (None,) * 5
     content: dict[str, Any] = {} if channels is None else {"channels": channels}
     return content if None in size else content | {"roi_size": size}

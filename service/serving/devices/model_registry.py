@@ -197,7 +197,7 @@ class ModelRegistry:
         return [device.scheduler.models.cache for device in self._devices]
 
     @property
-    def default(self) -> str:
+    def default_name(self) -> str:
         """Name of the model for requests that do not specify one."""
         return self._choose_default_name(self._states)
 
@@ -236,7 +236,7 @@ class ModelRegistry:
         """Return the loaded model from the first device that has loaded it; None if no device has loaded it."""
         return next(filter(None, (cache.get(name) for cache in self._caches)), None)
 
-    def unready_reasons(self) -> Iterator[str]:
+    def list_unready_reasons(self) -> Iterator[str]:
         """Yield a sentence for each model that makes the service unready, because it is loading or has failed."""
         for name in self._states:
             loading_devices = [
@@ -248,12 +248,12 @@ class ModelRegistry:
                     str(device.scheduler.models.loading_progress.get(name, "")) for device in self._devices
                 )
                 yield f"{name} is being loaded{loading_steps and ': '}{loading_steps}."
-        if self._is_faulty(self.default):
-            yield self._describe_problem(self.default)
+        if self._is_faulty(self.default_name):
+            yield self._describe_problem(self.default_name)
 
-    def degradations(self) -> Iterator[str]:
+    def list_degradations(self) -> Iterator[str]:
         """Yield a sentence for each model that cannot be used or is outdated, but does not make the service unready."""
-        default_name = self.default
+        default_name = self.default_name
         for name in (*self._states, *sorted(self._choose_startup_names(self._states) - self._states.keys())):
             if name != default_name and self._is_faulty(name):
                 yield self._describe_problem(name)

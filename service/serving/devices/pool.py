@@ -105,13 +105,13 @@ class DevicePool:
         engines = (device.scheduler.models.engines for device in self.all)
         return sorted({engine_by_model[model] for engine_by_model in engines if model in engine_by_model})
 
-    def unready_reasons(self) -> Iterator[str]:
+    def list_unready_reasons(self) -> Iterator[str]:
         """Yield a sentence for each device that makes the service unready."""
         yield from (device.problem for device in self.all if device.is_required and device.problem)
         if self._cluster and not self._can_serve:
             yield from self._cluster.list_problems()
 
-    def degradations(self) -> tuple[str, ...]:
+    def list_degradations(self) -> tuple[str, ...]:
         """Return a sentence for each device that is unavailable although the service is ready."""
         return self._cluster.list_problems() if self._cluster and self._can_serve else ()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.core.types import Extent, Options, Volume
-from service.inference.series.time_points import PointSegmenter, segment_series
+from service.inference.series.time_points import TimePointSegmenter, segment_series
 from service.inference.types import Series
 from service.serving.devices.models.model import DeviceModel, ProgressCallback, make_resource_needs
 from service.serving.devices.queue.job import Job, Progress, ResourceNeeds
@@ -54,7 +54,7 @@ class Reservation:
             raise RuntimeError("the model was not requested, or the job has ended")
         return self._lease.model_future.result(timeout=0)
 
-    def take(self, job: Job[Any]) -> None:
+    def request_model(self, job: Job[Any]) -> None:
         """Request the model for a queued job. The job may start after loading, and fails if loading fails."""
         lease = self._lease = self._scheduler.models.cache.lease(self._model_name)
         # If the job has been cancelled in the meantime, this ends the lease immediately.
@@ -62,7 +62,7 @@ class Reservation:
         # Use a weak reference, so that the job does not keep itself and its result alive.
         lease.model_future.add_done_callback(partial(self._after_loading, weakref.ref(job)))
 
-    def needs(self, volume: Extent, options: Options) -> ResourceNeeds:
+    def estimate_needs(self, volume: Extent, options: Options) -> ResourceNeeds:
         """Return the resources that the request needs. Call this only after the model has been loaded."""
         if self._needs is None:
             try:
@@ -102,7 +102,7 @@ class Reservation:
 
         estimate_diameter = partial(model.estimate_diameter, job)
         is_diameter_estimated = model.estimator.plan(options).needs_diameter_estimate
-        point_segmenter = PointSegmenter(segment, estimate_diameter if is_diameter_estimated else None)
+        point_segmenter = TimePointSegmenter(segment, estimate_diameter if is_diameter_estimated else None)
         return segment_series(
             series,
             options,

@@ -34,10 +34,10 @@ class JobView(NamedTuple):
 
     position       position in the queue, 1 for the next job; None if the job is not waiting
     seconds_left   estimated time until the result is available; None if unknown
-    seconds        seconds spent in each stage so far
+    stage_seconds  seconds spent in each stage so far
     is_loading     whether the job is waiting for its model to load
-    stage          current stage of a running job, one of the keys of `seconds`
-    points         number of finished parts and of all parts, where a part is a time point of a series or a stack of a
+    stage          current stage of a running job, one of the keys of `stage_seconds`
+    part_progress  number of finished parts and of all parts, where a part is a time point of a series or a stack of a
                    folder; both numbers are 0 for a single volume
     """
 
@@ -45,10 +45,10 @@ class JobView(NamedTuple):
     progress: Progress
     position: int | None = None
     seconds_left: float | None = None
-    seconds: dict[str, float] = {}  # noqa: RUF012 - never changed
+    stage_seconds: dict[str, float] = {}  # noqa: RUF012 - never changed
     is_loading: bool = False
     stage: str | None = None
-    points: Progress = Progress()
+    part_progress: Progress = Progress()
 
 
 class ActiveJob:
@@ -94,7 +94,7 @@ class ActiveJob:
 
     @property
     def stage(self) -> str | None:
-        """The current stage, one of the keys of `JobView.seconds`; None while the job is waiting."""
+        """The current stage, one of the keys of `JobView.stage_seconds`; None while the job is waiting."""
         if self.folder_run is not None:
             return self.folder_run.stage
         done_count, total_count = self.job.progress
@@ -122,7 +122,7 @@ def view_job(record: JobRecord, active_job: ActiveJob | None) -> JobView:
             run.seconds_left,
             dict(active_job.stages.seconds),
             stage=run.stage,
-            points=run.progress,
+            part_progress=run.progress,
         )
     return JobView(
         record,
@@ -143,11 +143,11 @@ def _view_from_record(record: JobRecord) -> JobView:
         return JobView(record, Progress(0, window_count))
     if metadata.stacks:
         stack_progress = Progress(*metadata.stacks)
-        return JobView(record, stack_progress, seconds=metadata.seconds, points=stack_progress)
-    points = Progress(*metadata.time_points) if metadata.time_points else Progress()
-    done_count = window_count * points.done // points.total if points.total else window_count
+        return JobView(record, stack_progress, stage_seconds=metadata.seconds, part_progress=stack_progress)
+    part_progress = Progress(*metadata.time_points) if metadata.time_points else Progress()
+    done_count = window_count * part_progress.done // part_progress.total if part_progress.total else window_count
     progress = Progress(done_count if record.state == "done" else 0, window_count)
-    return JobView(record, progress, seconds=metadata.seconds, points=points)
+    return JobView(record, progress, stage_seconds=metadata.seconds, part_progress=part_progress)
 
 
 def wait_for_jobs(jobs: Iterable[ActiveJob], timeout_seconds: float) -> None:

@@ -17,7 +17,7 @@ from service.serving.storage.result_folder import ResultFolder
 
 RECORDS_FILE = "stacks.jsonl"
 TABLE_FILE = "objects.csv"
-REPORT = "report.html"
+REPORT_FILE = "report.html"
 
 _STYLE = """
 body { font: 15px sans-serif; margin: 2em }
@@ -169,7 +169,7 @@ def write_report(results: ResultFolder, model: str, stacks: Sequence[tuple[str, 
         f"<h1>{done_count} of {len(stacks)} stacks, {escape(model)}</h1>\n"
         f"<table><tr>{headers}</tr>\n{rows}\n</table></html>\n"
     )
-    _write_text(results, REPORT, page)
+    _write_text(results, REPORT_FILE, page)
 
 
 def _write_text(results: ResultFolder, name: str, content: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from service.core.errors import BadFile, BadParameter, Cancelled, OutOfStorage, RateLimited
 from service.core.types import Options, Volume
 from service.serving.devices.queue.job import Job, Progress
-from service.serving.jobs.folder_records import REPORT, TABLE_FILE
+from service.serving.jobs.folder_records import REPORT_FILE, TABLE_FILE
 from service.serving.jobs.folder_work import (
     FolderOutcome,
     FolderSegmentation,
@@ -148,9 +148,9 @@ class FolderRun:
         if the job is cancelled or the service is stopping.
         """
         host_files, paths = self._runtime.host_files, self._paths
-        estimator = self._runtime.estimator(self._spec)
+        estimator = self._runtime.get_estimator(self._spec)
         needs_estimate = estimator.plan(self._query.options).needs_diameter_estimate
-        has_measurements = estimator.output_kind(self._query.options) == "labels"
+        has_measurements = estimator.get_output_kind(self._query.options) == "labels"
         callbacks = StackCallbacks(
             open=self._open_stack,
             read=partial(self._read_stack, has_measurements=has_measurements),
@@ -172,12 +172,12 @@ class FolderRun:
         failures, confidence_warnings = outcome.failures, outcome.confidence_warnings
         if len(failures) == len(outcome.records):
             raise BadFile(f"None of the {len(failures)} stacks could be segmented. First error: {failures[0]}")
-        output_kind = self._runtime.estimator(self._spec).output_kind(self._query.options)
+        output_kind = self._runtime.get_estimator(self._spec).get_output_kind(self._query.options)
         warnings = [*failures, *confidence_warnings]
         omitted_count = len(warnings) - MAX_WARNINGS
         notes = [
             *warnings[:MAX_WARNINGS],
-            *([f"{REPORT} lists {omitted_count} more warnings."] if omitted_count > 0 else []),
+            *([f"{REPORT_FILE} lists {omitted_count} more warnings."] if omitted_count > 0 else []),
         ]
         metadata = AnswerMetadata(
             model=self._spec.identifier,
@@ -186,16 +186,16 @@ class FolderRun:
             kind=output_kind,
             seconds=seconds,
             notes=tuple(notes),
-            objects=outcome.objects,
+            objects=outcome.object_count,
             stacks=(len(outcome.records) - len(failures), len(outcome.records)),
         )
         path = self._paths.results_folder.removesuffix("/")
         content = {
             "output": path,
-            "report": f"{path}/{REPORT}",
+            "report": f"{path}/{REPORT_FILE}",
             "table": f"{path}/{TABLE_FILE}",
             "model": metadata.model,
-            "objects": outcome.objects,
+            "objects": outcome.object_count,
             "stacks": outcome.describe(),
         }
         return metadata, json.dumps(content)
@@ -257,7 +257,7 @@ class FolderRun:
 
         result = self._run_on_device(pixels, options, segment)
         object_count = result.segmentation.count
-        self._runtime.metrics.count_segmentation(self._spec.name, pixels.voxels, object_count, result.seconds)
+        self._runtime.metrics.count_segmentation(self._spec.name, pixels.voxel_count, object_count, result.seconds)
         return result
 
     def _estimate_diameter(self, volume: Volume, options: Options) -> DiameterEstimate | None:
@@ -269,7 +269,7 @@ class FolderRun:
     def _run_on_device(self, pixels: Volume | Series, options: Options, work: Callable[[Reservation, Job[T]], T]) -> T:
         """Queue work for a device as a separate request, and wait. Return the result of the work or raise its error."""
         request = DeviceRequest(self._spec, pixels, options, self._job.owner)
-        job = queue_work(self._runtime, request, work, wait=True)
+        job = queue_work(self._runtime, request, work, allow_full_queue=True)
         self._device_job = job
         try:
             return self._wait_for_job(job)

@@ -21,13 +21,13 @@ from service.core.errors import (
     StackSegError,
     StorageUnavailable,
 )
-from service.core.files.bundled import software_version
+from service.core.files.bundled import get_software_version
 from service.core.quantities import VoxelSize
 from service.core.telemetry import Stages
 from service.core.types import Options, Volume
 from service.formats import thumbnail, writers
 from service.inference import measurements
-from service.inference.series.diameter import choose_diameter, sample
+from service.inference.series.diameter import choose_diameter, select_evenly_spaced
 from service.inference.types import DiameterEstimate, Result, Series
 from service.serving.jobs.folder_records import (
     RECORDS_FILE,
@@ -80,7 +80,7 @@ class FolderOutcome(NamedTuple):
     """The outcome of a run: the records of the stacks by name, and the number of stacks finished in earlier runs."""
 
     records: dict[str, StackRecord]
-    skipped: int
+    skipped_count: int
 
     @property
     def failures(self) -> list[str]:
@@ -108,7 +108,7 @@ class FolderOutcome(NamedTuple):
         ]
 
     @property
-    def objects(self) -> int | None:
+    def object_count(self) -> int | None:
         """Total number of objects; None if the output has no objects."""
         counts = [record.objects for record in self.records.values() if record.objects is not None]
         return sum(counts) if counts else None
@@ -178,7 +178,7 @@ class FolderSegmentation:
 
     def _segment_all(self, stacks: Sequence[str], query: Query) -> None:
         parameters = json.dumps(
-            [query.canonical_json, self._spec.identifier, self._spec.weights.sha256, software_version()]
+            [query.canonical_json, self._spec.identifier, self._spec.weights.sha256, get_software_version()]
         )
         shared_parameters = self._find_shared_parameters(stacks, query, parameters)
         self._key = json.dumps([parameters, shared_parameters.query.diameter])
@@ -232,7 +232,7 @@ class FolderSegmentation:
         Return None if no diameter can be estimated.
         """
         estimates = list[tuple[DiameterEstimate, VoxelSize | None]]()
-        sampled_names = sample(stacks, SAMPLED_STACK_COUNT)
+        sampled_names = select_evenly_spaced(stacks, SAMPLED_STACK_COUNT)
         remaining_names = (name for name in stacks if name not in sampled_names)
         for name in chain(sampled_names, takewhile(lambda _: not estimates, remaining_names)):
             self._callbacks.begin(name, 0, len(stacks))
@@ -280,7 +280,7 @@ class FolderSegmentation:
         return record._replace(
             result=labels_path,
             objects=result.segmentation.count,
-            seconds=round(stages.total, 3),
+            seconds=round(stages.total_seconds, 3),
             notes=tuple(map(self._callbacks.reword, result.warnings)),
             problem="" if series_problem is None else self._callbacks.reword(series_problem),
             doubtful=result.quality_warning is not None,

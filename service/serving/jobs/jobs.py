@@ -19,7 +19,7 @@ from service.serving.jobs.folder_run import FolderPaths
 from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.jobs.runner import JobRunner
 from service.serving.jobs.store import INPUT_NAME, JobStore
-from service.serving.runtime import JOIN_SECONDS, Runtime
+from service.serving.runtime import JOIN_TIMEOUT_SECONDS, Runtime
 from service.serving.storage.disk import DiskUsage, measure_disk
 from service.serving.storage.stack_store import StackStore
 from service.serving.storage.threads import start_threads
@@ -102,9 +102,9 @@ class JobManager:
             wait_for_jobs(active_jobs, self._settings.server.drain_seconds)
         for active_job in active_jobs:
             active_job.job.cancel()
-        wait_for_jobs(active_jobs, JOIN_SECONDS)
+        wait_for_jobs(active_jobs, JOIN_TIMEOUT_SECONDS)
         self._folder_queue.close()
-        self._folder_threads.join(JOIN_SECONDS)
+        self._folder_threads.join(JOIN_TIMEOUT_SECONDS)
         self._stop_event.set()
         self.runner.stop()
         # The maintenance thread submits work to the write threads, so stop it first.
@@ -148,7 +148,7 @@ class JobManager:
             raise BadParameter(description.problem, parameter="time", suggested={"time": "all"})
         query, runtime = request.query, self._runtime
         spec = runtime.models.get_spec(query.model)
-        window_count = description.volume_count * runtime.estimate(spec, description, query.options).windows
+        window_count = description.volume_count * runtime.estimate(spec, description, query.options).num_windows
         parameters = query.model_dump(mode="json", exclude_unset=True)
         return self._accept(request, JobRequest(spec.name, parameters, name, window_count, receive_seconds))
 
@@ -160,7 +160,7 @@ class JobManager:
         """
         query, runtime = request.query, self._runtime
         spec = runtime.models.get_spec(query.model)
-        runtime.estimator(spec).plan(query.options)
+        runtime.get_estimator(spec).plan(query.options)
         paths = FolderPaths.from_query(query, request.caller)
         paths.check_folders(runtime.host_files, overwrite=bool(query.overwrite))
         folder_path = f"{paths.input_folder.removesuffix('/')}/"
@@ -201,7 +201,7 @@ class JobManager:
         if (active_job := self.runner.find(job_id)) is not None:
             active_job.job.cancel()
 
-    def result(self, job_id: str, owner: str | None) -> tuple[BinaryIO, AnswerMetadata]:
+    def open_result(self, job_id: str, owner: str | None) -> tuple[BinaryIO, AnswerMetadata]:
         """Return the open result file and its metadata. The file stays readable if the job is deleted.
 
         Raises UnknownJob, JobNotFinished and ResultUnavailable. Raises the stored error if the job failed without a

@@ -99,7 +99,7 @@ class JobRunner:
         needs = ResourceNeeds if request.is_folder else partial(self._estimate_needs, active_job)
         if request.is_folder:
             active_job.queue = self._folder_queue
-        active_job.space = self._runtime.scratch_space.new_reservation(owner or "")
+        active_job.space = self._runtime.scratch_space.make_reservation(owner or "")
         active_job.job = Job(
             request.model, work, window_count=request.window_count, needs=needs, is_ready=False, owner=owner
         )
@@ -150,7 +150,7 @@ class JobRunner:
         """Allow the job to begin as soon as the model is loaded."""
         active_job.pixels = pixels
         active_job.first_error_time = None
-        active_job.reservation.take(active_job.job)
+        active_job.reservation.request_model(active_job.job)
 
     def _decode_later(self, active_job: ActiveJob, nbytes: int) -> None:
         """Decode a large file as soon as `nbytes` of scratch space are available."""
@@ -206,7 +206,7 @@ class JobRunner:
 
     def _estimate_needs(self, active_job: ActiveJob) -> ResourceNeeds:
         assert active_job.pixels is not None  # noqa: S101 - the file has already been read
-        return active_job.reservation.needs(active_job.pixels.segmentation_input, active_job.query.options)
+        return active_job.reservation.estimate_needs(active_job.pixels.segmentation_input, active_job.query.options)
 
     def _segment_folder(self, active_job: ActiveJob, job: Job[Result | FolderOutcome]) -> FolderOutcome:
         """Segment the stacks in a folder, in a thread of the folder queue."""
@@ -285,7 +285,7 @@ class JobRunner:
                 return
         object_count, seconds = result.segmentation.count, active_job.stages.seconds
         self._runtime.metrics.count_segmentation(
-            active_job.request.model, active_job.pixels.segmentation_input.voxels, object_count, seconds
+            active_job.request.model, active_job.pixels.segmentation_input.voxel_count, object_count, seconds
         )
 
     def _write_folder_result(self, active_job: ActiveJob, outcome: FolderOutcome) -> None:

@@ -22,7 +22,7 @@ from service.core.buffers import make_allocator
 from service.core.errors import BadParameter, FeatureDisabled, OutOfStorage, UnknownAnnotation
 from service.core.files.atomic_files import sync_to_disk
 from service.core.quantities import VoxelSize
-from service.core.types import Segmentation, Volume, label_dtype
+from service.core.types import Segmentation, Volume, choose_label_dtype
 from service.formats.tiff import writer as tiff_writer
 from service.serving.learning.annotation import (
     IMAGE_FILE,
@@ -50,7 +50,7 @@ MAX_STACKS_PER_OWNER = 10_000
 class AnnotationUsage(NamedTuple):
     """Number of annotated stacks, and the size of their files in bytes."""
 
-    stacks: int
+    stack_count: int
     nbytes: int
 
 
@@ -73,7 +73,7 @@ class AnnotationStore:
         """Delete the incomplete folders of killed processes."""
         delete_abandoned_folders(self.folder, PARTIAL_PREFIX)
 
-    def measure(self) -> AnnotationUsage:
+    def measure_usage(self) -> AnnotationUsage:
         """Return the total usage of all owners."""
         sizes = [annotation.nbytes for annotation in self._list_all()]
         return AnnotationUsage(len(sizes), sum(sizes))
@@ -120,7 +120,7 @@ class AnnotationStore:
             raise UnknownAnnotation("There is no such annotated stack: the ID is wrong, or the stack was deleted.")
         return annotation
 
-    def list_newest(self, owner: str | None, *, is_admin: bool = False) -> list[Annotation]:
+    def list_newest_first(self, owner: str | None, *, is_admin: bool = False) -> list[Annotation]:
         """Return the annotated stacks of this owner, or of all owners if `is_admin` is set, newest first."""
         annotations = (annotation for annotation in self._list_all() if is_admin or annotation.owner == owner)
         return sorted(annotations, key=attrgetter("created"), reverse=True)
@@ -134,7 +134,7 @@ class AnnotationStore:
             shutil.rmtree(annotation.folder)
 
     def _check_quota(self, owner: str | None, nbytes: int) -> None:
-        annotations = self.list_newest(owner)
+        annotations = self.list_newest_first(owner)
         if len(annotations) >= self.max_stacks:
             raise OutOfStorage(
                 f"You have {len(annotations):,} annotated stacks, which is the maximum. Delete some of them."
@@ -210,7 +210,7 @@ def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, regi
     plane_indices, highest_number = range(labels.shape[1]), _find_highest_number(labels)
     is_present = np.zeros(min(highest_number, _MAX_TABLE_LABEL) + 1, np.bool_)
     large_labels = np.empty(0, np.uint32)
-    pixels = make_allocator(path.parent)(labels.shape[1:], label_dtype(highest_number))
+    pixels = make_allocator(path.parent)(labels.shape[1:], choose_label_dtype(highest_number))
     z0, z1 = (0, len(plane_indices)) if region is None else region.z
     region_slices = (slice(None), slice(None)) if region is None else region.slices[1:]
     for z in plane_indices:

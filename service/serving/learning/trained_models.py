@@ -50,7 +50,7 @@ class TrainedModels:
         self._settings, self._models, self._queue, self._stopped = settings, models, queue, stopped
         self.folder, self.max_models = settings.trained_folder, settings.trainings.models
 
-    def count(self) -> int:
+    def count_models(self) -> int:
         """Return the number of trained models."""
         return len(list(self.folder.glob("[!.]*")))
 
@@ -96,7 +96,7 @@ class TrainedModels:
             )
         if not self.can_delete(model, owner, is_admin=is_admin):
             raise Unauthorized("Only the API key that trained a model, and the keys in access.admins, can delete it.")
-        work_folder, default_name = self.folder / f"{WORK_FOLDER_PREFIX}{uuid.uuid4().hex}", self._models.default
+        work_folder, default_name = self.folder / f"{WORK_FOLDER_PREFIX}{uuid.uuid4().hex}", self._models.default_name
 
         def delete_files() -> None:
             with self._queue.condition, translate_disk_errors():

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from service.core.errors import remove_folders as shorten_paths
-from service.formats.sandbox.child_process import child_environment
+from service.formats.sandbox.child_process import make_child_environment
 
 TRAINING_MODULE = "service.training.process"
 # Environment variables that select devices and cache folders.
@@ -42,7 +42,7 @@ class TrainingChild:
     def __init__(self, training_id: str, module: str = TRAINING_MODULE) -> None:
         self._training_id, self._has_timed_out = training_id, False
         self._error_output = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
-        environment = child_environment()
+        environment = make_child_environment()
         # Idle OpenMP threads must not spin, so that the CPU is available to requests.
         environment |= {"OMP_WAIT_POLICY": "PASSIVE"}
         del environment["OMP_NUM_THREADS"]

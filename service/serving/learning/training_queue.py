@@ -58,7 +58,7 @@ class TrainingQueue:
             raise UnknownTraining("There is no such training run: the ID is wrong, or the run was deleted.")
         return record
 
-    def list_newest(self, owner: str | None, *, is_admin: bool = False) -> list[TrainingRecord]:
+    def list_newest_first(self, owner: str | None, *, is_admin: bool = False) -> list[TrainingRecord]:
         """Return the training runs of this owner, or of all owners if `is_admin` is set, newest first."""
         with self.condition:
             records = list(self._records.values())
@@ -86,17 +86,17 @@ class TrainingQueue:
                 )
         return [record for *_, record in sorted(sortable_entries, key=lambda entry: entry[:3])]
 
-    def running_and_waiting(self) -> tuple[TrainingRecord | None, list[TrainingRecord]]:
+    def get_running_and_waiting(self) -> tuple[TrainingRecord | None, list[TrainingRecord]]:
         """Return the current training run, and the waiting training runs in queue order."""
         with self.condition:
             return self.running_record, self.waiting_records
 
     def count_by_state(self) -> dict[str, float]:
         """Return the number of running and of waiting training runs, by state."""
-        running_record, waiting_records = self.running_and_waiting()
+        running_record, waiting_records = self.get_running_and_waiting()
         return {"running": float(running_record is not None), "waiting": float(len(waiting_records))}
 
-    def position(self, record: TrainingRecord) -> int | None:
+    def get_position(self, record: TrainingRecord) -> int | None:
         """Return the position of a waiting training run in the queue, from 1; None for any other run."""
         waiting_records = self.waiting_records
         return waiting_records.index(record) + 1 if record in waiting_records else None
@@ -156,7 +156,7 @@ class TrainingQueue:
 
     def delete_oldest(self, owner: str | None) -> None:
         """Delete the oldest records of the owner's finished training runs, and keep up to `MAX_RECORDS_PER_OWNER`."""
-        finished_records = [record for record in self.list_newest(owner) if record.has_ended]
+        finished_records = [record for record in self.list_newest_first(owner) if record.has_ended]
         for record in finished_records[MAX_RECORDS_PER_OWNER:]:
             with suppress(StackSegError):
                 self.delete(record)

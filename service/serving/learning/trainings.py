@@ -163,7 +163,7 @@ class TrainingManager:
             self._settings.trainings.waiting,
             self.trained_models,
         )
-        if models.count() + len(self.queue.unfinished_records) >= models.max_models:
+        if models.count_models() + len(self.queue.unfinished_records) >= models.max_models:
             raise OutOfStorage(
                 f"The maximum of {models.max_models} trained models (trainings.models) has been reached. Delete trained"
                 " models with DELETE /models/NAME, which requires the API key that trained the model, or an admin key."

@@ -205,7 +205,7 @@ def measure_objects(result: Result, measurement_input: Volume | None) -> Table |
         return result.series.table
     if measurement_input is None or result.segmentation.kind != "labels":
         return None
-    return measurements.measure(result.segmentation, measurement_input)
+    return measurements.measure_objects(result.segmentation, measurement_input)
 
 
 def describe_answer(name: str, answer: Answer, result: Result, seconds: Mapping[str, float]) -> AnswerMetadata:
@@ -242,17 +242,17 @@ def describe_low_confidence(result: Result) -> dict[str, Any] | None:
 
 
 def compute_fingerprint(
-    caller: str | None, digest: str, spec_json: str, query: Query, execution_settings: Mapping[str, Any]
+    caller: str | None, digest: str, spec_json: str, query: Query, get_execution_settings: Mapping[str, Any]
 ) -> str:
     """Return a hash of everything that determines an answer. Requests with equal fingerprints have equal answers.
 
     digest              digest of the file content
     spec_json           `ModelRegistry.spec_json` of the model
-    execution_settings  `Runtime.execution_settings` of the model
+    get_execution_settings  `Runtime.get_execution_settings` of the model
 
     Returns a SHA-256 hash in hexadecimal.
     """
-    components = [caller, digest, spec_json, query.canonical_json, execution_settings]
+    components = [caller, digest, spec_json, query.canonical_json, get_execution_settings]
     return hashlib.sha256(json.dumps(components).encode()).hexdigest()
 
 

@@ -11,7 +11,7 @@ from typing import BinaryIO, NamedTuple
 from zipfile import ZipFile
 
 from service.core.errors import BadParameter
-from service.core.files.atomic_files import descriptor_path
+from service.core.files.atomic_files import make_descriptor_path
 from service.core.types import CancellationCheck, Segmentation, Selection, Volume, never_cancelled
 from service.formats import npy_nifti
 from service.formats.sandbox.reader import Reader
@@ -33,7 +33,7 @@ def _write_ozx(volume: Volume, path: Path) -> None:
     check_zarr_extra("Accept")
     from service.formats.zarr import writer as zarr_writer  # noqa: PLC0415 - requires the `zarr` extra
 
-    zarr_writer.write_archive(Segmentation(volume.array()[0], "labels", volume.voxel_size), path)
+    zarr_writer.write_archive(Segmentation(volume.read_all()[0], "labels", volume.voxel_size), path)
 
 
 # Formats to which stored labels can be converted, by media type.
@@ -125,7 +125,7 @@ def read_labels(  # noqa: PLR0913
     """
     read_file = partial(reader.read, selection=Selection(time=time), scratch=folder, cancelled=cancelled)
     if metadata.media_type == TIFF_TYPE:
-        return read_file(descriptor_path(file.fileno()))
+        return read_file(make_descriptor_path(file.fileno()))
     if metadata.media_type != ARCHIVE_TYPE:
         raise BadParameter(
             "The result of this job contains no labels, because the request was for a table, or because the result was"

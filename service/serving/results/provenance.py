@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from service.core.files.bundled import software_version
+from service.core.files.bundled import get_software_version
 
 if TYPE_CHECKING:
     from service.inference.types import Result
@@ -54,4 +54,4 @@ def hash_file(path: Path) -> str | None:
 
 @cache
 def _get_software_name() -> str:
-    return f"StackSeg {software_version()}"
+    return f"StackSeg {get_software_version()}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from service.core.errors import BadParameter, Cancelled, OutputExists
-from service.core.files.atomic_files import descriptor_path
+from service.core.files.atomic_files import make_descriptor_path
 from service.core.types import CancellationCheck, never_cancelled
 from service.formats.zarr.store import (
     METADATA_NAMES,
@@ -61,7 +61,7 @@ class DeliveryTarget(NamedTuple):
 
     @property
     def path(self) -> Path:
-        return descriptor_path(self.folder_fd) / self.name
+        return make_descriptor_path(self.folder_fd) / self.name
 
     @property
     def partial_name(self) -> str:
@@ -162,7 +162,7 @@ def put_store(source: Path, target: DeliveryTarget, cancelled: CancellationCheck
     if _is_unconfirmed_delivery(target):
         return
     folder_fd, partial_name = target.folder_fd, target.partial_name
-    if (descriptor_path(folder_fd) / target.replaced_name).exists() and not os.path.lexists(target.path):
+    if (make_descriptor_path(folder_fd) / target.replaced_name).exists() and not os.path.lexists(target.path):
         # The process was killed between the two renames.
         target.rename(target.replaced_name, target.name)
     delete_folder(folder_fd, partial_name)
@@ -189,7 +189,7 @@ def _rename_to_target(target: DeliveryTarget) -> bool:
     if target.overwrite:
         with suppress(FileNotFoundError):
             target.rename(target.name, target.replaced_name)
-            if not _is_store(descriptor_path(target.folder_fd) / target.replaced_name):
+            if not _is_store(make_descriptor_path(target.folder_fd) / target.replaced_name):
                 target.rename(target.replaced_name, target.name)
                 return False
     try:
@@ -213,7 +213,7 @@ def _report_replaced_store(target: DeliveryTarget) -> Iterator[None]:
     try:
         yield
     except (BadParameter, OutputExists) as error:
-        if not (descriptor_path(target.folder_fd) / target.replaced_name).exists():
+        if not (make_descriptor_path(target.folder_fd) / target.replaced_name).exists():
             raise
         message = f"{error} The previous store is in the same folder, under the name {target.replaced_name}."
         raise type(error)(message, parameter=error.parameter, suggested=error.suggested) from None

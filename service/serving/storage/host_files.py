@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from urllib.parse import quote, unquote
 
 from service.core.errors import BadParameter, ConfigError, OutOfStorage
-from service.core.files.atomic_files import descriptor_path, open_folder_by_path, open_subfolder
+from service.core.files.atomic_files import make_descriptor_path, open_folder_by_path, open_subfolder
 from service.core.sections.serving import ReferenceFolder, References
 from service.core.types import CancellationCheck, never_cancelled
 from service.formats.sandbox.remote_store import RemoteStore, check_url, is_url
@@ -136,7 +136,9 @@ class HostFiles:
                 path_fd = os.open(parts[-1], os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
             try:
                 mode = os.fstat(path_fd).st_mode
-                if not stat.S_ISREG(mode) and not (stat.S_ISDIR(mode) and is_zarr_folder(descriptor_path(path_fd))):
+                if not stat.S_ISREG(mode) and not (
+                    stat.S_ISDIR(mode) and is_zarr_folder(make_descriptor_path(path_fd))
+                ):
                     raise BadParameter.for_parameter(
                         "input",
                         f"{location} is a folder, a link or a device, not a file. A folder must be an OME-Zarr image."
@@ -147,7 +149,7 @@ class HostFiles:
             finally:
                 os.close(path_fd)
         try:
-            yield Source(descriptor_path(file_fd), parts[-1])
+            yield Source(make_descriptor_path(file_fd), parts[-1])
         finally:
             os.close(file_fd)
 
@@ -162,7 +164,7 @@ class HostFiles:
         """Context manager that opens the folder at a location. The location may be a configured folder itself."""
         root, parts = _parse_location("input", location.removesuffix("/"), self._inputs, caller, allow_root=True)
         with _open_below_root("input", root, parts, location) as folder_fd:
-            yield Source(descriptor_path(folder_fd), (parts or [location.removesuffix("/")])[-1])
+            yield Source(make_descriptor_path(folder_fd), (parts or [location.removesuffix("/")])[-1])
 
     @contextmanager
     def open_results(self, location: str, caller: str | None) -> Iterator[ResultFolder]:
@@ -170,7 +172,7 @@ class HostFiles:
         root, parts = _parse_location("output_to", location.removesuffix("/"), self._outputs, caller, allow_root=True)
         with _open_below_root("output_to", root, parts[:-1], location) as parent_fd, ExitStack() as stack:
             with _translate_os_errors("output_to", location):
-                folder_fd = stack.enter_context(open_subfolder(parent_fd, parts[-1:], make=True))
+                folder_fd = stack.enter_context(open_subfolder(parent_fd, parts[-1:], create_missing=True))
                 results = stack.enter_context(lock_results(folder_fd))
             yield results
 
@@ -211,7 +213,7 @@ class HostFiles:
         if parts[-2:-1] != ["labels"]:
             return None
         with suppress(BadParameter), _open_below_root("output_to", root, parts[:-2], location) as image_fd:
-            path = descriptor_path(image_fd)
+            path = make_descriptor_path(image_fd)
             if is_zarr_folder(path):
                 return 3 if (path / "zarr.json").is_file() else 2
         return None

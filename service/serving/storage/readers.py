@@ -34,9 +34,9 @@ class FileReaders:
         limits = self._settings.limits
         self.reader = Reader(
             memory_bytes=READER_MEMORY_BYTES,
-            seconds=limits.read_seconds,
-            decoded_bytes=limits.decoded_bytes,
-            shared_bytes=self._settings.references.decoded_bytes,
+            time_limit_seconds=limits.read_seconds,
+            max_decoded_bytes=limits.decoded_bytes,
+            max_shared_bytes=self._settings.references.decoded_bytes,
             process_count=SMALL_FILE_READER_COUNT + LARGE_FILE_READER_COUNT,
         )
         # Wait in the background until the processes are ready, so that `reader.missing_layers` is set soon.

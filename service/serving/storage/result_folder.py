@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from service.core.errors import BadParameter
-from service.core.files.atomic_files import descriptor_path, open_folder_by_path, open_subfolder
+from service.core.files.atomic_files import make_descriptor_path, open_folder_by_path, open_subfolder
 from service.serving.storage.host_folder import delete_folder, is_file, lock_folder
 
 # Prefix of the name of the folder in which files are written before they are moved to their final path.
@@ -26,7 +26,7 @@ class ResultFolder:
 
     def __init__(self, folder_fd: int, staging_fd: int) -> None:
         self._folder_fd, self._staging_fd = folder_fd, staging_fd
-        self.staging = descriptor_path(staging_fd)
+        self.staging = make_descriptor_path(staging_fd)
 
     def put(self, name: str, path: str) -> None:
         """Move a file or folder from `staging` to a path. Create parent folders, and replace an existing result.
@@ -34,7 +34,7 @@ class ResultFolder:
         Raises BadParameter if an existing file is not of the same kind.
         """
         try:
-            with self._open_parent(path, make=True) as (parent_fd, file_name):
+            with self._open_parent(path, create_missing=True) as (parent_fd, file_name):
                 if stat.S_ISDIR(os.stat(name, dir_fd=self._staging_fd, follow_symlinks=False).st_mode):
                     # A rename cannot replace a folder that is not empty, so move the existing folder away first.
                     with suppress(FileNotFoundError), open_subfolder(parent_fd, [file_name]):
@@ -54,7 +54,7 @@ class ResultFolder:
     @property
     def is_empty(self) -> bool:
         """Whether the folder contains nothing except `staging`."""
-        return all(path.name.startswith(STAGING_PREFIX) for path in descriptor_path(self._folder_fd).iterdir())
+        return all(path.name.startswith(STAGING_PREFIX) for path in make_descriptor_path(self._folder_fd).iterdir())
 
     @contextmanager
     def open(self, path: str, flags: int = os.O_RDONLY) -> Iterator[IO[str]]:
@@ -66,9 +66,9 @@ class ResultFolder:
             yield file
 
     @contextmanager
-    def _open_parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+    def _open_parent(self, path: str, *, create_missing: bool = False) -> Iterator[tuple[int, str]]:
         *folders, file_name = path.split("/")
-        with open_subfolder(self._folder_fd, folders, make=make) as parent_fd:
+        with open_subfolder(self._folder_fd, folders, create_missing=create_missing) as parent_fd:
             yield parent_fd, file_name
 
     def append(self, name: str, line: str) -> None:
@@ -84,7 +84,7 @@ def lock_results(folder_fd: int) -> Iterator[ResultFolder]:
     Raises BadParameter if another run is using the folder or may be using it. If the file system does not support
     locks, the files of a running process cannot be distinguished from the files of a killed process.
     """
-    leftover_folders = list(descriptor_path(folder_fd).glob(f"{STAGING_PREFIX}*"))
+    leftover_folders = list(make_descriptor_path(folder_fd).glob(f"{STAGING_PREFIX}*"))
     try:
         lock_folder(folder_fd)
     except BlockingIOError as error:

@@ -79,7 +79,7 @@ class ScratchFolder:
         """Create a folder for one request."""
         return Path(tempfile.mkdtemp(dir=self.requests_folder))
 
-    def next_request_folder(self) -> Path:
+    def get_next_request_folder(self) -> Path:
         """Return a path at which a request can create its folder. The name is unique among all processes."""
         return self.requests_folder / f"{self.path.name}-{next(self._request_numbers)}"
 
@@ -157,7 +157,7 @@ class ScratchSpace:
         """Maximum number of bytes that a client can reserve if no other client has reserved any."""
         return self.limit_bytes // 2
 
-    def new_reservation(self, client: str) -> SpaceReservation:
+    def make_reservation(self, client: str) -> SpaceReservation:
         """Return an empty reservation for a client. Close the reservation after the client's files are deleted."""
         return SpaceReservation(self, client)
 

@@ -42,7 +42,7 @@ class VolumeCache:
             self._volumes.move_to_end(key)
             return self._volumes[key].volume
 
-    def open(self, key: Hashable, space: ScratchSpace, read: Callable[[], Volume]) -> Volume:
+    def get_or_read(self, key: Hashable, space: ScratchSpace, read: Callable[[], Volume]) -> Volume:
         """Return the cached volume with this key. If there is none, call `read` and cache the volume that it returns.
 
         Blocks during `read`. Raises the errors of `read` and `SpaceReservation.reserve`.
@@ -58,7 +58,7 @@ class VolumeCache:
                 self._limit_bytes, space.max_client_bytes // 2
             ):
                 self._volumes.popitem(last=False)[1].reservation.close()
-            reservation = space.new_reservation(CACHE_CLIENT)
+            reservation = space.make_reservation(CACHE_CLIENT)
             reservation.reserve(volume.nbytes)
             self._volumes[key] = _CachedVolume(volume, reservation)
         return volume

@@ -26,7 +26,7 @@ FORM = {"content-type": "multipart/form-data; boundary=frontier"}
 
 def make_quota(nbytes: int = 2**40) -> SpaceReservation:
     """Return the disk quota of a request in a scratch space of `nbytes` bytes."""
-    return ScratchSpace(nbytes).new_reservation("client")
+    return ScratchSpace(nbytes).make_reservation("client")
 
 
 def post(
@@ -334,12 +334,12 @@ def test_disk_space_is_reserved_for_expected_or_received_bytes(tmp_path: Path, h
         finally:
             upload.close()
 
-    first, second, third = (space.new_reservation("client") for _ in range(3))
+    first, second, third = (space.make_reservation("client") for _ in range(3))
     asyncio.run(stall(first, 2**28))
     assert first.nbytes == 2**28 if has_length else 1000 <= first.nbytes <= 1000 + BLOCK_BYTES
     first.reserve(2**28 - first.nbytes)
     asyncio.run(stall(second, 2**28))
-    space.new_reservation("client").reserve(2**29 - space.used_bytes)
+    space.make_reservation("client").reserve(2**29 - space.used_bytes)
     with pytest.raises(RateLimited):
         asyncio.run(stall(third, 1000))
 

@@ -180,7 +180,11 @@ def test_killed_reader_process_is_reported(
         before = client.get("/health").json()["degraded"]
         service.runtime.reader.close()
         service.runtime._readers.reader = Reader(
-            memory_bytes=2**29, seconds=30, decoded_bytes=2**20, process_count=1, module=hanging_reader.__name__
+            memory_bytes=2**29,
+            time_limit_seconds=30,
+            max_decoded_bytes=2**20,
+            process_count=1,
+            module=hanging_reader.__name__,
         )
         response = service.segment(packed.getvalue(), axes="ZYX")
         assert parse_problem(response) == (503, "reader-killed")

@@ -15,7 +15,7 @@ from service.core.errors import Cancelled, OutOfStorage
     ("error", "expected"), [(Cancelled("gone"), Cancelled), (OSError(errno.ENOSPC, "full"), OutOfStorage)]
 )
 async def test_work_folder_is_deleted_after_an_error(tmp_path: Any, error: Exception, expected: Any) -> None:
-    scratch: Any = SimpleNamespace(next_request_folder=lambda: tmp_path / "request")
+    scratch: Any = SimpleNamespace(get_next_request_folder=lambda: tmp_path / "request")
 
     async def use() -> None:
         async with work_folder(scratch) as folder:

@@ -259,7 +259,7 @@ def test_annotated_stacks_survive_a_restart_and_damaged_folders_are_ignored(
     damaged.mkdir()
     (damaged / "annotation.json").write_text("[1]")
     store = AnnotationStore(annotations_folder, quota_bytes=100_000)
-    assert [found.id for found in store.list_newest("ann")] == [stored["id"]]
+    assert [found.id for found in store.list_newest_first("ann")] == [stored["id"]]
     again = post_labels(service, encode_npy(), stack=stack, region="0:2,0:8,0:10").json()
     assert again["overlaps"] == [stored["id"]]
     listed = service.client.get("/annotations").json()["annotations"]

@@ -253,7 +253,7 @@ def test_without_a_jobs_folder_jobs_are_deleted_at_shutdown(bands_repository: Pa
 
 def test_result_is_sent_completely_even_if_it_is_deleted_meanwhile(service: Service) -> None:
     job = service.run()
-    file, _ = service.async_jobs.result(job["id"], ANONYMOUS)
+    file, _ = service.async_jobs.open_result(job["id"], ANONYMOUS)
     with file:
         service.client.delete(f"/jobs/{job['id']}")
         assert np.array_equal(tifffile.imread(io.BytesIO(file.read())), ONES)
@@ -350,7 +350,7 @@ def test_job_writes_ome_zarr_even_after_a_restart(
             assert (result["output"], result["media_type"]) == (parameters["output_to"], "application/vnd+zarr")
             assert result["bytes"] == sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             volume = stack_reader.read(path, Selection(), 10**6)
-            assert np.array_equal(volume.array()[0], ONES)
+            assert np.array_equal(volume.read_all()[0], ONES)
             assert volume.voxel_size == VoxelSize(0.5, 0.2, 0.2)
         assert parse_problem(service.post("/jobs", b"", **requests[2])) == (409, "output-exists")
         again = service.submit(b"", **requests[2], overwrite="true")

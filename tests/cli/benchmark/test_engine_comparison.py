@@ -113,11 +113,11 @@ def test_builders_report_whether_they_compile(bands):
     settings = Settings.model_validate({"engine": {"precision": "fp32"}})
     builders = list(engine_comparison.iter_builders(bands, settings, CPU, (1, 2)))
     plain, compiled = (
-        {builder.name for builder in builders if builder.compiled is is_compiled} for is_compiled in (False, True)
+        {builder.name for builder in builders if builder.is_compiled is is_compiled} for is_compiled in (False, True)
     )
     assert plain >= {"eager fp32 contiguous", "eager fp32 channels_last_3d"}
     assert "compiled (default) fp32 channels_last_3d" in compiled
-    assert {builder.windows for builder in builders} == {1, 2}
+    assert {builder.batch_size for builder in builders} == {1, 2}
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_exact_runner_is_compared_with_the_peak_without_tf32(peak, monkeypatch):
     previous_settings = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     tf32._set("high")
     try:
-        fast, exact = engine_comparison.compare_networks("", [IN_USE, IN_USE._replace(exact=True)], peak)
+        fast, exact = engine_comparison.compare_networks("", [IN_USE, IN_USE._replace(is_tf32_disabled=True)], peak)
     finally:
         torch.set_float32_matmul_precision(previous_settings[0])
         torch.backends.cudnn.allow_tf32 = previous_settings[1]

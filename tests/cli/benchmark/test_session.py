@@ -8,7 +8,7 @@ import torch
 
 from service.cli.benchmark import report as report_module
 from service.cli.benchmark import requests, timing
-from service.cli.benchmark.engine_comparison import Row
+from service.cli.benchmark.engine_comparison import EngineRow
 from service.cli.benchmark.results import Repeat, Report, WindowSeconds
 from service.cli.benchmark.session import BenchPlan, run
 from service.core.config import Settings, override_settings
@@ -191,7 +191,7 @@ def test_smaller_batch_is_reported_as_a_warning(bands, monkeypatch):
     segment, lines = requests.segment, []
 
     def segment_with_fallback(*arguments, **options):
-        return segment(*arguments, **options)._replace(fallbacks=1, notes=("Memory did not hold 2 windows.",))
+        return segment(*arguments, **options)._replace(num_fallbacks=1, notes=("Memory did not hold 2 windows.",))
 
     monkeypatch.setattr(requests, "segment", segment_with_fallback)
     report = run(bands, SETTINGS, BenchPlan((16, 32, 32), repeats=2), lines.append)
@@ -200,7 +200,7 @@ def test_smaller_batch_is_reported_as_a_warning(bands, monkeypatch):
 
 
 def test_row_without_measurements_contains_the_reason():
-    (*_head, row) = report_module.format_table("engine", [Row("engines", "openvino", 2, "not installed")])
+    (*_head, row) = report_module.format_table("engine", [EngineRow("engines", "openvino", 2, "not installed")])
     assert "openvino" in row
     assert "not installed" in row
 

@@ -141,7 +141,7 @@ def test_labels_of_a_folder_are_written_as_ome_zarr_on_request(
             store = out / f"{name}_labels.ome.zarr"
             yaozarrs.validate_zarr_store(str(store))
             volume = stack_reader.read(store, Selection(), 10**9)
-            assert np.array_equal(volume.array()[0], tifffile.imread(out / f"{name}_labels.ome.tif"))
+            assert np.array_equal(volume.read_all()[0], tifffile.imread(out / f"{name}_labels.ome.tif"))
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
     assert f"{names[0].replace(' ', '%20')}_labels.ome.zarr" in (out / "report.html").read_text()
 

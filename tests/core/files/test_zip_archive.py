@@ -97,12 +97,12 @@ HOSTILE = {
     "other method": (make_archive({"a": b"x"}, zipfile.ZIP_LZMA), "a compression method other than deflate"),
     "folders": (make_archive({"d/" * MAX_DEPTH + "f": b""}), "folders deep"),
     "many members": (
-        make_archive({f"{number}": b"" for number in range(TORCH_LIMITS.entries + 1)}),
+        make_archive({f"{number}": b"" for number in range(TORCH_LIMITS.max_entries + 1)}),
         "10001 entries; the maximum is 10000",
     ),
     "long directory": (
         make_archive(
-            {f"{number}".rjust(60_000, "n"): b"" for number in range(TORCH_LIMITS.directory_bytes // 60_000 + 1)}
+            {f"{number}".rjust(60_000, "n"): b"" for number in range(TORCH_LIMITS.max_directory_bytes // 60_000 + 1)}
         ),
         "the central directory is larger",
     ),
@@ -162,7 +162,7 @@ def test_changing_any_byte_is_rejected_or_leaves_the_members_unchanged(tmp_path:
         assert list(members.values()) == list(MEMBERS.values())
 
 
-WITH_COMMENT = ZipLimits(entries=10, directory_bytes=1000, comment=True)
+WITH_COMMENT = ZipLimits(max_entries=10, max_directory_bytes=1000, allows_comment=True)
 
 
 @pytest.mark.parametrize("comment", [b"", b'{"ome": {"version": "0.5"}}', b"c" * 65535, b"PK\5"])
@@ -177,7 +177,7 @@ def test_comment_is_accepted_if_it_is_allowed(comment: bytes, tmp_path: Path) ->
                 assert os.pread(file.fileno(), len(content), offset) == content
         if comment:
             with pytest.raises(zipfile.BadZipFile, match="content after its central directory"):
-                open_archive(file, WITH_COMMENT._replace(comment=False))
+                open_archive(file, WITH_COMMENT._replace(allows_comment=False))
 
 
 @pytest.mark.parametrize("comment", [b"PK\5\6", ARCHIVE, ARCHIVE[-22:], b"PK\5\6" + bytes(18)])

@@ -98,13 +98,13 @@ def test_memory_of_cuda_graphs_between_replays_is_not_free() -> None:
     cuda, device = Mock(), torch.device("cuda", 6)
     cuda.mem_get_info.return_value, cuda.memory_stats_as_nested_dict.return_value = (100, 1000), stats
     cuda.memory_snapshot.return_value = segments
-    assert devices.free_bytes(device, cuda) == 100 + 60, "before any graph was recorded"
+    assert devices.query_free_bytes(device, cuda) == 100 + 60, "before any graph was recorded"
     assert devices.measure_graph_pools(device, cuda) == 60
-    assert devices.free_bytes(device, cuda) == 100 + 30
+    assert devices.query_free_bytes(device, cuda) == 100 + 30
     assert devices.measure_graph_pools(torch.device("cuda", 7), cuda) == 30
     cuda.memory_snapshot.return_value = segments[:1]
     assert devices.measure_graph_pools(device, cuda) == 0
-    assert devices.free_bytes(device, cuda) == 100 + 60
+    assert devices.query_free_bytes(device, cuda) == 100 + 60
     assert devices.measure_graph_pools(torch.device("cpu")) == 0
 
 

@@ -10,7 +10,7 @@ from fakes import bind_to_variants
 from paths import ROOT
 
 from service.core.native.library import CppFunctions, load_library
-from service.core.native.variants import Variant, list_supported, list_variants
+from service.core.native.variants import Variant, list_supported_variants, list_variants
 from service.inference.windows.kernels import window_kernels
 
 CALL_KERNELS = """
@@ -26,16 +26,16 @@ for path in {line.split()[-1] for line in open("/proc/self/maps") if "omp" in li
 """
 
 
-@pytest.mark.parametrize("variant", list_supported(), ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", list_supported_variants(), ids=lambda variant: variant.name)
 def test_all_supported_variants_are_built(variant: Variant) -> None:
-    assert variant.library.exists(), "run `python hatch_build.py --all`"
+    assert variant.library_path.exists(), "run `python hatch_build.py --all`"
     assert bind_to_variants(window_kernels, variant).is_available
 
 
 def test_first_existing_library_is_loaded() -> None:
     best = load_library()
-    assert best._name == str(list_supported()[0].library)
-    assert load_library([Variant("missing"), *list_supported()])._name == best._name
+    assert best._name == str(list_supported_variants()[0].library_path)
+    assert load_library([Variant("missing"), *list_supported_variants()])._name == best._name
 
 
 def test_missing_library_is_explained() -> None:

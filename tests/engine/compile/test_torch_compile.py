@@ -111,9 +111,9 @@ def test_graphs_compiled_while_a_model_is_loading_are_not_recompilations() -> No
     with torch.inference_mode():
         with loading_lock:
             network(torch.rand(1, 1, 4, 4, 4))
-        assert loading_lock.recompilations == 0
+        assert loading_lock.recompilation_count == 0
         network(torch.rand(1, 1, 5, 5, 5))
-    assert loading_lock.recompilations == 1
+    assert loading_lock.recompilation_count == 1
 
 
 class ReluVariants(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from fakes import bind_to_variants
 from torch import nn
 
-from service.core.native.variants import list_supported
+from service.core.native.variants import list_supported_variants
 from service.engine.cpu import graph, norm, pixel_shuffle, strided_conv, winograd
 from service.engine.cpu.kernel_call import SUPPORTED_DTYPES, KernelCall, observe_calls
 from service.engine.cpu.norm import replace_norms
@@ -38,7 +38,7 @@ def make_plain_and_fast(kind, slope=1.0, dtype=torch.float32, bias=None):
     return plain_layer, layer(plain_layer[0], slope)
 
 
-@pytest.fixture(params=list_supported(), ids=lambda variant: variant.name)
+@pytest.fixture(params=list_supported_variants(), ids=lambda variant: variant.name)
 def variant(request, monkeypatch):
     """Use the kernels compiled for one kind of processor."""
     for module in (norm, strided_conv, winograd):

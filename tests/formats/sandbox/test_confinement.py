@@ -51,7 +51,7 @@ def attack_with_layers(layers: list[str], attempts: list[str], folder: Path) -> 
     with attacks.open_targets(folder) as targets:
         arguments = [",".join(layers), json.dumps(targets | {"attempts": attempts})]
         command = [sys.executable, "-P", attacks.__file__, "alone", *arguments]
-        environment = child_process.child_environment()
+        environment = child_process.make_child_environment()
         completed = subprocess.run(command, capture_output=True, check=True, timeout=60, env=environment)
     missing_layers, outcomes = json.loads(completed.stdout)
     return missing_layers, outcomes
@@ -83,7 +83,7 @@ def test_attacks_succeed_without_confinement(tmp_path: Path) -> None:
 
 
 def test_reported_layers_match_the_process(tmp_path: Path) -> None:
-    with Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, process_count=1) as reader:
+    with Reader(memory_bytes=2**29, time_limit_seconds=10, max_decoded_bytes=2**20, process_count=1) as reader:
         reader.wait_until_ready()
         process = Path(f"/proc/{reader._children[0]._process.pid}")
         status = dict(line.split(":\t") for line in (process / "status").read_text(encoding="ascii").splitlines())
@@ -102,10 +102,12 @@ def test_missing_layer_is_reported_and_files_are_still_read(tmp_path: Path, capl
     child_process._warn_about_missing_layer.cache_clear()
     with (
         caplog.at_level(logging.WARNING),
-        Reader(memory_bytes=2**29, seconds=10, decoded_bytes=2**20, module=hanging_reader.__name__) as reader,
+        Reader(
+            memory_bytes=2**29, time_limit_seconds=10, max_decoded_bytes=2**20, module=hanging_reader.__name__
+        ) as reader,
     ):
         assert reader.missing_layers == {}
-        np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).array()[0], stack)
+        np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).read_all()[0], stack)
         for _ in range(2):
             reader.wait_until_ready()
         assert "pyseccomp" in reader.missing_layers["seccomp"]

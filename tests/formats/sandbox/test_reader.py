@@ -55,7 +55,9 @@ def stack() -> np.ndarray:
 
 
 def make_single_child_reader(**options: Any) -> Reader:
-    return Reader(**{"memory_bytes": 2**29, "seconds": 30, "decoded_bytes": LIMIT, "process_count": 1} | options)
+    return Reader(
+        **{"memory_bytes": 2**29, "time_limit_seconds": 30, "max_decoded_bytes": LIMIT, "process_count": 1} | options
+    )
 
 
 def first_child(reader: Reader) -> subprocess.Popen[bytes]:
@@ -92,16 +94,16 @@ def test_results_are_the_same_as_in_process(
         path = write_ome_tiff(tmp_path / "stack.ome.tif", stack, **options)
         in_process, in_child = stack_reader.read(path, selection, LIMIT), reader.read(path, selection, tmp_path)
         assert reader.inspect(path, selection) == stack_reader.inspect(path, selection, LIMIT)
-        shared = reader.read(path, selection, tmp_path, shared=True)
+        shared = reader.read(path, selection, tmp_path, is_shared=True)
         for volume in (in_child, shared):
             for field in ("shape", "dtype", "voxel_size", "channels", "notes"):
                 assert getattr(volume, field) == getattr(in_process, field)
             np.testing.assert_array_equal(volume.read(1, 2), in_process.read(1, 2))
-        expected = in_process.array()
+        expected = in_process.read_all()
         # Volumes stay readable after their files are deleted.
         path.unlink()
-        np.testing.assert_array_equal(in_child.array(), expected)
-        np.testing.assert_array_equal(shared.array(), expected)
+        np.testing.assert_array_equal(in_child.read_all(), expected)
+        np.testing.assert_array_equal(shared.read_all(), expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"byteorder": ">"}, {"compression": "zlib"}])
@@ -120,7 +122,7 @@ def test_file_in_memory_is_read_like_a_file_on_disk(
             reader.read(bytearray(), Selection(), tmp_path)
     assert description == stack_reader.inspect(path, Selection(), LIMIT)
     for volume in volumes:
-        np.testing.assert_array_equal(volume.array(), stack)
+        np.testing.assert_array_equal(volume.read_all(), stack)
         assert volume.voxel_size == description.voxel_size
 
 
@@ -129,13 +131,13 @@ def test_color_samples_of_a_shared_file(reader: Reader, tmp_path: Path) -> None:
     tifffile.imwrite(path, pixels, photometric="rgb", metadata={"axes": "ZYXS"})
     for channel in (None, 1):
         selection = Selection(channel=channel, axes="ZYXS")
-        volume = reader.read(path, selection, tmp_path, shared=True)
-        np.testing.assert_array_equal(volume.array(), stack_reader.read(path, selection, LIMIT).array())
+        volume = reader.read(path, selection, tmp_path, is_shared=True)
+        np.testing.assert_array_equal(volume.read_all(), stack_reader.read(path, selection, LIMIT).read_all())
 
 
 def test_shared_file_that_becomes_shorter_is_an_error(reader: Reader, tmp_path: Path, stack: np.ndarray) -> None:
     path = write_ome_tiff(tmp_path / "stack.tif", stack)
-    volume = reader.read(path, Selection(channel=0), tmp_path, shared=True)
+    volume = reader.read(path, Selection(channel=0), tmp_path, is_shared=True)
     os.truncate(path, path.stat().st_size * 2 // 5)
     volume.read(0, 1)
     with pytest.raises(BadFile, match="truncated"):
@@ -144,10 +146,10 @@ def test_shared_file_that_becomes_shorter_is_an_error(reader: Reader, tmp_path: 
 
 def test_shared_files_have_a_separate_size_limit(tmp_path: Path, stack: np.ndarray) -> None:
     path = write_ome_tiff(tmp_path / "stack.tif", stack)
-    limits = {"decoded_bytes": stack.nbytes - 1, "shared_bytes": stack.nbytes}
-    with Reader(memory_bytes=2**29, seconds=10, process_count=1, **limits) as reader:
-        assert reader.inspect(path, Selection(), shared=True).shape == stack.shape
-        np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path, shared=True).array(), stack)
+    limits = {"max_decoded_bytes": stack.nbytes - 1, "max_shared_bytes": stack.nbytes}
+    with Reader(memory_bytes=2**29, time_limit_seconds=10, process_count=1, **limits) as reader:
+        assert reader.inspect(path, Selection(), is_shared=True).shape == stack.shape
+        np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path, is_shared=True).read_all(), stack)
         for call in (reader.inspect, functools.partial(reader.read, scratch=tmp_path)):
             with pytest.raises(TooLarge):
                 call(path, Selection())
@@ -185,7 +187,7 @@ def test_crashed_child_is_replaced(tmp_path: Path, stack: np.ndarray) -> None:
     path = write_ome_tiff(tmp_path / "stack.tif", stack)
     with make_single_child_reader() as reader:
         for _ in range(3):
-            assert reader.inspect(path, Selection(), shared=True).stored_shape == stack.shape
+            assert reader.inspect(path, Selection(), is_shared=True).stored_shape == stack.shape
             first_child(reader).send_signal(signal.SIGSEGV)
             os.waitid(os.P_PID, first_child(reader).pid, os.WEXITED | os.WNOWAIT)
 
@@ -229,7 +231,7 @@ def test_second_external_kill_is_reported(
 
 def test_timeout_is_too_large_and_the_next_request_succeeds(tmp_path: Path, stack: np.ndarray) -> None:
     path = write_ome_tiff(tmp_path / "stack.tif", stack)
-    with make_single_child_reader(seconds=2) as reader:
+    with make_single_child_reader(time_limit_seconds=2) as reader:
         reader.inspect(path, Selection())
         # Stopping the child makes the test independent of the speed of the machine.
         stop_process(first_child(reader).pid)
@@ -247,7 +249,7 @@ def test_memory_of_a_child_is_limited(tmp_path: Path, stack: np.ndarray) -> None
     with make_single_child_reader(memory_bytes=2**27) as reader:
         with pytest.raises(TooLarge, match="memory"):
             reader.read(bomb, Selection(), tmp_path)
-        np.testing.assert_array_equal(reader.read(small, Selection(), tmp_path).array(), stack)
+        np.testing.assert_array_equal(reader.read(small, Selection(), tmp_path).read_all(), stack)
         with pytest.raises(TooLarge, match=r"decodes to 0\.26 GB"):
             stack_reader.read(bomb, Selection(), 2**27)
 
@@ -274,13 +276,13 @@ def test_concurrent_callers_get_their_own_results(reader: Reader, tmp_path: Path
     with ThreadPoolExecutor(8) as pool:
         volumes = list(pool.map(lambda path: reader.read(path, Selection(), tmp_path), paths * 3))
 
-    assert [int(volume.array().max()) for volume in volumes] == list(range(8)) * 3
-    assert all((volume.array() == volume.array().flat[0]).all() for volume in volumes)
+    assert [int(volume.read_all().max()) for volume in volumes] == list(range(8)) * 3
+    assert all((volume.read_all() == volume.read_all().flat[0]).all() for volume in volumes)
 
 
 def test_close_stops_children_and_rejects_later_calls(tmp_path: Path, stack: np.ndarray) -> None:
     path = write_ome_tiff(tmp_path / "stack.tif", stack)
-    reader = Reader(memory_bytes=2**29, seconds=10, decoded_bytes=LIMIT)
+    reader = Reader(memory_bytes=2**29, time_limit_seconds=10, max_decoded_bytes=LIMIT)
     reader.inspect(path, Selection())
 
     reader.close()
@@ -346,14 +348,14 @@ def test_every_hostile_file_is_rejected_or_read(reader: Reader, tmp_path: Path, 
             volume = reader.read(path, Selection(time=0), tmp_path, **arguments)
         except RequestError as error:
             return type(error), str(error)
-        assert volume.array().nbytes == volume.nbytes <= LIMIT
-        return volume.shape, volume.dtype, volume.voxel_size, volume.channels, volume.array().tobytes()
+        assert volume.read_all().nbytes == volume.nbytes <= LIMIT
+        return volume.shape, volume.dtype, volume.voxel_size, volume.channels, volume.read_all().tobytes()
 
     first_outcome = read_outcome()
     # The time limit includes the start of a process.
     assert time.perf_counter() - start < 30
     # Repeated and shared reads have the same outcome.
-    assert read_outcome() == first_outcome == read_outcome(shared=True)
+    assert read_outcome() == first_outcome == read_outcome(is_shared=True)
 
 
 @pytest.mark.parametrize("compression", ["zlib", "lzw", "zstd", "packbits", "jpeg"])
@@ -398,7 +400,7 @@ def test_decoded_size_includes_whole_tiles_and_pages(
 
 def test_cancellation_kills_the_child_and_the_next_file_is_read(tmp_path: Path, stack: np.ndarray) -> None:
     path, cancelled = write_ome_tiff(tmp_path / "stack.tif", stack, compression="zlib"), threading.Event()
-    with make_single_child_reader(seconds=60) as reader, ThreadPoolExecutor(1) as pool:
+    with make_single_child_reader(time_limit_seconds=60) as reader, ThreadPoolExecutor(1) as pool:
         for call in (reader.inspect, functools.partial(reader.read, scratch=tmp_path)):
             reader.inspect(path, Selection())
             child = first_child(reader)
@@ -412,7 +414,7 @@ def test_cancellation_kills_the_child_and_the_next_file_is_read(tmp_path: Path, 
                 future.result(20)
             assert child.poll() is not None
             cancelled.clear()
-        np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).array(), stack)
+        np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).read_all(), stack)
 
 
 PLACEMENT = {"dtype": "<u1", "offset": 0, "shape": [1, 1, 4, 4], "strides": [16, 16, 4, 1]}
@@ -456,10 +458,10 @@ def test_reply_that_points_outside_its_file_is_rejected(
     path = write_ome_tiff(tmp_path / "stack.tif", stack)
     reader = make_compromised_reader(repr(child_main.encode_message({"result": LOCATION | change})))
     if not change:
-        assert reader.read(path, Selection(), tmp_path, shared=shared).array().shape == (1, 1, 4, 4)
+        assert reader.read(path, Selection(), tmp_path, is_shared=shared).read_all().shape == (1, 1, 4, 4)
         return
     with pytest.raises(BadFile):
-        reader.read(path, Selection(), tmp_path, shared=shared)
+        reader.read(path, Selection(), tmp_path, is_shared=shared)
 
 
 @pytest.mark.parametrize(

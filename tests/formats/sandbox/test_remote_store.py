@@ -81,7 +81,7 @@ def test_selected_pixels_are_read_and_no_others_are_fetched(
 ) -> None:
     with RemoteStore(f"{prefix}/{name}/") as store:
         volume = reader.read(store, Selection(channel=1), tmp_path)
-        assert np.array_equal(volume.array()[0], PIXELS[1])
+        assert np.array_equal(volume.read_all()[0], PIXELS[1])
         assert volume.voxel_size == VoxelSize(0.5, 0.2, 0.2)
         assert store.name == name
         chunks = [
@@ -94,7 +94,7 @@ def test_selected_pixels_are_read_and_no_others_are_fetched(
         server.requested_paths.clear()
         assert reader.inspect(store, Selection()).shape == (2, *PIXELS.shape[1:])
         assert len(server.requested_paths) <= 4
-        assert np.array_equal(stack_reader.read(store, Selection(), LIMIT).array(), PIXELS)
+        assert np.array_equal(stack_reader.read(store, Selection(), LIMIT).read_all(), PIXELS)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_server_errors_are_reported(fault: Any, error: Any, words: str, prefix: 
     server.faults = {SHARD: fault}
     with RemoteStore(f"{prefix}/sharded.zarr") as store:
         if error is None:
-            assert not stack_reader.read(store, Selection(channel=1), LIMIT).array().any()
+            assert not stack_reader.read(store, Selection(channel=1), LIMIT).read_all().any()
             return
         with pytest.raises(error, match=words) as raised:
             stack_reader.read(store, Selection(channel=1), LIMIT)
@@ -162,7 +162,7 @@ def test_reader_recovers_after_a_server_error(server: ObjectServer, reader: Read
         with pytest.raises(StorageUnavailable, match="not available at the moment"):
             reader.read(store, Selection(channel=1), tmp_path)
         server.faults = {}
-        assert np.array_equal(reader.read(store, Selection(channel=1), tmp_path).array()[0], PIXELS[1])
+        assert np.array_equal(reader.read(store, Selection(channel=1), tmp_path).read_all()[0], PIXELS[1])
 
 
 def test_store_of_20_gb_is_described_from_two_objects(server: ObjectServer, reader: Reader) -> None:

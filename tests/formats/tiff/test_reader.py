@@ -39,7 +39,7 @@ def write_tiff(tmp_path: Path) -> WriteTiff:
 
 
 def read_pixels(path: Path, selection: Selection = DEFAULT_SELECTION, scratch: Path | None = None) -> NDArray[Any]:
-    return stack_reader.read(path, selection, LIMIT, scratch).array()
+    return stack_reader.read(path, selection, LIMIT, scratch).read_all()
 
 
 @pytest.mark.parametrize("byteorder", ["<", ">"])
@@ -51,8 +51,8 @@ def test_every_dtype_in_both_byte_orders(write_tiff: WriteTiff, dtype: str, byte
     volume = stack_reader.read(path, DEFAULT_SELECTION, LIMIT)
 
     assert volume.dtype == np.dtype(dtype)
-    assert volume.array().dtype.isnative
-    np.testing.assert_array_equal(volume.array()[0], stack)
+    assert volume.read_all().dtype.isnative
+    np.testing.assert_array_equal(volume.read_all()[0], stack)
     np.testing.assert_array_equal(volume.read(1, 3)[0], stack[1:3])
 
 
@@ -213,7 +213,7 @@ def test_channel_names(write_tiff: WriteTiff) -> None:
     volume = stack_reader.read(path, Selection(channel="gfp"), LIMIT)
 
     assert volume.channels == ("GFP",)
-    np.testing.assert_array_equal(volume.array()[0], stack[1])
+    np.testing.assert_array_equal(volume.read_all()[0], stack[1])
     assert stack_reader.read(path, DEFAULT_SELECTION, LIMIT).channels == ("DAPI", "GFP")
 
 
@@ -347,13 +347,13 @@ def test_uncompressed_pixels_are_mapped_and_compressed_pixels_are_decoded_once(
     assert not scratch.exists()
     volume = stack_reader.read(compressed_path, DEFAULT_SELECTION, LIMIT, scratch)
     assert not list(scratch.iterdir()), "the file for decoded pixels has no name"
-    np.testing.assert_array_equal(volume.array()[0], stack)
+    np.testing.assert_array_equal(volume.read_all()[0], stack)
 
 
 def test_changes_to_a_volume_do_not_reach_the_file(write_tiff: WriteTiff) -> None:
     path = write_tiff(np.zeros((5, 9, 11), np.uint16))
 
-    stack_reader.read(path, DEFAULT_SELECTION, LIMIT).array()[:] = 7
+    stack_reader.read(path, DEFAULT_SELECTION, LIMIT).read_all()[:] = 7
 
     assert not read_pixels(path).any()
 
@@ -393,7 +393,7 @@ def test_truncated_stack_is_rejected_and_never_read_partially(write_tiff: WriteT
     for end in sorted({*range(0, len(content), max(1, len(content) // 60)), len(content) - 1}):
         path.write_bytes(content[:end])
         try:
-            pixels = stack_reader.read(path, DEFAULT_SELECTION, LIMIT).array()
+            pixels = stack_reader.read(path, DEFAULT_SELECTION, LIMIT).read_all()
         except RequestError:
             continue
         np.testing.assert_array_equal(pixels, noise(5, 2, 9, 11).swapaxes(0, 1), f"cut at byte {end}")

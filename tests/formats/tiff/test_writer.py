@@ -37,7 +37,7 @@ def is_big(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 
 
 def read_pixels(path: Path) -> NDArray[Any]:
-    return stack_reader.read(path, DEFAULT_SELECTION, LIMIT).array()
+    return stack_reader.read(path, DEFAULT_SELECTION, LIMIT).read_all()
 
 
 def test_other_readers_read_the_same_data(tmp_path: Path, is_big: bool) -> None:
@@ -99,7 +99,7 @@ def test_any_segmentation_is_read_back_unchanged(
     printable = tuple("".join(filter(str.isprintable, name)) for name in channels)
     assert (description.container, volume.channels) == ("OME-TIFF", printable or (kind,))
     assert (volume.dtype, volume.voxel_size) == (array.dtype, voxel_size)
-    np.testing.assert_array_equal(volume.array(), array if channels else array[None])
+    np.testing.assert_array_equal(volume.read_all(), array if channels else array[None])
     assert [entry.name for entry in tmp_path.iterdir()] == ["any.ome.tif"]
 
 
@@ -120,7 +120,7 @@ def test_time_series_keeps_axes_and_interval(tmp_path: Path, kind: Any, interval
     assert (description.voxel_size, description.time_interval) == (VoxelSize(0.5, 0.2, 0.1), interval)
     for time in range(3):
         volume = stack_reader.read(path, Selection(time=time), LIMIT)
-        np.testing.assert_array_equal(volume.array().reshape(array.shape[1:]), array[time])
+        np.testing.assert_array_equal(volume.read_all().reshape(array.shape[1:]), array[time])
     with tifffile.TiffFile(path) as file:
         assert file.series[0].axes == axes
         # ImageJ uses the description that begins with its name.

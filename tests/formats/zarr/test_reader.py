@@ -87,13 +87,13 @@ def test_pixels_written_by_zarr_python_are_read(
     single_channel, all_channels = Selection(channel="GFP", time=1), Selection(time=0)
     for location in (store, zip_store(store)):
         volume = reader.read(location, single_channel, tmp_path / "scratch")
-        assert np.array_equal(volume.array(), time_series[1, 1:2])
+        assert np.array_equal(volume.read_all(), time_series[1, 1:2])
         assert volume.dtype == np.uint16
-        assert np.array_equal(stack_reader.read(location, all_channels, LIMIT).array(), time_series[0])
+        assert np.array_equal(stack_reader.read(location, all_channels, LIMIT).read_all(), time_series[0])
         description = reader.inspect(location, Selection())
         assert description == stack_reader.inspect(location, Selection(), LIMIT)
     assert np.array_equal(
-        reader.read(bytearray(zip_store(store).read_bytes()), single_channel, tmp_path / "scratch").array(),
+        reader.read(bytearray(zip_store(store).read_bytes()), single_channel, tmp_path / "scratch").read_all(),
         time_series[1, 1:2],
     )
     assert (volume.voxel_size, volume.channels) == (VoxelSize(0.5, 0.2, 0.2), ("GFP",))
@@ -109,7 +109,7 @@ def test_only_chunks_of_the_selection_are_read(time_series: np.ndarray, reader: 
     for path in [*(store / "0" / "c" / "0").rglob("*"), *(store / "0" / "c" / "1" / "2").rglob("*")]:
         if path.is_file():
             path.write_bytes(b"not a chunk")
-    assert np.array_equal(reader.read(store, Selection(channel=1, time=1), tmp_path).array(), time_series[1, 1:2])
+    assert np.array_equal(reader.read(store, Selection(channel=1, time=1), tmp_path).read_all(), time_series[1, 1:2])
     with pytest.raises(BadFile, match="chunk"):
         reader.read(store, Selection(channel=2, time=1), tmp_path)
 
@@ -135,7 +135,7 @@ def test_missing_chunks_have_the_fill_value(shards: Any, reader: Reader, tmp_pat
     pixels[2, 3, 4] = 9
     store = write_zarr(tmp_path / "a.zarr", pixels, fill_value=7, chunks=(2, 8, 8), shards=shards)
     assert len([path for path in (store / "0" / "c").rglob("*") if path.is_file()]) == 1
-    assert np.array_equal(reader.read(store, Selection(), tmp_path).array()[0], pixels)
+    assert np.array_equal(reader.read(store, Selection(), tmp_path).read_all()[0], pixels)
 
 
 @pytest.mark.parametrize(("axes", "shape"), [("yx", (20, 30)), ("zyx", (1, 1, 30)), ("czyx", (2, 1, 5, 6))])
@@ -143,7 +143,7 @@ def test_dimensions_may_be_missing_or_have_length_one(axes: str, shape: tuple[in
     pixels = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
     volume = stack_reader.read(write_zarr(tmp_path / "a.zarr", pixels, axes), Selection(), LIMIT)
     assert volume.shape[-2:] == shape[-2:]
-    assert np.array_equal(volume.array().ravel(), pixels.ravel())
+    assert np.array_equal(volume.read_all().ravel(), pixels.ravel())
 
 
 def test_request_overrides_axes_and_voxel_size(time_series: np.ndarray, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_request_overrides_axes_and_voxel_size(time_series: np.ndarray, tmp_path
     selection = Selection(axes="ZCYX", channel=4, voxel_size=VoxelSize(1, 2, 3))
     volume = stack_reader.read(store, selection, LIMIT)
     assert volume.voxel_size == VoxelSize(1, 2, 3)
-    assert np.array_equal(volume.array()[0], time_series[0, :, 4])
+    assert np.array_equal(volume.read_all()[0], time_series[0, :, 4])
 
 
 def edit_json(store: Path, name: str, **changes: Any) -> None:
@@ -273,7 +273,7 @@ def test_changed_bytes_do_not_match_the_checksum(shards: Any, reader: Reader, tm
     store = write_zarr(tmp_path / "a.zarr", pixels, chunks=(4, 16, 16), shards=shards, compressors=[crc])
     chunk = store / "0" / "c" / "0" / "0" / "0"
     original = chunk.read_bytes()
-    assert np.array_equal(reader.read(store, Selection(), tmp_path).array()[0], pixels)
+    assert np.array_equal(reader.read(store, Selection(), tmp_path).read_all()[0], pixels)
     # Change a pixel, the checksum, and, with shards, the index at the end of the file.
     for location in (100, 2051, len(original) - 30, len(original) - 1):
         chunk.write_bytes(original[:location] + bytes([original[location] ^ 1]) + original[location + 1 :])
@@ -327,7 +327,7 @@ def test_long_rows_are_decoded_chunk_by_chunk(tmp_path: Path) -> None:
     pixels[0, :, [5, 2**24, 2**25 - 1, 2**25 + 4]] = [[1, 2], [3, 4], [5, 6], [7, 8]]
     path = write_zarr(tmp_path / "a.zarr", pixels, chunks=(1, 2, 2**24))
     for scratch in (None, tmp_path / "scratch"):
-        assert np.array_equal(stack_reader.read(path, Selection(), 2**27, scratch).array()[0], pixels)
+        assert np.array_equal(stack_reader.read(path, Selection(), 2**27, scratch).read_all()[0], pixels)
 
 
 def test_links_and_devices_in_a_store_are_not_followed(reader: Reader, tmp_path: Path) -> None:

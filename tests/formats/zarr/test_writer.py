@@ -41,7 +41,7 @@ def test_separate_store_is_valid_and_read_back_unchanged(tmp_path: Path) -> None
     )
     yaozarrs.validate_zarr_store(str(path))
     volume = stack_reader.read(path, Selection(), LIMIT)
-    assert np.array_equal(volume.array()[0], pixels)
+    assert np.array_equal(volume.read_all()[0], pixels)
     assert (volume.voxel_size, volume.dtype) == (VOXEL_SIZE, np.uint16)
     attributes = dict(zarr.open_group(path, mode="r").attrs)
     assert attributes["stackseg/origin"] == {"software": "StackSeg 1", "model": "nuclei/1"}
@@ -54,7 +54,7 @@ def test_archive_begins_with_metadata_and_is_read_back_unchanged(tmp_path: Path)
     pixels, path = make_labels(), tmp_path / "labels.ozx"
     zarr_writer.write_archive(Segmentation(pixels, "labels", VOXEL_SIZE), path)
     volume = stack_reader.read(path, Selection(), LIMIT)
-    assert np.array_equal(volume.array()[0], pixels)
+    assert np.array_equal(volume.read_all()[0], pixels)
     assert volume.voxel_size == VOXEL_SIZE
     with ZipFile(path) as archive:
         names = archive.namelist()
@@ -78,7 +78,9 @@ def test_labels_of_an_image_have_its_version_and_are_listed(tmp_path: Path, vers
     stored = dict(zarr.open_group(image / "labels" / "nuclei", mode="r").attrs)
     assert stored.get("ome", stored)["image-label"]["source"] == {"image": "../../"}
     assert (image / "labels" / "nuclei" / "zarr.json").exists() == (version == "0.5")
-    assert np.array_equal(stack_reader.read(image / "labels" / "nuclei", Selection(), LIMIT).array()[0], make_labels())
+    assert np.array_equal(
+        stack_reader.read(image / "labels" / "nuclei", Selection(), LIMIT).read_all()[0], make_labels()
+    )
 
 
 def test_coarser_resolutions_keep_ids_and_positions_of_labels(tmp_path: Path) -> None:
@@ -124,5 +126,5 @@ def test_failed_write_keeps_the_existing_store(tmp_path: Path) -> None:
     zarr_writer.write(Segmentation(make_labels(), "labels", VOXEL_SIZE, 7), path)
     with pytest.raises(TypeError):
         zarr_writer.write(Segmentation(make_labels(), "labels", VOXEL_SIZE, 7), path, {"not": object()})  # type: ignore[dict-item]
-    assert np.array_equal(stack_reader.read(path, Selection(), LIMIT).array()[0], make_labels())
+    assert np.array_equal(stack_reader.read(path, Selection(), LIMIT).read_all()[0], make_labels())
     assert [entry.name for entry in tmp_path.iterdir()] == ["labels.zarr"]

@@ -13,7 +13,7 @@ from scipy.ndimage import gaussian_filter, zoom
 
 from service.cli.segmentation.blocks import read_objects
 from service.core.config import override_settings
-from service.core.files.bundled import bundled_folder
+from service.core.files.bundled import get_bundled_folder
 from service.core.quantities import Diameter, ObjectVolume
 from service.core.types import Options, PostprocessingOptions, Selection
 from service.formats import stack_reader
@@ -21,7 +21,7 @@ from service.formats.zarr import writer as zarr_writer
 from service.inference.blockwise import join
 from service.inference.blockwise.output import collect_table
 from service.inference.blockwise.run_folder import Step, open_run
-from service.inference.measurements import measure
+from service.inference.measurements import measure_objects
 from service.inference.types import DiameterEstimate
 from service.models.repository import read_spec
 from tests.block_runs import FULL_SELECTION, create_run, segment_blocks, segment_whole
@@ -180,7 +180,7 @@ def test_run_resumed_with_another_output_path_writes_the_whole_result(tmp_path, 
 
 @pytest.mark.thorough
 def test_diameter_is_estimated_as_for_the_whole_volume_by_default(tmp_path: Path) -> None:
-    nuclei = read_spec(bundled_folder("models") / "nuclei")
+    nuclei = read_spec(get_bundled_folder("models") / "nuclei")
     enlarged = zoom(tifffile.imread(nuclei.folder / "sample.tif")[:, :64, :64], 1.7, order=1)
     folder, labels = compare(tmp_path, enlarged, nuclei, chunks=(16, 32, 32))
     assert labels.any()
@@ -195,7 +195,7 @@ def test_objects_are_measured_in_each_channel(options, tmp_path, write_model, ra
     source = write_zarr(tmp_path / "in.zarr", pixels, "czyx", chunks=(1, 16, 20, 24))
     first = Selection(channel=0)
     whole = segment_whole(source, spec, options, make_settings(), first).segmentation
-    table = measure(whole, stack_reader.read(source, FULL_SELECTION, 2**40))
+    table = measure_objects(whole, stack_reader.read(source, FULL_SELECTION, 2**40))
     folder = create_run(tmp_path / "run", source, spec, options, make_settings(), selection=first, measured=True)
     segment_blocks(folder, tmp_path / "out.zarr")
     found = collect_table(open_run(str(folder.path), has_survey=True), read_objects(folder))

@@ -105,7 +105,7 @@ def test_empty_windows_equal_those_of_the_whole_volume(
     assert isinstance(whole.image, SparseImage)
     found = folder.survey
     assert (found.skipped, found.scores) == (whole.skipped, tuple(whole.image.scores.tolist()))
-    assert {tuple(position) for position in folder.read_array("skipped.npy").tolist()} == whole.image.skipped
+    assert {tuple(position) for position in folder.read_array("skipped.npy").tolist()} == whole.image.skipped_positions
 
 
 def test_volume_without_finite_pixels_is_rejected(tmp_path: Path, random_nuclei) -> None:

@@ -20,7 +20,7 @@ from service.core.quantities import Size, VoxelSize
 from service.core.types import Objects, OutputKind, Segmentation
 from service.inference.cuda.watershed import estimate_watershed_bytes
 from service.inference.decoding.basin_merging import Persistence
-from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding, make_decoder, split_planes
+from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding_memory, make_decoder, split_planes
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.instances import InstanceDecoder, compute_min_object_confidence
 from service.inference.decoding.smoothing import Smoother
@@ -351,13 +351,13 @@ def test_bfloat16_scores_are_decoded_like_equal_float32_scores(
 
 def test_the_memory_estimate_distinguishes_host_memory_and_disk(bands: ModelSpec, random_nuclei: ModelSpec) -> None:
     size, voxels = (64, 512, 512), 64 * 512 * 512
-    labels = estimate_decoding(random_nuclei, "labels", size)
-    assert labels.disk == 0
-    assert estimate_watershed_bytes(size) > labels.host > 8 * voxels
+    labels = estimate_decoding_memory(random_nuclei, "labels", size)
+    assert labels.disk_bytes == 0
+    assert estimate_watershed_bytes(size) > labels.host_bytes > 8 * voxels
     assert 36 * 66 * 514 * 514 < estimate_watershed_bytes(size) < 64 * voxels, "a block includes the rims of its planes"
-    assert estimate_decoding(bands, "classes", size) == (voxels, 0)
+    assert estimate_decoding_memory(bands, "classes", size) == (voxels, 0)
     large = 4 * len(bands.outputs) * 2 * voxels
-    assert estimate_decoding(bands, "probabilities", (128, 512, 512)) == (0, large)
+    assert estimate_decoding_memory(bands, "probabilities", (128, 512, 512)) == (0, large)
 
 
 def test_the_watershed_is_freed_after_decoding(random_nuclei: ModelSpec) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from service.core.errors import BadParameter
 from service.core.quantities import ObjectVolume, VoxelSize
 from service.core.types import OutputKind, PostprocessingOptions, Segmentation, Volume
-from service.inference.decoding.postprocessing import apply_postprocessing, check_postprocessing, minimum_voxels
+from service.inference.decoding.postprocessing import apply_postprocessing, check_postprocessing, compute_min_voxels
 from service.inference.preprocessing.resample import resample_segmentation
 from service.models.spec import Instances, ModelSpec
 
@@ -61,14 +61,14 @@ def test_a_minimum_confidence_replaces_the_criteria_of_the_model(random_nuclei: 
 @pytest.mark.parametrize("minimum", [ObjectVolume(60, "px"), ObjectVolume(30, "um3")], ids=str)
 def test_the_minimum_size_is_converted_to_the_resampled_grid(random_nuclei, size, voxels, minimum) -> None:
     postprocessing = PostprocessingOptions(minimum_size=minimum)
-    assert minimum_voxels(postprocessing, VOLUME) == 60
+    assert compute_min_voxels(postprocessing, VOLUME) == 60
     decoding = decoding_of(with_fraction(random_nuclei, 0.5), postprocessing, size)
     assert (decoding.minimum_size, decoding.minimum_fraction) == (voxels, 0)
 
 
 def test_a_minimum_size_may_be_zero_or_exceed_the_volume(random_nuclei: ModelSpec) -> None:
     with pytest.raises(BadParameter, match=r"minimum_size: .*voxel_size=Z,Y,X"):
-        minimum_voxels(PostprocessingOptions(minimum_size=ObjectVolume(12, "um3")), VOLUME_WITHOUT_VOXEL_SIZE)
+        compute_min_voxels(PostprocessingOptions(minimum_size=ObjectVolume(12, "um3")), VOLUME_WITHOUT_VOXEL_SIZE)
     for minimum, voxels in ((ObjectVolume(0, "px"), 0), (ObjectVolume(1e18, "um3"), 20 * 40 * 40 + 1)):
         assert (
             decoding_of(random_nuclei, PostprocessingOptions(minimum_size=minimum), (80, 160, 160)).minimum_size
@@ -99,8 +99,8 @@ def test_cubic_micrometers_are_converted_to_voxels_without_rounding_errors(
     voxels: int, edges: tuple[str, str, str]
 ) -> None:
     amount = float(voxels * math.prod(map(Decimal, edges)))
-    volume = Volume.from_array(VOLUME.array(), VoxelSize(*map(float, edges)))
-    assert minimum_voxels(PostprocessingOptions(minimum_size=ObjectVolume(amount, "um3")), volume) == voxels
+    volume = Volume.from_array(VOLUME.read_all(), VoxelSize(*map(float, edges)))
+    assert compute_min_voxels(PostprocessingOptions(minimum_size=ObjectVolume(amount, "um3")), volume) == voxels
 
 
 @pytest.mark.parametrize(

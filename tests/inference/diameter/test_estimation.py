@@ -191,9 +191,9 @@ def test_a_trial_selects_the_diameter_with_the_highest_confidence(spec: ModelSpe
     assert f"{found.diameter} gave the best result." in found.note
     assert f"Of {found.trial.num_diameters} object diameters" in found.note
     assert "diameter=none" in found.note
-    smallest = found._replace(trial=found.trial._replace(is_smallest=True)).note
+    smallest = found._replace(trial=found.trial._replace(is_smallest_diameter=True)).note
     assert "Smaller diameters were not tried." in smallest
-    assert ("Smaller" in found.note) == found.trial.is_smallest
+    assert ("Smaller" in found.note) == found.trial.is_smallest_diameter
 
 
 def test_a_few_objects_larger_than_a_window_are_found_at_a_smaller_scale(spec: ModelSpec) -> None:

@@ -137,7 +137,7 @@ def test_skipped_windows_get_the_scores_of_the_brightest_skipped_windows(bands: 
     assert [float(window.max()) for window in scored[0]] == [30, 20]
     torch.testing.assert_close(image.scores, torch.tensor([100.0, 0, 0]) + scored[0].mean())
     assert skipped == SkippedWindows(10, 11, (30.0,))
-    assert image.skipped == {(0, 0, x) for x in (*range(0, 217, 24), 224) if x != 120}
+    assert image.skipped_positions == {(0, 0, x) for x in (*range(0, 217, 24), 224) if x != 120}
     assert notes == ()
 
 
@@ -190,7 +190,7 @@ def test_some_empty_rows_are_computed_so_that_scores_are_passed_on_in_portions(b
     max_skipped = grid.compute_max_skipped_rows(40, 2)
     image, _, _ = empty_window_filter.skip(make_volume(pixels), 0)
     assert isinstance(image, SparseImage)
-    computed = {y for _, y, _ in set(grid.positions()) - image.skipped}
+    computed = {y for _, y, _ in set(grid.positions()) - image.skipped_positions}
     rows = [y in computed for y in grid.starts[1]]
     assert max_skipped < len(rows)
     assert all(any(rows[first : first + max_skipped + 1]) for first in range(len(rows) - max_skipped))
@@ -230,7 +230,7 @@ def test_skipping_gives_almost_the_same_result_with_fewer_windows(bands, scatter
         assert np.abs(expected - actual).mean() < 0.01
     assert unskipped.skipped is None
     assert result.skipped is not None
-    total = runner.estimator.estimate(scattered, Options()).windows
+    total = runner.estimator.estimate(scattered, Options()).num_windows
     assert result.skipped.total == total
     assert result.skipped.windows > total / 2
     # Batches of two, and one more batch for the brightest skipped windows.

@@ -17,9 +17,9 @@ from service.inference.preprocessing.normalize import (
     normalize_channel,
 )
 from service.inference.preprocessing.resample import prepare
-from service.models.spec import PercentileNormalisation, RangeNormalisation, ZScoreNormalisation
+from service.models.spec import PercentileNormalization, RangeNormalization, ZScoreNormalization
 
-PERCENTILE, ZSCORE = PercentileNormalisation(kind="percentile"), ZScoreNormalisation(kind="zscore")
+PERCENTILE, ZSCORE = PercentileNormalization(kind="percentile"), ZScoreNormalization(kind="zscore")
 
 
 def normalize_checked(pixels, normalisation=PERCENTILE):
@@ -39,7 +39,7 @@ def test_percentile_normalization_of_every_dtype(dtype):
 @pytest.mark.parametrize("offset", [2**24 + 1, 2**31 - 200])
 def test_integers_beyond_float32_keep_their_differences(offset):
     pixels = (np.arange(100, dtype=np.uint32) + offset).reshape(1, 10, 10)
-    normalisation = RangeNormalisation(kind="range", low=offset, high=offset + 1)
+    normalisation = RangeNormalization(kind="range", low=offset, high=offset + 1)
     np.testing.assert_array_equal(normalize_checked(pixels, normalisation).ravel(), np.arange(100))
 
 
@@ -48,9 +48,9 @@ def test_zscore_range_and_percentile_normalization():
     scaled = normalize_checked(pixels, ZSCORE)
     assert abs(scaled.mean()) < 1e-6
     assert scaled.std() == pytest.approx(1, abs=1e-5)
-    scaled = normalize_checked(pixels, RangeNormalisation(kind="range", low=100, high=300))
+    scaled = normalize_checked(pixels, RangeNormalization(kind="range", low=100, high=300))
     np.testing.assert_allclose(scaled, (pixels.astype(float) - 100) / 200, atol=1e-6)
-    clipped = normalize_checked(pixels, PercentileNormalisation(kind="percentile", high=50, clip=(0, 1)))
+    clipped = normalize_checked(pixels, PercentileNormalization(kind="percentile", high=50, clip=(0, 1)))
     assert (clipped.min(), clipped.max()) == (0, 1)
 
 
@@ -80,8 +80,8 @@ def test_nan_and_infinity_are_replaced_with_the_lowest_finite_value(bands):
     lowest = pixels[np.isfinite(pixels)].min()
     clean[0, 0, 0, :4] = lowest
     actual = prepare(Volume.from_array(pixels), bands)
-    expected = prepare(Volume.from_array(clean), bands).image.tensor()
-    np.testing.assert_array_equal(actual.image.tensor().numpy(), expected.numpy())
+    expected = prepare(Volume.from_array(clean), bands).image.to_tensor()
+    np.testing.assert_array_equal(actual.image.to_tensor().numpy(), expected.numpy())
     assert actual.notes == ("4 NaN or infinite pixels were replaced with the lowest finite intensity.",)
 
 
@@ -105,7 +105,7 @@ def test_pixels_are_normalized_when_they_are_read(bands, channels, dtype):
     part = image[0, slice(None), slice(1, 4), slice(2, 99), slice(0, 5)]
     assert part.dtype == torch.float32
     np.testing.assert_array_equal(part.numpy(), expected[:, 1:4, 2:99, 0:5])
-    np.testing.assert_array_equal(image.tensor().numpy(), expected[None])
+    np.testing.assert_array_equal(image.to_tensor().numpy(), expected[None])
 
 
 def test_statistics_do_not_depend_on_the_block_size(bands, monkeypatch):
@@ -114,10 +114,10 @@ def test_statistics_do_not_depend_on_the_block_size(bands, monkeypatch):
         spec = replace_input(bands, normalisation=normalisation)
         monkeypatch.setattr(normalize, "BLOCK_VOXELS", 2**22)
         monkeypatch.setattr(percentiles, "MAX_SORTED_VOXELS", 2**22)
-        whole = prepare(Volume.from_array(pixels), spec).image.tensor()
+        whole = prepare(Volume.from_array(pixels), spec).image.to_tensor()
         monkeypatch.setattr(normalize, "BLOCK_VOXELS", 250)
         monkeypatch.setattr(percentiles, "MAX_SORTED_VOXELS", 250)
-        np.testing.assert_allclose(prepare(Volume.from_array(pixels), spec).image.tensor(), whole, atol=1e-6)
+        np.testing.assert_allclose(prepare(Volume.from_array(pixels), spec).image.to_tensor(), whole, atol=1e-6)
 
 
 def test_a_large_volume_is_read_a_few_planes_at_a_time(bands, monkeypatch):

@@ -15,9 +15,9 @@ from service.inference.preprocessing.resample import (
     ResampledImage,
     Resampling,
     compute_resampled_size,
+    compute_working_size,
     prepare,
     resample_segmentation,
-    working_size,
 )
 
 
@@ -30,8 +30,8 @@ def test_a_column_of_single_pixels_is_rejected(bands):
 def test_volumes_are_resampled_only_if_both_voxel_sizes_are_known(bands):
     pixels = make_pixels("uint16", (4, 6, 8))[None]
     spec = replace_input(bands, voxel_size=(1.0, 0.5, 0.5))
-    assert working_size(Volume.from_array(pixels), spec) == (4, 6, 8)
-    assert working_size(Volume.from_array(pixels, VoxelSize(2, 0.5, 0.25)), bands) == (4, 6, 8)
+    assert compute_working_size(Volume.from_array(pixels), spec) == (4, 6, 8)
+    assert compute_working_size(Volume.from_array(pixels, VoxelSize(2, 0.5, 0.25)), bands) == (4, 6, 8)
     image, notes = prepare(Volume.from_array(pixels, VoxelSize(2, 0.5, 0.25)), spec)
     assert image.shape == (1, 1, 8, 6, 4)
     assert notes == ("Resampled from 4 x 6 x 8 to 8 x 6 x 4 voxels to match the model's voxel size.",)
@@ -51,9 +51,9 @@ def test_volumes_are_resampled_only_if_both_voxel_sizes_are_known(bands):
 def test_objects_are_resampled_to_the_diameter_of_the_model(bands, diameter, voxel_size, size):
     spec = replace_input(bands, diameter=10.0, voxel_size=(1.0, 1.0, 1.0), roi_size=(2, 4, 4))
     volume = Volume.from_array(make_pixels("uint16", (4, 10, 14))[None], voxel_size)
-    assert working_size(volume, spec, diameter) == pytest.approx(size, abs=1)
+    assert compute_working_size(volume, spec, diameter) == pytest.approx(size, abs=1)
     image, notes = prepare(volume, spec, diameter)
-    assert image.shape[2:] == working_size(volume, spec, diameter)
+    assert image.shape[2:] == compute_working_size(volume, spec, diameter)
     assert bool(notes) == (size != (4, 10, 14))
     assert all(note.endswith("to match an object diameter of 10 voxels.") for note in notes)
 
@@ -61,9 +61,9 @@ def test_objects_are_resampled_to_the_diameter_of_the_model(bands, diameter, vox
 def test_no_axis_becomes_shorter_than_the_window(bands):
     spec = replace_input(bands, diameter=10.0, roi_size=(8, 8, 8))
     volume = Volume.from_array(np.zeros((1, 4, 12, 40), np.uint8))
-    assert working_size(volume, spec, Diameter((20,), "px")) == (4, 8, 20)
-    assert working_size(volume, spec, Diameter((160,), "px")) == (4, 8, 8)
-    assert working_size(volume, spec, Diameter((5,), "px")) == (8, 24, 80)
+    assert compute_working_size(volume, spec, Diameter((20,), "px")) == (4, 8, 20)
+    assert compute_working_size(volume, spec, Diameter((160,), "px")) == (4, 8, 8)
+    assert compute_working_size(volume, spec, Diameter((5,), "px")) == (8, 24, 80)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_no_axis_becomes_shorter_than_the_window(bands):
 )
 def test_an_implausible_diameter_is_rejected(bands, diameter, model_diameter, message):
     with pytest.raises(BadParameter, match=message):
-        working_size(
+        compute_working_size(
             Volume.from_array(make_pixels("uint16")[None]), replace_input(bands, diameter=model_diameter), diameter
         )
 
@@ -99,7 +99,7 @@ SIZES = st.tuples(*[st.integers(1, 12)] * 3)
 def test_interpolation_does_not_depend_on_the_division_into_boxes(source_size, target_size, data):
     image = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 2, *source_size)).astype(np.float32))
     resampling = Resampling(source_size, target_size)
-    resampled = ResampledImage(image, resampling).tensor()
+    resampled = ResampledImage(image, resampling).to_tensor()
     expected = functional.interpolate(image, size=target_size, mode="trilinear", align_corners=False)
     torch.testing.assert_close(resampled, expected, rtol=0, atol=2e-5)
     cuts = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in target_size]
@@ -110,8 +110,8 @@ def test_interpolation_does_not_depend_on_the_division_into_boxes(source_size, t
                 source = tuple(slice(span.start, span.stop) for span in resampling.find_source_box(box))
                 part = ResampledImage(image[(slice(None), slice(None), *source)], resampling, box)
                 inside = tuple(slice(*span) for span in (z, y, x))
-                assert torch.equal(part.tensor(), resampled[(slice(None), slice(None), *inside)])
-                assert part.shape == part.tensor().shape
+                assert torch.equal(part.to_tensor(), resampled[(slice(None), slice(None), *inside)])
+                assert part.shape == part.to_tensor().shape
 
 
 def test_labels_are_resampled_to_the_nearest_voxel_and_renumbered():
@@ -166,6 +166,6 @@ def test_classes_and_probabilities_are_resampled():
 def test_an_image_is_resampled_by_several_threads_in_inference_mode():
     image = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 1, 40, 64, 64)).astype(np.float32))
     resampled = ResampledImage(image, Resampling((40, 64, 64), (80, 128, 128)))
-    expected = resampled.tensor()
+    expected = resampled.to_tensor()
     with torch.inference_mode():
-        assert torch.equal(resampled.tensor(), expected)
+        assert torch.equal(resampled.to_tensor(), expected)

@@ -46,7 +46,7 @@ def test_windows_are_scored_as_one_stack_without_overlap():
     "error", [MemoryError("no"), torch.OutOfMemoryError("no"), RuntimeError("DefaultCPUAllocator: can't")]
 )
 def test_batch_that_does_not_fit_in_memory_is_halved(bands, eager, volume, error):
-    forward = eager.scores.module.network.forward
+    forward = eager.score_computer.module.network.forward
 
     def network(x: Tensor) -> Tensor:
         if len(x) > 1:
@@ -56,7 +56,7 @@ def test_batch_that_does_not_fit_in_memory_is_halved(bands, eager, volume, error
     result = segment(make_runner_with_network(bands, network), volume, Options(sw_batch_size=5))
     assert np.array_equal(result.segmentation.pixels, segment(eager, volume, Options()).segmentation.pixels)
     assert [note.split(" ")[3] for note in result.notes] == ["5", "2"]
-    assert result.fallbacks == 2
+    assert result.num_fallbacks == 2
 
 
 def make_failing_network(error):
@@ -85,9 +85,9 @@ def test_other_network_errors_are_not_reported_as_out_of_memory(bands, volume):
 
 def test_non_finite_scores_of_a_lower_precision_are_recomputed(bands, eager, volume):
     runner = ModelRunner(bands, make_settings(precision="bf16"))
-    runner.scores.module.network.forward = lambda x: x.repeat(1, 3, 1, 1, 1) * np.inf
+    runner.score_computer.module.network.forward = lambda x: x.repeat(1, 3, 1, 1, 1) * np.inf
     result = segment(runner, volume, Options())
-    assert result.recomputed
+    assert result.is_recomputed
     (note,) = result.notes
     assert "not finite (eager, bf16)" in note
     expected = segment(eager, volume, Options()).segmentation.pixels

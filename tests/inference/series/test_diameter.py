@@ -1,7 +1,7 @@
 import pytest
 
 from service.core.quantities import Diameter, VoxelSize
-from service.inference.series.diameter import choose_diameter, sample
+from service.inference.series.diameter import choose_diameter, select_evenly_spaced
 from service.inference.types import DiameterEstimate
 
 
@@ -11,7 +11,7 @@ def make_estimate(width: float | None, *, fits: bool = False) -> DiameterEstimat
 
 @pytest.mark.parametrize(("members", "count"), [(1, 3), (2, 3), (3, 3), (5, 3), (1000, 5)])
 def test_samples_are_spread_over_the_series(members: int, count: int) -> None:
-    sampled = sample(range(members), count)
+    sampled = select_evenly_spaced(range(members), count)
     assert len(set(sampled)) == min(members, count)
     assert sampled[0] == 0
     assert max(sampled) >= members * (1 - 1 / count) - 1

@@ -10,7 +10,7 @@ import pytest
 from service.core.errors import BadFile, Cancelled, DeviceLost, OutOfMemory
 from service.core.quantities import Diameter, TimeInterval
 from service.core.types import Options, Segmentation, Volume
-from service.inference.series.time_points import MAX_NOTES, PointSegmenter, segment_series
+from service.inference.series.time_points import MAX_NOTES, TimePointSegmenter, segment_series
 from service.inference.types import DiameterEstimate, QualityWarning, Result, Series
 
 INTERVAL = TimeInterval(2, "s")
@@ -27,27 +27,27 @@ class FakeSegmenter:
         self.confidences: dict[int, float] = {}
 
     def segment(self, volume: Volume, options: Options, progress: Any) -> Result:
-        time = int(volume.array().max()) - 1
+        time = int(volume.read_all().max()) - 1
         if time in self.errors:
             raise self.errors[time]
         self.diameters.append(options.diameter)
         for done in range(3):
             progress(done, 2)
         # Each gray value is an object.
-        result = Result(Segmentation(volume.array()[0], "labels", None, 1), {"windows": 1.0}, self.notes(time))
+        result = Result(Segmentation(volume.read_all()[0], "labels", None, 1), {"windows": 1.0}, self.notes(time))
         confidence = self.confidences.get(time)
         doubt = QualityWarning(confidence, "It is odd.", "") if confidence is not None and confidence < 0.4 else None
         return result._replace(confidence=confidence, quality_warning=doubt)
 
     def estimate(self, volume: Volume, _options: Options) -> DiameterEstimate:
-        time = int(volume.array().max()) - 1
+        time = int(volume.read_all().max()) - 1
         self.estimated.append(time)
         width = None if self.width is None else Diameter((self.width + time,), "px")
         return DiameterEstimate(width, matches_model=False, num_objects=9, num_windows=2)
 
 
 def run(series: Series, segmenter: FakeSegmenter, folder: Path, *, estimating: bool = False, **options: Any) -> Result:
-    calls = PointSegmenter(segmenter.segment, segmenter.estimate if estimating else None)
+    calls = TimePointSegmenter(segmenter.segment, segmenter.estimate if estimating else None)
     return segment_series(series, Options(), calls, folder, **options)
 
 

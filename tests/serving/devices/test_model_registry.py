@@ -16,12 +16,12 @@ def test_models_become_ready_after_startup(bands_repository: Path, tmp_path: Pat
     fakes = FakeSegmenterFactory(close_gate)
     with run_runtime(settings(bands_repository, tmp_path), fakes) as runtime:
         assert [model.state for model in runtime.models.list_states()] == ["loading"]
-        wait_until(lambda: runtime.unready_reasons() == ("bands is being loaded: warming up (for 0 s).",))
+        wait_until(lambda: runtime.list_unready_reasons() == ("bands is being loaded: warming up (for 0 s).",))
         with pytest.raises(NotReady):
             get_loaded_segmenter(runtime.models, None)
         wait_until(lambda: fakes)
         fakes[0].gate.set()
-        wait_until(lambda: runtime.unready_reasons() == ())
+        wait_until(lambda: runtime.list_unready_reasons() == ())
         assert get_loaded_segmenter(runtime.models, "bands") is fakes[0]
         assert get_loaded_segmenter(runtime.models, None) is fakes[0]
 
@@ -36,7 +36,7 @@ def test_default_model_that_cannot_be_loaded_makes_the_service_unready(
     with run_runtime(settings(bands_repository, tmp_path), load) as runtime:
         wait_until(lambda: runtime.models.list_states()[0].state == "failed")
         assert str(error) in (runtime.models.list_states()[0].problem or "")
-        assert runtime.unready_reasons() == ("bands cannot be used. GET /models and the log show the reason.",)
+        assert runtime.list_unready_reasons() == ("bands cannot be used. GET /models and the log show the reason.",)
         with pytest.raises(BrokenModel, match="bands"):
             get_loaded_segmenter(runtime.models, None)
 

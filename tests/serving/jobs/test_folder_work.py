@@ -96,10 +96,10 @@ def test_no_diameter_is_recorded_if_the_device_is_lost(stacks: Path, random_nucl
 
 
 def test_no_diameter_is_recorded_if_no_estimate_succeeds(stacks: Path, random_nuclei: ModelSpec) -> None:
-    assert segment_folder(stacks, random_nuclei, OutOfMemory("There is no memory.", 1)).objects == len(NAMES)
+    assert segment_folder(stacks, random_nuclei, OutOfMemory("There is no memory.", 1)).object_count == len(NAMES)
     assert '"series"' not in read_records(stacks)
     # The new estimate may differ, so all stacks are segmented again.
-    assert segment_folder(stacks, random_nuclei).skipped == 0
+    assert segment_folder(stacks, random_nuclei).skipped_count == 0
     assert '"series"' in read_records(stacks)
 
 

@@ -39,7 +39,7 @@ def make_numbered_labels(first: int, shape: tuple[int, int, int, int]) -> tuple[
 
 def test_objects_with_large_label_numbers_are_counted_once(store: AnnotationStore) -> None:
     image, labels = make_numbered_labels(2**32 - 600, (1, 2, 16, 16))
-    doubled_labels = Volume.from_array(np.concatenate([labels.array(), labels.array()], axis=1))
+    doubled_labels = Volume.from_array(np.concatenate([labels.read_all(), labels.read_all()], axis=1))
     image = Volume.from_array(np.zeros(doubled_labels.shape, np.uint8))
     assert store.add(image, doubled_labels, NewAnnotation(name="a", owner="ann")).objects == 512
     region = Region.parse("0:1,0:16,0:16", (4, 16, 16))
@@ -63,22 +63,22 @@ def test_records_are_cached_until_another_process_changes_them(tmp_path: Path) -
     first, second = (
         store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name=name, owner="ann")) for name in ("one", "two")
     )
-    assert [annotation.name for annotation in store.list_newest("ann")] == ["two", "one"]
+    assert [annotation.name for annotation in store.list_newest_first("ann")] == ["two", "one"]
     record = first.folder / RECORD_FILE
     status, content = record.stat(), record.read_text()
     # A record with an unchanged inode and modification time is not read again.
     record.write_text("{")
     os.utime(record, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert store.list_newest("ann") == [second, first]
+    assert store.list_newest_first("ann") == [second, first]
     # A record that could not be read is read again, even if its modification time is unchanged.
-    assert other_store.list_newest("ann") == [second]
+    assert other_store.list_newest_first("ann") == [second]
     record.write_text(content)
     os.utime(record, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert other_store.list_newest("ann") == [second, first]
+    assert other_store.list_newest_first("ann") == [second, first]
     record.write_text(content.replace('"one"', '"three"'))
-    assert [annotation.name for annotation in store.list_newest("ann")] == ["two", "three"]
+    assert [annotation.name for annotation in store.list_newest_first("ann")] == ["two", "three"]
     record.unlink()
-    assert store.list_newest("ann") == [second]
+    assert store.list_newest_first("ann") == [second]
 
 
 def test_overlaps_of_thousands_of_annotations_are_found_quickly() -> None:
@@ -118,15 +118,15 @@ def test_region_must_use_ascii_digits(region: str) -> None:
 def test_usage_is_measured_and_the_number_of_stacks_per_owner_is_limited(
     store: AnnotationStore, tmp_path: Path
 ) -> None:
-    assert AnnotationStore(tmp_path / "absent", quota_bytes=1).measure() == (0, 0)
+    assert AnnotationStore(tmp_path / "absent", quota_bytes=1).measure_usage() == (0, 0)
     annotations = [
         store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name="a", owner=owner)) for owner in ("ann", "bob", "ann")
     ]
-    assert store.measure() == (3, sum(annotation.nbytes for annotation in annotations))
+    assert store.measure_usage() == (3, sum(annotation.nbytes for annotation in annotations))
     with pytest.raises(OutOfStorage, match="Delete some"):
         store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name="a", owner="ann"))
     store.delete(annotations[0].id, "ann")
-    assert store.measure() == (2, annotations[1].nbytes + annotations[2].nbytes)
+    assert store.measure_usage() == (2, annotations[1].nbytes + annotations[2].nbytes)
     store.add(SMALL_VOLUME, SMALL_VOLUME, NewAnnotation(name="a", owner="ann"))
 
 

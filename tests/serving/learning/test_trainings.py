@@ -157,7 +157,7 @@ def test_failed_child_leaves_no_files_and_reports_the_reason(service: Service, n
 def test_waiting_and_running_training_runs_can_be_cancelled(service: Service) -> None:
     first = service.hang()
     second = service.submit("second")
-    assert (service.trainings.queue.position(first), service.trainings.queue.position(second)) == (None, 1)
+    assert (service.trainings.queue.get_position(first), service.trainings.queue.get_position(second)) == (None, 1)
     seconds_left = first.seconds_left
     assert seconds_left is not None
     assert 0 < seconds_left <= 60
@@ -234,9 +234,9 @@ def test_owners_take_turns_and_waiting_training_runs_per_owner_are_limited(servi
         service.submit("another", "eve")
     order = [record.name for record in service.trainings.queue.waiting_records]
     assert order[:4] == ["other0", "mine0", "other1", "mine1"]
-    assert [service.trainings.queue.position(record) for record in (bobs_records[0], anns_records[0])] == [1, 2]
-    assert [record.owner for record in service.trainings.queue.list_newest("bob")] == ["bob"] * 4
-    assert len(service.trainings.queue.list_newest("bob", is_admin=True)) == 9
+    assert [service.trainings.queue.get_position(record) for record in (bobs_records[0], anns_records[0])] == [1, 2]
+    assert [record.owner for record in service.trainings.queue.list_newest_first("bob")] == ["bob"] * 4
+    assert len(service.trainings.queue.list_newest_first("bob", is_admin=True)) == 9
     with pytest.raises(UnknownTraining):
         service.trainings.cancel(anns_records[0].id, "bob")
 
@@ -381,7 +381,7 @@ def test_training_run_that_cannot_be_recorded_is_rejected(service: Service) -> N
     records_folder = service.settings.annotations_folder / "trainings"
     with full_disk(100), pytest.raises(OutOfStorage, match="disk"):
         service.submit("mine")
-    assert (list(records_folder.iterdir()), service.trainings.queue.list_newest("ann")) == ([], [])
+    assert (list(records_folder.iterdir()), service.trainings.queue.list_newest_first("ann")) == ([], [])
 
 
 def test_start_deletes_only_leftover_files_of_killed_processes(service: Service) -> None:

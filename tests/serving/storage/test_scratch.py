@@ -40,7 +40,7 @@ def test_folders_of_other_programs_are_not_deleted(tmp_path: Path) -> None:
 
 def test_client_cannot_reserve_more_than_it_leaves_free() -> None:
     space = ScratchSpace(100)
-    greedy, other, third = (space.new_reservation(name) for name in ("greedy", "other", "third"))
+    greedy, other, third = (space.make_reservation(name) for name in ("greedy", "other", "third"))
     with pytest.raises(TooLarge, match="51 bytes"):
         greedy.reserve(51)
     greedy.reserve(50)
@@ -59,13 +59,13 @@ def test_client_cannot_reserve_more_than_it_leaves_free() -> None:
 
 def test_added_result_counts_toward_the_limit() -> None:
     space = ScratchSpace(100)
-    with space.new_reservation("client") as reservation:
+    with space.make_reservation("client") as reservation:
         reservation.reserve(40)
         reservation.add(70)
         with pytest.raises(RateLimited):
-            space.new_reservation("client").reserve(1)
+            space.make_reservation("client").reserve(1)
         reservation.add(-100)
-        space.new_reservation("client").reserve(1)
+        space.make_reservation("client").reserve(1)
     assert space.used_bytes == 1
     reservation.reserve(10)
     assert space.used_bytes == 1
@@ -75,7 +75,7 @@ def test_added_result_counts_toward_the_limit() -> None:
 def test_new_client_always_finds_space_and_closing_releases_all(requests: list[tuple[str, int]]) -> None:
     space, reservations = ScratchSpace(100), []
     for client, nbytes in requests:
-        reservations.append(space.new_reservation(client))
+        reservations.append(space.make_reservation(client))
         with suppress(TooLarge, RateLimited, OutOfStorage):
             reservations[-1].reserve(nbytes)
         # Three clients leave at least an eighth of the space free.

@@ -21,7 +21,7 @@ def test_least_recently_used_volume_is_evicted() -> None:
             reads.append(key)
             return make_volume(40)
 
-        return cache.open(key, space, read)
+        return cache.get_or_read(key, space, read)
 
     for key in ("a", "b", "a", "c", "a", "b"):
         open_volume(key)
@@ -32,8 +32,8 @@ def test_least_recently_used_volume_is_evicted() -> None:
 
 def test_single_volume_may_exceed_the_limit() -> None:
     cache, space = VolumeCache(limit_bytes=100), ScratchSpace(1000)
-    cache.open("a", space, lambda: make_volume(50))
-    large = cache.open("b", space, lambda: make_volume(300))
+    cache.get_or_read("a", space, lambda: make_volume(50))
+    large = cache.get_or_read("b", space, lambda: make_volume(300))
     assert cache.find("b") is large
     assert cache.find("a") is None
     assert space.used_bytes == 300
@@ -43,7 +43,7 @@ def test_volume_that_exceeds_the_scratch_space_is_rejected() -> None:
     cache, space = VolumeCache(), ScratchSpace(100)
     for _ in range(2):
         with pytest.raises(TooLarge):
-            cache.open("a", space, lambda: make_volume(51))
+            cache.get_or_read("a", space, lambda: make_volume(51))
     assert cache.find("a") is None
     assert space.used_bytes == 0
 
@@ -53,8 +53,8 @@ def test_concurrent_reads_of_a_volume_are_cached_once() -> None:
     nested_results = list[Volume]()
 
     def read() -> Volume:
-        nested_results.append(cache.open("a", space, lambda: make_volume(40)))
+        nested_results.append(cache.get_or_read("a", space, lambda: make_volume(40)))
         return make_volume(40)
 
-    assert cache.open("a", space, read) is nested_results[0]
+    assert cache.get_or_read("a", space, read) is nested_results[0]
     assert space.used_bytes == 40

@@ -97,7 +97,7 @@ class WindowBatcher:
         ]
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return all(thread.is_alive() for thread in self._threads)
 
     @property
@@ -155,16 +155,16 @@ class WindowBatcher:
         *,
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
-        share: Callable[[BatchShare], None] = lambda _share: None,
-        due: float = 0.0,
+        report_share: Callable[[BatchShare], None] = lambda _share: None,
+        due_time: float = 0.0,
     ) -> Iterator[Slab]:
         """Yield the scores of `image` like `SlidingWindow.run`, but compute them in the threads of the device.
 
-        `share` is called there for each batch with windows of the image, never concurrently. Low values
-        of `due` come first. Raises the same exceptions as `SlidingWindow.run`, and Cancelled after `close`.
+        `report_share` is called there for each batch with windows of the image, never concurrently. Low values
+        of `due_time` come first. Raises the same exceptions as `SlidingWindow.run`, and Cancelled after `close`.
         """
         request = WindowRequest(
-            window, image, overlap, due, cancelled, progress, share, is_asynchronous=self._mark is not None
+            window, image, overlap, due_time, cancelled, progress, report_share, is_asynchronous=self._mark is not None
         )
         with self._lock:
             self._raise_if_closed()

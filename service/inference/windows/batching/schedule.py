@@ -37,9 +37,9 @@ def choose_requests(all_requests: Sequence[WindowRequest], batch_number: int) ->
     if len(requests) < 2:
         return requests
     if batch_number % 2:
-        requests.sort(key=lambda request: (request.scan.num_remaining, request.due))
+        requests.sort(key=lambda request: (request.scan.num_remaining, request.due_time))
     else:
-        requests.sort(key=lambda request: request.due)
+        requests.sort(key=lambda request: request.due_time)
     return [request for request in requests if request.window is requests[0].window]
 
 

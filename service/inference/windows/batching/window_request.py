@@ -18,9 +18,9 @@ from service.inference.windows.sliding_window import Image, SlidingWindow, Windo
 class BatchShare(NamedTuple):
     """Share of one request in a batch: its windows, and the slots and seconds of the batch that it uses."""
 
-    windows: int
-    slots: float
-    seconds: float
+    num_windows: int
+    num_slots: float
+    device_seconds: float
 
 
 class BatchSlice:
@@ -37,8 +37,8 @@ class BatchSlice:
 class WindowRequest:
     """Windows of one request, shared by the threads of the request and of the device. A lock guards its attributes.
 
-    due    value that orders the requests; the request with the lowest value is due first
-    share  called with the share of the request in each batch that contains windows of the request
+    due_time      value that orders the requests; the request with the lowest value is due first
+    report_share  called with the share of the request in each batch that contains windows of the request
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -46,15 +46,15 @@ class WindowRequest:
         window: SlidingWindow,
         image: Image,
         overlap: float,
-        due: float,
+        due_time: float,
         cancelled: Callable[[], bool],
         progress: Callable[[int, int], None],
-        share: Callable[[BatchShare], None],
+        report_share: Callable[[BatchShare], None],
         *,
         is_asynchronous: bool = False,
     ) -> None:
-        self.window, self.due, self.cancelled = window, due, cancelled
-        self.progress, self.share = progress, share
+        self.window, self.due_time, self.cancelled = window, due_time, cancelled
+        self.progress, self.report_share = progress, report_share
         # On an asynchronous device, the scores are checked for NaN and infinity once a batch has finished.
         self.finite_flag = FiniteFlag(window.batch.device) if is_asynchronous else None
         self.scan = window.scan(image, overlap, require_finite if self.finite_flag is None else self.finite_flag.record)
@@ -156,7 +156,7 @@ def report_progress(batch_slice: BatchSlice, outcome: list[Slab] | Exception) ->
     try:
         if request.finite_flag is not None:
             request.finite_flag.raise_if_not_finite()
-        request.share(batch_slice.share)
+        request.report_share(batch_slice.share)
         request.progress(batch_slice.num_blended, request.scan.num_windows)
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
         return error

@@ -70,7 +70,7 @@ def read_model(path: Path) -> Model:
         data = read_bytes(path)
     except OSError as error:
         raise BrokenModel(f"{path}: the file cannot be read: {error.strerror}") from error
-    return parse(data, path)
+    return parse_model(data, path)
 
 
 def read_bytes(path: Path) -> bytes:
@@ -80,7 +80,7 @@ def read_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def parse(data: bytes, path: Path) -> Model:
+def parse_model(data: bytes, path: Path) -> Model:
     """Parse the bytes of the file `path`. Raises BrokenModel if they are rejected."""
     try:
         return _read_model(_decode(data))

@@ -132,7 +132,9 @@ class DeviceActor:
             task.spec.name,
             lambda job: work(job, reservation),
             window_count=task.window_count,
-            needs=ResourceNeeds if task.volume is None else partial(reservation.needs, task.volume, task.options),
+            needs=ResourceNeeds
+            if task.volume is None
+            else partial(reservation.estimate_needs, task.volume, task.options),
             is_ready=False,
         )
         with self._lock:
@@ -143,7 +145,7 @@ class DeviceActor:
                 job.cancel()
         try:
             self._queue.put(job)
-            reservation.take(job)
+            reservation.request_model(job)
             value = job.future.result()
             return Outcome(value, share=BatchShare(job.progress.done, job.device_slots, job.device_seconds))
         except CancelledError:

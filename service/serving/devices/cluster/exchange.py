@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from service.core.buffers import LARGE_BYTES, Allocator
+from service.core.buffers import LARGE_ARRAY_BYTES, Allocator
 from service.core.errors import ConfigError, OutOfStorage, StackSegError, StorageUnavailable
 from service.core.hardware.gpus import GpuStatus
 from service.core.hardware.host import HostStatus
@@ -58,9 +58,9 @@ class StoredVolume(NamedTuple):
         volume = Volume(
             self.shape, np.dtype(self.dtype), self._read, self.voxel_size, channels=self.channels, notes=self.notes
         )
-        if volume.nbytes >= LARGE_BYTES:
+        if volume.nbytes >= LARGE_ARRAY_BYTES:
             return volume
-        pixels = volume.array()
+        pixels = volume.read_all()
         return replace(volume, read=lambda z0, z1: pixels[:, z0:z1])
 
     def _read(self, z0: int, z1: int) -> Array:

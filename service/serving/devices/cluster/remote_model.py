@@ -73,7 +73,7 @@ class RemoteModel:
         count_share = partial(context.counters.count_share, job, self.spec.name)
         with context.pool.exchange.share_volume(volume) as stored_volume:
             task = self._model_in_use.make_load_task()._replace(
-                volume=stored_volume, options=options, window_count=planned_request.estimate.windows
+                volume=stored_volume, options=options, window_count=planned_request.estimate.num_windows
             )
             stored_result: StoredResult = self._run("segment", task, job.cancelled, progress, count_share)
             # Replace the spec, because the returned spec is a copy and callers compare specs by identity.
@@ -108,9 +108,9 @@ class RemoteModel:
         outcome = self._context.pool.run(actor, attempt)
         if outcome.error is not None:
             raise outcome.error
-        if outcome.share.seconds:
+        if outcome.share.device_seconds:
             count_share(outcome.share)
-        if window_count := outcome.share.windows:
+        if window_count := outcome.share.num_windows:
             progress(window_count, window_count)
         return outcome.value
 

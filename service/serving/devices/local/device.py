@@ -148,7 +148,7 @@ class LocalDevice:
     @property
     def problem(self) -> str | None:
         """Reason why the device is unavailable, in one sentence; None if it is available."""
-        if self.watchdog.problem is None and not self._batcher.alive:
+        if self.watchdog.problem is None and not self._batcher.is_alive:
             return "The thread that owns the device is not running."
         return self.watchdog.problem
 

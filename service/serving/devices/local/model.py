@@ -85,7 +85,7 @@ class LocalModel:
     def _make_run_windows(self, job: Job[Any]) -> RunWindows:
         """Return a function that runs the network on the windows of a job, and counts the windows."""
         count_share = partial(self._context.counters.count_share, job, self.spec.name)
-        return partial(self._context.batcher.run, due=job.deadline, share=count_share)
+        return partial(self._context.batcher.run, due_time=job.deadline, report_share=count_share)
 
 
 SegmenterFactory = Callable[[ModelSpec, Settings, Driver], Segmenter]

@@ -37,7 +37,7 @@ class WatchedThread(Protocol):
         """A value that changes with every batch of windows; None while no batch is being processed."""
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the thread is alive."""
 
 
@@ -107,7 +107,7 @@ class Watchdog:
         self._last_heartbeat = heartbeat
         if self._loss_reason:
             return self._loss_reason
-        if not self._watched_thread.alive:
+        if not self._watched_thread.is_alive:
             return f"The thread that owns {self._device} has died."
         if self._stuck_seconds > self._batch_seconds:
             return f"{self._subject} is stuck: a batch of windows has taken more than {self._batch_seconds:g} s."

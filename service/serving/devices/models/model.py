@@ -79,13 +79,13 @@ class JobCounters(NamedTuple):
     def count_share(self, job: Job[Any], model: str, share: BatchShare) -> None:
         """Count the share of a job in a batch of windows."""
         self.metrics.count_batch(model, self.device, *share)
-        job.device_seconds += share.seconds
-        job.device_slots += share.slots
+        job.device_seconds += share.device_seconds
+        job.device_slots += share.num_slots
 
     def count_result(self, model: str, result: Result) -> None:
         """Count the memory fallbacks, the skipped windows and the recomputation of a result."""
-        self.metrics.memory_fallbacks(model).inc(result.fallbacks)
-        self.metrics.recomputed_volumes(model).inc(int(result.recomputed))
+        self.metrics.memory_fallbacks(model).inc(result.num_fallbacks)
+        self.metrics.recomputed_volumes(model).inc(int(result.is_recomputed))
         if result.skipped is not None:
             self.metrics.skipped_windows(model).inc(result.skipped.windows)
             log.info("%s skipped %s", model, result.skipped)

@@ -38,7 +38,7 @@ class JobDurations:
 
     def estimate_window_seconds(self, job: Job[Any]) -> float:
         """Estimate the device time for one window of a job in seconds."""
-        return self._seconds_per_window.get(job.name, ASSUMED_SECONDS_PER_WINDOW)
+        return self._seconds_per_window.get(job.model_name, ASSUMED_SECONDS_PER_WINDOW)
 
     def estimate_device_seconds(self, job: Job[Any]) -> float:
         """Estimate the remaining device time of a job in seconds."""
@@ -53,13 +53,13 @@ class JobDurations:
         done, total = job.progress
         if done > 0:
             return job.seconds_run * (total - done) / done
-        if job.window_count and job.name in self._seconds_per_window:
-            return max(job.window_count * self._seconds_per_window[job.name] - job.seconds_run, 0.0)
+        if job.window_count and job.model_name in self._seconds_per_window:
+            return max(job.window_count * self._seconds_per_window[job.model_name] - job.seconds_run, 0.0)
         return None
 
     def estimate_finishing_seconds_left(self, job: Job[Any]) -> float | None:
         """Estimate the remaining finishing time in seconds; return None if finishing has taken longer than expected."""
-        finishing_ratio, elapsed_seconds = self._finishing_ratios.get(job.name), job.seconds_finishing
+        finishing_ratio, elapsed_seconds = self._finishing_ratios.get(job.model_name), job.seconds_finishing
         if elapsed_seconds > 0:
             seconds_left = (finishing_ratio or 0.0) * (job.seconds_run - elapsed_seconds) - elapsed_seconds
             return seconds_left if seconds_left > 0 else None
@@ -78,7 +78,7 @@ class JobDurations:
     def compute_progress(self, job: Job[Any]) -> Progress:
         """Return the progress of a job in windows, where finishing counts as the equivalent number of windows."""
         done, total = job.progress if job.progress.total else Progress(0, job.window_count)
-        finishing_ratio = self._finishing_ratios.get(job.name, ASSUMED_FINISHING_RATIO)
+        finishing_ratio = self._finishing_ratios.get(job.model_name, ASSUMED_FINISHING_RATIO)
         finishing_windows = max(math.ceil(finishing_ratio * total), 1)
         if (elapsed_seconds := job.seconds_finishing) > 0:
             expected_seconds = finishing_ratio * (job.seconds_run - elapsed_seconds)
@@ -107,12 +107,14 @@ class JobDurations:
             return
         if job.progress.total:
             seconds = (job.device_seconds or job.seconds_run) / job.progress.total
-            self._seconds_per_window[job.name] = (self._seconds_per_window.get(job.name, seconds) + seconds) / 2
+            self._seconds_per_window[job.model_name] = (
+                self._seconds_per_window.get(job.model_name, seconds) + seconds
+            ) / 2
         # A series is skipped, because its finishing time covers only the last time point.
         if not job.time_points.total and job.seconds_finishing > MIN_TIMED_FINISHING_SECONDS:
             finishing_ratio = job.seconds_finishing / (job.seconds_run - job.seconds_finishing)
-            self._finishing_ratios[job.name] = (
-                self._finishing_ratios.get(job.name, finishing_ratio) + finishing_ratio
+            self._finishing_ratios[job.model_name] = (
+                self._finishing_ratios.get(job.model_name, finishing_ratio) + finishing_ratio
             ) / 2
 
     def record_duration(self, job: Job[Any]) -> None:

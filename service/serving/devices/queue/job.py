@@ -67,7 +67,7 @@ class Job(Generic[T]):
         owner: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name = model_name
+        self.model_name = model_name
         self._clock = clock
         self.owner = owner
         self.window_count = window_count

@@ -58,7 +58,12 @@ class Requests:
         self.shares: list[BatchShare] = []
 
     def submit(
-        self, window: SlidingWindow, image: Tensor, *, due: float = 0.0, cancelled: Callable[[], bool] = lambda: False
+        self,
+        window: SlidingWindow,
+        image: Tensor,
+        *,
+        due_time: float = 0.0,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> Future[Tensor]:
         """Return once the device has received the request."""
 
@@ -69,8 +74,8 @@ class Requests:
                 0.0,
                 cancelled=cancelled,
                 progress=lambda _done, _total: None,
-                share=self.shares.append,
-                due=due,
+                report_share=self.shares.append,
+                due_time=due_time,
             )
             return concatenate(slabs)
 
@@ -136,7 +141,7 @@ def test_small_images_share_batches_and_each_request_gets_its_scores(requests: R
         assert torch.equal(future.result(10), image)
     assert len(network.batches) == 2
     assert network.threads == {"device"}
-    assert sum(share.windows for share in requests.shares) == sum(share.slots for share in requests.shares) == 8
+    assert sum(share.num_windows for share in requests.shares) == sum(share.num_slots for share in requests.shares) == 8
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 4])
@@ -201,8 +206,8 @@ def test_networks_take_turns_and_share_no_batches(requests: Requests) -> None:
 def test_small_image_waits_for_at_most_two_batches_of_a_large_one(requests: Requests) -> None:
     network = RecordingNetwork()
     window = make_windows(network)
-    requests.submit(window, make_image(100, 1), due=-1.0)
-    requests.submit(window, make_image(1, 2), due=100.0)
+    requests.submit(window, make_image(100, 1), due_time=-1.0)
+    requests.submit(window, make_image(1, 2), due_time=100.0)
     requests.device.start()
     wait_until(lambda: len(network.batches) >= 25)
     assert any(2 in batch for batch in network.values()[:2])
@@ -227,7 +232,7 @@ def test_large_image_that_is_due_first_gets_half_of_the_device(requests: Request
         return network(batch)
 
     window = make_windows(network_under_load, 2)
-    large = requests.submit(window, make_image(20, 1), due=-1.0)
+    large = requests.submit(window, make_image(20, 1), due_time=-1.0)
 
     def keep_submitting(value: float) -> None:
         while not stop.is_set():
@@ -249,8 +254,8 @@ def test_large_image_that_is_due_first_gets_half_of_the_device(requests: Request
 def test_request_that_is_due_first_is_computed_first(requests: Requests) -> None:
     network = RecordingNetwork()
     window = make_windows(network, 2)
-    for due in (3, 1, 2):
-        requests.submit(window, make_image(2, due), due=due)
+    for due_time in (3, 1, 2):
+        requests.submit(window, make_image(2, due_time), due_time=due_time)
     requests.device.start()
     wait_until(lambda: len(network.batches) == 3)
     assert network.values() == [[1, 1], [2, 2], [3, 3]]
@@ -291,7 +296,7 @@ def test_call_runs_in_the_thread_of_the_device_and_raises_in_the_caller(requests
         requests.device.call(lambda: {}["missing"])
     with pytest.raises(TimeoutError):
         requests.device.call(lambda: Future[None]().result(0))
-    assert requests.device.alive
+    assert requests.device.is_alive
 
 
 def test_heartbeat_is_set_only_while_windows_are_computed(requests: Requests) -> None:
@@ -432,7 +437,7 @@ def test_partly_filled_batch_does_not_wait_if_the_network_accepts_any_batch_size
         wait_until(lambda: len(started) == len(requests))
     for request in requests:
         request.result(10)
-    assert all(share.windows == share.slots == 1 for share in multi_stream.shares)
+    assert all(share.num_windows == share.num_slots == 1 for share in multi_stream.shares)
 
 
 def test_call_and_batches_never_run_concurrently(multi_stream: Requests) -> None:
@@ -505,7 +510,7 @@ def test_lack_of_memory_for_waiting_scores_fails_only_their_request(multi_stream
         request.result(10)
     other = multi_stream.submit(make_windows(RecordingNetwork(), 1, streams=3), make_image(3))
     assert torch.equal(other.result(10), make_image(3))
-    assert multi_stream.device.alive
+    assert multi_stream.device.is_alive
 
 
 def test_scores_owned_by_the_network_are_not_copied(multi_stream: Requests) -> None:

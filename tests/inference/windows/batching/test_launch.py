@@ -91,13 +91,18 @@ def test_each_full_batch_is_launched_before_the_previous_one_is_waited_for(
     )
     counts, shares = list[tuple[int, int]](), list[BatchShare]()
     scores = run(
-        device, window, image, 0.0, progress=lambda done, total: counts.append((done, total)), share=shares.append
+        device,
+        window,
+        image,
+        0.0,
+        progress=lambda done, total: counts.append((done, total)),
+        report_share=shares.append,
     )
     torch.testing.assert_close(scores, image)
     events = [event for number in range(1, 5) for event in (("launch", number + 1), ("wait", number))]
     assert async_device.log == [("launch", 1), *events, ("wait", 5)], "one wait per batch, and one batch ahead"
     assert counts == [(done, 10) for done in (2, 4, 6, 8, 10)]
-    assert sum(share.windows for share in shares) == 10
+    assert sum(share.num_windows for share in shares) == 10
 
 
 @pytest.mark.parametrize("size", [(9, 11, 13), (2, 20, 3), (4, 4, 4)])
@@ -172,8 +177,8 @@ def test_reported_seconds_are_measured_by_the_clock_of_the_device(async_device: 
     device = WindowBatcher("device", mark=async_device.mark, make_timer=FakeTimer)
     device.start()
     shares = list[BatchShare]()
-    run(device, make_windows(), torch.rand(1, 1, 24, 4, 4), 0.0, share=shares.append)
-    assert [share.seconds for share in shares] == [2.0, 2.0, 2.0]
+    run(device, make_windows(), torch.rand(1, 1, 24, 4, 4), 0.0, report_share=shares.append)
+    assert [share.device_seconds for share in shares] == [2.0, 2.0, 2.0]
     async_device.error = RuntimeError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal memory"):
         run(device, make_windows(), torch.rand(1, 1, 8, 4, 4))

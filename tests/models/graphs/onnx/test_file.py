@@ -70,7 +70,7 @@ def test_external_tensors_are_embedded_but_never_read_implicitly(tmp_path: Path)
 
     embedded_model = file.embed_external_data(path.read_bytes(), read_part)
     assert requested_files == ["m.data"]
-    assert np.array_equal(file.parse(embedded_model, path).tensors["w"], array)
+    assert np.array_equal(file.parse_model(embedded_model, path).tensors["w"], array)
     (tensor,) = onnx.load_from_string(embedded_model).graph.initializer
     assert np.array_equal(numpy_helper.to_array(tensor), array)
 
@@ -96,7 +96,7 @@ def test_huge_tensors_and_deeply_nested_graphs_are_rejected(tmp_path: Path) -> N
         digits = [length & 127 | 128, length >> 7] if length > 127 else [length]
         nested_graphs = bytes([number << 3 | 2, *digits]) + nested_graphs
     with pytest.raises(BrokenModel, match="cannot be read as ONNX"):
-        file.parse(nested_graphs, tmp_path / "m.onnx")
+        file.parse_model(nested_graphs, tmp_path / "m.onnx")
 
 
 def test_missing_onnx_raises_an_installation_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,12 +116,12 @@ def test_damaged_files_are_rejected(tmp_path: Path) -> None:
         damaged_contents.append(data[:index] + bytes([rng.integers(256)]) + data[index + 1 :])
     for content in damaged_contents:
         try:
-            file.parse(content, path)
+            file.parse_model(content, path)
         except BrokenModel:
             rejected_count += 1
     assert rejected_count > len(damaged_contents) / 2
     for content in (b"\xff" * 40, b"# not a model", b""):
         with pytest.raises(BrokenModel):
-            file.parse(content, path)
+            file.parse_model(content, path)
     with pytest.raises(BrokenModel, match="cannot be read"):
         file.read_model(tmp_path / "missing.onnx")

@@ -26,7 +26,7 @@ def test_cancelled_job_does_not_keep_a_lease(bands_repository: Path, tmp_path: P
     with run_ready_runtime(settings(bands_repository, tmp_path)) as runtime:
         job: Job[None] = Job("bands", lambda _job: None)
         job.cancel()
-        runtime.reserve("bands").take(job)
+        runtime.reserve("bands").request_model(job)
         (device,) = runtime.devices.all
         assert device.loaded_models["bands"].active_request_count == 0
 

@@ -18,7 +18,7 @@ class Device:
 
     def __init__(self) -> None:
         self.heartbeat: Any = None
-        self.alive = True
+        self.is_alive = True
         self.now = 0.0
         self.exit_reasons: list[str] = []
         settings = config.Watchdog(batch_seconds=10, grace_seconds=5)
@@ -67,7 +67,7 @@ def test_idle_device_and_progressing_batches_cause_no_problem(device: Device) ->
 
 
 def test_dead_thread_is_reported_immediately(device: Device) -> None:
-    device.alive = False
+    device.is_alive = False
     assert "died" in (device.advance(1) or "")
     device.advance(4)
     assert len(device.exit_reasons) == 1
@@ -91,7 +91,7 @@ def test_time_while_the_process_was_suspended_does_not_count(device: Device) -> 
 
 def test_watchdog_continues_after_a_failed_check(caplog: pytest.LogCaptureFixture) -> None:
     class WatchedThread:
-        alive, checks = True, 0
+        is_alive, checks = True, 0
 
         @property
         def heartbeat(self) -> int:
@@ -116,7 +116,7 @@ from types import SimpleNamespace
 from service.core import config
 from service.serving.devices.local.watchdog import Watchdog
 logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")
-thread = SimpleNamespace(heartbeat=1, alive=True)
+thread = SimpleNamespace(heartbeat=1, is_alive=True)
 Watchdog(thread, config.Watchdog(batch_seconds=0.5, grace_seconds=0.5)).start()
 time.sleep(60)
 """
