@@ -1,11 +1,11 @@
 /** Entry point of the web UI. It opens the view, stack or job that the URL fragment selects. */
 
-import { startKeyDialog, updateKeyButton } from "./core/api_key.js";
+import { setUpKeyDialog, updateKeyButton } from "./core/api_key.js";
 import { button, byId, element } from "./core/elements.js";
 import { formatBytes } from "./core/format.js";
 import { hideError, showError } from "./core/notices.js";
 import { Problem, request, requestJson, upload } from "./core/requests.js";
-import { startTheme } from "./core/theme.js";
+import { setUpTheme } from "./core/theme.js";
 import { showComparison } from "./result/compare_view.js";
 import { offerCorrections } from "./result/missing_result.js";
 import { createChecklist } from "./stack/guidance.js";
@@ -20,7 +20,7 @@ import { forget as forgetCorrections } from "./volumes/correction_store.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 
-/** Properties of the service. @type {import("./stack/session.js").Service} */
+/** The models, parameters and capabilities of the service. @type {import("./stack/session.js").Service} */
 const service = {
   models: [],
   defaultModel: null,
@@ -50,8 +50,8 @@ async function openFile(file, name) {
   const uploadAbort = new AbortController();
   const progressBar = element("progress", { max: 1, "aria-label": "Upload" });
   const progressText = element("p", { class: "muted", role: "status" }, formatBytes(file.size));
-  const cancel = button("Cancel", () => uploadAbort.abort(), "secondary");
-  const content = [element("h2", {}, `Uploading ${name}`), progressBar, progressText, cancel];
+  const cancelButton = button("Cancel", () => uploadAbort.abort(), "secondary");
+  const content = [element("h2", {}, `Uploading ${name}`), progressBar, progressText, cancelButton];
   byId("start").replaceChildren(element("section", { class: "drop" }, ...content));
   /** @param {number} fraction */
   const showProgress = (fraction) => {
@@ -90,7 +90,7 @@ async function showTrainingLists() {
   if (!byId("start").hidden) byId("start").append(...lists.filter((list) => list !== null));
 }
 
-/** Show the views of a stack. @param {import("./stack/session.js").Stack} stack */
+/** Create a session for a stack, and show its views. @param {import("./stack/session.js").Stack} stack */
 function openSession(stack) {
   const name = stack.name || "stack.tif";
   // The view has to be visible before the session is created, because its canvases read their size from the layout.
@@ -117,12 +117,12 @@ async function openJob(id) {
     session?.end();
     session = openSession({ id: stack?.id ?? "", name: job.name, bytes: stack?.bytes ?? 0 });
   } else showView("work", session.name);
-  const current = session;
+  const openedSession = session;
   const parameterStrings = Object.fromEntries(Object.entries(parameters).map(([name, value]) => [name, String(value)]));
-  current.settings.restore({ ...parameterStrings, model: String(parameters.model ?? job.model.split("/")[0]) });
-  rememberJob({ job: id, stack: current.stack, name: job.name, model: job.model, created: job.created });
-  const inspection = stack ? current.inspect() : Promise.resolve(current.settings.showMissingStack());
-  await Promise.all([inspection, current.follow(id)]);
+  openedSession.settings.restore({ ...parameterStrings, model: String(parameters.model ?? job.model.split("/")[0]) });
+  rememberJob({ job: id, stack: openedSession.stack, name: job.name, model: job.model, created: job.created });
+  const inspection = stack ? openedSession.inspect() : Promise.resolve(openedSession.settings.showMissingStack());
+  await Promise.all([inspection, openedSession.follow(id)]);
 }
 
 /** @param {string} id @param {AbortSignal} signal */
@@ -192,28 +192,28 @@ async function route() {
     if (error instanceof Problem && error.status === 404) {
       history.replaceState(null, "", "#");
       showStart();
-      if (kind === "job" && (await handleMissingJob(id))) return;
+      if (kind === "job" && (await offerCorrectionsOfMissingJob(id))) return;
     }
     showError(error);
   }
 }
 
-/** Offer to export the corrections of a job that the service no longer stores. If it has none, forget the job. @param {string} id @returns {Promise<boolean>} whether the job has corrections */
-async function handleMissingJob(id) {
+/** Offer to export the corrected labels of a job that the service no longer stores. If the job has no corrections, remove it from the recent jobs. @param {string} id @returns {Promise<boolean>} whether the job has corrections */
+async function offerCorrectionsOfMissingJob(id) {
   const name = loadRecentJobs().find(({ job }) => job === id)?.name ?? "stack.tif";
-  const forget = () => {
+  const forgetJobAndCorrections = () => {
     forgetJob(id);
     forgetCorrections(id);
     showStart();
   };
-  const hasCorrections = await offerCorrections(id, name, forget);
-  if (!hasCorrections) forget();
+  const hasCorrections = await offerCorrections(id, name, forgetJobAndCorrections);
+  if (!hasCorrections) forgetJobAndCorrections();
   return hasCorrections;
 }
 
 async function start() {
-  startTheme(byId("theme"));
-  startKeyDialog(byId("key"));
+  setUpTheme(byId("theme"));
+  setUpKeyDialog(byId("key"));
   byId("new-stack").addEventListener("click", () => (location.hash = ""));
   const [openapi] = await Promise.all([requestJson("openapi.json"), readModels()]);
   /** @type {{name: string}[]} */

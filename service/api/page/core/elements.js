@@ -37,7 +37,7 @@ function toNode(child) {
 }
 
 /**
- * Return the element with an id. Throws an Error if there is none.
+ * Return the element with the given id. Throws an Error if the document has no such element.
  * @param {string} id
  * @returns {HTMLElement}
  */
@@ -48,7 +48,7 @@ export function byId(id) {
 }
 
 /**
- * Create a button that is marked as busy and ignores clicks until its action has finished.
+ * Create a button. While its action is running, the button is marked as busy and ignores clicks.
  * @param {string} text @param {() => unknown} action @param {string} [classNames]
  */
 export function button(text, action, classNames = "") {
@@ -66,7 +66,7 @@ export function button(text, action, classNames = "") {
 }
 
 /**
- * Create a labeled control with an optional hint below it.
+ * Wrap a control in a label, with an optional hint below the control.
  * @param {string} text
  * @param {HTMLElement} control
  * @param {Child} [hint]
@@ -107,7 +107,7 @@ const busyElements = {
   edited: /** @type {EventTarget | null} */ (null),
   pressed: /** @type {EventTarget | null} */ (null),
 };
-/** Draw functions of the elements whose redraw is postponed until the user has finished. @type {Map<HTMLElement, () => Child[]>} */
+/** Draw functions of the elements whose redraw is postponed until the user has committed the input or released the pointer. @type {Map<HTMLElement, () => Child[]>} */
 const pendingRedraws = new Map();
 const FOCUSABLE_SELECTOR = "input, select, textarea, button, summary, a[href], [tabindex]";
 

@@ -13,7 +13,7 @@ export class Store {
     this.listeners = new Set();
   }
 
-  /** Update the state, and notify the listeners if a value differs. @param {Partial<State>} changes the new values by name */
+  /** Update the state, and notify the listeners if a value has changed. @param {Partial<State>} changes new values by property name */
   set(changes) {
     const previous = this.state;
     const next = { ...previous, ...changes };
@@ -29,7 +29,7 @@ export class Store {
   }
 }
 
-/** @template State @param {State} previous @param {State} current @param {(keyof State)[]} names @returns {boolean} whether any of these values differs */
-export function hasChanged(previous, current, names) {
-  return names.some((name) => previous[name] !== current[name]);
+/** @template State @param {State} previousState @param {State} currentState @param {(keyof State)[]} names @returns {boolean} whether any property with one of these names differs between the states */
+export function hasChanged(previousState, currentState, names) {
+  return names.some((name) => previousState[name] !== currentState[name]);
 }

@@ -3,7 +3,7 @@
 const THEME_STORAGE_KEY = "stackseg-theme";
 
 /** Apply the saved theme, and connect the button that switches it. @param {HTMLElement} toggle */
-export function startTheme(toggle) {
+export function setUpTheme(toggle) {
   const savedTheme = localStorage.getItem(THEME_STORAGE_KEY);
   if (savedTheme === "dark" || savedTheme === "light") document.documentElement.dataset.theme = savedTheme;
   toggle.addEventListener("click", () => {
@@ -15,7 +15,7 @@ export function startTheme(toggle) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCanvases);
 }
 
-/** Let every canvas redraw itself, because a change of the style sheet does not affect drawn pixels. */
+/** Make every canvas redraw itself, because a change of theme does not affect pixels that are already drawn. */
 function redrawCanvases() {
   for (const canvas of document.querySelectorAll("canvas")) canvas.dispatchEvent(new Event("theme"));
 }

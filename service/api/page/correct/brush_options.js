@@ -4,7 +4,7 @@ import { element } from "../core/elements.js";
 
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
 
-/** Number of slider steps that double the radius. */
+/** Number of slider steps per doubling of the radius. */
 const STEPS_PER_DOUBLING = 12;
 
 /** The controls for the brush size, the brush shape, and the objects that strokes change. */
@@ -57,7 +57,7 @@ export class BrushOptions {
     );
   }
 
-  /** Update the controls from the tools. @param {EditTools} tools */
+  /** Show the brush options of the active tool. @param {EditTools} tools */
   update({ tool, brush }) {
     this.root.hidden = tool !== "paint" && tool !== "erase";
     this.targetOptions.hidden = tool !== "paint";

@@ -9,7 +9,7 @@ import { getCssColor, IN_PLANE_AXES } from "../volumes/slices.js";
 const SKETCH_COLOR = "#ffd166";
 const SEED_RADIUS_PIXELS = 4;
 
-/** One canvas per view that shows the unfinished corrections. */
+/** Canvases, one for each view, that show the unfinished correction. */
 export class EditSketches {
   /** @param {EditTools} tools @param {AbortSignal} signal removes the canvases */
   constructor(tools, signal) {
@@ -32,7 +32,7 @@ export class EditSketches {
       canvas.height = view.labelsCanvas.height;
       const context = canvas.getContext("2d");
       if (context === null) continue;
-      const ratio = view.ratio ?? 1;
+      const ratio = view.pixelRatio ?? 1;
       context.scale(ratio, ratio);
       context.strokeStyle = context.fillStyle = SKETCH_COLOR;
       context.lineWidth = 1.5;

@@ -1,6 +1,6 @@
 /** Tools that correct labels. They handle clicks, drags and keys in the views. */
 
-import { CannotEdit } from "../volumes/label_edit.js";
+import { EditError } from "../volumes/label_edit.js";
 import { IN_PLANE_AXES } from "../volumes/slices.js";
 import { Brush } from "./brush.js";
 import { EditSketches } from "./edit_sketches.js";
@@ -14,13 +14,13 @@ import { DRAG_TOOLS, getArrowStep, TOOLS } from "./tool_list.js";
 /** @typedef {import("./tool_list.js").ToolName} ToolName */
 
 /** Largest movement of the pointer that still counts as a click. */
-const CLICK_PIXELS = 4;
+const MAX_CLICK_MOVEMENT_PIXELS = 4;
 /** Minimum movement of the pointer after which a point is added to an outline. */
-const OUTLINE_START_PIXELS = 2;
+const MIN_OUTLINE_MOVEMENT_PIXELS = 2;
 
 /** @typedef {{onedit: (edit: import("../volumes/label_edit.js").Edit) => void, showHint: (text: string) => void}} Callbacks onedit: called after each correction */
 
-/** Tools that dispatch `tool` when the active tool or its options have changed. */
+/** The correction tools. They dispatch `tool` when the active tool or its options have changed. */
 export class EditTools extends EventTarget {
   /** @param {Viewer} viewer @param {LabelEditor} editor @param {Callbacks} callbacks @param {AbortSignal} signal removes the tools */
   constructor(viewer, editor, callbacks, signal) {
@@ -89,7 +89,7 @@ export class EditTools extends EventTarget {
         this.callbacks.onedit(edit);
       }
     } catch (error) {
-      if (!(error instanceof CannotEdit)) throw error;
+      if (!(error instanceof EditError)) throw error;
       this.callbacks.showHint(error.message);
     }
     this.viewer.draw();
@@ -98,14 +98,14 @@ export class EditTools extends EventTarget {
 
   /** Delete the selected object. */
   deleteSelected() {
-    const { selected } = this.viewer.scene.state;
-    if (!selected) this.callbacks.showHint("Select an object first.");
-    else this.#delete(selected);
+    const { selectedId } = this.viewer.scene.state;
+    if (!selectedId) this.callbacks.showHint("Select an object first.");
+    else this.#delete(selectedId);
   }
 
   /** @param {number} id */
   #delete(id) {
-    this.viewer.scene.set({ selected: 0 });
+    this.viewer.scene.set({ selectedId: 0 });
     this.apply(() => this.editor.delete(id), `Deleted object ${id}.`);
   }
 
@@ -139,7 +139,7 @@ export class EditTools extends EventTarget {
   #finishHistoryStep() {
     this.finishedEdit = undefined;
     const { scene } = this.viewer;
-    if (!this.editor.objects.has(scene.state.selected)) scene.set({ selected: 0 });
+    if (!this.editor.objects.has(scene.state.selectedId)) scene.set({ selectedId: 0 });
     this.viewer.draw();
   }
 
@@ -183,7 +183,7 @@ export class EditTools extends EventTarget {
         `Split object ${id}. Click again to add more parts.`,
       );
     this.seed = { id, position };
-    return this.callbacks.showHint("Click the other part of the same object.");
+    return this.callbacks.showHint("Click another part of the same object.");
   }
 
   /** @param {SliceView} view @param {AbortSignal} signal */
@@ -237,19 +237,19 @@ export class EditTools extends EventTarget {
     const isPressed = view.stage.hasPointerCapture(event.pointerId);
     if (isPressed) {
       event.stopImmediatePropagation();
-      this.hasDragged ||= this.#hasMoved(event, CLICK_PIXELS);
+      this.hasDragged ||= this.#hasMoved(event, MAX_CLICK_MOVEMENT_PIXELS);
       if (this.brush.stroke) this.#continueStroke(view.voxelAt(x, y));
       else if (this.tool === "cut" && this.line) this.line.points[1] = view.pointAt(x, y);
-      else if (this.tool === "add" && this.#hasMoved(event, OUTLINE_START_PIXELS))
+      else if (this.tool === "add" && this.#hasMoved(event, MIN_OUTLINE_MOVEMENT_PIXELS))
         this.line?.points.push(view.pointAt(x, y));
     }
     this.sketches.draw();
   }
 
-  /** @param {MouseEvent} event @param {number} pixels */
-  #hasMoved(event, pixels) {
+  /** @param {MouseEvent} event @param {number} minPixels */
+  #hasMoved(event, minPixels) {
     const [x, y] = this.pressPosition;
-    return Math.hypot(event.clientX - x, event.clientY - y) > pixels;
+    return Math.hypot(event.clientX - x, event.clientY - y) > minPixels;
   }
 
   /** @param {SliceView} view @param {PointerEvent} event */
@@ -281,22 +281,24 @@ export class EditTools extends EventTarget {
     this.line = null;
     if (this.tool !== "add" || line === null) return;
     const { axis } = line.view;
-    const previous = sketch?.kind === "add" ? sketch : null;
+    const previousSketch = sketch?.kind === "add" ? sketch : null;
     this.apply(
-      () => editor.addOutline(axis, viewer.scene.state.position[axis], line.points, previous),
+      () => editor.addOutline(axis, viewer.scene.state.position[axis], line.points, previousSketch),
       "Go to another plane of this view and draw the next outline, or press N to start a new object.",
     );
-    const current = this.sketch;
-    if (current?.kind === "add") viewer.select(current.id);
+    const newSketch = this.sketch;
+    if (newSketch?.kind === "add") viewer.select(newSketch.id);
   }
 
   /** @param {SliceView} view @param {Triple} position */
   #startStroke(view, position) {
-    const erase = this.tool === "erase";
-    if (this.brush.start(view, position, erase)) this.viewer.draw();
+    const isErasing = this.tool === "erase";
+    if (this.brush.start(view, position, isErasing)) this.viewer.draw();
     else
       this.callbacks.showHint(
-        erase ? "Start the stroke on the object to erase." : "Select the object to extend, or start the stroke on it.",
+        isErasing
+          ? "Start the stroke on the object to erase."
+          : "Select the object to extend, or start the stroke on it.",
       );
   }
 
@@ -313,10 +315,10 @@ export class EditTools extends EventTarget {
     const kind = this.tool === "erase" ? "erase" : "paint";
     const paintHint = isNew ? `Created object ${id}. To extend it, start a stroke on it` : `Extended object ${id}`;
     this.apply(() => editor.commit(kind), `${kind === "erase" ? `Erased part of object ${id}` : paintHint}.`);
-    if (!editor.objects.has(viewer.scene.state.selected)) viewer.select(0);
+    if (!editor.objects.has(viewer.scene.state.selectedId)) viewer.select(0);
   }
 
-  /** Handle the keys that move and click the crosshair. @param {SliceView} view @param {KeyboardEvent} event */
+  /** Handle the keys that move the crosshair, and the key that applies the tool at the crosshair. @param {SliceView} view @param {KeyboardEvent} event */
   #onKey(view, event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const step = event.shiftKey ? getArrowStep(event.key, view.axis) : undefined;

@@ -29,7 +29,7 @@ export function listResults(stack) {
   return stack ? loadRecentJobs().filter((entry) => entry.stack === stack && entry.objects !== null) : [];
 }
 
-/** One of the two results, with its views. */
+/** One of the two compared results, with its views. */
 class Side {
   /**
    * @param {string} title @param {Job} job @param {import("../stack/recent_jobs.js").RecentJob[]} results all results for the stack
@@ -99,10 +99,10 @@ class Side {
     this.editor = editor?.restore(edits) ? editor : null;
     this.correctedOption.hidden = edits.length === 0;
     this.correctedCheckbox.hidden = this.editor === null;
-    const corrections = formatCount(edits.length, "correction");
+    const correctionsText = formatCount(edits.length, "correction");
     this.correctedText.textContent = this.editor
-      ? `With ${corrections}`
-      : `Without ${corrections}. Open the result to see them.`;
+      ? `With ${correctionsText}`
+      : `Not including ${correctionsText}. Open the result to see the corrected labels.`;
     this.#show();
   }
 
@@ -110,9 +110,9 @@ class Side {
     const { job, originalLabels, viewer } = this;
     const editor = this.correctedCheckbox.checked ? this.editor : null;
     viewer.setLabels(editor?.labels ?? originalLabels);
-    const timePoints = job.time_points ? ` at ${formatCount(job.time_points.total, "time point")}` : "";
-    const objects = editor && !timePoints ? editor.objects.size : job.objects;
-    this.countText.textContent = objects === null ? "Classes" : formatCount(objects, "object") + timePoints;
+    const timeText = job.time_points ? ` at ${formatCount(job.time_points.total, "time point")}` : "";
+    const objectCount = editor && !timeText ? editor.objects.size : job.objects;
+    this.countText.textContent = objectCount === null ? "Classes" : formatCount(objectCount, "object") + timeText;
   }
 
   /** @param {number} id of the selected object, 0 for the background */
@@ -173,14 +173,14 @@ export async function showComparison(root, ids, signal) {
   synchronize(sides);
 }
 
-/** @param {Job} job @returns {[number, number]} the first time point of the job, and one past its last */
-function getTimeRange({ parameters, time_points: points }) {
+/** @param {Job} job @returns {[number, number]} the first time point of the job, and one past the last */
+function getTimeRange({ parameters, time_points: timePoints }) {
   const first = getFirstTime(parameters.time);
-  return [first, first + (points?.total ?? 1)];
+  return [first, first + (timePoints?.total ?? 1)];
 }
 
 /**
- * Show a time point on both sides.
+ * Load a time point, and show it on both sides.
  * @param {Side[]} sides @param {string} stack @param {import("openapi").Description} file @param {Record<string, unknown>} part parameters that select the planes
  * @param {number} time @param {AbortSignal} signal
  */
@@ -225,18 +225,18 @@ function getLabelsSource(job, time, fullShape) {
 /** Synchronize the position and the selection of both sides. @param {Side[]} sides */
 function synchronize(sides) {
   for (const [index, { viewer }] of sides.entries()) {
-    const other = sides[1 - index];
-    viewer.addEventListener("draw", () => other.viewer.follow(viewer));
+    const otherSide = sides[1 - index];
+    viewer.addEventListener("draw", () => otherSide.viewer.follow(viewer));
     viewer.addEventListener("pick", () => {
-      other.viewer.follow(viewer);
-      const { labels, position } = other.viewer.scene.state;
-      other.viewer.select(labels === null ? 0 : valueAt(labels, position));
-      for (const side of sides) side.describeSelection(side.viewer.scene.state.selected);
+      otherSide.viewer.follow(viewer);
+      const { labels, position } = otherSide.viewer.scene.state;
+      otherSide.viewer.select(labels === null ? 0 : valueAt(labels, position));
+      for (const side of sides) side.describeSelection(side.viewer.scene.state.selectedId);
     });
   }
 }
 
-/** Describe the agreement of the two results, and give corresponding objects the same color. @param {Side[]} sides */
+/** Describe the agreement between the two results, and give corresponding objects the same color. @param {Side[]} sides */
 function describeAgreement([left, right]) {
   const [leftLabels, rightLabels] = [left, right].map(({ viewer }) => viewer.scene.state.labels);
   if (!leftLabels || !rightLabels) return "";

@@ -1,4 +1,4 @@
-/** Histogram of a column in which the user can select a range by dragging. */
+/** Histogram of a table column. The user can select a range of values by dragging. */
 
 import { element } from "../core/elements.js";
 import { formatNumber } from "../core/format.js";

@@ -1,4 +1,4 @@
-/** Export of corrected labels if the service no longer stores the result. The original labels are also saved in this browser. */
+/** Export of corrected labels after the service has deleted the result, from the original labels saved in this browser. */
 
 import { button, downloadBlob, element, openDialog } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
@@ -50,14 +50,14 @@ export async function offerCorrections(job, name, ondiscard) {
 /** @param {string} key of a result, or of one time point of a series @param {number} correctionCount @param {string} stem @param {HTMLElement} problem */
 function createExportRow(key, correctionCount, stem, problem) {
   const time = key.split("@")[1];
-  const file = `${stem}${time === undefined ? "" : `_t${time}`}_corrected`;
+  const fileStem = `${stem}${time === undefined ? "" : `_t${time}`}_corrected`;
   /** @param {string} text @param {string} suffix @param {(labels: Labels) => Blob} encode */
   const createExportButton = (text, suffix, encode) =>
     button(
       text,
       async () => {
         const labels = await loadCorrectedLabels(key);
-        if (labels) downloadBlob(encode(labels), file + suffix);
+        if (labels) downloadBlob(encode(labels), fileStem + suffix);
         else problem.textContent = "The original labels of these corrections are not saved in this browser.";
       },
       "secondary",

@@ -1,4 +1,4 @@
-/** Result of a job, with a summary, notes, objects, export and corrections. It is linked to the views of the stack. */
+/** Result of a job: summary, notes, and the Objects, Export and Correct tabs. The result is linked to the views of the stack. */
 
 import { button, element, redraw } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
@@ -13,7 +13,7 @@ import { drawScreenshot } from "./screenshots.js";
 /** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
-/** @typedef {{getCurrent: () => number, goTo: (time: number) => Promise<void>, events: EventTarget}} Times access to the displayed time point; `events` dispatches its changes */
+/** @typedef {{getCurrent: () => number, goTo: (time: number) => Promise<void>, events: EventTarget}} Times access to the displayed time point; `events` dispatches events when it changes */
 
 const NOT_TRACKED_NOTE =
   "Objects are numbered and colored separately at each time point: object 5 of one time point is not object 5 of the next. To track objects, select “Track objects over time” and segment again.";
@@ -61,7 +61,7 @@ export function showResult(root, result, table, { viewer, capabilities, signal, 
     if (isVisible) await correctView?.enter();
     else {
       correctView?.leave();
-      viewer.scene.set({ hidden: tables.displayedObjects?.hidden ?? null });
+      viewer.scene.set({ hiddenFlags: tables.displayedObjects?.hiddenFlags ?? null });
     }
   }
   const resultSwitcher = createResultSwitcher(job, stack);
@@ -71,11 +71,13 @@ export function showResult(root, result, table, { viewer, capabilities, signal, 
     const note = element("p", { class: "muted small", hidden: true }, WITHOUT_CORRECTIONS_NOTE);
     exportRoot.prepend(note);
     correctView.root.addEventListener("count", (event) => {
-      const { edits, objects } = /** @type {CustomEvent<{edits: number, objects: number | null}>} */ (event).detail;
-      if (objects !== null && !job.time_points) tables.showCount(edits > 0 ? objects : null);
-      if (!job.time_points) resultSwitcher.updateCount(edits, objects);
-      badge.textContent = edits > 0 ? formatCount(edits, "correction") : "";
-      note.hidden = edits === 0;
+      const { editCount, objectCount } = /** @type {CustomEvent<{editCount: number, objectCount: number | null}>} */ (
+        event
+      ).detail;
+      if (objectCount !== null && !job.time_points) tables.showCount(editCount > 0 ? objectCount : null);
+      if (!job.time_points) resultSwitcher.updateCount(editCount, objectCount);
+      badge.textContent = editCount > 0 ? formatCount(editCount, "correction") : "";
+      note.hidden = editCount === 0;
     });
     correctView.root.addEventListener("corrected", (event) =>
       tables.showCorrected(/** @type {CustomEvent} */ (event).detail),
@@ -126,10 +128,10 @@ class ObjectTables {
       : this.originalSummary;
   }
 
-  /** Show the number of objects while labels are being corrected. @param {number | null} objects null if there are no corrections */
-  showCount(objects) {
+  /** Show the number of objects while labels are being corrected. @param {number | null} objectCount null if there are no corrections */
+  showCount(objectCount) {
     this.summary.textContent =
-      objects === null ? this.originalSummary : `${formatCount(objects, "object")}. Includes corrections.`;
+      objectCount === null ? this.originalSummary : `${formatCount(objectCount, "object")}. Includes corrections.`;
   }
 
   /** @param {ObjectsView | null} objects */
@@ -157,14 +159,14 @@ function linkTableAndViews(viewer, objects, times, signal) {
     const center = objects.getCenter(label);
     if (center) viewer.select(label, center);
   });
-  objects.addEventListener("filter", () => viewer.scene.set({ hidden: objects.hidden }));
+  objects.addEventListener("filter", () => viewer.scene.set({ hiddenFlags: objects.hiddenFlags }));
   times.events.addEventListener(
     "time",
     () => {
       if (!isSeries) return;
       objects.time = times.getCurrent();
-      viewer.scene.set({ hidden: objects.hidden });
-      objects.select(viewer.scene.state.selected);
+      viewer.scene.set({ hiddenFlags: objects.hiddenFlags });
+      objects.select(viewer.scene.state.selectedId);
     },
     { signal },
   );
@@ -248,10 +250,10 @@ function createResultSwitcher(job, stack) {
     });
     return [...buttons, element("a", { href: `#compare=${job.id},${otherJob}`, class: "compare" }, "Side by side")];
   };
-  /** @param {number} edits @param {number | null} objects number of corrected objects, null if the objects have not been counted yet */
-  const updateCount = (edits, objects) => {
-    if (edits > 0 && objects === null) return;
-    rememberJob({ job: job.id, corrected: edits > 0 ? objects : null });
+  /** @param {number} editCount @param {number | null} objectCount number of objects after the corrections, null if the objects have not been counted yet */
+  const updateCount = (editCount, objectCount) => {
+    if (editCount > 0 && objectCount === null) return;
+    rememberJob({ job: job.id, corrected: editCount > 0 ? objectCount : null });
     redraw(root, draw);
   };
   redraw(root, draw);

@@ -5,7 +5,7 @@ import { isAbort } from "../core/notices.js";
 import { buildQuery, Problem, request, requestJson } from "../core/requests.js";
 import { describeSetting } from "../core/terminology.js";
 import { showResult } from "../result/result_view.js";
-import { follow, ProgressView } from "../result/run_view.js";
+import { ProgressView, pollJob } from "../result/run_view.js";
 import { drawThumbnail } from "../result/screenshots.js";
 import { Viewer } from "../viewer/viewer.js";
 import { parseTable } from "../volumes/object_table.js";
@@ -184,11 +184,11 @@ export class Session {
     const [first, stop] = this.inspection.file.time_points ?? [0, 1];
     this.timeSlider.show(first, stop, time);
     // A tracked object has the same id at all time points and stays selected.
-    const selected = job?.parameters.link ? viewer.scene.state.selected : 0;
+    const selectedId = job?.parameters.link ? viewer.scene.state.selectedId : 0;
     this.timeEvents.dispatchEvent(new Event("leaving"));
     if (job) viewer.setLabels(null);
     await Promise.all([this.#showPlanes(this.inspection), job && this.#showLabels(job)]);
-    viewer.select(selected);
+    viewer.select(selectedId);
     this.timeEvents.dispatchEvent(new Event("time"));
   }
 
@@ -241,7 +241,7 @@ export class Session {
     this.jobAbort.abort();
     this.jobAbort = new AbortController();
     try {
-      const job = await follow(id, this.jobAbort.signal, (report) => progressView.show(report));
+      const job = await pollJob(id, this.jobAbort.signal, (report) => progressView.show(report));
       rememberJob({ job: id, objects: job.objects, model: job.model, created: job.created });
       if (job.state === "done") await this.showResult(job);
       else side.replaceChildren(describeFailure(job));

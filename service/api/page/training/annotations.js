@@ -15,11 +15,12 @@ export async function fetchAnnotations() {
 }
 
 /**
- * Open a dialog that asks for a name and the part that the user checked, and saves corrected labels with their stack.
- * @param {{labels: Volume, changes: number, stack: string, job: string, time: number | undefined, name: string}} corrections changes: number of corrections; time: time point, if the job is a series
+ * Open a dialog that asks for a name and for the part of the stack that the user checked, and that saves the corrected labels
+ * with their stack.
+ * @param {{labels: Volume, correctionCount: number, stack: string, job: string, time: number | undefined, name: string}} corrections stack and job: ids; time: time point if the job is a series, otherwise undefined; name: initial name
  * @returns {Promise<Annotation | null>} null if the user canceled
  */
-export function openSaveAnnotationDialog({ labels, changes, stack, job, time, name }) {
+export function openSaveAnnotationDialog({ labels, correctionCount, stack, job, time, name }) {
   const nameInput = element("input", { type: "text", value: name, required: true, maxLength: 100 });
   const partFields = createPartFields(labels.shape);
   const problem = element("p", { class: "warning-text", role: "alert" });
@@ -42,7 +43,7 @@ export function openSaveAnnotationDialog({ labels, changes, stack, job, time, na
               job,
               time,
               name: nameInput.value,
-              changes,
+              changes: correctionCount,
               region: partFields.getRegion(),
             });
             const headers = { "Content-Type": "application/x-npy", "Content-Encoding": "gzip" };
@@ -148,7 +149,7 @@ export function describeAnnotation({ objects, changes, region, base_model: model
   const properties = [
     formatCount(objects, "object"),
     changes ? formatCount(changes, "correction") : "",
-    region ? "part" : "",
+    region ? "part of the stack" : "",
   ];
   return [...properties, model, formatAge(created)].filter(Boolean).join(" · ");
 }

@@ -51,9 +51,9 @@ class TrainingView {
   /** @param {HTMLElement} root @param {string} id @param {{openAnnotation: (annotation: string, model: string) => void}} actions */
   constructor(root, id, actions) {
     this.actions = actions;
-    this.state = element("p", { class: "big", role: "status" }, "Loading the progress");
+    this.stateText = element("p", { class: "big", role: "status" }, "Loading the progress");
     this.progressBar = element("progress", { max: 1, "aria-label": "Progress of the training" });
-    this.detail = element("p", { class: "muted" });
+    this.detailText = element("p", { class: "muted" });
     this.curves = new Curves("Loss", ["training", "validation"]);
     this.result = element("div", { class: "training-result" });
     this.stopButton = button(
@@ -69,9 +69,9 @@ class TrainingView {
       element(
         "section",
         { class: "card training", "aria-label": "Training" },
-        this.state,
+        this.stateText,
         this.progressBar,
-        this.detail,
+        this.detailText,
         this.curves.root,
         this.result,
         this.stopButton,
@@ -83,11 +83,11 @@ class TrainingView {
   /** @param {Training} training */
   show(training) {
     const { state, stage, step, steps, seconds_left: secondsLeft, loss, validation } = training;
-    this.state.textContent = describeTraining(training);
+    this.stateText.textContent = describeTraining(training);
     this.progressBar.hidden = this.stopButton.hidden = this.note.hidden = isFinished(training);
     if (stage === "learning" && steps) this.progressBar.value = Math.min(1, step / steps);
     else this.progressBar.removeAttribute("value");
-    this.detail.textContent = [
+    this.detailText.textContent = [
       step > 0 && formatCount(step, "step"),
       state === "running" && secondsLeft !== null && `${formatDuration(secondsLeft)} left`,
     ]

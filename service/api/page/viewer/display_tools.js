@@ -16,10 +16,10 @@ export class DisplayTools {
     this.lowSlider = this.#createContrastSlider("0", "Black level");
     this.highSlider = this.#createContrastSlider(String(SLIDER_STEPS), "White level");
     this.toggles = new Map(
-      /** @type {["showObjects" | "filled" | "smooth", string][]} */ ([
+      /** @type {["showObjects" | "fillObjects" | "isSmooth", string][]} */ ([
         ["showObjects", "Objects"],
-        ["filled", "Filled"],
-        ["smooth", "Smooth"],
+        ["fillObjects", "Filled"],
+        ["isSmooth", "Smooth"],
       ]).map(([name, text]) => [name, button(text, () => scene.set({ [name]: !scene.state[name] }), "quiet toggle")]),
     );
     const opacitySlider = element("input", {
@@ -35,7 +35,7 @@ export class DisplayTools {
       "div",
       { class: "tools", hidden: true },
       this.toggles.get("showObjects"),
-      this.toggles.get("filled"),
+      this.toggles.get("fillObjects"),
       element("label", { class: "slim" }, "Opacity", opacitySlider),
     );
     this.root = element(
@@ -46,7 +46,7 @@ export class DisplayTools {
         { class: "tools" },
         element("label", { class: "slim" }, "Contrast", this.lowSlider),
         this.highSlider,
-        this.toggles.get("smooth"),
+        this.toggles.get("isSmooth"),
       ),
       this.objectTools,
     );
@@ -54,7 +54,8 @@ export class DisplayTools {
     this.isMovingSlider = false;
     this.#updateToggles();
     scene.subscribe((previous) => {
-      if (hasChanged(previous, scene.state, ["labels", "showObjects", "filled", "smooth"])) this.#updateToggles();
+      if (hasChanged(previous, scene.state, ["labels", "showObjects", "fillObjects", "isSmooth"]))
+        this.#updateToggles();
       if (
         !this.isMovingSlider &&
         hasChanged(previous, scene.state, ["contrast", "range", "overlays", "adjustedChannel"])

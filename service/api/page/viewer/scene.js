@@ -32,13 +32,13 @@ import { estimateQuantiles } from "../volumes/slices.js";
  * @property {Triple} center the voxel in the center of the views
  * @property {number} zoom 1 if the stack fits in the views
  * @property {number} scale screen pixels per micrometer
- * @property {boolean} smooth whether gray values are interpolated
+ * @property {boolean} isSmooth whether gray values are interpolated
  * @property {boolean} showObjects
- * @property {boolean} filled whether objects are filled
+ * @property {boolean} fillObjects whether objects are filled
  * @property {number} opacity of the objects
- * @property {number} selected id of the selected object, 0 for none
- * @property {Uint8Array | null} hidden by id, 1 for hidden objects
- * @property {Uint8Array | null} colorIndices by id, the index into `COLORS`, null for the default colors
+ * @property {number} selectedId id of the selected object, 0 for none
+ * @property {Uint8Array | null} hiddenFlags for each id, 1 if the object is hidden; null if no object is hidden
+ * @property {Uint8Array | null} colorIndices for each id, the index into `COLORS`; null for the default colors
  */
 /** @typedef {Layer & SceneParts} SceneState */
 /** @typedef {Store<SceneState>} Scene */
@@ -63,12 +63,12 @@ export function createScene() {
     color: [255, 255, 255],
     contrast: [0, 1],
     range: [0, 1],
-    smooth: true,
+    isSmooth: true,
     showObjects: true,
-    filled: false,
+    fillObjects: false,
     opacity: 0.9,
-    selected: 0,
-    hidden: null,
+    selectedId: 0,
+    hiddenFlags: null,
     colorIndices: null,
   };
   return new Store(state);

@@ -59,7 +59,7 @@ export class SliceView {
       canvas.width = Math.max(1, Math.round(this.stage.clientWidth * ratio));
       canvas.height = Math.max(1, Math.round(this.stage.clientHeight * ratio));
     }
-    this.ratio = ratio;
+    this.pixelRatio = ratio;
     // Save the size, because reading it while drawing would force a new layout for every view.
     this.width = this.stage.clientWidth;
     this.height = this.stage.clientHeight;
@@ -116,13 +116,13 @@ export class SliceView {
 
   /** @param {Volume} image @param {import("../volumes/slices.js").Placement} placement */
   #drawImage(image, placement) {
-    const { position, smooth, overlays } = this.scene.state;
+    const { position, isSmooth, overlays } = this.scene.state;
     const context = this.imageCanvas.getContext("2d");
     if (context === null) return;
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.globalCompositeOperation = "source-over";
     context.clearRect(0, 0, this.imageCanvas.width, this.imageCanvas.height);
-    context.imageSmoothingEnabled = smooth;
+    context.imageSmoothingEnabled = isSmooth;
     const finePlane = this.#getFinePlane();
     this.#paint(
       context,
@@ -142,7 +142,7 @@ export class SliceView {
    * @param {Plane} plane @param {import("../volumes/slices.js").Placement} placement
    */
   #paint(context, { contrast, color }, plane, { left, top, scaleX, scaleY }) {
-    const ratio = this.ratio ?? 1;
+    const ratio = this.pixelRatio ?? 1;
     if (this.planeCanvas.width !== plane.width) this.planeCanvas.width = plane.width;
     if (this.planeCanvas.height !== plane.height) this.planeCanvas.height = plane.height;
     this.planeCanvas.getContext("2d")?.putImageData(paintGray(plane, ...contrast, color), 0, 0);
@@ -170,7 +170,8 @@ export class SliceView {
 
   /** @param {import("../volumes/slices.js").Placement} placement */
   #drawLabels(placement) {
-    const { labels, position, filled, selected, hidden, colorIndices, opacity, showObjects } = this.scene.state;
+    const { labels, position, fillObjects, selectedId, hiddenFlags, colorIndices, opacity, showObjects } =
+      this.scene.state;
     this.labelsCanvas.style.opacity = String(showObjects ? opacity : 0);
     const context = this.labelsCanvas.getContext("2d");
     if (context === null) return;
@@ -178,7 +179,7 @@ export class SliceView {
       context.clearRect(0, 0, this.labelsCanvas.width, this.labelsCanvas.height);
       return;
     }
-    const ratio = this.ratio ?? 1;
+    const ratio = this.pixelRatio ?? 1;
     const image = this.outlinesImage ?? context.createImageData(this.labelsCanvas.width, this.labelsCanvas.height);
     this.outlinesImage = image;
     const finePlane = this.#getFinePlane();
@@ -191,7 +192,7 @@ export class SliceView {
       scaleY: finePlacement.scaleY * ratio,
     };
     const thickness = ratio > 1.4 ? 2 : 1;
-    paintLabels(plane, image, pixelPlacement, { filled, selected, hidden, colorIndices, thickness });
+    paintLabels(plane, image, pixelPlacement, { fillObjects, selectedId, hiddenFlags, colorIndices, thickness });
     context.putImageData(image, 0, 0);
   }
 

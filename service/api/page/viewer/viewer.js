@@ -82,7 +82,7 @@ export class Viewer extends EventTarget {
     this.setVoxelSize(voxelSize);
     if (hasSameShape) return;
     const position = /** @type {Triple} */ (image.shape.map((length) => length >> 1));
-    this.scene.set({ position, labels: null, selected: 0, hidden: null, colorIndices: null });
+    this.scene.set({ position, labels: null, selectedId: 0, hiddenFlags: null, colorIndices: null });
     this.fit();
   }
 
@@ -113,7 +113,7 @@ export class Viewer extends EventTarget {
   /** @param {Volume | null} labels */
   setLabels(labels) {
     this.planeLoader.discard();
-    this.scene.set({ labels, selected: 0, hidden: null, colorIndices: null });
+    this.scene.set({ labels, selectedId: 0, hiddenFlags: null, colorIndices: null });
   }
 
   /** Select an object. @param {number} id 0 for none @param {Triple} [position] the voxel at full resolution to go to */
@@ -123,7 +123,7 @@ export class Viewer extends EventTarget {
       const voxel = position.map((value, axis) => clamp(Math.round(value / image.step[axis]), image.shape[axis]));
       this.#goTo(/** @type {Triple} */ (voxel));
     }
-    this.scene.set({ selected: id });
+    this.scene.set({ selectedId: id });
     this.drawNow();
   }
 
@@ -131,7 +131,7 @@ export class Viewer extends EventTarget {
   pick(position) {
     const { labels } = this.scene.state;
     const id = labels === null ? 0 : valueAt(labels, position);
-    this.scene.set({ position, selected: id });
+    this.scene.set({ position, selectedId: id });
     this.#emit("pick", id);
   }
 

@@ -17,7 +17,7 @@ const FRAGMENT_SHADER_SOURCE = `#version 300 es
 precision highp float; precision highp int; precision highp sampler3D; precision highp usampler3D;
 in vec2 screenPosition; out vec4 color;
 uniform sampler3D gray, mask; uniform usampler3D ids; uniform sampler2D palette;
-uniform mat3 rotation; uniform vec3 box; uniform vec2 window; uniform bool showObjects; uniform uint selected;
+uniform mat3 rotation; uniform vec3 box; uniform vec2 window; uniform bool showObjects; uniform uint selectedId;
 const int STEPS = 320;
 vec3 toTexture(vec3 p) { return p / box * 0.5 + 0.5; }
 float sampleMask(vec3 p) { return texture(mask, toTexture(p)).r; }
@@ -51,7 +51,7 @@ void main() {
       id = texelFetch(ids, clamp(cell, ivec3(0), textureSize(ids, 0) - 1), 0).r;
     }
     vec3 objectColor = texelFetch(palette, ivec2(int(id >> 24), 0), 0).rgb;
-    if ((id & 0xffffffu) == selected && id != 0u) objectColor = vec3(1.0);
+    if ((id & 0xffffffu) == selectedId && id != 0u) objectColor = vec3(1.0);
     float fog = 1.0 - 0.45 * smoothstep(2.6, 5.6, far);
     color = vec4(objectColor * (0.25 + 0.75 * light) * fog, 1.0);
     return;
@@ -136,7 +136,7 @@ export class VolumeRenderer {
     gl.uniform2f(getLocation("window"), (1.5 * canvas.width) / size, (1.5 * canvas.height) / size);
     gl.uniform3fv(getLocation("box"), this.box);
     gl.uniform1i(getLocation("showObjects"), scene.labels !== null && scene.showObjects ? 1 : 0);
-    gl.uniform1ui(getLocation("selected"), scene.selected);
+    gl.uniform1ui(getLocation("selectedId"), scene.selectedId);
     const [a, b] = this.rotation;
     const [ca, sa, cb, sb] = [Math.cos(a), Math.sin(a), Math.cos(b), Math.sin(b)];
     // The y axis points down in the stack and up on the screen.
@@ -147,8 +147,8 @@ export class VolumeRenderer {
   /** Load the displayed volumes into textures, unless the textures are up to date. */
   #updateTextures() {
     const { gl } = this;
-    const { image, labels, hidden, colorIndices, contrast, voxelSize } = this.scene.state;
-    const inputs = [image, labels, hidden, colorIndices, ...contrast, ...voxelSize];
+    const { image, labels, hiddenFlags, colorIndices, contrast, voxelSize } = this.scene.state;
+    const inputs = [image, labels, hiddenFlags, colorIndices, ...contrast, ...voxelSize];
     if (!gl || image === null || inputs.every((value, index) => value === this.textureInputs[index])) return;
     this.textureInputs = inputs;
     const edges = [2, 1, 0].map((axis) => image.shape[axis] * voxelSize[axis]);
@@ -160,7 +160,7 @@ export class VolumeRenderer {
       Math.max(0, Math.min(255, (image.data[index] - contrast[0]) * scale)),
     );
     const packId = (/** @type {number} */ id) =>
-      id === 0 || hidden?.[id] ? 0 : (((colorIndices?.[id] ?? getColorIndex(id)) << 24) | id) >>> 0;
+      id === 0 || hiddenFlags?.[id] ? 0 : (((colorIndices?.[id] ?? getColorIndex(id)) << 24) | id) >>> 0;
     const ids = Uint32Array.from(samples.indices, (index) => (labels ? packId(labels.data[index]) : 0));
     const mask = Uint8Array.from(ids, (id) => (id ? 255 : 0));
     loadTexture(gl, 0, samples.shape, gl.R8, gl.RED, gl.UNSIGNED_BYTE, gray, gl.LINEAR);

@@ -7,13 +7,13 @@ import { haveSimilarColors, IN_PLANE_AXES } from "./slices.js";
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./slices.js").Axis} Axis */
 /** @typedef {import("./label_shapes.js").Point} Point */
-/** @typedef {"merge" | "split" | "delete" | "add" | "paint" | "erase"} Kind */
+/** @typedef {"merge" | "split" | "delete" | "add" | "paint" | "erase"} EditKind */
 /** @typedef {{kind: "split", ids: number[], seeds: Triple[]}} SplitSketch the parts of an object, and the clicked voxel of each */
 /** @typedef {{kind: "add", id: number, axis: Axis, outlines: {at: number, points: Point[]}[]}} OutlineSketch at: index of the plane along the axis */
 
 /**
  * @typedef {object} Edit a correction of the labels
- * @property {Kind} kind
+ * @property {EditKind} kind
  * @property {Uint32Array} runs four numbers per run of voxels along x: index of the first voxel, length, old id, new id. The runs are
  *   in the order in which they were written.
  * @property {SplitSketch | OutlineSketch | null} sketch the clicks or outlines, which the next click or outline can continue
@@ -35,7 +35,7 @@ const MAX_GRID_CELLS = 400_000;
 const MAX_COLOR_ATTEMPTS = 16;
 
 /** Error raised if a correction is not possible. The message explains what to do instead. */
-export class CannotEdit extends Error {}
+export class EditError extends Error {}
 
 /** Editor of one volume of labels. It records corrections, so that they can be undone and stored. */
 export class LabelEditor {
@@ -155,7 +155,7 @@ export class LabelEditor {
     this.openRun.length = 0;
   }
 
-  /** Complete the current correction. @param {Kind} kind @param {Edit["sketch"]} [sketch] @returns {Edit | null} null if no voxel changed */
+  /** Complete the current correction. @param {EditKind} kind @param {Edit["sketch"]} [sketch] @returns {Edit | null} null if no voxel changed */
   commit(kind, sketch = null) {
     this.#closeRun();
     if (this.pendingRuns.length === 0) return null;
@@ -237,9 +237,9 @@ export class LabelEditor {
     return this.edits.at(-1)?.sketch ?? null;
   }
 
-  /** @returns {Map<Kind, number>} the number of corrections of each kind */
+  /** @returns {Map<EditKind, number>} the number of corrections of each kind */
   countByKind() {
-    /** @type {Map<Kind, number>} */
+    /** @type {Map<EditKind, number>} */
     const counts = new Map();
     for (const { kind } of this.edits) counts.set(kind, (counts.get(kind) ?? 0) + 1);
     return counts;
@@ -248,7 +248,7 @@ export class LabelEditor {
   /** Call a function for each voxel of an object. @param {number} id @param {(index: number, z: number, y: number, x: number) => void} visit */
   #forEachVoxel(id, visit) {
     const extent = this.objects.get(id);
-    if (extent === undefined) throw new CannotEdit("This object no longer exists. Select another one.");
+    if (extent === undefined) throw new EditError("This object no longer exists. Select another one.");
     const { low, high } = extent;
     const { data } = this.labels;
     for (let z = low[0]; z < high[0]; z += 1) {
@@ -261,8 +261,8 @@ export class LabelEditor {
 
   /** Merge another object into this one. @param {number} id @param {number} otherId */
   merge(id, otherId) {
-    if (id === otherId) throw new CannotEdit("This is the same object. Click another one.");
-    if (!this.objects.has(id)) throw new CannotEdit("This object no longer exists. Select another one.");
+    if (id === otherId) throw new EditError("This is the same object. Click another one.");
+    if (!this.objects.has(id)) throw new EditError("This object no longer exists. Select another one.");
     this.#forEachVoxel(otherId, (index) => this.#writeVoxel(index, id));
     return this.commit("merge");
   }
@@ -288,7 +288,7 @@ export class LabelEditor {
     });
     const smallerSide = sides[0].length < sides[1].length ? sides[0] : sides[1];
     if (smallerSide.length === 0)
-      throw new CannotEdit("The line does not cross the object. Draw it from one side to the other.");
+      throw new EditError("The line does not cross the object. Draw it from one side to the other.");
     const newId = this.#createId([id]);
     for (const index of smallerSide) this.#writeVoxel(index, newId);
     return this.commit("split");
@@ -321,7 +321,7 @@ export class LabelEditor {
    */
   split(ids, seeds) {
     const extents = ids.flatMap((id) => this.objects.get(id) ?? []);
-    if (extents.length < ids.length) throw new CannotEdit("This object no longer exists. Select another one.");
+    if (extents.length < ids.length) throw new EditError("This object no longer exists. Select another one.");
     const low = /** @type {Triple} */ ([0, 1, 2].map((axis) => Math.min(...extents.map((extent) => extent.low[axis]))));
     const high = /** @type {Triple} */ (
       [0, 1, 2].map((axis) => Math.max(...extents.map((extent) => extent.high[axis])))
@@ -340,7 +340,7 @@ export class LabelEditor {
     for (const id of ids) this.#forEachVoxel(id, (_, z, y, x) => (mask[toCellIndex(z, y, x)] = 1));
     const seedIndices = seeds.map((seed) => toCellIndex(...seed));
     if (new Set(seedIndices).size < seedIndices.length || !seeds.every((seed) => ids.includes(this.idAt(seed))))
-      throw new CannotEdit("Click once into each part of the object.");
+      throw new EditError("Click once into each part of the object.");
     const parts = divide(mask, shape, this.voxelSize, seedIndices);
     const partIds = [...ids];
     while (partIds.length < seeds.length) partIds.push(this.#createId(partIds));
@@ -369,7 +369,7 @@ export class LabelEditor {
     const { shape } = this.labels;
     const outlineMasks = outlines.map((outline) => fillPolygon(outline.points, [shape[down], shape[right]]));
     if (outlineMasks.some((mask) => mask === null))
-      throw new CannotEdit("The outline contains no voxel. Draw a larger one.");
+      throw new EditError("The outline contains no voxel. Draw a larger one.");
     const id = isContinued ? sketch.id : this.#createId();
     const masks = fillBetween(outlines, /** @type {import("./label_shapes.js").Mask[]} */ (outlineMasks));
     if (isContinued) this.#removeOutside(id, axis, masks);

@@ -15,7 +15,7 @@ const COLUMNS = [
  * @param {Iterable<number>} ids of the objects @param {Triple | null} voxelSize in micrometers, null if unknown
  * @returns {Table} the columns that the service writes for one channel
  */
-export function measure(labels, image, ids, voxelSize) {
+export function measureObjects(labels, image, ids, voxelSize) {
   const sortedIds = Float64Array.from(ids).sort();
   const rowById = new Map([...sortedIds].map((id, row) => [id, row]));
   /** @type {Map<string, Float64Array>} */

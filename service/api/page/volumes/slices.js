@@ -145,7 +145,7 @@ function hsvToRgb(hue, saturation, value) {
 }
 
 /** @typedef {{left: number, top: number, scaleX: number, scaleY: number}} Placement position of a plane on the screen, and size of its voxels, in pixels */
-/** @typedef {{filled: boolean, selected: number, hidden: Uint8Array | null, colorIndices: Uint8Array | null, thickness: number}} Style colorIndices: index into `COLORS` by id, null for the default colors */
+/** @typedef {{fillObjects: boolean, selectedId: number, hiddenFlags: Uint8Array | null, colorIndices: Uint8Array | null, thickness: number}} Style colorIndices: index into `COLORS` by id, null for the default colors */
 
 /**
  * Draw outlines at the resolution of the screen, so that they are sharp at any zoom.
@@ -173,9 +173,9 @@ export function paintLabels(labels, image, placement, style) {
     if (y < 0 || y >= height || v < 0 || v >= labels.height) return row.fill(0);
     const offset = v * labels.width;
     const { data } = labels;
-    const { hidden } = style;
+    const { hiddenFlags } = style;
     for (let x = first; x <= last; x += 1) row[x] = data[offset + columns[x]];
-    if (hidden !== null) for (let x = first; x <= last; x += 1) if (hidden[row[x]]) row[x] = 0;
+    if (hiddenFlags !== null) for (let x = first; x <= last; x += 1) if (hiddenFlags[row[x]]) row[x] = 0;
     return row;
   };
   const rows = Array.from({ length: 2 * reach + 1 }, () => new Int32Array(width));
@@ -184,7 +184,7 @@ export function paintLabels(labels, image, placement, style) {
     readRow(y + reach, rows[2 * reach]);
     const [row, above, below] = [rows[reach], rows[reach - thickness], rows[reach + thickness]];
     paintRow(above, row, below, pixels, y * width, first, last, style);
-    if (style.selected && row.includes(style.selected)) paintSelected(rows, pixels, y * width, first, last, style);
+    if (style.selectedId && row.includes(style.selectedId)) paintSelected(rows, pixels, y * width, first, last, style);
     const recycledRow = rows.shift();
     if (recycledRow) rows.push(recycledRow);
   }
@@ -196,13 +196,13 @@ export function paintLabels(labels, image, placement, style) {
  * @param {Uint32Array} pixels @param {number} offset @param {number} first @param {number} last @param {Style} style
  */
 function paintRow(above, row, below, pixels, offset, first, last, style) {
-  const { filled, colorIndices, thickness } = style;
+  const { fillObjects, colorIndices, thickness } = style;
   for (let x = first; x <= last; x += 1) {
     const id = row[x];
     if (id === 0) continue;
     // Beyond the ends of a row, the value is undefined, which differs from every id.
     const isInside = row[x - thickness] === id && row[x + thickness] === id && above[x] === id && below[x] === id;
-    if (isInside && !filled) continue;
+    if (isInside && !fillObjects) continue;
     const color = COLORS[colorIndices === null ? ((id - 1) % 255) + 1 : colorIndices[id]];
     pixels[offset + x] = isInside ? (color & 0x00ffffff) | 0x70000000 : color;
   }
@@ -213,14 +213,14 @@ function paintRow(above, row, below, pixels, offset, first, last, style) {
  * @param {Int32Array[]} rows ids of the objects; the painted row is in the middle
  * @param {Uint32Array} pixels @param {number} offset @param {number} first @param {number} last @param {Style} style
  */
-function paintSelected(rows, pixels, offset, first, last, { selected, colorIndices }) {
+function paintSelected(rows, pixels, offset, first, last, { selectedId, colorIndices }) {
   const reach = rows.length >> 1;
   const row = rows[reach];
-  const color = (COLORS[colorIndices?.[selected] ?? getColorIndex(selected)] & 0x00ffffff) | 0x3c000000;
+  const color = (COLORS[colorIndices?.[selectedId] ?? getColorIndex(selectedId)] & 0x00ffffff) | 0x3c000000;
   for (let x = first; x <= last; x += 1) {
-    if (row[x] !== selected) continue;
-    const isInsideRow = row[x - reach] === selected && row[x + reach] === selected;
-    const isInside = isInsideRow && rows[0][x] === selected && rows[2 * reach][x] === selected;
+    if (row[x] !== selectedId) continue;
+    const isInsideRow = row[x - reach] === selectedId && row[x + reach] === selectedId;
+    const isInside = isInsideRow && rows[0][x] === selectedId && rows[2 * reach][x] === selectedId;
     pixels[offset + x] = isInside ? color : 0xffffffff;
   }
 }
