@@ -15,7 +15,7 @@ import { drawStart } from "./stack/start_view.js";
 import { watchStatus } from "./status/status_view.js";
 import { createAnnotationsList } from "./training/annotations.js";
 import { openTrainingDialog } from "./training/training_dialog.js";
-import { createTrainingsList, watchTraining } from "./training/training_view.js";
+import { createTrainingRunsList, watchTraining } from "./training/training_view.js";
 import { forget as forgetCorrections } from "./volumes/correction_store.js";
 
 /** @typedef {import("openapi").JobReport} Job */
@@ -84,9 +84,9 @@ function showStart() {
 
 /** List the annotated stacks and the training runs on the start screen. */
 async function showTrainingLists() {
-  const { training, training_minutes: maxMinutes } = service.capabilities;
-  const openDialog = training ? () => openTrainingDialog(maxMinutes).catch(showError) : null;
-  const lists = await Promise.all([createAnnotationsList(openDialog), training ? createTrainingsList() : null]);
+  const { training: canTrain, training_minutes: maxMinutes } = service.capabilities;
+  const openDialog = canTrain ? () => openTrainingDialog(maxMinutes).catch(showError) : null;
+  const lists = await Promise.all([createAnnotationsList(openDialog), canTrain ? createTrainingRunsList() : null]);
   if (!byId("start").hidden) byId("start").append(...lists.filter((list) => list !== null));
 }
 

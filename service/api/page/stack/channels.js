@@ -46,18 +46,18 @@ function createSwatch(file, channel) {
 
 /**
  * Create a button with the preview, color and name of each channel.
- * @param {Description} file @param {number} selected index of the selected channel, -1 for none
+ * @param {Description} file @param {number} selectedChannel index of the selected channel, -1 for none
  * @param {(channel: number) => Promise<Volume>} fetchMiddlePlane fetches a small plane from the middle of the stack
  * @param {(channel: number) => void} onselect
  */
-export function createChannelPreviews(file, selected, fetchMiddlePlane, onselect) {
+export function createChannelPreviews(file, selectedChannel, fetchMiddlePlane, onselect) {
   const buttons = file.channels.map((_, channel) => {
     const canvas = element("canvas", { width: 72, height: 54, "aria-hidden": "true" });
     fetchMiddlePlane(channel).then(
       (volume) => drawPreview(canvas, volume, getChannelColor(file, channel)),
       () => canvas.remove(),
     );
-    const properties = { type: "button", class: "channel", "aria-pressed": String(channel === selected) };
+    const properties = { type: "button", class: "channel", "aria-pressed": String(channel === selectedChannel) };
     const onclick = () => onselect(channel);
     const name = element("span", {}, createSwatch(file, channel), getChannelName(file, channel));
     return element("button", { ...properties, onclick }, canvas, name);
@@ -83,14 +83,14 @@ export class ChannelTools {
     this.viewer = viewer;
     this.scene = viewer.scene;
     this.toggles = element("div", { class: "tools", role: "group", "aria-label": "Displayed channels" });
-    this.adjustedSelect = element("select", {
+    this.adjustedChannelSelect = element("select", {
       "aria-label": "Channel whose contrast is adjusted",
       onchange: () => {
-        const channel = Number(this.adjustedSelect.value);
+        const channel = Number(this.adjustedChannelSelect.value);
         this.scene.set({ adjustedChannel: channel === this.primaryChannel ? null : channel });
       },
     });
-    this.root = element("div", { class: "tools", hidden: true }, this.toggles, this.adjustedSelect);
+    this.root = element("div", { class: "tools", hidden: true }, this.toggles, this.adjustedChannelSelect);
     this.loadAbort = new AbortController();
     this.primaryChannel = 0;
     this.scene.subscribe((previous) => {
@@ -114,7 +114,7 @@ export class ChannelTools {
       ({ channel }) => channel !== primaryChannel && channel < file.channels.length,
     );
     this.#setOverlays(overlays);
-    for (const { channel } of overlays) this.#fetch(channel);
+    for (const { channel } of overlays) this.#fetchOverlay(channel);
     this.#update();
   }
 
@@ -129,7 +129,7 @@ export class ChannelTools {
       ...overlays,
       { channel, image: null, color: getChannelColor(file, channel), contrast: [0, 1], range: [0, 1] },
     ]);
-    return this.#fetch(channel);
+    return this.#fetchOverlay(channel);
   }
 
   /** @param {Overlay[]} overlays */
@@ -146,11 +146,11 @@ export class ChannelTools {
   }
 
   /** @param {number} channel */
-  async #fetch(channel) {
+  async #fetchOverlay(channel) {
     const { scene } = this;
     const { signal } = this.loadAbort;
     /** @param {Partial<Overlay>} changes */
-    const change = (changes) => {
+    const changeOverlay = (changes) => {
       const { overlays } = scene.state;
       scene.set({ overlays: overlays.map((layer) => (layer.channel === channel ? { ...layer, ...changes } : layer)) });
     };
@@ -159,11 +159,11 @@ export class ChannelTools {
     try {
       let isFirstBlock = true;
       const image = await this.fetchChannel?.(channel, signal, (volume) => {
-        change(isFirstBlock && isNew ? { image: volume, ...chooseContrast(volume) } : { image: volume });
+        changeOverlay(isFirstBlock && isNew ? { image: volume, ...chooseContrast(volume) } : { image: volume });
         isFirstBlock = false;
         this.viewer.draw();
       });
-      if (image && isNew) change(chooseContrast(image));
+      if (image && isNew) changeOverlay(chooseContrast(image));
     } catch (error) {
       if (!signal.aborted) this.viewer.fetchStatus.textContent = /** @type {Error} */ (error).message;
     }
@@ -189,7 +189,7 @@ export class ChannelTools {
         return element("button", { ...properties, title, disabled: isPrimary, onclick }, ...content);
       }),
     );
-    redraw(this.adjustedSelect, () =>
+    redraw(this.adjustedChannelSelect, () =>
       visibleChannels.map((channel) =>
         element(
           "option",
@@ -198,6 +198,6 @@ export class ChannelTools {
         ),
       ),
     );
-    this.adjustedSelect.hidden = overlays.length === 0;
+    this.adjustedChannelSelect.hidden = overlays.length === 0;
   }
 }

@@ -20,6 +20,7 @@ const LIKELY_AXES = {
 /** Meaning of the axis letters. */
 export const AXIS_LEGEND = "T: time, Z: depth, C: channel, Y: row, X: column, S: color sample";
 
+/** The controls for the axes, the channel, the time points and the voxel size. */
 export class MetadataControls {
   /** @param {import("openapi").ModelInfo[]} models @param {(changes: Parameters) => void} change called with the parameters that the user changed */
   constructor(models, change) {
@@ -34,7 +35,7 @@ export class MetadataControls {
     this.previews = { key: "", root: element("div") };
   }
 
-  /** Show the controls. @param {Description} file as interpreted by the service @param {Parameters} parameters current settings */
+  /** Show the controls. @param {Description} file metadata as the service interprets it @param {Parameters} parameters current settings */
   show(file, parameters) {
     this.parameters = parameters;
     redraw(this.root, () => this.#createControls(file));
@@ -86,19 +87,19 @@ export class MetadataControls {
     if (file.channels.length > 1) controls.push(this.#createChannelField(file), this.#updateChannelPreviews(file));
     if (file.times > 1) controls.push(...this.#createTimeFields(file));
     controls.push(this.#createVoxelSizeField(file));
-    const selected = this.parameters.axes ?? "";
+    const selectedAxes = this.parameters.axes ?? "";
     // Offer the axes if the service had to assume them: pages read as planes may be time points or channels.
-    if (selected || file.times > 1 || file.notes.some((note) => note.includes("axes=")))
-      controls.push(this.#createAxesField(file, selected));
+    if (selectedAxes || file.times > 1 || file.notes.some((note) => note.includes("axes=")))
+      controls.push(this.#createAxesField(file, selectedAxes));
     return controls;
   }
 
-  /** @param {Description} file @param {string} selected axes that the user selected, "" for the axes in the file */
-  #createAxesField(file, selected) {
+  /** @param {Description} file @param {string} selectedAxes axes that the user selected, "" for the axes in the file */
+  #createAxesField(file, selectedAxes) {
     const likelyAxes = (LIKELY_AXES[file.axes.length] ?? []).filter(
-      (axes) => axes !== selected && (selected || axes !== file.axes),
+      (axes) => axes !== selectedAxes && (selectedAxes || axes !== file.axes),
     );
-    const options = selected ? [selected, ...likelyAxes] : likelyAxes;
+    const options = selectedAxes ? [selectedAxes, ...likelyAxes] : likelyAxes;
     return field(
       SETTING_TITLES.axes,
       element(
@@ -114,8 +115,8 @@ export class MetadataControls {
               link: "",
             }),
         },
-        element("option", { value: "" }, selected ? "as in the file" : `${file.axes}, as in the file`),
-        ...options.map((axes) => element("option", { value: axes, selected: axes === selected }, axes)),
+        element("option", { value: "" }, selectedAxes ? "as in the file" : `${file.axes}, as in the file`),
+        ...options.map((axes) => element("option", { value: axes, selected: axes === selectedAxes }, axes)),
       ),
       element("span", { class: "muted small" }, AXIS_LEGEND),
     );
@@ -141,16 +142,16 @@ export class MetadataControls {
   /** @param {Description} file */
   #updateChannelPreviews(file) {
     const { channel } = this.parameters;
-    const selected = channel === undefined || channel === "" ? -1 : Number(channel);
+    const selectedChannel = channel === undefined || channel === "" ? -1 : Number(channel);
     const { previews, fetchMiddlePlane } = this;
     const key = `${file.axes} ${file.stored_shape}`;
     if (previews.key !== key && fetchMiddlePlane) {
-      const select = (/** @type {number} */ index) => this.change({ channel: String(index) });
-      this.previews = { key, root: createChannelPreviews(file, selected, fetchMiddlePlane, select) };
+      const selectChannel = (/** @type {number} */ index) => this.change({ channel: String(index) });
+      this.previews = { key, root: createChannelPreviews(file, selectedChannel, fetchMiddlePlane, selectChannel) };
     }
     const { root } = this.previews;
     for (const [index, preview] of [...root.children].entries())
-      preview.setAttribute("aria-pressed", String(index === selected));
+      preview.setAttribute("aria-pressed", String(index === selectedChannel));
     return root;
   }
 

@@ -1,4 +1,4 @@
-/** The open stack with its metadata, the displayed planes and time point, and its jobs. */
+/** The open stack with its metadata, its jobs, and the displayed planes and time point. */
 
 import { byId } from "../core/elements.js";
 import { isAbort } from "../core/notices.js";
@@ -24,7 +24,7 @@ import { TimeSlider } from "./time_slider.js";
 /** @typedef {{id: string, name: string, bytes: number}} Stack id: "" if the service no longer stores the stack; bytes: size of the file */
 
 const INSPECTION_DELAY_MILLISECONDS = 250;
-/** Maximum edge length of the planes fetched for channel previews. */
+/** Maximum length of the longer edge of channel previews, in voxels. */
 const MAX_PREVIEW_EDGE = 160;
 
 /** The views, settings and jobs of an open stack. */
@@ -37,7 +37,7 @@ export class Session {
     this.showError = showError;
     this.sessionAbort = new AbortController();
     /** The request parameters of the displayed planes, as JSON. */
-    this.loadedPart = "";
+    this.loadedPartJson = "";
     this.planesAbort = new AbortController();
     this.jobAbort = new AbortController();
     this.inspectionAbort = new AbortController();
@@ -48,7 +48,7 @@ export class Session {
     this.inspection = null;
     /** Whether the side panel explains why the stack cannot be shown. */
     this.isUnreadable = false;
-    this.timer = 0;
+    this.inspectionTimer = 0;
     /** Dispatches `leaving` before the time point changes, and `time` after the new time point is displayed. */
     this.timeEvents = new EventTarget();
     this.side = byId("side");
@@ -76,13 +76,13 @@ export class Session {
     this.sessionAbort.abort();
     this.jobAbort.abort();
     this.planesAbort.abort();
-    clearTimeout(this.timer);
+    clearTimeout(this.inspectionTimer);
   }
 
-  /** Inspect the stack when the settings have not changed for a moment. */
+  /** Inspect the stack once the settings have not changed for a short time. */
   inspectLater() {
-    clearTimeout(this.timer);
-    this.timer = window.setTimeout(() => this.inspect(), INSPECTION_DELAY_MILLISECONDS);
+    clearTimeout(this.inspectionTimer);
+    this.inspectionTimer = window.setTimeout(() => this.inspect(), INSPECTION_DELAY_MILLISECONDS);
   }
 
   /** Inspect the stack with the current parameters, and show its planes. */
@@ -97,7 +97,7 @@ export class Session {
       if (signal.aborted) return;
       if (!(error instanceof Problem)) throw error;
       this.settings.showProblem(error);
-      this.isUnreadable = !this.loadedPart;
+      this.isUnreadable = !this.loadedPartJson;
       if (this.isUnreadable) this.side.replaceChildren(describeUnreadableStack(error));
     }
   }
@@ -130,13 +130,13 @@ export class Session {
     const { channel, time } = settings.parameters;
     const part = selectPart(file, settings.parameters, file.time_points ? this.timeSlider.time : time, channel);
     const key = JSON.stringify(part);
-    if (key === this.loadedPart) return viewer.setVoxelSize(file.voxel_size);
+    if (key === this.loadedPartJson) return viewer.setVoxelSize(file.voxel_size);
     // Keep the contrast if only the time point changes.
     const isNewImage =
-      this.loadedPart === "" || JSON.stringify({ ...JSON.parse(this.loadedPart), time: part.time }) !== key;
+      this.loadedPartJson === "" || JSON.stringify({ ...JSON.parse(this.loadedPartJson), time: part.time }) !== key;
     this.planesAbort.abort();
     this.planesAbort = new AbortController();
-    this.loadedPart = key;
+    this.loadedPartJson = key;
     const source = this.#getPlanesSource(file, part);
     this.#setFullResolutionSource(source);
     viewer.fetchStatus.textContent = "Reading the stack";

@@ -13,10 +13,10 @@ import { AXIS_LEGEND, MetadataControls } from "./metadata_controls.js";
 
 /** @typedef {{name: string, title: string, placeholder?: string, choices?: [string, string][]}} Option */
 
-/** Rarely needed parameters. Those that the service does not support are hidden. @type {Option[]} */
+/** Rarely needed parameters. Parameters that the service does not support are hidden. @type {Option[]} */
 const ADVANCED_OPTIONS = [
   { name: "threshold", title: SETTING_TITLES.threshold, placeholder: "model default, or 0 to 1" },
-  { name: "minimum_size", title: SETTING_TITLES.minimum_size, placeholder: "in voxels, or as 12.5um3" },
+  { name: "minimum_size", title: SETTING_TITLES.minimum_size, placeholder: "voxels, or a volume such as 12.5um3" },
   { name: "min_confidence", title: SETTING_TITLES.min_confidence, placeholder: "model default, or 0 to 1" },
   {
     name: "border",
@@ -162,7 +162,7 @@ export class SettingsView extends EventTarget {
     return this.diameterSelect?.value === "px" ? Number(this.diameterInput?.value) || null : null;
   }
 
-  /** Set a custom diameter, for example the one dragged in the view. @param {number} voxels */
+  /** Set a custom diameter, such as the diameter that the user dragged in the view. @param {number} voxels */
   setDiameter(voxels) {
     if (!this.diameterInput || !this.diameterSelect) return;
     this.diameterSelect.value = "px";
@@ -264,7 +264,7 @@ export class SettingsView extends EventTarget {
   }
 }
 
-/** Create a labeled value. @param {string} name @param {string} value @param {string} [hint] @param {boolean} [isUncertain] whether the value needs the user's attention */
+/** Create a labeled value. @param {string} name @param {string} value @param {string} [hint] @param {boolean} [isUncertain] whether to highlight the value, because the user should check it */
 function createChip(name, value, hint = "", isUncertain = false) {
   return element(
     "div",

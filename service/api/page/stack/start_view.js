@@ -88,7 +88,7 @@ function createSteps() {
   );
 }
 
-/** @param {import("./recent_jobs.js").RecentJob[]} jobs @param {(id: string) => void} openJob @param {() => void} onchange called after a job was removed from the list */
+/** @param {import("./recent_jobs.js").RecentJob[]} jobs @param {(id: string) => void} openJob @param {() => void} onchange called after a job has been removed from the list */
 function createRecentJobsSection(jobs, openJob, onchange) {
   const countElements = jobs.map((entry) =>
     element("span", { class: "muted" }, entry.objects === null ? "no result yet" : describeCount(entry)),

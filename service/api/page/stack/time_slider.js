@@ -9,7 +9,7 @@ export class TimeSlider extends EventTarget {
   constructor() {
     super();
     this.time = 0;
-    this.timer = 0;
+    this.changeTimer = 0;
     this.slider = element("input", {
       type: "range",
       step: "1",
@@ -56,8 +56,8 @@ export class TimeSlider extends EventTarget {
     this.time = time;
     this.#updateControls();
     // Wait, so that intermediate time points are not fetched while the slider is dragged.
-    clearTimeout(this.timer);
-    this.timer = window.setTimeout(() => this.dispatchEvent(new Event("change")), CHANGE_DELAY_MILLISECONDS);
+    clearTimeout(this.changeTimer);
+    this.changeTimer = window.setTimeout(() => this.dispatchEvent(new Event("change")), CHANGE_DELAY_MILLISECONDS);
   }
 
   #updateControls() {

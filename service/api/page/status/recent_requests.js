@@ -4,9 +4,9 @@ import { element } from "../core/elements.js";
 import { formatNumber } from "../core/format.js";
 import { createTable } from "./card.js";
 
-/** @typedef {import("openapi").SegmentationReport} Segmented */
+/** @typedef {import("openapi").SegmentationReport} Segmentation */
 
-/** Groups of stages that have the same color, by title. @type {[string, string[]][]} */
+/** Groups of stages that share a color: title and stages. @type {[string, string[]][]} */
 const STAGE_GROUPS = [
   ["Receive, read", ["receive", "read"]],
   ["Wait", ["queue"]],
@@ -24,7 +24,7 @@ export function createLegend() {
   return element("ul", { class: "legend muted" }, ...entries);
 }
 
-/** @param {Segmented[]} requests newest first */
+/** @param {Segmentation[]} requests newest first */
 export function drawRecentRequests(requests) {
   if (requests.length === 0) return [element("p", { class: "muted" }, "No requests since the service started.")];
   return [

@@ -71,43 +71,43 @@ class StatusView {
     this.queueCard = new Card("Queue");
     this.trainingCard = new Card("Training");
     this.diskCard = new Card("Disk");
-    this.reloadButton = button("Reload models", () => this.#reload(), "secondary");
+    this.reloadButton = button("Reload models", () => this.#reloadModels(), "secondary");
     this.reloadStatus = element("p", { class: "muted", role: "status" });
     this.modelsCard = new Card("Models", this.reloadButton);
     this.modelsCard.root.insertBefore(this.reloadStatus, this.modelsCard.body);
     this.recentCard = new Card("Recent requests", createLegend());
-    /** Names of the models whose details are open. @type {Set<string>} */
+    /** Names of the models whose details are expanded. @type {Set<string>} */
     this.expandedNames = new Set();
-    /** CPU time of the service in seconds, and the time when it was measured. @type {{cpuSeconds: number, time: number} | null} */
+    /** CPU time of the service, and the clock reading when the CPU time was measured. @type {{cpuSeconds: number, clockSeconds: number} | null} */
     this.previousCpu = null;
-    const left = [this.healthCard, this.hardwareCard, this.queueCard, this.trainingCard].map(({ root }) => root);
+    const leftCards = [this.healthCard, this.hardwareCard, this.queueCard, this.trainingCard].map(({ root }) => root);
     root.replaceChildren(
       element(
         "div",
         { class: "status-columns" },
-        element("div", { class: "cards" }, ...left),
+        element("div", { class: "cards" }, ...leftCards),
         element("div", { class: "cards" }, this.modelsCard.root, this.diskCard.root),
       ),
       this.recentCard.root,
     );
   }
 
-  /** @param {Status} status @param {number} time reading of a monotonic clock in seconds */
-  show(status, time) {
+  /** @param {Status} status @param {number} clockSeconds reading of a monotonic clock */
+  show(status, clockSeconds) {
     const { health, hardware, models, requests, recent, learning, disk } = status;
     this.healthCard.show(health, drawHealth);
-    this.hardwareCard.show({ ...hardware, load: this.#measureLoad(status.cpu_seconds, time) }, drawHardware);
+    this.hardwareCard.show({ ...hardware, load: this.#measureLoad(status.cpu_seconds, clockSeconds) }, drawHardware);
     this.queueCard.show(requests, (reports) => [drawQueue(reports, hardware.devices.length > 1)]);
     this.trainingCard.show(learning, drawTraining);
     this.diskCard.show(disk, drawDisk);
-    // Omit the time when each model was last used. It changes often and is not displayed.
+    // Omit the time when each model was last used, because it changes often and is not displayed.
     const displayedModels = models.models.map((model) => ({
       ...model,
       devices: model.devices.map(({ device, bytes }) => ({ device, bytes })),
     }));
     this.modelsCard.show({ default: models.default, models: displayedModels }, (data) =>
       data.models.map((model) =>
-        drawModel(model, model.name === data.default, this.expandedNames, (name) => this.#delete(name)),
+        drawModel(model, model.name === data.default, this.expandedNames, (name) => this.#deleteModel(name)),
       ),
     );
     this.recentCard.show(recent, drawRecentRequests);
@@ -122,16 +122,16 @@ class StatusView {
     ]);
   }
 
-  /** Return the average number of busy cores since the last call, or null in the first call. @param {number} cpuSeconds @param {number} time in seconds */
-  #measureLoad(cpuSeconds, time) {
+  /** Return the average number of busy cores since the last call, or null on the first call and after a restart of the service. @param {number} cpuSeconds @param {number} clockSeconds */
+  #measureLoad(cpuSeconds, clockSeconds) {
     const previous = this.previousCpu;
-    this.previousCpu = { cpuSeconds, time };
+    this.previousCpu = { cpuSeconds, clockSeconds };
     if (previous === null || cpuSeconds < previous.cpuSeconds) return null;
-    return (cpuSeconds - previous.cpuSeconds) / (time - previous.time);
+    return (cpuSeconds - previous.cpuSeconds) / (clockSeconds - previous.clockSeconds);
   }
 
   /** @param {string} name of a trained model */
-  async #delete(name) {
+  async #deleteModel(name) {
     if (!confirm(`Delete the model ${name} and its files?`)) return;
     try {
       await requestWithoutPrompt(`models/${name}`, { method: "DELETE" });
@@ -142,7 +142,7 @@ class StatusView {
     }
   }
 
-  async #reload() {
+  async #reloadModels() {
     this.reloadButton.disabled = true;
     this.reloadStatus.textContent = "Reading the model folders";
     try {

@@ -39,14 +39,14 @@ export class CornerView {
     /** @type {import("./volume_renderer.js").VolumeRenderer | null} */
     this.renderer = null;
     this.projectionToggle = button("Maximum", () => this.show3d(false), "quiet toggle");
-    this.toggle3d = button("3D", () => this.show3d(true), "quiet toggle");
+    this.renderingToggle = button("3D", () => this.show3d(true), "quiet toggle");
     this.enlargeToggle = button("Enlarge", () => this.#toggleEnlarged(), "quiet toggle");
     this.stage = element("div", { class: "stage still" }, this.projection, this.canvas3d);
     this.root = element(
       "div",
       { class: "view corner" },
       this.stage,
-      element("div", { class: "view-foot" }, this.projectionToggle, this.toggle3d, this.enlargeToggle),
+      element("div", { class: "view-foot" }, this.projectionToggle, this.renderingToggle, this.enlargeToggle),
     );
     this.root.addEventListener("keydown", ({ key }) => {
       if (key === "Escape" && this.isEnlarged) this.#toggleEnlarged();
@@ -62,8 +62,8 @@ export class CornerView {
     if (isVisible && this.renderer === null) {
       const { VolumeRenderer } = await import("./volume_renderer.js");
       this.renderer = new VolumeRenderer(this.canvas3d, this.scene);
-      this.toggle3d.disabled = !this.renderer.isSupported;
-      this.toggle3d.title = this.renderer.isSupported ? "" : "The 3D view requires a browser with WebGL 2.";
+      this.renderingToggle.disabled = !this.renderer.isSupported;
+      this.renderingToggle.title = this.renderer.isSupported ? "" : "The 3D view requires a browser with WebGL 2.";
     }
     const canShow = isVisible && this.renderer?.isSupported === true;
     this.canvas3d.hidden = !canShow;
@@ -81,7 +81,7 @@ export class CornerView {
   #updateToggles() {
     for (const [toggle, isPressed] of /** @type {[HTMLElement, boolean][]} */ ([
       [this.projectionToggle, this.canvas3d.hidden],
-      [this.toggle3d, !this.canvas3d.hidden],
+      [this.renderingToggle, !this.canvas3d.hidden],
       [this.enlargeToggle, this.isEnlarged],
     ]))
       toggle.setAttribute("aria-pressed", String(isPressed));
@@ -92,7 +92,7 @@ export class CornerView {
     if (!this.canvas3d.hidden) this.renderer?.draw();
   }
 
-  /** Update the 3D rendering after voxels were changed in place. */
+  /** Update the 3D rendering after voxels have been changed in place. */
   refresh3d() {
     if (this.renderer === null) return;
     this.renderer.textureInputs = [];

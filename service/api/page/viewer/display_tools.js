@@ -1,4 +1,4 @@
-/** Toolbar of the views with the contrast and the display options of the objects. */
+/** Toolbar of the views, with controls for the contrast and for the display of the objects. */
 
 import { button, element } from "../core/elements.js";
 import { hasChanged } from "../core/store.js";
@@ -50,7 +50,7 @@ export class DisplayTools {
       ),
       this.objectTools,
     );
-    /** Whether the user is moving a slider. Meanwhile, the sliders are not set from the scene. */
+    /** Whether the user is moving a slider. While this is true, changes of the scene do not update the sliders. */
     this.isMovingSlider = false;
     this.#updateToggles();
     scene.subscribe((previous) => {

@@ -10,7 +10,7 @@ const KEY_ZOOM_FACTOR = 1.4;
 const WHEEL_ZOOM_FACTOR = 1.2;
 const PLANES_PER_PAGE_KEY = 10;
 
-/** Connect the wheel, pointers and keys of a view with the viewer. @param {Viewer} viewer @param {SliceView} view */
+/** Connect the wheel, pointers and keys of a view to the viewer. @param {Viewer} viewer @param {SliceView} view */
 export function listenToView(viewer, view) {
   const { stage, slider, axis } = view;
   slider.addEventListener("input", () => viewer.move(axis, Number(slider.value) - viewer.scene.state.position[axis]));

@@ -16,8 +16,8 @@ import { estimateQuantiles } from "../volumes/slices.js";
  * @property {[number, number]} contrast gray values displayed as black and at full brightness
  * @property {[number, number]} range smallest and largest gray value
  */
-/** @typedef {Layer & {channel: number}} Overlay another channel, whose brightness is added to that of the image */
-/** @typedef {{image: Plane, labels: Plane | null, step: Triple}} FinePlane a plane with a sampling step that is smaller than that of the volume */
+/** @typedef {Layer & {channel: number}} Overlay another channel, whose brightness is added to the brightness of the image */
+/** @typedef {{image: Plane, labels: Plane | null, step: Triple}} FinePlane a plane with a smaller sampling step than the volume */
 /** @typedef {FinePlane & {position: number}} PositionedPlane */
 
 /**

@@ -45,7 +45,7 @@ export class SliceView {
       element("div", { class: "view-foot" }, this.caption, this.slider),
     );
     this.planeCanvas = document.createElement("canvas");
-    /** Size of the stage in CSS pixels. */
+    /** Width and height of the stage in CSS pixels. */
     this.width = 0;
     this.height = 0;
     /** Reused buffer in which the outlines are painted. @type {ImageData | undefined} */
@@ -157,7 +157,7 @@ export class SliceView {
   }
 
   /**
-   * Convert the placement of the volume to that of a plane with a smaller sampling step.
+   * Convert the placement of the volume to the placement of a plane with a smaller sampling step.
    * @param {import("../volumes/slices.js").Placement} placement @param {Triple | undefined} step
    */
   #getFinePlacement(placement, step) {
@@ -196,7 +196,7 @@ export class SliceView {
     context.putImageData(image, 0, 0);
   }
 
-  /** Move the crosshair to the planes of the other views. @param {import("../volumes/slices.js").Placement} [placement] */
+  /** Move the crosshair to the planes that the other views show. @param {import("../volumes/slices.js").Placement} [placement] */
   moveCrosshair(placement = this.getPlacement()) {
     const { position } = this.scene.state;
     const [down, right] = IN_PLANE_AXES[this.axis];

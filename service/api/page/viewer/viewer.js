@@ -34,7 +34,7 @@ export class Viewer extends EventTarget {
     this.views = /** @type {[SliceView, SliceView, SliceView]} */ (AXES.map((axis) => new SliceView(axis, this.scene)));
     /** Axes of the views to redraw in the next frame. @type {Set<Axis>} */
     this.staleAxes = new Set();
-    this.frame = 0;
+    this.frameRequestId = 0;
     this.corner = new CornerView(
       this.scene,
       (y, x) => this.#goToProjectedPoint(y, x),
@@ -86,7 +86,7 @@ export class Viewer extends EventTarget {
     this.fit();
   }
 
-  /** Set the voxel size. @param {import("openapi").VoxelSize | null} voxelSize in micrometers, null if unknown, to display voxels as cubes */
+  /** Set the voxel size. @param {import("openapi").VoxelSize | null} voxelSize in micrometers; null if unknown, in which case voxels are displayed as cubes */
   setVoxelSize(voxelSize) {
     const { image } = this.scene.state;
     if (image === null) return;
@@ -104,7 +104,7 @@ export class Viewer extends EventTarget {
     this.draw();
   }
 
-  /** Show planes of the stack that have been fetched in the meantime. */
+  /** Redraw the stack with the planes that have been fetched since the last drawing. */
   refresh() {
     this.corner.refreshProjection();
     this.draw();
@@ -116,7 +116,7 @@ export class Viewer extends EventTarget {
     this.scene.set({ labels, selectedId: 0, hiddenFlags: null, colorIndices: null });
   }
 
-  /** Select an object. @param {number} id 0 for none @param {Triple} [position] the voxel at full resolution to go to */
+  /** Select an object. @param {number} id 0 for none @param {Triple} [position] voxel to go to, in the full volume */
   select(id, position) {
     const { image } = this.scene.state;
     if (position && image) {
@@ -164,16 +164,18 @@ export class Viewer extends EventTarget {
   move(axis, planeCount) {
     const { image, position } = this.scene.state;
     if (image === null) return;
-    const next = clamp(position[axis] + planeCount, image.shape[axis]);
-    if (next !== position[axis]) this.scene.set({ position: replaceValue(position, axis, next) });
+    const nextPlane = clamp(position[axis] + planeCount, image.shape[axis]);
+    if (nextPlane !== position[axis]) this.scene.set({ position: replaceValue(position, axis, nextPlane) });
   }
 
   /** Redraw the views that a change affects. A new position along one axis, or the arrival of a plane at full resolution, affects only one view. @param {Readonly<SceneState>} previous */
   #drawChanged(previous) {
     const { state } = this.scene;
     const { position, finePlanes, ...otherState } = previous;
-    const affectsAll = Object.keys(otherState).some((name) => Reflect.get(previous, name) !== Reflect.get(state, name));
-    if (affectsAll) this.draw();
+    const affectsAllViews = Object.keys(otherState).some(
+      (name) => Reflect.get(previous, name) !== Reflect.get(state, name),
+    );
+    if (affectsAllViews) this.draw();
     else
       for (const axis of AXES)
         if (position[axis] !== state.position[axis] || finePlanes[axis] !== state.finePlanes[axis]) this.draw(axis);
@@ -182,8 +184,8 @@ export class Viewer extends EventTarget {
   /** Redraw one view or all views in the next frame. @param {Axis} [axis] */
   draw(axis) {
     for (const staleAxis of axis === undefined ? AXES : [axis]) this.staleAxes.add(staleAxis);
-    this.frame ||= requestAnimationFrame(() => {
-      this.frame = 0;
+    this.frameRequestId ||= requestAnimationFrame(() => {
+      this.frameRequestId = 0;
       if (this.staleAxes.size > 0) this.drawNow(new Set(this.staleAxes));
     });
   }
@@ -197,7 +199,7 @@ export class Viewer extends EventTarget {
     }
     for (const axis of axes) this.staleAxes.delete(axis);
     this.#updateReadout();
-    this.planeLoader.request();
+    this.planeLoader.scheduleFetch();
     this.dispatchEvent(new Event("draw"));
     this.corner.draw();
     performance.measure("draw", { start });
@@ -210,13 +212,13 @@ export class Viewer extends EventTarget {
     this.readout.value = `gray ${formatNumber(valueAt(image, position))}${label ? `   object ${label}` : ""}`;
   }
 
-  /** Show the same position, zoom and contrast as another viewer. @param {Viewer} other */
-  follow(other) {
-    const { position, center, contrast, zoom, image } = other.scene.state;
+  /** Show the same position, zoom and contrast as another viewer. @param {Viewer} otherViewer */
+  follow(otherViewer) {
+    const { position, center, contrast, zoom, image } = otherViewer.scene.state;
     const { state } = this.scene;
     if (state.image === null || image === null) return;
-    const current = String([state.position, state.center, state.zoom, state.contrast]);
-    if (String([position, center, zoom, contrast]) === current) return;
+    const ownView = String([state.position, state.center, state.zoom, state.contrast]);
+    if (String([position, center, zoom, contrast]) === ownView) return;
     this.scene.set({ position, center, contrast, zoom });
     this.#setScale();
     this.drawNow();
@@ -233,10 +235,10 @@ export class Viewer extends EventTarget {
     const { image, voxelSize } = this.scene.state;
     if (image === null) return;
     const [z, y, x] = image.shape.map((length, axis) => length * voxelSize[axis]);
-    const fraction = (/** @type {number} */ length) => Math.max(0.26, Math.min(0.45, z / (z + length)));
+    const getFraction = (/** @type {number} */ length) => Math.max(0.26, Math.min(0.45, z / (z + length)));
     const { style } = this.grid;
-    style.gridTemplateColumns = `minmax(0, ${1 - fraction(x)}fr) minmax(0, ${fraction(x)}fr)`;
-    style.gridTemplateRows = `minmax(0, ${1 - fraction(y)}fr) minmax(0, ${fraction(y)}fr)`;
+    style.gridTemplateColumns = `minmax(0, ${1 - getFraction(x)}fr) minmax(0, ${getFraction(x)}fr)`;
+    style.gridTemplateRows = `minmax(0, ${1 - getFraction(y)}fr) minmax(0, ${getFraction(y)}fr)`;
     if (this.corner.isEnlarged) style.gridTemplateColumns = style.gridTemplateRows = "minmax(0, 1fr)";
     for (const view of this.views) view.resize();
     this.corner.resize();

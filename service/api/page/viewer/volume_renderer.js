@@ -12,7 +12,8 @@ const VERTEX_SHADER_SOURCE = `#version 300 es
 in vec2 corner; out vec2 screenPosition;
 void main() { screenPosition = corner; gl_Position = vec4(corner, 0.0, 1.0); }`;
 
-// The stack fills a box around the origin, whose longest edge is 2. `rotation` converts screen directions to stack directions.
+// The stack fills a box that is centered at the origin and whose longest edge is 2. `rotation` converts screen directions to stack
+// directions.
 const FRAGMENT_SHADER_SOURCE = `#version 300 es
 precision highp float; precision highp int; precision highp sampler3D; precision highp usampler3D;
 in vec2 screenPosition; out vec4 color;
@@ -65,13 +66,14 @@ export class VolumeRenderer {
   constructor(canvas, scene) {
     this.canvas = canvas;
     this.scene = scene;
+    /** Angles of rotation to the right and down, in radians. */
     this.rotation = [0.6, -0.5];
     this.zoom = 1;
     /** @type {number | undefined} */
-    this.frame = undefined;
+    this.frameRequestId = undefined;
     /** The values from which the textures were created. If a value changes, the textures are created again. @type {unknown[]} */
     this.textureInputs = [];
-    /** @type {number[]} */
+    /** Half the size of the box that the stack fills, along x, y and z. @type {number[]} */
     this.box = [1, 1, 1];
     this.gl = canvas.getContext("webgl2", { preserveDrawingBuffer: true });
     if (this.gl) this.program = createProgram(this.gl);
@@ -115,8 +117,8 @@ export class VolumeRenderer {
 
   /** Draw in the next frame. */
   draw() {
-    this.frame ??= requestAnimationFrame(() => {
-      this.frame = undefined;
+    this.frameRequestId ??= requestAnimationFrame(() => {
+      this.frameRequestId = undefined;
       this.#drawNow();
     });
   }
@@ -137,10 +139,20 @@ export class VolumeRenderer {
     gl.uniform3fv(getLocation("box"), this.box);
     gl.uniform1i(getLocation("showObjects"), scene.labels !== null && scene.showObjects ? 1 : 0);
     gl.uniform1ui(getLocation("selectedId"), scene.selectedId);
-    const [a, b] = this.rotation;
-    const [ca, sa, cb, sb] = [Math.cos(a), Math.sin(a), Math.cos(b), Math.sin(b)];
+    const [right, down] = this.rotation;
+    const [cosRight, sinRight, cosDown, sinDown] = [Math.cos(right), Math.sin(right), Math.cos(down), Math.sin(down)];
     // The y axis points down in the stack and up on the screen.
-    gl.uniformMatrix3fv(getLocation("rotation"), false, [ca, 0, sa, -sa * sb, -cb, ca * sb, sa * cb, -sb, -ca * cb]);
+    gl.uniformMatrix3fv(getLocation("rotation"), false, [
+      cosRight,
+      0,
+      sinRight,
+      -sinRight * sinDown,
+      -cosDown,
+      cosRight * sinDown,
+      sinRight * cosDown,
+      -sinDown,
+      -cosRight * cosDown,
+    ]);
     gl.drawArrays(gl.TRIANGLES, 0, 3);
   }
 
@@ -151,9 +163,9 @@ export class VolumeRenderer {
     const inputs = [image, labels, hiddenFlags, colorIndices, ...contrast, ...voxelSize];
     if (!gl || image === null || inputs.every((value, index) => value === this.textureInputs[index])) return;
     this.textureInputs = inputs;
-    const edges = [2, 1, 0].map((axis) => image.shape[axis] * voxelSize[axis]);
-    const longest = Math.max(...edges);
-    this.box = edges.map((edge) => edge / longest);
+    const extents = [2, 1, 0].map((axis) => image.shape[axis] * voxelSize[axis]);
+    const maxExtent = Math.max(...extents);
+    this.box = extents.map((extent) => extent / maxExtent);
     const samples = subsample(image.shape);
     const scale = 255 / (contrast[1] - contrast[0]);
     const gray = Uint8Array.from(samples.indices, (index) =>
@@ -169,12 +181,12 @@ export class VolumeRenderer {
   }
 }
 
-/** Return the indices of every n-th voxel along each axis, so that at most `MAX_TEXTURE_VOXELS` remain. @param {Triple} shape */
+/** Return the indices of every n-th voxel along each axis, with the smallest n for which at most `MAX_TEXTURE_VOXELS` remain. @param {Triple} shape */
 function subsample(shape) {
   let step = 1;
-  const lengths = () => shape.map((length) => Math.ceil(length / step));
-  while (lengths().reduce((product, length) => product * length, 1) > MAX_TEXTURE_VOXELS) step += 1;
-  const [depth, height, width] = lengths();
+  const getLengths = () => shape.map((length) => Math.ceil(length / step));
+  while (getLengths().reduce((product, length) => product * length, 1) > MAX_TEXTURE_VOXELS) step += 1;
+  const [depth, height, width] = getLengths();
   const indices = new Uint32Array(depth * height * width);
   let count = 0;
   for (let z = 0; z < depth; z += 1) {
@@ -212,7 +224,8 @@ function createProgram(gl) {
     const shader = /** @type {WebGLShader} */ (gl.createShader(kind));
     gl.shaderSource(shader, source);
     gl.compileShader(shader);
-    if (!gl.getShaderParameter(shader, gl.COMPILE_STATUS)) throw new Error(gl.getShaderInfoLog(shader) ?? "shader");
+    if (!gl.getShaderParameter(shader, gl.COMPILE_STATUS))
+      throw new Error(gl.getShaderInfoLog(shader) ?? "The browser could not compile a shader.");
     gl.attachShader(program, shader);
   }
   gl.bindAttribLocation(program, 0, "corner");
