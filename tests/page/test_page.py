@@ -50,7 +50,7 @@ def test_sample_is_segmented_and_its_labels_are_downloaded(
     page.locator("tr[data-label='7']").click()
     expect(page.locator(".readout")).to_contain_text("object 7")
     page.get_by_role("button", name="3D").click()
-    expect(page.locator("canvas.solid")).to_be_visible()
+    expect(page.locator("canvas.rendering")).to_be_visible()
     wait_until(lambda: page.evaluate(COUNT_3D_COLORS) > 50, TIMEOUT_SECONDS)
     xy_view = page.locator(".view[data-axis=z]")
     page.get_by_role("button", name="Enlarge").click()
@@ -393,7 +393,7 @@ SHOW_SYNTHETIC_STACK = (Path(__file__).parent / "synthetic.js").read_text(encodi
 
 # Returns the number of different colors in the 3D view.
 COUNT_3D_COLORS = """() => {
-  const gl = document.querySelector("canvas.solid").getContext("webgl2");
+  const gl = document.querySelector("canvas.rendering").getContext("webgl2");
   const pixels = new Uint8Array(4 * gl.drawingBufferWidth * gl.drawingBufferHeight);
   gl.readPixels(0, 0, gl.drawingBufferWidth, gl.drawingBufferHeight, gl.RGBA, gl.UNSIGNED_BYTE, pixels);
   return new Set(new Uint32Array(pixels.buffer)).size;

@@ -235,7 +235,7 @@ function createList(texts) {
  * @param {Job} job @param {string} stack
  */
 function createResultSwitcher(job, stack) {
-  const root = element("div", { class: "versions", role: "group", "aria-label": "Results of this stack" });
+  const root = element("div", { class: "result-switcher", role: "group", "aria-label": "Results of this stack" });
   const draw = () => {
     const results = listResults(stack);
     const otherJob = results.find((entry) => entry.job !== job.id)?.job;

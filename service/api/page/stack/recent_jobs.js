@@ -43,7 +43,7 @@ export function rememberJob(entry) {
 
 /** Describe the number of objects of a result. @param {RecentJob} entry @returns {string} */
 export function describeCount({ objects, corrected }) {
-  // `corrected` is undefined in entries that were saved by older versions of the page.
+  // `corrected` is undefined in entries that were saved by older versions of the web UI.
   return `${formatCount(corrected ?? objects ?? 0, "object")}${typeof corrected === "number" ? ", corrected" : ""}`;
 }
 

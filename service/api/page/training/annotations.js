@@ -158,7 +158,7 @@ export function describeAnnotation({ objects, changes, region, base_model: model
 function createItem(annotation, remove) {
   return element(
     "li",
-    { class: "annotated" },
+    { class: "without-thumbnail" },
     element(
       "span",
       { class: "recent-words" },

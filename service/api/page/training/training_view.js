@@ -192,7 +192,7 @@ export async function createTrainingRunsList() {
       ...trainingRuns.map((trainingRun) =>
         element(
           "li",
-          { class: "annotated" },
+          { class: "without-thumbnail" },
           element(
             "a",
             { class: "recent-words", href: `#training=${trainingRun.id}` },

@@ -2,7 +2,7 @@
 
 import { button, element } from "../core/elements.js";
 import { hasChanged } from "../core/store.js";
-import { paintGray, project } from "../volumes/slices.js";
+import { paintGray, projectMaximum } from "../volumes/slices.js";
 
 /** @typedef {import("./scene.js").Scene} Scene */
 
@@ -30,7 +30,7 @@ export class CornerView {
       },
     });
     this.canvas3d = element("canvas", {
-      class: "solid",
+      class: "rendering",
       hidden: true,
       tabIndex: 0,
       role: "img",
@@ -114,7 +114,7 @@ export class CornerView {
     const { image, contrast, voxelSize } = this.scene.state;
     if (image === null) return;
     this.isStale = false;
-    if (this.projectionCache?.volume !== image) this.projectionCache = { volume: image, plane: project(image) };
+    if (this.projectionCache?.volume !== image) this.projectionCache = { volume: image, plane: projectMaximum(image) };
     const { plane } = this.projectionCache;
     this.projection.width = plane.width;
     this.projection.height = plane.height;

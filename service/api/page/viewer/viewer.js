@@ -54,7 +54,7 @@ export class Viewer extends EventTarget {
       ),
     );
     /** Progress or error of the requests for planes. */
-    this.fetchStatus = element("div", { class: "waiting", role: "status" });
+    this.fetchStatus = element("div", { class: "fetch-status", role: "status" });
     this.grid = element("div", { class: "views" }, xy.root, zy.root, xz.root, this.corner.root);
     this.toolbar = new DisplayTools(this.scene).root;
     root.replaceChildren(this.toolbar, this.grid, this.fetchStatus);

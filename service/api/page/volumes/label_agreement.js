@@ -9,8 +9,8 @@ import { getColorIndex } from "./slices.js";
  *
  * - commonCount: the number of pairs with an intersection over union above 0.5. Each object has at most one such partner.
  * - objectCounts: the number of objects in each result.
- * - colorIndices: for each result, the color index of each id. Two objects have the same color if each is the one with
- *   which the other shares the most voxels. All other objects are gray.
+ * - colorIndices: for each result, the color index of each id. Two objects have the same color if each of them shares more
+ *   voxels with the other than with any other object. All other objects are gray.
  * @param {Volume} first @param {Volume} second
  */
 export function compareObjects(first, second) {

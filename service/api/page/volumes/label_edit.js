@@ -1,4 +1,4 @@
-/** Editor that merges, splits, deletes, outlines and paints objects in labels, with undo. Does not use the DOM. */
+/** Editor that merges, splits, deletes, outlines and paints objects in labels, with undo. It does not use the DOM. */
 
 import { divide, fillBetween, fillPolygon } from "./label_shapes.js";
 import { haveSimilarColors, IN_PLANE_AXES } from "./slices.js";
@@ -8,8 +8,8 @@ import { haveSimilarColors, IN_PLANE_AXES } from "./slices.js";
 /** @typedef {import("./slices.js").Axis} Axis */
 /** @typedef {import("./label_shapes.js").Point} Point */
 /** @typedef {"merge" | "split" | "delete" | "add" | "paint" | "erase"} EditKind */
-/** @typedef {{kind: "split", ids: number[], seeds: Triple[]}} SplitSketch the parts of an object, and the clicked voxel of each */
-/** @typedef {{kind: "add", id: number, axis: Axis, outlines: {at: number, points: Point[]}[]}} OutlineSketch at: index of the plane along the axis */
+/** @typedef {{kind: "split", ids: number[], seeds: Triple[]}} SplitSketch ids: ids of the parts of an object; seeds: the clicked voxel of each part */
+/** @typedef {{kind: "add", id: number, axis: Axis, outlines: {at: number, points: Point[]}[]}} OutlineSketch id: id of the object; axis: normal to the planes of the outlines; at: index of a plane along the axis */
 
 /**
  * @typedef {object} Edit a correction of the labels
@@ -24,17 +24,17 @@ import { haveSimilarColors, IN_PLANE_AXES } from "./slices.js";
 /**
  * @typedef {object} Brush
  * @property {number} id of the object that is painted or erased
- * @property {boolean} erase
+ * @property {boolean} erase whether to erase the object instead of painting it
  * @property {Axis | null} axis normal of a disc, null for a ball
  * @property {boolean} overwrite whether to paint over other objects
  */
 
 /** Maximum number of cells of the grid on which objects are split. Larger objects are split on a coarser grid. */
 const MAX_GRID_CELLS = 400_000;
-/** Number of ids to try when searching for one whose color differs from those of its neighbors. */
+/** Maximum number of ids to try when searching for an id whose color differs from the colors of neighboring objects. */
 const MAX_COLOR_ATTEMPTS = 16;
 
-/** Error raised if a correction is not possible. The message explains what to do instead. */
+/** Error that is thrown if a correction is not possible. The message explains what to do instead. */
 export class EditError extends Error {}
 
 /** Editor of one volume of labels. It records corrections, so that they can be undone and stored. */
@@ -116,7 +116,7 @@ export class LabelEditor {
     return position[0] * this.strides[0] + position[1] * this.strides[1] + position[2];
   }
 
-  /** @param {number[]} [neighbors] ids of neighboring objects @returns {number} an unused id, if possible with a color that differs from those of the neighbors */
+  /** @param {number[]} [neighbors] ids of neighboring objects @returns {number} an unused id, if possible with a color that differs from the colors of the neighbors */
   #createId(neighbors = []) {
     const first = this.maxId + 1;
     const candidates = Array.from({ length: MAX_COLOR_ATTEMPTS }, (_, offset) => first + offset);
@@ -183,7 +183,7 @@ export class LabelEditor {
     return edit;
   }
 
-  /** Apply stored corrections. @param {Edit[]} edits @returns {boolean} false, with the labels unchanged, if the corrections do not match them */
+  /** Apply stored corrections. @param {Edit[]} edits @returns {boolean} false, with the labels unchanged, if the corrections do not match the labels */
   restore(edits) {
     const matches = edits.every((edit) => this.#apply(edit));
     if (!matches) while (this.undo() !== null);
@@ -200,7 +200,7 @@ export class LabelEditor {
     return data;
   }
 
-  /** Apply a correction. @param {Edit} edit @returns {boolean} false, with the labels unchanged, if the correction does not match them */
+  /** Apply a correction. @param {Edit} edit @returns {boolean} false, with the labels unchanged, if the correction does not match the labels */
   #apply(edit) {
     const { labels } = this;
     const { runs } = edit;
@@ -259,7 +259,7 @@ export class LabelEditor {
     }
   }
 
-  /** Merge another object into this one. @param {number} id @param {number} otherId */
+  /** Merge one object into another. @param {number} id of the object that remains @param {number} otherId of the object that is merged */
   merge(id, otherId) {
     if (id === otherId) throw new EditError("This is the same object. Click another one.");
     if (!this.objects.has(id)) throw new EditError("This object no longer exists. Select another one.");
@@ -288,7 +288,7 @@ export class LabelEditor {
     });
     const smallerSide = sides[0].length < sides[1].length ? sides[0] : sides[1];
     if (smallerSide.length === 0)
-      throw new EditError("The line does not cross the object. Draw it from one side to the other.");
+      throw new EditError("The line does not cross the object. Draw a line from one side of the object to the other.");
     const newId = this.#createId([id]);
     for (const index of smallerSide) this.#writeVoxel(index, newId);
     return this.commit("split");
@@ -296,7 +296,7 @@ export class LabelEditor {
 
   /**
    * Find the object that contains the longest part of a line drawn in a view.
-   * @param {Axis} axis @param {number} plane @param {Point} from @param {Point} to @returns {number} its id, 0 if there is none
+   * @param {Axis} axis @param {number} plane @param {Point} from @param {Point} to @returns {number} id of the object, 0 if there is none
    */
   findObjectUnderLine(axis, plane, from, to) {
     const [down, right] = IN_PLANE_AXES[axis];
@@ -311,13 +311,13 @@ export class LabelEditor {
       const id = this.idAt(position);
       if (id) counts.set(id, (counts.get(id) ?? 0) + 1);
     }
-    return [...counts].reduce((best, entry) => (entry[1] > best[1] ? entry : best), [0, 0])[0];
+    return [...counts].reduce((longest, entry) => (entry[1] > longest[1] ? entry : longest), [0, 0])[0];
   }
 
   /**
    * Split an object into one part per seed. Parts grow from their seeds, fast through thick regions and slowly through
    * necks. The first part keeps the id.
-   * @param {number[]} ids of the existing parts @param {Triple[]} seeds clicked voxels; there are more seeds than ids
+   * @param {number[]} ids of the existing parts @param {Triple[]} seeds clicked voxels, more than `ids`
    */
   split(ids, seeds) {
     const extents = ids.flatMap((id) => this.objects.get(id) ?? []);
@@ -329,7 +329,7 @@ export class LabelEditor {
     const lengths = low.map((index, axis) => high[axis] - index);
     // Split large objects on a coarser grid, so that the split feels immediate.
     const cellSize = Math.max(1, Math.ceil(Math.cbrt((lengths[0] * lengths[1] * lengths[2]) / MAX_GRID_CELLS)));
-    // A margin of one empty cell makes bounds checks unnecessary.
+    // With a margin of one empty cell, no bounds checks are needed.
     const shape = /** @type {Triple} */ (lengths.map((length) => Math.ceil(length / cellSize) + 2));
     const mask = new Uint8Array(shape[0] * shape[1] * shape[2]);
     const [z0, y0, x0] = low.map((index) => index - cellSize);
@@ -340,7 +340,7 @@ export class LabelEditor {
     for (const id of ids) this.#forEachVoxel(id, (_, z, y, x) => (mask[toCellIndex(z, y, x)] = 1));
     const seedIndices = seeds.map((seed) => toCellIndex(...seed));
     if (new Set(seedIndices).size < seedIndices.length || !seeds.every((seed) => ids.includes(this.idAt(seed))))
-      throw new EditError("Click once into each part of the object.");
+      throw new EditError("Click once inside each part of the object.");
     const parts = divide(mask, shape, this.voxelSize, seedIndices);
     const partIds = [...ids];
     while (partIds.length < seeds.length) partIds.push(this.#createId(partIds));
@@ -369,7 +369,7 @@ export class LabelEditor {
     const { shape } = this.labels;
     const outlineMasks = outlines.map((outline) => fillPolygon(outline.points, [shape[down], shape[right]]));
     if (outlineMasks.some((mask) => mask === null))
-      throw new EditError("The outline contains no voxel. Draw a larger one.");
+      throw new EditError("The outline contains no voxels. Draw a larger outline.");
     const id = isContinued ? sketch.id : this.#createId();
     const masks = fillBetween(outlines, /** @type {import("./label_shapes.js").Mask[]} */ (outlineMasks));
     if (isContinued) this.#removeOutside(id, axis, masks);
@@ -409,15 +409,15 @@ export class LabelEditor {
     const { shape } = this.labels;
     // A brush smaller than a voxel still paints the voxel under it.
     const squaredRadius = Math.max(radius, 0.5 * Math.max(...voxelSize)) ** 2;
-    const reach = voxelSize.map((edge, axis) => (axis === brush.axis ? 0 : Math.sqrt(squaredRadius) / edge));
+    const reach = voxelSize.map((length, axis) => (axis === brush.axis ? 0 : Math.sqrt(squaredRadius) / length));
     const low = center.map((index, axis) => Math.max(0, Math.ceil(index - reach[axis])));
     const high = center.map((index, axis) => Math.min(shape[axis] - 1, Math.floor(index + reach[axis])));
     for (let z = low[0]; z <= high[0]; z += 1) {
       for (let y = low[1]; y <= high[1]; y += 1) {
-        const squaredRest =
+        const remainingSquaredRadius =
           squaredRadius - ((z - center[0]) * voxelSize[0]) ** 2 - ((y - center[1]) * voxelSize[1]) ** 2;
-        if (squaredRest < 0) continue;
-        const halfLength = Math.sqrt(squaredRest) / voxelSize[2];
+        if (remainingSquaredRadius < 0) continue;
+        const halfLength = Math.sqrt(remainingSquaredRadius) / voxelSize[2];
         const first = Math.max(low[2], Math.ceil(center[2] - halfLength));
         const last = Math.min(high[2], Math.floor(center[2] + halfLength));
         const row = z * strides[0] + y * strides[1];
@@ -432,7 +432,7 @@ export class LabelEditor {
     if (overwrite || currentId === (erase ? id : 0)) this.#writeVoxel(index, erase ? 0 : id);
   }
 
-  /** @returns {number} the id of a new object, which is painted next */
+  /** Reserve an id for a new object, which the caller paints next. @returns {number} */
   startObject() {
     return this.#createId();
   }

@@ -1,18 +1,18 @@
-/** Functions on masks: splitting by seeds, filling outlines, and interpolating between outlines. */
+/** Functions that divide masks by seeds, fill outlines, and interpolate between outlines. They do not use the DOM. */
 
 /** @typedef {import("./planes.js").Triple} Triple */
 /** @typedef {[number, number]} Point coordinates down and to the right in voxels; the center of the first voxel is at (0.5, 0.5) */
 /** @typedef {{values: Uint8Array, top: number, left: number, height: number, width: number}} Mask mask of a rectangle in a plane; values: 1 inside the shape, 0 outside */
 
 /**
- * Compute squared distances along one line, given those across it, as the lower envelope of parabolas (Felzenszwalb and
- * Huttenlocher, Distance transforms of sampled functions, 2012).
+ * Add the distances along one line to squared distances across the line. The result is the lower envelope of parabolas
+ * (Felzenszwalb and Huttenlocher, Distance transforms of sampled functions, 2012).
  * @param {Float64Array} values overwritten with the result @param {number} count number of values to use
- * @param {number} edge voxel size along the line @param {Int32Array} roots buffer of `count` values
+ * @param {number} spacing voxel size along the line @param {Int32Array} roots buffer of `count` values
  * @param {Float64Array} bounds buffer of `count` + 1 values @param {Float64Array} result buffer of `count` values
  */
-function addLineDistances(values, count, edge, roots, bounds, result) {
-  const squaredEdge = edge * edge;
+function addLineDistances(values, count, spacing, roots, bounds, result) {
+  const squaredSpacing = spacing * spacing;
   let last = 0;
   roots[0] = 0;
   bounds[0] = -Infinity;
@@ -22,8 +22,8 @@ function addLineDistances(values, count, edge, roots, bounds, result) {
     for (;;) {
       const root = roots[last];
       intersection =
-        (values[index] - values[root] + squaredEdge * (index * index - root * root)) /
-        (2 * squaredEdge * (index - root));
+        (values[index] - values[root] + squaredSpacing * (index * index - root * root)) /
+        (2 * squaredSpacing * (index - root));
       if (intersection > bounds[last]) break;
       last -= 1;
     }
@@ -36,7 +36,7 @@ function addLineDistances(values, count, edge, roots, bounds, result) {
   for (let index = 0; index < count; index += 1) {
     while (bounds[last + 1] < index) last += 1;
     const distance = index - roots[last];
-    result[index] = squaredEdge * distance * distance + values[roots[last]];
+    result[index] = squaredSpacing * distance * distance + values[roots[last]];
   }
   values.set(result.subarray(0, count));
 }
@@ -47,26 +47,26 @@ function addLineDistances(values, count, edge, roots, bounds, result) {
  * @returns {Float32Array}
  */
 export function computeSquaredDistances(mask, shape, voxelSize) {
-  // The bound is larger than any squared distance in the mask, but small enough that subtractions stay exact.
+  // The bound is larger than any squared distance in the mask, but small enough for subtractions to be exact.
   const upperBound = shape.reduce((sum, length, axis) => sum + (length * voxelSize[axis]) ** 2, 1);
   const distances = Float32Array.from(mask, (isInside) => (isInside ? upperBound : 0));
-  const longest = Math.max(...shape);
-  const values = new Float64Array(longest);
-  const result = new Float64Array(longest);
-  const roots = new Int32Array(longest);
-  const bounds = new Float64Array(longest + 1);
+  const maxLength = Math.max(...shape);
+  const values = new Float64Array(maxLength);
+  const result = new Float64Array(maxLength);
+  const roots = new Int32Array(maxLength);
+  const bounds = new Float64Array(maxLength + 1);
   let stride = 1;
   for (let axis = shape.length - 1; axis >= 0; axis -= 1) {
     const count = shape[axis];
     const block = stride * count;
     for (let line = 0; line < distances.length / count; line += 1) {
       const start = Math.floor(line / stride) * block + (line % stride);
-      let hasInside = false;
+      let hasInsideVoxel = false;
       for (let index = 0; index < count; index += 1) {
         values[index] = distances[start + index * stride];
-        hasInside ||= values[index] > 0;
+        hasInsideVoxel ||= values[index] > 0;
       }
-      if (!hasInside) continue;
+      if (!hasInsideVoxel) continue;
       addLineDistances(values, count, voxelSize[axis], roots, bounds, result);
       for (let index = 0; index < count; index += 1) distances[start + index * stride] = values[index];
     }
@@ -79,11 +79,11 @@ export function computeSquaredDistances(mask, shape, voxelSize) {
 const MAX_STEP_TIME = 4095;
 
 /**
- * Divide a shape among seeds. A front starts at each seed, with a speed proportional to the squared distance to the
- * surface, so that the fronts meet in necks (Dijkstra's algorithm with Dial's buckets).
+ * Divide a mask among seeds. A front starts at each seed, with a speed proportional to the squared distance to the
+ * surface of the mask, so that the fronts meet in necks (Dijkstra's algorithm with Dial's buckets).
  * @param {Uint8Array} mask with a margin of zeros on all sides @param {Triple} shape @param {Triple} voxelSize
  * @param {number[]} seeds indices of voxels inside the mask
- * @returns {Uint16Array} for each voxel, the number of its seed (from 1); 0 outside the mask and in parts without a seed
+ * @returns {Uint16Array} for each voxel, the number of its seed, starting at 1; 0 outside the mask and in parts without a seed
  */
 export function divide(mask, shape, voxelSize, seeds) {
   const distances = computeSquaredDistances(mask, shape, voxelSize);
@@ -91,8 +91,8 @@ export function divide(mask, shape, voxelSize, seeds) {
     [stride, voxelSize[axis]],
     [-stride, voxelSize[axis]],
   ]);
-  const minEdge = Math.min(...voxelSize);
-  const timeScale = (8 / minEdge) * seeds.reduce((max, seed) => Math.max(max, distances[seed]), minEdge ** 2);
+  const minSpacing = Math.min(...voxelSize);
+  const timeScale = (8 / minSpacing) * seeds.reduce((max, seed) => Math.max(max, distances[seed]), minSpacing ** 2);
   const parts = new Uint16Array(mask.length);
   const arrivalTimes = new Float64Array(mask.length).fill(Infinity);
   /** @type {number[][]} */
@@ -115,7 +115,7 @@ export function divide(mask, shape, voxelSize, seeds) {
       if (time < arrivalTimes[next]) enqueue(next, time, parts[index]);
     }
   };
-  for (const [number, seed] of seeds.entries()) enqueue(seed, 0, number + 1);
+  for (const [seedIndex, seed] of seeds.entries()) enqueue(seed, 0, seedIndex + 1);
   for (let time = 0; pendingCount > 0; time += 1) {
     const bucket = buckets[time % buckets.length];
     for (const index of bucket) if (arrivalTimes[index] === time) spread(index);
@@ -182,9 +182,9 @@ function computeSignedDistances(mask, height, width, shift) {
 }
 
 /**
- * Interpolate between two masks. Their signed distances are blended while the center moves from one to the other (Raya
- * and Udupa, Shape-based interpolation of multidimensional objects, 1990).
- * @param {Mask} first @param {Mask} second @param {number} count number of masks @returns {Mask[]}
+ * Interpolate between two masks. The signed distances of the masks are blended while the center moves from the first mask to
+ * the second (Raya and Udupa, Shape-based interpolation of multidimensional objects, 1990).
+ * @param {Mask} first @param {Mask} second @param {number} count number of masks to create @returns {Mask[]}
  */
 function interpolateMasks(first, second, count) {
   if (count <= 0) return [];

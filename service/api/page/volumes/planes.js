@@ -129,7 +129,7 @@ export async function fetchMiddlePlane({ url, parameters, fullShape }, maxEdge, 
 /**
  * Return the request parameters that select the planes of one channel and time point.
  * @param {import("openapi").Description} file @param {Record<string, unknown>} parameters of the request
- * @param {number | string | undefined} time time point, used if there is more than one @param {number | string | undefined} channel index or name
+ * @param {number | string | undefined} time time point, used if the file has more than one @param {number | string | undefined} channel index or name
  */
 export function selectPart(file, { axes }, time, channel) {
   const index = file.channels.indexOf(String(channel ?? ""));
@@ -151,7 +151,7 @@ export async function fetchVolume({ url, parameters, fullShape }, signal, onbloc
   starts.sort((first, second) => Math.abs(first - middleStart) - Math.abs(second - middleStart));
   /** @type {Volume | null} */
   let volume = null;
-  let fetchedCount = 0;
+  let fetchedBlockCount = 0;
   const blockCount = starts.length;
 
   async function fetchBlocks() {
@@ -165,12 +165,13 @@ export async function fetchVolume({ url, parameters, fullShape }, signal, onbloc
       const ArrayType = /** @type {any} */ (block.constructor);
       volume ??= { data: /** @type {PixelArray} */ (new ArrayType(countVoxels(shape))), shape, step, fullShape };
       volume.data.set(block, start * shape[1] * shape[2]);
-      fetchedCount += 1;
-      onblock(volume, fetchedCount / blockCount);
+      fetchedBlockCount += 1;
+      onblock(volume, fetchedBlockCount / blockCount);
     }
   }
 
-  // Fetch the first block alone. The service decodes the file for it, and then serves the other blocks from the decoded file.
+  // Fetch the first block before the others. The service decodes the file for this block, and then serves the other blocks from the
+  // decoded file.
   const otherStarts = starts.splice(1);
   await fetchBlocks();
   starts.push(...otherStarts);

@@ -1,4 +1,4 @@
-/** Functions that extract planes from volumes and draw their gray values and the outlines of objects. Do not use the DOM. */
+/** Functions that extract planes from volumes, and that draw gray values and the outlines of objects. They do not use the DOM. */
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./planes.js").PixelArray} PixelArray */
@@ -40,7 +40,7 @@ export function slice(volume, axis, position) {
 }
 
 /** @param {Volume} volume @returns {Plane} the maximum projection along z */
-export function project(volume) {
+export function projectMaximum(volume) {
   const [depth, height, width] = volume.shape;
   const area = height * width;
   const data = volume.data.slice(0, area);
@@ -68,19 +68,19 @@ export function estimateQuantiles(data, fractions) {
   return fractions.map((fraction) => sorted[Math.round(fraction * (sorted.length - 1))] ?? 0);
 }
 
-/** Cache of the shades of each color, as ABGR pixels. @type {Map<string, Uint32Array>} */
-const SHADES_CACHE = new Map();
+/** Shades of each color that was used, as ABGR pixels. @type {Map<string, Uint32Array>} */
+const shadesCache = new Map();
 
 /** @param {[number, number, number]} color @returns {Uint32Array} 256 shades from black to the color */
 function getShades(color) {
   const key = String(color);
-  const cachedShades = SHADES_CACHE.get(key);
+  const cachedShades = shadesCache.get(key);
   if (cachedShades) return cachedShades;
   const shades = Uint32Array.from({ length: 256 }, (_, level) => {
     const [red, green, blue] = color.map((part) => Math.round((part * level) / 255));
     return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
   });
-  SHADES_CACHE.set(key, shades);
+  shadesCache.set(key, shades);
   return shades;
 }
 
@@ -102,9 +102,9 @@ export function paintGray(plane, low, high, color = [255, 255, 255]) {
   return image;
 }
 
-/** ABGR color of objects to which no color is assigned. */
+/** ABGR color of objects that have no color of their own. */
 const GRAY = 0xffa8a8a8;
-/** Colors look the same in one-pixel outlines if the differences of red, green and blue add up to less than this. */
+/** Colors look the same in one-pixel outlines if the sum of their differences in red, green and blue is less than this. */
 const SIMILAR_COLOR_DISTANCE = 120;
 
 /** Colors of objects as ABGR pixels, the same as in the label files for ImageJ: hues in steps of the golden ratio. */
@@ -121,11 +121,11 @@ export function getColorIndex(id) {
   return ((id - 1) % 255) + 1;
 }
 
-/** Return whether the colors of two objects are hard to distinguish. @param {number} id @param {number} other */
-export function haveSimilarColors(id, other) {
-  const [first, second] = [COLORS[getColorIndex(id)], COLORS[getColorIndex(other)]];
+/** Return whether the colors of two objects are hard to distinguish. @param {number} id @param {number} otherId */
+export function haveSimilarColors(id, otherId) {
+  const [first, second] = [COLORS[getColorIndex(id)], COLORS[getColorIndex(otherId)]];
   const differences = [0, 8, 16].map((shift) => Math.abs(((first >> shift) & 255) - ((second >> shift) & 255)));
-  return differences.reduce((sum, part) => sum + part, 0) < SIMILAR_COLOR_DISTANCE;
+  return differences.reduce((sum, difference) => sum + difference, 0) < SIMILAR_COLOR_DISTANCE;
 }
 
 /** @param {number} id @returns {string} the color of an object in CSS syntax */
@@ -145,11 +145,11 @@ function hsvToRgb(hue, saturation, value) {
 }
 
 /** @typedef {{left: number, top: number, scaleX: number, scaleY: number}} Placement position of a plane on the screen, and size of its voxels, in pixels */
-/** @typedef {{fillObjects: boolean, selectedId: number, hiddenFlags: Uint8Array | null, colorIndices: Uint8Array | null, thickness: number}} Style colorIndices: index into `COLORS` by id, null for the default colors */
+/** @typedef {{fillObjects: boolean, selectedId: number, hiddenFlags: Uint8Array | null, colorIndices: Uint8Array | null, thickness: number}} LabelStyle colorIndices: index into `COLORS` by id, null for the default colors */
 
 /**
- * Draw outlines at the resolution of the screen, so that they are sharp at any zoom.
- * @param {Plane} labels @param {ImageData} image overwritten @param {Placement} placement @param {Style} style
+ * Draw the outlines of objects at the resolution of the screen, so that the outlines are sharp at any zoom.
+ * @param {Plane} labels @param {ImageData} image overwritten @param {Placement} placement @param {LabelStyle} style
  */
 export function paintLabels(labels, image, placement, style) {
   const { width, height } = image;
@@ -192,15 +192,15 @@ export function paintLabels(labels, image, placement, style) {
 
 /**
  * Paint the outlines and fill colors in one row of pixels.
- * @param {Int32Array} above @param {Int32Array} row @param {Int32Array} below ids of the objects in this row and the rows around it
- * @param {Uint32Array} pixels @param {number} offset @param {number} first @param {number} last @param {Style} style
+ * @param {Int32Array} above @param {Int32Array} row @param {Int32Array} below ids of the objects in this row and in the rows above and below
+ * @param {Uint32Array} pixels @param {number} offset index of the first pixel of the row @param {number} first @param {number} last first and last column to paint @param {LabelStyle} style
  */
 function paintRow(above, row, below, pixels, offset, first, last, style) {
   const { fillObjects, colorIndices, thickness } = style;
   for (let x = first; x <= last; x += 1) {
     const id = row[x];
     if (id === 0) continue;
-    // Beyond the ends of a row, the value is undefined, which differs from every id.
+    // Outside the row, the value is undefined, which differs from every id.
     const isInside = row[x - thickness] === id && row[x + thickness] === id && above[x] === id && below[x] === id;
     if (isInside && !fillObjects) continue;
     const color = COLORS[colorIndices === null ? ((id - 1) % 255) + 1 : colorIndices[id]];
@@ -211,7 +211,7 @@ function paintRow(above, row, below, pixels, offset, first, last, style) {
 /**
  * Paint the selected object in its color with a white outline.
  * @param {Int32Array[]} rows ids of the objects; the painted row is in the middle
- * @param {Uint32Array} pixels @param {number} offset @param {number} first @param {number} last @param {Style} style
+ * @param {Uint32Array} pixels @param {number} offset index of the first pixel of the row @param {number} first @param {number} last first and last column to paint @param {LabelStyle} style
  */
 function paintSelected(rows, pixels, offset, first, last, { selectedId, colorIndices }) {
   const reach = rows.length >> 1;
