@@ -16,7 +16,7 @@ import { watchStatus } from "./status/status_view.js";
 import { createAnnotationsList } from "./training/annotations.js";
 import { openTrainingDialog } from "./training/training_dialog.js";
 import { createTrainingRunsList, watchTraining } from "./training/training_view.js";
-import { forget as forgetCorrections } from "./volumes/correction_store.js";
+import { forgetCorrections } from "./volumes/correction_store.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 

@@ -9,20 +9,20 @@ export class Store {
   constructor(state) {
     /** The current state, a new object after each change. @type {Readonly<State>} */
     this.state = state;
-    /** @type {Set<(previous: Readonly<State>) => void>} */
+    /** @type {Set<(previousState: Readonly<State>) => void>} */
     this.listeners = new Set();
   }
 
   /** Update the state, and notify the listeners if a value has changed. @param {Partial<State>} changes new values by property name */
   set(changes) {
-    const previous = this.state;
-    const next = { ...previous, ...changes };
-    if (!hasChanged(previous, next, /** @type {(keyof State)[]} */ (Object.keys(changes)))) return;
-    this.state = next;
-    for (const listener of this.listeners) listener(previous);
+    const previousState = this.state;
+    const nextState = { ...previousState, ...changes };
+    if (!hasChanged(previousState, nextState, /** @type {(keyof State)[]} */ (Object.keys(changes)))) return;
+    this.state = nextState;
+    for (const listener of this.listeners) listener(previousState);
   }
 
-  /** Add a listener. @param {(previous: Readonly<State>) => void} listener called with the previous state after each change @param {AbortSignal} [signal] ends the subscription */
+  /** Add a listener. @param {(previousState: Readonly<State>) => void} listener called with the previous state after each change @param {AbortSignal} [signal] ends the subscription */
   subscribe(listener, signal) {
     this.listeners.add(listener);
     signal?.addEventListener("abort", () => this.listeners.delete(listener));

@@ -33,7 +33,7 @@ const MOVED_TO_OTHER_TAB_MESSAGE =
 
 /**
  * The editor and the displayed image while labels are corrected, and the content that the views displayed before.
- * @typedef {{editor: LabelEditor, image: Volume, previous: {image: Volume, labels: Volume, overlays: import("../viewer/scene.js").Overlay[]}}} CorrectionMode
+ * @typedef {{editor: LabelEditor, image: Volume, previousContent: {image: Volume, labels: Volume, overlays: import("../viewer/scene.js").Overlay[]}}} CorrectionMode
  */
 
 /** View whose `root` dispatches `count` with the numbers of corrections and objects, and `corrected` with the table of the corrected objects. */
@@ -45,6 +45,7 @@ export class CorrectView {
    */
   constructor({ job, stack, name }, viewer, time, capabilities, signal) {
     this.job = job;
+    /** File name of the stack without its extension. */
     this.stem = (name || "stack").replace(/(\.ome)?\.tiff?$/i, "");
     this.viewer = viewer;
     /** The displayed time point, used if the job is a series. */
@@ -182,7 +183,7 @@ export class CorrectView {
     if (fullImage !== image) viewer.scene.set({ overlays: [] });
     showImage(viewer, fullImage);
     viewer.setLabels(editableLabels);
-    this.mode = { editor, image: fullImage, previous: { image, labels, overlays } };
+    this.mode = { editor, image: fullImage, previousContent: { image, labels, overlays } };
     this.displayAbort = new AbortController();
     viewer.addEventListener("draw", () => this.#pauseIfSubsampled(), { signal: this.displayAbort.signal });
     return { editor, matches };
@@ -206,7 +207,7 @@ export class CorrectView {
     panel.show(
       job.time_points
         ? `These are the labels of time point ${this.time}. Each time point is corrected separately. The table on the Objects tab does not include corrections.`
-        : "The table on the Objects tab is updated when you open it.",
+        : "The table on the Objects tab is updated when you open that tab.",
     );
     this.#showCounts(editor);
     showSelection();
@@ -246,7 +247,7 @@ export class CorrectView {
     this.mode = this.panel.tools = null;
     this.displayAbort.abort();
     if (mode === null) return;
-    const { image, labels, overlays } = mode.previous;
+    const { image, labels, overlays } = mode.previousContent;
     if (viewer.scene.state.image === mode.image && mode.image !== image) {
       viewer.scene.set({ overlays });
       showImage(viewer, image);

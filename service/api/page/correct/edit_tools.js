@@ -46,7 +46,7 @@ export class EditTools extends EventTarget {
     /** The last correction that the next click must not continue. @type {unknown} */
     this.finishedEdit = editor.edits.at(-1);
     this.sketches = new EditSketches(this, signal);
-    for (const view of viewer.views) this.#listen(view, signal);
+    for (const view of viewer.views) this.#addEventListeners(view, signal);
     viewer.addEventListener("pick", (event) => this.#onPick(/** @type {CustomEvent<number>} */ (event).detail), {
       signal,
     });
@@ -79,7 +79,7 @@ export class EditTools extends EventTarget {
   }
 
   /** Make a correction, and show a hint. @param {() => import("../volumes/label_edit.js").Edit | null} makeEdit @param {string} [hint] shown after success */
-  apply(makeEdit, hint = "") {
+  applyEdit(makeEdit, hint = "") {
     const start = performance.now();
     try {
       const edit = makeEdit();
@@ -106,7 +106,7 @@ export class EditTools extends EventTarget {
   /** @param {number} id */
   #delete(id) {
     this.viewer.scene.set({ selectedId: 0 });
-    this.apply(() => this.editor.delete(id), `Deleted object ${id}.`);
+    this.applyEdit(() => this.editor.delete(id), `Deleted object ${id}.`);
   }
 
   /** Start a new object with the next outline or stroke. */
@@ -165,7 +165,7 @@ export class EditTools extends EventTarget {
       this.mergeId = id;
       return this.callbacks.showHint(`Click the object to merge with object ${id}.`);
     }
-    this.apply(() => this.editor.merge(mergeId, id), `Merged objects ${mergeId} and ${id}.`);
+    this.applyEdit(() => this.editor.merge(mergeId, id), `Merged objects ${mergeId} and ${id}.`);
     return this.viewer.select(this.editor.objects.has(id) ? 0 : mergeId);
   }
 
@@ -176,9 +176,9 @@ export class EditTools extends EventTarget {
     this.seed = null;
     if (id === 0) return this.callbacks.showHint("Click inside an object.");
     if (sketch?.kind === "split" && sketch.ids.includes(id))
-      return this.apply(() => editor.split(sketch.ids, [...sketch.seeds, position]), "Added a part.");
+      return this.applyEdit(() => editor.split(sketch.ids, [...sketch.seeds, position]), "Added a part.");
     if (seed?.id === id)
-      return this.apply(
+      return this.applyEdit(
         () => editor.split([id], [seed.position, position]),
         `Split object ${id}. Click again to add more parts.`,
       );
@@ -187,7 +187,7 @@ export class EditTools extends EventTarget {
   }
 
   /** @param {SliceView} view @param {AbortSignal} signal */
-  #listen(view, signal) {
+  #addEventListeners(view, signal) {
     const { stage } = view;
     const options = { signal, capture: true };
     stage.addEventListener("pointerdown", (event) => this.#onPointerDown(view, event), options);
@@ -272,7 +272,7 @@ export class EditTools extends EventTarget {
     const [from, to] = line.points;
     const id = editor.findObjectUnderLine(axis, viewer.scene.state.position[axis], from, to);
     if (id === 0) this.callbacks.showHint("The line does not cross an object.");
-    else this.apply(() => editor.cut(id, axis, from, to), `Cut object ${id}.`);
+    else this.applyEdit(() => editor.cut(id, axis, from, to), `Cut object ${id}.`);
   }
 
   /** Close the outline, and create or extend an object. */
@@ -282,7 +282,7 @@ export class EditTools extends EventTarget {
     if (this.tool !== "add" || line === null) return;
     const { axis } = line.view;
     const previousSketch = sketch?.kind === "add" ? sketch : null;
-    this.apply(
+    this.applyEdit(
       () => editor.addOutline(axis, viewer.scene.state.position[axis], line.points, previousSketch),
       "Go to another plane of this view and draw the next outline, or press N to start a new object.",
     );
@@ -314,7 +314,7 @@ export class EditTools extends EventTarget {
     brush.stroke = null;
     const kind = this.tool === "erase" ? "erase" : "paint";
     const paintHint = isNew ? `Created object ${id}. To extend it, start a stroke on it` : `Extended object ${id}`;
-    this.apply(() => editor.commit(kind), `${kind === "erase" ? `Erased part of object ${id}` : paintHint}.`);
+    this.applyEdit(() => editor.commit(kind), `${kind === "erase" ? `Erased part of object ${id}` : paintHint}.`);
     if (!editor.objects.has(viewer.scene.state.selectedId)) viewer.select(0);
   }
 

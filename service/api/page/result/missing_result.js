@@ -22,7 +22,7 @@ export async function offerCorrections(job, name, ondiscard) {
   const correctionCount = entries.reduce((sum, [, count]) => sum + count, 0);
   const discard = async () => {
     if (!confirm(`Discard ${formatCount(correctionCount, "correction")} of ${name}?`)) return;
-    await correctionStore.forget(job);
+    await correctionStore.forgetCorrections(job);
     dialog.close();
     ondiscard();
   };

@@ -9,7 +9,7 @@ import { Histogram } from "./histogram.js";
 /** @typedef {import("../volumes/object_table.js").Table} Table */
 
 const ROW_PIXELS = 28;
-/** Number of rows to render above and below the visible ones. */
+/** Number of rows to render above and below the visible rows. */
 const MARGIN_ROWS = 8;
 const COLUMN_TITLES = /** @type {Record<string, string>} */ ({
   label: "#",
@@ -36,7 +36,7 @@ export class ObjectsView extends EventTarget {
     this.sortColumn = "label";
     this.isDescending = false;
     this.selectedLabel = 0;
-    /** @type {Map<string, [number, number]>} */
+    /** Smallest and largest value of the displayed objects, by column name. @type {Map<string, [number, number]>} */
     this.limits = new Map();
     this.rows = filterRows(table, this.sortColumn, this.isDescending, this.limits);
     /** The sorted rows, and the range of rows that is rendered. */

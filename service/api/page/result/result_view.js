@@ -13,7 +13,7 @@ import { drawScreenshot } from "./screenshots.js";
 /** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
-/** @typedef {{getCurrent: () => number, goTo: (time: number) => Promise<void>, events: EventTarget}} Times access to the displayed time point; `events` dispatches events when it changes */
+/** @typedef {{getTimePoint: () => number, goTo: (time: number) => Promise<void>, events: EventTarget}} TimeNavigation access to the displayed time point; `events` dispatches events when it changes */
 
 const NOT_TRACKED_NOTE =
   "Objects are numbered and colored separately at each time point: object 5 of one time point is not object 5 of the next. To track objects, select “Track objects over time” and segment again.";
@@ -28,19 +28,19 @@ const WITHOUT_CORRECTIONS_NOTE =
  * @param {{job: Job, stack: string, name: string}} result stack: id of the stack, "" if it is no longer stored; name: file name
  * @param {import("../volumes/object_table.js").Table | null} table
  * @param {{viewer: Viewer, capabilities: import("openapi").CallerLimits, signal: AbortSignal,
- *   segmentWith: (changes: Record<string, string>) => Promise<void>, times: Times}} context
+ *   segmentWith: (changes: Record<string, string>) => Promise<void>, timeNavigation: TimeNavigation}} context
  *   `signal` ends the link to the views; `segmentWith` segments the stack again with changed parameters
  */
-export function showResult(root, result, table, { viewer, capabilities, signal, segmentWith, times }) {
+export function showResult(root, result, table, { viewer, capabilities, signal, segmentWith, timeNavigation }) {
   const { job, stack, name } = result;
   const objectsView = table && new ObjectsView(table);
   const countText =
     job.objects === null ? "The labels are classes, not objects." : `${formatCount(job.objects, "object")}.`;
   const exportRoot = createExportView(job, name, objectsView !== null, () => drawScreenshot(viewer));
   const correctView =
-    job.objects === null ? null : new CorrectView(result, viewer, times.getCurrent(), capabilities, signal);
+    job.objects === null ? null : new CorrectView(result, viewer, timeNavigation.getTimePoint(), capabilities, signal);
   const summary = element("p", { class: "big", id: "summary" }, objectsView ? objectsView.summarize() : countText);
-  const tables = new ObjectTables(objectsView, summary, viewer, times, signal);
+  const tables = new ObjectTables(objectsView, summary, viewer, timeNavigation, signal);
   const tabElements = createTabs([
     { text: "Objects", page: tables.root },
     { text: "Export", page: exportRoot },
@@ -82,8 +82,12 @@ export function showResult(root, result, table, { viewer, capabilities, signal, 
     correctView.root.addEventListener("corrected", (event) =>
       tables.showCorrected(/** @type {CustomEvent} */ (event).detail),
     );
-    times.events.addEventListener("leaving", () => correctView.leave(false), { signal });
-    times.events.addEventListener("time", () => correctView.goTo(times.getCurrent(), isCorrecting), { signal });
+    timeNavigation.events.addEventListener("leaving", () => correctView.leave(false), { signal });
+    timeNavigation.events.addEventListener(
+      "time",
+      () => correctView.goTo(timeNavigation.getTimePoint(), isCorrecting),
+      { signal },
+    );
   }
   root.replaceChildren(
     element(
@@ -102,13 +106,13 @@ export function showResult(root, result, table, { viewer, capabilities, signal, 
 class ObjectTables {
   /**
    * @param {ObjectsView | null} originalObjects objects without corrections, null if the result has no table @param {HTMLElement} summary
-   * @param {Viewer} viewer @param {Times} times @param {AbortSignal} signal
+   * @param {Viewer} viewer @param {TimeNavigation} timeNavigation @param {AbortSignal} signal
    */
-  constructor(originalObjects, summary, viewer, times, signal) {
+  constructor(originalObjects, summary, viewer, timeNavigation, signal) {
     this.originalObjects = originalObjects;
     this.summary = summary;
     this.viewer = viewer;
-    this.times = times;
+    this.timeNavigation = timeNavigation;
     this.signal = signal;
     /** @type {ObjectsView | null} */
     this.displayedObjects = null;
@@ -142,29 +146,34 @@ class ObjectTables {
     const emptyText = element("p", { class: "muted" }, "There is no table of objects for this result.");
     this.root.replaceChildren(objects?.root ?? emptyText);
     if (objects)
-      linkTableAndViews(this.viewer, objects, this.times, AbortSignal.any([this.linkAbort.signal, this.signal]));
+      linkTableAndViews(
+        this.viewer,
+        objects,
+        this.timeNavigation,
+        AbortSignal.any([this.linkAbort.signal, this.signal]),
+      );
   }
 }
 
 /**
  * Synchronize the selection and the filters between the table and the views.
- * @param {Viewer} viewer @param {ObjectsView} objects @param {Times} times @param {AbortSignal} signal
+ * @param {Viewer} viewer @param {ObjectsView} objects @param {TimeNavigation} timeNavigation @param {AbortSignal} signal
  */
-function linkTableAndViews(viewer, objects, times, signal) {
+function linkTableAndViews(viewer, objects, timeNavigation, signal) {
   const isSeries = objects.table.columns.has("time");
-  if (isSeries) objects.time = times.getCurrent();
+  if (isSeries) objects.time = timeNavigation.getTimePoint();
   objects.addEventListener("select", async (event) => {
     const label = /** @type {CustomEvent<number>} */ (event).detail;
-    if (isSeries && objects.time !== times.getCurrent()) await times.goTo(objects.time);
+    if (isSeries && objects.time !== timeNavigation.getTimePoint()) await timeNavigation.goTo(objects.time);
     const center = objects.getCenter(label);
     if (center) viewer.select(label, center);
   });
   objects.addEventListener("filter", () => viewer.scene.set({ hiddenFlags: objects.hiddenFlags }));
-  times.events.addEventListener(
+  timeNavigation.events.addEventListener(
     "time",
     () => {
       if (!isSeries) return;
-      objects.time = times.getCurrent();
+      objects.time = timeNavigation.getTimePoint();
       viewer.scene.set({ hiddenFlags: objects.hiddenFlags });
       objects.select(viewer.scene.state.selectedId);
     },
@@ -194,9 +203,9 @@ function createNotes(job, segmentWith) {
   const [parameter, value] = lowConfidence?.try.split("=") ?? [];
   const suggestion = segmentWith !== null && value && { [parameter]: value };
   const trackingNote = job.time_points && !job.parameters.link && job.objects !== null ? [NOT_TRACKED_NOTE] : [];
-  const noteTexts = [...trackingNote, ...job.warnings.map(toPageTerms).filter((note) => note && note !== warning)];
+  const notes = [...trackingNote, ...job.warnings.map(toPageTerms).filter((note) => note && note !== warning)];
   return (
-    (warning || noteTexts.length > 0) &&
+    (warning || notes.length > 0) &&
     element(
       "ul",
       { class: "notes", "aria-label": "Notes about this result" },
@@ -207,27 +216,22 @@ function createNotes(job, segmentWith) {
           element("p", {}, warning),
           suggestion && button(`Try ${describeSetting(parameter, value)}`, () => segmentWith(suggestion)),
         ),
-      ...(noteTexts.length > MAX_EXPANDED_NOTES
+      ...(notes.length > MAX_EXPANDED_NOTES
         ? [
             element(
               "li",
               {},
-              element(
-                "details",
-                {},
-                element("summary", {}, formatCount(noteTexts.length, "note")),
-                createList(noteTexts),
-              ),
+              element("details", {}, element("summary", {}, formatCount(notes.length, "note")), createNoteList(notes)),
             ),
           ]
-        : noteTexts.map((note) => element("li", {}, note))),
+        : notes.map((note) => element("li", {}, note))),
     )
   );
 }
 
-/** @param {string[]} texts */
-function createList(texts) {
-  return element("ul", { class: "notes" }, ...texts.map((text) => element("li", {}, text)));
+/** @param {string[]} notes */
+function createNoteList(notes) {
+  return element("ul", { class: "notes" }, ...notes.map((note) => element("li", {}, note)));
 }
 
 /**

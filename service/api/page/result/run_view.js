@@ -6,7 +6,7 @@ import { request, requestJson } from "../core/requests.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 
-const POLL_MILLISECONDS = 400;
+const POLL_INTERVAL_MILLISECONDS = 400;
 
 /** @param {string} state */
 export function isFinished(state) {
@@ -28,7 +28,7 @@ export async function pollJob(id, signal, onpoll) {
     } catch (error) {
       if (/** @type {{status?: number}} */ (error).status !== 0) throw error;
     }
-    await new Promise((resolve) => setTimeout(resolve, POLL_MILLISECONDS));
+    await new Promise((resolve) => setTimeout(resolve, POLL_INTERVAL_MILLISECONDS));
     signal.throwIfAborted();
   }
 }

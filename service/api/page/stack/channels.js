@@ -93,8 +93,8 @@ export class ChannelTools {
     this.root = element("div", { class: "tools", hidden: true }, this.toggles, this.adjustedChannelSelect);
     this.loadAbort = new AbortController();
     this.primaryChannel = 0;
-    this.scene.subscribe((previous) => {
-      if (hasChanged(previous, this.scene.state, ["overlays", "adjustedChannel"])) this.#update();
+    this.scene.subscribe((previousState) => {
+      if (hasChanged(previousState, this.scene.state, ["overlays", "adjustedChannel"])) this.#update();
     });
   }
 

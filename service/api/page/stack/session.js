@@ -31,6 +31,7 @@ const MAX_PREVIEW_EDGE = 160;
 export class Session {
   /** @param {Stack} stack @param {Service} service @param {(error: unknown) => void} showError */
   constructor({ id, name, bytes }, service, showError) {
+    /** Id of the stack, "" if the service no longer stores the stack. */
     this.stack = id;
     this.name = name;
     this.service = service;
@@ -58,10 +59,10 @@ export class Session {
     this.settings = new SettingsView(byId("settings"), service);
     this.settings.setName(name, bytes);
     this.viewer.toolbar.append(this.channelTools.root, this.timeSlider.root);
-    this.#listen();
+    this.#addEventListeners();
   }
 
-  #listen() {
+  #addEventListeners() {
     const { timeSlider, settings, viewer } = this;
     timeSlider.addEventListener("change", () => this.goToTime(timeSlider.time).catch(this.showError));
     settings.addEventListener("change", () => this.inspectLater());
@@ -263,13 +264,13 @@ export class Session {
       await this.inspect();
       await this.run();
     };
-    const times = {
-      getCurrent: () => this.timeSlider.time,
+    const timeNavigation = {
+      getTimePoint: () => this.timeSlider.time,
       goTo: (/** @type {number} */ time) => this.goToTime(time),
       events: this.timeEvents,
     };
     const { capabilities } = this.service;
-    showResult(this.side, { job, stack, name }, table, { viewer, capabilities, signal, segmentWith, times });
+    showResult(this.side, { job, stack, name }, table, { viewer, capabilities, signal, segmentWith, timeNavigation });
     viewer.drawNow();
     rememberJob({ job: job.id, thumbnail: drawThumbnail(viewer) });
   }

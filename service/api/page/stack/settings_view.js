@@ -11,9 +11,9 @@ import { AXIS_LEGEND, MetadataControls } from "./metadata_controls.js";
 /** @typedef {import("../core/requests.js").Problem} Problem */
 /** @typedef {Record<string, string>} Parameters values by parameter name; parameters with empty values are not sent */
 
-/** @typedef {{name: string, title: string, placeholder?: string, choices?: [string, string][]}} Option */
+/** @typedef {{name: string, title: string, placeholder?: string, choices?: [string, string][]}} AdvancedOption */
 
-/** Rarely needed parameters. Parameters that the service does not support are hidden. @type {Option[]} */
+/** Rarely needed parameters. Parameters that the service does not support are hidden. @type {AdvancedOption[]} */
 const ADVANCED_OPTIONS = [
   { name: "threshold", title: SETTING_TITLES.threshold, placeholder: "model default, or 0 to 1" },
   { name: "minimum_size", title: SETTING_TITLES.minimum_size, placeholder: "voxels, or a volume such as 12.5um3" },
@@ -141,7 +141,7 @@ export class SettingsView extends EventTarget {
     );
   }
 
-  /** @param {Option} option */
+  /** @param {AdvancedOption} option */
   #createOption({ name, title, placeholder, choices }) {
     const onchange = () => this.#change({ [name]: control.value.trim() });
     const control = choices

@@ -110,7 +110,7 @@ function createRecentJobsSection(jobs, openJob, onchange) {
     const count = correctionCounts.get(job);
     if (count && !confirm(`Remove ${name} from this list and discard its ${formatCount(count, "correction")}?`)) return;
     forgetJob(job);
-    await correctionStore.forget(job);
+    await correctionStore.forgetCorrections(job);
     onchange();
   };
   return element(

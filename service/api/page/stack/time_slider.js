@@ -62,6 +62,6 @@ export class TimeSlider extends EventTarget {
 
   #updateControls() {
     this.slider.value = String(this.time);
-    this.text.value = `${this.time} of ${this.slider.min} to ${this.slider.max}`;
+    this.text.value = `${this.time} (${this.slider.min} to ${this.slider.max})`;
   }
 }

@@ -15,7 +15,7 @@ import { createLegend, drawRecentRequests } from "./recent_requests.js";
 /** @typedef {import("openapi").DiskReport} Disk */
 /** @typedef {import("openapi").Status} Status */
 
-const REFRESH_MILLISECONDS = 1500;
+const REFRESH_INTERVAL_MILLISECONDS = 1500;
 
 const STATE_TITLES = /** @type {Record<string, string>} */ ({
   ok: "Ready",
@@ -42,7 +42,7 @@ export async function watchStatus(root, signal, onreload) {
       if (view === null) showProblem(root, error);
       else view.showOutdated(error);
     }
-    await new Promise((resolve) => setTimeout(resolve, REFRESH_MILLISECONDS));
+    await new Promise((resolve) => setTimeout(resolve, REFRESH_INTERVAL_MILLISECONDS));
   }
 }
 
@@ -124,10 +124,10 @@ class StatusView {
 
   /** Return the average number of busy cores since the last call, or null on the first call and after a restart of the service. @param {number} cpuSeconds @param {number} clockSeconds */
   #measureLoad(cpuSeconds, clockSeconds) {
-    const previous = this.previousCpu;
+    const previousCpu = this.previousCpu;
     this.previousCpu = { cpuSeconds, clockSeconds };
-    if (previous === null || cpuSeconds < previous.cpuSeconds) return null;
-    return (cpuSeconds - previous.cpuSeconds) / (clockSeconds - previous.clockSeconds);
+    if (previousCpu === null || cpuSeconds < previousCpu.cpuSeconds) return null;
+    return (cpuSeconds - previousCpu.cpuSeconds) / (clockSeconds - previousCpu.clockSeconds);
   }
 
   /** @param {string} name of a trained model */

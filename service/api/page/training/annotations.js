@@ -80,15 +80,15 @@ export function openSaveAnnotationDialog({ labels, correctionCount, stack, job, 
 /** Create the fields for the part of a stack that the user checked. @param {import("../volumes/planes.js").Triple} shape */
 function createPartFields(shape) {
   const inputs = ["Planes", "Rows", "Columns"].map((text, axis) => {
-    /** @param {string} end @param {number} value */
-    const createInput = (end, value) =>
+    /** @param {string} boundName @param {number} value */
+    const createInput = (boundName, value) =>
       element("input", {
         type: "number",
         min: "1",
         max: String(shape[axis]),
         value: String(value),
         required: true,
-        "aria-label": `${text}, ${end}`,
+        "aria-label": `${text}, ${boundName}`,
       });
     return { text, first: createInput("first", 1), last: createInput("last", shape[axis]) };
   });

@@ -7,7 +7,7 @@ import { Curves } from "./curves.js";
 
 /** @typedef {import("openapi").TrainingReport} TrainingRun */
 
-const POLL_MILLISECONDS = 1000;
+const POLL_INTERVAL_MILLISECONDS = 1000;
 
 const STAGE_TITLES = /** @type {Record<string, string>} */ ({
   reading: "Reading the annotated stacks",
@@ -41,7 +41,7 @@ export async function watchTraining(root, id, signal, actions) {
       // If the service does not answer, keep trying, because the service may be restarting.
       if (!(error instanceof Problem) || error.status !== 0) throw error;
     }
-    await new Promise((resolve) => setTimeout(resolve, POLL_MILLISECONDS));
+    await new Promise((resolve) => setTimeout(resolve, POLL_INTERVAL_MILLISECONDS));
     if (signal.aborted) return;
   }
 }

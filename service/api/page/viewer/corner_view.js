@@ -51,8 +51,8 @@ export class CornerView {
     this.root.addEventListener("keydown", ({ key }) => {
       if (key === "Escape" && this.isEnlarged) this.#toggleEnlarged();
     });
-    scene.subscribe((previous) => {
-      this.isStale ||= hasChanged(previous, scene.state, ["image", "contrast", "voxelSize"]);
+    scene.subscribe((previousState) => {
+      this.isStale ||= hasChanged(previousState, scene.state, ["image", "contrast", "voxelSize"]);
     });
     this.#updateToggles();
   }

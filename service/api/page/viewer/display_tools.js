@@ -53,12 +53,12 @@ export class DisplayTools {
     /** Whether the user is moving a slider. While this is true, changes of the scene do not update the sliders. */
     this.isMovingSlider = false;
     this.#updateToggles();
-    scene.subscribe((previous) => {
-      if (hasChanged(previous, scene.state, ["labels", "showObjects", "fillObjects", "isSmooth"]))
+    scene.subscribe((previousState) => {
+      if (hasChanged(previousState, scene.state, ["labels", "showObjects", "fillObjects", "isSmooth"]))
         this.#updateToggles();
       if (
         !this.isMovingSlider &&
-        hasChanged(previous, scene.state, ["contrast", "range", "overlays", "adjustedChannel"])
+        hasChanged(previousState, scene.state, ["contrast", "range", "overlays", "adjustedChannel"])
       )
         this.#updateSliders();
     });

@@ -8,7 +8,7 @@ import { AXES } from "./scene.js";
 /** @typedef {import("./scene.js").FinePlane} FinePlane */
 
 /** How long the user has to stay on a plane before the plane is fetched at full resolution. */
-const IDLE_MILLISECONDS = 200;
+const FETCH_DELAY_MILLISECONDS = 200;
 
 /** Loader of the planes that the three views show at full resolution. */
 export class PlaneLoader {
@@ -23,7 +23,7 @@ export class PlaneLoader {
     this.fetchTimer = 0;
   }
 
-  /** Schedule fetching the planes that the views show subsampled. Fetching starts once the views have not moved for `IDLE_MILLISECONDS`. */
+  /** Schedule fetching the planes that the views show subsampled. Fetching starts once the views have not moved for `FETCH_DELAY_MILLISECONDS`. */
   scheduleFetch() {
     const { image, labels, position, finePlanes } = this.scene.state;
     if (image === null || this.fetchPlane === null) return;
@@ -35,7 +35,7 @@ export class PlaneLoader {
     });
     if (axes.length === 0) return;
     clearTimeout(this.fetchTimer);
-    this.fetchTimer = window.setTimeout(() => this.#fetchPlanes(image, axes), IDLE_MILLISECONDS);
+    this.fetchTimer = window.setTimeout(() => this.#fetchPlanes(image, axes), FETCH_DELAY_MILLISECONDS);
   }
 
   /** @param {import("./scene.js").Volume} image @param {Axis[]} axes */

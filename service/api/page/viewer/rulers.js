@@ -14,8 +14,8 @@ export class ScaleBar {
   constructor(scene) {
     this.text = element("span");
     this.root = element("div", { class: "scale-bar" }, this.text);
-    scene.subscribe((previous) => {
-      if (hasChanged(previous, scene.state, ["scale", "isCalibrated", "voxelSize"])) this.#show(scene.state);
+    scene.subscribe((previousState) => {
+      if (hasChanged(previousState, scene.state, ["scale", "isCalibrated", "voxelSize"])) this.#show(scene.state);
     });
   }
 
@@ -52,8 +52,8 @@ export class DiameterCircle {
       this.show(diameter);
       onchange(diameter);
     });
-    scene.subscribe((previous) => {
-      if (hasChanged(previous, scene.state, ["image", "scale", "voxelSize"])) this.#resize();
+    scene.subscribe((previousState) => {
+      if (hasChanged(previousState, scene.state, ["image", "scale", "voxelSize"])) this.#resize();
     });
   }
 

@@ -60,7 +60,7 @@ export class Viewer extends EventTarget {
     root.replaceChildren(this.toolbar, this.grid, this.fetchStatus);
     root.classList.add("viewer", "empty");
     for (const view of this.views) listenToView(this, view);
-    this.scene.subscribe((previous) => this.#drawChanged(previous));
+    this.scene.subscribe((previousState) => this.#drawChanged(previousState));
     new ResizeObserver(() => this.#layOut()).observe(this.grid);
   }
 
@@ -168,12 +168,12 @@ export class Viewer extends EventTarget {
     if (nextPlane !== position[axis]) this.scene.set({ position: replaceValue(position, axis, nextPlane) });
   }
 
-  /** Redraw the views that a change affects. A new position along one axis, or the arrival of a plane at full resolution, affects only one view. @param {Readonly<SceneState>} previous */
-  #drawChanged(previous) {
+  /** Redraw the views that a change affects. A new position along one axis, or the arrival of a plane at full resolution, affects only one view. @param {Readonly<SceneState>} previousState */
+  #drawChanged(previousState) {
     const { state } = this.scene;
-    const { position, finePlanes, ...otherState } = previous;
+    const { position, finePlanes, ...otherState } = previousState;
     const affectsAllViews = Object.keys(otherState).some(
-      (name) => Reflect.get(previous, name) !== Reflect.get(state, name),
+      (name) => Reflect.get(previousState, name) !== Reflect.get(state, name),
     );
     if (affectsAllViews) this.draw();
     else

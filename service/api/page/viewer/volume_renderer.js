@@ -77,14 +77,14 @@ export class VolumeRenderer {
     this.box = [1, 1, 1];
     this.gl = canvas.getContext("webgl2", { preserveDrawingBuffer: true });
     if (this.gl) this.program = createProgram(this.gl);
-    this.#listen();
+    this.#addEventListeners();
   }
 
   get isSupported() {
     return this.gl !== null;
   }
 
-  #listen() {
+  #addEventListeners() {
     const { canvas } = this;
     canvas.addEventListener("pointerdown", (event) => canvas.setPointerCapture(event.pointerId));
     canvas.addEventListener("pointermove", (event) => {

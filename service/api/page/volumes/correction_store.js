@@ -141,7 +141,7 @@ export function saveOriginalLabels(key, labels) {
 }
 
 /** Delete all records of a job, including the records of its time points. @param {string} job */
-export function forget(job) {
+export function forgetCorrections(job) {
   return withFallback(async () => {
     const store = await openStore("readwrite");
     for (const [firstKey, lastKey] of [

@@ -179,13 +179,13 @@ export class LabelEditor {
   redo() {
     const edit = this.undoneEdits.pop();
     if (edit === undefined) return null;
-    this.#apply(edit);
+    this.#applyEdit(edit);
     return edit;
   }
 
   /** Apply stored corrections. @param {Edit[]} edits @returns {boolean} false, with the labels unchanged, if the corrections do not match the labels */
   restore(edits) {
-    const matches = edits.every((edit) => this.#apply(edit));
+    const matches = edits.every((edit) => this.#applyEdit(edit));
     if (!matches) while (this.undo() !== null);
     this.undoneEdits = [];
     return matches;
@@ -201,7 +201,7 @@ export class LabelEditor {
   }
 
   /** Apply a correction. @param {Edit} edit @returns {boolean} false, with the labels unchanged, if the correction does not match the labels */
-  #apply(edit) {
+  #applyEdit(edit) {
     const { labels } = this;
     const { runs } = edit;
     const maxId = runs.reduce((max, value, index) => (index % 4 === 3 && value > max ? value : max), 0);
