@@ -111,7 +111,7 @@ const busyElements = {
 const pendingRedraws = new Map();
 const FOCUSABLE_SELECTOR = "input, select, textarea, button, summary, a[href], [tabindex]";
 
-/** @param {keyof typeof busyElements} reason @param {EventTarget | null} target null if the user has finished */
+/** @param {keyof typeof busyElements} reason @param {EventTarget | null} target null once the user has committed the input or released the pointer */
 function setBusy(reason, target) {
   busyElements[reason] = target;
   // The handlers of the click and of the focus change have to run first.
@@ -129,8 +129,8 @@ for (const name of ["pointerup", "pointercancel"])
   document.addEventListener(name, () => setBusy("pressed", null), true);
 
 /**
- * Replace the children of an element, or postpone this while the user is typing in one of them or pressing it. If a child
- * has the focus, the new control with the same id, label or text receives it.
+ * Replace the children of an element. This is postponed while the user is typing in a child or pressing a child. If a child has
+ * the focus, the new control with the same id, label or text receives the focus.
  * @param {HTMLElement} root @param {() => Child[]} draw
  */
 export function redraw(root, draw) {

@@ -1,4 +1,4 @@
-/** Brush and eraser: they determine which object a stroke changes and which voxels it covers. */
+/** The brush and the eraser. They determine which object a stroke changes and which voxels the stroke covers. */
 
 /** @typedef {import("../viewer/scene.js").Scene} Scene */
 /** @typedef {import("../viewer/scene.js").Triple} Triple */
@@ -24,7 +24,7 @@ export class Brush {
     this.isSpherical = true;
     /** Whether the brush paints over other objects. */
     this.overwrite = false;
-    /** The object that a stroke changes if it starts on the background. @type {"new" | "selected"} */
+    /** The object that a stroke changes if the stroke starts on the background. @type {"new" | "selected"} */
     this.backgroundTarget = "new";
     /** @type {Stroke | null} */
     this.stroke = null;

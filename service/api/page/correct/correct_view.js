@@ -125,7 +125,7 @@ export class CorrectView {
     return undefined;
   }
 
-  /** Cancel the previous tools and requests. @returns {AbortSignal} signal that cancels the new tools and requests */
+  /** Remove the previous tools and cancel their requests. @returns {AbortSignal} signal for the new tools and their requests */
   #startTools() {
     this.toolsAbort.abort();
     this.toolsAbort = new AbortController();

@@ -37,13 +37,13 @@ export class EditTools extends EventTarget {
     this.seed = null;
     /** The line or outline that is being drawn. @type {{view: SliceView, points: Point[]} | null} */
     this.line = null;
-    /** Position of the pointer on the screen when its button was pressed. */
+    /** Screen position at which the pointer button was pressed. */
     this.pressPosition = [0, 0];
-    /** Whether the pointer has moved since its button was pressed. It stays true if the pointer returns to the start, as in an outline. */
+    /** Whether the pointer has moved since the button was pressed. This stays true if the pointer returns to the start, as in an outline. */
     this.hasDragged = false;
     /** @type {{view: SliceView, x: number, y: number} | null} */
     this.pointer = null;
-    /** The last correction that the next click must not continue. @type {unknown} */
+    /** The correction that was the newest when a tool was activated or canceled. The next click must not continue this correction. @type {unknown} */
     this.finishedEdit = editor.edits.at(-1);
     this.sketches = new EditSketches(this, signal);
     for (const view of viewer.views) this.#addEventListeners(view, signal);

@@ -1,4 +1,4 @@
-/** Export of corrected labels after the service has deleted the result, from the original labels saved in this browser. */
+/** Export of the corrected labels of a result that the service no longer stores. The original labels are saved in this browser. */
 
 import { button, downloadBlob, element, openDialog } from "../core/elements.js";
 import { formatCount } from "../core/format.js";

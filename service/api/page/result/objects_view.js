@@ -252,7 +252,7 @@ export class ObjectsView extends EventTarget {
     }
   }
 
-  /** Create the elements of a row. @param {number} row number of the row in the table @param {number} index position of the row in the sorted table */
+  /** Create the elements of a row. @param {number} row index of the row in the table @param {number} index index of the row after sorting */
   #createRow(row, index) {
     const label = this.labels[row];
     const cells = this.columnNames.map((name) => {

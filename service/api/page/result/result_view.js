@@ -13,7 +13,7 @@ import { drawScreenshot } from "./screenshots.js";
 /** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
-/** @typedef {{getTimePoint: () => number, goTo: (time: number) => Promise<void>, events: EventTarget}} TimeNavigation access to the displayed time point; `events` dispatches events when it changes */
+/** @typedef {{getTimePoint: () => number, goTo: (time: number) => Promise<void>, events: EventTarget}} TimeNavigation reads and changes the displayed time point; `events` dispatches `leaving` before each change and `time` after it */
 
 const NOT_TRACKED_NOTE =
   "Objects are numbered and colored separately at each time point: object 5 of one time point is not object 5 of the next. To track objects, select “Track objects over time” and segment again.";

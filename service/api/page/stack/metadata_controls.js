@@ -31,7 +31,7 @@ export class MetadataControls {
     this.parameters = {};
     /** Function that fetches a small plane from the middle of a channel. @type {((channel: number) => Promise<import("../volumes/planes.js").Volume>) | null} */
     this.fetchMiddlePlane = null;
-    /** Channel previews, and the key of the axes and shape that they were created for. */
+    /** Channel previews, and a key for the axes and the shape for which the previews were created. */
     this.previews = { key: "", root: element("div") };
   }
 
@@ -88,7 +88,7 @@ export class MetadataControls {
     if (file.times > 1) controls.push(...this.#createTimeFields(file));
     controls.push(this.#createVoxelSizeField(file));
     const selectedAxes = this.parameters.axes ?? "";
-    // Offer the axes if the service had to assume them: pages read as planes may be time points or channels.
+    // Offer a choice of axes if the service had to assume the axes: pages read as planes may be time points or channels.
     if (selectedAxes || file.times > 1 || file.notes.some((note) => note.includes("axes=")))
       controls.push(this.#createAxesField(file, selectedAxes));
     return controls;

@@ -209,7 +209,7 @@ export class Session {
     viewer.setLabels(labels);
   }
 
-  /** Submit a job with the current settings, and follow it. */
+  /** Submit a job with the current settings, and follow the job. */
   async run() {
     const { settings, stack, name } = this;
     settings.runButton.disabled = true;

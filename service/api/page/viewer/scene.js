@@ -18,14 +18,14 @@ import { estimateQuantiles } from "../volumes/slices.js";
  */
 /** @typedef {Layer & {channel: number}} Overlay another channel, whose brightness is added to the brightness of the image */
 /** @typedef {{image: Plane, labels: Plane | null, step: Triple}} FinePlane a plane with a smaller sampling step than the volume */
-/** @typedef {FinePlane & {position: number}} PositionedPlane */
+/** @typedef {FinePlane & {position: number}} PositionedPlane position: index of the plane along its axis */
 
 /**
- * @typedef {object} SceneParts
+ * @typedef {object} SceneProperties
  * @property {Overlay[]} overlays
  * @property {number | null} adjustedChannel channel of the overlay whose contrast the sliders set, null for the image
  * @property {Volume | null} labels
- * @property {[PositionedPlane | null, PositionedPlane | null, PositionedPlane | null]} finePlanes for each axis, the displayed plane normal to the axis at full resolution, null if it has not been fetched
+ * @property {[PositionedPlane | null, PositionedPlane | null, PositionedPlane | null]} finePlanes for each axis, the displayed plane normal to that axis, at full resolution; null if the plane has not been fetched
  * @property {Triple} voxelSize size of a voxel of `image` in micrometers
  * @property {boolean} isCalibrated whether the voxel size is known; otherwise voxels are displayed as cubes
  * @property {Triple} position the voxel under the crosshair
@@ -40,7 +40,7 @@ import { estimateQuantiles } from "../volumes/slices.js";
  * @property {Uint8Array | null} hiddenFlags for each id, 1 if the object is hidden; null if no object is hidden
  * @property {Uint8Array | null} colorIndices for each id, the index into `COLORS`; null for the default colors
  */
-/** @typedef {Layer & SceneParts} SceneState */
+/** @typedef {Layer & SceneProperties} SceneState */
 /** @typedef {Store<SceneState>} Scene */
 
 export const AXES = /** @type {Axis[]} */ ([0, 1, 2]);

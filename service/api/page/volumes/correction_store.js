@@ -21,7 +21,7 @@ const ANNOTATIONS_RECORD_NUMBER = -2;
 /** Record number of the labels before any correction. */
 const ORIGINAL_LABELS_RECORD_NUMBER = -3;
 const TAB_ID = `${Date.now()}-${Math.random()}`;
-/** How long to wait for replies from other tabChannel. */
+/** How long to wait for replies from other tabs. */
 const REPLY_TIMEOUT_MILLISECONDS = 1000;
 /** Keys of the results that this tab corrects. @type {Set<string>} */
 const ownedKeys = new Set();

@@ -407,7 +407,7 @@ export class LabelEditor {
   stamp(center, radius, brush) {
     const { voxelSize, strides } = this;
     const { shape } = this.labels;
-    // A brush smaller than a voxel still paints the voxel under it.
+    // A brush that is smaller than a voxel still paints the voxel under the brush.
     const squaredRadius = Math.max(radius, 0.5 * Math.max(...voxelSize)) ** 2;
     const reach = voxelSize.map((length, axis) => (axis === brush.axis ? 0 : Math.sqrt(squaredRadius) / length));
     const low = center.map((index, axis) => Math.max(0, Math.ceil(index - reach[axis])));

@@ -5,7 +5,7 @@
 /** @typedef {{values: Uint8Array, top: number, left: number, height: number, width: number}} Mask mask of a rectangle in a plane; values: 1 inside the shape, 0 outside */
 
 /**
- * Add the distances along one line to squared distances across the line. The result is the lower envelope of parabolas
+ * Add the squared distances along one line to the squared distances across the line. The result is the lower envelope of parabolas
  * (Felzenszwalb and Huttenlocher, Distance transforms of sampled functions, 2012).
  * @param {Float64Array} values overwritten with the result @param {number} count number of values to use
  * @param {number} spacing voxel size along the line @param {Int32Array} roots buffer of `count` values

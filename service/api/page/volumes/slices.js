@@ -145,7 +145,7 @@ function hsvToRgb(hue, saturation, value) {
 }
 
 /** @typedef {{left: number, top: number, scaleX: number, scaleY: number}} Placement position of a plane on the screen, and size of its voxels, in pixels */
-/** @typedef {{fillObjects: boolean, selectedId: number, hiddenFlags: Uint8Array | null, colorIndices: Uint8Array | null, thickness: number}} LabelStyle colorIndices: index into `COLORS` by id, null for the default colors */
+/** @typedef {{fillObjects: boolean, selectedId: number, hiddenFlags: Uint8Array | null, colorIndices: Uint8Array | null, thickness: number}} LabelStyle hiddenFlags and colorIndices: as in `SceneState`; thickness: width of the outlines in pixels */
 
 /**
  * Draw the outlines of objects at the resolution of the screen, so that the outlines are sharp at any zoom.
