@@ -93,7 +93,8 @@ async function showTrainingLists() {
 /** Create a session for a stack, and show its views. @param {import("./stack/session.js").Stack} stack */
 function openSession(stack) {
   const name = stack.name || "stack.tif";
-  // The view has to be visible before the session is created, because the canvases of the session read their size from the layout.
+  // The view has to be visible before the session is created, because the canvases of the session read their size from
+  // the layout.
   showView("work", name);
   return new Session({ ...stack, name }, service, showError);
 }

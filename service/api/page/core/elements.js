@@ -129,8 +129,8 @@ for (const name of ["pointerup", "pointercancel"])
   document.addEventListener(name, () => setBusy("pressed", null), true);
 
 /**
- * Replace the children of an element. This is postponed while the user is typing in a child or pressing a child. If a child has
- * the focus, the new control with the same id, label or text receives the focus.
+ * Replace the children of an element. This is postponed while the user is typing in a child or pressing a child. If a
+ * child has the focus, the new control with the same id, label or text receives the focus.
  * @param {HTMLElement} root @param {() => Child[]} draw
  */
 export function redraw(root, draw) {

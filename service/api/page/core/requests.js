@@ -43,8 +43,8 @@ function createKeyHeaders() {
 }
 
 /**
- * Send a request. If the service requires a key, prompt for the key and send the request again. Throws a Problem if the service
- * responds with an error.
+ * Send a request. If the service requires a key, prompt for the key and send the request again. Throws a Problem if the
+ * service responds with an error.
  * @param {string} path relative to the URL of the page, so that a proxy can serve the page under any path
  * @param {RequestInit} [options]
  * @returns {Promise<Response>}

@@ -88,7 +88,7 @@ export class MetadataControls {
     if (file.times > 1) controls.push(...this.#createTimeFields(file));
     controls.push(this.#createVoxelSizeField(file));
     const selectedAxes = this.parameters.axes ?? "";
-    // Offer a choice of axes if the service had to assume the axes: pages read as planes may be time points or channels.
+    // Offer a choice if the service had to assume the axes: pages read as planes may be time points or channels.
     if (selectedAxes || file.times > 1 || file.notes.some((note) => note.includes("axes=")))
       controls.push(this.#createAxesField(file, selectedAxes));
     return controls;

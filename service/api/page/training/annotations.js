@@ -15,8 +15,8 @@ export async function fetchAnnotations() {
 }
 
 /**
- * Open a dialog that asks for a name and for the part of the stack that the user checked, and that saves the corrected labels
- * with their stack.
+ * Open a dialog that asks for a name and for the part of the stack that the user checked, and that saves the corrected
+ * labels with their stack.
  * @param {{labels: Volume, correctionCount: number, stack: string, job: string, time: number | undefined, name: string}} corrections stack and job: ids; time: time point if the job is a series, otherwise undefined; name: initial name
  * @returns {Promise<Annotation | null>} null if the user canceled
  */

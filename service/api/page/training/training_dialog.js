@@ -117,8 +117,8 @@ export async function openTrainingDialog(maxMinutes, model = "") {
 /** @typedef {{annotation: import("openapi").AnnotationReport, checkbox: HTMLInputElement}[]} StackCheckboxes */
 
 /**
- * Create a checkbox for each annotated stack. If stacks have labels for the same region, selecting one deselects the others,
- * because a training run uses only one of them.
+ * Create a checkbox for each annotated stack. If stacks have labels for the same region, selecting one deselects the
+ * others, because a training run uses only one of them.
  * @param {import("openapi").AnnotationReport[]} annotations newest first @returns {StackCheckboxes}
  */
 function createCheckboxes(annotations) {

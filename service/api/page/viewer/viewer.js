@@ -19,8 +19,8 @@ const MAX_ZOOM = 60;
 const BUTTON_ZOOM_FACTOR = 1.4;
 
 /**
- * Viewer of a stack and its labels. It dispatches `pick` with the id of the object that the user selected, `diameter` with
- * the diameter that the user dragged, and `draw` after drawing.
+ * Viewer of a stack and its labels. It dispatches `pick` with the id of the object that the user selected, `diameter`
+ * with the diameter that the user dragged, and `draw` after drawing.
  */
 export class Viewer extends EventTarget {
   /** @param {HTMLElement} root */

@@ -12,8 +12,8 @@ const VERTEX_SHADER_SOURCE = `#version 300 es
 in vec2 corner; out vec2 screenPosition;
 void main() { screenPosition = corner; gl_Position = vec4(corner, 0.0, 1.0); }`;
 
-// The stack fills a box that is centered at the origin and whose longest edge is 2. `rotation` converts screen directions to stack
-// directions.
+// The stack fills a box that is centered at the origin and whose longest edge is 2. `rotation` converts screen
+// directions to stack directions.
 const FRAGMENT_SHADER_SOURCE = `#version 300 es
 precision highp float; precision highp int; precision highp sampler3D; precision highp usampler3D;
 in vec2 screenPosition; out vec4 color;

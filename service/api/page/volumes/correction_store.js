@@ -12,8 +12,8 @@
 
 const DATABASE_NAME = "stackseg-corrections";
 const STORE_NAME = "edits";
-// The key of a record is [key of the result, record number]. Records with numbers from 0 are corrections, numbered in the order in
-// which they were made. Records with negative numbers contain other data of the result.
+// The key of a record is [key of the result, record number]. Records with numbers from 0 are corrections, numbered in
+// the order in which they were made. Records with negative numbers contain other data of the result.
 /** Record number of the id of the tab that corrects the result. */
 const OWNER_RECORD_NUMBER = -1;
 /** Record number of the ids of the annotated stacks that were created from the result in this browser. */
@@ -80,8 +80,8 @@ export function count(key) {
 }
 
 /**
- * Store a correction at its index, and delete all later corrections. If `edit` is null, only delete the corrections from this
- * index onward.
+ * Store a correction at its index, and delete all later corrections. If `edit` is null, only delete the corrections
+ * from this index onward.
  * @param {string} key @param {number} index @param {Edit | null} edit
  * @returns {Promise<"saved" | "owned-by-other-tab" | "unavailable">} owned-by-other-tab: nothing was written
  */
@@ -153,8 +153,9 @@ export function forgetCorrections(job) {
 }
 
 /**
- * Claim a result for this tab, so that only one tab corrects the result at a time. The claim is stored with the corrections and
- * checked at every write, because Web Locks are available only over HTTPS. Claims of closed tabs are ignored.
+ * Claim a result for this tab, so that only one tab corrects the result at a time. The claim is stored with the
+ * corrections and checked at every write, because Web Locks are available only over HTTPS. Claims of closed tabs are
+ * ignored.
  * @param {string} key @param {boolean} force whether to claim the result even if another open tab corrects it
  * @returns {Promise<boolean>} false if another open tab corrects the result
  */

@@ -5,8 +5,8 @@
 /** @typedef {{values: Uint8Array, top: number, left: number, height: number, width: number}} Mask mask of a rectangle in a plane; values: 1 inside the shape, 0 outside */
 
 /**
- * Add the squared distances along one line to the squared distances across the line. The result is the lower envelope of parabolas
- * (Felzenszwalb and Huttenlocher, Distance transforms of sampled functions, 2012).
+ * Add the squared distances along one line to the squared distances across the line. The result is the lower envelope
+ * of parabolas (Felzenszwalb and Huttenlocher, Distance transforms of sampled functions, 2012).
  * @param {Float64Array} values overwritten with the result @param {number} count number of values to use
  * @param {number} spacing voxel size along the line @param {Int32Array} roots buffer of `count` values
  * @param {Float64Array} bounds buffer of `count` + 1 values @param {Float64Array} result buffer of `count` values
@@ -182,8 +182,8 @@ function computeSignedDistances(mask, height, width, shift) {
 }
 
 /**
- * Interpolate between two masks. The signed distances of the masks are blended while the center moves from the first mask to
- * the second (Raya and Udupa, Shape-based interpolation of multidimensional objects, 1990).
+ * Interpolate between two masks. The signed distances of the masks are blended while the center moves from the first
+ * mask to the second (Raya and Udupa, Shape-based interpolation of multidimensional objects, 1990).
  * @param {Mask} first @param {Mask} second @param {number} count number of masks to create @returns {Mask[]}
  */
 function interpolateMasks(first, second, count) {

@@ -170,8 +170,8 @@ export async function fetchVolume({ url, parameters, fullShape }, signal, onbloc
     }
   }
 
-  // Fetch the first block before the others. The service decodes the file for this block, and then serves the other blocks from the
-  // decoded file.
+  // Fetch the first block before the others. The service decodes the file for this block, and then serves the other
+  // blocks from the decoded file.
   const otherStarts = starts.splice(1);
   await fetchBlocks();
   starts.push(...otherStarts);
