@@ -4,7 +4,7 @@ import { setUpKeyDialog, updateKeyButton } from "./core/api_key.js";
 import { button, byId, element } from "./core/elements.js";
 import { formatBytes } from "./core/format.js";
 import { hideError, showError } from "./core/notices.js";
-import { Problem, request, requestJson, upload } from "./core/requests.js";
+import { Problem, request, requestJson, uploadStack } from "./core/requests.js";
 import { setUpTheme } from "./core/theme.js";
 import { showComparison } from "./result/compare_view.js";
 import { offerCorrections } from "./result/missing_result.js";
@@ -59,7 +59,7 @@ async function openFile(file, name) {
     progressText.textContent = `${formatBytes(file.size * fraction)} of ${formatBytes(file.size)}`;
   };
   try {
-    const stack = await upload(file, name, showProgress, uploadAbort.signal);
+    const stack = await uploadStack(file, name, showProgress, uploadAbort.signal);
     location.hash = `stack=${stack.id}`;
   } catch (error) {
     showStart();
@@ -123,7 +123,7 @@ async function openJob(id) {
   openedSession.settings.restore({ ...parameterStrings, model: String(parameters.model ?? job.model.split("/")[0]) });
   rememberJob({ job: id, stack: openedSession.stack, name: job.name, model: job.model, created: job.created });
   const inspection = stack ? openedSession.inspect() : Promise.resolve(openedSession.settings.showMissingStack());
-  await Promise.all([inspection, openedSession.follow(id)]);
+  await Promise.all([inspection, openedSession.followJob(id)]);
 }
 
 /** @param {string} id @param {AbortSignal} signal */
@@ -140,7 +140,7 @@ async function openAnnotation(id, model) {
   await readModels();
   const storedStack = stackId ? await requestJson(`stacks/${stackId}`).catch(() => null) : null;
   const stack =
-    storedStack ?? (await upload(await (await request(`annotations/${id}/image`)).blob(), name, () => undefined));
+    storedStack ?? (await uploadStack(await (await request(`annotations/${id}/image`)).blob(), name, () => undefined));
   location.hash = `stack=${stack.id}&model=${encodeURIComponent(model)}`;
 }
 

@@ -143,7 +143,7 @@ export function redraw(root, draw) {
   const focusedElement = document.activeElement;
   const findMatches = () =>
     [...root.querySelectorAll(FOCUSABLE_SELECTOR)].filter(
-      (node) => describeNode(node) === describeNode(focusedElement),
+      (node) => describeControl(node) === describeControl(focusedElement),
     );
   const index = focusedElement === null ? -1 : findMatches().indexOf(focusedElement);
   root.replaceChildren(...draw().filter(isPresent).map(toNode));
@@ -152,6 +152,6 @@ export function redraw(root, draw) {
 }
 
 /** Return a string that identifies a control before and after a redraw. @param {Element | null} node */
-function describeNode(node) {
+function describeControl(node) {
   return node && [node.tagName, node.id || node.ariaLabel || node.textContent].join(" ");
 }

@@ -100,7 +100,7 @@ export function buildQuery(parameters) {
  * @param {AbortSignal} [signal]
  * @returns {Promise<import("openapi").StackReport>}
  */
-export async function upload(file, name, onprogress, signal) {
+export async function uploadStack(file, name, onprogress, signal) {
   /** @type {XMLHttpRequest} */
   const completedXhr = await new Promise((resolve, reject) => {
     const xhr = new XMLHttpRequest();
@@ -118,7 +118,7 @@ export async function upload(file, name, onprogress, signal) {
   const response = new Response(completedXhr.responseText || "{}", { status: completedXhr.status || 500 });
   if (response.status === 401) {
     storeKey(await promptForKey(hasKey()));
-    return upload(file, name, onprogress, signal);
+    return uploadStack(file, name, onprogress, signal);
   }
   if (!response.ok) throw await readProblem(response);
   return response.json();

@@ -7,7 +7,7 @@ export function setUpTheme(toggle) {
   const savedTheme = localStorage.getItem(THEME_STORAGE_KEY);
   if (savedTheme === "dark" || savedTheme === "light") document.documentElement.dataset.theme = savedTheme;
   toggle.addEventListener("click", () => {
-    const nextTheme = isDark() ? "light" : "dark";
+    const nextTheme = isDarkTheme() ? "light" : "dark";
     document.documentElement.dataset.theme = nextTheme;
     localStorage.setItem(THEME_STORAGE_KEY, nextTheme);
     redrawCanvases();
@@ -20,7 +20,7 @@ function redrawCanvases() {
   for (const canvas of document.querySelectorAll("canvas")) canvas.dispatchEvent(new Event("theme"));
 }
 
-function isDark() {
+function isDarkTheme() {
   const selectedTheme = document.documentElement.dataset.theme;
   return selectedTheme ? selectedTheme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }

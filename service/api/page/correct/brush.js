@@ -49,7 +49,7 @@ export class Brush {
   }
 
   /** Start a stroke. @param {SliceView} view @param {Triple} position @param {boolean} isErasing @returns {boolean} false if there is no object to change */
-  start(view, position, isErasing) {
+  startStroke(view, position, isErasing) {
     const target = this.targetAt(position, isErasing);
     if (target === null) return false;
     const id = target || this.editor.startObject();

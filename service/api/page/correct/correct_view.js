@@ -78,9 +78,9 @@ export class CorrectView {
 
   /** Report the number of stored corrections, and show the corrected labels. */
   async reportStoredCorrections() {
-    const editCount = await correctionStore.count(this.key);
+    const editCount = await correctionStore.countCorrections(this.key);
     this.#emit("count", { editCount, objectCount: null });
-    if (editCount > 0) await this.show();
+    if (editCount > 0) await this.showCorrectedLabels();
   }
 
   /** @param {string} name @param {unknown} detail */
@@ -90,11 +90,11 @@ export class CorrectView {
 
   /** The key of the corrections in the store. */
   get key() {
-    return correctionStore.makeKey(this.job, this.time);
+    return correctionStore.makeResultKey(this.job, this.time);
   }
 
   /** Change the time point. @param {number} time displayed time point @param {boolean} isCorrecting whether to show the tools */
-  async goTo(time, isCorrecting) {
+  async goToTimePoint(time, isCorrecting) {
     this.time = time;
     if (isCorrecting) await this.enter();
     else await this.reportStoredCorrections();
@@ -109,10 +109,10 @@ export class CorrectView {
     this.panel.showProgress("Loading the labels");
     const signal = this.#startTools();
     const { key } = this;
-    signal.addEventListener("abort", () => correctionStore.release(key));
-    if (!(await correctionStore.claim(key, force)))
+    signal.addEventListener("abort", () => correctionStore.releaseResult(key));
+    if (!(await correctionStore.claimResult(key, force)))
       return this.#offerToContinue(OPEN_IN_OTHER_TAB_MESSAGE, "Continue here", true);
-    if (signal.aborted) return correctionStore.release(key);
+    if (signal.aborted) return correctionStore.releaseResult(key);
     correctionStore.listenForClaims(key, () => this.#pauseForOtherTab(), signal);
     try {
       const { editor, matches } = await this.#openEditor(signal);
@@ -135,7 +135,7 @@ export class CorrectView {
   /** Report the number of restored corrections. @param {number} editCount number of corrections @param {boolean} matches whether the corrections match the labels */
   async #showRestoredCount(editCount, matches) {
     if (!matches) {
-      await correctionStore.save(this.key, 0, null);
+      await correctionStore.saveCorrection(this.key, 0, null);
       this.panel.showHint("The saved corrections do not match this result and were discarded.");
     } else if (editCount > 0)
       this.panel.showHint(
@@ -144,7 +144,7 @@ export class CorrectView {
   }
 
   /** Show the labels with the stored corrections but without the tools, if the labels are loaded at full resolution. */
-  async show() {
+  async showCorrectedLabels() {
     const { labels } = this.viewer.scene.state;
     if (this.mode || this.job.time_points || !labels || !isFullResolution(labels) || explainSizeLimit(labels)) return;
     const signal = this.#startTools();
@@ -175,7 +175,7 @@ export class CorrectView {
     const parameters = job.time_points ? { time: Math.max(0, this.time - getFirstTime(job.parameters.time)) } : {};
     const editableLabels = await fetchLabels(labels, { url: `jobs/${job.id}/planes`, parameters }, viewer, signal);
     const fullImage = (await fetchImage(image, viewer, signal)) ?? editableLabels;
-    const edits = await correctionStore.load(this.key);
+    const edits = await correctionStore.loadCorrections(this.key);
     signal.throwIfAborted();
     const editor = new LabelEditor(editableLabels, getFullResolutionVoxelSize(viewer.scene.state, image));
     const matches = editor.restore(edits);
@@ -308,7 +308,7 @@ export class CorrectView {
     const editCount = mode.editor.edits.length;
     while (mode.editor.undo() !== null);
     panel.tools?.cancel();
-    await correctionStore.save(this.key, 0, null);
+    await correctionStore.saveCorrection(this.key, 0, null);
     this.#showCounts(mode.editor);
     this.#refresh3d();
     panel.showHint(`${formatCount(editCount, "correction")} discarded. Press Redo to restore them one by one.`);
@@ -316,7 +316,7 @@ export class CorrectView {
 
   /** Store a correction at its index, or delete all corrections from that index onward. @param {number} index @param {import("../volumes/label_edit.js").Edit | null} edit null to delete */
   async #storeEdit(index, edit) {
-    const outcome = await correctionStore.save(this.key, index, edit);
+    const outcome = await correctionStore.saveCorrection(this.key, index, edit);
     if (outcome === "unavailable")
       this.panel.showHint("This browser cannot save corrections. They will be lost when you close the page.");
     if (outcome === "owned-by-other-tab") this.#pauseForOtherTab();

@@ -293,7 +293,7 @@ export class EditTools extends EventTarget {
   /** @param {SliceView} view @param {Triple} position */
   #startStroke(view, position) {
     const isErasing = this.tool === "erase";
-    if (this.brush.start(view, position, isErasing)) this.viewer.draw();
+    if (this.brush.startStroke(view, position, isErasing)) this.viewer.draw();
     else
       this.callbacks.showHint(
         isErasing

@@ -170,7 +170,7 @@ export async function showComparison(root, ids, signal) {
   timeSlider.addEventListener("change", show);
   await show();
   // Synchronize the views last. Otherwise, each view would follow the other one during the setup.
-  synchronize(sides);
+  synchronizeSides(sides);
 }
 
 /** @param {Job} job @returns {[number, number]} the first time point of the job, and one past the last */
@@ -208,7 +208,7 @@ async function loadTimePoint(sides, stack, file, part, time, signal) {
     side.hint.textContent = labelsSource ? CLICK_HINT : `This result does not include time point ${time}.`;
     if (!labelsSource) continue;
     const labels = await fetchVolume(labelsSource, signal, () => undefined);
-    const edits = await correctionStore.load(correctionStore.makeKey(side.job, time));
+    const edits = await correctionStore.loadCorrections(correctionStore.makeResultKey(side.job, time));
     signal.throwIfAborted();
     side.setLabels(labels, edits);
   }
@@ -223,7 +223,7 @@ function getLabelsSource(job, time, fullShape) {
 }
 
 /** Synchronize the position and the selection of both sides. @param {Side[]} sides */
-function synchronize(sides) {
+function synchronizeSides(sides) {
   for (const [index, { viewer }] of sides.entries()) {
     const otherSide = sides[1 - index];
     viewer.addEventListener("draw", () => otherSide.viewer.follow(viewer));

@@ -15,7 +15,7 @@ const ARRAY_TYPES = { 1: Uint8Array, 2: Uint16Array, 4: Uint32Array };
  * @returns {Promise<boolean>} false if there are no corrections
  */
 export async function offerCorrections(job, name, ondiscard) {
-  const entries = [...(await correctionStore.countAll())].filter(([key]) => key.split("@")[0] === job);
+  const entries = [...(await correctionStore.countAllCorrections())].filter(([key]) => key.split("@")[0] === job);
   if (entries.length === 0) return false;
   const stem = name.replace(/(\.ome)?\.tiff?$/i, "");
   const problem = element("p", { class: "warning-text", role: "alert" });
@@ -79,7 +79,10 @@ function createExportRow(key, correctionCount, stem, problem) {
 
 /** Load the original labels, and apply their corrections. @param {string} key @returns {Promise<Labels | null>} null if the labels are not saved in this browser */
 async function loadCorrectedLabels(key) {
-  const [original, edits] = await Promise.all([correctionStore.loadOriginalLabels(key), correctionStore.load(key)]);
+  const [original, edits] = await Promise.all([
+    correctionStore.loadOriginalLabels(key),
+    correctionStore.loadCorrections(key),
+  ]);
   if (original === undefined) return null;
   const { zipped, bytes, shape, voxelSize } = original;
   const buffer = await new Response(zipped.stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();

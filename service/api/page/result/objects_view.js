@@ -212,7 +212,7 @@ export class ObjectsView extends EventTarget {
           },
           element(
             "button",
-            { type: "button", id: `sort-${name}`, onclick: () => this.#sort(name) },
+            { type: "button", id: `sort-${name}`, onclick: () => this.#sortByColumn(name) },
             `${getColumnTitle(name, this.table)}${name === this.sortColumn ? (this.isDescending ? " ↓" : " ↑") : ""}`,
           ),
         ),
@@ -221,7 +221,7 @@ export class ObjectsView extends EventTarget {
   }
 
   /** @param {string} name */
-  #sort(name) {
+  #sortByColumn(name) {
     this.isDescending = name === this.sortColumn ? !this.isDescending : name !== "label";
     this.sortColumn = name;
     this.#drawHeaderRow();

@@ -13,7 +13,7 @@ import { drawScreenshot } from "./screenshots.js";
 /** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
-/** @typedef {{getTimePoint: () => number, goTo: (time: number) => Promise<void>, events: EventTarget}} TimeNavigation reads and changes the displayed time point; `events` dispatches `leaving` before each change and `time` after it */
+/** @typedef {{getTimePoint: () => number, goToTimePoint: (time: number) => Promise<void>, events: EventTarget}} TimeNavigation reads and changes the displayed time point; `events` dispatches `leaving` before each change and `time` after it */
 
 const NOT_TRACKED_NOTE =
   "Objects are numbered and colored separately at each time point: object 5 of one time point is not object 5 of the next. To track objects, select “Track objects over time” and segment again.";
@@ -85,7 +85,7 @@ export function showResult(root, result, table, { viewer, capabilities, signal, 
     timeNavigation.events.addEventListener("leaving", () => correctView.leave(false), { signal });
     timeNavigation.events.addEventListener(
       "time",
-      () => correctView.goTo(timeNavigation.getTimePoint(), isCorrecting),
+      () => correctView.goToTimePoint(timeNavigation.getTimePoint(), isCorrecting),
       { signal },
     );
   }
@@ -164,7 +164,7 @@ function linkTableAndViews(viewer, objects, timeNavigation, signal) {
   if (isSeries) objects.time = timeNavigation.getTimePoint();
   objects.addEventListener("select", async (event) => {
     const label = /** @type {CustomEvent<number>} */ (event).detail;
-    if (isSeries && objects.time !== timeNavigation.getTimePoint()) await timeNavigation.goTo(objects.time);
+    if (isSeries && objects.time !== timeNavigation.getTimePoint()) await timeNavigation.goToTimePoint(objects.time);
     const center = objects.getCenter(label);
     if (center) viewer.select(label, center);
   });

@@ -3,7 +3,7 @@
 import { element, redraw } from "../core/elements.js";
 import { hasChanged } from "../core/store.js";
 import { chooseContrast } from "../viewer/scene.js";
-import { estimateQuantiles, paintGray, slice } from "../volumes/slices.js";
+import { estimateQuantiles, extractPlane, paintGray } from "../volumes/slices.js";
 
 /** @typedef {import("openapi").Description} Description */
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
@@ -68,7 +68,7 @@ export function createChannelPreviews(file, selectedChannel, fetchMiddlePlane, o
 /** @param {HTMLCanvasElement} canvas @param {Volume} volume of one plane @param {Color} color */
 function drawPreview(canvas, volume, color) {
   const [low, high] = estimateQuantiles(volume.data, [0.01, 0.995]);
-  const plane = slice(volume, 0, 0);
+  const plane = extractPlane(volume, 0, 0);
   const image = element("canvas", { width: plane.width, height: plane.height });
   image.getContext("2d")?.putImageData(paintGray(plane, low, Math.max(high, low + 1e-9), color), 0, 0);
   const scale = Math.max(canvas.width / plane.width, canvas.height / plane.height);

@@ -22,10 +22,10 @@ export const AXIS_LEGEND = "T: time, Z: depth, C: channel, Y: row, X: column, S:
 
 /** The controls for the axes, the channel, the time points and the voxel size. */
 export class MetadataControls {
-  /** @param {import("openapi").ModelInfo[]} models @param {(changes: Parameters) => void} change called with the parameters that the user changed */
-  constructor(models, change) {
+  /** @param {import("openapi").ModelInfo[]} models @param {(changes: Parameters) => void} changeParameters called with the parameters that the user changed */
+  constructor(models, changeParameters) {
     this.models = models;
-    this.change = change;
+    this.changeParameters = changeParameters;
     this.root = element("div", { class: "metadata-controls" });
     /** @type {Parameters} */
     this.parameters = {};
@@ -63,7 +63,7 @@ export class MetadataControls {
         element(
           "div",
           { class: "row" },
-          ...options.map((axes) => button(axes, () => this.change({ axes }), "secondary")),
+          ...options.map((axes) => button(axes, () => this.changeParameters({ axes }), "secondary")),
         ),
         problem.slug === "ambiguous-axes" &&
           field(
@@ -73,7 +73,9 @@ export class MetadataControls {
               maxLength: 6,
               placeholder: "one letter per dimension",
               onchange: (/** @type {Event} */ event) =>
-                this.change({ axes: /** @type {HTMLInputElement} */ (event.target).value.trim().toUpperCase() }),
+                this.changeParameters({
+                  axes: /** @type {HTMLInputElement} */ (event.target).value.trim().toUpperCase(),
+                }),
             }),
           ),
       ),
@@ -108,7 +110,7 @@ export class MetadataControls {
           id: "axes",
           // The selected channel and time points may not exist with the new axes.
           onchange: (/** @type {Event} */ event) =>
-            this.change({
+            this.changeParameters({
               axes: /** @type {HTMLSelectElement} */ (event.target).value,
               channel: "",
               time: "",
@@ -129,7 +131,7 @@ export class MetadataControls {
     const placeholder = inputChannels > 1 ? "all channels" : "select one";
     const select = element(
       "select",
-      { id: "channel", onchange: () => this.change({ channel: select.value }) },
+      { id: "channel", onchange: () => this.changeParameters({ channel: select.value }) },
       (inputChannels > 1 || !channel) && element("option", { value: "", selected: !channel }, placeholder),
       ...file.channels.map((name, index) => {
         const text = name ? `${index}: ${name}` : getChannelName(file, index);
@@ -146,7 +148,7 @@ export class MetadataControls {
     const { previews, fetchMiddlePlane } = this;
     const key = `${file.axes} ${file.stored_shape}`;
     if (previews.key !== key && fetchMiddlePlane) {
-      const selectChannel = (/** @type {number} */ index) => this.change({ channel: String(index) });
+      const selectChannel = (/** @type {number} */ index) => this.changeParameters({ channel: String(index) });
       this.previews = { key, root: createChannelPreviews(file, selectedChannel, fetchMiddlePlane, selectChannel) };
     }
     const { root } = this.previews;
@@ -169,7 +171,7 @@ export class MetadataControls {
         max: String(file.times - 1),
         value,
         "aria-label": label,
-        onchange: () => this.change({ time: readTime() }),
+        onchange: () => this.changeParameters({ time: readTime() }),
       });
     const timeInput = createNumberInput("time", start || "0", "Time point");
     const firstInput = createNumberInput("time-from", start || "0", "First time point");
@@ -179,7 +181,8 @@ export class MetadataControls {
       {
         id: "times",
         "aria-label": "Time points",
-        onchange: () => this.change(modeSelect.value === "one" ? { time: readTime(), link: "" } : { time: readTime() }),
+        onchange: () =>
+          this.changeParameters(modeSelect.value === "one" ? { time: readTime(), link: "" } : { time: readTime() }),
       },
       ...[
         ["one", "one"],
@@ -199,7 +202,7 @@ export class MetadataControls {
       type: "checkbox",
       id: "link",
       checked: this.parameters.link === "overlap",
-      onchange: () => this.change({ link: linkCheckbox.checked ? "overlap" : "" }),
+      onchange: () => this.changeParameters({ link: linkCheckbox.checked ? "overlap" : "" }),
     });
     const inputs = isSeries
       ? time !== "all" && element("div", { class: "row tight" }, firstInput, "to", lastInput)
@@ -227,7 +230,7 @@ export class MetadataControls {
         "aria-label": `Voxel size along ${axis} in micrometers`,
         onchange: () => {
           const [x, y, z] = inputs.map((input) => input.value);
-          if (Number(x) > 0 && Number(y) > 0 && Number(z) > 0) this.change({ voxel_size: `${z},${y},${x}` });
+          if (Number(x) > 0 && Number(y) > 0 && Number(z) > 0) this.changeParameters({ voxel_size: `${z},${y},${x}` });
         },
       }),
     );

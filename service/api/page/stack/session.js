@@ -64,9 +64,9 @@ export class Session {
 
   #addEventListeners() {
     const { timeSlider, settings, viewer } = this;
-    timeSlider.addEventListener("change", () => this.goToTime(timeSlider.time).catch(this.showError));
+    timeSlider.addEventListener("change", () => this.goToTimePoint(timeSlider.time).catch(this.showError));
     settings.addEventListener("change", () => this.inspectLater());
-    settings.addEventListener("run", () => this.run());
+    settings.addEventListener("run", () => this.submitJob());
     viewer.addEventListener("diameter", (event) =>
       settings.setDiameter(/** @type {CustomEvent<number>} */ (event).detail),
     );
@@ -179,7 +179,7 @@ export class Session {
   }
 
   /** Show a time point of a series with its labels. @param {number} time */
-  async goToTime(time) {
+  async goToTimePoint(time) {
     if (this.inspection === null) return;
     const { viewer, job } = this;
     const [first, stop] = this.inspection.file.time_points ?? [0, 1];
@@ -210,7 +210,7 @@ export class Session {
   }
 
   /** Submit a job with the current settings, and follow the job. */
-  async run() {
+  async submitJob() {
     const { settings, stack, name } = this;
     settings.runButton.disabled = true;
     const measurements = this.inspection?.output === "labels" ? "zip" : "";
@@ -225,7 +225,7 @@ export class Session {
       const thumbnail = drawThumbnail(this.viewer);
       rememberJob({ job: job.id, stack, name, model: job.model, parameters: descriptions.join(", "), thumbnail });
       history.pushState(null, "", `#job=${job.id}`);
-      await this.follow(job.id);
+      await this.followJob(job.id);
     } catch (error) {
       this.showError(error);
     } finally {
@@ -234,7 +234,7 @@ export class Session {
   }
 
   /** Show the progress of a job, and then its result. @param {string} id */
-  async follow(id) {
+  async followJob(id) {
     const { side } = this;
     const progressView = new ProgressView(side, id);
     this.job = null;
@@ -262,11 +262,11 @@ export class Session {
     const segmentWith = async (/** @type {Record<string, string>} */ changes) => {
       this.settings.restore({ ...this.settings.parameters, ...changes });
       await this.inspect();
-      await this.run();
+      await this.submitJob();
     };
     const timeNavigation = {
       getTimePoint: () => this.timeSlider.time,
-      goTo: (/** @type {number} */ time) => this.goToTime(time),
+      goToTimePoint: (/** @type {number} */ time) => this.goToTimePoint(time),
       events: this.timeEvents,
     };
     const { capabilities } = this.service;

@@ -78,7 +78,7 @@ export class SettingsView extends EventTarget {
       element("div", { class: "run-box" }, this.estimateText, this.runButton),
     );
     this.settings = this.#createSettings();
-    this.metadata = new MetadataControls(this.models, (changes) => this.#change(changes));
+    this.metadata = new MetadataControls(this.models, (changes) => this.#changeParameters(changes));
     this.controls.append(this.metadata.root, this.settings);
     /** @type {Inspection | null} */
     this.inspection = null;
@@ -92,7 +92,7 @@ export class SettingsView extends EventTarget {
   }
 
   /** @param {Parameters} changes */
-  #change(changes) {
+  #changeParameters(changes) {
     Object.assign(this.parameters, changes);
     this.dispatchEvent(new Event("change"));
   }
@@ -102,7 +102,7 @@ export class SettingsView extends EventTarget {
     this.exampleImage = element("img", { class: "example", alt: "", hidden: true });
     this.modelSelect = element(
       "select",
-      { onchange: () => this.#change({ model: this.modelSelect?.value ?? "" }) },
+      { onchange: () => this.#changeParameters({ model: this.modelSelect?.value ?? "" }) },
       ...this.models.map((model) =>
         element("option", { value: model.name, selected: model.name === this.parameters.model }, model.name),
       ),
@@ -143,7 +143,7 @@ export class SettingsView extends EventTarget {
 
   /** @param {AdvancedOption} option */
   #createOption({ name, title, placeholder, choices }) {
-    const onchange = () => this.#change({ [name]: control.value.trim() });
+    const onchange = () => this.#changeParameters({ [name]: control.value.trim() });
     const control = choices
       ? element("select", { onchange }, ...choices.map(([value, text]) => element("option", { value }, text)))
       : element("input", { type: "text", placeholder, autocomplete: "off", onchange });
@@ -154,7 +154,7 @@ export class SettingsView extends EventTarget {
   #applyDiameter() {
     const kind = this.diameterSelect?.value ?? "";
     if (this.diameterInput) this.diameterInput.hidden = kind !== "px";
-    this.#change({ diameter: kind === "px" ? `${this.diameterInput?.value}px` : kind });
+    this.#changeParameters({ diameter: kind === "px" ? `${this.diameterInput?.value}px` : kind });
   }
 
   /** The custom diameter in voxels, or null if the user has not set one. */
@@ -197,7 +197,7 @@ export class SettingsView extends EventTarget {
     this.inspection = inspection;
     this.settings.hidden = false;
     // The views show one time point. Select it explicitly, so that the displayed time point is also the segmented one.
-    if (inspection.file.times > 1 && !this.parameters.time) this.#change({ time: "0" });
+    if (inspection.file.times > 1 && !this.parameters.time) this.#changeParameters({ time: "0" });
     const { file } = inspection;
     const [, z, y, x] = file.shape;
     const voxelSize = file.voxel_size;

@@ -95,7 +95,7 @@ function createRecentJobsSection(jobs, openJob, onchange) {
   );
   /** Number of corrections by job id. @type {Map<string, number>} */
   const correctionCounts = new Map();
-  correctionStore.countAll().then((counts) => {
+  correctionStore.countAllCorrections().then((counts) => {
     for (const [key, count] of counts) {
       const [job] = key.split("@");
       correctionCounts.set(job, (correctionCounts.get(job) ?? 0) + count);

@@ -23,13 +23,13 @@ export class TimeSlider extends EventTarget {
       element("span", { class: "slim" }, "Time"),
       element(
         "button",
-        { type: "button", class: "quiet icon", "aria-label": "Previous time point", onclick: () => this.step(-1) },
+        { type: "button", class: "quiet icon", "aria-label": "Previous time point", onclick: () => this.moveBy(-1) },
         "‹",
       ),
       this.slider,
       element(
         "button",
-        { type: "button", class: "quiet icon", "aria-label": "Next time point", onclick: () => this.step(1) },
+        { type: "button", class: "quiet icon", "aria-label": "Next time point", onclick: () => this.moveBy(1) },
         "›",
       ),
       this.text,
@@ -46,7 +46,7 @@ export class TimeSlider extends EventTarget {
   }
 
   /** Move by a number of time points. @param {number} count */
-  step(count) {
+  moveBy(count) {
     const next = Math.max(Number(this.slider.min), Math.min(Number(this.slider.max), this.time + count));
     if (next !== this.time && !this.root.hidden) this.#setTime(next);
   }

@@ -130,7 +130,7 @@ export async function createAnnotationsList(openDialog) {
         element("h2", { id: "annotated-title" }, "Annotated stacks"),
         openDialog && button("Improve a model with these", openDialog, "secondary"),
       ),
-      element("ul", {}, ...annotations.map((annotation) => createItem(annotation, remove))),
+      element("ul", {}, ...annotations.map((annotation) => createAnnotationItem(annotation, remove))),
     );
   };
   /** @param {Annotation} annotation */
@@ -155,7 +155,7 @@ export function describeAnnotation({ objects, changes, region, base_model: model
 }
 
 /** @param {Annotation} annotation @param {(annotation: Annotation) => void} remove */
-function createItem(annotation, remove) {
+function createAnnotationItem(annotation, remove) {
   return element(
     "li",
     { class: "without-thumbnail" },

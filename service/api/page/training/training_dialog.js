@@ -17,7 +17,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
   let suggestedName = findUnusedName(initialBase, names);
   const onBaseChange = () => {
     if (nameInput.value === suggestedName) nameInput.value = suggestedName = findUnusedName(baseSelect.value, names);
-    preselect(checkboxes, baseSelect.value, models);
+    preselectStacks(checkboxes, baseSelect.value, models);
   };
   const baseSelect = element(
     "select",
@@ -41,7 +41,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
     required: true,
   });
   const checkboxes = createCheckboxes(annotations);
-  preselect(checkboxes, initialBase, models);
+  preselectStacks(checkboxes, initialBase, models);
   const problem = element("p", { class: "warning-text", role: "alert" });
   const onsubmit = async (/** @type {Event} */ event) => {
     event.preventDefault();
@@ -141,7 +141,7 @@ function createCheckboxes(annotations) {
  * different structures. If stacks have labels for the same region, check only the newest stack.
  * @param {StackCheckboxes} checkboxes @param {string} base @param {Model[]} models
  */
-function preselect(checkboxes, base, models) {
+function preselectStacks(checkboxes, base, models) {
   for (const { checkbox } of checkboxes) checkbox.checked = false;
   for (const { annotation, checkbox } of checkboxes) {
     const { base_model: model, overlaps } = annotation;

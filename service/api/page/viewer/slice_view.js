@@ -1,7 +1,7 @@
 /** View of a stack along one axis, with a canvas for gray values, a canvas for outlines, a crosshair and a slider. */
 
 import { element } from "../core/elements.js";
-import { IN_PLANE_AXES, paintGray, paintLabels, slice } from "../volumes/slices.js";
+import { extractPlane, IN_PLANE_AXES, paintGray, paintLabels } from "../volumes/slices.js";
 import { clamp } from "./scene.js";
 
 /** @typedef {import("./scene.js").Axis} Axis */
@@ -124,15 +124,16 @@ export class SliceView {
     context.clearRect(0, 0, this.imageCanvas.width, this.imageCanvas.height);
     context.imageSmoothingEnabled = isSmooth;
     const finePlane = this.#getFinePlane();
-    this.#paint(
+    this.#paintPlane(
       context,
       this.scene.state,
-      finePlane?.image ?? slice(image, this.axis, position[this.axis]),
+      finePlane?.image ?? extractPlane(image, this.axis, position[this.axis]),
       this.#getFinePlacement(placement, finePlane?.step),
     );
     context.globalCompositeOperation = "lighter";
     for (const layer of overlays) {
-      if (layer.image) this.#paint(context, layer, slice(layer.image, this.axis, position[this.axis]), placement);
+      if (layer.image)
+        this.#paintPlane(context, layer, extractPlane(layer.image, this.axis, position[this.axis]), placement);
     }
   }
 
@@ -141,7 +142,7 @@ export class SliceView {
    * @param {CanvasRenderingContext2D} context @param {import("./scene.js").Layer} layer
    * @param {Plane} plane @param {import("../volumes/slices.js").Placement} placement
    */
-  #paint(context, { contrast, color }, plane, { left, top, scaleX, scaleY }) {
+  #paintPlane(context, { contrast, color }, plane, { left, top, scaleX, scaleY }) {
     const ratio = this.pixelRatio ?? 1;
     if (this.planeCanvas.width !== plane.width) this.planeCanvas.width = plane.width;
     if (this.planeCanvas.height !== plane.height) this.planeCanvas.height = plane.height;
@@ -183,7 +184,7 @@ export class SliceView {
     const image = this.outlinesImage ?? context.createImageData(this.labelsCanvas.width, this.labelsCanvas.height);
     this.outlinesImage = image;
     const finePlane = this.#getFinePlane();
-    const plane = finePlane?.labels ?? slice(labels, this.axis, position[this.axis]);
+    const plane = finePlane?.labels ?? extractPlane(labels, this.axis, position[this.axis]);
     const finePlacement = this.#getFinePlacement(placement, finePlane?.labels ? finePlane.step : undefined);
     const pixelPlacement = {
       left: finePlacement.left * ratio,

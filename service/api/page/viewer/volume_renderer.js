@@ -166,7 +166,7 @@ export class VolumeRenderer {
     const extents = [2, 1, 0].map((axis) => image.shape[axis] * voxelSize[axis]);
     const maxExtent = Math.max(...extents);
     this.box = extents.map((extent) => extent / maxExtent);
-    const samples = subsample(image.shape);
+    const samples = computeSampleIndices(image.shape);
     const scale = 255 / (contrast[1] - contrast[0]);
     const gray = Uint8Array.from(samples.indices, (index) =>
       Math.max(0, Math.min(255, (image.data[index] - contrast[0]) * scale)),
@@ -182,7 +182,7 @@ export class VolumeRenderer {
 }
 
 /** Return the indices of every n-th voxel along each axis, with the smallest n for which at most `MAX_TEXTURE_VOXELS` remain. @param {Triple} shape */
-function subsample(shape) {
+function computeSampleIndices(shape) {
   let step = 1;
   const getLengths = () => shape.map((length) => Math.ceil(length / step));
   while (getLengths().reduce((product, length) => product * length, 1) > MAX_TEXTURE_VOXELS) step += 1;

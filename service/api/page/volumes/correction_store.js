@@ -48,7 +48,7 @@ async function openStore(mode) {
 }
 
 /** Return the key of a result's corrections. @param {import("openapi").JobReport} job @param {number} time time point, used if the job is a series */
-export function makeKey(job, time) {
+export function makeResultKey(job, time) {
   return job.time_points ? `${job.id}@${time}` : job.id;
 }
 
@@ -67,7 +67,7 @@ async function withFallback(access, fallback) {
 }
 
 /** @param {string} key @returns {Promise<Edit[]>} the stored corrections of a result, which do not include undone corrections */
-export function load(key) {
+export function loadCorrections(key) {
   return withFallback(
     async () => toPromise((await openStore("readonly")).getAll(getCorrectionRange(key))),
     /** @type {Edit[]} */ ([]),
@@ -75,7 +75,7 @@ export function load(key) {
 }
 
 /** @param {string} key @returns {Promise<number>} the number of stored corrections of a result */
-export function count(key) {
+export function countCorrections(key) {
   return withFallback(async () => toPromise((await openStore("readonly")).count(getCorrectionRange(key))), 0);
 }
 
@@ -85,7 +85,7 @@ export function count(key) {
  * @param {string} key @param {number} index @param {Edit | null} edit
  * @returns {Promise<"saved" | "owned-by-other-tab" | "unavailable">} owned-by-other-tab: nothing was written
  */
-export function save(key, index, edit) {
+export function saveCorrection(key, index, edit) {
   return withFallback(async () => {
     const store = await openStore("readwrite");
     const owner = await toPromise(store.get([key, OWNER_RECORD_NUMBER]));
@@ -115,7 +115,7 @@ export async function addAnnotation(job, annotation) {
 }
 
 /** @returns {Promise<Map<string, number>>} the number of stored corrections by key */
-export function countAll() {
+export function countAllCorrections() {
   return withFallback(async () => {
     const keys = /** @type {[string, number][]} */ (await toPromise((await openStore("readonly")).getAllKeys()));
     const countByKey = new Map();
@@ -159,7 +159,7 @@ export function forgetCorrections(job) {
  * @param {string} key @param {boolean} force whether to claim the result even if another open tab corrects it
  * @returns {Promise<boolean>} false if another open tab corrects the result
  */
-export async function claim(key, force) {
+export async function claimResult(key, force) {
   const owner = await withFallback(
     async () => toPromise((await openStore("readonly")).get([key, OWNER_RECORD_NUMBER])),
     undefined,
@@ -175,7 +175,7 @@ export async function claim(key, force) {
 }
 
 /** Release a result that this tab claimed. @param {string} key */
-export function release(key) {
+export function releaseResult(key) {
   if (!ownedKeys.delete(key)) return;
   withFallback(async () => {
     const store = await openStore("readwrite");

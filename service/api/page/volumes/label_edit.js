@@ -1,6 +1,6 @@
 /** Editor that merges, splits, deletes, outlines and paints objects in labels, with undo. It does not use the DOM. */
 
-import { divide, fillBetween, fillPolygon } from "./label_shapes.js";
+import { divideMask, fillBetweenOutlines, fillPolygon } from "./label_shapes.js";
 import { haveSimilarColors, IN_PLANE_AXES } from "./slices.js";
 
 /** @typedef {import("./planes.js").Triple} Triple */
@@ -341,7 +341,7 @@ export class LabelEditor {
     const seedIndices = seeds.map((seed) => toCellIndex(...seed));
     if (new Set(seedIndices).size < seedIndices.length || !seeds.every((seed) => ids.includes(this.idAt(seed))))
       throw new EditError("Click once inside each part of the object.");
-    const parts = divide(mask, shape, this.voxelSize, seedIndices);
+    const parts = divideMask(mask, shape, this.voxelSize, seedIndices);
     const partIds = [...ids];
     while (partIds.length < seeds.length) partIds.push(this.#createId(partIds));
     // Collect all changes before writing them, because writing would affect which voxels are visited.
@@ -371,7 +371,7 @@ export class LabelEditor {
     if (outlineMasks.some((mask) => mask === null))
       throw new EditError("The outline contains no voxels. Draw a larger outline.");
     const id = isContinued ? sketch.id : this.#createId();
-    const masks = fillBetween(outlines, /** @type {import("./label_shapes.js").Mask[]} */ (outlineMasks));
+    const masks = fillBetweenOutlines(outlines, /** @type {import("./label_shapes.js").Mask[]} */ (outlineMasks));
     if (isContinued) this.#removeOutside(id, axis, masks);
     const { strides } = this;
     const { data } = this.labels;

@@ -85,7 +85,7 @@ const MAX_STEP_TIME = 4095;
  * @param {number[]} seeds indices of voxels inside the mask
  * @returns {Uint16Array} for each voxel, the number of its seed, starting at 1; 0 outside the mask and in parts without a seed
  */
-export function divide(mask, shape, voxelSize, seeds) {
+export function divideMask(mask, shape, voxelSize, seeds) {
   const distances = computeSquaredDistances(mask, shape, voxelSize);
   const steps = [shape[1] * shape[2], shape[2], 1].flatMap((stride, axis) => [
     [stride, voxelSize[axis]],
@@ -218,7 +218,7 @@ function interpolateMasks(first, second, count) {
  * @param {{at: number}[]} outlines sorted by plane @param {Mask[]} outlineMasks masks of the filled outlines
  * @returns {Map<number, Mask>} by plane
  */
-export function fillBetween(outlines, outlineMasks) {
+export function fillBetweenOutlines(outlines, outlineMasks) {
   /** @type {Map<number, Mask>} */
   const masks = new Map();
   for (const [index, { at }] of outlines.entries()) {

@@ -1,7 +1,7 @@
 /** Fetches volumes in blocks, from the middle outward. Volumes that are too large for the browser are subsampled. */
 
 import { buildQuery, Problem, request } from "../core/requests.js";
-import { slice } from "./slices.js";
+import { extractPlane } from "./slices.js";
 
 /** @typedef {Uint8Array | Int8Array | Uint16Array | Int16Array | Uint32Array | Int32Array | Float32Array} PixelArray */
 /** @typedef {[number, number, number]} Triple values along z, y, x */
@@ -108,7 +108,7 @@ export async function fetchPlane({ url, parameters, fullShape }, axis, position,
   const data = await requestPlanes(url, { ...parameters, ...range }, signal);
   const shape = getSampledShape(fullShape, step);
   shape[axis] = 1;
-  return { plane: slice({ data, shape, step, fullShape }, axis, 0), step };
+  return { plane: extractPlane({ data, shape, step, fullShape }, axis, 0), step };
 }
 
 /**

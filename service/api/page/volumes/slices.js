@@ -17,7 +17,7 @@ export const IN_PLANE_AXES = /** @type {const} */ ([
  * @param {Volume} volume @param {Axis} axis normal to the plane @param {number} position index of the plane
  * @returns {Plane}
  */
-export function slice(volume, axis, position) {
+export function extractPlane(volume, axis, position) {
   const [, rows, columns] = volume.shape;
   const [down, right] = IN_PLANE_AXES[axis];
   const width = volume.shape[right];
