@@ -56,7 +56,7 @@ async ([seed, steps]) => {
     },
     stamp: ids => {
       const erase = randomBelow(2) === 1, axis = [null, 0, 1, 2][randomBelow(4)];
-      const id = randomBelow(3) ? pick(ids) : editor.startObject();
+      const id = randomBelow(3) ? pick(ids) : editor.reserveId();
       for (let stamp = 0; stamp < 3; stamp++) editor.stamp(randomVoxel(), 0.3 + randomBelow(30) / 10, { id, erase, axis, overwrite: randomBelow(3) === 0 });
       return editor.commit(erase ? "erase" : "paint");
     },

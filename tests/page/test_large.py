@@ -50,7 +50,7 @@ def test_300_mb_stack_is_viewed_segmented_and_exported(fake: LiveServer, open_pa
     start = time.monotonic()
     page.set_input_files("#file", stack)
     expect(page.get_by_role("progressbar", name="Upload")).to_be_visible()
-    expect(page.locator("#settings .facts")).to_contain_text("1024 × 1024 × 150", timeout=1000 * TIMEOUT_SECONDS)
+    expect(page.locator("#settings .properties")).to_contain_text("1024 × 1024 × 150", timeout=1000 * TIMEOUT_SECONDS)
     print_progress(page, start, "Metadata shown")
     expect(page.locator(".caption").first).to_contain_text("/ 150", timeout=1000 * TIMEOUT_SECONDS)
     print_progress(page, start, "First planes shown")

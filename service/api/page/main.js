@@ -108,20 +108,20 @@ async function openStack(id, model) {
   await session.inspect();
 }
 
-/** Open a job with its stack, if the service still stores the stack. @param {string} id */
+/** Open a job. If the service still stores the stack of the job, show the stack, too. @param {string} id */
 async function openJob(id) {
   /** @type {Job} */
   const job = await requestJson(`jobs/${id}`);
   const { stack: stackId, measurements: _, ...parameters } = job.parameters;
   const stack = typeof stackId === "string" ? await requestJson(`stacks/${stackId}`).catch(() => null) : null;
-  if (session === null || stack === null || session.stack !== stack.id) {
+  if (session === null || stack === null || session.stackId !== stack.id) {
     session?.end();
     session = openSession({ id: stack?.id ?? "", name: job.name, bytes: stack?.bytes ?? 0 });
   } else showView("work", session.name);
   const openedSession = session;
   const parameterStrings = Object.fromEntries(Object.entries(parameters).map(([name, value]) => [name, String(value)]));
   openedSession.settings.restore({ ...parameterStrings, model: String(parameters.model ?? job.model.split("/")[0]) });
-  rememberJob({ job: id, stack: openedSession.stack, name: job.name, model: job.model, created: job.created });
+  rememberJob({ job: id, stack: openedSession.stackId, name: job.name, model: job.model, created: job.created });
   const inspection = stack ? openedSession.inspect() : Promise.resolve(openedSession.settings.showMissingStack());
   await Promise.all([inspection, openedSession.followJob(id)]);
 }

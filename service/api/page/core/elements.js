@@ -92,7 +92,7 @@ export function openDialog(title, ...content) {
 /** Create a list of keyboard and mouse shortcuts. @param {string[][]} shortcuts pairs of a key or gesture and its action */
 export function createShortcutList(shortcuts) {
   const terms = shortcuts.flatMap(([key, action]) => [element("dt", {}, key), element("dd", {}, action)]);
-  return element("dl", { class: "keys" }, ...terms);
+  return element("dl", { class: "shortcut-list" }, ...terms);
 }
 
 /** Save a blob as a file in the browser's download folder. @param {Blob} blob @param {string} name */
@@ -131,7 +131,7 @@ for (const name of ["pointerup", "pointercancel"])
 /**
  * Replace the children of an element. This is postponed while the user is typing in a child or pressing a child. If a
  * child has the focus, the new control with the same id, label or text receives the focus.
- * @param {HTMLElement} root @param {() => Child[]} draw
+ * @param {HTMLElement} root @param {() => Child[]} draw returns the new children
  */
 export function redraw(root, draw) {
   pendingRedraws.delete(root);

@@ -38,8 +38,8 @@ export function describeSetting(name, value) {
 
 /** Rewrite a message from the service: replace parameters with the titles of settings, and convert lengths to x, y, z order. @param {string} text */
 export function toPageTerms(text) {
-  const titledText = text.replace(PARAMETER_PATTERN, (_, name, value) => `“${describeSetting(name, value)}”`);
-  return formatLengths(titledText)
+  const textWithTitles = text.replace(PARAMETER_PATTERN, (_, name, value) => `“${describeSetting(name, value)}”`);
+  return formatLengths(textWithTitles)
     .replace(ZYX_SHAPE_PATTERN, "$3 × $2 × $1")
     .replace(CONFIDENCE_PATTERN, (_, fraction) => `(confidence ${Math.round(fraction * 100)}%)`)
     .replace(" (docs/training.md)", "");

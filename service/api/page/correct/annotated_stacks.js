@@ -10,7 +10,7 @@ import * as correctionStore from "../volumes/correction_store.js";
 /** The annotated stacks created from the corrections of one result. */
 export class AnnotatedStacks {
   /**
-   * @param {{job: import("openapi").JobReport, stack: string}} result @param {string} stem file name without its extension
+   * @param {{job: import("openapi").JobReport, stack: string}} result stack: id of the stack @param {string} stem file name without its extension
    * @param {import("openapi").CallerLimits} capabilities of the service @param {import("./correct_panel.js").CorrectPanel} panel shows the saved stacks
    */
   constructor({ job, stack }, stem, capabilities, panel) {
@@ -33,8 +33,8 @@ export class AnnotatedStacks {
     const ownIds = await correctionStore.loadAnnotationIds(this.job.id);
     const describeList = (/** @type {Annotation[]} */ annotations) =>
       annotations.map((annotation) => `${annotation.name} (${describeAnnotation(annotation)})`).join(", ");
-    const fromOtherBrowsers = allAnnotations.filter(({ id }) => !ownIds.includes(id));
-    this.panel.showAnnotatedStacks(describeList(allAnnotations), describeList(fromOtherBrowsers));
+    const otherBrowserAnnotations = allAnnotations.filter(({ id }) => !ownIds.includes(id));
+    this.panel.showAnnotatedStacks(describeList(allAnnotations), describeList(otherBrowserAnnotations));
   }
 
   /**
@@ -55,7 +55,7 @@ export class AnnotatedStacks {
       name,
     });
     if (report === null) return false;
-    await correctionStore.addAnnotation(job.id, report.id);
+    await correctionStore.addAnnotationId(job.id, report.id);
     this.panel.showHint(`Saved as ${report.name}.`);
     this.updatePanel();
     return true;

@@ -52,7 +52,7 @@ export class Brush {
   startStroke(view, position, isErasing) {
     const target = this.targetAt(position, isErasing);
     if (target === null) return false;
-    const id = target || this.editor.startObject();
+    const id = target || this.editor.reserveId();
     this.scene.set({ selectedId: id });
     this.stroke = { view, id, position, isNew: target === 0, isErasing };
     this.paintTo(position);

@@ -38,7 +38,7 @@ export class BrushOptions {
     const createTargetOption = (value, text) => {
       const onchange = () => setBrush({ backgroundTarget: value });
       const properties = { type: "radio", name: "background-target", value, checked: value === "new", onchange };
-      return element("label", { class: "slim" }, element("input", properties), text);
+      return element("label", { class: "inline-label" }, element("input", properties), text);
     };
     this.targetOptions = element(
       "fieldset",
@@ -51,9 +51,9 @@ export class BrushOptions {
       "div",
       { class: "brush" },
       this.targetOptions,
-      element("label", { class: "slim" }, "Size", this.radiusSlider),
-      element("label", { class: "slim" }, sphereCheckbox, "Paint across planes"),
-      element("label", { class: "slim" }, overwriteCheckbox, "Paint over other objects"),
+      element("label", { class: "inline-label" }, "Size", this.radiusSlider),
+      element("label", { class: "inline-label" }, sphereCheckbox, "Paint across planes"),
+      element("label", { class: "inline-label" }, overwriteCheckbox, "Paint over other objects"),
     );
   }
 

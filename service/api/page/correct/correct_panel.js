@@ -86,8 +86,8 @@ export class CorrectPanel {
     this.root.replaceChildren(element("p", { class: "muted", role: "status" }, text));
   }
 
-  /** Explain why correcting is paused, with a button to continue. @param {string} text @param {string} buttonText @param {() => unknown} action */
-  showStartButton(text, buttonText, action) {
+  /** Explain why correction is paused, and show a button to continue. @param {string} text @param {string} buttonText @param {() => unknown} action */
+  showContinueButton(text, buttonText, action) {
     this.root.replaceChildren(element("p", { role: "status" }, text), button(buttonText, action, "primary"));
   }
 

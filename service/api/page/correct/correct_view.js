@@ -66,7 +66,7 @@ export class CorrectView {
         annotate: () => this.mode && this.annotatedStacks.save(this.mode.editor, this.time),
         train: () => this.mode && this.annotatedStacks.openTraining(this.mode.editor, this.time),
         save: (kind) => this.#saveFile(kind),
-        discard: () => this.#discard(),
+        discard: () => this.#discardCorrections(),
       },
       capabilities,
     );
@@ -107,7 +107,7 @@ export class CorrectView {
     const errorText = labels === null ? NO_LABELS_MESSAGE : explainSizeLimit(labels);
     if (errorText) return this.panel.showError(errorText);
     this.panel.showProgress("Loading the labels");
-    const signal = this.#startTools();
+    const signal = this.#resetTools();
     const { key } = this;
     signal.addEventListener("abort", () => correctionStore.releaseResult(key));
     if (!(await correctionStore.claimResult(key, force)))
@@ -126,7 +126,7 @@ export class CorrectView {
   }
 
   /** Remove the previous tools and cancel their requests. @returns {AbortSignal} signal for the new tools and their requests */
-  #startTools() {
+  #resetTools() {
     this.toolsAbort.abort();
     this.toolsAbort = new AbortController();
     return this.toolsAbort.signal;
@@ -147,7 +147,7 @@ export class CorrectView {
   async showCorrectedLabels() {
     const { labels } = this.viewer.scene.state;
     if (this.mode || this.job.time_points || !labels || !isFullResolution(labels) || explainSizeLimit(labels)) return;
-    const signal = this.#startTools();
+    const signal = this.#resetTools();
     try {
       await this.#openEditor(signal);
     } catch {
@@ -156,9 +156,9 @@ export class CorrectView {
     if (!signal.aborted) this.leave();
   }
 
-  /** @param {string} text explains why correcting is paused @param {string} buttonText @param {boolean} force */
+  /** @param {string} text explains why correction is paused @param {string} buttonText @param {boolean} force */
   #offerToContinue(text, buttonText, force) {
-    this.panel.showStartButton(text, buttonText, () => this.enter(force));
+    this.panel.showContinueButton(text, buttonText, () => this.enter(force));
   }
 
   /** Pause because another tab has started to correct the result. */
@@ -194,7 +194,7 @@ export class CorrectView {
     const { viewer, panel, job } = this;
     const { signal } = this.toolsAbort;
     const callbacks = {
-      onedit: () => this.#handleEdit(editor),
+      onedit: () => this.#showAndStoreNewestEdit(editor),
       showHint: (/** @type {string} */ text) => panel.showHint(text),
     };
     const tools = new EditTools(viewer, editor, callbacks, signal);
@@ -283,7 +283,7 @@ export class CorrectView {
   }
 
   /** Show and store the newest correction. @param {LabelEditor} editor */
-  #handleEdit(editor) {
+  #showAndStoreNewestEdit(editor) {
     const { edits } = editor;
     this.#showCounts(editor);
     this.#storeEdit(edits.length - 1, edits[edits.length - 1]);
@@ -302,7 +302,7 @@ export class CorrectView {
     this.#refresh3d();
   }
 
-  async #discard() {
+  async #discardCorrections() {
     const { mode, panel } = this;
     if (mode === null || mode.editor.edits.length === 0) return;
     const editCount = mode.editor.edits.length;
@@ -329,7 +329,7 @@ export class CorrectView {
     if (mode === null || this.storedLabelsKey === key) return;
     this.storedLabelsKey = key;
     if (await correctionStore.loadOriginalLabels(key)) return;
-    const data = mode.editor.copyOriginal();
+    const data = mode.editor.copyOriginalData();
     const zipped = await gzip(new Blob([/** @type {BlobPart} */ (data)]));
     const { shape } = mode.editor.labels;
     await correctionStore.saveOriginalLabels(key, {

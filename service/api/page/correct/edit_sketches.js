@@ -50,11 +50,11 @@ export class EditSketches {
       ...(sketch?.kind === "split" && tool === "split" ? sketch.seeds : []),
     ];
     const placement = view.getPlacement();
-    const [down, right] = IN_PLANE_AXES[view.axis];
+    const [downAxis, rightAxis] = IN_PLANE_AXES[view.axis];
     for (const position of seeds) {
       const isInPlane = Math.abs(position[view.axis] - viewer.scene.state.position[view.axis]) < 1;
-      const x = placement.left + (position[right] + 0.5) * placement.scaleX;
-      const y = placement.top + (position[down] + 0.5) * placement.scaleY;
+      const x = placement.left + (position[rightAxis] + 0.5) * placement.scaleX;
+      const y = placement.top + (position[downAxis] + 0.5) * placement.scaleY;
       context.globalAlpha = isInPlane ? 1 : 0.35;
       context.beginPath();
       context.arc(x, y, SEED_RADIUS_PIXELS, 0, 2 * Math.PI);

@@ -97,7 +97,7 @@ export class EditTools extends EventTarget {
   }
 
   /** Delete the selected object. */
-  deleteSelected() {
+  deleteSelectedObject() {
     const { selectedId } = this.viewer.scene.state;
     if (!selectedId) this.callbacks.showHint("Select an object first.");
     else this.#delete(selectedId);
@@ -334,10 +334,10 @@ export class EditTools extends EventTarget {
   /** Apply the tool as if the user clicked at the crosshair. @param {SliceView} view */
   #applyAtCrosshair(view) {
     const { viewer, editor } = this;
-    const [down, right] = IN_PLANE_AXES[view.axis];
+    const [downAxis, rightAxis] = IN_PLANE_AXES[view.axis];
     const { position } = viewer.scene.state;
     /** @type {Point} */
-    const point = [position[down] + 0.5, position[right] + 0.5];
+    const point = [position[downAxis] + 0.5, position[rightAxis] + 0.5];
     if (!DRAG_TOOLS.has(this.tool)) {
       viewer.selectAndNotify(editor.idAt(position));
     } else if (this.tool === "add") {

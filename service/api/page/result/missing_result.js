@@ -32,7 +32,7 @@ export async function offerCorrections(job, name, ondiscard) {
     element(
       "p",
       { class: "muted" },
-      `The service no longer stores this result of ${name}. Your ${formatCount(correctionCount, "correction")} and the original labels are saved in this browser. You can export the corrected labels as a file.`,
+      `The service no longer stores this result for ${name}. Your ${formatCount(correctionCount, "correction")} and the original labels are saved in this browser. You can export the corrected labels as a file.`,
     ),
     ...entries.map(([key, count]) => createExportRow(key, count, stem, problem)),
     problem,

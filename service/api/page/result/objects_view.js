@@ -72,13 +72,13 @@ export class ObjectsView extends EventTarget {
         { class: "row between filters" },
         this.countText,
         this.showAllButton,
-        element("label", { class: "slim" }, this.borderCheckbox, "Whole objects only"),
+        element("label", { class: "inline-label" }, this.borderCheckbox, "Whole objects only"),
       ),
       this.scroller,
     );
     new ResizeObserver(() => this.#drawRows()).observe(this.scroller);
     this.#drawHeaderRow();
-    this.#update();
+    this.#updateRows();
   }
 
   #createHistograms() {
@@ -95,7 +95,7 @@ export class ObjectsView extends EventTarget {
       histogram.addEventListener("change", () => {
         if (histogram.range) this.limits.set(name, histogram.range);
         else this.limits.delete(name);
-        this.#update();
+        this.#updateRows();
       });
       return { name, histogram };
     });
@@ -126,7 +126,7 @@ export class ObjectsView extends EventTarget {
     return flags;
   }
 
-  /** Return the center of an object's bounding box in voxels, because the user can change the voxel size. @param {number} label */
+  /** Return the center of an object's bounding box. It is in voxels, because the user can change the voxel size. @param {number} label */
   getCenter(label) {
     const row = this.rowByKey.get(makeRowKey(label, this.time));
     if (row === undefined) return null;
@@ -180,17 +180,17 @@ export class ObjectsView extends EventTarget {
   #updateBorderFilter() {
     if (this.borderCheckbox.checked) this.limits.set("touching_border", [0, 0]);
     else this.limits.delete("touching_border");
-    this.#update();
+    this.#updateRows();
   }
 
   #showAll() {
     this.borderCheckbox.checked = false;
     this.limits.clear();
     for (const { histogram } of this.histograms) histogram.select(null);
-    this.#update();
+    this.#updateRows();
   }
 
-  #update() {
+  #updateRows() {
     this.rows = filterRows(this.table, this.sortColumn, this.isDescending, this.limits);
     const isUnfiltered = this.rows.length === this.table.length;
     this.countText.textContent = isUnfiltered
@@ -225,7 +225,7 @@ export class ObjectsView extends EventTarget {
     this.isDescending = name === this.sortColumn ? !this.isDescending : name !== "label";
     this.sortColumn = name;
     this.#drawHeaderRow();
-    this.#update();
+    this.#updateRows();
   }
 
   #drawRows() {

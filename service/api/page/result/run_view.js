@@ -14,7 +14,7 @@ export function isFinished(state) {
 }
 
 /**
- * Poll a job until it is finished. If the service does not answer, keep trying, because the service may be restarting.
+ * Poll a job until it is finished. If the service does not respond, keep trying, because the service may be restarting.
  * @param {string} id @param {AbortSignal} signal @param {(job: Job) => void} onpoll called with each report
  * @returns {Promise<Job>}
  */

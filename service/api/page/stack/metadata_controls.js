@@ -213,7 +213,7 @@ export class MetadataControls {
         element("div", { class: "row tight" }, modeSelect, inputs),
         element("span", { class: "muted small" }, `0 to ${file.times - 1}`),
       ),
-      ...(isSeries ? [element("label", { class: "slim" }, linkCheckbox, "Track objects over time")] : []),
+      ...(isSeries ? [element("label", { class: "inline-label" }, linkCheckbox, "Track objects over time")] : []),
     ];
   }
 

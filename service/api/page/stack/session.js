@@ -9,7 +9,7 @@ import { ProgressView, pollJob } from "../result/run_view.js";
 import { drawThumbnail } from "../result/screenshots.js";
 import { Viewer } from "../viewer/viewer.js";
 import { parseTable } from "../volumes/object_table.js";
-import { fetchMiddlePlane, fetchPlane, fetchVolume, selectPart } from "../volumes/planes.js";
+import { fetchMiddlePlane, fetchPlane, fetchVolume, makePlaneParameters } from "../volumes/planes.js";
 import { getFirstTime } from "../volumes/time_points.js";
 import { ChannelTools } from "./channels.js";
 import { createChecklist, describeFailure, describeUnreadableStack } from "./guidance.js";
@@ -32,13 +32,13 @@ export class Session {
   /** @param {Stack} stack @param {Service} service @param {(error: unknown) => void} showError */
   constructor({ id, name, bytes }, service, showError) {
     /** Id of the stack, "" if the service no longer stores the stack. */
-    this.stack = id;
+    this.stackId = id;
     this.name = name;
     this.service = service;
     this.showError = showError;
     this.sessionAbort = new AbortController();
     /** The request parameters of the displayed planes, as JSON. */
-    this.loadedPartJson = "";
+    this.loadedPlanesJson = "";
     this.planesAbort = new AbortController();
     this.jobAbort = new AbortController();
     this.inspectionAbort = new AbortController();
@@ -57,7 +57,7 @@ export class Session {
     this.channelTools = new ChannelTools(this.viewer);
     this.timeSlider = new TimeSlider();
     this.settings = new SettingsView(byId("settings"), service);
-    this.settings.setName(name, bytes);
+    this.settings.setNameAndSize(name, bytes);
     this.viewer.toolbar.append(this.channelTools.root, this.timeSlider.root);
     this.#addEventListeners();
   }
@@ -91,54 +91,69 @@ export class Session {
     this.inspectionAbort.abort();
     this.inspectionAbort = new AbortController();
     const signal = AbortSignal.any([this.inspectionAbort.signal, this.sessionAbort.signal]);
-    const parameters = { ...this.settings.parameters, stack: this.stack };
+    const parameters = { ...this.settings.parameters, stack: this.stackId };
     try {
-      await this.#show(await requestJson(`inspect?${buildQuery(parameters)}`, { method: "POST", signal }));
+      await this.#showInspection(await requestJson(`inspect?${buildQuery(parameters)}`, { method: "POST", signal }));
     } catch (error) {
       if (signal.aborted) return;
       if (!(error instanceof Problem)) throw error;
       this.settings.showProblem(error);
-      this.isUnreadable = !this.loadedPartJson;
+      this.isUnreadable = !this.loadedPlanesJson;
       if (this.isUnreadable) this.side.replaceChildren(describeUnreadableStack(error));
     }
   }
 
   /** @param {Inspection} inspection */
-  async #show(inspection) {
+  async #showInspection(inspection) {
     const { settings, timeSlider } = this;
     const { file } = inspection;
     this.inspection = inspection;
     if (this.isUnreadable) this.side.replaceChildren(createChecklist());
     this.isUnreadable = false;
-    const part = selectPart(file, settings.parameters, file.time_points?.[0] ?? settings.parameters.time, 0);
+    const planeParameters = makePlaneParameters(
+      file,
+      settings.parameters,
+      file.time_points?.[0] ?? settings.parameters.time,
+      0,
+    );
     settings.metadata.fetchMiddlePlane = (channel) =>
-      fetchMiddlePlane(this.#getPlanesSource(file, { ...part, channel }), MAX_PREVIEW_EDGE, this.sessionAbort.signal);
+      fetchMiddlePlane(
+        this.#getPlanesSource(file, { ...planeParameters, channel }),
+        MAX_PREVIEW_EDGE,
+        this.sessionAbort.signal,
+      );
     settings.show(inspection);
     const [first, stop] = file.time_points ?? [0, 1];
     timeSlider.show(first, stop, timeSlider.time);
     await this.#showPlanes(inspection);
-    this.viewer.circle.show(settings.customDiameter);
+    this.viewer.diameterCircle.show(settings.customDiameter);
   }
 
   /** @param {import("openapi").Description} file @param {Record<string, unknown>} parameters @returns {import("../volumes/planes.js").Source} */
   #getPlanesSource({ shape: [, z, y, x] }, parameters) {
-    return { url: `stacks/${this.stack}/planes`, parameters, fullShape: [z, y, x] };
+    return { url: `stacks/${this.stackId}/planes`, parameters, fullShape: [z, y, x] };
   }
 
   /** @param {Inspection} inspection */
   async #showPlanes({ file }) {
     const { viewer, settings, channelTools } = this;
     const { channel, time } = settings.parameters;
-    const part = selectPart(file, settings.parameters, file.time_points ? this.timeSlider.time : time, channel);
-    const key = JSON.stringify(part);
-    if (key === this.loadedPartJson) return viewer.setVoxelSize(file.voxel_size);
+    const planeParameters = makePlaneParameters(
+      file,
+      settings.parameters,
+      file.time_points ? this.timeSlider.time : time,
+      channel,
+    );
+    const key = JSON.stringify(planeParameters);
+    if (key === this.loadedPlanesJson) return viewer.setVoxelSize(file.voxel_size);
     // Keep the contrast if only the time point changes.
     const isNewImage =
-      this.loadedPartJson === "" || JSON.stringify({ ...JSON.parse(this.loadedPartJson), time: part.time }) !== key;
+      this.loadedPlanesJson === "" ||
+      JSON.stringify({ ...JSON.parse(this.loadedPlanesJson), time: planeParameters.time }) !== key;
     this.planesAbort.abort();
     this.planesAbort = new AbortController();
-    this.loadedPartJson = key;
-    const source = this.#getPlanesSource(file, part);
+    this.loadedPlanesJson = key;
+    const source = this.#getPlanesSource(file, planeParameters);
     this.#setFullResolutionSource(source);
     viewer.fetchStatus.textContent = "Reading the stack";
     try {
@@ -151,8 +166,8 @@ export class Session {
       });
       if (isNewImage) viewer.adjustContrast();
       else viewer.refresh();
-      channelTools.show(file, Number(part.channel) || 0, (overlayChannel, signal, onblock) =>
-        fetchVolume(this.#getPlanesSource(file, { ...part, channel: overlayChannel }), signal, onblock),
+      channelTools.show(file, Number(planeParameters.channel) || 0, (overlayChannel, signal, onblock) =>
+        fetchVolume(this.#getPlanesSource(file, { ...planeParameters, channel: overlayChannel }), signal, onblock),
       );
     } catch (error) {
       if (!isAbort(error)) viewer.fetchStatus.textContent = /** @type {Error} */ (error).message;
@@ -211,10 +226,10 @@ export class Session {
 
   /** Submit a job with the current settings, and follow the job. */
   async submitJob() {
-    const { settings, stack, name } = this;
+    const { settings, stackId, name } = this;
     settings.runButton.disabled = true;
     const measurements = this.inspection?.output === "labels" ? "zip" : "";
-    const query = buildQuery({ ...settings.parameters, stack, measurements });
+    const query = buildQuery({ ...settings.parameters, stack: stackId, measurements });
     try {
       /** @type {Job} */
       const job = await requestJson(`jobs?${query}`, { method: "POST" });
@@ -223,7 +238,14 @@ export class Session {
         value ? [describeSetting(parameter, value)] : [],
       );
       const thumbnail = drawThumbnail(this.viewer);
-      rememberJob({ job: job.id, stack, name, model: job.model, parameters: descriptions.join(", "), thumbnail });
+      rememberJob({
+        job: job.id,
+        stack: stackId,
+        name,
+        model: job.model,
+        parameters: descriptions.join(", "),
+        thumbnail,
+      });
       history.pushState(null, "", `#job=${job.id}`);
       await this.followJob(job.id);
     } catch (error) {
@@ -253,7 +275,7 @@ export class Session {
 
   /** @param {Job} job */
   async showResult(job) {
-    const { viewer, name, stack } = this;
+    const { viewer, name, stackId } = this;
     const { signal } = this.jobAbort;
     viewer.fetchStatus.textContent = "Loading the labels";
     const table = job.parameters.measurements === "zip" ? await fetchTable(job, signal) : null;
@@ -270,7 +292,13 @@ export class Session {
       events: this.timeEvents,
     };
     const { capabilities } = this.service;
-    showResult(this.side, { job, stack, name }, table, { viewer, capabilities, signal, segmentWith, timeNavigation });
+    showResult(this.side, { job, stack: stackId, name }, table, {
+      viewer,
+      capabilities,
+      signal,
+      segmentWith,
+      timeNavigation,
+    });
     viewer.drawNow();
     rememberJob({ job: job.id, thumbnail: drawThumbnail(viewer) });
   }

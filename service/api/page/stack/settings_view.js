@@ -62,7 +62,7 @@ export class SettingsView extends EventTarget {
     this.models = models.filter((model) => model.input);
     /** @type {Parameters} */
     this.parameters = { model: defaultModel ?? this.models[0]?.name ?? "" };
-    this.properties = element("div", { class: "facts" });
+    this.properties = element("div", { class: "properties" });
     this.notes = element("ul", { class: "notes" });
     this.controls = element("div", { class: "controls" });
     this.runButton = button("Segment", () => this.dispatchEvent(new Event("run")), "primary wide");
@@ -85,7 +85,7 @@ export class SettingsView extends EventTarget {
   }
 
   /** @param {string} name @param {number} bytes */
-  setName(name, bytes) {
+  setNameAndSize(name, bytes) {
     this.nameHeading.textContent = name;
     this.nameHeading.title = name;
     this.bytes = bytes;

@@ -3,7 +3,7 @@
 import { button, element } from "../core/elements.js";
 import { formatAge, formatCount } from "../core/format.js";
 import * as correctionStore from "../volumes/correction_store.js";
-import { describeCount, forgetJob, loadRecentJobs } from "./recent_jobs.js";
+import { describeObjectCount, forgetJob, loadRecentJobs } from "./recent_jobs.js";
 
 /**
  * Draw the start screen.
@@ -27,7 +27,7 @@ export function drawStart(root, actions) {
     { class: "drop", "aria-label": "Choose a stack" },
     element(
       "div",
-      { class: "drop-mark", "aria-hidden": "true" },
+      { class: "drop-icon", "aria-hidden": "true" },
       element("img", { src: "page/core/icon.svg", alt: "" }),
     ),
     element("h2", {}, "Drop a TIFF stack here"),
@@ -58,12 +58,12 @@ export function drawStart(root, actions) {
 function acceptDrops(dropArea, openFile) {
   document.ondragover = (event) => {
     event.preventDefault();
-    dropArea.classList.add("over");
+    dropArea.classList.add("dragover");
   };
-  document.ondragleave = () => dropArea.classList.remove("over");
+  document.ondragleave = () => dropArea.classList.remove("dragover");
   document.ondrop = (event) => {
     event.preventDefault();
-    dropArea.classList.remove("over");
+    dropArea.classList.remove("dragover");
     const file = event.dataTransfer?.files[0];
     if (file) openFile(file, file.name);
   };
@@ -91,7 +91,7 @@ function createSteps() {
 /** @param {import("./recent_jobs.js").RecentJob[]} jobs @param {(id: string) => void} openJob @param {() => void} onchange called after a job has been removed from the list */
 function createRecentJobsSection(jobs, openJob, onchange) {
   const countElements = jobs.map((entry) =>
-    element("span", { class: "muted" }, entry.objects === null ? "no result yet" : describeCount(entry)),
+    element("span", { class: "muted" }, entry.objects === null ? "no result yet" : describeObjectCount(entry)),
   );
   /** Number of corrections by job id. @type {Map<string, number>} */
   const correctionCounts = new Map();
@@ -106,7 +106,7 @@ function createRecentJobsSection(jobs, openJob, onchange) {
     }
   });
   /** @param {import("./recent_jobs.js").RecentJob} entry */
-  const remove = async ({ job, name }) => {
+  const removeEntry = async ({ job, name }) => {
     const count = correctionCounts.get(job);
     if (count && !confirm(`Remove ${name} from this list and discard its ${formatCount(count, "correction")}?`)) return;
     forgetJob(job);
@@ -129,10 +129,10 @@ function createRecentJobsSection(jobs, openJob, onchange) {
             { type: "button", class: "recent-job", onclick: () => openJob(entry.job) },
             entry.thumbnail.startsWith("data:image/")
               ? element("img", { src: entry.thumbnail, alt: "", width: 96, height: 72 })
-              : element("span", { class: "no-picture", "aria-hidden": "true" }),
+              : element("span", { class: "no-thumbnail", "aria-hidden": "true" }),
             element(
               "span",
-              { class: "recent-words" },
+              { class: "recent-text" },
               element("strong", {}, entry.name || "Stack"),
               countElements[index],
               element("span", { class: "muted" }, `${entry.model} · ${formatAge(entry.created)}`),
@@ -144,7 +144,7 @@ function createRecentJobsSection(jobs, openJob, onchange) {
               type: "button",
               class: "quiet icon",
               "aria-label": `Remove ${entry.name || "the stack"} from this list`,
-              onclick: () => remove(entry),
+              onclick: () => removeEntry(entry),
             },
             "×",
           ),

@@ -20,7 +20,7 @@ export class TimeSlider extends EventTarget {
     this.root = element(
       "div",
       { class: "tools", hidden: true, role: "group", "aria-label": "Time" },
-      element("span", { class: "slim" }, "Time"),
+      element("span", { class: "inline-label" }, "Time"),
       element(
         "button",
         { type: "button", class: "quiet icon", "aria-label": "Previous time point", onclick: () => this.moveBy(-1) },

@@ -11,8 +11,9 @@ import { createTable, formatSeconds } from "./card.js";
 const SELECTION_REASONS = /** @type {Record<string, string>} */ ({
   fixed: "Set in the configuration.",
   "known-order":
-    "The engine known to be the fastest on this hardware, of those whose labels agree with the original network in FP32.",
-  tuned: "The fastest tested configuration, of those whose labels agree with the original network in FP32.",
+    "The engine known to be the fastest on this hardware, among those whose labels agree with the FP32 labels of the original network.",
+  tuned:
+    "The fastest tested configuration, among those whose labels agree with the FP32 labels of the original network.",
 });
 
 /** @param {Model} model @param {boolean} isDefault @param {Set<string>} expandedNames names of the models whose details are expanded @param {(name: string) => void} onremove called to delete the model */

@@ -22,6 +22,7 @@ const STATE_TITLES = /** @type {Record<string, string>} */ ({
   degraded: "Ready, with problems",
   unavailable: "Not ready",
 });
+
 /**
  * Show the status, and refresh it while the page is visible.
  * @param {HTMLElement} root @param {AbortSignal} signal stops refreshing @param {() => Promise<void>} onreload called after models have been reloaded or deleted
@@ -40,7 +41,7 @@ export async function watchStatus(root, signal, onreload) {
       if (!(error instanceof Problem)) throw error;
       if (error.status === 401) return showProblem(root, error);
       if (view === null) showProblem(root, error);
-      else view.showOutdated(error);
+      else view.showRefreshProblem(error);
     }
     await new Promise((resolve) => setTimeout(resolve, REFRESH_INTERVAL_MILLISECONDS));
   }
@@ -75,11 +76,11 @@ class StatusView {
     this.reloadStatus = element("p", { class: "muted", role: "status" });
     this.modelsCard = new Card("Models", this.reloadButton);
     this.modelsCard.root.insertBefore(this.reloadStatus, this.modelsCard.body);
-    this.recentCard = new Card("Recent requests", createLegend());
+    this.recentRequestsCard = new Card("Recent requests", createLegend());
     /** Names of the models whose details are expanded. @type {Set<string>} */
     this.expandedNames = new Set();
     /** CPU time of the service, and the clock reading when the CPU time was measured. @type {{cpuSeconds: number, clockSeconds: number} | null} */
-    this.previousCpu = null;
+    this.previousCpuReading = null;
     const leftCards = [this.healthCard, this.hardwareCard, this.queueCard, this.trainingCard].map(({ root }) => root);
     root.replaceChildren(
       element(
@@ -88,7 +89,7 @@ class StatusView {
         element("div", { class: "cards" }, ...leftCards),
         element("div", { class: "cards" }, this.modelsCard.root, this.diskCard.root),
       ),
-      this.recentCard.root,
+      this.recentRequestsCard.root,
     );
   }
 
@@ -110,12 +111,12 @@ class StatusView {
         drawModel(model, model.name === data.default, this.expandedNames, (name) => this.#deleteModel(name)),
       ),
     );
-    this.recentCard.show(recent, drawRecentRequests);
+    this.recentRequestsCard.show(recent, drawRecentRequests);
   }
 
   /** Show that the status could not be refreshed. @param {Problem} problem */
-  showOutdated(problem) {
-    this.previousCpu = null;
+  showRefreshProblem(problem) {
+    this.previousCpuReading = null;
     this.healthCard.show(problem.message, (text) => [
       element("p", { class: "warning-text" }, text),
       element("p", { class: "muted" }, "The rest of this page shows the last known status."),
@@ -124,10 +125,10 @@ class StatusView {
 
   /** Return the average number of busy cores since the last call, or null on the first call and after a restart of the service. @param {number} cpuSeconds @param {number} clockSeconds */
   #measureLoad(cpuSeconds, clockSeconds) {
-    const previousCpu = this.previousCpu;
-    this.previousCpu = { cpuSeconds, clockSeconds };
-    if (previousCpu === null || cpuSeconds < previousCpu.cpuSeconds) return null;
-    return (cpuSeconds - previousCpu.cpuSeconds) / (clockSeconds - previousCpu.clockSeconds);
+    const previousCpuReading = this.previousCpuReading;
+    this.previousCpuReading = { cpuSeconds, clockSeconds };
+    if (previousCpuReading === null || cpuSeconds < previousCpuReading.cpuSeconds) return null;
+    return (cpuSeconds - previousCpuReading.cpuSeconds) / (clockSeconds - previousCpuReading.clockSeconds);
   }
 
   /** @param {string} name of a trained model */

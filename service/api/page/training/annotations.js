@@ -15,8 +15,8 @@ export async function fetchAnnotations() {
 }
 
 /**
- * Open a dialog that asks for a name and for the part of the stack that the user checked, and that saves the corrected
- * labels with their stack.
+ * Open a dialog that saves corrected labels together with their stack. The dialog asks for a name and for the part of
+ * the stack that the user has checked.
  * @param {{labels: Volume, correctionCount: number, stack: string, job: string, time: number | undefined, name: string}} corrections stack and job: ids; time: time point if the job is a series, otherwise undefined; name: initial name
  * @returns {Promise<Annotation | null>} null if the user canceled
  */
@@ -104,7 +104,12 @@ function createPartFields(shape) {
   const root = element(
     "div",
     { class: "field" },
-    element("label", { class: "slim" }, partCheckbox, "I checked only part of the stack. Train only on this part."),
+    element(
+      "label",
+      { class: "inline-label" },
+      partCheckbox,
+      "I checked only part of the stack. Train only on this part.",
+    ),
     rangeInputs,
   );
   const getRegion = () =>
@@ -128,7 +133,7 @@ export async function createAnnotationsList(openDialog) {
         "div",
         { class: "row between" },
         element("h2", { id: "annotated-title" }, "Annotated stacks"),
-        openDialog && button("Improve a model with these", openDialog, "secondary"),
+        openDialog && button("Improve a model with these stacks", openDialog, "secondary"),
       ),
       element("ul", {}, ...annotations.map((annotation) => createAnnotationItem(annotation, remove))),
     );
@@ -161,7 +166,7 @@ function createAnnotationItem(annotation, remove) {
     { class: "without-thumbnail" },
     element(
       "span",
-      { class: "recent-words" },
+      { class: "recent-text" },
       element("strong", {}, annotation.name),
       element("span", { class: "muted" }, describeAnnotation(annotation)),
     ),

@@ -13,8 +13,8 @@ export async function openTrainingDialog(maxMinutes, model = "") {
   /** @type {Model[]} */
   const models = response.models;
   const names = models.map(({ name }) => name);
-  const initialBase = model.split("/")[0] || response.default;
-  let suggestedName = findUnusedName(initialBase, names);
+  const initialBaseModel = model.split("/")[0] || response.default;
+  let suggestedName = findUnusedName(initialBaseModel, names);
   const onBaseChange = () => {
     if (nameInput.value === suggestedName) nameInput.value = suggestedName = findUnusedName(baseSelect.value, names);
     preselectStacks(checkboxes, baseSelect.value, models);
@@ -22,7 +22,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
   const baseSelect = element(
     "select",
     { onchange: onBaseChange },
-    ...names.map((name) => element("option", { value: name, selected: name === initialBase }, name)),
+    ...names.map((name) => element("option", { value: name, selected: name === initialBaseModel }, name)),
   );
   const nameInput = element("input", {
     type: "text",
@@ -41,7 +41,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
     required: true,
   });
   const checkboxes = createCheckboxes(annotations);
-  preselectStacks(checkboxes, initialBase, models);
+  preselectStacks(checkboxes, initialBaseModel, models);
   const problem = element("p", { class: "warning-text", role: "alert" });
   const onsubmit = async (/** @type {Event} */ event) => {
     event.preventDefault();
@@ -101,7 +101,11 @@ export async function openTrainingDialog(maxMinutes, model = "") {
       list,
       field("Base model", baseSelect),
       field("Name of the new model", nameInput),
-      field("Minutes", minutesInput, element("span", { class: "muted small" }, "Segmentation requests have priority.")),
+      field(
+        "Training time in minutes",
+        minutesInput,
+        element("span", { class: "muted small" }, "Segmentation requests have priority."),
+      ),
       problem,
       element(
         "div",
@@ -139,13 +143,13 @@ function createCheckboxes(annotations) {
 /**
  * Check the stacks whose labels come from the same family of models as the base model, because other families segment
  * different structures. If stacks have labels for the same region, check only the newest stack.
- * @param {StackCheckboxes} checkboxes @param {string} base @param {Model[]} models
+ * @param {StackCheckboxes} checkboxes @param {string} baseModel @param {Model[]} models
  */
-function preselectStacks(checkboxes, base, models) {
+function preselectStacks(checkboxes, baseModel, models) {
   for (const { checkbox } of checkboxes) checkbox.checked = false;
   for (const { annotation, checkbox } of checkboxes) {
     const { base_model: model, overlaps } = annotation;
-    const isSameFamily = model === null || findOldestAncestor(model, models) === findOldestAncestor(base, models);
+    const isSameFamily = model === null || findOldestAncestor(model, models) === findOldestAncestor(baseModel, models);
     checkbox.checked =
       isSameFamily && !checkboxes.some((other) => other.checkbox.checked && overlaps.includes(other.annotation.id));
   }
@@ -169,9 +173,9 @@ function describeOverlaps(ids, annotations) {
   return `${names.join(", ")}; select only one of them`;
 }
 
-/** Return an unused name for a new model. @param {string} base name of the base model @param {string[]} names existing names */
-function findUnusedName(base, names) {
-  const stem = `${base.replace(/-\d+$/, "")}-`;
+/** Return an unused name for a new model. @param {string} baseModel name of the base model @param {string[]} names existing names */
+function findUnusedName(baseModel, names) {
+  const stem = `${baseModel.replace(/-\d+$/, "")}-`;
   let suffix = 2;
   while (names.includes(stem + suffix)) suffix += 1;
   return stem + suffix;

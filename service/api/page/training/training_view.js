@@ -3,7 +3,7 @@
 import { button, element, redraw } from "../core/elements.js";
 import { formatAge, formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { Problem, request, requestJson, requestWithoutPrompt } from "../core/requests.js";
-import { Curves } from "./curves.js";
+import { LineChart } from "./curves.js";
 
 /** @typedef {import("openapi").TrainingReport} TrainingRun */
 
@@ -38,7 +38,7 @@ export async function watchTraining(root, id, signal, actions) {
       if (isFinished(trainingRun)) return;
     } catch (error) {
       if (signal.aborted) return;
-      // If the service does not answer, keep trying, because the service may be restarting.
+      // If the service does not respond, keep trying, because the service may be restarting.
       if (!(error instanceof Problem) || error.status !== 0) throw error;
     }
     await new Promise((resolve) => setTimeout(resolve, POLL_INTERVAL_MILLISECONDS));
@@ -54,7 +54,7 @@ class TrainingView {
     this.stateText = element("p", { class: "big", role: "status" }, "Loading the progress");
     this.progressBar = element("progress", { max: 1, "aria-label": "Progress of the training" });
     this.detailText = element("p", { class: "muted" });
-    this.curves = new Curves("Loss", ["training", "validation"]);
+    this.curves = new LineChart("Loss", ["training", "validation"]);
     this.result = element("div", { class: "training-result" });
     this.stopButton = button(
       "Stop the training",
@@ -127,8 +127,13 @@ class TrainingView {
         element(
           "dl",
           { class: "scores" },
-          element("div", {}, element("dt", {}, "Score before"), element("dd", {}, formatPercent(scoreBefore))),
-          element("div", {}, element("dt", {}, "Score after"), element("dd", {}, formatPercent(scoreAfter))),
+          element(
+            "div",
+            {},
+            element("dt", {}, "Score of the base model"),
+            element("dd", {}, formatPercent(scoreBefore)),
+          ),
+          element("div", {}, element("dt", {}, "Score of the new model"), element("dd", {}, formatPercent(scoreAfter))),
         ),
       hasScores &&
         element(
@@ -195,7 +200,7 @@ export async function createTrainingRunsList() {
           { class: "without-thumbnail" },
           element(
             "a",
-            { class: "recent-words", href: `#training=${trainingRun.id}` },
+            { class: "recent-text", href: `#training=${trainingRun.id}` },
             element("strong", {}, trainingRun.name),
             element(
               "span",

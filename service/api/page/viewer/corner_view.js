@@ -19,13 +19,13 @@ export class CornerView {
     /** @type {{volume: import("./scene.js").Volume, plane: import("./scene.js").Plane} | undefined} */
     this.projectionCache = undefined;
     /** Whether the drawn projection is out of date. */
-    this.isStale = true;
-    this.projection = element("canvas", {
+    this.isProjectionStale = true;
+    this.projectionCanvas = element("canvas", {
       class: "projection",
       role: "img",
       "aria-label": "Maximum projection along z",
       onclick: (/** @type {MouseEvent} */ event) => {
-        const { left, top, width, height } = this.projection.getBoundingClientRect();
+        const { left, top, width, height } = this.projectionCanvas.getBoundingClientRect();
         onpick((event.clientY - top) / height, (event.clientX - left) / width);
       },
     });
@@ -41,7 +41,7 @@ export class CornerView {
     this.projectionToggle = button("Maximum", () => this.show3d(false), "quiet toggle");
     this.renderingToggle = button("3D", () => this.show3d(true), "quiet toggle");
     this.enlargeToggle = button("Enlarge", () => this.#toggleEnlarged(), "quiet toggle");
-    this.stage = element("div", { class: "stage still" }, this.projection, this.canvas3d);
+    this.stage = element("div", { class: "stage centered" }, this.projectionCanvas, this.canvas3d);
     this.root = element(
       "div",
       { class: "view corner" },
@@ -52,7 +52,7 @@ export class CornerView {
       if (key === "Escape" && this.isEnlarged) this.#toggleEnlarged();
     });
     scene.subscribe((previousState) => {
-      this.isStale ||= hasChanged(previousState, scene.state, ["image", "contrast", "voxelSize"]);
+      this.isProjectionStale ||= hasChanged(previousState, scene.state, ["image", "contrast", "voxelSize"]);
     });
     this.#updateToggles();
   }
@@ -67,7 +67,7 @@ export class CornerView {
     }
     const canShow = isVisible && this.renderer?.isSupported === true;
     this.canvas3d.hidden = !canShow;
-    this.projection.hidden = canShow;
+    this.projectionCanvas.hidden = canShow;
     this.#updateToggles();
     this.draw();
   }
@@ -88,7 +88,7 @@ export class CornerView {
   }
 
   draw() {
-    if (this.isStale) this.#drawProjection();
+    if (this.isProjectionStale) this.#drawProjection();
     if (!this.canvas3d.hidden) this.renderer?.draw();
   }
 
@@ -102,26 +102,26 @@ export class CornerView {
   /** Recompute the projection after more planes have been fetched. */
   refreshProjection() {
     this.projectionCache = undefined;
-    this.isStale = true;
+    this.isProjectionStale = true;
   }
 
   /** Fit the projection to the resized corner. */
   resize() {
-    this.isStale = true;
+    this.isProjectionStale = true;
   }
 
   #drawProjection() {
     const { image, contrast, voxelSize } = this.scene.state;
     if (image === null) return;
-    this.isStale = false;
+    this.isProjectionStale = false;
     if (this.projectionCache?.volume !== image) this.projectionCache = { volume: image, plane: projectMaximum(image) };
     const { plane } = this.projectionCache;
-    this.projection.width = plane.width;
-    this.projection.height = plane.height;
-    this.projection.getContext("2d")?.putImageData(paintGray(plane, ...contrast), 0, 0);
+    this.projectionCanvas.width = plane.width;
+    this.projectionCanvas.height = plane.height;
+    this.projectionCanvas.getContext("2d")?.putImageData(paintGray(plane, ...contrast), 0, 0);
     const [width, height] = [plane.width * voxelSize[2], plane.height * voxelSize[1]];
     const scale = Math.min(this.stage.clientWidth / width, this.stage.clientHeight / height) * 0.94;
-    this.projection.style.width = `${width * scale}px`;
-    this.projection.style.height = `${height * scale}px`;
+    this.projectionCanvas.style.width = `${width * scale}px`;
+    this.projectionCanvas.style.height = `${height * scale}px`;
   }
 }

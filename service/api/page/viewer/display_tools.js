@@ -36,7 +36,7 @@ export class DisplayTools {
       { class: "tools", hidden: true },
       this.toggles.get("showObjects"),
       this.toggles.get("fillObjects"),
-      element("label", { class: "slim" }, "Opacity", opacitySlider),
+      element("label", { class: "inline-label" }, "Opacity", opacitySlider),
     );
     this.root = element(
       "div",
@@ -44,13 +44,13 @@ export class DisplayTools {
       element(
         "div",
         { class: "tools" },
-        element("label", { class: "slim" }, "Contrast", this.lowSlider),
+        element("label", { class: "inline-label" }, "Contrast", this.lowSlider),
         this.highSlider,
         this.toggles.get("isSmooth"),
       ),
       this.objectTools,
     );
-    /** Whether the user is moving a slider. While this is true, changes of the scene do not update the sliders. */
+    /** Whether the user is moving a slider. While this is true, changes to the scene do not update the sliders. */
     this.isMovingSlider = false;
     this.#updateToggles();
     scene.subscribe((previousState) => {

@@ -20,9 +20,9 @@ export class SliceView {
     this.axis = axis;
     this.scene = scene;
     this.imageCanvas = element("canvas", { class: "base" });
-    this.labelsCanvas = element("canvas", { class: "over" });
-    this.horizontalLine = element("div", { class: "cross horizontal" });
-    this.verticalLine = element("div", { class: "cross vertical" });
+    this.labelsCanvas = element("canvas", { class: "overlay" });
+    this.horizontalLine = element("div", { class: "crosshair horizontal" });
+    this.verticalLine = element("div", { class: "crosshair vertical" });
     this.caption = element("output", { class: "caption" });
     this.slider = element("input", {
       type: "range",
@@ -69,14 +69,14 @@ export class SliceView {
   /** Return the position of voxel 0 and the size of a voxel in CSS pixels. */
   getPlacement() {
     const { voxelSize, center, scale } = this.scene.state;
-    const [down, right] = IN_PLANE_AXES[this.axis];
-    const scaleX = scale * voxelSize[right];
-    const scaleY = scale * voxelSize[down];
-    const left = this.width / 2 - center[right] * scaleX;
-    return { left, top: this.height / 2 - center[down] * scaleY, scaleX, scaleY };
+    const [downAxis, rightAxis] = IN_PLANE_AXES[this.axis];
+    const scaleX = scale * voxelSize[rightAxis];
+    const scaleY = scale * voxelSize[downAxis];
+    const left = this.width / 2 - center[rightAxis] * scaleX;
+    return { left, top: this.height / 2 - center[downAxis] * scaleY, scaleX, scaleY };
   }
 
-  /** @param {number} x @param {number} y position on the stage in pixels @returns {[number, number]} coordinates down and to the right in voxels */
+  /** @param {number} x @param {number} y position on the stage in pixels @returns {[number, number]} vertical and horizontal coordinates in voxels */
   pointAt(x, y) {
     const placement = this.getPlacement();
     return [(y - placement.top) / placement.scaleY, (x - placement.left) / placement.scaleX];
@@ -85,13 +85,13 @@ export class SliceView {
   /** @param {number} x @param {number} y position on the stage in pixels @returns {Triple} the nearest voxel of the stack */
   voxelAt(x, y) {
     const { image, position } = this.scene.state;
-    const [down, right] = IN_PLANE_AXES[this.axis];
+    const [downAxis, rightAxis] = IN_PLANE_AXES[this.axis];
     const [v, u] = this.pointAt(x, y);
     /** @type {Triple} */
     const voxel = [...position];
     if (image === null) return voxel;
-    voxel[right] = clamp(Math.floor(u), image.shape[right]);
-    voxel[down] = clamp(Math.floor(v), image.shape[down]);
+    voxel[rightAxis] = clamp(Math.floor(u), image.shape[rightAxis]);
+    voxel[downAxis] = clamp(Math.floor(v), image.shape[downAxis]);
     return voxel;
   }
 
@@ -164,8 +164,8 @@ export class SliceView {
   #getFinePlacement(placement, step) {
     const { image } = this.scene.state;
     if (!step || !image) return placement;
-    const [down, right] = IN_PLANE_AXES[this.axis];
-    const [scaleX, scaleY] = [step[right] / image.step[right], step[down] / image.step[down]];
+    const [downAxis, rightAxis] = IN_PLANE_AXES[this.axis];
+    const [scaleX, scaleY] = [step[rightAxis] / image.step[rightAxis], step[downAxis] / image.step[downAxis]];
     return { ...placement, scaleX: placement.scaleX * scaleX, scaleY: placement.scaleY * scaleY };
   }
 
@@ -200,8 +200,8 @@ export class SliceView {
   /** Move the crosshair to the planes that the other views show. @param {import("../volumes/slices.js").Placement} [placement] */
   moveCrosshair(placement = this.getPlacement()) {
     const { position } = this.scene.state;
-    const [down, right] = IN_PLANE_AXES[this.axis];
-    this.horizontalLine.style.transform = `translateY(${placement.top + (position[down] + 0.5) * placement.scaleY}px)`;
-    this.verticalLine.style.transform = `translateX(${placement.left + (position[right] + 0.5) * placement.scaleX}px)`;
+    const [downAxis, rightAxis] = IN_PLANE_AXES[this.axis];
+    this.horizontalLine.style.transform = `translateY(${placement.top + (position[downAxis] + 0.5) * placement.scaleY}px)`;
+    this.verticalLine.style.transform = `translateX(${placement.left + (position[rightAxis] + 0.5) * placement.scaleX}px)`;
   }
 }

@@ -41,9 +41,9 @@ export class Viewer extends EventTarget {
       (isEnlarged) => this.#enlargeCorner(isEnlarged),
     );
     const [xy, xz, zy] = this.views;
-    this.circle = new DiameterCircle(this.scene, xy.stage, (diameter) => this.#emit("diameter", diameter));
+    this.diameterCircle = new DiameterCircle(this.scene, xy.stage, (diameter) => this.#emit("diameter", diameter));
     this.readout = element("output", { class: "readout" });
-    xy.stage.append(new ScaleBar(this.scene).root, this.circle.root, this.readout);
+    xy.stage.append(new ScaleBar(this.scene).root, this.diameterCircle.root, this.readout);
     xy.root.append(
       element(
         "div",
@@ -60,7 +60,7 @@ export class Viewer extends EventTarget {
     root.replaceChildren(this.toolbar, this.grid, this.fetchStatus);
     root.classList.add("viewer", "empty");
     for (const view of this.views) listenToView(this, view);
-    this.scene.subscribe((previousState) => this.#drawChanged(previousState));
+    this.scene.subscribe((previousState) => this.#drawAffectedViews(previousState));
     new ResizeObserver(() => this.#layOut()).observe(this.grid);
   }
 
@@ -121,7 +121,7 @@ export class Viewer extends EventTarget {
     const { image } = this.scene.state;
     if (position && image) {
       const voxel = position.map((value, axis) => clamp(Math.round(value / image.step[axis]), image.shape[axis]));
-      this.#goTo(/** @type {Triple} */ (voxel));
+      this.#goToVoxel(/** @type {Triple} */ (voxel));
     }
     this.scene.set({ selectedId: id });
     this.drawNow();
@@ -169,7 +169,7 @@ export class Viewer extends EventTarget {
   }
 
   /** Redraw the views that a change affects. A new position along one axis, or the arrival of a plane at full resolution, affects only one view. @param {Readonly<SceneState>} previousState */
-  #drawChanged(previousState) {
+  #drawAffectedViews(previousState) {
     const { state } = this.scene;
     const { position, finePlanes, ...otherState } = previousState;
     const affectsAllViews = Object.keys(otherState).some(
@@ -217,8 +217,8 @@ export class Viewer extends EventTarget {
     const { position, center, contrast, zoom, image } = otherViewer.scene.state;
     const { state } = this.scene;
     if (state.image === null || image === null) return;
-    const ownView = String([state.position, state.center, state.zoom, state.contrast]);
-    if (String([position, center, zoom, contrast]) === ownView) return;
+    const ownStateText = String([state.position, state.center, state.zoom, state.contrast]);
+    if (String([position, center, zoom, contrast]) === ownStateText) return;
     this.scene.set({ position, center, contrast, zoom });
     this.#setScale();
     this.drawNow();
@@ -261,11 +261,11 @@ export class Viewer extends EventTarget {
     const { image, position } = this.scene.state;
     if (image === null) return;
     const [, rows, columns] = image.shape;
-    this.#goTo([position[0], clamp(Math.floor(y * rows), rows), clamp(Math.floor(x * columns), columns)]);
+    this.#goToVoxel([position[0], clamp(Math.floor(y * rows), rows), clamp(Math.floor(x * columns), columns)]);
   }
 
   /** Go to a voxel, and move the views if the voxel is not visible. @param {Triple} position */
-  #goTo(position) {
+  #goToVoxel(position) {
     const center = /** @type {Triple} */ ([...this.scene.state.center]);
     for (const view of this.views.slice(0, 2)) {
       const placement = view.getPlacement();

@@ -35,16 +35,16 @@ function toPromise(request) {
 }
 
 /** @type {Promise<IDBDatabase> | null} */
-let database = null;
+let databasePromise = null;
 
 /** @param {IDBTransactionMode} mode @returns {Promise<IDBObjectStore>} */
 async function openStore(mode) {
-  if (database === null) {
+  if (databasePromise === null) {
     const request = indexedDB.open(DATABASE_NAME, 1);
     request.onupgradeneeded = () => request.result.createObjectStore(STORE_NAME);
-    database = toPromise(request);
+    databasePromise = toPromise(request);
   }
-  return (await database).transaction(STORE_NAME, mode).objectStore(STORE_NAME);
+  return (await databasePromise).transaction(STORE_NAME, mode).objectStore(STORE_NAME);
 }
 
 /** Return the key of a result's corrections. @param {import("openapi").JobReport} job @param {number} time time point, used if the job is a series */
@@ -105,7 +105,7 @@ export function loadAnnotationIds(job) {
 }
 
 /** Record that an annotated stack was created from a result. @param {string} job @param {string} annotation id */
-export async function addAnnotation(job, annotation) {
+export async function addAnnotationId(job, annotation) {
   const existingIds = await loadAnnotationIds(job);
   await withFallback(
     async () =>

@@ -192,7 +192,7 @@ export class LabelEditor {
   }
 
   /** @returns {Volume["data"]} a copy of the labels before any correction */
-  copyOriginal() {
+  copyOriginalData() {
     const data = this.labels.data.slice();
     for (const { runs } of [...this.edits].reverse())
       for (let run = runs.length - 4; run >= 0; run -= 4)
@@ -278,12 +278,13 @@ export class LabelEditor {
    * @param {number} id @param {Axis} axis of the view @param {Point} from @param {Point} to ends of the line, in voxels down and to the right
    */
   cut(id, axis, from, to) {
-    const [down, right] = IN_PLANE_AXES[axis];
+    const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
     const [deltaDown, deltaRight] = [to[0] - from[0], to[1] - from[1]];
     /** @type {[number[], number[]]} */
     const sides = [[], []];
     this.#forEachVoxel(id, (index, ...position) => {
-      const side = (position[right] + 0.5 - from[1]) * deltaDown - (position[down] + 0.5 - from[0]) * deltaRight;
+      const side =
+        (position[rightAxis] + 0.5 - from[1]) * deltaDown - (position[downAxis] + 0.5 - from[0]) * deltaRight;
       sides[side < 0 ? 0 : 1].push(index);
     });
     const smallerSide = sides[0].length < sides[1].length ? sides[0] : sides[1];
@@ -299,15 +300,15 @@ export class LabelEditor {
    * @param {Axis} axis @param {number} plane @param {Point} from @param {Point} to @returns {number} id of the object, 0 if there is none
    */
   findObjectUnderLine(axis, plane, from, to) {
-    const [down, right] = IN_PLANE_AXES[axis];
+    const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
     const stepCount = Math.ceil(2 * Math.hypot(to[0] - from[0], to[1] - from[1])) + 1;
     /** @type {Map<number, number>} */
     const counts = new Map();
     for (let step = 0; step <= stepCount; step += 1) {
       /** @type {Triple} */
       const position = [plane, plane, plane];
-      position[down] = Math.floor(from[0] + ((to[0] - from[0]) * step) / stepCount);
-      position[right] = Math.floor(from[1] + ((to[1] - from[1]) * step) / stepCount);
+      position[downAxis] = Math.floor(from[0] + ((to[0] - from[0]) * step) / stepCount);
+      position[rightAxis] = Math.floor(from[1] + ((to[1] - from[1]) * step) / stepCount);
       const id = this.idAt(position);
       if (id) counts.set(id, (counts.get(id) ?? 0) + 1);
     }
@@ -317,7 +318,7 @@ export class LabelEditor {
   /**
    * Split an object into one part per seed. Parts grow from their seeds, fast through thick regions and slowly through
    * necks. The first part keeps the id.
-   * @param {number[]} ids of the existing parts @param {Triple[]} seeds clicked voxels, more than `ids`
+   * @param {number[]} ids of the existing parts @param {Triple[]} seeds clicked voxels; there are more seeds than `ids`
    */
   split(ids, seeds) {
     const extents = ids.flatMap((id) => this.objects.get(id) ?? []);
@@ -357,7 +358,7 @@ export class LabelEditor {
   }
 
   /**
-   * Add an object by its outline in a plane, or add an outline to the object that is being drawn. Planes between two
+   * Add an object by outlining it in a plane, or add an outline to the object that is being drawn. Planes between two
    * outlines are filled with interpolated shapes. Other objects keep their voxels.
    * @param {Axis} axis normal to the plane @param {number} at index of the plane @param {Point[]} points of the outline @param {OutlineSketch | null} sketch of the object that is being drawn
    */
@@ -365,9 +366,9 @@ export class LabelEditor {
     const isContinued = sketch !== null && sketch.axis === axis && this.objects.has(sketch.id);
     const otherOutlines = isContinued ? sketch.outlines.filter((outline) => outline.at !== at) : [];
     const outlines = [...otherOutlines, { at, points }].sort((first, second) => first.at - second.at);
-    const [down, right] = IN_PLANE_AXES[axis];
+    const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
     const { shape } = this.labels;
-    const outlineMasks = outlines.map((outline) => fillPolygon(outline.points, [shape[down], shape[right]]));
+    const outlineMasks = outlines.map((outline) => fillPolygon(outline.points, [shape[downAxis], shape[rightAxis]]));
     if (outlineMasks.some((mask) => mask === null))
       throw new EditError("The outline contains no voxels. Draw a larger outline.");
     const id = isContinued ? sketch.id : this.#createId();
@@ -378,8 +379,8 @@ export class LabelEditor {
     for (const [plane, { values, top, left, width }] of masks) {
       values.forEach((isInside, index) => {
         const [v, u] = [top + Math.floor(index / width), left + (index % width)];
-        if (!isInside || v < 0 || u < 0 || v >= shape[down] || u >= shape[right]) return;
-        const voxelIndex = plane * strides[axis] + v * strides[down] + u * strides[right];
+        if (!isInside || v < 0 || u < 0 || v >= shape[downAxis] || u >= shape[rightAxis]) return;
+        const voxelIndex = plane * strides[axis] + v * strides[downAxis] + u * strides[rightAxis];
         if (data[voxelIndex] === 0) this.#writeVoxel(voxelIndex, id);
       });
     }
@@ -388,12 +389,12 @@ export class LabelEditor {
 
   /** Remove the voxels of an object that are outside the masks. @param {number} id @param {Axis} axis @param {Map<number, import("./label_shapes.js").Mask>} masks */
   #removeOutside(id, axis, masks) {
-    const [down, right] = IN_PLANE_AXES[axis];
+    const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
     /** @type {number[]} */
     const outsideIndices = [];
     this.#forEachVoxel(id, (index, ...position) => {
       const mask = masks.get(position[axis]);
-      const [v, u] = mask ? [position[down] - mask.top, position[right] - mask.left] : [-1, -1];
+      const [v, u] = mask ? [position[downAxis] - mask.top, position[rightAxis] - mask.left] : [-1, -1];
       const isInside = mask && v >= 0 && u >= 0 && v < mask.height && u < mask.width && mask.values[v * mask.width + u];
       if (!isInside) outsideIndices.push(index);
     });
@@ -433,7 +434,7 @@ export class LabelEditor {
   }
 
   /** Reserve an id for a new object, which the caller paints next. @returns {number} */
-  startObject() {
+  reserveId() {
     return this.#createId();
   }
 }

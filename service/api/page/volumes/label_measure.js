@@ -1,4 +1,4 @@
-/** Measures objects in the browser, with the same definitions of the properties as the service. Does not use the DOM. */
+/** Measures objects in the browser, with the same definitions of the properties as the service. It does not use the DOM. */
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./planes.js").Triple} Triple */

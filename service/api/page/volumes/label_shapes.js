@@ -106,7 +106,7 @@ export function divideMask(mask, shape, voxelSize, seeds) {
     pendingCount += 1;
   };
   /** @param {number} index */
-  const spread = (index) => {
+  const spreadFront = (index) => {
     for (const [offset, length] of steps) {
       const next = index + offset;
       if (!mask[next]) continue;
@@ -118,7 +118,7 @@ export function divideMask(mask, shape, voxelSize, seeds) {
   for (const [seedIndex, seed] of seeds.entries()) enqueue(seed, 0, seedIndex + 1);
   for (let time = 0; pendingCount > 0; time += 1) {
     const bucket = buckets[time % buckets.length];
-    for (const index of bucket) if (arrivalTimes[index] === time) spread(index);
+    for (const index of bucket) if (arrivalTimes[index] === time) spreadFront(index);
     pendingCount -= bucket.length;
     bucket.length = 0;
   }
@@ -225,8 +225,8 @@ export function fillBetweenOutlines(outlines, outlineMasks) {
     masks.set(at, outlineMasks[index]);
     if (index === 0) continue;
     const previousPlane = outlines[index - 1].at;
-    const interpolated = interpolateMasks(outlineMasks[index - 1], outlineMasks[index], at - previousPlane - 1);
-    for (const [step, mask] of interpolated.entries()) masks.set(previousPlane + 1 + step, mask);
+    const interpolatedMasks = interpolateMasks(outlineMasks[index - 1], outlineMasks[index], at - previousPlane - 1);
+    for (const [step, mask] of interpolatedMasks.entries()) masks.set(previousPlane + 1 + step, mask);
   }
   return masks;
 }

@@ -19,9 +19,9 @@ export const IN_PLANE_AXES = /** @type {const} */ ([
  */
 export function extractPlane(volume, axis, position) {
   const [, rows, columns] = volume.shape;
-  const [down, right] = IN_PLANE_AXES[axis];
-  const width = volume.shape[right];
-  const height = volume.shape[down];
+  const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
+  const width = volume.shape[rightAxis];
+  const height = volume.shape[downAxis];
   if (axis === 0)
     return { data: volume.data.subarray(position * rows * columns, (position + 1) * rows * columns), width, height };
   const data = /** @type {PixelArray} */ (new /** @type {any} */ (volume.data.constructor)(width * height));
@@ -77,7 +77,7 @@ function getShades(color) {
   const cachedShades = shadesCache.get(key);
   if (cachedShades) return cachedShades;
   const shades = Uint32Array.from({ length: 256 }, (_, level) => {
-    const [red, green, blue] = color.map((part) => Math.round((part * level) / 255));
+    const [red, green, blue] = color.map((component) => Math.round((component * level) / 255));
     return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
   });
   shadesCache.set(key, shades);
