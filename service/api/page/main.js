@@ -11,7 +11,7 @@ import { offerCorrections } from "./result/missing_result.js";
 import { createChecklist } from "./stack/guidance.js";
 import { forgetJob, loadRecentJobs, rememberJob } from "./stack/recent_jobs.js";
 import { Session } from "./stack/session.js";
-import { drawStart } from "./stack/start_view.js";
+import { drawStartView } from "./stack/start_view.js";
 import { watchStatus } from "./status/status_view.js";
 import { createAnnotationsList } from "./training/annotations.js";
 import { openTrainingDialog } from "./training/training_dialog.js";
@@ -62,7 +62,7 @@ async function openFile(file, name) {
     const stack = await uploadStack(file, name, showProgress, uploadAbort.signal);
     location.hash = `stack=${stack.id}`;
   } catch (error) {
-    showStart();
+    showStartView();
     showError(error);
   }
 }
@@ -76,9 +76,9 @@ async function openSample() {
   }
 }
 
-function showStart() {
+function showStartView() {
   showView("start", "Objects in 3D microscopy stacks");
-  drawStart(byId("start"), { openFile, openSample, openJob: (id) => (location.hash = `job=${id}`) });
+  drawStartView(byId("start"), { openFile, openSample, openJob: (id) => (location.hash = `job=${id}`) });
   if (service.capabilities.corrections) showTrainingLists().catch(showError);
 }
 
@@ -172,7 +172,7 @@ async function openView(kind, id, model, signal) {
   if (kind === "job" && id) return openJob(id);
   if (kind === "stack" && id) return openStack(id, model);
   if (kind === "training" && id) return openTraining(id, signal);
-  return showStart();
+  return showStartView();
 }
 
 /** Open the view that the URL fragment selects. */
@@ -192,7 +192,7 @@ async function route() {
     document.body.classList.remove("busy");
     if (error instanceof Problem && error.status === 404) {
       history.replaceState(null, "", "#");
-      showStart();
+      showStartView();
       if (kind === "job" && (await offerCorrectionsOfMissingJob(id))) return;
     }
     showError(error);
@@ -205,7 +205,7 @@ async function offerCorrectionsOfMissingJob(id) {
   const forgetJobAndCorrections = () => {
     forgetJob(id);
     forgetCorrections(id);
-    showStart();
+    showStartView();
   };
   const hasCorrections = await offerCorrections(id, name, forgetJobAndCorrections);
   if (!hasCorrections) forgetJobAndCorrections();

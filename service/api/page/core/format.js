@@ -49,7 +49,7 @@ export function formatDate(date) {
 
 /** @param {ArrayLike<number>} values @returns {number} */
 export function computeMedian(values) {
-  const sorted = Float64Array.from(values).sort();
-  const middle = sorted.length >> 1;
-  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+  const sortedValues = Float64Array.from(values).sort();
+  const middle = sortedValues.length >> 1;
+  return sortedValues.length % 2 ? sortedValues[middle] : (sortedValues[middle - 1] + sortedValues[middle]) / 2;
 }

@@ -59,19 +59,19 @@ export class Brush {
     return true;
   }
 
-  /** Continue the stroke to another voxel. @param {Triple} to */
-  paintTo(to) {
+  /** Continue the stroke to another voxel. @param {Triple} position */
+  paintTo(position) {
     const { stroke, editor, radius } = this;
     if (stroke === null) return;
     const { id, isErasing, view } = stroke;
     const brush = { id, erase: isErasing, axis: this.isSpherical ? null : view.axis, overwrite: this.overwrite };
-    const offset = to.map((end, axis) => end - stroke.position[axis]);
+    const offset = position.map((end, axis) => end - stroke.position[axis]);
     const length = Math.hypot(...offset.map((voxels, axis) => voxels * editor.voxelSize[axis]));
     const stampCount = Math.max(1, Math.ceil(length / Math.max(radius * STAMP_SPACING, Math.min(...editor.voxelSize))));
     for (let stamp = 1; stamp <= stampCount; stamp += 1) {
       const center = stroke.position.map((start, axis) => start + (offset[axis] * stamp) / stampCount);
       editor.stamp(/** @type {Triple} */ (center), radius, brush);
     }
-    stroke.position = to;
+    stroke.position = position;
   }
 }

@@ -170,7 +170,7 @@ export class CorrectPanel {
   }
 
   /** Show which correction was undone or redone. @param {"undo" | "redo"} direction @param {EditKind} kind of the correction */
-  showUndoneOrRedone(direction, kind) {
+  showHistoryStep(direction, kind) {
     this.showHint(`${direction === "undo" ? "Undone" : "Redone"}: ${PARTICIPLES[kind]}.`);
   }
 

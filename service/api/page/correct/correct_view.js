@@ -32,7 +32,8 @@ const MOVED_TO_OTHER_TAB_MESSAGE =
   "You are now correcting this result in another tab or window of this browser. All corrections are saved.";
 
 /**
- * The editor and the displayed image while labels are corrected, and the content that the views displayed before.
+ * The editor and the displayed image while labels are corrected, and the content that the views displayed before the
+ * correction started.
  * @typedef {{editor: LabelEditor, image: Volume, previousContent: {image: Volume, labels: Volume, overlays: import("../viewer/scene.js").Overlay[]}}} CorrectionMode
  */
 
@@ -235,10 +236,10 @@ export class CorrectView {
     this.viewer.fetchStatus.textContent = "";
     if (mode === null) return;
     panel.tools = null;
-    const showsCorrected =
+    const showsCorrectedLabels =
       keepCorrected && mode.editor.edits.length > 0 && !this.job.time_points && !this.signal.aborted;
-    if (!showsCorrected) this.#restoreViews();
-    this.#emit("corrected", showsCorrected ? this.#measureObjects(mode) : null);
+    if (!showsCorrectedLabels) this.#restoreViews();
+    this.#emit("corrected", showsCorrectedLabels ? this.#measureObjects(mode) : null);
   }
 
   /** Show the original labels again, unless the views already show something else. */
@@ -295,7 +296,7 @@ export class CorrectView {
     const { mode, panel } = this;
     const edit = panel.tools?.[direction]();
     if (!mode || !edit) return;
-    panel.showUndoneOrRedone(direction, edit.kind);
+    panel.showHistoryStep(direction, edit.kind);
     const { edits } = mode.editor;
     this.#storeEdit(direction === "undo" ? edits.length : edits.length - 1, direction === "undo" ? null : edit);
     this.#showCounts(mode.editor);

@@ -269,10 +269,10 @@ export class EditTools extends EventTarget {
     this.line = null;
     if (line === null) return;
     const { axis } = line.view;
-    const [from, to] = line.points;
-    const id = editor.findObjectUnderLine(axis, viewer.scene.state.position[axis], from, to);
+    const [lineStart, lineEnd] = line.points;
+    const id = editor.findObjectUnderLine(axis, viewer.scene.state.position[axis], lineStart, lineEnd);
     if (id === 0) this.callbacks.showHint("The line does not cross an object.");
-    else this.applyEdit(() => editor.cut(id, axis, from, to), `Cut object ${id}.`);
+    else this.applyEdit(() => editor.cut(id, axis, lineStart, lineEnd), `Cut object ${id}.`);
   }
 
   /** Close the outline, and create or extend an object. */
@@ -302,9 +302,9 @@ export class EditTools extends EventTarget {
       );
   }
 
-  /** @param {Triple} to */
-  #continueStroke(to) {
-    this.brush.paintTo(to);
+  /** @param {Triple} position */
+  #continueStroke(position) {
+    this.brush.paintTo(position);
     this.viewer.draw();
   }
 
@@ -345,9 +345,9 @@ export class EditTools extends EventTarget {
       this.line.points.push(point);
       this.callbacks.showHint("Corner added. Press C to close the outline.");
     } else if (this.tool === "cut") {
-      const from = this.line?.view === view ? this.line.points[0] : null;
-      this.line = { view, points: [from ?? point, point] };
-      if (from) this.#cut();
+      const lineStart = this.line?.view === view ? this.line.points[0] : null;
+      this.line = { view, points: [lineStart ?? point, point] };
+      if (lineStart) this.#cut();
       else this.callbacks.showHint("Press Enter at the other end of the line.");
     } else {
       this.#startStroke(view, /** @type {Triple} */ ([...position]));

@@ -18,9 +18,9 @@ export async function offerCorrections(job, name, ondiscard) {
   const entries = [...(await correctionStore.countAllCorrections())].filter(([key]) => key.split("@")[0] === job);
   if (entries.length === 0) return false;
   const stem = name.replace(/(\.ome)?\.tiff?$/i, "");
-  const problem = element("p", { class: "warning-text", role: "alert" });
+  const problemText = element("p", { class: "warning-text", role: "alert" });
   const correctionCount = entries.reduce((sum, [, count]) => sum + count, 0);
-  const discard = async () => {
+  const discardCorrections = async () => {
     if (!confirm(`Discard ${formatCount(correctionCount, "correction")} of ${name}?`)) return;
     await correctionStore.forgetCorrections(job);
     dialog.close();
@@ -34,12 +34,12 @@ export async function offerCorrections(job, name, ondiscard) {
       { class: "muted" },
       `The service no longer stores this result for ${name}. Your ${formatCount(correctionCount, "correction")} and the original labels are saved in this browser. You can export the corrected labels as a file.`,
     ),
-    ...entries.map(([key, count]) => createExportRow(key, count, stem, problem)),
-    problem,
+    ...entries.map(([key, count]) => createExportRow(key, count, stem, problemText)),
+    problemText,
     element(
       "div",
       { class: "row between" },
-      button("Discard the corrections", discard, "link"),
+      button("Discard the corrections", discardCorrections, "link"),
       button("Close", () => dialog.close(), "secondary"),
     ),
   );
@@ -47,8 +47,8 @@ export async function offerCorrections(job, name, ondiscard) {
   return true;
 }
 
-/** @param {string} key of a result, or of one time point of a series @param {number} correctionCount @param {string} stem @param {HTMLElement} problem */
-function createExportRow(key, correctionCount, stem, problem) {
+/** @param {string} key of a result, or of one time point of a series @param {number} correctionCount @param {string} stem @param {HTMLElement} problemText */
+function createExportRow(key, correctionCount, stem, problemText) {
   const time = key.split("@")[1];
   const fileStem = `${stem}${time === undefined ? "" : `_t${time}`}_corrected`;
   /** @param {string} text @param {string} suffix @param {(labels: Labels) => Blob} encode */
@@ -58,7 +58,7 @@ function createExportRow(key, correctionCount, stem, problem) {
       async () => {
         const labels = await loadCorrectedLabels(key);
         if (labels) downloadBlob(encode(labels), fileStem + suffix);
-        else problem.textContent = "The original labels of these corrections are not saved in this browser.";
+        else problemText.textContent = "The original labels of these corrections are not saved in this browser.";
       },
       "secondary",
     );
@@ -79,12 +79,12 @@ function createExportRow(key, correctionCount, stem, problem) {
 
 /** Load the original labels, and apply their corrections. @param {string} key @returns {Promise<Labels | null>} null if the labels are not saved in this browser */
 async function loadCorrectedLabels(key) {
-  const [original, edits] = await Promise.all([
+  const [originalLabels, edits] = await Promise.all([
     correctionStore.loadOriginalLabels(key),
     correctionStore.loadCorrections(key),
   ]);
-  if (original === undefined) return null;
-  const { zipped, bytes, shape, voxelSize } = original;
+  if (originalLabels === undefined) return null;
+  const { zipped, bytes, shape, voxelSize } = originalLabels;
   const buffer = await new Response(zipped.stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
   const data = new ARRAY_TYPES[/** @type {keyof typeof ARRAY_TYPES} */ (bytes)](buffer, 0, countVoxels(shape));
   const editor = new LabelEditor({ data, shape, step: [1, 1, 1], fullShape: shape }, [1, 1, 1]);

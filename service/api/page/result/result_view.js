@@ -80,7 +80,7 @@ export function showResult(root, result, table, { viewer, capabilities, signal, 
       note.hidden = editCount === 0;
     });
     correctView.root.addEventListener("corrected", (event) =>
-      tables.showCorrected(/** @type {CustomEvent} */ (event).detail),
+      tables.showCorrectedObjects(/** @type {CustomEvent} */ (event).detail),
     );
     timeNavigation.events.addEventListener("leaving", () => correctView.leave(false), { signal });
     timeNavigation.events.addEventListener(
@@ -123,7 +123,7 @@ class ObjectTables {
   }
 
   /** @param {import("../volumes/object_table.js").Table | null} table of the corrected objects, null to show the objects without corrections */
-  showCorrected(table) {
+  showCorrectedObjects(table) {
     const correctedObjects = table && new ObjectsView(table);
     if (correctedObjects === null && this.displayedObjects === this.originalObjects) return;
     this.#show(correctedObjects ?? this.originalObjects);
@@ -186,7 +186,7 @@ function linkTableAndViews(viewer, objects, timeNavigation, signal) {
 
 /** Return the model, the diameter, the confidence and the duration of a job. @param {Job} job @returns {string[]} */
 function describeJob(job) {
-  const seconds = Object.values(job.seconds).reduce((sum, part) => sum + part, 0);
+  const seconds = Object.values(job.seconds).reduce((sum, stageSeconds) => sum + stageSeconds, 0);
   const confidence = typeof job.confidence === "number" ? [`confidence ${Math.round(job.confidence * 100)}%`] : [];
   const diameter = job.diameter ? [formatLengths(job.diameter).replace("; ", ", ")] : [];
   return [job.model, ...diameter, ...confidence, `${formatNumber(seconds, 2)} s`];

@@ -72,9 +72,9 @@ export class ProgressView {
     if (job.state === "running" && total) this.progressBar.value = Math.min(done / total, 1);
     else this.progressBar.removeAttribute("value");
     this.stateText.textContent = describeState(job);
-    const remaining = job.seconds_left === null ? "" : `${formatDuration(job.seconds_left)} left`;
-    const percent = total ? `${Math.floor((100 * done) / total)}% done` : "";
-    this.detailText.textContent = [job.state === "running" && percent, remaining].filter(Boolean).join(", ");
+    const remainingText = job.seconds_left === null ? "" : `${formatDuration(job.seconds_left)} left`;
+    const percentText = total ? `${Math.floor((100 * done) / total)}% done` : "";
+    this.detailText.textContent = [job.state === "running" && percentText, remainingText].filter(Boolean).join(", ");
   }
 }
 

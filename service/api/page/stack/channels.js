@@ -94,7 +94,7 @@ export class ChannelTools {
     this.loadAbort = new AbortController();
     this.primaryChannel = 0;
     this.scene.subscribe((previousState) => {
-      if (hasChanged(previousState, this.scene.state, ["overlays", "adjustedChannel"])) this.#update();
+      if (hasChanged(previousState, this.scene.state, ["overlays", "adjustedChannel"])) this.#updateControls();
     });
   }
 
@@ -115,7 +115,7 @@ export class ChannelTools {
     );
     this.#setOverlays(overlays);
     for (const { channel } of overlays) this.#fetchOverlay(channel);
-    this.#update();
+    this.#updateControls();
   }
 
   /** @param {number} channel */
@@ -170,7 +170,7 @@ export class ChannelTools {
   }
 
   /** Update the controls from the scene. */
-  #update() {
+  #updateControls() {
     const { file, scene, primaryChannel } = this;
     if (!file) return;
     const { overlays, adjustedChannel } = scene.state;

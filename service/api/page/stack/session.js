@@ -52,7 +52,7 @@ export class Session {
     this.inspectionTimer = 0;
     /** Dispatches `leaving` before the time point changes, and `time` after the new time point is displayed. */
     this.timeEvents = new EventTarget();
-    this.side = byId("side");
+    this.sidePanel = byId("side");
     this.viewer = new Viewer(byId("viewer"));
     this.channelTools = new ChannelTools(this.viewer);
     this.timeSlider = new TimeSlider();
@@ -99,7 +99,7 @@ export class Session {
       if (!(error instanceof Problem)) throw error;
       this.settings.showProblem(error);
       this.isUnreadable = !this.loadedPlanesJson;
-      if (this.isUnreadable) this.side.replaceChildren(describeUnreadableStack(error));
+      if (this.isUnreadable) this.sidePanel.replaceChildren(describeUnreadableStack(error));
     }
   }
 
@@ -108,7 +108,7 @@ export class Session {
     const { settings, timeSlider } = this;
     const { file } = inspection;
     this.inspection = inspection;
-    if (this.isUnreadable) this.side.replaceChildren(createChecklist());
+    if (this.isUnreadable) this.sidePanel.replaceChildren(createChecklist());
     this.isUnreadable = false;
     const planeParameters = makePlaneParameters(
       file,
@@ -257,8 +257,8 @@ export class Session {
 
   /** Show the progress of a job, and then its result. @param {string} id */
   async followJob(id) {
-    const { side } = this;
-    const progressView = new ProgressView(side, id);
+    const { sidePanel } = this;
+    const progressView = new ProgressView(sidePanel, id);
     this.job = null;
     this.viewer.setLabels(null);
     this.jobAbort.abort();
@@ -267,7 +267,7 @@ export class Session {
       const job = await pollJob(id, this.jobAbort.signal, (report) => progressView.show(report));
       rememberJob({ job: id, objects: job.objects, model: job.model, created: job.created });
       if (job.state === "done") await this.showResult(job);
-      else side.replaceChildren(describeFailure(job));
+      else sidePanel.replaceChildren(describeFailure(job));
     } catch (error) {
       if (!isAbort(error)) throw error;
     }
@@ -292,7 +292,7 @@ export class Session {
       events: this.timeEvents,
     };
     const { capabilities } = this.service;
-    showResult(this.side, { job, stack: stackId, name }, table, {
+    showResult(this.sidePanel, { job, stack: stackId, name }, table, {
       viewer,
       capabilities,
       signal,

@@ -10,7 +10,7 @@ import { describeObjectCount, forgetJob, loadRecentJobs } from "./recent_jobs.js
  * @param {HTMLElement} root
  * @param {{openFile: (file: Blob, name: string) => void, openSample: () => void, openJob: (id: string) => void}} actions
  */
-export function drawStart(root, actions) {
+export function drawStartView(root, actions) {
   const fileInput = element("input", {
     type: "file",
     id: "file",
@@ -49,7 +49,7 @@ export function drawStart(root, actions) {
   root.replaceChildren(
     dropArea,
     ...(jobs.length
-      ? [createRecentJobsSection(jobs, actions.openJob, () => drawStart(root, actions))]
+      ? [createRecentJobsSection(jobs, actions.openJob, () => drawStartView(root, actions))]
       : [createSteps()]),
   );
 }

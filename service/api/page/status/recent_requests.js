@@ -18,8 +18,8 @@ const STAGE_GROUPS = [
 
 /** Create the legend of the stage colors. */
 export function createLegend() {
-  const entries = STAGE_GROUPS.map(([name], group) =>
-    element("li", {}, element("span", { class: "key", "data-group": group }), name),
+  const entries = STAGE_GROUPS.map(([name], groupIndex) =>
+    element("li", {}, element("span", { class: "key", "data-group": groupIndex }), name),
   );
   return element("ul", { class: "legend muted" }, ...entries);
 }
@@ -52,8 +52,8 @@ function createStageBar(seconds) {
   const stages = Object.entries(seconds);
   const descriptions = stages.map(([stage, value]) => `${stage} ${formatNumber(value, 2)} s`);
   const segments = stages.map(([stage, value], index) => {
-    const group = STAGE_GROUPS.findIndex(([, names]) => names.includes(stage));
-    const segment = element("span", { class: "key", "data-group": group, title: descriptions[index] });
+    const groupIndex = STAGE_GROUPS.findIndex(([, names]) => names.includes(stage));
+    const segment = element("span", { class: "key", "data-group": groupIndex, title: descriptions[index] });
     segment.style.flexGrow = String(value);
     return segment;
   });

@@ -23,7 +23,7 @@ export async function fetchAnnotations() {
 export function openSaveAnnotationDialog({ labels, correctionCount, stack, job, time, name }) {
   const nameInput = element("input", { type: "text", value: name, required: true, maxLength: 100 });
   const partFields = createPartFields(labels.shape);
-  const problem = element("p", { class: "warning-text", role: "alert" });
+  const problemText = element("p", { class: "warning-text", role: "alert" });
   return new Promise((resolve) => {
     /** @type {Annotation | null} */
     let savedAnnotation = null;
@@ -51,7 +51,8 @@ export function openSaveAnnotationDialog({ labels, correctionCount, stack, job, 
             dialog.close();
           } catch (error) {
             const { message, status } = /** @type {import("../core/requests.js").Problem} */ (error);
-            problem.textContent = status === 404 ? `${message} Save the corrected labels as a file instead.` : message;
+            problemText.textContent =
+              status === 404 ? `${message} Save the corrected labels as a file instead.` : message;
             saveButton.disabled = false;
             saveButton.textContent = "Save";
           }
@@ -64,7 +65,7 @@ export function openSaveAnnotationDialog({ labels, correctionCount, stack, job, 
       ),
       field("Name", nameInput),
       partFields.root,
-      problem,
+      problemText,
       element(
         "div",
         { class: "row end" },

@@ -42,7 +42,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
   });
   const checkboxes = createCheckboxes(annotations);
   preselectStacks(checkboxes, initialBaseModel, models);
-  const problem = element("p", { class: "warning-text", role: "alert" });
+  const problemText = element("p", { class: "warning-text", role: "alert" });
   const onsubmit = async (/** @type {Event} */ event) => {
     event.preventDefault();
     const selectedIds = checkboxes.filter(({ checkbox }) => checkbox.checked).map(({ annotation }) => annotation.id);
@@ -59,7 +59,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
       dialog.close();
       location.hash = `training=${id}`;
     } catch (error) {
-      problem.textContent = /** @type {Error} */ (error).message;
+      problemText.textContent = /** @type {Error} */ (error).message;
     }
   };
   const emptyText = element(
@@ -106,7 +106,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
         minutesInput,
         element("span", { class: "muted small" }, "Segmentation requests have priority."),
       ),
-      problem,
+      problemText,
       element(
         "div",
         { class: "row end" },

@@ -38,8 +38,8 @@ export class CornerView {
     });
     /** @type {import("./volume_renderer.js").VolumeRenderer | null} */
     this.renderer = null;
-    this.projectionToggle = button("Maximum", () => this.show3d(false), "quiet toggle");
-    this.renderingToggle = button("3D", () => this.show3d(true), "quiet toggle");
+    this.projectionToggle = button("Maximum", () => this.set3dVisible(false), "quiet toggle");
+    this.renderingToggle = button("3D", () => this.set3dVisible(true), "quiet toggle");
     this.enlargeToggle = button("Enlarge", () => this.#toggleEnlarged(), "quiet toggle");
     this.stage = element("div", { class: "stage centered" }, this.projectionCanvas, this.canvas3d);
     this.root = element(
@@ -58,7 +58,7 @@ export class CornerView {
   }
 
   /** Switch between the 3D rendering and the maximum projection. @param {boolean} isVisible whether to show the 3D rendering */
-  async show3d(isVisible) {
+  async set3dVisible(isVisible) {
     if (isVisible && this.renderer === null) {
       const { VolumeRenderer } = await import("./volume_renderer.js");
       this.renderer = new VolumeRenderer(this.canvas3d, this.scene);
@@ -105,8 +105,8 @@ export class CornerView {
     this.isProjectionStale = true;
   }
 
-  /** Fit the projection to the resized corner. */
-  resize() {
+  /** Draw the projection again in the next frame, because its size or its contrast has changed. */
+  invalidateProjection() {
     this.isProjectionStale = true;
   }
 

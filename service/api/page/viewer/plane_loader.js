@@ -57,7 +57,7 @@ export class PlaneLoader {
   }
 
   /** Discard all fetched planes, because another volume is displayed. */
-  discard() {
+  discardPlanes() {
     this.fetchAbort.abort();
     this.fetchAbort = new AbortController();
     this.scene.set({ finePlanes: [null, null, null] });

@@ -77,7 +77,7 @@ export class Viewer extends EventTarget {
     const { state } = this.scene;
     const hasSameShape = state.image !== null && String(state.image.fullShape) === String(image.fullShape);
     this.scene.set({ image });
-    this.planeLoader.discard();
+    this.planeLoader.discardPlanes();
     this.root.classList.remove("empty");
     this.setVoxelSize(voxelSize);
     if (hasSameShape) return;
@@ -100,7 +100,7 @@ export class Viewer extends EventTarget {
   adjustContrast() {
     const { image } = this.scene.state;
     if (image) this.scene.set(chooseContrast(image));
-    this.corner.resize();
+    this.corner.invalidateProjection();
     this.draw();
   }
 
@@ -112,7 +112,7 @@ export class Viewer extends EventTarget {
 
   /** @param {Volume | null} labels */
   setLabels(labels) {
-    this.planeLoader.discard();
+    this.planeLoader.discardPlanes();
     this.scene.set({ labels, selectedId: 0, hiddenFlags: null, colorIndices: null });
   }
 
@@ -241,7 +241,7 @@ export class Viewer extends EventTarget {
     style.gridTemplateRows = `minmax(0, ${1 - getFraction(y)}fr) minmax(0, ${getFraction(y)}fr)`;
     if (this.corner.isEnlarged) style.gridTemplateColumns = style.gridTemplateRows = "minmax(0, 1fr)";
     for (const view of this.views) view.resize();
-    this.corner.resize();
+    this.corner.invalidateProjection();
     this.#setScale();
     this.drawNow();
   }

@@ -275,16 +275,16 @@ export class LabelEditor {
 
   /**
    * Cut an object along a line drawn in a view, through all planes of the view. The smaller part gets a new id.
-   * @param {number} id @param {Axis} axis of the view @param {Point} from @param {Point} to ends of the line, in voxels down and to the right
+   * @param {number} id @param {Axis} axis of the view @param {Point} lineStart @param {Point} lineEnd ends of the line, in voxels down and to the right
    */
-  cut(id, axis, from, to) {
+  cut(id, axis, lineStart, lineEnd) {
     const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
-    const [deltaDown, deltaRight] = [to[0] - from[0], to[1] - from[1]];
+    const [deltaDown, deltaRight] = [lineEnd[0] - lineStart[0], lineEnd[1] - lineStart[1]];
     /** @type {[number[], number[]]} */
     const sides = [[], []];
     this.#forEachVoxel(id, (index, ...position) => {
       const side =
-        (position[rightAxis] + 0.5 - from[1]) * deltaDown - (position[downAxis] + 0.5 - from[0]) * deltaRight;
+        (position[rightAxis] + 0.5 - lineStart[1]) * deltaDown - (position[downAxis] + 0.5 - lineStart[0]) * deltaRight;
       sides[side < 0 ? 0 : 1].push(index);
     });
     const smallerSide = sides[0].length < sides[1].length ? sides[0] : sides[1];
@@ -297,18 +297,18 @@ export class LabelEditor {
 
   /**
    * Find the object that contains the longest part of a line drawn in a view.
-   * @param {Axis} axis @param {number} plane @param {Point} from @param {Point} to @returns {number} id of the object, 0 if there is none
+   * @param {Axis} axis @param {number} plane @param {Point} lineStart @param {Point} lineEnd @returns {number} id of the object, 0 if there is none
    */
-  findObjectUnderLine(axis, plane, from, to) {
+  findObjectUnderLine(axis, plane, lineStart, lineEnd) {
     const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
-    const stepCount = Math.ceil(2 * Math.hypot(to[0] - from[0], to[1] - from[1])) + 1;
+    const stepCount = Math.ceil(2 * Math.hypot(lineEnd[0] - lineStart[0], lineEnd[1] - lineStart[1])) + 1;
     /** @type {Map<number, number>} */
     const counts = new Map();
     for (let step = 0; step <= stepCount; step += 1) {
       /** @type {Triple} */
       const position = [plane, plane, plane];
-      position[downAxis] = Math.floor(from[0] + ((to[0] - from[0]) * step) / stepCount);
-      position[rightAxis] = Math.floor(from[1] + ((to[1] - from[1]) * step) / stepCount);
+      position[downAxis] = Math.floor(lineStart[0] + ((lineEnd[0] - lineStart[0]) * step) / stepCount);
+      position[rightAxis] = Math.floor(lineStart[1] + ((lineEnd[1] - lineStart[1]) * step) / stepCount);
       const id = this.idAt(position);
       if (id) counts.set(id, (counts.get(id) ?? 0) + 1);
     }
@@ -360,12 +360,12 @@ export class LabelEditor {
   /**
    * Add an object by outlining it in a plane, or add an outline to the object that is being drawn. Planes between two
    * outlines are filled with interpolated shapes. Other objects keep their voxels.
-   * @param {Axis} axis normal to the plane @param {number} at index of the plane @param {Point[]} points of the outline @param {OutlineSketch | null} sketch of the object that is being drawn
+   * @param {Axis} axis normal to the plane @param {number} planeIndex @param {Point[]} points of the outline @param {OutlineSketch | null} sketch of the object that is being drawn
    */
-  addOutline(axis, at, points, sketch) {
+  addOutline(axis, planeIndex, points, sketch) {
     const isContinued = sketch !== null && sketch.axis === axis && this.objects.has(sketch.id);
-    const otherOutlines = isContinued ? sketch.outlines.filter((outline) => outline.at !== at) : [];
-    const outlines = [...otherOutlines, { at, points }].sort((first, second) => first.at - second.at);
+    const otherOutlines = isContinued ? sketch.outlines.filter((outline) => outline.at !== planeIndex) : [];
+    const outlines = [...otherOutlines, { at: planeIndex, points }].sort((first, second) => first.at - second.at);
     const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
     const { shape } = this.labels;
     const outlineMasks = outlines.map((outline) => fillPolygon(outline.points, [shape[downAxis], shape[rightAxis]]));
@@ -373,7 +373,7 @@ export class LabelEditor {
       throw new EditError("The outline contains no voxels. Draw a larger outline.");
     const id = isContinued ? sketch.id : this.#createId();
     const masks = fillBetweenOutlines(outlines, /** @type {import("./label_shapes.js").Mask[]} */ (outlineMasks));
-    if (isContinued) this.#removeOutside(id, axis, masks);
+    if (isContinued) this.#removeVoxelsOutside(id, axis, masks);
     const { strides } = this;
     const { data } = this.labels;
     for (const [plane, { values, top, left, width }] of masks) {
@@ -388,7 +388,7 @@ export class LabelEditor {
   }
 
   /** Remove the voxels of an object that are outside the masks. @param {number} id @param {Axis} axis @param {Map<number, import("./label_shapes.js").Mask>} masks */
-  #removeOutside(id, axis, masks) {
+  #removeVoxelsOutside(id, axis, masks) {
     const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
     /** @type {number[]} */
     const outsideIndices = [];

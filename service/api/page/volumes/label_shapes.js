@@ -138,9 +138,9 @@ export function fillPolygon(points, size) {
   if (!(height > 0 && width > 0)) return null;
   const values = new Uint8Array(height * width);
   for (let v = 0; v < height; v += 1) {
-    for (const [from, to] of findSpans(points, top + v + 0.5)) {
-      const first = Math.max(0, Math.ceil(from - 0.5 - left));
-      const last = Math.min(width - 1, Math.ceil(to - 0.5 - left) - 1);
+    for (const [start, end] of findSpans(points, top + v + 0.5)) {
+      const first = Math.max(0, Math.ceil(start - 0.5 - left));
+      const last = Math.min(width - 1, Math.ceil(end - 0.5 - left) - 1);
       if (first <= last) values.fill(1, v * width + first, v * width + last + 1);
     }
   }
@@ -151,10 +151,13 @@ export function fillPolygon(points, size) {
 function findSpans(points, level) {
   /** @type {[number, number][]} */
   const crossings = [];
-  points.forEach((from, index) => {
-    const to = points[(index + 1) % points.length];
-    if (from[0] <= level === to[0] <= level) return;
-    crossings.push([from[1] + ((level - from[0]) / (to[0] - from[0])) * (to[1] - from[1]), to[0] > from[0] ? 1 : -1]);
+  points.forEach((start, index) => {
+    const end = points[(index + 1) % points.length];
+    if (start[0] <= level === end[0] <= level) return;
+    crossings.push([
+      start[1] + ((level - start[0]) / (end[0] - start[0])) * (end[1] - start[1]),
+      end[0] > start[0] ? 1 : -1,
+    ]);
   });
   crossings.sort((first, second) => first[0] - second[0]);
   /** @type {[number, number][]} */
@@ -221,11 +224,11 @@ function interpolateMasks(first, second, count) {
 export function fillBetweenOutlines(outlines, outlineMasks) {
   /** @type {Map<number, Mask>} */
   const masks = new Map();
-  for (const [index, { at }] of outlines.entries()) {
-    masks.set(at, outlineMasks[index]);
+  for (const [index, { at: plane }] of outlines.entries()) {
+    masks.set(plane, outlineMasks[index]);
     if (index === 0) continue;
     const previousPlane = outlines[index - 1].at;
-    const interpolatedMasks = interpolateMasks(outlineMasks[index - 1], outlineMasks[index], at - previousPlane - 1);
+    const interpolatedMasks = interpolateMasks(outlineMasks[index - 1], outlineMasks[index], plane - previousPlane - 1);
     for (const [step, mask] of interpolatedMasks.entries()) masks.set(previousPlane + 1 + step, mask);
   }
   return masks;

@@ -32,7 +32,7 @@ const ARRAY_TYPES = {
   float32: Float32Array,
 };
 /** Maximum size of a volume that is fetched at full resolution. */
-const MAX_VOXELS = 24_000_000;
+const MAX_VOLUME_VOXELS = 24_000_000;
 /** Maximum size of a plane that the service sends in one response. */
 export const MAX_PLANE_VOXELS = 8_000_000;
 /** Approximate number of voxels per request. */
@@ -48,7 +48,7 @@ export function chooseStep(fullShape) {
   for (;;) {
     const [z, y, x] = getSampledShape(fullShape, step);
     const isPlaneTooLarge = y * x > MAX_PLANE_VOXELS;
-    if (!isPlaneTooLarge && z * y * x <= MAX_VOXELS) return step;
+    if (!isPlaneTooLarge && z * y * x <= MAX_VOLUME_VOXELS) return step;
     if (isPlaneTooLarge || Math.max(y, x) >= z) {
       step[1] += 1;
       step[2] += 1;

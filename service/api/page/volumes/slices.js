@@ -64,8 +64,8 @@ export function estimateQuantiles(data, fractions) {
   for (let index = 0; index < data.length; index += stride) {
     if (Number.isFinite(data[index])) sample.push(data[index]);
   }
-  const sorted = Float64Array.from(sample).sort();
-  return fractions.map((fraction) => sorted[Math.round(fraction * (sorted.length - 1))] ?? 0);
+  const sortedValues = Float64Array.from(sample).sort();
+  return fractions.map((fraction) => sortedValues[Math.round(fraction * (sortedValues.length - 1))] ?? 0);
 }
 
 /** Shades of each color that was used, as ABGR pixels. @type {Map<string, Uint32Array>} */
@@ -104,7 +104,7 @@ export function paintGray(plane, low, high, color = [255, 255, 255]) {
 
 /** ABGR color of objects that have no color of their own. */
 const GRAY = 0xffa8a8a8;
-/** Colors look the same in one-pixel outlines if the sum of their differences in red, green and blue is less than this. */
+/** Colors look the same in one-pixel outlines if the sum of their differences in red, green and blue is less than this distance. */
 const SIMILAR_COLOR_DISTANCE = 120;
 
 /** Colors of objects as ABGR pixels, the same as in the label files for ImageJ: hues in steps of the golden ratio. */
@@ -182,9 +182,10 @@ export function paintLabels(labels, image, placement, style) {
   for (let y = 0; y < 2 * reach; y += 1) readRow(y - reach, rows[y]);
   for (let y = 0; y < height; y += 1) {
     readRow(y + reach, rows[2 * reach]);
-    const [row, above, below] = [rows[reach], rows[reach - thickness], rows[reach + thickness]];
-    paintRow(above, row, below, pixels, y * width, first, last, style);
-    if (style.selectedId && row.includes(style.selectedId)) paintSelected(rows, pixels, y * width, first, last, style);
+    const [row, rowAbove, rowBelow] = [rows[reach], rows[reach - thickness], rows[reach + thickness]];
+    paintRow(rowAbove, row, rowBelow, pixels, y * width, first, last, style);
+    if (style.selectedId && row.includes(style.selectedId))
+      paintSelectedObject(rows, pixels, y * width, first, last, style);
     const recycledRow = rows.shift();
     if (recycledRow) rows.push(recycledRow);
   }
@@ -192,16 +193,16 @@ export function paintLabels(labels, image, placement, style) {
 
 /**
  * Paint the outlines and fill colors in one row of pixels.
- * @param {Int32Array} above @param {Int32Array} row @param {Int32Array} below ids of the objects in this row and in the rows above and below
+ * @param {Int32Array} rowAbove @param {Int32Array} row @param {Int32Array} rowBelow ids of the objects in this row and in the rows above and below
  * @param {Uint32Array} pixels @param {number} offset index of the first pixel of the row @param {number} first @param {number} last first and last column to paint @param {LabelStyle} style
  */
-function paintRow(above, row, below, pixels, offset, first, last, style) {
+function paintRow(rowAbove, row, rowBelow, pixels, offset, first, last, style) {
   const { fillObjects, colorIndices, thickness } = style;
   for (let x = first; x <= last; x += 1) {
     const id = row[x];
     if (id === 0) continue;
     // Outside the row, the value is undefined, which differs from every id.
-    const isInside = row[x - thickness] === id && row[x + thickness] === id && above[x] === id && below[x] === id;
+    const isInside = row[x - thickness] === id && row[x + thickness] === id && rowAbove[x] === id && rowBelow[x] === id;
     if (isInside && !fillObjects) continue;
     const color = COLORS[colorIndices === null ? ((id - 1) % 255) + 1 : colorIndices[id]];
     pixels[offset + x] = isInside ? (color & 0x00ffffff) | 0x70000000 : color;
@@ -213,7 +214,7 @@ function paintRow(above, row, below, pixels, offset, first, last, style) {
  * @param {Int32Array[]} rows ids of the objects; the painted row is in the middle
  * @param {Uint32Array} pixels @param {number} offset index of the first pixel of the row @param {number} first @param {number} last first and last column to paint @param {LabelStyle} style
  */
-function paintSelected(rows, pixels, offset, first, last, { selectedId, colorIndices }) {
+function paintSelectedObject(rows, pixels, offset, first, last, { selectedId, colorIndices }) {
   const reach = rows.length >> 1;
   const row = rows[reach];
   const color = (COLORS[colorIndices?.[selectedId] ?? getColorIndex(selectedId)] & 0x00ffffff) | 0x3c000000;
