@@ -87,7 +87,7 @@ def test_model_is_trained_used_and_deleted(live: LiveServer, open_page: OpenPage
         page.get_by_role("button", name="Switch between dark and light").click()
     check_accessibility(page)
     training.get_by_role("button", name="Open the stack with mine").click()
-    expect(page.locator("#settings .facts")).to_contain_text("48 × 32 × 16")
+    expect(page.locator("#settings .properties")).to_contain_text("48 × 32 × 16")
     press_segment(page)
     expect(page.locator("#side")).to_contain_text("mine/1")
     page.get_by_role("button", name="New stack").click()
