@@ -1,6 +1,6 @@
 // Applies random corrections to random labels. Returns descriptions of the properties that they violate.
 async ([seed, steps]) => {
-  const { LabelEditor, CannotEdit } = await import("/page/volumes/label_edit.js");
+  const { LabelEditor, EditError } = await import("/page/volumes/label_edit.js");
   const { haveSimilarColors } = await import("/page/volumes/slices.js");
   let state = seed;
   const randomBelow = limit => Math.floor(((state = (state * 1103515245 + 12345) % 2147483648) / 2147483648) * limit);
@@ -56,7 +56,7 @@ async ([seed, steps]) => {
     },
     stamp: ids => {
       const erase = randomBelow(2) === 1, axis = [null, 0, 1, 2][randomBelow(4)];
-      const id = randomBelow(3) ? pick(ids) : editor.startObject();
+      const id = randomBelow(3) ? pick(ids) : editor.reserveId();
       for (let stamp = 0; stamp < 3; stamp++) editor.stamp(randomVoxel(), 0.3 + randomBelow(30) / 10, { id, erase, axis, overwrite: randomBelow(3) === 0 });
       return editor.commit(erase ? "erase" : "paint");
     },
@@ -76,7 +76,7 @@ async ([seed, steps]) => {
     try {
       edit = makeEdit([...before.keys()]);
     } catch (error) {
-      if (!(error instanceof CannotEdit)) throw error;
+      if (!(error instanceof EditError)) throw error;
       if (String(editor.labels.data) !== labelsBefore) failures.push(`${turn}: ${name} was rejected but changed labels`);
     }
     const after = countVoxels();

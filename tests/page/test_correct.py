@@ -113,7 +113,7 @@ def go_to(page: Page, voxel: tuple[int, int, int]) -> None:
 def find_crosshair(page: Page) -> tuple[float, float]:
     """Return the screen position of the crosshair in the XY view."""
     view = page.locator(".view[data-axis=z]")
-    vertical, horizontal = view.locator(".cross.vertical"), view.locator(".cross.horizontal")
+    vertical, horizontal = view.locator(".crosshair.vertical"), view.locator(".crosshair.horizontal")
     # The crosshair moves in the next frame.
     page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     vertical_box, horizontal_box = vertical.bounding_box(), horizontal.bounding_box()

@@ -34,8 +34,8 @@ def test_sample_is_segmented_and_its_labels_are_downloaded(
     expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
     check_accessibility(page)
     page.get_by_role("button", name="Try the sample").click()
-    expect(page.locator("#settings .facts")).to_contain_text("192 × 192 × 48")
-    expect(page.locator("#settings .facts")).to_contain_text("0.2 × 0.2 × 0.5 µm")
+    expect(page.locator("#settings .properties")).to_contain_text("192 × 192 × 48")
+    expect(page.locator("#settings .properties")).to_contain_text("0.2 × 0.2 × 0.5 µm")
     check_accessibility(page)
     press_segment(page)
     expect(page.locator("#summary")).to_contain_text("objects, median diameter")
@@ -46,11 +46,11 @@ def test_sample_is_segmented_and_its_labels_are_downloaded(
     expect(page.locator(".readout")).to_contain_text("object 5")
     page.get_by_label("Voxel size along x").fill("0.4")
     page.get_by_label("Voxel size along x").press("Tab")
-    expect(page.locator("#settings .facts")).to_contain_text("0.4 × 0.2 × 0.5 µm")
+    expect(page.locator("#settings .properties")).to_contain_text("0.4 × 0.2 × 0.5 µm")
     page.locator("tr[data-label='7']").click()
     expect(page.locator(".readout")).to_contain_text("object 7")
     page.get_by_role("button", name="3D").click()
-    expect(page.locator("canvas.solid")).to_be_visible()
+    expect(page.locator("canvas.rendering")).to_be_visible()
     wait_until(lambda: page.evaluate(COUNT_3D_COLORS) > 50, TIMEOUT_SECONDS)
     xy_view = page.locator(".view[data-axis=z]")
     page.get_by_role("button", name="Enlarge").click()
@@ -125,7 +125,7 @@ def test_ambiguous_axes_are_selected_with_a_button(fake: LiveServer, open_page: 
     choose_file(page, stack.getvalue())
     expect(page.locator("#side")).to_contain_text("Select the axes")
     page.get_by_role("button", name="ZCYX", exact=True).click()
-    expect(page.locator("#settings .facts")).to_contain_text("16 × 16 × 3")
+    expect(page.locator("#settings .properties")).to_contain_text("16 × 16 × 3")
     expect(page.locator("#side")).to_contain_text("Check your stack")
     page.locator("#channel").select_option("4")
     press_segment(page)
@@ -142,9 +142,9 @@ def test_messages_use_terms_of_the_web_ui_and_axes_can_be_overridden(fake: LiveS
     expect(notes).to_contain_text("set “Axes: TYX” or “Axes: CYX”.")
     expect(notes).to_contain_text("Set “Voxel size” in micrometers.")
     page.locator("#axes").select_option("TYX")
-    expect(page.locator("#settings .facts")).to_contain_text("Time points")
+    expect(page.locator("#settings .properties")).to_contain_text("Time points")
     page.locator("#axes").select_option("")
-    expect(page.locator("#settings .facts")).to_contain_text("24 × 16 × 5")
+    expect(page.locator("#settings .properties")).to_contain_text("24 × 16 × 5")
     text = page.evaluate("""async () => (await import("./page/core/terminology.js")).toPageTerms(
         "The estimated diameter is 7,51.5,52px. If it is wrong, set diameter= or diameter=none. Try diameter=4px. "
         + "Low confidence (confidence 0.37). Resampled from 48 x 192 x 160 to 64 x 162 x 135 voxels."
@@ -186,7 +186,7 @@ def test_selected_time_point_is_segmented(fake: LiveServer, open_page: OpenPage)
     choose_file(page, as_tiff(pixels, metadata={"axes": "TZYX", "spacing": 0.5, "unit": "um"}))
     page.locator("#time").fill("1")
     page.locator("#time").press("Tab")
-    expect(page.locator("#settings .facts")).to_contain_text("Time points")
+    expect(page.locator("#settings .properties")).to_contain_text("Time points")
     press_segment(page)
     expect(page.locator("#summary")).to_contain_text("classes")
     assert fake.client.get("/jobs").json()["jobs"][0]["parameters"]["time"] in (1, "1")
@@ -393,7 +393,7 @@ SHOW_SYNTHETIC_STACK = (Path(__file__).parent / "synthetic.js").read_text(encodi
 
 # Returns the number of different colors in the 3D view.
 COUNT_3D_COLORS = """() => {
-  const gl = document.querySelector("canvas.solid").getContext("webgl2");
+  const gl = document.querySelector("canvas.rendering").getContext("webgl2");
   const pixels = new Uint8Array(4 * gl.drawingBufferWidth * gl.drawingBufferHeight);
   gl.readPixels(0, 0, gl.drawingBufferWidth, gl.drawingBufferHeight, gl.RGBA, gl.UNSIGNED_BYTE, pixels);
   return new Set(new Uint32Array(pixels.buffer)).size;

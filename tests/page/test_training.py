@@ -54,7 +54,7 @@ def live(trainable_model: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -
 
 def test_model_is_trained_used_and_deleted(live: LiveServer, open_page: OpenPage) -> None:
     page = open_page(live)
-    page.get_by_role("button", name="Improve a model with these").click()
+    page.get_by_role("button", name="Improve a model with these stacks").click()
     dialog = page.get_by_role("dialog")
     expect(dialog.get_by_role("checkbox")).to_have_count(2)
     newest_box, older_box = dialog.get_by_role("checkbox").all()
@@ -68,7 +68,7 @@ def test_model_is_trained_used_and_deleted(live: LiveServer, open_page: OpenPage
     expect(dialog.get_by_label("Name of the new model")).to_have_value("random-nuclei-2")
     check_accessibility(page)
     dialog.get_by_label("Name of the new model").fill("random-nuclei")
-    dialog.get_by_label("Minutes").fill("0.03")
+    dialog.get_by_label("Training time in minutes").fill("0.03")
     dialog.get_by_role("button", name="Start").click()
     expect(dialog).to_contain_text("another name")
     dialog.get_by_label("Name of the new model").fill("mine")
@@ -87,7 +87,7 @@ def test_model_is_trained_used_and_deleted(live: LiveServer, open_page: OpenPage
         page.get_by_role("button", name="Switch between dark and light").click()
     check_accessibility(page)
     training.get_by_role("button", name="Open the stack with mine").click()
-    expect(page.locator("#settings .facts")).to_contain_text("48 × 32 × 16")
+    expect(page.locator("#settings .properties")).to_contain_text("48 × 32 × 16")
     press_segment(page)
     expect(page.locator("#side")).to_contain_text("mine/1")
     page.get_by_role("button", name="New stack").click()
@@ -117,7 +117,7 @@ def test_stacks_labeled_by_another_model_family_are_not_preselected(live: LiveSe
     labels = live.result(job, Accept="application/x-npy").content
     annotation = live.post("/annotations", labels, NPY_HEADERS, job=job["id"], name="other objects").json()["id"]
     page = open_page(live)
-    page.get_by_role("button", name="Improve a model with these").click()
+    page.get_by_role("button", name="Improve a model with these stacks").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Base model").select_option("others")
     other_box, nuclei_box = (
@@ -133,7 +133,7 @@ def test_stacks_labeled_by_another_model_family_are_not_preselected(live: LiveSe
 
 def test_training_is_stopped(live: LiveServer, open_page: OpenPage) -> None:
     page = open_page(live)
-    page.get_by_role("button", name="Improve a model with these").click()
+    page.get_by_role("button", name="Improve a model with these stacks").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Name of the new model").fill("stopped")
     dialog.get_by_role("button", name="Start").click()

@@ -124,7 +124,7 @@ def test_time_series_is_segmented_tracked_and_viewed(
     row = page.locator("tr[data-row]").first
     track = row.get_attribute("data-label")
     row.click()
-    expect(page.locator(".toolbar")).to_contain_text("3 of 1 to 3")
+    expect(page.locator(".toolbar")).to_contain_text("3 (1 to 3)")
     expect(page.locator(".readout")).to_contain_text(f"object {track}")
     page.get_by_role("button", name="Previous time point").click()
     expect(page.locator("tr[aria-selected='true']")).to_contain_text("2")
@@ -176,7 +176,7 @@ def compare_a_series(live: LiveServer, page: Page, shape: tuple[int, ...]) -> No
     last_job = live.run(b"", stack=job["parameters"]["stack"], time="3", diameter="none")
     page.goto(f"/#compare={job['id']},{last_job['id']}")
     footer = page.locator("#compare footer")
-    expect(footer).to_contain_text("1 of 1 to 3")
+    expect(footer).to_contain_text("1 (1 to 3)")
     expect(page.locator(".side-by-side").first).to_contain_text(" at 3 time points")
     expect(page.locator(".side-by-side").last).to_contain_text("This result does not include time point 1.")
     footer.get_by_label("Displayed time point").fill("3")

@@ -1,26 +1,26 @@
 /** Entry point of the web UI. It opens the view, stack or job that the URL fragment selects. */
 
-import { startKeyDialog, updateKeyButton } from "./core/api_key.js";
+import { setUpKeyDialog, updateKeyButton } from "./core/api_key.js";
 import { button, byId, element } from "./core/elements.js";
 import { formatBytes } from "./core/format.js";
 import { hideError, showError } from "./core/notices.js";
-import { Problem, request, requestJson, upload } from "./core/requests.js";
-import { startTheme } from "./core/theme.js";
+import { Problem, request, requestJson, uploadStack } from "./core/requests.js";
+import { setUpTheme } from "./core/theme.js";
 import { showComparison } from "./result/compare_view.js";
 import { offerCorrections } from "./result/missing_result.js";
 import { createChecklist } from "./stack/guidance.js";
 import { forgetJob, loadRecentJobs, rememberJob } from "./stack/recent_jobs.js";
 import { Session } from "./stack/session.js";
-import { drawStart } from "./stack/start_view.js";
+import { drawStartView } from "./stack/start_view.js";
 import { watchStatus } from "./status/status_view.js";
 import { createAnnotationsList } from "./training/annotations.js";
 import { openTrainingDialog } from "./training/training_dialog.js";
-import { createTrainingsList, watchTraining } from "./training/training_view.js";
-import { forget as forgetCorrections } from "./volumes/correction_store.js";
+import { createTrainingRunsList, watchTraining } from "./training/training_view.js";
+import { forgetCorrections } from "./volumes/correction_store.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 
-/** Properties of the service. @type {import("./stack/session.js").Service} */
+/** The models, parameters and capabilities of the service. @type {import("./stack/session.js").Service} */
 const service = {
   models: [],
   defaultModel: null,
@@ -50,8 +50,8 @@ async function openFile(file, name) {
   const uploadAbort = new AbortController();
   const progressBar = element("progress", { max: 1, "aria-label": "Upload" });
   const progressText = element("p", { class: "muted", role: "status" }, formatBytes(file.size));
-  const cancel = button("Cancel", () => uploadAbort.abort(), "secondary");
-  const content = [element("h2", {}, `Uploading ${name}`), progressBar, progressText, cancel];
+  const cancelButton = button("Cancel", () => uploadAbort.abort(), "secondary");
+  const content = [element("h2", {}, `Uploading ${name}`), progressBar, progressText, cancelButton];
   byId("start").replaceChildren(element("section", { class: "drop" }, ...content));
   /** @param {number} fraction */
   const showProgress = (fraction) => {
@@ -59,10 +59,10 @@ async function openFile(file, name) {
     progressText.textContent = `${formatBytes(file.size * fraction)} of ${formatBytes(file.size)}`;
   };
   try {
-    const stack = await upload(file, name, showProgress, uploadAbort.signal);
+    const stack = await uploadStack(file, name, showProgress, uploadAbort.signal);
     location.hash = `stack=${stack.id}`;
   } catch (error) {
-    showStart();
+    showStartView();
     showError(error);
   }
 }
@@ -76,24 +76,25 @@ async function openSample() {
   }
 }
 
-function showStart() {
+function showStartView() {
   showView("start", "Objects in 3D microscopy stacks");
-  drawStart(byId("start"), { openFile, openSample, openJob: (id) => (location.hash = `job=${id}`) });
+  drawStartView(byId("start"), { openFile, openSample, openJob: (id) => (location.hash = `job=${id}`) });
   if (service.capabilities.corrections) showTrainingLists().catch(showError);
 }
 
 /** List the annotated stacks and the training runs on the start screen. */
 async function showTrainingLists() {
-  const { training, training_minutes: maxMinutes } = service.capabilities;
-  const openDialog = training ? () => openTrainingDialog(maxMinutes).catch(showError) : null;
-  const lists = await Promise.all([createAnnotationsList(openDialog), training ? createTrainingsList() : null]);
+  const { training: canTrain, training_minutes: maxMinutes } = service.capabilities;
+  const openDialog = canTrain ? () => openTrainingDialog(maxMinutes).catch(showError) : null;
+  const lists = await Promise.all([createAnnotationsList(openDialog), canTrain ? createTrainingRunsList() : null]);
   if (!byId("start").hidden) byId("start").append(...lists.filter((list) => list !== null));
 }
 
-/** Show the views of a stack. @param {import("./stack/session.js").Stack} stack */
+/** Create a session for a stack, and show its views. @param {import("./stack/session.js").Stack} stack */
 function openSession(stack) {
   const name = stack.name || "stack.tif";
-  // The view has to be visible before the session is created, because its canvases read their size from the layout.
+  // The view has to be visible before the session is created, because the canvases of the session read their size from
+  // the layout.
   showView("work", name);
   return new Session({ ...stack, name }, service, showError);
 }
@@ -107,22 +108,22 @@ async function openStack(id, model) {
   await session.inspect();
 }
 
-/** Open a job with its stack, if the service still stores the stack. @param {string} id */
+/** Open a job. If the service still stores the stack of the job, show the stack, too. @param {string} id */
 async function openJob(id) {
   /** @type {Job} */
   const job = await requestJson(`jobs/${id}`);
   const { stack: stackId, measurements: _, ...parameters } = job.parameters;
   const stack = typeof stackId === "string" ? await requestJson(`stacks/${stackId}`).catch(() => null) : null;
-  if (session === null || stack === null || session.stack !== stack.id) {
+  if (session === null || stack === null || session.stackId !== stack.id) {
     session?.end();
     session = openSession({ id: stack?.id ?? "", name: job.name, bytes: stack?.bytes ?? 0 });
   } else showView("work", session.name);
-  const current = session;
+  const openedSession = session;
   const parameterStrings = Object.fromEntries(Object.entries(parameters).map(([name, value]) => [name, String(value)]));
-  current.settings.restore({ ...parameterStrings, model: String(parameters.model ?? job.model.split("/")[0]) });
-  rememberJob({ job: id, stack: current.stack, name: job.name, model: job.model, created: job.created });
-  const inspection = stack ? current.inspect() : Promise.resolve(current.settings.showMissingStack());
-  await Promise.all([inspection, current.follow(id)]);
+  openedSession.settings.restore({ ...parameterStrings, model: String(parameters.model ?? job.model.split("/")[0]) });
+  rememberJob({ job: id, stack: openedSession.stackId, name: job.name, model: job.model, created: job.created });
+  const inspection = stack ? openedSession.inspect() : Promise.resolve(openedSession.settings.showMissingStack());
+  await Promise.all([inspection, openedSession.followJob(id)]);
 }
 
 /** @param {string} id @param {AbortSignal} signal */
@@ -139,7 +140,7 @@ async function openAnnotation(id, model) {
   await readModels();
   const storedStack = stackId ? await requestJson(`stacks/${stackId}`).catch(() => null) : null;
   const stack =
-    storedStack ?? (await upload(await (await request(`annotations/${id}/image`)).blob(), name, () => undefined));
+    storedStack ?? (await uploadStack(await (await request(`annotations/${id}/image`)).blob(), name, () => undefined));
   location.hash = `stack=${stack.id}&model=${encodeURIComponent(model)}`;
 }
 
@@ -171,7 +172,7 @@ async function openView(kind, id, model, signal) {
   if (kind === "job" && id) return openJob(id);
   if (kind === "stack" && id) return openStack(id, model);
   if (kind === "training" && id) return openTraining(id, signal);
-  return showStart();
+  return showStartView();
 }
 
 /** Open the view that the URL fragment selects. */
@@ -191,29 +192,29 @@ async function route() {
     document.body.classList.remove("busy");
     if (error instanceof Problem && error.status === 404) {
       history.replaceState(null, "", "#");
-      showStart();
-      if (kind === "job" && (await handleMissingJob(id))) return;
+      showStartView();
+      if (kind === "job" && (await offerCorrectionsOfMissingJob(id))) return;
     }
     showError(error);
   }
 }
 
-/** Offer to export the corrections of a job that the service no longer stores. If it has none, forget the job. @param {string} id @returns {Promise<boolean>} whether the job has corrections */
-async function handleMissingJob(id) {
+/** Offer to export the corrected labels of a job that the service no longer stores. If the job has no corrections, remove it from the recent jobs. @param {string} id @returns {Promise<boolean>} whether the job has corrections */
+async function offerCorrectionsOfMissingJob(id) {
   const name = loadRecentJobs().find(({ job }) => job === id)?.name ?? "stack.tif";
-  const forget = () => {
+  const forgetJobAndCorrections = () => {
     forgetJob(id);
     forgetCorrections(id);
-    showStart();
+    showStartView();
   };
-  const hasCorrections = await offerCorrections(id, name, forget);
-  if (!hasCorrections) forget();
+  const hasCorrections = await offerCorrections(id, name, forgetJobAndCorrections);
+  if (!hasCorrections) forgetJobAndCorrections();
   return hasCorrections;
 }
 
 async function start() {
-  startTheme(byId("theme"));
-  startKeyDialog(byId("key"));
+  setUpTheme(byId("theme"));
+  setUpKeyDialog(byId("key"));
   byId("new-stack").addEventListener("click", () => (location.hash = ""));
   const [openapi] = await Promise.all([requestJson("openapi.json"), readModels()]);
   /** @type {{name: string}[]} */

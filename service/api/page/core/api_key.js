@@ -6,8 +6,8 @@ import { hasKey, setKeyPrompt, storeKey } from "./requests.js";
 /** The open prompt, shared by all requests that wait for a key. @type {Promise<string> | null} */
 let openPrompt = null;
 
-/** Open a dialog whenever the service requires a key. @param {HTMLElement} button deletes the stored key */
-export function startKeyDialog(button) {
+/** Open a dialog whenever a request needs a key, and connect the button that deletes the key. @param {HTMLElement} button */
+export function setUpKeyDialog(button) {
   setKeyPrompt((isRejected) => {
     openPrompt ??= promptForKey(isRejected).finally(() => (openPrompt = null));
     return openPrompt;
@@ -18,12 +18,12 @@ export function startKeyDialog(button) {
   });
 }
 
-/** Show the button that deletes the key if a key is stored. @param {HTMLElement} button */
+/** Show the button that deletes the stored key, or hide it if no key is stored. @param {HTMLElement} button */
 export function updateKeyButton(button) {
   button.hidden = !hasKey();
 }
 
-/** Let the user enter a key. @param {boolean} isRejected whether the service rejected the stored key @returns {Promise<string>} */
+/** Show the dialog, and wait for the user to enter a key. @param {boolean} isRejected whether the service rejected the stored key @returns {Promise<string>} */
 function promptForKey(isRejected) {
   const dialog = /** @type {HTMLDialogElement} */ (byId("ask-key"));
   const input = /** @type {HTMLInputElement} */ (byId("key-field"));

@@ -37,7 +37,7 @@ function toNode(child) {
 }
 
 /**
- * Return the element with an id. Throws an Error if there is none.
+ * Return the element with the given id. Throws an Error if the document has no such element.
  * @param {string} id
  * @returns {HTMLElement}
  */
@@ -48,7 +48,7 @@ export function byId(id) {
 }
 
 /**
- * Create a button that is marked as busy and ignores clicks until its action has finished.
+ * Create a button. While its action is running, the button is marked as busy and ignores clicks.
  * @param {string} text @param {() => unknown} action @param {string} [classNames]
  */
 export function button(text, action, classNames = "") {
@@ -66,7 +66,7 @@ export function button(text, action, classNames = "") {
 }
 
 /**
- * Create a labeled control with an optional hint below it.
+ * Wrap a control in a label, with an optional hint below the control.
  * @param {string} text
  * @param {HTMLElement} control
  * @param {Child} [hint]
@@ -92,7 +92,7 @@ export function openDialog(title, ...content) {
 /** Create a list of keyboard and mouse shortcuts. @param {string[][]} shortcuts pairs of a key or gesture and its action */
 export function createShortcutList(shortcuts) {
   const terms = shortcuts.flatMap(([key, action]) => [element("dt", {}, key), element("dd", {}, action)]);
-  return element("dl", { class: "keys" }, ...terms);
+  return element("dl", { class: "shortcut-list" }, ...terms);
 }
 
 /** Save a blob as a file in the browser's download folder. @param {Blob} blob @param {string} name */
@@ -107,11 +107,11 @@ const busyElements = {
   edited: /** @type {EventTarget | null} */ (null),
   pressed: /** @type {EventTarget | null} */ (null),
 };
-/** Draw functions of the elements whose redraw is postponed until the user has finished. @type {Map<HTMLElement, () => Child[]>} */
+/** Draw functions of the elements whose redraw is postponed until the user has committed the input or released the pointer. @type {Map<HTMLElement, () => Child[]>} */
 const pendingRedraws = new Map();
 const FOCUSABLE_SELECTOR = "input, select, textarea, button, summary, a[href], [tabindex]";
 
-/** @param {keyof typeof busyElements} reason @param {EventTarget | null} target null if the user has finished */
+/** @param {keyof typeof busyElements} reason @param {EventTarget | null} target null once the user has committed the input or released the pointer */
 function setBusy(reason, target) {
   busyElements[reason] = target;
   // The handlers of the click and of the focus change have to run first.
@@ -129,9 +129,9 @@ for (const name of ["pointerup", "pointercancel"])
   document.addEventListener(name, () => setBusy("pressed", null), true);
 
 /**
- * Replace the children of an element, or postpone this while the user is typing in one of them or pressing it. If a child
- * has the focus, the new control with the same id, label or text receives it.
- * @param {HTMLElement} root @param {() => Child[]} draw
+ * Replace the children of an element. This is postponed while the user is typing in a child or pressing a child. If a
+ * child has the focus, the new control with the same id, label or text receives the focus.
+ * @param {HTMLElement} root @param {() => Child[]} draw returns the new children
  */
 export function redraw(root, draw) {
   pendingRedraws.delete(root);
@@ -143,7 +143,7 @@ export function redraw(root, draw) {
   const focusedElement = document.activeElement;
   const findMatches = () =>
     [...root.querySelectorAll(FOCUSABLE_SELECTOR)].filter(
-      (node) => describeNode(node) === describeNode(focusedElement),
+      (node) => describeControl(node) === describeControl(focusedElement),
     );
   const index = focusedElement === null ? -1 : findMatches().indexOf(focusedElement);
   root.replaceChildren(...draw().filter(isPresent).map(toNode));
@@ -152,6 +152,6 @@ export function redraw(root, draw) {
 }
 
 /** Return a string that identifies a control before and after a redraw. @param {Element | null} node */
-function describeNode(node) {
+function describeControl(node) {
   return node && [node.tagName, node.id || node.ariaLabel || node.textContent].join(" ");
 }

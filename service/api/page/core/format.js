@@ -1,4 +1,4 @@
-/** Functions that format numbers, counts, sizes and times for display. */
+/** Functions that format numbers, counts, sizes and times for display, and a function that computes the median. */
 
 // Created once, because `toLocaleString` creates a new formatter for every number.
 const NUMBER_FORMAT = new Intl.NumberFormat("en", { maximumFractionDigits: 6 });
@@ -9,7 +9,7 @@ export function formatNumber(value, digits = 3) {
   return NUMBER_FORMAT.format(Number.isInteger(value) ? value : Number(value.toPrecision(digits)));
 }
 
-/** Format a number with its noun, such as "3 objects". @param {number} count @param {string} singular @param {string} [plural] */
+/** Format a count with its noun, such as "3 objects". @param {number} count @param {string} singular @param {string} [plural] */
 export function formatCount(count, singular, plural = `${singular}s`) {
   return `${formatNumber(count)} ${count === 1 ? singular : plural}`;
 }
@@ -48,8 +48,8 @@ export function formatDate(date) {
 }
 
 /** @param {ArrayLike<number>} values @returns {number} */
-export function median(values) {
-  const sorted = Float64Array.from(values).sort();
-  const middle = sorted.length >> 1;
-  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+export function computeMedian(values) {
+  const sortedValues = Float64Array.from(values).sort();
+  const middle = sortedValues.length >> 1;
+  return sortedValues.length % 2 ? sortedValues[middle] : (sortedValues[middle - 1] + sortedValues[middle]) / 2;
 }

@@ -4,10 +4,10 @@ import { toPageTerms } from "./terminology.js";
 
 const API_KEY_STORAGE_KEY = "stackseg-key";
 
-/** An error response from the service, from a problem document (RFC 9457). */
+/** An error that the service reported in a problem document (RFC 9457), or a failure to reach the service. */
 export class Problem extends Error {
   /**
-   * @param {string} slug last part of the problem type @param {string} detail @param {number} status HTTP status, 0 if the service did not answer
+   * @param {string} slug last part of the problem type @param {string} detail @param {number} status HTTP status, 0 if there was no response
    * @param {Record<string, string>} suggestedValues values to try, by parameter name
    */
   constructor(slug, detail, status, suggestedValues = {}) {
@@ -43,9 +43,9 @@ function createKeyHeaders() {
 }
 
 /**
- * Send a request. If the service requires a key, prompt for the key and try again. Throws a Problem if the service responds
- * with an error.
- * @param {string} path relative to the page, so that a proxy can serve it below any path
+ * Send a request. If the service requires a key, prompt for the key and send the request again. Throws a Problem if the
+ * service responds with an error.
+ * @param {string} path relative to the URL of the page, so that a proxy can serve the page under any path
  * @param {RequestInit} [options]
  * @returns {Promise<Response>}
  */
@@ -59,7 +59,7 @@ export async function request(path, options = {}) {
   return request(path, options);
 }
 
-/** Send a request without prompting for a key, for requests that not every key is allowed to make. @param {string} path @param {RequestInit} [options] */
+/** Send a request without prompting for a key. Use this for requests that not every key is allowed to make. @param {string} path @param {RequestInit} [options] */
 export async function requestWithoutPrompt(path, options = {}) {
   const headers = { ...createKeyHeaders(), .../** @type {Record<string, string>} */ (options.headers) };
   const response = await fetch(path, { ...options, headers }).catch((error) => {
@@ -88,19 +88,19 @@ export async function requestJson(path, options) {
 
 /** Build a query string. @param {Record<string, unknown>} parameters undefined, null and empty values are omitted */
 export function buildQuery(parameters) {
-  const nonEmpty = Object.entries(parameters).filter(
+  const nonEmptyEntries = Object.entries(parameters).filter(
     ([, value]) => value !== undefined && value !== null && value !== "",
   );
-  return new URLSearchParams(nonEmpty.map(([name, value]) => [name, String(value)])).toString();
+  return new URLSearchParams(nonEmptyEntries.map(([name, value]) => [name, String(value)])).toString();
 }
 
 /**
- * Upload a stack and report the progress, which `fetch` cannot do.
+ * Upload a stack and report the progress. This uses XMLHttpRequest, because `fetch` does not report upload progress.
  * @param {Blob} file @param {string} name @param {(fraction: number) => void} onprogress
  * @param {AbortSignal} [signal]
  * @returns {Promise<import("openapi").StackReport>}
  */
-export async function upload(file, name, onprogress, signal) {
+export async function uploadStack(file, name, onprogress, signal) {
   /** @type {XMLHttpRequest} */
   const completedXhr = await new Promise((resolve, reject) => {
     const xhr = new XMLHttpRequest();
@@ -118,7 +118,7 @@ export async function upload(file, name, onprogress, signal) {
   const response = new Response(completedXhr.responseText || "{}", { status: completedXhr.status || 500 });
   if (response.status === 401) {
     storeKey(await promptForKey(hasKey()));
-    return upload(file, name, onprogress, signal);
+    return uploadStack(file, name, onprogress, signal);
   }
   if (!response.ok) throw await readProblem(response);
   return response.json();

@@ -9,27 +9,27 @@ export class Store {
   constructor(state) {
     /** The current state, a new object after each change. @type {Readonly<State>} */
     this.state = state;
-    /** @type {Set<(previous: Readonly<State>) => void>} */
+    /** @type {Set<(previousState: Readonly<State>) => void>} */
     this.listeners = new Set();
   }
 
-  /** Update the state, and notify the listeners if a value differs. @param {Partial<State>} changes the new values by name */
+  /** Update the state, and notify the listeners if a value has changed. @param {Partial<State>} changes new values by property name */
   set(changes) {
-    const previous = this.state;
-    const next = { ...previous, ...changes };
-    if (!hasChanged(previous, next, /** @type {(keyof State)[]} */ (Object.keys(changes)))) return;
-    this.state = next;
-    for (const listener of this.listeners) listener(previous);
+    const previousState = this.state;
+    const nextState = { ...previousState, ...changes };
+    if (!hasChanged(previousState, nextState, /** @type {(keyof State)[]} */ (Object.keys(changes)))) return;
+    this.state = nextState;
+    for (const listener of this.listeners) listener(previousState);
   }
 
-  /** Add a listener. @param {(previous: Readonly<State>) => void} listener called with the previous state after each change @param {AbortSignal} [signal] ends the subscription */
+  /** Add a listener. @param {(previousState: Readonly<State>) => void} listener called with the previous state after each change @param {AbortSignal} [signal] ends the subscription */
   subscribe(listener, signal) {
     this.listeners.add(listener);
     signal?.addEventListener("abort", () => this.listeners.delete(listener));
   }
 }
 
-/** @template State @param {State} previous @param {State} current @param {(keyof State)[]} names @returns {boolean} whether any of these values differs */
-export function hasChanged(previous, current, names) {
-  return names.some((name) => previous[name] !== current[name]);
+/** @template State @param {State} previousState @param {State} currentState @param {(keyof State)[]} names @returns {boolean} whether any property with one of these names differs between the states */
+export function hasChanged(previousState, currentState, names) {
+  return names.some((name) => previousState[name] !== currentState[name]);
 }

@@ -1,4 +1,4 @@
-/** Functions that rewrite messages from the service in the terms of the web UI, with titles of settings and lengths in x, y, z order. */
+/** Functions that rewrite messages from the service in the terms of the web UI: titles of settings, and lengths in x, y, z order. */
 
 /** Titles of the settings in the web UI by parameter name. @type {Record<string, string>} */
 export const SETTING_TITLES = {
@@ -27,7 +27,7 @@ const ZYX_LENGTHS_PATTERN = /([\d.]+),([\d.]+),([\d.]+)(px|um)\b/g;
 const ZYX_SHAPE_PATTERN = /\b(\d+) x (\d+) x (\d+)\b/g;
 const CONFIDENCE_PATTERN = /\(confidence (\d\.\d+)\)/g;
 
-/** Describe a parameter in the terms of the web UI. @param {string} name of the parameter @param {string} value "" to return only the title */
+/** Describe a parameter in the terms of the web UI. @param {string} name of the parameter @param {string} value of the parameter, "" to return only the title */
 export function describeSetting(name, value) {
   const displayedValue = DISPLAYED_VALUES[`${name}=${value}`] ?? value;
   const valueWithUnit = name === "voxel_size" && displayedValue ? `${displayedValue}um` : displayedValue;
@@ -36,10 +36,10 @@ export function describeSetting(name, value) {
     : (SETTING_TITLES[name] ?? name);
 }
 
-/** Rewrite a message from the service: name settings by their titles, and give lengths in x, y, z order. @param {string} text */
+/** Rewrite a message from the service: replace parameters with the titles of settings, and convert lengths to x, y, z order. @param {string} text */
 export function toPageTerms(text) {
-  const titledText = text.replace(PARAMETER_PATTERN, (_, name, value) => `“${describeSetting(name, value)}”`);
-  return formatLengths(titledText)
+  const textWithTitles = text.replace(PARAMETER_PATTERN, (_, name, value) => `“${describeSetting(name, value)}”`);
+  return formatLengths(textWithTitles)
     .replace(ZYX_SHAPE_PATTERN, "$3 × $2 × $1")
     .replace(CONFIDENCE_PATTERN, (_, fraction) => `(confidence ${Math.round(fraction * 100)}%)`)
     .replace(" (docs/training.md)", "");

@@ -3,11 +3,11 @@
 const THEME_STORAGE_KEY = "stackseg-theme";
 
 /** Apply the saved theme, and connect the button that switches it. @param {HTMLElement} toggle */
-export function startTheme(toggle) {
+export function setUpTheme(toggle) {
   const savedTheme = localStorage.getItem(THEME_STORAGE_KEY);
   if (savedTheme === "dark" || savedTheme === "light") document.documentElement.dataset.theme = savedTheme;
   toggle.addEventListener("click", () => {
-    const nextTheme = isDark() ? "light" : "dark";
+    const nextTheme = isDarkTheme() ? "light" : "dark";
     document.documentElement.dataset.theme = nextTheme;
     localStorage.setItem(THEME_STORAGE_KEY, nextTheme);
     redrawCanvases();
@@ -15,12 +15,12 @@ export function startTheme(toggle) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCanvases);
 }
 
-/** Let every canvas redraw itself, because a change of the style sheet does not affect drawn pixels. */
+/** Make every canvas redraw itself, because a change of theme does not affect pixels that are already drawn. */
 function redrawCanvases() {
   for (const canvas of document.querySelectorAll("canvas")) canvas.dispatchEvent(new Event("theme"));
 }
 
-function isDark() {
+function isDarkTheme() {
   const selectedTheme = document.documentElement.dataset.theme;
   return selectedTheme ? selectedTheme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }

@@ -10,7 +10,7 @@ import * as correctionStore from "../volumes/correction_store.js";
 /** The annotated stacks created from the corrections of one result. */
 export class AnnotatedStacks {
   /**
-   * @param {{job: import("openapi").JobReport, stack: string}} result @param {string} stem file name without its extension
+   * @param {{job: import("openapi").JobReport, stack: string}} result stack: id of the stack @param {string} stem file name without its extension
    * @param {import("openapi").CallerLimits} capabilities of the service @param {import("./correct_panel.js").CorrectPanel} panel shows the saved stacks
    */
   constructor({ job, stack }, stem, capabilities, panel) {
@@ -22,33 +22,40 @@ export class AnnotatedStacks {
   }
 
   /** Fetch the annotated stacks created from the result, including those from other browsers. */
-  async #fetch() {
+  async #fetchAnnotationsOfResult() {
     return (await fetchAnnotations()).filter((annotation) => annotation.job === this.job.id);
   }
 
   /** Show the annotated stacks in the panel. */
   async updatePanel() {
     if (!this.capabilities.corrections) return;
-    const allAnnotations = await this.#fetch().catch(() => []);
+    const allAnnotations = await this.#fetchAnnotationsOfResult().catch(() => []);
     const ownIds = await correctionStore.loadAnnotationIds(this.job.id);
     const describeList = (/** @type {Annotation[]} */ annotations) =>
       annotations.map((annotation) => `${annotation.name} (${describeAnnotation(annotation)})`).join(", ");
-    const fromOtherBrowsers = allAnnotations.filter(({ id }) => !ownIds.includes(id));
-    this.panel.showAnnotatedStacks(describeList(allAnnotations), describeList(fromOtherBrowsers));
+    const otherBrowserAnnotations = allAnnotations.filter(({ id }) => !ownIds.includes(id));
+    this.panel.showAnnotatedStacks(describeList(allAnnotations), describeList(otherBrowserAnnotations));
   }
 
   /**
-   * Ask for a name, and save the labels as an annotated stack.
+   * Ask the user for a name, and save the labels as an annotated stack.
    * @param {LabelEditor} editor @param {number} timePoint displayed time point, used if the job is a series @returns {Promise<boolean>} false if the user canceled
    */
   async save(editor, timePoint) {
     const { job, stack, stem } = this;
     const time = job.time_points ? timePoint : undefined;
     const name = time === undefined ? stem : `${stem}, time ${time}`;
-    const changes = editor.edits.length;
-    const report = await openSaveAnnotationDialog({ labels: editor.labels, changes, stack, job: job.id, time, name });
+    const correctionCount = editor.edits.length;
+    const report = await openSaveAnnotationDialog({
+      labels: editor.labels,
+      correctionCount,
+      stack,
+      job: job.id,
+      time,
+      name,
+    });
     if (report === null) return false;
-    await correctionStore.addAnnotation(job.id, report.id);
+    await correctionStore.addAnnotationId(job.id, report.id);
     this.panel.showHint(`Saved as ${report.name}.`);
     this.updatePanel();
     return true;
@@ -68,7 +75,7 @@ export class AnnotatedStacks {
   async #isSaved(editor, timePoint) {
     const editCount = editor.edits.length;
     if (editCount === 0 || !this.capabilities.corrections) return true;
-    const annotations = await this.#fetch();
+    const annotations = await this.#fetchAnnotationsOfResult();
     return annotations.some(
       ({ changes, time }) => changes === editCount && (!this.job.time_points || time === timePoint),
     );

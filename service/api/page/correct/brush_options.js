@@ -4,7 +4,7 @@ import { element } from "../core/elements.js";
 
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
 
-/** Number of slider steps that double the radius. */
+/** Number of slider steps per doubling of the radius. */
 const STEPS_PER_DOUBLING = 12;
 
 /** The controls for the brush size, the brush shape, and the objects that strokes change. */
@@ -38,7 +38,7 @@ export class BrushOptions {
     const createTargetOption = (value, text) => {
       const onchange = () => setBrush({ backgroundTarget: value });
       const properties = { type: "radio", name: "background-target", value, checked: value === "new", onchange };
-      return element("label", { class: "slim" }, element("input", properties), text);
+      return element("label", { class: "inline-label" }, element("input", properties), text);
     };
     this.targetOptions = element(
       "fieldset",
@@ -51,13 +51,13 @@ export class BrushOptions {
       "div",
       { class: "brush" },
       this.targetOptions,
-      element("label", { class: "slim" }, "Size", this.radiusSlider),
-      element("label", { class: "slim" }, sphereCheckbox, "Paint across planes"),
-      element("label", { class: "slim" }, overwriteCheckbox, "Paint over other objects"),
+      element("label", { class: "inline-label" }, "Size", this.radiusSlider),
+      element("label", { class: "inline-label" }, sphereCheckbox, "Paint across planes"),
+      element("label", { class: "inline-label" }, overwriteCheckbox, "Paint over other objects"),
     );
   }
 
-  /** Update the controls from the tools. @param {EditTools} tools */
+  /** Show the brush options of the active tool. @param {EditTools} tools */
   update({ tool, brush }) {
     this.root.hidden = tool !== "paint" && tool !== "erase";
     this.targetOptions.hidden = tool !== "paint";

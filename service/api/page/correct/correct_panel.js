@@ -7,7 +7,7 @@ import { BrushOptions } from "./brush_options.js";
 import { TOOLS } from "./tool_list.js";
 
 /** @typedef {import("../volumes/label_edit.js").LabelEditor} LabelEditor */
-/** @typedef {import("../volumes/label_edit.js").Kind} Kind */
+/** @typedef {import("../volumes/label_edit.js").EditKind} EditKind */
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
 /** @typedef {"ome.tif" | "npy" | "csv"} FileKind */
 /**
@@ -19,7 +19,7 @@ import { TOOLS } from "./tool_list.js";
  * @property {() => unknown} discard discards all corrections
  */
 
-/** @type {Record<Kind, string>} */
+/** Past participle for each kind of correction, as in "3 merged". @type {Record<EditKind, string>} */
 const PARTICIPLES = {
   merge: "merged",
   split: "split",
@@ -38,7 +38,7 @@ const SHORTCUTS = [
   ["Esc", "cancel the current action"],
 ];
 
-/** The controls and texts of the Correct tab. */
+/** The content of the Correct tab. */
 export class CorrectPanel {
   /** @param {Actions} actions @param {import("openapi").CallerLimits} capabilities of the service */
   constructor(actions, capabilities) {
@@ -86,9 +86,9 @@ export class CorrectPanel {
     this.root.replaceChildren(element("p", { class: "muted", role: "status" }, text));
   }
 
-  /** Explain why correcting is paused, with a button to continue. @param {string} text @param {string} name of the button @param {() => unknown} action */
-  showStartButton(text, name, action) {
-    this.root.replaceChildren(element("p", { role: "status" }, text), button(name, action, "primary"));
+  /** Explain why correction is paused, and show a button to continue. @param {string} text @param {string} buttonText @param {() => unknown} action */
+  showContinueButton(text, buttonText, action) {
+    this.root.replaceChildren(element("p", { role: "status" }, text), button(buttonText, action, "primary"));
   }
 
   /** @param {string} text */
@@ -148,14 +148,14 @@ export class CorrectPanel {
   }
 
   /** Show the selected object. @param {LabelEditor} editor @param {import("../viewer/scene.js").SceneState} state */
-  showSelection(editor, { selected, isCalibrated }) {
-    const extent = editor.objects.get(selected);
+  showSelection(editor, { selectedId, isCalibrated }) {
+    const extent = editor.objects.get(selectedId);
     const [z, y, x] = editor.voxelSize;
     this.selectionDot.hidden = extent === undefined;
-    this.selectionDot.style.background = getCssColor(selected);
+    this.selectionDot.style.background = getCssColor(selectedId);
     const volumeText = isCalibrated ? `, ${formatNumber((extent?.voxels ?? 0) * z * y * x)} µm³` : "";
     const text = extent
-      ? `Object ${selected} selected: ${formatCount(extent.voxels, "voxel")}${volumeText}`
+      ? `Object ${selectedId} selected: ${formatCount(extent.voxels, "voxel")}${volumeText}`
       : "No object selected.";
     if (this.selectionText.textContent !== text) this.selectionText.textContent = text;
   }
@@ -165,19 +165,19 @@ export class CorrectPanel {
     this.undoButton.disabled = editor.edits.length === 0;
     this.redoButton.disabled = editor.undoneEdits.length === 0;
     const descriptions = [...editor.countByKind()].map(([kind, count]) => `${count} ${PARTICIPLES[kind]}`);
-    const corrections = descriptions.length ? ` · ${descriptions.join(", ")}` : ", no corrections";
-    this.summary.textContent = formatCount(editor.objects.size, "object") + corrections;
+    const correctionsText = descriptions.length ? ` · ${descriptions.join(", ")}` : ", no corrections";
+    this.summary.textContent = formatCount(editor.objects.size, "object") + correctionsText;
   }
 
-  /** Show which correction was undone or redone. @param {"undo" | "redo"} direction @param {Kind} kind of the correction */
-  showUndoneOrRedone(direction, kind) {
+  /** Show which correction was undone or redone. @param {"undo" | "redo"} direction @param {EditKind} kind of the correction */
+  showHistoryStep(direction, kind) {
     this.showHint(`${direction === "undo" ? "Undone" : "Redone"}: ${PARTICIPLES[kind]}.`);
   }
 
-  /** Show the annotated stacks created from the result. @param {string} all list of all stacks, "" if there are none @param {string} fromOtherBrowsers list of the stacks from other browsers */
-  showAnnotatedStacks(all, fromOtherBrowsers) {
-    this.otherBrowserWarning.hidden = fromOtherBrowsers === "";
-    this.otherBrowserWarning.textContent = `This result was also corrected in another browser and saved as annotated stack ${fromOtherBrowsers}. Those corrections are not shown here. Your own corrections are separate.`;
-    this.annotatedText.textContent = all ? `Saved as annotated stack ${all}.` : "";
+  /** Show the annotated stacks created from the result. @param {string} stackList names of all stacks, "" if there are none @param {string} otherBrowserList names of the stacks from other browsers */
+  showAnnotatedStacks(stackList, otherBrowserList) {
+    this.otherBrowserWarning.hidden = otherBrowserList === "";
+    this.otherBrowserWarning.textContent = `This result was also corrected in another browser and saved as annotated stack ${otherBrowserList}. Those corrections are not shown here. Your own corrections are separate.`;
+    this.annotatedText.textContent = stackList ? `Saved as annotated stack ${stackList}.` : "";
   }
 }

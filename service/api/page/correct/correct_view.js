@@ -1,11 +1,11 @@
-/** View in which labels are corrected. It loads them at full resolution, and provides tools, undo and redo, saving and export. */
+/** View for correcting labels. It loads the labels at full resolution, and provides tools, undo and redo, saving and export. */
 
 import { downloadBlob } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
 import * as correctionStore from "../volumes/correction_store.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { encodeNpy, encodeTiff, gzip } from "../volumes/label_files.js";
-import { encodeCsv, measure } from "../volumes/label_measure.js";
+import { encodeCsv, measureObjects } from "../volumes/label_measure.js";
 import { getFirstTime } from "../volumes/time_points.js";
 import { AnnotatedStacks } from "./annotated_stacks.js";
 import { CorrectPanel } from "./correct_panel.js";
@@ -27,16 +27,17 @@ const NO_LABELS_MESSAGE = "This result has no labels to correct.";
 const REFRESH_3D_DELAY_MILLISECONDS = 400;
 
 const OPEN_IN_OTHER_TAB_MESSAGE =
-  "This result is being corrected in another tab or window of this browser. Its corrections are saved. If you continue here, you can no longer correct it there.";
+  "This result is being corrected in another tab or window of this browser. The corrections made there are saved. If you continue here, you can no longer correct the result there.";
 const MOVED_TO_OTHER_TAB_MESSAGE =
   "You are now correcting this result in another tab or window of this browser. All corrections are saved.";
 
 /**
- * The editor and the image of the views while labels are corrected, and the previous content of the views.
- * @typedef {{editor: LabelEditor, image: Volume, previous: {image: Volume, labels: Volume, overlays: import("../viewer/scene.js").Overlay[]}}} Mode
+ * The editor and the displayed image while labels are corrected, and the content that the views displayed before the
+ * correction started.
+ * @typedef {{editor: LabelEditor, image: Volume, previousContent: {image: Volume, labels: Volume, overlays: import("../viewer/scene.js").Overlay[]}}} CorrectionMode
  */
 
-/** View whose `root` dispatches `count` with the numbers of corrections and objects, and `corrected` with the table of the displayed labels. */
+/** View whose `root` dispatches `count` with the numbers of corrections and objects, and `corrected` with the table of the corrected objects. */
 export class CorrectView {
   /**
    * @param {{job: import("openapi").JobReport, stack: string, name: string}} result stack: id of the stack, "" if it is no longer stored; name: file name
@@ -45,18 +46,19 @@ export class CorrectView {
    */
   constructor({ job, stack, name }, viewer, time, capabilities, signal) {
     this.job = job;
+    /** File name of the stack without its extension. */
     this.stem = (name || "stack").replace(/(\.ome)?\.tiff?$/i, "");
     this.viewer = viewer;
     /** The displayed time point, used if the job is a series. */
     this.time = time;
     this.signal = signal;
-    /** @type {Mode | null} */
+    /** @type {CorrectionMode | null} */
     this.mode = null;
     /** Removes the tools and cancels their requests. */
     this.toolsAbort = new AbortController();
     /** Ends the display of corrected labels. */
     this.displayAbort = new AbortController();
-    this.timer = 0;
+    this.refreshTimer = 0;
     /** The key whose original labels this view has already stored. */
     this.storedLabelsKey = "";
     this.panel = new CorrectPanel(
@@ -65,7 +67,7 @@ export class CorrectView {
         annotate: () => this.mode && this.annotatedStacks.save(this.mode.editor, this.time),
         train: () => this.mode && this.annotatedStacks.openTraining(this.mode.editor, this.time),
         save: (kind) => this.#saveFile(kind),
-        discard: () => this.#discard(),
+        discard: () => this.#discardCorrections(),
       },
       capabilities,
     );
@@ -77,9 +79,9 @@ export class CorrectView {
 
   /** Report the number of stored corrections, and show the corrected labels. */
   async reportStoredCorrections() {
-    const edits = await correctionStore.count(this.key);
-    this.#emit("count", { edits, objects: null });
-    if (edits > 0) await this.show();
+    const editCount = await correctionStore.countCorrections(this.key);
+    this.#emit("count", { editCount, objectCount: null });
+    if (editCount > 0) await this.showCorrectedLabels();
   }
 
   /** @param {string} name @param {unknown} detail */
@@ -89,11 +91,11 @@ export class CorrectView {
 
   /** The key of the corrections in the store. */
   get key() {
-    return correctionStore.makeKey(this.job, this.time);
+    return correctionStore.makeResultKey(this.job, this.time);
   }
 
   /** Change the time point. @param {number} time displayed time point @param {boolean} isCorrecting whether to show the tools */
-  async goTo(time, isCorrecting) {
+  async goToTimePoint(time, isCorrecting) {
     this.time = time;
     if (isCorrecting) await this.enter();
     else await this.reportStoredCorrections();
@@ -103,18 +105,18 @@ export class CorrectView {
   async enter(force = false) {
     this.#restoreViews();
     const { labels } = this.viewer.scene.state;
-    const obstacle = labels === null ? NO_LABELS_MESSAGE : explainSizeLimit(labels);
-    if (obstacle) return this.panel.showError(obstacle);
+    const errorText = labels === null ? NO_LABELS_MESSAGE : explainSizeLimit(labels);
+    if (errorText) return this.panel.showError(errorText);
     this.panel.showProgress("Loading the labels");
-    const signal = this.#startTools();
+    const signal = this.#resetTools();
     const { key } = this;
-    signal.addEventListener("abort", () => correctionStore.release(key));
-    if (!(await correctionStore.claim(key, force)))
+    signal.addEventListener("abort", () => correctionStore.releaseResult(key));
+    if (!(await correctionStore.claimResult(key, force)))
       return this.#offerToContinue(OPEN_IN_OTHER_TAB_MESSAGE, "Continue here", true);
-    if (signal.aborted) return correctionStore.release(key);
+    if (signal.aborted) return correctionStore.releaseResult(key);
     correctionStore.listenForClaims(key, () => this.#pauseForOtherTab(), signal);
     try {
-      const { editor, matches } = await this.#open(signal);
+      const { editor, matches } = await this.#openEditor(signal);
       if (signal.aborted) return undefined;
       this.#showTools(editor);
       await this.#showRestoredCount(editor.edits.length, matches);
@@ -124,38 +126,40 @@ export class CorrectView {
     return undefined;
   }
 
-  /** Cancel the previous tools and requests. @returns {AbortSignal} cancels the new ones */
-  #startTools() {
+  /** Remove the previous tools and cancel their requests. @returns {AbortSignal} signal for the new tools and their requests */
+  #resetTools() {
     this.toolsAbort.abort();
     this.toolsAbort = new AbortController();
     return this.toolsAbort.signal;
   }
 
-  /** Report the number of restored corrections. @param {number} edits number of corrections @param {boolean} matches whether the corrections match the labels */
-  async #showRestoredCount(edits, matches) {
+  /** Report the number of restored corrections. @param {number} editCount number of corrections @param {boolean} matches whether the corrections match the labels */
+  async #showRestoredCount(editCount, matches) {
     if (!matches) {
-      await correctionStore.save(this.key, 0, null);
+      await correctionStore.saveCorrection(this.key, 0, null);
       this.panel.showHint("The saved corrections do not match this result and were discarded.");
-    } else if (edits > 0)
-      this.panel.showHint(`${formatCount(edits, "saved correction")} ${edits === 1 ? "was" : "were"} restored.`);
+    } else if (editCount > 0)
+      this.panel.showHint(
+        `${formatCount(editCount, "saved correction")} ${editCount === 1 ? "was" : "were"} restored.`,
+      );
   }
 
   /** Show the labels with the stored corrections but without the tools, if the labels are loaded at full resolution. */
-  async show() {
+  async showCorrectedLabels() {
     const { labels } = this.viewer.scene.state;
     if (this.mode || this.job.time_points || !labels || !isFullResolution(labels) || explainSizeLimit(labels)) return;
-    const signal = this.#startTools();
+    const signal = this.#resetTools();
     try {
-      await this.#open(signal);
+      await this.#openEditor(signal);
     } catch {
       // The Correct tab shows the error.
     }
     if (!signal.aborted) this.leave();
   }
 
-  /** @param {string} text explains why correcting is paused @param {string} action name of the button @param {boolean} force */
-  #offerToContinue(text, action, force) {
-    this.panel.showStartButton(text, action, () => this.enter(force));
+  /** @param {string} text explains why correction is paused @param {string} buttonText @param {boolean} force */
+  #offerToContinue(text, buttonText, force) {
+    this.panel.showContinueButton(text, buttonText, () => this.enter(force));
   }
 
   /** Pause because another tab has started to correct the result. */
@@ -165,14 +169,14 @@ export class CorrectView {
   }
 
   /** Show the labels with the stored corrections. @param {AbortSignal} signal @returns {Promise<{editor: LabelEditor, matches: boolean}>} matches: whether the corrections match the labels */
-  async #open(signal) {
+  async #openEditor(signal) {
     const { viewer, job } = this;
     const { image, labels, overlays } = viewer.scene.state;
     if (image === null || labels === null) throw new Error(NO_LABELS_MESSAGE);
     const parameters = job.time_points ? { time: Math.max(0, this.time - getFirstTime(job.parameters.time)) } : {};
     const editableLabels = await fetchLabels(labels, { url: `jobs/${job.id}/planes`, parameters }, viewer, signal);
     const fullImage = (await fetchImage(image, viewer, signal)) ?? editableLabels;
-    const edits = await correctionStore.load(this.key);
+    const edits = await correctionStore.loadCorrections(this.key);
     signal.throwIfAborted();
     const editor = new LabelEditor(editableLabels, getFullResolutionVoxelSize(viewer.scene.state, image));
     const matches = editor.restore(edits);
@@ -180,7 +184,7 @@ export class CorrectView {
     if (fullImage !== image) viewer.scene.set({ overlays: [] });
     showImage(viewer, fullImage);
     viewer.setLabels(editableLabels);
-    this.mode = { editor, image: fullImage, previous: { image, labels, overlays } };
+    this.mode = { editor, image: fullImage, previousContent: { image, labels, overlays } };
     this.displayAbort = new AbortController();
     viewer.addEventListener("draw", () => this.#pauseIfSubsampled(), { signal: this.displayAbort.signal });
     return { editor, matches };
@@ -191,7 +195,7 @@ export class CorrectView {
     const { viewer, panel, job } = this;
     const { signal } = this.toolsAbort;
     const callbacks = {
-      onedit: () => this.#handleEdit(editor),
+      onedit: () => this.#showAndStoreNewestEdit(editor),
       showHint: (/** @type {string} */ text) => panel.showHint(text),
     };
     const tools = new EditTools(viewer, editor, callbacks, signal);
@@ -204,7 +208,7 @@ export class CorrectView {
     panel.show(
       job.time_points
         ? `These are the labels of time point ${this.time}. Each time point is corrected separately. The table on the Objects tab does not include corrections.`
-        : "The table on the Objects tab is updated when you open it.",
+        : "The table on the Objects tab is updated when you open that tab.",
     );
     this.#showCounts(editor);
     showSelection();
@@ -223,7 +227,7 @@ export class CorrectView {
 
   /**
    * Remove the tools, and dispatch `corrected`. The corrections remain stored.
-   * @param {boolean} [keepCorrected] whether the views keep showing the corrected labels
+   * @param {boolean} [keepCorrected] whether the views continue to show the corrected labels
    */
   leave(keepCorrected = true) {
     const { mode, panel } = this;
@@ -232,10 +236,10 @@ export class CorrectView {
     this.viewer.fetchStatus.textContent = "";
     if (mode === null) return;
     panel.tools = null;
-    const showsCorrected =
+    const showsCorrectedLabels =
       keepCorrected && mode.editor.edits.length > 0 && !this.job.time_points && !this.signal.aborted;
-    if (!showsCorrected) this.#restoreViews();
-    this.#emit("corrected", showsCorrected ? this.#measure(mode) : null);
+    if (!showsCorrectedLabels) this.#restoreViews();
+    this.#emit("corrected", showsCorrectedLabels ? this.#measureObjects(mode) : null);
   }
 
   /** Show the original labels again, unless the views already show something else. */
@@ -244,7 +248,7 @@ export class CorrectView {
     this.mode = this.panel.tools = null;
     this.displayAbort.abort();
     if (mode === null) return;
-    const { image, labels, overlays } = mode.previous;
+    const { image, labels, overlays } = mode.previousContent;
     if (viewer.scene.state.image === mode.image && mode.image !== image) {
       viewer.scene.set({ overlays });
       showImage(viewer, image);
@@ -252,10 +256,10 @@ export class CorrectView {
     if (viewer.scene.state.labels === mode.editor.labels) viewer.setLabels(labels);
   }
 
-  /** Create the table of the corrected objects. @param {Mode} mode */
-  #measure({ editor, image }) {
+  /** Create the table of the corrected objects. @param {CorrectionMode} mode */
+  #measureObjects({ editor, image }) {
     const intensities = image === editor.labels ? null : image;
-    return measure(
+    return measureObjects(
       editor.labels,
       intensities,
       editor.objects.keys(),
@@ -263,7 +267,7 @@ export class CorrectView {
     );
   }
 
-  /** Pause if the views show a subsampled image, such as another channel, because it does not match the labels at full resolution. */
+  /** Pause if the views show a subsampled image, such as another channel. A subsampled image does not match the labels at full resolution. */
   #pauseIfSubsampled() {
     const { image } = this.viewer.scene.state;
     if (image === null || isFullResolution(image)) return;
@@ -276,11 +280,11 @@ export class CorrectView {
   /** Show the numbers of objects and corrections. @param {LabelEditor} editor */
   #showCounts(editor) {
     this.panel.showCounts(editor);
-    this.#emit("count", { edits: editor.edits.length, objects: editor.objects.size });
+    this.#emit("count", { editCount: editor.edits.length, objectCount: editor.objects.size });
   }
 
   /** Show and store the newest correction. @param {LabelEditor} editor */
-  #handleEdit(editor) {
+  #showAndStoreNewestEdit(editor) {
     const { edits } = editor;
     this.#showCounts(editor);
     this.#storeEdit(edits.length - 1, edits[edits.length - 1]);
@@ -292,41 +296,41 @@ export class CorrectView {
     const { mode, panel } = this;
     const edit = panel.tools?.[direction]();
     if (!mode || !edit) return;
-    panel.showUndoneOrRedone(direction, edit.kind);
+    panel.showHistoryStep(direction, edit.kind);
     const { edits } = mode.editor;
     this.#storeEdit(direction === "undo" ? edits.length : edits.length - 1, direction === "undo" ? null : edit);
     this.#showCounts(mode.editor);
     this.#refresh3d();
   }
 
-  async #discard() {
+  async #discardCorrections() {
     const { mode, panel } = this;
     if (mode === null || mode.editor.edits.length === 0) return;
-    const edits = mode.editor.edits.length;
+    const editCount = mode.editor.edits.length;
     while (mode.editor.undo() !== null);
     panel.tools?.cancel();
-    await correctionStore.save(this.key, 0, null);
+    await correctionStore.saveCorrection(this.key, 0, null);
     this.#showCounts(mode.editor);
     this.#refresh3d();
-    panel.showHint(`${formatCount(edits, "correction")} discarded. Press Redo to restore them one by one.`);
+    panel.showHint(`${formatCount(editCount, "correction")} discarded. Press Redo to restore them one by one.`);
   }
 
-  /** Store a correction, or delete the corrections from a number on. @param {number} number index of the correction @param {import("../volumes/label_edit.js").Edit | null} edit */
-  async #storeEdit(number, edit) {
-    const outcome = await correctionStore.save(this.key, number, edit);
+  /** Store a correction at its index, or delete all corrections from that index onward. @param {number} index @param {import("../volumes/label_edit.js").Edit | null} edit null to delete */
+  async #storeEdit(index, edit) {
+    const outcome = await correctionStore.saveCorrection(this.key, index, edit);
     if (outcome === "unavailable")
       this.panel.showHint("This browser cannot save corrections. They will be lost when you close the page.");
     if (outcome === "owned-by-other-tab") this.#pauseForOtherTab();
     if (outcome === "saved" && edit !== null) await this.#storeOriginalLabels();
   }
 
-  /** Store the original labels next to their corrections, because the service may delete the result. */
+  /** Store the original labels alongside the corrections, because the service may delete the result. */
   async #storeOriginalLabels() {
     const { mode, key } = this;
     if (mode === null || this.storedLabelsKey === key) return;
     this.storedLabelsKey = key;
     if (await correctionStore.loadOriginalLabels(key)) return;
-    const data = mode.editor.copyOriginal();
+    const data = mode.editor.copyOriginalData();
     const zipped = await gzip(new Blob([/** @type {BlobPart} */ (data)]));
     const { shape } = mode.editor.labels;
     await correctionStore.saveOriginalLabels(key, {
@@ -339,8 +343,8 @@ export class CorrectView {
 
   /** Update the 3D rendering after a pause in editing, because each update copies the labels into textures. */
   #refresh3d() {
-    clearTimeout(this.timer);
-    this.timer = window.setTimeout(() => this.viewer.corner.refresh3d(), REFRESH_3D_DELAY_MILLISECONDS);
+    clearTimeout(this.refreshTimer);
+    this.refreshTimer = window.setTimeout(() => this.viewer.corner.refresh3d(), REFRESH_3D_DELAY_MILLISECONDS);
   }
 
   /** Return the voxel size, or null if it is unknown. */
@@ -354,11 +358,11 @@ export class CorrectView {
     const { mode } = this;
     if (mode === null) return;
     const { labels } = mode.editor;
-    const files = {
-      csv: () => new Blob([encodeCsv(this.#measure(mode))], { type: "text/csv" }),
+    const encoders = {
+      csv: () => new Blob([encodeCsv(this.#measureObjects(mode))], { type: "text/csv" }),
       npy: () => encodeNpy(labels),
       "ome.tif": () => encodeTiff(labels, this.#getVoxelSize()),
     };
-    downloadBlob(files[kind](), `${this.stem}_corrected.${kind}`);
+    downloadBlob(encoders[kind](), `${this.stem}_corrected.${kind}`);
   }
 }

@@ -9,7 +9,7 @@ import { getCssColor, IN_PLANE_AXES } from "../volumes/slices.js";
 const SKETCH_COLOR = "#ffd166";
 const SEED_RADIUS_PIXELS = 4;
 
-/** One canvas per view that shows the unfinished corrections. */
+/** Canvases, one for each view, that show the unfinished correction. */
 export class EditSketches {
   /** @param {EditTools} tools @param {AbortSignal} signal removes the canvases */
   constructor(tools, signal) {
@@ -32,7 +32,7 @@ export class EditSketches {
       canvas.height = view.labelsCanvas.height;
       const context = canvas.getContext("2d");
       if (context === null) continue;
-      const ratio = view.ratio ?? 1;
+      const ratio = view.pixelRatio ?? 1;
       context.scale(ratio, ratio);
       context.strokeStyle = context.fillStyle = SKETCH_COLOR;
       context.lineWidth = 1.5;
@@ -50,11 +50,11 @@ export class EditSketches {
       ...(sketch?.kind === "split" && tool === "split" ? sketch.seeds : []),
     ];
     const placement = view.getPlacement();
-    const [down, right] = IN_PLANE_AXES[view.axis];
+    const [downAxis, rightAxis] = IN_PLANE_AXES[view.axis];
     for (const position of seeds) {
       const isInPlane = Math.abs(position[view.axis] - viewer.scene.state.position[view.axis]) < 1;
-      const x = placement.left + (position[right] + 0.5) * placement.scaleX;
-      const y = placement.top + (position[down] + 0.5) * placement.scaleY;
+      const x = placement.left + (position[rightAxis] + 0.5) * placement.scaleX;
+      const y = placement.top + (position[downAxis] + 0.5) * placement.scaleY;
       context.globalAlpha = isInPlane ? 1 : 0.35;
       context.beginPath();
       context.arc(x, y, SEED_RADIUS_PIXELS, 0, 2 * Math.PI);

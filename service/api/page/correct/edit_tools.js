@@ -1,6 +1,6 @@
 /** Tools that correct labels. They handle clicks, drags and keys in the views. */
 
-import { CannotEdit } from "../volumes/label_edit.js";
+import { EditError } from "../volumes/label_edit.js";
 import { IN_PLANE_AXES } from "../volumes/slices.js";
 import { Brush } from "./brush.js";
 import { EditSketches } from "./edit_sketches.js";
@@ -14,13 +14,13 @@ import { DRAG_TOOLS, getArrowStep, TOOLS } from "./tool_list.js";
 /** @typedef {import("./tool_list.js").ToolName} ToolName */
 
 /** Largest movement of the pointer that still counts as a click. */
-const CLICK_PIXELS = 4;
+const MAX_CLICK_MOVEMENT_PIXELS = 4;
 /** Minimum movement of the pointer after which a point is added to an outline. */
-const OUTLINE_START_PIXELS = 2;
+const MIN_OUTLINE_MOVEMENT_PIXELS = 2;
 
 /** @typedef {{onedit: (edit: import("../volumes/label_edit.js").Edit) => void, showHint: (text: string) => void}} Callbacks onedit: called after each correction */
 
-/** Tools that dispatch `tool` when the active tool or its options have changed. */
+/** The correction tools. They dispatch `tool` when the active tool or its options have changed. */
 export class EditTools extends EventTarget {
   /** @param {Viewer} viewer @param {LabelEditor} editor @param {Callbacks} callbacks @param {AbortSignal} signal removes the tools */
   constructor(viewer, editor, callbacks, signal) {
@@ -37,16 +37,16 @@ export class EditTools extends EventTarget {
     this.seed = null;
     /** The line or outline that is being drawn. @type {{view: SliceView, points: Point[]} | null} */
     this.line = null;
-    /** Position of the pointer on the screen when its button was pressed. */
+    /** Screen position at which the pointer button was pressed. */
     this.pressPosition = [0, 0];
-    /** Whether the pointer has moved since its button was pressed. It stays true if the pointer returns to the start, as in an outline. */
+    /** Whether the pointer has moved since the button was pressed. This stays true if the pointer returns to the start, as in an outline. */
     this.hasDragged = false;
     /** @type {{view: SliceView, x: number, y: number} | null} */
     this.pointer = null;
-    /** The last correction that the next click must not continue. @type {unknown} */
+    /** The correction that was the newest when a tool was activated or canceled. The next click must not continue this correction. @type {unknown} */
     this.finishedEdit = editor.edits.at(-1);
     this.sketches = new EditSketches(this, signal);
-    for (const view of viewer.views) this.#listen(view, signal);
+    for (const view of viewer.views) this.#addEventListeners(view, signal);
     viewer.addEventListener("pick", (event) => this.#onPick(/** @type {CustomEvent<number>} */ (event).detail), {
       signal,
     });
@@ -79,7 +79,7 @@ export class EditTools extends EventTarget {
   }
 
   /** Make a correction, and show a hint. @param {() => import("../volumes/label_edit.js").Edit | null} makeEdit @param {string} [hint] shown after success */
-  apply(makeEdit, hint = "") {
+  applyEdit(makeEdit, hint = "") {
     const start = performance.now();
     try {
       const edit = makeEdit();
@@ -89,7 +89,7 @@ export class EditTools extends EventTarget {
         this.callbacks.onedit(edit);
       }
     } catch (error) {
-      if (!(error instanceof CannotEdit)) throw error;
+      if (!(error instanceof EditError)) throw error;
       this.callbacks.showHint(error.message);
     }
     this.viewer.draw();
@@ -97,16 +97,16 @@ export class EditTools extends EventTarget {
   }
 
   /** Delete the selected object. */
-  deleteSelected() {
-    const { selected } = this.viewer.scene.state;
-    if (!selected) this.callbacks.showHint("Select an object first.");
-    else this.#delete(selected);
+  deleteSelectedObject() {
+    const { selectedId } = this.viewer.scene.state;
+    if (!selectedId) this.callbacks.showHint("Select an object first.");
+    else this.#delete(selectedId);
   }
 
   /** @param {number} id */
   #delete(id) {
-    this.viewer.scene.set({ selected: 0 });
-    this.apply(() => this.editor.delete(id), `Deleted object ${id}.`);
+    this.viewer.scene.set({ selectedId: 0 });
+    this.applyEdit(() => this.editor.delete(id), `Deleted object ${id}.`);
   }
 
   /** Start a new object with the next outline or stroke. */
@@ -139,7 +139,7 @@ export class EditTools extends EventTarget {
   #finishHistoryStep() {
     this.finishedEdit = undefined;
     const { scene } = this.viewer;
-    if (!this.editor.objects.has(scene.state.selected)) scene.set({ selected: 0 });
+    if (!this.editor.objects.has(scene.state.selectedId)) scene.set({ selectedId: 0 });
     this.viewer.draw();
   }
 
@@ -165,7 +165,7 @@ export class EditTools extends EventTarget {
       this.mergeId = id;
       return this.callbacks.showHint(`Click the object to merge with object ${id}.`);
     }
-    this.apply(() => this.editor.merge(mergeId, id), `Merged objects ${mergeId} and ${id}.`);
+    this.applyEdit(() => this.editor.merge(mergeId, id), `Merged objects ${mergeId} and ${id}.`);
     return this.viewer.select(this.editor.objects.has(id) ? 0 : mergeId);
   }
 
@@ -176,18 +176,18 @@ export class EditTools extends EventTarget {
     this.seed = null;
     if (id === 0) return this.callbacks.showHint("Click inside an object.");
     if (sketch?.kind === "split" && sketch.ids.includes(id))
-      return this.apply(() => editor.split(sketch.ids, [...sketch.seeds, position]), "Added a part.");
+      return this.applyEdit(() => editor.split(sketch.ids, [...sketch.seeds, position]), "Added a part.");
     if (seed?.id === id)
-      return this.apply(
+      return this.applyEdit(
         () => editor.split([id], [seed.position, position]),
         `Split object ${id}. Click again to add more parts.`,
       );
     this.seed = { id, position };
-    return this.callbacks.showHint("Click the other part of the same object.");
+    return this.callbacks.showHint("Click another part of the same object.");
   }
 
   /** @param {SliceView} view @param {AbortSignal} signal */
-  #listen(view, signal) {
+  #addEventListeners(view, signal) {
     const { stage } = view;
     const options = { signal, capture: true };
     stage.addEventListener("pointerdown", (event) => this.#onPointerDown(view, event), options);
@@ -237,19 +237,19 @@ export class EditTools extends EventTarget {
     const isPressed = view.stage.hasPointerCapture(event.pointerId);
     if (isPressed) {
       event.stopImmediatePropagation();
-      this.hasDragged ||= this.#hasMoved(event, CLICK_PIXELS);
+      this.hasDragged ||= this.#hasMoved(event, MAX_CLICK_MOVEMENT_PIXELS);
       if (this.brush.stroke) this.#continueStroke(view.voxelAt(x, y));
       else if (this.tool === "cut" && this.line) this.line.points[1] = view.pointAt(x, y);
-      else if (this.tool === "add" && this.#hasMoved(event, OUTLINE_START_PIXELS))
+      else if (this.tool === "add" && this.#hasMoved(event, MIN_OUTLINE_MOVEMENT_PIXELS))
         this.line?.points.push(view.pointAt(x, y));
     }
     this.sketches.draw();
   }
 
-  /** @param {MouseEvent} event @param {number} pixels */
-  #hasMoved(event, pixels) {
+  /** @param {MouseEvent} event @param {number} minPixels */
+  #hasMoved(event, minPixels) {
     const [x, y] = this.pressPosition;
-    return Math.hypot(event.clientX - x, event.clientY - y) > pixels;
+    return Math.hypot(event.clientX - x, event.clientY - y) > minPixels;
   }
 
   /** @param {SliceView} view @param {PointerEvent} event */
@@ -269,10 +269,10 @@ export class EditTools extends EventTarget {
     this.line = null;
     if (line === null) return;
     const { axis } = line.view;
-    const [from, to] = line.points;
-    const id = editor.findObjectUnderLine(axis, viewer.scene.state.position[axis], from, to);
+    const [lineStart, lineEnd] = line.points;
+    const id = editor.findObjectUnderLine(axis, viewer.scene.state.position[axis], lineStart, lineEnd);
     if (id === 0) this.callbacks.showHint("The line does not cross an object.");
-    else this.apply(() => editor.cut(id, axis, from, to), `Cut object ${id}.`);
+    else this.applyEdit(() => editor.cut(id, axis, lineStart, lineEnd), `Cut object ${id}.`);
   }
 
   /** Close the outline, and create or extend an object. */
@@ -281,28 +281,30 @@ export class EditTools extends EventTarget {
     this.line = null;
     if (this.tool !== "add" || line === null) return;
     const { axis } = line.view;
-    const previous = sketch?.kind === "add" ? sketch : null;
-    this.apply(
-      () => editor.addOutline(axis, viewer.scene.state.position[axis], line.points, previous),
+    const previousSketch = sketch?.kind === "add" ? sketch : null;
+    this.applyEdit(
+      () => editor.addOutline(axis, viewer.scene.state.position[axis], line.points, previousSketch),
       "Go to another plane of this view and draw the next outline, or press N to start a new object.",
     );
-    const current = this.sketch;
-    if (current?.kind === "add") viewer.select(current.id);
+    const newSketch = this.sketch;
+    if (newSketch?.kind === "add") viewer.select(newSketch.id);
   }
 
   /** @param {SliceView} view @param {Triple} position */
   #startStroke(view, position) {
-    const erase = this.tool === "erase";
-    if (this.brush.start(view, position, erase)) this.viewer.draw();
+    const isErasing = this.tool === "erase";
+    if (this.brush.startStroke(view, position, isErasing)) this.viewer.draw();
     else
       this.callbacks.showHint(
-        erase ? "Start the stroke on the object to erase." : "Select the object to extend, or start the stroke on it.",
+        isErasing
+          ? "Start the stroke on the object to erase."
+          : "Select the object to extend, or start the stroke on it.",
       );
   }
 
-  /** @param {Triple} to */
-  #continueStroke(to) {
-    this.brush.paintTo(to);
+  /** @param {Triple} position */
+  #continueStroke(position) {
+    this.brush.paintTo(position);
     this.viewer.draw();
   }
 
@@ -312,11 +314,11 @@ export class EditTools extends EventTarget {
     brush.stroke = null;
     const kind = this.tool === "erase" ? "erase" : "paint";
     const paintHint = isNew ? `Created object ${id}. To extend it, start a stroke on it` : `Extended object ${id}`;
-    this.apply(() => editor.commit(kind), `${kind === "erase" ? `Erased part of object ${id}` : paintHint}.`);
-    if (!editor.objects.has(viewer.scene.state.selected)) viewer.select(0);
+    this.applyEdit(() => editor.commit(kind), `${kind === "erase" ? `Erased part of object ${id}` : paintHint}.`);
+    if (!editor.objects.has(viewer.scene.state.selectedId)) viewer.select(0);
   }
 
-  /** Handle the keys that move and click the crosshair. @param {SliceView} view @param {KeyboardEvent} event */
+  /** Handle the keys that move the crosshair, and the key that applies the tool at the crosshair. @param {SliceView} view @param {KeyboardEvent} event */
   #onKey(view, event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const step = event.shiftKey ? getArrowStep(event.key, view.axis) : undefined;
@@ -332,10 +334,10 @@ export class EditTools extends EventTarget {
   /** Apply the tool as if the user clicked at the crosshair. @param {SliceView} view */
   #applyAtCrosshair(view) {
     const { viewer, editor } = this;
-    const [down, right] = IN_PLANE_AXES[view.axis];
+    const [downAxis, rightAxis] = IN_PLANE_AXES[view.axis];
     const { position } = viewer.scene.state;
     /** @type {Point} */
-    const point = [position[down] + 0.5, position[right] + 0.5];
+    const point = [position[downAxis] + 0.5, position[rightAxis] + 0.5];
     if (!DRAG_TOOLS.has(this.tool)) {
       viewer.selectAndNotify(editor.idAt(position));
     } else if (this.tool === "add") {
@@ -343,9 +345,9 @@ export class EditTools extends EventTarget {
       this.line.points.push(point);
       this.callbacks.showHint("Corner added. Press C to close the outline.");
     } else if (this.tool === "cut") {
-      const from = this.line?.view === view ? this.line.points[0] : null;
-      this.line = { view, points: [from ?? point, point] };
-      if (from) this.#cut();
+      const lineStart = this.line?.view === view ? this.line.points[0] : null;
+      this.line = { view, points: [lineStart ?? point, point] };
+      if (lineStart) this.#cut();
       else this.callbacks.showHint("Press Enter at the other end of the line.");
     } else {
       this.#startStroke(view, /** @type {Triple} */ ([...position]));

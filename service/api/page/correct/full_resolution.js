@@ -24,10 +24,10 @@ export function explainSizeLimit({ fullShape, data }) {
 }
 
 /**
- * Fetch labels at full resolution. If the displayed labels already are, copy them.
+ * Fetch labels at full resolution. If the displayed labels are already at full resolution, copy them.
  * @param {Volume} labels displayed labels @param {Omit<import("../volumes/planes.js").Source, "fullShape">} source of the labels
  * @param {Viewer} viewer shows the progress @param {AbortSignal} signal
- * @returns {Promise<Volume>} labels of unsigned integers that can be changed in place
+ * @returns {Promise<Volume>} labels with an unsigned integer type, which can be changed in place
  */
 export async function fetchLabels(labels, source, viewer, signal) {
   const isLoaded = isFullResolution(labels);
@@ -48,25 +48,25 @@ export async function fetchImage(image, viewer, signal) {
   );
 }
 
-/** @param {Viewer} viewer @param {string} name @returns {(volume: Volume, fraction: number) => void} */
-function createProgressCallback(viewer, name) {
+/** @param {Viewer} viewer @param {string} subject of the progress message, such as "the labels" @returns {(volume: Volume, fraction: number) => void} */
+function createProgressCallback(viewer, subject) {
   return (_, fraction) => {
-    viewer.fetchStatus.textContent = fraction < 1 ? `Loading ${name}, ${Math.round(fraction * 100)}%` : "";
+    viewer.fetchStatus.textContent = fraction < 1 ? `Loading ${subject}, ${Math.round(fraction * 100)}%` : "";
   };
 }
 
 /** Return the voxel size at full resolution. @param {import("../viewer/scene.js").SceneState} state @param {Volume} image displayed image @returns {Triple} */
 export function getFullResolutionVoxelSize({ voxelSize }, image) {
-  return /** @type {Triple} */ (voxelSize.map((edge, axis) => edge / image.step[axis]));
+  return /** @type {Triple} */ (voxelSize.map((length, axis) => length / image.step[axis]));
 }
 
 /** Show an image at another resolution without moving the views. @param {Viewer} viewer @param {Volume} image */
 export function showImage(viewer, image) {
   const { scene } = viewer;
-  const { image: previous, position, center, isCalibrated } = scene.state;
-  if (previous === null || previous === image) return;
-  const ratio = previous.step.map((step, axis) => step / image.step[axis]);
-  const [z, y, x] = getFullResolutionVoxelSize(scene.state, previous);
+  const { image: previousImage, position, center, isCalibrated } = scene.state;
+  if (previousImage === null || previousImage === image) return;
+  const ratio = previousImage.step.map((step, axis) => step / image.step[axis]);
+  const [z, y, x] = getFullResolutionVoxelSize(scene.state, previousImage);
   viewer.open(image, isCalibrated ? { z, y, x } : null);
   const voxel = position.map((index, axis) => Math.min(image.shape[axis] - 1, Math.floor(index * ratio[axis])));
   scene.set({

@@ -73,20 +73,20 @@ function getToolAction(key, tools) {
     "]": () => tools.resizeBrush(1.2),
     n: () => tools.startNewObject(),
     c: () => tools.closeOutline(),
-    Delete: () => tools.deleteSelected(),
-    Backspace: () => tools.deleteSelected(),
+    Delete: () => tools.deleteSelectedObject(),
+    Backspace: () => tools.deleteSelectedObject(),
     Escape: () => tools.cancel(),
   }[key];
 }
 
 /** @param {string} key @param {import("../viewer/scene.js").Axis} axis of the focused view @returns {[import("../viewer/scene.js").Axis, number] | undefined} the axis along which an arrow key moves the crosshair, and the number of voxels; undefined for other keys */
 export function getArrowStep(key, axis) {
-  const [down, right] = IN_PLANE_AXES[axis];
-  const steps = /** @type {Record<string, [typeof down | typeof right, number]>} */ ({
-    ArrowUp: [down, -1],
-    ArrowDown: [down, 1],
-    ArrowLeft: [right, -1],
-    ArrowRight: [right, 1],
+  const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
+  const steps = /** @type {Record<string, [typeof downAxis | typeof rightAxis, number]>} */ ({
+    ArrowUp: [downAxis, -1],
+    ArrowDown: [downAxis, 1],
+    ArrowLeft: [rightAxis, -1],
+    ArrowRight: [rightAxis, 1],
   });
   return steps[key];
 }

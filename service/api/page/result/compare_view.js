@@ -3,14 +3,14 @@
 import { element } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
 import { buildQuery, requestJson } from "../core/requests.js";
-import { describeCount, loadRecentJobs } from "../stack/recent_jobs.js";
+import { describeObjectCount, loadRecentJobs } from "../stack/recent_jobs.js";
 import { TimeSlider } from "../stack/time_slider.js";
 import { valueAt } from "../viewer/scene.js";
 import { Viewer } from "../viewer/viewer.js";
 import * as correctionStore from "../volumes/correction_store.js";
 import { compareObjects } from "../volumes/label_agreement.js";
 import { LabelEditor } from "../volumes/label_edit.js";
-import { fetchPlane, fetchVolume, selectPart } from "../volumes/planes.js";
+import { fetchPlane, fetchVolume, makePlaneParameters } from "../volumes/planes.js";
 import { getFirstTime } from "../volumes/time_points.js";
 
 /** @typedef {import("openapi").JobReport} Job */
@@ -21,7 +21,7 @@ const CLICK_HINT = "Click an object to select it in both results.";
 
 /** @param {import("../stack/recent_jobs.js").RecentJob} entry @returns {string} description that distinguishes the result from other results for the same stack */
 export function describeResult(entry) {
-  return [entry.model, entry.parameters, describeCount(entry)].filter(Boolean).join(" · ");
+  return [entry.model, entry.parameters, describeObjectCount(entry)].filter(Boolean).join(" · ");
 }
 
 /** @param {string} stack @returns {import("../stack/recent_jobs.js").RecentJob[]} results for a stack, newest first */
@@ -29,8 +29,8 @@ export function listResults(stack) {
   return stack ? loadRecentJobs().filter((entry) => entry.stack === stack && entry.objects !== null) : [];
 }
 
-/** One of the two results, with its views. */
-class Side {
+/** One of the two compared results, with its views. */
+class ComparisonSide {
   /**
    * @param {string} title @param {Job} job @param {import("../stack/recent_jobs.js").RecentJob[]} results all results for the stack
    * @param {(job: string) => void} onselect called with the id of the selected job @param {() => void} onchange called when corrections are shown or hidden
@@ -57,14 +57,14 @@ class Side {
       type: "checkbox",
       checked: true,
       onchange: () => {
-        this.#show();
+        this.#showLabels();
         onchange();
       },
     });
     this.correctedText = element("span", {});
     this.correctedOption = element(
       "label",
-      { class: "slim small", hidden: true },
+      { class: "inline-label small", hidden: true },
       this.correctedCheckbox,
       this.correctedText,
     );
@@ -88,7 +88,7 @@ class Side {
       viewerRoot,
     );
     this.viewer = new Viewer(viewerRoot);
-    this.#show();
+    this.#showLabels();
   }
 
   /** Show labels. @param {Volume | null} labels without corrections @param {import("../volumes/label_edit.js").Edit[]} edits stored corrections */
@@ -99,24 +99,24 @@ class Side {
     this.editor = editor?.restore(edits) ? editor : null;
     this.correctedOption.hidden = edits.length === 0;
     this.correctedCheckbox.hidden = this.editor === null;
-    const corrections = formatCount(edits.length, "correction");
+    const correctionsText = formatCount(edits.length, "correction");
     this.correctedText.textContent = this.editor
-      ? `With ${corrections}`
-      : `Without ${corrections}. Open the result to see them.`;
-    this.#show();
+      ? `With ${correctionsText}`
+      : `Not including ${correctionsText}. Open the result to see the corrected labels.`;
+    this.#showLabels();
   }
 
-  #show() {
+  #showLabels() {
     const { job, originalLabels, viewer } = this;
     const editor = this.correctedCheckbox.checked ? this.editor : null;
     viewer.setLabels(editor?.labels ?? originalLabels);
-    const timePoints = job.time_points ? ` at ${formatCount(job.time_points.total, "time point")}` : "";
-    const objects = editor && !timePoints ? editor.objects.size : job.objects;
-    this.countText.textContent = objects === null ? "Classes" : formatCount(objects, "object") + timePoints;
+    const timeText = job.time_points ? ` at ${formatCount(job.time_points.total, "time point")}` : "";
+    const objectCount = editor && !timeText ? editor.objects.size : job.objects;
+    this.countText.textContent = objectCount === null ? "Classes" : formatCount(objectCount, "object") + timeText;
   }
 
   /** @param {number} id of the selected object, 0 for the background */
-  describeSelection(id) {
+  showSelection(id) {
     this.hint.textContent = id === 0 ? "Selected: background." : `Selected: object ${id}.`;
   }
 }
@@ -134,7 +134,7 @@ export async function showComparison(root, ids, signal) {
     const select = (/** @type {string} */ id) => {
       location.hash = `compare=${index === 0 ? [id, ids[1]] : [ids[0], id]}`;
     };
-    return new Side(index === 0 ? "Left" : "Right", job, results, select, () => {
+    return new ComparisonSide(index === 0 ? "Left" : "Right", job, results, select, () => {
       agreementText.textContent = describeAgreement(sides);
     });
   });
@@ -155,38 +155,43 @@ export async function showComparison(root, ids, signal) {
     getFirstTime(parameters.time),
   );
   let loadAbort = new AbortController();
-  const show = async () => {
+  const showTimePoint = async () => {
     loadAbort.abort();
     loadAbort = new AbortController();
     const loadSignal = AbortSignal.any([signal, loadAbort.signal]);
-    const part = selectPart(file, parameters, timeSlider.time, /** @type {string | undefined} */ (parameters.channel));
+    const planeParameters = makePlaneParameters(
+      file,
+      parameters,
+      timeSlider.time,
+      /** @type {string | undefined} */ (parameters.channel),
+    );
     try {
-      await loadTimePoint(sides, stack, file, part, timeSlider.time, loadSignal);
+      await loadTimePoint(sides, stack, file, planeParameters, timeSlider.time, loadSignal);
       agreementText.textContent = describeAgreement(sides);
     } catch (error) {
       if (!loadSignal.aborted) agreementText.textContent = /** @type {Error} */ (error).message;
     }
   };
-  timeSlider.addEventListener("change", show);
-  await show();
+  timeSlider.addEventListener("change", showTimePoint);
+  await showTimePoint();
   // Synchronize the views last. Otherwise, each view would follow the other one during the setup.
-  synchronize(sides);
+  synchronizeSides(sides);
 }
 
-/** @param {Job} job @returns {[number, number]} the first time point of the job, and one past its last */
-function getTimeRange({ parameters, time_points: points }) {
+/** @param {Job} job @returns {[number, number]} the first time point of the job, and one past the last */
+function getTimeRange({ parameters, time_points: timePoints }) {
   const first = getFirstTime(parameters.time);
-  return [first, first + (points?.total ?? 1)];
+  return [first, first + (timePoints?.total ?? 1)];
 }
 
 /**
- * Show a time point on both sides.
- * @param {Side[]} sides @param {string} stack @param {import("openapi").Description} file @param {Record<string, unknown>} part parameters that select the planes
+ * Load a time point, and show it on both sides.
+ * @param {ComparisonSide[]} sides @param {string} stack @param {import("openapi").Description} file @param {Record<string, unknown>} planeParameters parameters that select the planes
  * @param {number} time @param {AbortSignal} signal
  */
-async function loadTimePoint(sides, stack, file, part, time, signal) {
+async function loadTimePoint(sides, stack, file, planeParameters, time, signal) {
   const fullShape = /** @type {Triple} */ (file.shape.slice(1));
-  const source = { url: `stacks/${stack}/planes`, parameters: part, fullShape };
+  const source = { url: `stacks/${stack}/planes`, parameters: planeParameters, fullShape };
   const image = await fetchVolume(source, signal, () => undefined);
   for (const side of sides) {
     const { viewer, job } = side;
@@ -208,7 +213,7 @@ async function loadTimePoint(sides, stack, file, part, time, signal) {
     side.hint.textContent = labelsSource ? CLICK_HINT : `This result does not include time point ${time}.`;
     if (!labelsSource) continue;
     const labels = await fetchVolume(labelsSource, signal, () => undefined);
-    const edits = await correctionStore.load(correctionStore.makeKey(side.job, time));
+    const edits = await correctionStore.loadCorrections(correctionStore.makeResultKey(side.job, time));
     signal.throwIfAborted();
     side.setLabels(labels, edits);
   }
@@ -222,21 +227,21 @@ function getLabelsSource(job, time, fullShape) {
   return { url: `jobs/${job.id}/planes`, parameters, fullShape };
 }
 
-/** Synchronize the position and the selection of both sides. @param {Side[]} sides */
-function synchronize(sides) {
+/** Synchronize the position and the selection of both sides. @param {ComparisonSide[]} sides */
+function synchronizeSides(sides) {
   for (const [index, { viewer }] of sides.entries()) {
-    const other = sides[1 - index];
-    viewer.addEventListener("draw", () => other.viewer.follow(viewer));
+    const otherSide = sides[1 - index];
+    viewer.addEventListener("draw", () => otherSide.viewer.follow(viewer));
     viewer.addEventListener("pick", () => {
-      other.viewer.follow(viewer);
-      const { labels, position } = other.viewer.scene.state;
-      other.viewer.select(labels === null ? 0 : valueAt(labels, position));
-      for (const side of sides) side.describeSelection(side.viewer.scene.state.selected);
+      otherSide.viewer.follow(viewer);
+      const { labels, position } = otherSide.viewer.scene.state;
+      otherSide.viewer.select(labels === null ? 0 : valueAt(labels, position));
+      for (const side of sides) side.showSelection(side.viewer.scene.state.selectedId);
     });
   }
 }
 
-/** Describe the agreement of the two results, and give corresponding objects the same color. @param {Side[]} sides */
+/** Describe the agreement between the two results, and give corresponding objects the same color. @param {ComparisonSide[]} sides */
 function describeAgreement([left, right]) {
   const [leftLabels, rightLabels] = [left, right].map(({ viewer }) => viewer.scene.state.labels);
   if (!leftLabels || !rightLabels) return "";

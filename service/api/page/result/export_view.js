@@ -9,20 +9,20 @@ import { buildQuery, request } from "../core/requests.js";
 /**
  * Create the content of the Export tab.
  * @param {Job} job @param {string} name file name of the stack @param {boolean} hasTable whether the result has a table of objects
- * @param {() => Promise<Blob>} takeScreenshot
+ * @param {() => Promise<Blob>} takeScreenshot returns a PNG
  */
 export function createExportView(job, name, hasTable, takeScreenshot) {
   const stem = (name || "stack").replace(/(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$/i, "");
   const statusText = element("p", { class: "muted small", role: "status" });
-  /** @param {string} text @param {string} accept @param {string} suffix */
-  const createExportButton = (text, accept, suffix) =>
+  /** @param {string} text @param {string} mediaType @param {string} suffix */
+  const createExportButton = (text, mediaType, suffix) =>
     button(
       text,
       async () => {
         statusText.textContent = "Downloading the file";
         try {
           downloadBlob(
-            await (await request(`jobs/${job.id}/result`, { headers: { Accept: accept } })).blob(),
+            await (await request(`jobs/${job.id}/result`, { headers: { Accept: mediaType } })).blob(),
             stem + suffix,
           );
           statusText.textContent = `Saved ${stem}${suffix}`;
@@ -75,30 +75,32 @@ function createSnippet(language, text) {
   );
 }
 
-/** Create scripts that repeat the request of a job. @param {Job} job @param {string} file file name of the stack @returns {Record<string, string>} script by language */
-export function createScripts(job, file) {
+/** Create scripts that repeat the request of a job. @param {Job} job @param {string} stackFile file name of the stack @returns {Record<string, string>} script by language */
+export function createScripts(job, stackFile) {
   const { stack: _stack, measurements, ...parameters } = job.parameters;
-  const stem = file.replace(/(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$/i, "");
+  const stem = stackFile.replace(/(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$/i, "");
   const query = buildQuery({ ...parameters, measurements });
   const url = `${location.origin}${location.pathname.replace(/[^/]*$/, "")}segment${query && "?"}${query}`;
-  const labels = `${stem}_labels${measurements ? ".zip" : ".ome.tif"}`;
+  const labelsFile = `${stem}_labels${measurements ? ".zip" : ".ome.tif"}`;
   const options = Object.entries(parameters).map(
     ([name, value]) => `--${name.replaceAll("_", "-")} ${quoteForShell(String(value))}`,
   );
   if (measurements) options.push(`--measurements ${quoteForShell(`${stem}_objects.csv`)}`);
   return {
-    curl: `curl -sS --fail-with-body --data-binary @${quoteForShell(file)} -H 'Content-Type: image/tiff' \\\n  ${quoteForShell(url)} -o ${quoteForShell(labels)}`,
+    curl: `curl -sS --fail-with-body --data-binary @${quoteForShell(stackFile)} -H 'Content-Type: image/tiff' \\\n  ${quoteForShell(url)} -o ${quoteForShell(labelsFile)}`,
     Python: [
       "import urllib.request",
       "",
-      `with open(${quoteForPython(file)}, "rb") as stack:`,
+      `with open(${quoteForPython(stackFile)}, "rb") as stack:`,
       "    request = urllib.request.Request(",
       `        ${quoteForPython(url)},`,
       '        data=stack.read(), headers={"Content-Type": "image/tiff"})',
-      `with urllib.request.urlopen(request) as answer, open(${quoteForPython(labels)}, "wb") as labels:`,
-      "    labels.write(answer.read())",
+      `with urllib.request.urlopen(request) as response, open(${quoteForPython(labelsFile)}, "wb") as labels:`,
+      "    labels.write(response.read())",
     ].join("\n"),
-    stackseg: ["stackseg segment", quoteForShell(file), quoteForShell(`${stem}_labels.ome.tif`), ...options].join(" "),
+    stackseg: ["stackseg segment", quoteForShell(stackFile), quoteForShell(`${stem}_labels.ome.tif`), ...options].join(
+      " ",
+    ),
   };
 }
 

@@ -1,4 +1,4 @@
-/** Histogram of a column in which the user can select a range by dragging. */
+/** Histogram of a table column. The user can select a range of values by dragging. */
 
 import { element } from "../core/elements.js";
 import { formatNumber } from "../core/format.js";
@@ -37,12 +37,12 @@ export class Histogram extends EventTarget {
         element("span", {}, formatNumber(this.max)),
       ),
     );
-    this.#listen();
+    this.#addEventListeners();
     this.canvas.addEventListener("theme", () => this.draw());
     new ResizeObserver(() => this.draw()).observe(this.canvas);
   }
 
-  #listen() {
+  #addEventListeners() {
     let start = 0;
     const valueAt = (/** @type {PointerEvent} */ event) => {
       const bounds = this.canvas.getBoundingClientRect();
@@ -82,13 +82,13 @@ export class Histogram extends EventTarget {
     const context = canvas.getContext("2d");
     if (context === null) return;
     const counts = new Uint32Array(BIN_COUNT);
-    const scale = BIN_COUNT / (this.max - this.min);
-    for (const value of this.values) counts[Math.min(BIN_COUNT - 1, Math.floor((value - this.min) * scale))] += 1;
+    const binsPerUnit = BIN_COUNT / (this.max - this.min);
+    for (const value of this.values) counts[Math.min(BIN_COUNT - 1, Math.floor((value - this.min) * binsPerUnit))] += 1;
     const maxCount = Math.max(1, ...counts);
     const style = getComputedStyle(canvas);
     const width = canvas.width / BIN_COUNT;
     counts.forEach((count, bin) => {
-      const center = this.min + (bin + 0.5) / scale;
+      const center = this.min + (bin + 0.5) / binsPerUnit;
       const isSelected = this.range === null || (center >= this.range[0] && center <= this.range[1]);
       context.fillStyle = isSelected ? style.color : style.borderBottomColor;
       const height = (count / maxCount) * (canvas.height - 2);

@@ -1,4 +1,4 @@
-/** Export of corrected labels if the service no longer stores the result. The original labels are also saved in this browser. */
+/** Export of the corrected labels of a result that the service no longer stores. The original labels are saved in this browser. */
 
 import { button, downloadBlob, element, openDialog } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
@@ -15,14 +15,14 @@ const ARRAY_TYPES = { 1: Uint8Array, 2: Uint16Array, 4: Uint32Array };
  * @returns {Promise<boolean>} false if there are no corrections
  */
 export async function offerCorrections(job, name, ondiscard) {
-  const entries = [...(await correctionStore.countAll())].filter(([key]) => key.split("@")[0] === job);
+  const entries = [...(await correctionStore.countAllCorrections())].filter(([key]) => key.split("@")[0] === job);
   if (entries.length === 0) return false;
   const stem = name.replace(/(\.ome)?\.tiff?$/i, "");
-  const problem = element("p", { class: "warning-text", role: "alert" });
+  const problemText = element("p", { class: "warning-text", role: "alert" });
   const correctionCount = entries.reduce((sum, [, count]) => sum + count, 0);
-  const discard = async () => {
+  const discardCorrections = async () => {
     if (!confirm(`Discard ${formatCount(correctionCount, "correction")} of ${name}?`)) return;
-    await correctionStore.forget(job);
+    await correctionStore.forgetCorrections(job);
     dialog.close();
     ondiscard();
   };
@@ -32,14 +32,14 @@ export async function offerCorrections(job, name, ondiscard) {
     element(
       "p",
       { class: "muted" },
-      `The service no longer stores this result of ${name}. Your ${formatCount(correctionCount, "correction")} and the original labels are saved in this browser. You can export the corrected labels as a file.`,
+      `The service no longer stores this result for ${name}. Your ${formatCount(correctionCount, "correction")} and the original labels are saved in this browser. You can export the corrected labels as a file.`,
     ),
-    ...entries.map(([key, count]) => createExportRow(key, count, stem, problem)),
-    problem,
+    ...entries.map(([key, count]) => createExportRow(key, count, stem, problemText)),
+    problemText,
     element(
       "div",
       { class: "row between" },
-      button("Discard the corrections", discard, "link"),
+      button("Discard the corrections", discardCorrections, "link"),
       button("Close", () => dialog.close(), "secondary"),
     ),
   );
@@ -47,18 +47,18 @@ export async function offerCorrections(job, name, ondiscard) {
   return true;
 }
 
-/** @param {string} key of a result, or of one time point of a series @param {number} correctionCount @param {string} stem @param {HTMLElement} problem */
-function createExportRow(key, correctionCount, stem, problem) {
+/** @param {string} key of a result, or of one time point of a series @param {number} correctionCount @param {string} stem @param {HTMLElement} problemText */
+function createExportRow(key, correctionCount, stem, problemText) {
   const time = key.split("@")[1];
-  const file = `${stem}${time === undefined ? "" : `_t${time}`}_corrected`;
+  const fileStem = `${stem}${time === undefined ? "" : `_t${time}`}_corrected`;
   /** @param {string} text @param {string} suffix @param {(labels: Labels) => Blob} encode */
   const createExportButton = (text, suffix, encode) =>
     button(
       text,
       async () => {
         const labels = await loadCorrectedLabels(key);
-        if (labels) downloadBlob(encode(labels), file + suffix);
-        else problem.textContent = "The original labels of these corrections are not saved in this browser.";
+        if (labels) downloadBlob(encode(labels), fileStem + suffix);
+        else problemText.textContent = "The original labels of these corrections are not saved in this browser.";
       },
       "secondary",
     );
@@ -79,9 +79,12 @@ function createExportRow(key, correctionCount, stem, problem) {
 
 /** Load the original labels, and apply their corrections. @param {string} key @returns {Promise<Labels | null>} null if the labels are not saved in this browser */
 async function loadCorrectedLabels(key) {
-  const [original, edits] = await Promise.all([correctionStore.loadOriginalLabels(key), correctionStore.load(key)]);
-  if (original === undefined) return null;
-  const { zipped, bytes, shape, voxelSize } = original;
+  const [originalLabels, edits] = await Promise.all([
+    correctionStore.loadOriginalLabels(key),
+    correctionStore.loadCorrections(key),
+  ]);
+  if (originalLabels === undefined) return null;
+  const { zipped, bytes, shape, voxelSize } = originalLabels;
   const buffer = await new Response(zipped.stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
   const data = new ARRAY_TYPES[/** @type {keyof typeof ARRAY_TYPES} */ (bytes)](buffer, 0, countVoxels(shape));
   const editor = new LabelEditor({ data, shape, step: [1, 1, 1], fullShape: shape }, [1, 1, 1]);

@@ -1,7 +1,7 @@
 /** Objects of a result, with a summary, histograms, and a table that renders only the visible rows. */
 
 import { button, element, redraw } from "../core/elements.js";
-import { formatCount, formatNumber, median } from "../core/format.js";
+import { computeMedian, formatCount, formatNumber } from "../core/format.js";
 import { filterRows, getColumn } from "../volumes/object_table.js";
 import { getCssColor } from "../volumes/slices.js";
 import { Histogram } from "./histogram.js";
@@ -9,7 +9,7 @@ import { Histogram } from "./histogram.js";
 /** @typedef {import("../volumes/object_table.js").Table} Table */
 
 const ROW_PIXELS = 28;
-/** Number of rows to render above and below the visible ones. */
+/** Number of rows to render above and below the visible rows. */
 const MARGIN_ROWS = 8;
 const COLUMN_TITLES = /** @type {Record<string, string>} */ ({
   label: "#",
@@ -36,14 +36,14 @@ export class ObjectsView extends EventTarget {
     this.sortColumn = "label";
     this.isDescending = false;
     this.selectedLabel = 0;
-    /** @type {Map<string, [number, number]>} */
+    /** Smallest and largest value of the displayed objects, by column name. @type {Map<string, [number, number]>} */
     this.limits = new Map();
     this.rows = filterRows(table, this.sortColumn, this.isDescending, this.limits);
-    /** The sorted rows, and the range of them that is rendered. */
+    /** The sorted rows, and the range of rows that is rendered. */
     this.renderedRange = { rows: this.rows.subarray(0, 0), first: 0, last: 0 };
     this.countText = element("span", { class: "muted", "aria-live": "polite" });
     this.showAllButton = button("Show all", () => this.#showAll(), "link");
-    this.borderCheckbox = element("input", { type: "checkbox", onchange: () => this.#filterBorder() });
+    this.borderCheckbox = element("input", { type: "checkbox", onchange: () => this.#updateBorderFilter() });
     this.headerRow = element("tr");
     this.body = element("tbody");
     this.scroller = element(
@@ -72,13 +72,13 @@ export class ObjectsView extends EventTarget {
         { class: "row between filters" },
         this.countText,
         this.showAllButton,
-        element("label", { class: "slim" }, this.borderCheckbox, "Whole objects only"),
+        element("label", { class: "inline-label" }, this.borderCheckbox, "Whole objects only"),
       ),
       this.scroller,
     );
     new ResizeObserver(() => this.#drawRows()).observe(this.scroller);
     this.#drawHeaderRow();
-    this.#update();
+    this.#updateRows();
   }
 
   #createHistograms() {
@@ -95,7 +95,7 @@ export class ObjectsView extends EventTarget {
       histogram.addEventListener("change", () => {
         if (histogram.range) this.limits.set(name, histogram.range);
         else this.limits.delete(name);
-        this.#update();
+        this.#updateRows();
       });
       return { name, histogram };
     });
@@ -115,22 +115,22 @@ export class ObjectsView extends EventTarget {
     const borderText = touchingCount
       ? ` ${formatNumber(touchingCount)} ${touchingCount === 1 ? "touches" : "touch"} the border.`
       : "";
-    return `${formatCount(table.length, "object")}${timeText}, median diameter ${formatNumber(median(getColumn(table, "equivalent_diameter_area")))}\u00a0${unit}.${borderText}`;
+    return `${formatCount(table.length, "object")}${timeText}, median diameter ${formatNumber(computeMedian(getColumn(table, "equivalent_diameter_area")))}\u00a0${unit}.${borderText}`;
   }
 
-  /** By id, 1 for objects that the filters hide at the displayed time point; null if no object is hidden. */
-  get hidden() {
+  /** An array with a 1 at the id of each object that the filters hide at the displayed time point; null if no object is hidden. */
+  get hiddenFlags() {
     if (this.rows.length === this.table.length) return null;
-    const hidden = new Uint8Array(this.labels.reduce((max, label) => Math.max(max, label), 0) + 1).fill(1);
-    for (const row of this.rows) if (this.times[row] === this.time) hidden[this.labels[row]] = 0;
-    return hidden;
+    const flags = new Uint8Array(this.labels.reduce((max, label) => Math.max(max, label), 0) + 1).fill(1);
+    for (const row of this.rows) if (this.times[row] === this.time) flags[this.labels[row]] = 0;
+    return flags;
   }
 
-  /** Return the center of an object's bounding box. It is in voxels, because the voxel size can change. @param {number} label */
+  /** Return the center of an object's bounding box. It is in voxels, because the user can change the voxel size. @param {number} label */
   getCenter(label) {
     const row = this.rowByKey.get(makeRowKey(label, this.time));
     if (row === undefined) return null;
-    const getBound = (/** @type {number} */ number) => getColumn(this.table, `bbox-${number}`)[row];
+    const getBound = (/** @type {number} */ index) => getColumn(this.table, `bbox-${index}`)[row];
     return /** @type {import("../volumes/planes.js").Triple} */ (
       [0, 1, 2].map((axis) => (getBound(axis) + getBound(axis + 3) - 1) / 2)
     );
@@ -172,25 +172,25 @@ export class ObjectsView extends EventTarget {
     const step = steps[event.key];
     if (step === undefined || this.rows.length === 0) return;
     event.preventDefault();
-    const current = this.rows.indexOf(this.rowByKey.get(makeRowKey(this.selectedLabel, this.time)) ?? -1);
-    const next = Math.max(0, Math.min(this.rows.length - 1, current < 0 ? 0 : current + step));
-    this.#selectRow(this.rows[next]);
+    const currentIndex = this.rows.indexOf(this.rowByKey.get(makeRowKey(this.selectedLabel, this.time)) ?? -1);
+    const nextIndex = Math.max(0, Math.min(this.rows.length - 1, currentIndex < 0 ? 0 : currentIndex + step));
+    this.#selectRow(this.rows[nextIndex]);
   }
 
-  #filterBorder() {
+  #updateBorderFilter() {
     if (this.borderCheckbox.checked) this.limits.set("touching_border", [0, 0]);
     else this.limits.delete("touching_border");
-    this.#update();
+    this.#updateRows();
   }
 
   #showAll() {
     this.borderCheckbox.checked = false;
     this.limits.clear();
     for (const { histogram } of this.histograms) histogram.select(null);
-    this.#update();
+    this.#updateRows();
   }
 
-  #update() {
+  #updateRows() {
     this.rows = filterRows(this.table, this.sortColumn, this.isDescending, this.limits);
     const isUnfiltered = this.rows.length === this.table.length;
     this.countText.textContent = isUnfiltered
@@ -212,7 +212,7 @@ export class ObjectsView extends EventTarget {
           },
           element(
             "button",
-            { type: "button", id: `sort-${name}`, onclick: () => this.#sort(name) },
+            { type: "button", id: `sort-${name}`, onclick: () => this.#sortByColumn(name) },
             `${getColumnTitle(name, this.table)}${name === this.sortColumn ? (this.isDescending ? " ↓" : " ↑") : ""}`,
           ),
         ),
@@ -221,11 +221,11 @@ export class ObjectsView extends EventTarget {
   }
 
   /** @param {string} name */
-  #sort(name) {
+  #sortByColumn(name) {
     this.isDescending = name === this.sortColumn ? !this.isDescending : name !== "label";
     this.sortColumn = name;
     this.#drawHeaderRow();
-    this.#update();
+    this.#updateRows();
   }
 
   #drawRows() {
@@ -240,19 +240,19 @@ export class ObjectsView extends EventTarget {
       this.body.replaceChildren(createSpacer(first), ...elements, createSpacer(rows.length - last));
       this.renderedRange = { rows, first, last };
     }
-    this.#markSelected();
+    this.#highlightSelectedRow();
   }
 
-  #markSelected() {
-    const selected = this.rowByKey.get(makeRowKey(this.selectedLabel, this.time));
+  #highlightSelectedRow() {
+    const selectedRow = this.rowByKey.get(makeRowKey(this.selectedLabel, this.time));
     for (const row of this.body.rows) {
-      const isSelected = selected !== undefined && row.dataset.row === String(selected);
+      const isSelected = selectedRow !== undefined && row.dataset.row === String(selectedRow);
       if (row.classList.toggle("selected", isSelected)) row.ariaSelected = "true";
       else if (row.ariaSelected !== null) row.ariaSelected = null;
     }
   }
 
-  /** Create the elements of a row. @param {number} row number of the row in the table @param {number} index position of the row in the sorted table */
+  /** Create the elements of a row. @param {number} row index of the row in the table @param {number} index index of the row after sorting */
   #createRow(row, index) {
     const label = this.labels[row];
     const cells = this.columnNames.map((name) => {

@@ -1,4 +1,4 @@
-/** Result of a job, with a summary, notes, objects, export and corrections. It is linked to the views of the stack. */
+/** Result of a job: summary, notes, and the Objects, Export and Correct tabs. The result is linked to the views of the stack. */
 
 import { button, element, redraw } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
@@ -13,7 +13,7 @@ import { drawScreenshot } from "./screenshots.js";
 /** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
-/** @typedef {{getCurrent: () => number, goTo: (time: number) => Promise<void>, events: EventTarget}} Times access to the displayed time point; `events` dispatches its changes */
+/** @typedef {{getTimePoint: () => number, goToTimePoint: (time: number) => Promise<void>, events: EventTarget}} TimeNavigation reads and changes the displayed time point; `events` dispatches `leaving` before each change and `time` after it */
 
 const NOT_TRACKED_NOTE =
   "Objects are numbered and colored separately at each time point: object 5 of one time point is not object 5 of the next. To track objects, select “Track objects over time” and segment again.";
@@ -28,19 +28,19 @@ const WITHOUT_CORRECTIONS_NOTE =
  * @param {{job: Job, stack: string, name: string}} result stack: id of the stack, "" if it is no longer stored; name: file name
  * @param {import("../volumes/object_table.js").Table | null} table
  * @param {{viewer: Viewer, capabilities: import("openapi").CallerLimits, signal: AbortSignal,
- *   segmentWith: (changes: Record<string, string>) => Promise<void>, times: Times}} context
+ *   segmentWith: (changes: Record<string, string>) => Promise<void>, timeNavigation: TimeNavigation}} context
  *   `signal` ends the link to the views; `segmentWith` segments the stack again with changed parameters
  */
-export function showResult(root, result, table, { viewer, capabilities, signal, segmentWith, times }) {
+export function showResult(root, result, table, { viewer, capabilities, signal, segmentWith, timeNavigation }) {
   const { job, stack, name } = result;
   const objectsView = table && new ObjectsView(table);
   const countText =
     job.objects === null ? "The labels are classes, not objects." : `${formatCount(job.objects, "object")}.`;
   const exportRoot = createExportView(job, name, objectsView !== null, () => drawScreenshot(viewer));
   const correctView =
-    job.objects === null ? null : new CorrectView(result, viewer, times.getCurrent(), capabilities, signal);
+    job.objects === null ? null : new CorrectView(result, viewer, timeNavigation.getTimePoint(), capabilities, signal);
   const summary = element("p", { class: "big", id: "summary" }, objectsView ? objectsView.summarize() : countText);
-  const tables = new ObjectTables(objectsView, summary, viewer, times, signal);
+  const tables = new ObjectTables(objectsView, summary, viewer, timeNavigation, signal);
   const tabElements = createTabs([
     { text: "Objects", page: tables.root },
     { text: "Export", page: exportRoot },
@@ -61,7 +61,7 @@ export function showResult(root, result, table, { viewer, capabilities, signal, 
     if (isVisible) await correctView?.enter();
     else {
       correctView?.leave();
-      viewer.scene.set({ hidden: tables.displayedObjects?.hidden ?? null });
+      viewer.scene.set({ hiddenFlags: tables.displayedObjects?.hiddenFlags ?? null });
     }
   }
   const resultSwitcher = createResultSwitcher(job, stack);
@@ -71,17 +71,23 @@ export function showResult(root, result, table, { viewer, capabilities, signal, 
     const note = element("p", { class: "muted small", hidden: true }, WITHOUT_CORRECTIONS_NOTE);
     exportRoot.prepend(note);
     correctView.root.addEventListener("count", (event) => {
-      const { edits, objects } = /** @type {CustomEvent<{edits: number, objects: number | null}>} */ (event).detail;
-      if (objects !== null && !job.time_points) tables.showCount(edits > 0 ? objects : null);
-      if (!job.time_points) resultSwitcher.updateCount(edits, objects);
-      badge.textContent = edits > 0 ? formatCount(edits, "correction") : "";
-      note.hidden = edits === 0;
+      const { editCount, objectCount } = /** @type {CustomEvent<{editCount: number, objectCount: number | null}>} */ (
+        event
+      ).detail;
+      if (objectCount !== null && !job.time_points) tables.showCount(editCount > 0 ? objectCount : null);
+      if (!job.time_points) resultSwitcher.updateCount(editCount, objectCount);
+      badge.textContent = editCount > 0 ? formatCount(editCount, "correction") : "";
+      note.hidden = editCount === 0;
     });
     correctView.root.addEventListener("corrected", (event) =>
-      tables.showCorrected(/** @type {CustomEvent} */ (event).detail),
+      tables.showCorrectedObjects(/** @type {CustomEvent} */ (event).detail),
     );
-    times.events.addEventListener("leaving", () => correctView.leave(false), { signal });
-    times.events.addEventListener("time", () => correctView.goTo(times.getCurrent(), isCorrecting), { signal });
+    timeNavigation.events.addEventListener("leaving", () => correctView.leave(false), { signal });
+    timeNavigation.events.addEventListener(
+      "time",
+      () => correctView.goToTimePoint(timeNavigation.getTimePoint(), isCorrecting),
+      { signal },
+    );
   }
   root.replaceChildren(
     element(
@@ -100,13 +106,13 @@ export function showResult(root, result, table, { viewer, capabilities, signal, 
 class ObjectTables {
   /**
    * @param {ObjectsView | null} originalObjects objects without corrections, null if the result has no table @param {HTMLElement} summary
-   * @param {Viewer} viewer @param {Times} times @param {AbortSignal} signal
+   * @param {Viewer} viewer @param {TimeNavigation} timeNavigation @param {AbortSignal} signal
    */
-  constructor(originalObjects, summary, viewer, times, signal) {
+  constructor(originalObjects, summary, viewer, timeNavigation, signal) {
     this.originalObjects = originalObjects;
     this.summary = summary;
     this.viewer = viewer;
-    this.times = times;
+    this.timeNavigation = timeNavigation;
     this.signal = signal;
     /** @type {ObjectsView | null} */
     this.displayedObjects = null;
@@ -117,7 +123,7 @@ class ObjectTables {
   }
 
   /** @param {import("../volumes/object_table.js").Table | null} table of the corrected objects, null to show the objects without corrections */
-  showCorrected(table) {
+  showCorrectedObjects(table) {
     const correctedObjects = table && new ObjectsView(table);
     if (correctedObjects === null && this.displayedObjects === this.originalObjects) return;
     this.#show(correctedObjects ?? this.originalObjects);
@@ -126,10 +132,10 @@ class ObjectTables {
       : this.originalSummary;
   }
 
-  /** Show the number of objects while labels are being corrected. @param {number | null} objects null if there are no corrections */
-  showCount(objects) {
+  /** Show the number of objects while labels are being corrected. @param {number | null} objectCount null if there are no corrections */
+  showCount(objectCount) {
     this.summary.textContent =
-      objects === null ? this.originalSummary : `${formatCount(objects, "object")}. Includes corrections.`;
+      objectCount === null ? this.originalSummary : `${formatCount(objectCount, "object")}. Includes corrections.`;
   }
 
   /** @param {ObjectsView | null} objects */
@@ -140,31 +146,36 @@ class ObjectTables {
     const emptyText = element("p", { class: "muted" }, "There is no table of objects for this result.");
     this.root.replaceChildren(objects?.root ?? emptyText);
     if (objects)
-      linkTableAndViews(this.viewer, objects, this.times, AbortSignal.any([this.linkAbort.signal, this.signal]));
+      linkTableAndViews(
+        this.viewer,
+        objects,
+        this.timeNavigation,
+        AbortSignal.any([this.linkAbort.signal, this.signal]),
+      );
   }
 }
 
 /**
  * Synchronize the selection and the filters between the table and the views.
- * @param {Viewer} viewer @param {ObjectsView} objects @param {Times} times @param {AbortSignal} signal
+ * @param {Viewer} viewer @param {ObjectsView} objects @param {TimeNavigation} timeNavigation @param {AbortSignal} signal
  */
-function linkTableAndViews(viewer, objects, times, signal) {
+function linkTableAndViews(viewer, objects, timeNavigation, signal) {
   const isSeries = objects.table.columns.has("time");
-  if (isSeries) objects.time = times.getCurrent();
+  if (isSeries) objects.time = timeNavigation.getTimePoint();
   objects.addEventListener("select", async (event) => {
     const label = /** @type {CustomEvent<number>} */ (event).detail;
-    if (isSeries && objects.time !== times.getCurrent()) await times.goTo(objects.time);
+    if (isSeries && objects.time !== timeNavigation.getTimePoint()) await timeNavigation.goToTimePoint(objects.time);
     const center = objects.getCenter(label);
     if (center) viewer.select(label, center);
   });
-  objects.addEventListener("filter", () => viewer.scene.set({ hidden: objects.hidden }));
-  times.events.addEventListener(
+  objects.addEventListener("filter", () => viewer.scene.set({ hiddenFlags: objects.hiddenFlags }));
+  timeNavigation.events.addEventListener(
     "time",
     () => {
       if (!isSeries) return;
-      objects.time = times.getCurrent();
-      viewer.scene.set({ hidden: objects.hidden });
-      objects.select(viewer.scene.state.selected);
+      objects.time = timeNavigation.getTimePoint();
+      viewer.scene.set({ hiddenFlags: objects.hiddenFlags });
+      objects.select(viewer.scene.state.selectedId);
     },
     { signal },
   );
@@ -175,7 +186,7 @@ function linkTableAndViews(viewer, objects, times, signal) {
 
 /** Return the model, the diameter, the confidence and the duration of a job. @param {Job} job @returns {string[]} */
 function describeJob(job) {
-  const seconds = Object.values(job.seconds).reduce((sum, part) => sum + part, 0);
+  const seconds = Object.values(job.seconds).reduce((sum, stageSeconds) => sum + stageSeconds, 0);
   const confidence = typeof job.confidence === "number" ? [`confidence ${Math.round(job.confidence * 100)}%`] : [];
   const diameter = job.diameter ? [formatLengths(job.diameter).replace("; ", ", ")] : [];
   return [job.model, ...diameter, ...confidence, `${formatNumber(seconds, 2)} s`];
@@ -192,9 +203,9 @@ function createNotes(job, segmentWith) {
   const [parameter, value] = lowConfidence?.try.split("=") ?? [];
   const suggestion = segmentWith !== null && value && { [parameter]: value };
   const trackingNote = job.time_points && !job.parameters.link && job.objects !== null ? [NOT_TRACKED_NOTE] : [];
-  const noteTexts = [...trackingNote, ...job.warnings.map(toPageTerms).filter((note) => note && note !== warning)];
+  const notes = [...trackingNote, ...job.warnings.map(toPageTerms).filter((note) => note && note !== warning)];
   return (
-    (warning || noteTexts.length > 0) &&
+    (warning || notes.length > 0) &&
     element(
       "ul",
       { class: "notes", "aria-label": "Notes about this result" },
@@ -205,27 +216,22 @@ function createNotes(job, segmentWith) {
           element("p", {}, warning),
           suggestion && button(`Try ${describeSetting(parameter, value)}`, () => segmentWith(suggestion)),
         ),
-      ...(noteTexts.length > MAX_EXPANDED_NOTES
+      ...(notes.length > MAX_EXPANDED_NOTES
         ? [
             element(
               "li",
               {},
-              element(
-                "details",
-                {},
-                element("summary", {}, formatCount(noteTexts.length, "note")),
-                createList(noteTexts),
-              ),
+              element("details", {}, element("summary", {}, formatCount(notes.length, "note")), createNoteList(notes)),
             ),
           ]
-        : noteTexts.map((note) => element("li", {}, note))),
+        : notes.map((note) => element("li", {}, note))),
     )
   );
 }
 
-/** @param {string[]} texts */
-function createList(texts) {
-  return element("ul", { class: "notes" }, ...texts.map((text) => element("li", {}, text)));
+/** @param {string[]} notes */
+function createNoteList(notes) {
+  return element("ul", { class: "notes" }, ...notes.map((note) => element("li", {}, note)));
 }
 
 /**
@@ -233,7 +239,7 @@ function createList(texts) {
  * @param {Job} job @param {string} stack
  */
 function createResultSwitcher(job, stack) {
-  const root = element("div", { class: "versions", role: "group", "aria-label": "Results of this stack" });
+  const root = element("div", { class: "result-switcher", role: "group", "aria-label": "Results of this stack" });
   const draw = () => {
     const results = listResults(stack);
     const otherJob = results.find((entry) => entry.job !== job.id)?.job;
@@ -248,10 +254,10 @@ function createResultSwitcher(job, stack) {
     });
     return [...buttons, element("a", { href: `#compare=${job.id},${otherJob}`, class: "compare" }, "Side by side")];
   };
-  /** @param {number} edits @param {number | null} objects number of corrected objects, null if the objects have not been counted yet */
-  const updateCount = (edits, objects) => {
-    if (edits > 0 && objects === null) return;
-    rememberJob({ job: job.id, corrected: edits > 0 ? objects : null });
+  /** @param {number} editCount @param {number | null} objectCount number of objects after the corrections, null if the objects have not been counted yet */
+  const updateCount = (editCount, objectCount) => {
+    if (editCount > 0 && objectCount === null) return;
+    rememberJob({ job: job.id, corrected: editCount > 0 ? objectCount : null });
     redraw(root, draw);
   };
   redraw(root, draw);

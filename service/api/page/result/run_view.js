@@ -1,4 +1,4 @@
-/** Progress of a job, with its state, the remaining time, and a button that cancels it. */
+/** Progress of a job: its state, the remaining time, and a button that cancels the job. */
 
 import { button, element } from "../core/elements.js";
 import { formatCount, formatDuration } from "../core/format.js";
@@ -6,7 +6,7 @@ import { request, requestJson } from "../core/requests.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 
-const POLL_MILLISECONDS = 400;
+const POLL_INTERVAL_MILLISECONDS = 400;
 
 /** @param {string} state */
 export function isFinished(state) {
@@ -14,11 +14,11 @@ export function isFinished(state) {
 }
 
 /**
- * Poll a job until it is finished. If the service does not answer, keep trying, because it may be restarting.
+ * Poll a job until it is finished. If the service does not respond, keep trying, because the service may be restarting.
  * @param {string} id @param {AbortSignal} signal @param {(job: Job) => void} onpoll called with each report
  * @returns {Promise<Job>}
  */
-export async function follow(id, signal, onpoll) {
+export async function pollJob(id, signal, onpoll) {
   for (;;) {
     try {
       /** @type {Job} */
@@ -28,7 +28,7 @@ export async function follow(id, signal, onpoll) {
     } catch (error) {
       if (/** @type {{status?: number}} */ (error).status !== 0) throw error;
     }
-    await new Promise((resolve) => setTimeout(resolve, POLL_MILLISECONDS));
+    await new Promise((resolve) => setTimeout(resolve, POLL_INTERVAL_MILLISECONDS));
     signal.throwIfAborted();
   }
 }
@@ -38,12 +38,12 @@ export class ProgressView {
   /** @param {HTMLElement} root @param {string} id */
   constructor(root, id) {
     this.progressBar = element("progress", { max: 1, "aria-label": "Progress of the job" });
-    this.state = element("p", { class: "big", role: "status" }, "Sending the request");
-    this.detail = element("p", { class: "muted" });
-    const cancel = button(
+    this.stateText = element("p", { class: "big", role: "status" }, "Sending the request");
+    this.detailText = element("p", { class: "muted" });
+    const cancelButton = button(
       "Cancel",
       async () => {
-        cancel.disabled = true;
+        cancelButton.disabled = true;
         await request(`jobs/${id}`, { method: "DELETE" }).catch(() => undefined);
       },
       "secondary",
@@ -53,15 +53,15 @@ export class ProgressView {
         "div",
         { class: "run" },
         element("h2", {}, "Segmenting"),
-        this.state,
+        this.stateText,
         this.progressBar,
-        this.detail,
+        this.detailText,
         element(
           "p",
           { class: "muted small" },
           "You can leave this page. The job continues, and the start screen lists it.",
         ),
-        cancel,
+        cancelButton,
       ),
     );
   }
@@ -71,10 +71,10 @@ export class ProgressView {
     const { done, total } = job.progress;
     if (job.state === "running" && total) this.progressBar.value = Math.min(done / total, 1);
     else this.progressBar.removeAttribute("value");
-    this.state.textContent = describeState(job);
-    const remaining = job.seconds_left === null ? "" : `${formatDuration(job.seconds_left)} left`;
-    const percent = total ? `${Math.floor((100 * done) / total)}% done` : "";
-    this.detail.textContent = [job.state === "running" && percent, remaining].filter(Boolean).join(", ");
+    this.stateText.textContent = describeState(job);
+    const remainingText = job.seconds_left === null ? "" : `${formatDuration(job.seconds_left)} left`;
+    const percentText = total ? `${Math.floor((100 * done) / total)}% done` : "";
+    this.detailText.textContent = [job.state === "running" && percentText, remainingText].filter(Boolean).join(", ");
   }
 }
 

@@ -5,7 +5,7 @@
 const GAP_PIXELS = 6;
 const THUMBNAIL_SIZE = { width: 96, height: 72 };
 
-/** Draw the three slices with their outlines as they are displayed. @param {Viewer} viewer @returns {Promise<Blob>} PNG */
+/** Draw the three slices and their outlines as currently displayed. @param {Viewer} viewer @returns {Promise<Blob>} PNG */
 export function drawScreenshot({ views, scene }) {
   const [xy, xz, zy] = views;
   const canvas = document.createElement("canvas");

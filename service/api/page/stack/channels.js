@@ -3,7 +3,7 @@
 import { element, redraw } from "../core/elements.js";
 import { hasChanged } from "../core/store.js";
 import { chooseContrast } from "../viewer/scene.js";
-import { estimateQuantiles, paintGray, slice } from "../volumes/slices.js";
+import { estimateQuantiles, extractPlane, paintGray } from "../volumes/slices.js";
 
 /** @typedef {import("openapi").Description} Description */
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
@@ -46,18 +46,18 @@ function createSwatch(file, channel) {
 
 /**
  * Create a button with the preview, color and name of each channel.
- * @param {Description} file @param {number} selected index of the selected channel, -1 for none
+ * @param {Description} file @param {number} selectedChannel index of the selected channel, -1 for none
  * @param {(channel: number) => Promise<Volume>} fetchMiddlePlane fetches a small plane from the middle of the stack
  * @param {(channel: number) => void} onselect
  */
-export function createChannelPreviews(file, selected, fetchMiddlePlane, onselect) {
+export function createChannelPreviews(file, selectedChannel, fetchMiddlePlane, onselect) {
   const buttons = file.channels.map((_, channel) => {
     const canvas = element("canvas", { width: 72, height: 54, "aria-hidden": "true" });
     fetchMiddlePlane(channel).then(
       (volume) => drawPreview(canvas, volume, getChannelColor(file, channel)),
       () => canvas.remove(),
     );
-    const properties = { type: "button", class: "channel", "aria-pressed": String(channel === selected) };
+    const properties = { type: "button", class: "channel", "aria-pressed": String(channel === selectedChannel) };
     const onclick = () => onselect(channel);
     const name = element("span", {}, createSwatch(file, channel), getChannelName(file, channel));
     return element("button", { ...properties, onclick }, canvas, name);
@@ -68,7 +68,7 @@ export function createChannelPreviews(file, selected, fetchMiddlePlane, onselect
 /** @param {HTMLCanvasElement} canvas @param {Volume} volume of one plane @param {Color} color */
 function drawPreview(canvas, volume, color) {
   const [low, high] = estimateQuantiles(volume.data, [0.01, 0.995]);
-  const plane = slice(volume, 0, 0);
+  const plane = extractPlane(volume, 0, 0);
   const image = element("canvas", { width: plane.width, height: plane.height });
   image.getContext("2d")?.putImageData(paintGray(plane, low, Math.max(high, low + 1e-9), color), 0, 0);
   const scale = Math.max(canvas.width / plane.width, canvas.height / plane.height);
@@ -83,18 +83,18 @@ export class ChannelTools {
     this.viewer = viewer;
     this.scene = viewer.scene;
     this.toggles = element("div", { class: "tools", role: "group", "aria-label": "Displayed channels" });
-    this.adjustedSelect = element("select", {
+    this.adjustedChannelSelect = element("select", {
       "aria-label": "Channel whose contrast is adjusted",
       onchange: () => {
-        const channel = Number(this.adjustedSelect.value);
+        const channel = Number(this.adjustedChannelSelect.value);
         this.scene.set({ adjustedChannel: channel === this.primaryChannel ? null : channel });
       },
     });
-    this.root = element("div", { class: "tools", hidden: true }, this.toggles, this.adjustedSelect);
+    this.root = element("div", { class: "tools", hidden: true }, this.toggles, this.adjustedChannelSelect);
     this.loadAbort = new AbortController();
     this.primaryChannel = 0;
-    this.scene.subscribe((previous) => {
-      if (hasChanged(previous, this.scene.state, ["overlays", "adjustedChannel"])) this.#update();
+    this.scene.subscribe((previousState) => {
+      if (hasChanged(previousState, this.scene.state, ["overlays", "adjustedChannel"])) this.#updateControls();
     });
   }
 
@@ -114,8 +114,8 @@ export class ChannelTools {
       ({ channel }) => channel !== primaryChannel && channel < file.channels.length,
     );
     this.#setOverlays(overlays);
-    for (const { channel } of overlays) this.#fetch(channel);
-    this.#update();
+    for (const { channel } of overlays) this.#fetchOverlay(channel);
+    this.#updateControls();
   }
 
   /** @param {number} channel */
@@ -129,7 +129,7 @@ export class ChannelTools {
       ...overlays,
       { channel, image: null, color: getChannelColor(file, channel), contrast: [0, 1], range: [0, 1] },
     ]);
-    return this.#fetch(channel);
+    return this.#fetchOverlay(channel);
   }
 
   /** @param {Overlay[]} overlays */
@@ -146,11 +146,11 @@ export class ChannelTools {
   }
 
   /** @param {number} channel */
-  async #fetch(channel) {
+  async #fetchOverlay(channel) {
     const { scene } = this;
     const { signal } = this.loadAbort;
     /** @param {Partial<Overlay>} changes */
-    const change = (changes) => {
+    const changeOverlay = (changes) => {
       const { overlays } = scene.state;
       scene.set({ overlays: overlays.map((layer) => (layer.channel === channel ? { ...layer, ...changes } : layer)) });
     };
@@ -159,18 +159,18 @@ export class ChannelTools {
     try {
       let isFirstBlock = true;
       const image = await this.fetchChannel?.(channel, signal, (volume) => {
-        change(isFirstBlock && isNew ? { image: volume, ...chooseContrast(volume) } : { image: volume });
+        changeOverlay(isFirstBlock && isNew ? { image: volume, ...chooseContrast(volume) } : { image: volume });
         isFirstBlock = false;
         this.viewer.draw();
       });
-      if (image && isNew) change(chooseContrast(image));
+      if (image && isNew) changeOverlay(chooseContrast(image));
     } catch (error) {
       if (!signal.aborted) this.viewer.fetchStatus.textContent = /** @type {Error} */ (error).message;
     }
   }
 
   /** Update the controls from the scene. */
-  #update() {
+  #updateControls() {
     const { file, scene, primaryChannel } = this;
     if (!file) return;
     const { overlays, adjustedChannel } = scene.state;
@@ -189,7 +189,7 @@ export class ChannelTools {
         return element("button", { ...properties, title, disabled: isPrimary, onclick }, ...content);
       }),
     );
-    redraw(this.adjustedSelect, () =>
+    redraw(this.adjustedChannelSelect, () =>
       visibleChannels.map((channel) =>
         element(
           "option",
@@ -198,6 +198,6 @@ export class ChannelTools {
         ),
       ),
     );
-    this.adjustedSelect.hidden = overlays.length === 0;
+    this.adjustedChannelSelect.hidden = overlays.length === 0;
   }
 }

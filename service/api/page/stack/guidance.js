@@ -1,4 +1,4 @@
-/** Explanations next to the views, shown before a stack is segmented and if there is no result. */
+/** Explanations that are shown next to the views before a stack is segmented, or if a job has no result. */
 
 import { createShortcutList, element } from "../core/elements.js";
 import { toPageTerms } from "../core/terminology.js";
@@ -42,7 +42,7 @@ export function createChecklist() {
     element(
       "p",
       { class: "muted" },
-      "Do the slices, the channel and the proportions look right? Then press Segment to outline, count and measure the objects.",
+      "If the slices, the channel and the proportions look right, press Segment to outline, count and measure the objects.",
     ),
     element("h3", {}, "Navigation"),
     createShortcutList([

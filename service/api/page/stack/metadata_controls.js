@@ -20,21 +20,22 @@ const LIKELY_AXES = {
 /** Meaning of the axis letters. */
 export const AXIS_LEGEND = "T: time, Z: depth, C: channel, Y: row, X: column, S: color sample";
 
+/** The controls for the axes, the channel, the time points and the voxel size. */
 export class MetadataControls {
-  /** @param {import("openapi").ModelInfo[]} models @param {(changes: Parameters) => void} change called with the parameters that the user changed */
-  constructor(models, change) {
+  /** @param {import("openapi").ModelInfo[]} models @param {(changes: Parameters) => void} changeParameters called with the parameters that the user changed */
+  constructor(models, changeParameters) {
     this.models = models;
-    this.change = change;
+    this.changeParameters = changeParameters;
     this.root = element("div", { class: "metadata-controls" });
     /** @type {Parameters} */
     this.parameters = {};
     /** Function that fetches a small plane from the middle of a channel. @type {((channel: number) => Promise<import("../volumes/planes.js").Volume>) | null} */
     this.fetchMiddlePlane = null;
-    /** Channel previews, and the key of the axes and shape that they were created for. */
+    /** Channel previews, and a key for the axes and the shape for which the previews were created. */
     this.previews = { key: "", root: element("div") };
   }
 
-  /** Show the controls. @param {Description} file as interpreted by the service @param {Parameters} parameters current settings */
+  /** Show the controls. @param {Description} file metadata as the service interprets it @param {Parameters} parameters current settings */
   show(file, parameters) {
     this.parameters = parameters;
     redraw(this.root, () => this.#createControls(file));
@@ -62,7 +63,7 @@ export class MetadataControls {
         element(
           "div",
           { class: "row" },
-          ...options.map((axes) => button(axes, () => this.change({ axes }), "secondary")),
+          ...options.map((axes) => button(axes, () => this.changeParameters({ axes }), "secondary")),
         ),
         problem.slug === "ambiguous-axes" &&
           field(
@@ -72,7 +73,9 @@ export class MetadataControls {
               maxLength: 6,
               placeholder: "one letter per dimension",
               onchange: (/** @type {Event} */ event) =>
-                this.change({ axes: /** @type {HTMLInputElement} */ (event.target).value.trim().toUpperCase() }),
+                this.changeParameters({
+                  axes: /** @type {HTMLInputElement} */ (event.target).value.trim().toUpperCase(),
+                }),
             }),
           ),
       ),
@@ -86,19 +89,19 @@ export class MetadataControls {
     if (file.channels.length > 1) controls.push(this.#createChannelField(file), this.#updateChannelPreviews(file));
     if (file.times > 1) controls.push(...this.#createTimeFields(file));
     controls.push(this.#createVoxelSizeField(file));
-    const selected = this.parameters.axes ?? "";
-    // Offer the axes if the service had to assume them: pages read as planes may be time points or channels.
-    if (selected || file.times > 1 || file.notes.some((note) => note.includes("axes=")))
-      controls.push(this.#createAxesField(file, selected));
+    const selectedAxes = this.parameters.axes ?? "";
+    // Offer a choice if the service had to assume the axes: pages read as planes may be time points or channels.
+    if (selectedAxes || file.times > 1 || file.notes.some((note) => note.includes("axes=")))
+      controls.push(this.#createAxesField(file, selectedAxes));
     return controls;
   }
 
-  /** @param {Description} file @param {string} selected axes that the user selected, "" for the axes in the file */
-  #createAxesField(file, selected) {
+  /** @param {Description} file @param {string} selectedAxes axes that the user selected, "" for the axes in the file */
+  #createAxesField(file, selectedAxes) {
     const likelyAxes = (LIKELY_AXES[file.axes.length] ?? []).filter(
-      (axes) => axes !== selected && (selected || axes !== file.axes),
+      (axes) => axes !== selectedAxes && (selectedAxes || axes !== file.axes),
     );
-    const options = selected ? [selected, ...likelyAxes] : likelyAxes;
+    const options = selectedAxes ? [selectedAxes, ...likelyAxes] : likelyAxes;
     return field(
       SETTING_TITLES.axes,
       element(
@@ -107,15 +110,15 @@ export class MetadataControls {
           id: "axes",
           // The selected channel and time points may not exist with the new axes.
           onchange: (/** @type {Event} */ event) =>
-            this.change({
+            this.changeParameters({
               axes: /** @type {HTMLSelectElement} */ (event.target).value,
               channel: "",
               time: "",
               link: "",
             }),
         },
-        element("option", { value: "" }, selected ? "as in the file" : `${file.axes}, as in the file`),
-        ...options.map((axes) => element("option", { value: axes, selected: axes === selected }, axes)),
+        element("option", { value: "" }, selectedAxes ? "as in the file" : `${file.axes}, as in the file`),
+        ...options.map((axes) => element("option", { value: axes, selected: axes === selectedAxes }, axes)),
       ),
       element("span", { class: "muted small" }, AXIS_LEGEND),
     );
@@ -128,7 +131,7 @@ export class MetadataControls {
     const placeholder = inputChannels > 1 ? "all channels" : "select one";
     const select = element(
       "select",
-      { id: "channel", onchange: () => this.change({ channel: select.value }) },
+      { id: "channel", onchange: () => this.changeParameters({ channel: select.value }) },
       (inputChannels > 1 || !channel) && element("option", { value: "", selected: !channel }, placeholder),
       ...file.channels.map((name, index) => {
         const text = name ? `${index}: ${name}` : getChannelName(file, index);
@@ -141,16 +144,16 @@ export class MetadataControls {
   /** @param {Description} file */
   #updateChannelPreviews(file) {
     const { channel } = this.parameters;
-    const selected = channel === undefined || channel === "" ? -1 : Number(channel);
+    const selectedChannel = channel === undefined || channel === "" ? -1 : Number(channel);
     const { previews, fetchMiddlePlane } = this;
     const key = `${file.axes} ${file.stored_shape}`;
     if (previews.key !== key && fetchMiddlePlane) {
-      const select = (/** @type {number} */ index) => this.change({ channel: String(index) });
-      this.previews = { key, root: createChannelPreviews(file, selected, fetchMiddlePlane, select) };
+      const selectChannel = (/** @type {number} */ index) => this.changeParameters({ channel: String(index) });
+      this.previews = { key, root: createChannelPreviews(file, selectedChannel, fetchMiddlePlane, selectChannel) };
     }
     const { root } = this.previews;
     for (const [index, preview] of [...root.children].entries())
-      preview.setAttribute("aria-pressed", String(index === selected));
+      preview.setAttribute("aria-pressed", String(index === selectedChannel));
     return root;
   }
 
@@ -168,7 +171,7 @@ export class MetadataControls {
         max: String(file.times - 1),
         value,
         "aria-label": label,
-        onchange: () => this.change({ time: readTime() }),
+        onchange: () => this.changeParameters({ time: readTime() }),
       });
     const timeInput = createNumberInput("time", start || "0", "Time point");
     const firstInput = createNumberInput("time-from", start || "0", "First time point");
@@ -178,7 +181,8 @@ export class MetadataControls {
       {
         id: "times",
         "aria-label": "Time points",
-        onchange: () => this.change(modeSelect.value === "one" ? { time: readTime(), link: "" } : { time: readTime() }),
+        onchange: () =>
+          this.changeParameters(modeSelect.value === "one" ? { time: readTime(), link: "" } : { time: readTime() }),
       },
       ...[
         ["one", "one"],
@@ -198,7 +202,7 @@ export class MetadataControls {
       type: "checkbox",
       id: "link",
       checked: this.parameters.link === "overlap",
-      onchange: () => this.change({ link: linkCheckbox.checked ? "overlap" : "" }),
+      onchange: () => this.changeParameters({ link: linkCheckbox.checked ? "overlap" : "" }),
     });
     const inputs = isSeries
       ? time !== "all" && element("div", { class: "row tight" }, firstInput, "to", lastInput)
@@ -209,7 +213,7 @@ export class MetadataControls {
         element("div", { class: "row tight" }, modeSelect, inputs),
         element("span", { class: "muted small" }, `0 to ${file.times - 1}`),
       ),
-      ...(isSeries ? [element("label", { class: "slim" }, linkCheckbox, "Track objects over time")] : []),
+      ...(isSeries ? [element("label", { class: "inline-label" }, linkCheckbox, "Track objects over time")] : []),
     ];
   }
 
@@ -226,7 +230,7 @@ export class MetadataControls {
         "aria-label": `Voxel size along ${axis} in micrometers`,
         onchange: () => {
           const [x, y, z] = inputs.map((input) => input.value);
-          if (Number(x) > 0 && Number(y) > 0 && Number(z) > 0) this.change({ voxel_size: `${z},${y},${x}` });
+          if (Number(x) > 0 && Number(y) > 0 && Number(z) > 0) this.changeParameters({ voxel_size: `${z},${y},${x}` });
         },
       }),
     );

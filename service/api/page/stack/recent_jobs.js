@@ -41,9 +41,9 @@ export function rememberJob(entry) {
   saveJobs(jobs);
 }
 
-/** Describe the number of objects of a result. @param {RecentJob} entry @returns {string} */
-export function describeCount({ objects, corrected }) {
-  // `corrected` is undefined in entries that were saved by older versions of the page.
+/** Describe the number of objects in a result. @param {RecentJob} entry @returns {string} */
+export function describeObjectCount({ objects, corrected }) {
+  // `corrected` is undefined in entries that were saved by older versions of the web UI.
   return `${formatCount(corrected ?? objects ?? 0, "object")}${typeof corrected === "number" ? ", corrected" : ""}`;
 }
 

@@ -1,15 +1,15 @@
-/** The open stack with its metadata, the displayed planes and time point, and its jobs. */
+/** The open stack with its metadata, its jobs, and the displayed planes and time point. */
 
 import { byId } from "../core/elements.js";
 import { isAbort } from "../core/notices.js";
 import { buildQuery, Problem, request, requestJson } from "../core/requests.js";
 import { describeSetting } from "../core/terminology.js";
 import { showResult } from "../result/result_view.js";
-import { follow, ProgressView } from "../result/run_view.js";
+import { ProgressView, pollJob } from "../result/run_view.js";
 import { drawThumbnail } from "../result/screenshots.js";
 import { Viewer } from "../viewer/viewer.js";
 import { parseTable } from "../volumes/object_table.js";
-import { fetchMiddlePlane, fetchPlane, fetchVolume, selectPart } from "../volumes/planes.js";
+import { fetchMiddlePlane, fetchPlane, fetchVolume, makePlaneParameters } from "../volumes/planes.js";
 import { getFirstTime } from "../volumes/time_points.js";
 import { ChannelTools } from "./channels.js";
 import { createChecklist, describeFailure, describeUnreadableStack } from "./guidance.js";
@@ -24,20 +24,21 @@ import { TimeSlider } from "./time_slider.js";
 /** @typedef {{id: string, name: string, bytes: number}} Stack id: "" if the service no longer stores the stack; bytes: size of the file */
 
 const INSPECTION_DELAY_MILLISECONDS = 250;
-/** Maximum edge length of the planes fetched for channel previews. */
+/** Maximum length of the longer edge of channel previews, in voxels. */
 const MAX_PREVIEW_EDGE = 160;
 
 /** The views, settings and jobs of an open stack. */
 export class Session {
   /** @param {Stack} stack @param {Service} service @param {(error: unknown) => void} showError */
   constructor({ id, name, bytes }, service, showError) {
-    this.stack = id;
+    /** Id of the stack, "" if the service no longer stores the stack. */
+    this.stackId = id;
     this.name = name;
     this.service = service;
     this.showError = showError;
     this.sessionAbort = new AbortController();
     /** The request parameters of the displayed planes, as JSON. */
-    this.loadedPart = "";
+    this.loadedPlanesJson = "";
     this.planesAbort = new AbortController();
     this.jobAbort = new AbortController();
     this.inspectionAbort = new AbortController();
@@ -48,24 +49,24 @@ export class Session {
     this.inspection = null;
     /** Whether the side panel explains why the stack cannot be shown. */
     this.isUnreadable = false;
-    this.timer = 0;
+    this.inspectionTimer = 0;
     /** Dispatches `leaving` before the time point changes, and `time` after the new time point is displayed. */
     this.timeEvents = new EventTarget();
-    this.side = byId("side");
+    this.sidePanel = byId("side");
     this.viewer = new Viewer(byId("viewer"));
     this.channelTools = new ChannelTools(this.viewer);
     this.timeSlider = new TimeSlider();
     this.settings = new SettingsView(byId("settings"), service);
-    this.settings.setName(name, bytes);
+    this.settings.setNameAndSize(name, bytes);
     this.viewer.toolbar.append(this.channelTools.root, this.timeSlider.root);
-    this.#listen();
+    this.#addEventListeners();
   }
 
-  #listen() {
+  #addEventListeners() {
     const { timeSlider, settings, viewer } = this;
-    timeSlider.addEventListener("change", () => this.goToTime(timeSlider.time).catch(this.showError));
+    timeSlider.addEventListener("change", () => this.goToTimePoint(timeSlider.time).catch(this.showError));
     settings.addEventListener("change", () => this.inspectLater());
-    settings.addEventListener("run", () => this.run());
+    settings.addEventListener("run", () => this.submitJob());
     viewer.addEventListener("diameter", (event) =>
       settings.setDiameter(/** @type {CustomEvent<number>} */ (event).detail),
     );
@@ -76,13 +77,13 @@ export class Session {
     this.sessionAbort.abort();
     this.jobAbort.abort();
     this.planesAbort.abort();
-    clearTimeout(this.timer);
+    clearTimeout(this.inspectionTimer);
   }
 
-  /** Inspect the stack when the settings have not changed for a moment. */
+  /** Inspect the stack once the settings have not changed for a short time. */
   inspectLater() {
-    clearTimeout(this.timer);
-    this.timer = window.setTimeout(() => this.inspect(), INSPECTION_DELAY_MILLISECONDS);
+    clearTimeout(this.inspectionTimer);
+    this.inspectionTimer = window.setTimeout(() => this.inspect(), INSPECTION_DELAY_MILLISECONDS);
   }
 
   /** Inspect the stack with the current parameters, and show its planes. */
@@ -90,54 +91,69 @@ export class Session {
     this.inspectionAbort.abort();
     this.inspectionAbort = new AbortController();
     const signal = AbortSignal.any([this.inspectionAbort.signal, this.sessionAbort.signal]);
-    const parameters = { ...this.settings.parameters, stack: this.stack };
+    const parameters = { ...this.settings.parameters, stack: this.stackId };
     try {
-      await this.#show(await requestJson(`inspect?${buildQuery(parameters)}`, { method: "POST", signal }));
+      await this.#showInspection(await requestJson(`inspect?${buildQuery(parameters)}`, { method: "POST", signal }));
     } catch (error) {
       if (signal.aborted) return;
       if (!(error instanceof Problem)) throw error;
       this.settings.showProblem(error);
-      this.isUnreadable = !this.loadedPart;
-      if (this.isUnreadable) this.side.replaceChildren(describeUnreadableStack(error));
+      this.isUnreadable = !this.loadedPlanesJson;
+      if (this.isUnreadable) this.sidePanel.replaceChildren(describeUnreadableStack(error));
     }
   }
 
   /** @param {Inspection} inspection */
-  async #show(inspection) {
+  async #showInspection(inspection) {
     const { settings, timeSlider } = this;
     const { file } = inspection;
     this.inspection = inspection;
-    if (this.isUnreadable) this.side.replaceChildren(createChecklist());
+    if (this.isUnreadable) this.sidePanel.replaceChildren(createChecklist());
     this.isUnreadable = false;
-    const part = selectPart(file, settings.parameters, file.time_points?.[0] ?? settings.parameters.time, 0);
+    const planeParameters = makePlaneParameters(
+      file,
+      settings.parameters,
+      file.time_points?.[0] ?? settings.parameters.time,
+      0,
+    );
     settings.metadata.fetchMiddlePlane = (channel) =>
-      fetchMiddlePlane(this.#getPlanesSource(file, { ...part, channel }), MAX_PREVIEW_EDGE, this.sessionAbort.signal);
+      fetchMiddlePlane(
+        this.#getPlanesSource(file, { ...planeParameters, channel }),
+        MAX_PREVIEW_EDGE,
+        this.sessionAbort.signal,
+      );
     settings.show(inspection);
     const [first, stop] = file.time_points ?? [0, 1];
     timeSlider.show(first, stop, timeSlider.time);
     await this.#showPlanes(inspection);
-    this.viewer.circle.show(settings.customDiameter);
+    this.viewer.diameterCircle.show(settings.customDiameter);
   }
 
   /** @param {import("openapi").Description} file @param {Record<string, unknown>} parameters @returns {import("../volumes/planes.js").Source} */
   #getPlanesSource({ shape: [, z, y, x] }, parameters) {
-    return { url: `stacks/${this.stack}/planes`, parameters, fullShape: [z, y, x] };
+    return { url: `stacks/${this.stackId}/planes`, parameters, fullShape: [z, y, x] };
   }
 
   /** @param {Inspection} inspection */
   async #showPlanes({ file }) {
     const { viewer, settings, channelTools } = this;
     const { channel, time } = settings.parameters;
-    const part = selectPart(file, settings.parameters, file.time_points ? this.timeSlider.time : time, channel);
-    const key = JSON.stringify(part);
-    if (key === this.loadedPart) return viewer.setVoxelSize(file.voxel_size);
+    const planeParameters = makePlaneParameters(
+      file,
+      settings.parameters,
+      file.time_points ? this.timeSlider.time : time,
+      channel,
+    );
+    const key = JSON.stringify(planeParameters);
+    if (key === this.loadedPlanesJson) return viewer.setVoxelSize(file.voxel_size);
     // Keep the contrast if only the time point changes.
     const isNewImage =
-      this.loadedPart === "" || JSON.stringify({ ...JSON.parse(this.loadedPart), time: part.time }) !== key;
+      this.loadedPlanesJson === "" ||
+      JSON.stringify({ ...JSON.parse(this.loadedPlanesJson), time: planeParameters.time }) !== key;
     this.planesAbort.abort();
     this.planesAbort = new AbortController();
-    this.loadedPart = key;
-    const source = this.#getPlanesSource(file, part);
+    this.loadedPlanesJson = key;
+    const source = this.#getPlanesSource(file, planeParameters);
     this.#setFullResolutionSource(source);
     viewer.fetchStatus.textContent = "Reading the stack";
     try {
@@ -150,8 +166,8 @@ export class Session {
       });
       if (isNewImage) viewer.adjustContrast();
       else viewer.refresh();
-      channelTools.show(file, Number(part.channel) || 0, (overlayChannel, signal, onblock) =>
-        fetchVolume(this.#getPlanesSource(file, { ...part, channel: overlayChannel }), signal, onblock),
+      channelTools.show(file, Number(planeParameters.channel) || 0, (overlayChannel, signal, onblock) =>
+        fetchVolume(this.#getPlanesSource(file, { ...planeParameters, channel: overlayChannel }), signal, onblock),
       );
     } catch (error) {
       if (!isAbort(error)) viewer.fetchStatus.textContent = /** @type {Error} */ (error).message;
@@ -178,17 +194,17 @@ export class Session {
   }
 
   /** Show a time point of a series with its labels. @param {number} time */
-  async goToTime(time) {
+  async goToTimePoint(time) {
     if (this.inspection === null) return;
     const { viewer, job } = this;
     const [first, stop] = this.inspection.file.time_points ?? [0, 1];
     this.timeSlider.show(first, stop, time);
     // A tracked object has the same id at all time points and stays selected.
-    const selected = job?.parameters.link ? viewer.scene.state.selected : 0;
+    const selectedId = job?.parameters.link ? viewer.scene.state.selectedId : 0;
     this.timeEvents.dispatchEvent(new Event("leaving"));
     if (job) viewer.setLabels(null);
     await Promise.all([this.#showPlanes(this.inspection), job && this.#showLabels(job)]);
-    viewer.select(selected);
+    viewer.select(selectedId);
     this.timeEvents.dispatchEvent(new Event("time"));
   }
 
@@ -208,12 +224,12 @@ export class Session {
     viewer.setLabels(labels);
   }
 
-  /** Submit a job with the current settings, and follow it. */
-  async run() {
-    const { settings, stack, name } = this;
+  /** Submit a job with the current settings, and follow the job. */
+  async submitJob() {
+    const { settings, stackId, name } = this;
     settings.runButton.disabled = true;
     const measurements = this.inspection?.output === "labels" ? "zip" : "";
-    const query = buildQuery({ ...settings.parameters, stack, measurements });
+    const query = buildQuery({ ...settings.parameters, stack: stackId, measurements });
     try {
       /** @type {Job} */
       const job = await requestJson(`jobs?${query}`, { method: "POST" });
@@ -222,9 +238,16 @@ export class Session {
         value ? [describeSetting(parameter, value)] : [],
       );
       const thumbnail = drawThumbnail(this.viewer);
-      rememberJob({ job: job.id, stack, name, model: job.model, parameters: descriptions.join(", "), thumbnail });
+      rememberJob({
+        job: job.id,
+        stack: stackId,
+        name,
+        model: job.model,
+        parameters: descriptions.join(", "),
+        thumbnail,
+      });
       history.pushState(null, "", `#job=${job.id}`);
-      await this.follow(job.id);
+      await this.followJob(job.id);
     } catch (error) {
       this.showError(error);
     } finally {
@@ -233,18 +256,18 @@ export class Session {
   }
 
   /** Show the progress of a job, and then its result. @param {string} id */
-  async follow(id) {
-    const { side } = this;
-    const progressView = new ProgressView(side, id);
+  async followJob(id) {
+    const { sidePanel } = this;
+    const progressView = new ProgressView(sidePanel, id);
     this.job = null;
     this.viewer.setLabels(null);
     this.jobAbort.abort();
     this.jobAbort = new AbortController();
     try {
-      const job = await follow(id, this.jobAbort.signal, (report) => progressView.show(report));
+      const job = await pollJob(id, this.jobAbort.signal, (report) => progressView.show(report));
       rememberJob({ job: id, objects: job.objects, model: job.model, created: job.created });
       if (job.state === "done") await this.showResult(job);
-      else side.replaceChildren(describeFailure(job));
+      else sidePanel.replaceChildren(describeFailure(job));
     } catch (error) {
       if (!isAbort(error)) throw error;
     }
@@ -252,7 +275,7 @@ export class Session {
 
   /** @param {Job} job */
   async showResult(job) {
-    const { viewer, name, stack } = this;
+    const { viewer, name, stackId } = this;
     const { signal } = this.jobAbort;
     viewer.fetchStatus.textContent = "Loading the labels";
     const table = job.parameters.measurements === "zip" ? await fetchTable(job, signal) : null;
@@ -261,15 +284,21 @@ export class Session {
     const segmentWith = async (/** @type {Record<string, string>} */ changes) => {
       this.settings.restore({ ...this.settings.parameters, ...changes });
       await this.inspect();
-      await this.run();
+      await this.submitJob();
     };
-    const times = {
-      getCurrent: () => this.timeSlider.time,
-      goTo: (/** @type {number} */ time) => this.goToTime(time),
+    const timeNavigation = {
+      getTimePoint: () => this.timeSlider.time,
+      goToTimePoint: (/** @type {number} */ time) => this.goToTimePoint(time),
       events: this.timeEvents,
     };
     const { capabilities } = this.service;
-    showResult(this.side, { job, stack, name }, table, { viewer, capabilities, signal, segmentWith, times });
+    showResult(this.sidePanel, { job, stack: stackId, name }, table, {
+      viewer,
+      capabilities,
+      signal,
+      segmentWith,
+      timeNavigation,
+    });
     viewer.drawNow();
     rememberJob({ job: job.id, thumbnail: drawThumbnail(viewer) });
   }

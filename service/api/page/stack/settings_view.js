@@ -11,12 +11,12 @@ import { AXIS_LEGEND, MetadataControls } from "./metadata_controls.js";
 /** @typedef {import("../core/requests.js").Problem} Problem */
 /** @typedef {Record<string, string>} Parameters values by parameter name; parameters with empty values are not sent */
 
-/** @typedef {{name: string, title: string, placeholder?: string, choices?: [string, string][]}} Option */
+/** @typedef {{name: string, title: string, placeholder?: string, choices?: [string, string][]}} AdvancedOption */
 
-/** Rarely needed parameters. Those that the service does not support are hidden. @type {Option[]} */
+/** Rarely needed parameters. Parameters that the service does not support are hidden. @type {AdvancedOption[]} */
 const ADVANCED_OPTIONS = [
   { name: "threshold", title: SETTING_TITLES.threshold, placeholder: "model default, or 0 to 1" },
-  { name: "minimum_size", title: SETTING_TITLES.minimum_size, placeholder: "in voxels, or as 12.5um3" },
+  { name: "minimum_size", title: SETTING_TITLES.minimum_size, placeholder: "voxels, or a volume such as 12.5um3" },
   { name: "min_confidence", title: SETTING_TITLES.min_confidence, placeholder: "model default, or 0 to 1" },
   {
     name: "border",
@@ -62,7 +62,7 @@ export class SettingsView extends EventTarget {
     this.models = models.filter((model) => model.input);
     /** @type {Parameters} */
     this.parameters = { model: defaultModel ?? this.models[0]?.name ?? "" };
-    this.properties = element("div", { class: "facts" });
+    this.properties = element("div", { class: "properties" });
     this.notes = element("ul", { class: "notes" });
     this.controls = element("div", { class: "controls" });
     this.runButton = button("Segment", () => this.dispatchEvent(new Event("run")), "primary wide");
@@ -78,21 +78,21 @@ export class SettingsView extends EventTarget {
       element("div", { class: "run-box" }, this.estimateText, this.runButton),
     );
     this.settings = this.#createSettings();
-    this.metadata = new MetadataControls(this.models, (changes) => this.#change(changes));
+    this.metadata = new MetadataControls(this.models, (changes) => this.#changeParameters(changes));
     this.controls.append(this.metadata.root, this.settings);
     /** @type {Inspection | null} */
     this.inspection = null;
   }
 
   /** @param {string} name @param {number} bytes */
-  setName(name, bytes) {
+  setNameAndSize(name, bytes) {
     this.nameHeading.textContent = name;
     this.nameHeading.title = name;
     this.bytes = bytes;
   }
 
   /** @param {Parameters} changes */
-  #change(changes) {
+  #changeParameters(changes) {
     Object.assign(this.parameters, changes);
     this.dispatchEvent(new Event("change"));
   }
@@ -102,7 +102,7 @@ export class SettingsView extends EventTarget {
     this.exampleImage = element("img", { class: "example", alt: "", hidden: true });
     this.modelSelect = element(
       "select",
-      { onchange: () => this.#change({ model: this.modelSelect?.value ?? "" }) },
+      { onchange: () => this.#changeParameters({ model: this.modelSelect?.value ?? "" }) },
       ...this.models.map((model) =>
         element("option", { value: model.name, selected: model.name === this.parameters.model }, model.name),
       ),
@@ -141,9 +141,9 @@ export class SettingsView extends EventTarget {
     );
   }
 
-  /** @param {Option} option */
+  /** @param {AdvancedOption} option */
   #createOption({ name, title, placeholder, choices }) {
-    const onchange = () => this.#change({ [name]: control.value.trim() });
+    const onchange = () => this.#changeParameters({ [name]: control.value.trim() });
     const control = choices
       ? element("select", { onchange }, ...choices.map(([value, text]) => element("option", { value }, text)))
       : element("input", { type: "text", placeholder, autocomplete: "off", onchange });
@@ -154,7 +154,7 @@ export class SettingsView extends EventTarget {
   #applyDiameter() {
     const kind = this.diameterSelect?.value ?? "";
     if (this.diameterInput) this.diameterInput.hidden = kind !== "px";
-    this.#change({ diameter: kind === "px" ? `${this.diameterInput?.value}px` : kind });
+    this.#changeParameters({ diameter: kind === "px" ? `${this.diameterInput?.value}px` : kind });
   }
 
   /** The custom diameter in voxels, or null if the user has not set one. */
@@ -162,7 +162,7 @@ export class SettingsView extends EventTarget {
     return this.diameterSelect?.value === "px" ? Number(this.diameterInput?.value) || null : null;
   }
 
-  /** Set a custom diameter, for example the one dragged in the view. @param {number} voxels */
+  /** Set a custom diameter, such as the diameter that the user dragged in the view. @param {number} voxels */
   setDiameter(voxels) {
     if (!this.diameterInput || !this.diameterSelect) return;
     this.diameterSelect.value = "px";
@@ -197,7 +197,7 @@ export class SettingsView extends EventTarget {
     this.inspection = inspection;
     this.settings.hidden = false;
     // The views show one time point. Select it explicitly, so that the displayed time point is also the segmented one.
-    if (inspection.file.times > 1 && !this.parameters.time) this.#change({ time: "0" });
+    if (inspection.file.times > 1 && !this.parameters.time) this.#changeParameters({ time: "0" });
     const { file } = inspection;
     const [, z, y, x] = file.shape;
     const voxelSize = file.voxel_size;
@@ -264,7 +264,7 @@ export class SettingsView extends EventTarget {
   }
 }
 
-/** Create a labeled value. @param {string} name @param {string} value @param {string} [hint] @param {boolean} [isUncertain] whether the value needs the user's attention */
+/** Create a labeled value. @param {string} name @param {string} value @param {string} [hint] @param {boolean} [isUncertain] whether to highlight the value, because the user should check it */
 function createChip(name, value, hint = "", isUncertain = false) {
   return element(
     "div",

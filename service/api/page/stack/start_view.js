@@ -3,14 +3,14 @@
 import { button, element } from "../core/elements.js";
 import { formatAge, formatCount } from "../core/format.js";
 import * as correctionStore from "../volumes/correction_store.js";
-import { describeCount, forgetJob, loadRecentJobs } from "./recent_jobs.js";
+import { describeObjectCount, forgetJob, loadRecentJobs } from "./recent_jobs.js";
 
 /**
  * Draw the start screen.
  * @param {HTMLElement} root
  * @param {{openFile: (file: Blob, name: string) => void, openSample: () => void, openJob: (id: string) => void}} actions
  */
-export function drawStart(root, actions) {
+export function drawStartView(root, actions) {
   const fileInput = element("input", {
     type: "file",
     id: "file",
@@ -27,7 +27,7 @@ export function drawStart(root, actions) {
     { class: "drop", "aria-label": "Choose a stack" },
     element(
       "div",
-      { class: "drop-mark", "aria-hidden": "true" },
+      { class: "drop-icon", "aria-hidden": "true" },
       element("img", { src: "page/core/icon.svg", alt: "" }),
     ),
     element("h2", {}, "Drop a TIFF stack here"),
@@ -49,7 +49,7 @@ export function drawStart(root, actions) {
   root.replaceChildren(
     dropArea,
     ...(jobs.length
-      ? [createRecentJobsSection(jobs, actions.openJob, () => drawStart(root, actions))]
+      ? [createRecentJobsSection(jobs, actions.openJob, () => drawStartView(root, actions))]
       : [createSteps()]),
   );
 }
@@ -58,12 +58,12 @@ export function drawStart(root, actions) {
 function acceptDrops(dropArea, openFile) {
   document.ondragover = (event) => {
     event.preventDefault();
-    dropArea.classList.add("over");
+    dropArea.classList.add("dragover");
   };
-  document.ondragleave = () => dropArea.classList.remove("over");
+  document.ondragleave = () => dropArea.classList.remove("dragover");
   document.ondrop = (event) => {
     event.preventDefault();
-    dropArea.classList.remove("over");
+    dropArea.classList.remove("dragover");
     const file = event.dataTransfer?.files[0];
     if (file) openFile(file, file.name);
   };
@@ -88,14 +88,14 @@ function createSteps() {
   );
 }
 
-/** @param {import("./recent_jobs.js").RecentJob[]} jobs @param {(id: string) => void} openJob @param {() => void} onchange called after a job was removed from the list */
+/** @param {import("./recent_jobs.js").RecentJob[]} jobs @param {(id: string) => void} openJob @param {() => void} onchange called after a job has been removed from the list */
 function createRecentJobsSection(jobs, openJob, onchange) {
   const countElements = jobs.map((entry) =>
-    element("span", { class: "muted" }, entry.objects === null ? "no result yet" : describeCount(entry)),
+    element("span", { class: "muted" }, entry.objects === null ? "no result yet" : describeObjectCount(entry)),
   );
   /** Number of corrections by job id. @type {Map<string, number>} */
   const correctionCounts = new Map();
-  correctionStore.countAll().then((counts) => {
+  correctionStore.countAllCorrections().then((counts) => {
     for (const [key, count] of counts) {
       const [job] = key.split("@");
       correctionCounts.set(job, (correctionCounts.get(job) ?? 0) + count);
@@ -106,11 +106,11 @@ function createRecentJobsSection(jobs, openJob, onchange) {
     }
   });
   /** @param {import("./recent_jobs.js").RecentJob} entry */
-  const remove = async ({ job, name }) => {
+  const removeEntry = async ({ job, name }) => {
     const count = correctionCounts.get(job);
     if (count && !confirm(`Remove ${name} from this list and discard its ${formatCount(count, "correction")}?`)) return;
     forgetJob(job);
-    await correctionStore.forget(job);
+    await correctionStore.forgetCorrections(job);
     onchange();
   };
   return element(
@@ -129,10 +129,10 @@ function createRecentJobsSection(jobs, openJob, onchange) {
             { type: "button", class: "recent-job", onclick: () => openJob(entry.job) },
             entry.thumbnail.startsWith("data:image/")
               ? element("img", { src: entry.thumbnail, alt: "", width: 96, height: 72 })
-              : element("span", { class: "no-picture", "aria-hidden": "true" }),
+              : element("span", { class: "no-thumbnail", "aria-hidden": "true" }),
             element(
               "span",
-              { class: "recent-words" },
+              { class: "recent-text" },
               element("strong", {}, entry.name || "Stack"),
               countElements[index],
               element("span", { class: "muted" }, `${entry.model} · ${formatAge(entry.created)}`),
@@ -144,7 +144,7 @@ function createRecentJobsSection(jobs, openJob, onchange) {
               type: "button",
               class: "quiet icon",
               "aria-label": `Remove ${entry.name || "the stack"} from this list`,
-              onclick: () => remove(entry),
+              onclick: () => removeEntry(entry),
             },
             "×",
           ),

@@ -9,7 +9,7 @@ export class TimeSlider extends EventTarget {
   constructor() {
     super();
     this.time = 0;
-    this.timer = 0;
+    this.changeTimer = 0;
     this.slider = element("input", {
       type: "range",
       step: "1",
@@ -20,16 +20,16 @@ export class TimeSlider extends EventTarget {
     this.root = element(
       "div",
       { class: "tools", hidden: true, role: "group", "aria-label": "Time" },
-      element("span", { class: "slim" }, "Time"),
+      element("span", { class: "inline-label" }, "Time"),
       element(
         "button",
-        { type: "button", class: "quiet icon", "aria-label": "Previous time point", onclick: () => this.step(-1) },
+        { type: "button", class: "quiet icon", "aria-label": "Previous time point", onclick: () => this.moveBy(-1) },
         "‹",
       ),
       this.slider,
       element(
         "button",
-        { type: "button", class: "quiet icon", "aria-label": "Next time point", onclick: () => this.step(1) },
+        { type: "button", class: "quiet icon", "aria-label": "Next time point", onclick: () => this.moveBy(1) },
         "›",
       ),
       this.text,
@@ -46,7 +46,7 @@ export class TimeSlider extends EventTarget {
   }
 
   /** Move by a number of time points. @param {number} count */
-  step(count) {
+  moveBy(count) {
     const next = Math.max(Number(this.slider.min), Math.min(Number(this.slider.max), this.time + count));
     if (next !== this.time && !this.root.hidden) this.#setTime(next);
   }
@@ -56,12 +56,12 @@ export class TimeSlider extends EventTarget {
     this.time = time;
     this.#updateControls();
     // Wait, so that intermediate time points are not fetched while the slider is dragged.
-    clearTimeout(this.timer);
-    this.timer = window.setTimeout(() => this.dispatchEvent(new Event("change")), CHANGE_DELAY_MILLISECONDS);
+    clearTimeout(this.changeTimer);
+    this.changeTimer = window.setTimeout(() => this.dispatchEvent(new Event("change")), CHANGE_DELAY_MILLISECONDS);
   }
 
   #updateControls() {
     this.slider.value = String(this.time);
-    this.text.value = `${this.time} of ${this.slider.min} to ${this.slider.max}`;
+    this.text.value = `${this.time} (${this.slider.min} to ${this.slider.max})`;
   }
 }

@@ -11,11 +11,12 @@ import { createTable, formatSeconds } from "./card.js";
 const SELECTION_REASONS = /** @type {Record<string, string>} */ ({
   fixed: "Set in the configuration.",
   "known-order":
-    "The fastest engine known for this hardware whose labels agree with those of the original network in FP32.",
-  tuned: "The fastest configuration tested here whose labels agree with those of the original network in FP32.",
+    "The engine known to be the fastest on this hardware, among those whose labels agree with the FP32 labels of the original network.",
+  tuned:
+    "The fastest tested configuration, among those whose labels agree with the FP32 labels of the original network.",
 });
 
-/** @param {Model} model @param {boolean} isDefault @param {Set<string>} expandedNames names of the models whose details are open @param {(name: string) => void} onremove called to delete the model */
+/** @param {Model} model @param {boolean} isDefault @param {Set<string>} expandedNames names of the models whose details are expanded @param {(name: string) => void} onremove called to delete the model */
 export function drawModel(
   { name, version, state, engine, problem, devices, removable },
   isDefault,
@@ -23,7 +24,7 @@ export function drawModel(
   onremove,
 ) {
   const memory = devices.map(({ device, bytes }) => `${formatBytes(bytes)} on ${device}`).join(", ");
-  const hint = state === "unloaded" ? "Loaded by the first request that uses it." : "";
+  const hint = state === "unloaded" ? "The first request that uses this model loads it." : "";
   return element(
     "article",
     { class: "model" },

@@ -4,9 +4,9 @@ import { element } from "../core/elements.js";
 import { formatNumber } from "../core/format.js";
 import { createTable } from "./card.js";
 
-/** @typedef {import("openapi").SegmentationReport} Segmented */
+/** @typedef {import("openapi").SegmentationReport} Segmentation */
 
-/** Groups of stages that have the same color, by title. @type {[string, string[]][]} */
+/** Groups of stages that share a color: title and stages. @type {[string, string[]][]} */
 const STAGE_GROUPS = [
   ["Receive, read", ["receive", "read"]],
   ["Wait", ["queue"]],
@@ -18,13 +18,13 @@ const STAGE_GROUPS = [
 
 /** Create the legend of the stage colors. */
 export function createLegend() {
-  const entries = STAGE_GROUPS.map(([name], group) =>
-    element("li", {}, element("span", { class: "key", "data-group": group }), name),
+  const entries = STAGE_GROUPS.map(([name], groupIndex) =>
+    element("li", {}, element("span", { class: "key", "data-group": groupIndex }), name),
   );
   return element("ul", { class: "legend muted" }, ...entries);
 }
 
-/** @param {Segmented[]} requests newest first */
+/** @param {Segmentation[]} requests newest first */
 export function drawRecentRequests(requests) {
   if (requests.length === 0) return [element("p", { class: "muted" }, "No requests since the service started.")];
   return [
@@ -52,8 +52,8 @@ function createStageBar(seconds) {
   const stages = Object.entries(seconds);
   const descriptions = stages.map(([stage, value]) => `${stage} ${formatNumber(value, 2)} s`);
   const segments = stages.map(([stage, value], index) => {
-    const group = STAGE_GROUPS.findIndex(([, names]) => names.includes(stage));
-    const segment = element("span", { class: "key", "data-group": group, title: descriptions[index] });
+    const groupIndex = STAGE_GROUPS.findIndex(([, names]) => names.includes(stage));
+    const segment = element("span", { class: "key", "data-group": groupIndex, title: descriptions[index] });
     segment.style.flexGrow = String(value);
     return segment;
   });

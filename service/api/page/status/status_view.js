@@ -15,13 +15,14 @@ import { createLegend, drawRecentRequests } from "./recent_requests.js";
 /** @typedef {import("openapi").DiskReport} Disk */
 /** @typedef {import("openapi").Status} Status */
 
-const REFRESH_MILLISECONDS = 1500;
+const REFRESH_INTERVAL_MILLISECONDS = 1500;
 
 const STATE_TITLES = /** @type {Record<string, string>} */ ({
   ok: "Ready",
   degraded: "Ready, with problems",
   unavailable: "Not ready",
 });
+
 /**
  * Show the status, and refresh it while the page is visible.
  * @param {HTMLElement} root @param {AbortSignal} signal stops refreshing @param {() => Promise<void>} onreload called after models have been reloaded or deleted
@@ -40,9 +41,9 @@ export async function watchStatus(root, signal, onreload) {
       if (!(error instanceof Problem)) throw error;
       if (error.status === 401) return showProblem(root, error);
       if (view === null) showProblem(root, error);
-      else view.showOutdated(error);
+      else view.showRefreshProblem(error);
     }
-    await new Promise((resolve) => setTimeout(resolve, REFRESH_MILLISECONDS));
+    await new Promise((resolve) => setTimeout(resolve, REFRESH_INTERVAL_MILLISECONDS));
   }
 }
 
@@ -71,67 +72,67 @@ class StatusView {
     this.queueCard = new Card("Queue");
     this.trainingCard = new Card("Training");
     this.diskCard = new Card("Disk");
-    this.reloadButton = button("Reload models", () => this.#reload(), "secondary");
+    this.reloadButton = button("Reload models", () => this.#reloadModels(), "secondary");
     this.reloadStatus = element("p", { class: "muted", role: "status" });
     this.modelsCard = new Card("Models", this.reloadButton);
     this.modelsCard.root.insertBefore(this.reloadStatus, this.modelsCard.body);
-    this.recentCard = new Card("Recent requests", createLegend());
-    /** Names of the models whose details are open. @type {Set<string>} */
+    this.recentRequestsCard = new Card("Recent requests", createLegend());
+    /** Names of the models whose details are expanded. @type {Set<string>} */
     this.expandedNames = new Set();
-    /** CPU time of the service in seconds, and the time when it was measured. @type {{cpuSeconds: number, time: number} | null} */
-    this.previousCpu = null;
-    const left = [this.healthCard, this.hardwareCard, this.queueCard, this.trainingCard].map(({ root }) => root);
+    /** CPU time of the service, and the clock reading when the CPU time was measured. @type {{cpuSeconds: number, clockSeconds: number} | null} */
+    this.previousCpuReading = null;
+    const leftCards = [this.healthCard, this.hardwareCard, this.queueCard, this.trainingCard].map(({ root }) => root);
     root.replaceChildren(
       element(
         "div",
         { class: "status-columns" },
-        element("div", { class: "cards" }, ...left),
+        element("div", { class: "cards" }, ...leftCards),
         element("div", { class: "cards" }, this.modelsCard.root, this.diskCard.root),
       ),
-      this.recentCard.root,
+      this.recentRequestsCard.root,
     );
   }
 
-  /** @param {Status} status @param {number} time reading of a monotonic clock in seconds */
-  show(status, time) {
+  /** @param {Status} status @param {number} clockSeconds reading of a monotonic clock */
+  show(status, clockSeconds) {
     const { health, hardware, models, requests, recent, learning, disk } = status;
     this.healthCard.show(health, drawHealth);
-    this.hardwareCard.show({ ...hardware, load: this.#measureLoad(status.cpu_seconds, time) }, drawHardware);
+    this.hardwareCard.show({ ...hardware, load: this.#measureLoad(status.cpu_seconds, clockSeconds) }, drawHardware);
     this.queueCard.show(requests, (reports) => [drawQueue(reports, hardware.devices.length > 1)]);
     this.trainingCard.show(learning, drawTraining);
     this.diskCard.show(disk, drawDisk);
-    // Omit the time when each model was last used. It changes often and is not displayed.
+    // Omit the time when each model was last used, because it changes often and is not displayed.
     const displayedModels = models.models.map((model) => ({
       ...model,
       devices: model.devices.map(({ device, bytes }) => ({ device, bytes })),
     }));
     this.modelsCard.show({ default: models.default, models: displayedModels }, (data) =>
       data.models.map((model) =>
-        drawModel(model, model.name === data.default, this.expandedNames, (name) => this.#delete(name)),
+        drawModel(model, model.name === data.default, this.expandedNames, (name) => this.#deleteModel(name)),
       ),
     );
-    this.recentCard.show(recent, drawRecentRequests);
+    this.recentRequestsCard.show(recent, drawRecentRequests);
   }
 
   /** Show that the status could not be refreshed. @param {Problem} problem */
-  showOutdated(problem) {
-    this.previousCpu = null;
+  showRefreshProblem(problem) {
+    this.previousCpuReading = null;
     this.healthCard.show(problem.message, (text) => [
       element("p", { class: "warning-text" }, text),
       element("p", { class: "muted" }, "The rest of this page shows the last known status."),
     ]);
   }
 
-  /** Return the average number of busy cores since the last call, or null in the first call. @param {number} cpuSeconds @param {number} time in seconds */
-  #measureLoad(cpuSeconds, time) {
-    const previous = this.previousCpu;
-    this.previousCpu = { cpuSeconds, time };
-    if (previous === null || cpuSeconds < previous.cpuSeconds) return null;
-    return (cpuSeconds - previous.cpuSeconds) / (time - previous.time);
+  /** Return the average number of busy cores since the last call, or null on the first call and after a restart of the service. @param {number} cpuSeconds @param {number} clockSeconds */
+  #measureLoad(cpuSeconds, clockSeconds) {
+    const previousCpuReading = this.previousCpuReading;
+    this.previousCpuReading = { cpuSeconds, clockSeconds };
+    if (previousCpuReading === null || cpuSeconds < previousCpuReading.cpuSeconds) return null;
+    return (cpuSeconds - previousCpuReading.cpuSeconds) / (clockSeconds - previousCpuReading.clockSeconds);
   }
 
   /** @param {string} name of a trained model */
-  async #delete(name) {
+  async #deleteModel(name) {
     if (!confirm(`Delete the model ${name} and its files?`)) return;
     try {
       await requestWithoutPrompt(`models/${name}`, { method: "DELETE" });
@@ -142,7 +143,7 @@ class StatusView {
     }
   }
 
-  async #reload() {
+  async #reloadModels() {
     this.reloadButton.disabled = true;
     this.reloadStatus.textContent = "Reading the model folders";
     try {

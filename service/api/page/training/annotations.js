@@ -15,14 +15,15 @@ export async function fetchAnnotations() {
 }
 
 /**
- * Open a dialog that asks for a name and the part that the user checked, and saves corrected labels with their stack.
- * @param {{labels: Volume, changes: number, stack: string, job: string, time: number | undefined, name: string}} corrections changes: number of corrections; time: time point, if the job is a series
+ * Open a dialog that saves corrected labels together with their stack. The dialog asks for a name and for the part of
+ * the stack that the user has checked.
+ * @param {{labels: Volume, correctionCount: number, stack: string, job: string, time: number | undefined, name: string}} corrections stack and job: ids; time: time point if the job is a series, otherwise undefined; name: initial name
  * @returns {Promise<Annotation | null>} null if the user canceled
  */
-export function openSaveAnnotationDialog({ labels, changes, stack, job, time, name }) {
+export function openSaveAnnotationDialog({ labels, correctionCount, stack, job, time, name }) {
   const nameInput = element("input", { type: "text", value: name, required: true, maxLength: 100 });
   const partFields = createPartFields(labels.shape);
-  const problem = element("p", { class: "warning-text", role: "alert" });
+  const problemText = element("p", { class: "warning-text", role: "alert" });
   return new Promise((resolve) => {
     /** @type {Annotation | null} */
     let savedAnnotation = null;
@@ -42,7 +43,7 @@ export function openSaveAnnotationDialog({ labels, changes, stack, job, time, na
               job,
               time,
               name: nameInput.value,
-              changes,
+              changes: correctionCount,
               region: partFields.getRegion(),
             });
             const headers = { "Content-Type": "application/x-npy", "Content-Encoding": "gzip" };
@@ -50,7 +51,8 @@ export function openSaveAnnotationDialog({ labels, changes, stack, job, time, na
             dialog.close();
           } catch (error) {
             const { message, status } = /** @type {import("../core/requests.js").Problem} */ (error);
-            problem.textContent = status === 404 ? `${message} Save the corrected labels as a file instead.` : message;
+            problemText.textContent =
+              status === 404 ? `${message} Save the corrected labels as a file instead.` : message;
             saveButton.disabled = false;
             saveButton.textContent = "Save";
           }
@@ -63,7 +65,7 @@ export function openSaveAnnotationDialog({ labels, changes, stack, job, time, na
       ),
       field("Name", nameInput),
       partFields.root,
-      problem,
+      problemText,
       element(
         "div",
         { class: "row end" },
@@ -79,15 +81,15 @@ export function openSaveAnnotationDialog({ labels, changes, stack, job, time, na
 /** Create the fields for the part of a stack that the user checked. @param {import("../volumes/planes.js").Triple} shape */
 function createPartFields(shape) {
   const inputs = ["Planes", "Rows", "Columns"].map((text, axis) => {
-    /** @param {string} end @param {number} value */
-    const createInput = (end, value) =>
+    /** @param {string} boundName @param {number} value */
+    const createInput = (boundName, value) =>
       element("input", {
         type: "number",
         min: "1",
         max: String(shape[axis]),
         value: String(value),
         required: true,
-        "aria-label": `${text}, ${end}`,
+        "aria-label": `${text}, ${boundName}`,
       });
     return { text, first: createInput("first", 1), last: createInput("last", shape[axis]) };
   });
@@ -103,7 +105,12 @@ function createPartFields(shape) {
   const root = element(
     "div",
     { class: "field" },
-    element("label", { class: "slim" }, partCheckbox, "I checked only part of the stack. Train only on this part."),
+    element(
+      "label",
+      { class: "inline-label" },
+      partCheckbox,
+      "I checked only part of the stack. Train only on this part.",
+    ),
     rangeInputs,
   );
   const getRegion = () =>
@@ -127,9 +134,9 @@ export async function createAnnotationsList(openDialog) {
         "div",
         { class: "row between" },
         element("h2", { id: "annotated-title" }, "Annotated stacks"),
-        openDialog && button("Improve a model with these", openDialog, "secondary"),
+        openDialog && button("Improve a model with these stacks", openDialog, "secondary"),
       ),
-      element("ul", {}, ...annotations.map((annotation) => createItem(annotation, remove))),
+      element("ul", {}, ...annotations.map((annotation) => createAnnotationItem(annotation, remove))),
     );
   };
   /** @param {Annotation} annotation */
@@ -148,19 +155,19 @@ export function describeAnnotation({ objects, changes, region, base_model: model
   const properties = [
     formatCount(objects, "object"),
     changes ? formatCount(changes, "correction") : "",
-    region ? "part" : "",
+    region ? "part of the stack" : "",
   ];
   return [...properties, model, formatAge(created)].filter(Boolean).join(" · ");
 }
 
 /** @param {Annotation} annotation @param {(annotation: Annotation) => void} remove */
-function createItem(annotation, remove) {
+function createAnnotationItem(annotation, remove) {
   return element(
     "li",
-    { class: "annotated" },
+    { class: "without-thumbnail" },
     element(
       "span",
-      { class: "recent-words" },
+      { class: "recent-text" },
       element("strong", {}, annotation.name),
       element("span", { class: "muted" }, describeAnnotation(annotation)),
     ),

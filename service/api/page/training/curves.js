@@ -4,8 +4,8 @@ import { element } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
 
 /** Line chart of values by training step. It also shows the range and the last values as text. */
-export class Curves {
-  /** @param {string} title @param {string[]} names one per line */
+export class LineChart {
+  /** @param {string} title @param {string[]} names of the lines */
   constructor(title, names) {
     this.title = title;
     this.names = names;

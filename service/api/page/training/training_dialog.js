@@ -13,16 +13,16 @@ export async function openTrainingDialog(maxMinutes, model = "") {
   /** @type {Model[]} */
   const models = response.models;
   const names = models.map(({ name }) => name);
-  const initialBase = model.split("/")[0] || response.default;
-  let suggestedName = findUnusedName(initialBase, names);
+  const initialBaseModel = model.split("/")[0] || response.default;
+  let suggestedName = findUnusedName(initialBaseModel, names);
   const onBaseChange = () => {
     if (nameInput.value === suggestedName) nameInput.value = suggestedName = findUnusedName(baseSelect.value, names);
-    preselect(boxes, baseSelect.value, models);
+    preselectStacks(checkboxes, baseSelect.value, models);
   };
   const baseSelect = element(
     "select",
     { onchange: onBaseChange },
-    ...names.map((name) => element("option", { value: name, selected: name === initialBase }, name)),
+    ...names.map((name) => element("option", { value: name, selected: name === initialBaseModel }, name)),
   );
   const nameInput = element("input", {
     type: "text",
@@ -40,12 +40,12 @@ export async function openTrainingDialog(maxMinutes, model = "") {
     step: "any",
     required: true,
   });
-  const boxes = createBoxes(annotations);
-  preselect(boxes, initialBase, models);
-  const problem = element("p", { class: "warning-text", role: "alert" });
+  const checkboxes = createCheckboxes(annotations);
+  preselectStacks(checkboxes, initialBaseModel, models);
+  const problemText = element("p", { class: "warning-text", role: "alert" });
   const onsubmit = async (/** @type {Event} */ event) => {
     event.preventDefault();
-    const selectedIds = boxes.filter(({ box }) => box.checked).map(({ annotation }) => annotation.id);
+    const selectedIds = checkboxes.filter(({ checkbox }) => checkbox.checked).map(({ annotation }) => annotation.id);
     const body = JSON.stringify({
       model: baseSelect.value,
       annotations: selectedIds,
@@ -59,7 +59,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
       dialog.close();
       location.hash = `training=${id}`;
     } catch (error) {
-      problem.textContent = /** @type {Error} */ (error).message;
+      problemText.textContent = /** @type {Error} */ (error).message;
     }
   };
   const emptyText = element(
@@ -71,11 +71,11 @@ export async function openTrainingDialog(maxMinutes, model = "") {
     "fieldset",
     { class: "field choices" },
     element("legend", { class: "field-name" }, "Annotated stacks"),
-    ...boxes.map(({ annotation, box }) =>
+    ...checkboxes.map(({ annotation, checkbox }) =>
       element(
         "label",
         { class: "choice" },
-        box,
+        checkbox,
         element("span", {}, annotation.name),
         element("span", { class: "muted small" }, describeAnnotation(annotation)),
         annotation.overlaps.length > 0 &&
@@ -96,13 +96,17 @@ export async function openTrainingDialog(maxMinutes, model = "") {
       element(
         "p",
         { class: "muted" },
-        "The training continues from the base model with the selected stacks and creates a new model. The base model does not change.",
+        "Training continues from the base model on the selected stacks and creates a new model. The base model does not change.",
       ),
       list,
       field("Base model", baseSelect),
       field("Name of the new model", nameInput),
-      field("Minutes", minutesInput, element("span", { class: "muted small" }, "Segmentation requests have priority.")),
-      problem,
+      field(
+        "Training time in minutes",
+        minutesInput,
+        element("span", { class: "muted small" }, "Segmentation requests have priority."),
+      ),
+      problemText,
       element(
         "div",
         { class: "row end" },
@@ -114,36 +118,40 @@ export async function openTrainingDialog(maxMinutes, model = "") {
 }
 
 /** @typedef {import("openapi").ModelInfo} Model */
-/** @typedef {{annotation: import("openapi").AnnotationReport, box: HTMLInputElement}[]} Boxes */
+/** @typedef {{annotation: import("openapi").AnnotationReport, checkbox: HTMLInputElement}[]} StackCheckboxes */
 
 /**
- * Create a checkbox for each annotated stack. If stacks have labels for the same region, selecting one deselects the others,
- * because a training run uses only one of them.
- * @param {import("openapi").AnnotationReport[]} annotations newest first @returns {Boxes}
+ * Create a checkbox for each annotated stack. If stacks have labels for the same region, selecting one deselects the
+ * others, because a training run uses only one of them.
+ * @param {import("openapi").AnnotationReport[]} annotations newest first @returns {StackCheckboxes}
  */
-function createBoxes(annotations) {
-  const boxes = annotations.map((annotation) => {
-    const box = element("input", { type: "checkbox", onchange: () => box.checked && uncheck(annotation.overlaps) });
-    return { annotation, box };
+function createCheckboxes(annotations) {
+  const checkboxes = annotations.map((annotation) => {
+    const checkbox = element("input", {
+      type: "checkbox",
+      onchange: () => checkbox.checked && uncheck(annotation.overlaps),
+    });
+    return { annotation, checkbox };
   });
   /** @param {string[]} ids */
   const uncheck = (ids) => {
-    for (const { annotation, box } of boxes) if (ids.includes(annotation.id)) box.checked = false;
+    for (const { annotation, checkbox } of checkboxes) if (ids.includes(annotation.id)) checkbox.checked = false;
   };
-  return boxes;
+  return checkboxes;
 }
 
 /**
- * Check the stacks whose labels come from the same family of models as the base model, because other models segment other
- * structures. If stacks have labels for the same region, check only the newest.
- * @param {Boxes} boxes @param {string} base @param {Model[]} models
+ * Check the stacks whose labels come from the same family of models as the base model, because other families segment
+ * different structures. If stacks have labels for the same region, check only the newest stack.
+ * @param {StackCheckboxes} checkboxes @param {string} baseModel @param {Model[]} models
  */
-function preselect(boxes, base, models) {
-  for (const { box } of boxes) box.checked = false;
-  for (const { annotation, box } of boxes) {
+function preselectStacks(checkboxes, baseModel, models) {
+  for (const { checkbox } of checkboxes) checkbox.checked = false;
+  for (const { annotation, checkbox } of checkboxes) {
     const { base_model: model, overlaps } = annotation;
-    const isSameFamily = model === null || findOldestAncestor(model, models) === findOldestAncestor(base, models);
-    box.checked = isSameFamily && !boxes.some((other) => other.box.checked && overlaps.includes(other.annotation.id));
+    const isSameFamily = model === null || findOldestAncestor(model, models) === findOldestAncestor(baseModel, models);
+    checkbox.checked =
+      isSameFamily && !checkboxes.some((other) => other.checkbox.checked && overlaps.includes(other.annotation.id));
   }
 }
 
@@ -165,10 +173,10 @@ function describeOverlaps(ids, annotations) {
   return `${names.join(", ")}; select only one of them`;
 }
 
-/** Return a name for a new model. @param {string} base name of the base model @param {string[]} names existing names */
-function findUnusedName(base, names) {
-  const stem = `${base.replace(/-\d+$/, "")}-`;
-  let number = 2;
-  while (names.includes(stem + number)) number += 1;
-  return stem + number;
+/** Return an unused name for a new model. @param {string} baseModel name of the base model @param {string[]} names existing names */
+function findUnusedName(baseModel, names) {
+  const stem = `${baseModel.replace(/-\d+$/, "")}-`;
+  let suffix = 2;
+  while (names.includes(stem + suffix)) suffix += 1;
+  return stem + suffix;
 }

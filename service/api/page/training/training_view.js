@@ -3,11 +3,11 @@
 import { button, element, redraw } from "../core/elements.js";
 import { formatAge, formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { Problem, request, requestJson, requestWithoutPrompt } from "../core/requests.js";
-import { Curves } from "./curves.js";
+import { LineChart } from "./curves.js";
 
-/** @typedef {import("openapi").TrainingReport} Training */
+/** @typedef {import("openapi").TrainingReport} TrainingRun */
 
-const POLL_MILLISECONDS = 1000;
+const POLL_INTERVAL_MILLISECONDS = 1000;
 
 const STAGE_TITLES = /** @type {Record<string, string>} */ ({
   reading: "Reading the annotated stacks",
@@ -18,7 +18,7 @@ const STAGE_TITLES = /** @type {Record<string, string>} */ ({
   serving: "Loading the new model",
 });
 
-/** @param {Training} training */
+/** @param {TrainingRun} trainingRun */
 function isFinished({ state }) {
   return state !== "waiting" && state !== "running";
 }
@@ -32,16 +32,16 @@ export async function watchTraining(root, id, signal, actions) {
   const view = new TrainingView(root, id, actions);
   for (;;) {
     try {
-      /** @type {Training} */
-      const training = await requestJson(`trainings/${id}`, { signal });
-      view.show(training);
-      if (isFinished(training)) return;
+      /** @type {TrainingRun} */
+      const trainingRun = await requestJson(`trainings/${id}`, { signal });
+      view.show(trainingRun);
+      if (isFinished(trainingRun)) return;
     } catch (error) {
       if (signal.aborted) return;
-      // If the service does not answer, keep trying, because it may be restarting.
+      // If the service does not respond, keep trying, because the service may be restarting.
       if (!(error instanceof Problem) || error.status !== 0) throw error;
     }
-    await new Promise((resolve) => setTimeout(resolve, POLL_MILLISECONDS));
+    await new Promise((resolve) => setTimeout(resolve, POLL_INTERVAL_MILLISECONDS));
     if (signal.aborted) return;
   }
 }
@@ -51,10 +51,10 @@ class TrainingView {
   /** @param {HTMLElement} root @param {string} id @param {{openAnnotation: (annotation: string, model: string) => void}} actions */
   constructor(root, id, actions) {
     this.actions = actions;
-    this.state = element("p", { class: "big", role: "status" }, "Loading the progress");
+    this.stateText = element("p", { class: "big", role: "status" }, "Loading the progress");
     this.progressBar = element("progress", { max: 1, "aria-label": "Progress of the training" });
-    this.detail = element("p", { class: "muted" });
-    this.curves = new Curves("Loss", ["training", "validation"]);
+    this.detailText = element("p", { class: "muted" });
+    this.curves = new LineChart("Loss", ["training", "validation"]);
     this.result = element("div", { class: "training-result" });
     this.stopButton = button(
       "Stop the training",
@@ -69,9 +69,9 @@ class TrainingView {
       element(
         "section",
         { class: "card training", "aria-label": "Training" },
-        this.state,
+        this.stateText,
         this.progressBar,
-        this.detail,
+        this.detailText,
         this.curves.root,
         this.result,
         this.stopButton,
@@ -80,30 +80,30 @@ class TrainingView {
     );
   }
 
-  /** @param {Training} training */
-  show(training) {
-    const { state, stage, step, steps, seconds_left: secondsLeft, loss, validation } = training;
-    this.state.textContent = describeTraining(training);
-    this.progressBar.hidden = this.stopButton.hidden = this.note.hidden = isFinished(training);
+  /** @param {TrainingRun} trainingRun */
+  show(trainingRun) {
+    const { state, stage, step, steps, seconds_left: secondsLeft, loss, validation } = trainingRun;
+    this.stateText.textContent = describeTrainingRun(trainingRun);
+    this.progressBar.hidden = this.stopButton.hidden = this.note.hidden = isFinished(trainingRun);
     if (stage === "learning" && steps) this.progressBar.value = Math.min(1, step / steps);
     else this.progressBar.removeAttribute("value");
-    this.detail.textContent = [
+    this.detailText.textContent = [
       step > 0 && formatCount(step, "step"),
       state === "running" && secondsLeft !== null && `${formatDuration(secondsLeft)} left`,
     ]
       .filter(Boolean)
       .join(", ");
     this.curves.show([loss, validation]);
-    this.#showResult(training);
+    this.#showResult(trainingRun);
   }
 
-  /** Create a button that deletes the model. It is hidden unless the client may delete the model. @param {Training} training @param {string} model */
-  #deleteButton(training, model) {
+  /** Create a button that deletes the model. The button is hidden unless the client has permission to delete the model. @param {TrainingRun} trainingRun @param {string} model */
+  #createDeleteButton(trainingRun, model) {
     const remove = async () => {
       if (!confirm(`Delete the model ${model} and its files?`)) return;
       try {
         await requestWithoutPrompt(`models/${model}`, { method: "DELETE" });
-        this.show({ ...training, model: null });
+        this.show({ ...trainingRun, model: null });
       } catch (error) {
         deleteButton.replaceWith(element("p", { class: "warning-text" }, /** @type {Error} */ (error).message));
       }
@@ -117,9 +117,9 @@ class TrainingView {
     return deleteButton;
   }
 
-  /** @param {Training} training */
-  #showResult(training) {
-    const { before: scoreBefore, after: scoreAfter, better, message, model, state, annotations } = training;
+  /** @param {TrainingRun} trainingRun */
+  #showResult(trainingRun) {
+    const { before: scoreBefore, after: scoreAfter, better, message, model, state, annotations } = trainingRun;
     const hasScores = scoreBefore !== null && scoreAfter !== null;
     const hasModel = state === "done" && model !== null;
     redraw(this.result, () => [
@@ -127,8 +127,13 @@ class TrainingView {
         element(
           "dl",
           { class: "scores" },
-          element("div", {}, element("dt", {}, "Score before"), element("dd", {}, formatPercent(scoreBefore))),
-          element("div", {}, element("dt", {}, "Score after"), element("dd", {}, formatPercent(scoreAfter))),
+          element(
+            "div",
+            {},
+            element("dt", {}, "Score of the base model"),
+            element("dd", {}, formatPercent(scoreBefore)),
+          ),
+          element("div", {}, element("dt", {}, "Score of the new model"), element("dd", {}, formatPercent(scoreAfter))),
         ),
       hasScores &&
         element(
@@ -144,13 +149,13 @@ class TrainingView {
           () => this.actions.openAnnotation(annotations[0], model),
           better === false ? "secondary" : "primary",
         ),
-      hasModel && this.#deleteButton(training, model),
+      hasModel && this.#createDeleteButton(trainingRun, model),
     ]);
   }
 }
 
-/** @param {Training} training */
-function describeTraining({ state, stage, name, better, position, model }) {
+/** @param {TrainingRun} trainingRun */
+function describeTrainingRun({ state, stage, name, better, position, model }) {
   if (state === "done" && model === null) return `The model ${name} was deleted`;
   if (state === "done")
     return better === false ? `${name} is ready, but not better than the base model` : `${name} is ready`;
@@ -162,7 +167,7 @@ function describeTraining({ state, stage, name, better, position, model }) {
       waiting: "Waiting to start",
       failed: "The training failed",
       cancelled: "The training was stopped",
-      interrupted: "The training was interrupted because the service stopped. Start it again.",
+      interrupted: "The training was interrupted because the service stopped. Start the training again.",
     }[state] ?? state
   );
 }
@@ -178,10 +183,10 @@ function formatPercent(fraction) {
 }
 
 /** Create the list of training runs for the start screen. @returns {Promise<HTMLElement | null>} null if there are no training runs */
-export async function createTrainingsList() {
-  /** @type {Training[]} */
-  const trainings = (await requestJson("trainings")).trainings;
-  if (trainings.length === 0) return null;
+export async function createTrainingRunsList() {
+  /** @type {TrainingRun[]} */
+  const trainingRuns = (await requestJson("trainings")).trainings;
+  if (trainingRuns.length === 0) return null;
   return element(
     "section",
     { class: "recent", "aria-labelledby": "trainings-title" },
@@ -189,15 +194,19 @@ export async function createTrainingsList() {
     element(
       "ul",
       {},
-      ...trainings.map((training) =>
+      ...trainingRuns.map((trainingRun) =>
         element(
           "li",
-          { class: "annotated" },
+          { class: "without-thumbnail" },
           element(
             "a",
-            { class: "recent-words", href: `#training=${training.id}` },
-            element("strong", {}, training.name),
-            element("span", { class: "muted" }, `${describeTraining(training)} · ${formatAge(training.created)}`),
+            { class: "recent-text", href: `#training=${trainingRun.id}` },
+            element("strong", {}, trainingRun.name),
+            element(
+              "span",
+              { class: "muted" },
+              `${describeTrainingRun(trainingRun)} · ${formatAge(trainingRun.created)}`,
+            ),
           ),
         ),
       ),

@@ -1,4 +1,4 @@
-/** Toolbar of the views with the contrast and the display options of the objects. */
+/** Toolbar of the views, with controls for the contrast and for the display of the objects. */
 
 import { button, element } from "../core/elements.js";
 import { hasChanged } from "../core/store.js";
@@ -16,10 +16,10 @@ export class DisplayTools {
     this.lowSlider = this.#createContrastSlider("0", "Black level");
     this.highSlider = this.#createContrastSlider(String(SLIDER_STEPS), "White level");
     this.toggles = new Map(
-      /** @type {["showObjects" | "filled" | "smooth", string][]} */ ([
+      /** @type {["showObjects" | "fillObjects" | "isSmooth", string][]} */ ([
         ["showObjects", "Objects"],
-        ["filled", "Filled"],
-        ["smooth", "Smooth"],
+        ["fillObjects", "Filled"],
+        ["isSmooth", "Smooth"],
       ]).map(([name, text]) => [name, button(text, () => scene.set({ [name]: !scene.state[name] }), "quiet toggle")]),
     );
     const opacitySlider = element("input", {
@@ -35,8 +35,8 @@ export class DisplayTools {
       "div",
       { class: "tools", hidden: true },
       this.toggles.get("showObjects"),
-      this.toggles.get("filled"),
-      element("label", { class: "slim" }, "Opacity", opacitySlider),
+      this.toggles.get("fillObjects"),
+      element("label", { class: "inline-label" }, "Opacity", opacitySlider),
     );
     this.root = element(
       "div",
@@ -44,20 +44,21 @@ export class DisplayTools {
       element(
         "div",
         { class: "tools" },
-        element("label", { class: "slim" }, "Contrast", this.lowSlider),
+        element("label", { class: "inline-label" }, "Contrast", this.lowSlider),
         this.highSlider,
-        this.toggles.get("smooth"),
+        this.toggles.get("isSmooth"),
       ),
       this.objectTools,
     );
-    /** Whether the user is moving a slider. Meanwhile, the sliders are not set from the scene. */
+    /** Whether the user is moving a slider. While this is true, changes to the scene do not update the sliders. */
     this.isMovingSlider = false;
     this.#updateToggles();
-    scene.subscribe((previous) => {
-      if (hasChanged(previous, scene.state, ["labels", "showObjects", "filled", "smooth"])) this.#updateToggles();
+    scene.subscribe((previousState) => {
+      if (hasChanged(previousState, scene.state, ["labels", "showObjects", "fillObjects", "isSmooth"]))
+        this.#updateToggles();
       if (
         !this.isMovingSlider &&
-        hasChanged(previous, scene.state, ["contrast", "range", "overlays", "adjustedChannel"])
+        hasChanged(previousState, scene.state, ["contrast", "range", "overlays", "adjustedChannel"])
       )
         this.#updateSliders();
     });

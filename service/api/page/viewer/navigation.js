@@ -5,12 +5,12 @@
 /** @typedef {import("./scene.js").Triple} Triple */
 
 /** Largest movement of the pointer that still counts as a click. */
-const CLICK_PIXELS = 4;
+const MAX_CLICK_MOVEMENT_PIXELS = 4;
 const KEY_ZOOM_FACTOR = 1.4;
 const WHEEL_ZOOM_FACTOR = 1.2;
 const PLANES_PER_PAGE_KEY = 10;
 
-/** Connect the wheel, pointers and keys of a view with the viewer. @param {Viewer} viewer @param {SliceView} view */
+/** Connect the wheel, pointers and keys of a view to the viewer. @param {Viewer} viewer @param {SliceView} view */
 export function listenToView(viewer, view) {
   const { stage, slider, axis } = view;
   slider.addEventListener("input", () => viewer.move(axis, Number(slider.value) - viewer.scene.state.position[axis]));
@@ -55,13 +55,13 @@ function listenToPointers(viewer, view) {
     const [dx, dy] = [event.clientX - previousPosition[0], event.clientY - previousPosition[1]];
     movedPixels += Math.hypot(dx, dy);
     if (pointers.size === 2) viewer.zoomBy(computePointerDistance(pointers) / Math.max(previousDistance, 1));
-    else if (movedPixels > CLICK_PIXELS) pan(viewer, view, dx, dy);
+    else if (movedPixels > MAX_CLICK_MOVEMENT_PIXELS) pan(viewer, view, dx, dy);
   });
   stage.addEventListener("pointercancel", (event) => pointers.delete(event.pointerId));
   stage.addEventListener("pointerup", (event) => {
     const isOnlyPointer = pointers.size === 1 && pointers.has(event.pointerId);
     pointers.delete(event.pointerId);
-    if (!isOnlyPointer || movedPixels > CLICK_PIXELS) return;
+    if (!isOnlyPointer || movedPixels > MAX_CLICK_MOVEMENT_PIXELS) return;
     const bounds = stage.getBoundingClientRect();
     viewer.pick(view.voxelAt(event.clientX - bounds.left, event.clientY - bounds.top));
   });
@@ -93,7 +93,7 @@ function getKeyAction(key, viewer, { axis }) {
     "+": () => viewer.zoomBy(KEY_ZOOM_FACTOR),
     "-": () => viewer.zoomBy(1 / KEY_ZOOM_FACTOR),
     0: () => viewer.fit(),
-    f: () => scene.set({ filled: !scene.state.filled }),
+    f: () => scene.set({ fillObjects: !scene.state.fillObjects }),
     o: () => scene.set({ showObjects: !scene.state.showObjects }),
     Escape: () => viewer.selectAndNotify(0),
   }[key];

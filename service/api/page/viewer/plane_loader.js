@@ -7,8 +7,8 @@ import { AXES } from "./scene.js";
 /** @typedef {import("./scene.js").Scene} Scene */
 /** @typedef {import("./scene.js").FinePlane} FinePlane */
 
-/** How long the user has to stay on a plane before it is fetched at full resolution. */
-const IDLE_MILLISECONDS = 200;
+/** How long the user has to stay on a plane before the plane is fetched at full resolution. */
+const FETCH_DELAY_MILLISECONDS = 200;
 
 /** Loader of the planes that the three views show at full resolution. */
 export class PlaneLoader {
@@ -20,22 +20,22 @@ export class PlaneLoader {
     /** For each axis, the index of the plane that is being fetched, -1 for none. */
     this.pendingPositions = [-1, -1, -1];
     this.fetchAbort = new AbortController();
-    this.timer = 0;
+    this.fetchTimer = 0;
   }
 
-  /** Schedule a request for the planes that the views show subsampled. The request is sent when the views have not moved for a moment. */
-  request() {
+  /** Schedule fetching the planes that the views show subsampled. Fetching starts once the views have not moved for `FETCH_DELAY_MILLISECONDS`. */
+  scheduleFetch() {
     const { image, labels, position, finePlanes } = this.scene.state;
     if (image === null || this.fetchPlane === null) return;
     const axes = AXES.filter((axis) => {
       const plane = finePlanes[axis];
       const isLoaded = plane?.position === position[axis] && (plane.labels !== null) === (labels !== null);
-      const isSubsampled = IN_PLANE_AXES[axis].some((other) => image.step[other] > 1);
+      const isSubsampled = IN_PLANE_AXES[axis].some((inPlaneAxis) => image.step[inPlaneAxis] > 1);
       return !isLoaded && this.pendingPositions[axis] !== position[axis] && isSubsampled;
     });
     if (axes.length === 0) return;
-    clearTimeout(this.timer);
-    this.timer = window.setTimeout(() => this.#fetchPlanes(image, axes), IDLE_MILLISECONDS);
+    clearTimeout(this.fetchTimer);
+    this.fetchTimer = window.setTimeout(() => this.#fetchPlanes(image, axes), FETCH_DELAY_MILLISECONDS);
   }
 
   /** @param {import("./scene.js").Volume} image @param {Axis[]} axes */
@@ -57,7 +57,7 @@ export class PlaneLoader {
   }
 
   /** Discard all fetched planes, because another volume is displayed. */
-  discard() {
+  discardPlanes() {
     this.fetchAbort.abort();
     this.fetchAbort = new AbortController();
     this.scene.set({ finePlanes: [null, null, null] });

@@ -14,8 +14,8 @@ export class ScaleBar {
   constructor(scene) {
     this.text = element("span");
     this.root = element("div", { class: "scale-bar" }, this.text);
-    scene.subscribe((previous) => {
-      if (hasChanged(previous, scene.state, ["scale", "isCalibrated", "voxelSize"])) this.#show(scene.state);
+    scene.subscribe((previousState) => {
+      if (hasChanged(previousState, scene.state, ["scale", "isCalibrated", "voxelSize"])) this.#show(scene.state);
     });
   }
 
@@ -32,7 +32,7 @@ export class ScaleBar {
 
 /** Circle that shows the object diameter. The user can drag it to change the diameter. */
 export class DiameterCircle {
-  /** @param {Scene} scene @param {HTMLElement} stage element that the circle is centered in @param {(diameter: number) => void} onchange called with the dragged diameter in voxels at full resolution */
+  /** @param {Scene} scene @param {HTMLElement} stage element in which the circle is centered @param {(diameter: number) => void} onchange called with the dragged diameter in voxels at full resolution */
   constructor(scene, stage, onchange) {
     this.scene = scene;
     this.root = element("div", { class: "circle", hidden: true });
@@ -52,8 +52,8 @@ export class DiameterCircle {
       this.show(diameter);
       onchange(diameter);
     });
-    scene.subscribe((previous) => {
-      if (hasChanged(previous, scene.state, ["image", "scale", "voxelSize"])) this.#resize();
+    scene.subscribe((previousState) => {
+      if (hasChanged(previousState, scene.state, ["image", "scale", "voxelSize"])) this.#resize();
     });
   }
 

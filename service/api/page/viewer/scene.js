@@ -16,31 +16,31 @@ import { estimateQuantiles } from "../volumes/slices.js";
  * @property {[number, number]} contrast gray values displayed as black and at full brightness
  * @property {[number, number]} range smallest and largest gray value
  */
-/** @typedef {Layer & {channel: number}} Overlay another channel, whose brightness is added to that of the image */
-/** @typedef {{image: Plane, labels: Plane | null, step: Triple}} FinePlane a plane with a sampling step that is smaller than that of the volume */
-/** @typedef {FinePlane & {position: number}} PositionedPlane */
+/** @typedef {Layer & {channel: number}} Overlay another channel, whose brightness is added to the brightness of the image */
+/** @typedef {{image: Plane, labels: Plane | null, step: Triple}} FinePlane a plane with a smaller sampling step than the volume */
+/** @typedef {FinePlane & {position: number}} PositionedPlane position: index of the plane along its axis */
 
 /**
- * @typedef {object} SceneParts
+ * @typedef {object} SceneProperties
  * @property {Overlay[]} overlays
  * @property {number | null} adjustedChannel channel of the overlay whose contrast the sliders set, null for the image
  * @property {Volume | null} labels
- * @property {[PositionedPlane | null, PositionedPlane | null, PositionedPlane | null]} finePlanes for each axis, the displayed plane normal to the axis at full resolution, null if it has not been fetched
+ * @property {[PositionedPlane | null, PositionedPlane | null, PositionedPlane | null]} finePlanes for each axis, the displayed plane normal to that axis, at full resolution; null if the plane has not been fetched
  * @property {Triple} voxelSize size of a voxel of `image` in micrometers
  * @property {boolean} isCalibrated whether the voxel size is known; otherwise voxels are displayed as cubes
  * @property {Triple} position the voxel under the crosshair
  * @property {Triple} center the voxel in the center of the views
  * @property {number} zoom 1 if the stack fits in the views
  * @property {number} scale screen pixels per micrometer
- * @property {boolean} smooth whether gray values are interpolated
+ * @property {boolean} isSmooth whether gray values are interpolated
  * @property {boolean} showObjects
- * @property {boolean} filled whether objects are filled
+ * @property {boolean} fillObjects whether objects are filled
  * @property {number} opacity of the objects
- * @property {number} selected id of the selected object, 0 for none
- * @property {Uint8Array | null} hidden by id, 1 for hidden objects
- * @property {Uint8Array | null} colorIndices by id, the index into `COLORS`, null for the default colors
+ * @property {number} selectedId id of the selected object, 0 for none
+ * @property {Uint8Array | null} hiddenFlags for each id, 1 if the object is hidden; null if no object is hidden
+ * @property {Uint8Array | null} colorIndices for each id, the index into `COLORS`; null for the default colors
  */
-/** @typedef {Layer & SceneParts} SceneState */
+/** @typedef {Layer & SceneProperties} SceneState */
 /** @typedef {Store<SceneState>} Scene */
 
 export const AXES = /** @type {Axis[]} */ ([0, 1, 2]);
@@ -63,12 +63,12 @@ export function createScene() {
     color: [255, 255, 255],
     contrast: [0, 1],
     range: [0, 1],
-    smooth: true,
+    isSmooth: true,
     showObjects: true,
-    filled: false,
+    fillObjects: false,
     opacity: 0.9,
-    selected: 0,
-    hidden: null,
+    selectedId: 0,
+    hiddenFlags: null,
     colorIndices: null,
   };
   return new Store(state);

@@ -1,7 +1,7 @@
 /** View of a stack along one axis, with a canvas for gray values, a canvas for outlines, a crosshair and a slider. */
 
 import { element } from "../core/elements.js";
-import { IN_PLANE_AXES, paintGray, paintLabels, slice } from "../volumes/slices.js";
+import { extractPlane, IN_PLANE_AXES, paintGray, paintLabels } from "../volumes/slices.js";
 import { clamp } from "./scene.js";
 
 /** @typedef {import("./scene.js").Axis} Axis */
@@ -20,9 +20,9 @@ export class SliceView {
     this.axis = axis;
     this.scene = scene;
     this.imageCanvas = element("canvas", { class: "base" });
-    this.labelsCanvas = element("canvas", { class: "over" });
-    this.horizontalLine = element("div", { class: "cross horizontal" });
-    this.verticalLine = element("div", { class: "cross vertical" });
+    this.labelsCanvas = element("canvas", { class: "overlay" });
+    this.horizontalLine = element("div", { class: "crosshair horizontal" });
+    this.verticalLine = element("div", { class: "crosshair vertical" });
     this.caption = element("output", { class: "caption" });
     this.slider = element("input", {
       type: "range",
@@ -45,7 +45,7 @@ export class SliceView {
       element("div", { class: "view-foot" }, this.caption, this.slider),
     );
     this.planeCanvas = document.createElement("canvas");
-    /** Size of the stage in CSS pixels. */
+    /** Width and height of the stage in CSS pixels. */
     this.width = 0;
     this.height = 0;
     /** Reused buffer in which the outlines are painted. @type {ImageData | undefined} */
@@ -59,7 +59,7 @@ export class SliceView {
       canvas.width = Math.max(1, Math.round(this.stage.clientWidth * ratio));
       canvas.height = Math.max(1, Math.round(this.stage.clientHeight * ratio));
     }
-    this.ratio = ratio;
+    this.pixelRatio = ratio;
     // Save the size, because reading it while drawing would force a new layout for every view.
     this.width = this.stage.clientWidth;
     this.height = this.stage.clientHeight;
@@ -69,14 +69,14 @@ export class SliceView {
   /** Return the position of voxel 0 and the size of a voxel in CSS pixels. */
   getPlacement() {
     const { voxelSize, center, scale } = this.scene.state;
-    const [down, right] = IN_PLANE_AXES[this.axis];
-    const scaleX = scale * voxelSize[right];
-    const scaleY = scale * voxelSize[down];
-    const left = this.width / 2 - center[right] * scaleX;
-    return { left, top: this.height / 2 - center[down] * scaleY, scaleX, scaleY };
+    const [downAxis, rightAxis] = IN_PLANE_AXES[this.axis];
+    const scaleX = scale * voxelSize[rightAxis];
+    const scaleY = scale * voxelSize[downAxis];
+    const left = this.width / 2 - center[rightAxis] * scaleX;
+    return { left, top: this.height / 2 - center[downAxis] * scaleY, scaleX, scaleY };
   }
 
-  /** @param {number} x @param {number} y position on the stage in pixels @returns {[number, number]} coordinates down and to the right in voxels */
+  /** @param {number} x @param {number} y position on the stage in pixels @returns {[number, number]} vertical and horizontal coordinates in voxels */
   pointAt(x, y) {
     const placement = this.getPlacement();
     return [(y - placement.top) / placement.scaleY, (x - placement.left) / placement.scaleX];
@@ -85,13 +85,13 @@ export class SliceView {
   /** @param {number} x @param {number} y position on the stage in pixels @returns {Triple} the nearest voxel of the stack */
   voxelAt(x, y) {
     const { image, position } = this.scene.state;
-    const [down, right] = IN_PLANE_AXES[this.axis];
+    const [downAxis, rightAxis] = IN_PLANE_AXES[this.axis];
     const [v, u] = this.pointAt(x, y);
     /** @type {Triple} */
     const voxel = [...position];
     if (image === null) return voxel;
-    voxel[right] = clamp(Math.floor(u), image.shape[right]);
-    voxel[down] = clamp(Math.floor(v), image.shape[down]);
+    voxel[rightAxis] = clamp(Math.floor(u), image.shape[rightAxis]);
+    voxel[downAxis] = clamp(Math.floor(v), image.shape[downAxis]);
     return voxel;
   }
 
@@ -116,23 +116,24 @@ export class SliceView {
 
   /** @param {Volume} image @param {import("../volumes/slices.js").Placement} placement */
   #drawImage(image, placement) {
-    const { position, smooth, overlays } = this.scene.state;
+    const { position, isSmooth, overlays } = this.scene.state;
     const context = this.imageCanvas.getContext("2d");
     if (context === null) return;
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.globalCompositeOperation = "source-over";
     context.clearRect(0, 0, this.imageCanvas.width, this.imageCanvas.height);
-    context.imageSmoothingEnabled = smooth;
+    context.imageSmoothingEnabled = isSmooth;
     const finePlane = this.#getFinePlane();
-    this.#paint(
+    this.#paintPlane(
       context,
       this.scene.state,
-      finePlane?.image ?? slice(image, this.axis, position[this.axis]),
+      finePlane?.image ?? extractPlane(image, this.axis, position[this.axis]),
       this.#getFinePlacement(placement, finePlane?.step),
     );
     context.globalCompositeOperation = "lighter";
     for (const layer of overlays) {
-      if (layer.image) this.#paint(context, layer, slice(layer.image, this.axis, position[this.axis]), placement);
+      if (layer.image)
+        this.#paintPlane(context, layer, extractPlane(layer.image, this.axis, position[this.axis]), placement);
     }
   }
 
@@ -141,8 +142,8 @@ export class SliceView {
    * @param {CanvasRenderingContext2D} context @param {import("./scene.js").Layer} layer
    * @param {Plane} plane @param {import("../volumes/slices.js").Placement} placement
    */
-  #paint(context, { contrast, color }, plane, { left, top, scaleX, scaleY }) {
-    const ratio = this.ratio ?? 1;
+  #paintPlane(context, { contrast, color }, plane, { left, top, scaleX, scaleY }) {
+    const ratio = this.pixelRatio ?? 1;
     if (this.planeCanvas.width !== plane.width) this.planeCanvas.width = plane.width;
     if (this.planeCanvas.height !== plane.height) this.planeCanvas.height = plane.height;
     this.planeCanvas.getContext("2d")?.putImageData(paintGray(plane, ...contrast, color), 0, 0);
@@ -157,20 +158,21 @@ export class SliceView {
   }
 
   /**
-   * Convert the placement of the volume to that of a plane with a smaller sampling step.
+   * Convert the placement of the volume to the placement of a plane with a smaller sampling step.
    * @param {import("../volumes/slices.js").Placement} placement @param {Triple | undefined} step
    */
   #getFinePlacement(placement, step) {
     const { image } = this.scene.state;
     if (!step || !image) return placement;
-    const [down, right] = IN_PLANE_AXES[this.axis];
-    const [scaleX, scaleY] = [step[right] / image.step[right], step[down] / image.step[down]];
+    const [downAxis, rightAxis] = IN_PLANE_AXES[this.axis];
+    const [scaleX, scaleY] = [step[rightAxis] / image.step[rightAxis], step[downAxis] / image.step[downAxis]];
     return { ...placement, scaleX: placement.scaleX * scaleX, scaleY: placement.scaleY * scaleY };
   }
 
   /** @param {import("../volumes/slices.js").Placement} placement */
   #drawLabels(placement) {
-    const { labels, position, filled, selected, hidden, colorIndices, opacity, showObjects } = this.scene.state;
+    const { labels, position, fillObjects, selectedId, hiddenFlags, colorIndices, opacity, showObjects } =
+      this.scene.state;
     this.labelsCanvas.style.opacity = String(showObjects ? opacity : 0);
     const context = this.labelsCanvas.getContext("2d");
     if (context === null) return;
@@ -178,11 +180,11 @@ export class SliceView {
       context.clearRect(0, 0, this.labelsCanvas.width, this.labelsCanvas.height);
       return;
     }
-    const ratio = this.ratio ?? 1;
+    const ratio = this.pixelRatio ?? 1;
     const image = this.outlinesImage ?? context.createImageData(this.labelsCanvas.width, this.labelsCanvas.height);
     this.outlinesImage = image;
     const finePlane = this.#getFinePlane();
-    const plane = finePlane?.labels ?? slice(labels, this.axis, position[this.axis]);
+    const plane = finePlane?.labels ?? extractPlane(labels, this.axis, position[this.axis]);
     const finePlacement = this.#getFinePlacement(placement, finePlane?.labels ? finePlane.step : undefined);
     const pixelPlacement = {
       left: finePlacement.left * ratio,
@@ -191,15 +193,15 @@ export class SliceView {
       scaleY: finePlacement.scaleY * ratio,
     };
     const thickness = ratio > 1.4 ? 2 : 1;
-    paintLabels(plane, image, pixelPlacement, { filled, selected, hidden, colorIndices, thickness });
+    paintLabels(plane, image, pixelPlacement, { fillObjects, selectedId, hiddenFlags, colorIndices, thickness });
     context.putImageData(image, 0, 0);
   }
 
-  /** Move the crosshair to the planes of the other views. @param {import("../volumes/slices.js").Placement} [placement] */
+  /** Move the crosshair to the planes that the other views show. @param {import("../volumes/slices.js").Placement} [placement] */
   moveCrosshair(placement = this.getPlacement()) {
     const { position } = this.scene.state;
-    const [down, right] = IN_PLANE_AXES[this.axis];
-    this.horizontalLine.style.transform = `translateY(${placement.top + (position[down] + 0.5) * placement.scaleY}px)`;
-    this.verticalLine.style.transform = `translateX(${placement.left + (position[right] + 0.5) * placement.scaleX}px)`;
+    const [downAxis, rightAxis] = IN_PLANE_AXES[this.axis];
+    this.horizontalLine.style.transform = `translateY(${placement.top + (position[downAxis] + 0.5) * placement.scaleY}px)`;
+    this.verticalLine.style.transform = `translateX(${placement.left + (position[rightAxis] + 0.5) * placement.scaleX}px)`;
   }
 }

@@ -19,8 +19,8 @@ const MAX_ZOOM = 60;
 const BUTTON_ZOOM_FACTOR = 1.4;
 
 /**
- * Viewer of a stack and its labels. It dispatches `pick` with the id of the object that the user selected, `diameter` with
- * the diameter that the user dragged, and `draw` after drawing.
+ * Viewer of a stack and its labels. It dispatches `pick` with the id of the object that the user selected, `diameter`
+ * with the diameter that the user dragged, and `draw` after drawing.
  */
 export class Viewer extends EventTarget {
   /** @param {HTMLElement} root */
@@ -34,16 +34,16 @@ export class Viewer extends EventTarget {
     this.views = /** @type {[SliceView, SliceView, SliceView]} */ (AXES.map((axis) => new SliceView(axis, this.scene)));
     /** Axes of the views to redraw in the next frame. @type {Set<Axis>} */
     this.staleAxes = new Set();
-    this.frame = 0;
+    this.frameRequestId = 0;
     this.corner = new CornerView(
       this.scene,
       (y, x) => this.#goToProjectedPoint(y, x),
       (isEnlarged) => this.#enlargeCorner(isEnlarged),
     );
     const [xy, xz, zy] = this.views;
-    this.circle = new DiameterCircle(this.scene, xy.stage, (diameter) => this.#emit("diameter", diameter));
+    this.diameterCircle = new DiameterCircle(this.scene, xy.stage, (diameter) => this.#emit("diameter", diameter));
     this.readout = element("output", { class: "readout" });
-    xy.stage.append(new ScaleBar(this.scene).root, this.circle.root, this.readout);
+    xy.stage.append(new ScaleBar(this.scene).root, this.diameterCircle.root, this.readout);
     xy.root.append(
       element(
         "div",
@@ -54,13 +54,13 @@ export class Viewer extends EventTarget {
       ),
     );
     /** Progress or error of the requests for planes. */
-    this.fetchStatus = element("div", { class: "waiting", role: "status" });
+    this.fetchStatus = element("div", { class: "fetch-status", role: "status" });
     this.grid = element("div", { class: "views" }, xy.root, zy.root, xz.root, this.corner.root);
     this.toolbar = new DisplayTools(this.scene).root;
     root.replaceChildren(this.toolbar, this.grid, this.fetchStatus);
     root.classList.add("viewer", "empty");
     for (const view of this.views) listenToView(this, view);
-    this.scene.subscribe((previous) => this.#drawChanged(previous));
+    this.scene.subscribe((previousState) => this.#drawAffectedViews(previousState));
     new ResizeObserver(() => this.#layOut()).observe(this.grid);
   }
 
@@ -77,16 +77,16 @@ export class Viewer extends EventTarget {
     const { state } = this.scene;
     const hasSameShape = state.image !== null && String(state.image.fullShape) === String(image.fullShape);
     this.scene.set({ image });
-    this.planeLoader.discard();
+    this.planeLoader.discardPlanes();
     this.root.classList.remove("empty");
     this.setVoxelSize(voxelSize);
     if (hasSameShape) return;
     const position = /** @type {Triple} */ (image.shape.map((length) => length >> 1));
-    this.scene.set({ position, labels: null, selected: 0, hidden: null, colorIndices: null });
+    this.scene.set({ position, labels: null, selectedId: 0, hiddenFlags: null, colorIndices: null });
     this.fit();
   }
 
-  /** Set the voxel size. @param {import("openapi").VoxelSize | null} voxelSize in micrometers, null if unknown, to display voxels as cubes */
+  /** Set the voxel size. @param {import("openapi").VoxelSize | null} voxelSize in micrometers; null if unknown, in which case voxels are displayed as cubes */
   setVoxelSize(voxelSize) {
     const { image } = this.scene.state;
     if (image === null) return;
@@ -100,11 +100,11 @@ export class Viewer extends EventTarget {
   adjustContrast() {
     const { image } = this.scene.state;
     if (image) this.scene.set(chooseContrast(image));
-    this.corner.resize();
+    this.corner.invalidateProjection();
     this.draw();
   }
 
-  /** Show planes of the stack that have been fetched in the meantime. */
+  /** Redraw the stack with the planes that have been fetched since the last drawing. */
   refresh() {
     this.corner.refreshProjection();
     this.draw();
@@ -112,18 +112,18 @@ export class Viewer extends EventTarget {
 
   /** @param {Volume | null} labels */
   setLabels(labels) {
-    this.planeLoader.discard();
-    this.scene.set({ labels, selected: 0, hidden: null, colorIndices: null });
+    this.planeLoader.discardPlanes();
+    this.scene.set({ labels, selectedId: 0, hiddenFlags: null, colorIndices: null });
   }
 
-  /** Select an object. @param {number} id 0 for none @param {Triple} [position] the voxel at full resolution to go to */
+  /** Select an object. @param {number} id 0 for none @param {Triple} [position] voxel to go to, in the full volume */
   select(id, position) {
     const { image } = this.scene.state;
     if (position && image) {
       const voxel = position.map((value, axis) => clamp(Math.round(value / image.step[axis]), image.shape[axis]));
-      this.#goTo(/** @type {Triple} */ (voxel));
+      this.#goToVoxel(/** @type {Triple} */ (voxel));
     }
-    this.scene.set({ selected: id });
+    this.scene.set({ selectedId: id });
     this.drawNow();
   }
 
@@ -131,7 +131,7 @@ export class Viewer extends EventTarget {
   pick(position) {
     const { labels } = this.scene.state;
     const id = labels === null ? 0 : valueAt(labels, position);
-    this.scene.set({ position, selected: id });
+    this.scene.set({ position, selectedId: id });
     this.#emit("pick", id);
   }
 
@@ -164,16 +164,18 @@ export class Viewer extends EventTarget {
   move(axis, planeCount) {
     const { image, position } = this.scene.state;
     if (image === null) return;
-    const next = clamp(position[axis] + planeCount, image.shape[axis]);
-    if (next !== position[axis]) this.scene.set({ position: replaceValue(position, axis, next) });
+    const nextPlane = clamp(position[axis] + planeCount, image.shape[axis]);
+    if (nextPlane !== position[axis]) this.scene.set({ position: replaceValue(position, axis, nextPlane) });
   }
 
-  /** Redraw the views that a change affects. A new position along one axis, or the arrival of a plane at full resolution, affects only one view. @param {Readonly<SceneState>} previous */
-  #drawChanged(previous) {
+  /** Redraw the views that a change affects. A new position along one axis, or the arrival of a plane at full resolution, affects only one view. @param {Readonly<SceneState>} previousState */
+  #drawAffectedViews(previousState) {
     const { state } = this.scene;
-    const { position, finePlanes, ...otherState } = previous;
-    const affectsAll = Object.keys(otherState).some((name) => Reflect.get(previous, name) !== Reflect.get(state, name));
-    if (affectsAll) this.draw();
+    const { position, finePlanes, ...otherState } = previousState;
+    const affectsAllViews = Object.keys(otherState).some(
+      (name) => Reflect.get(previousState, name) !== Reflect.get(state, name),
+    );
+    if (affectsAllViews) this.draw();
     else
       for (const axis of AXES)
         if (position[axis] !== state.position[axis] || finePlanes[axis] !== state.finePlanes[axis]) this.draw(axis);
@@ -182,8 +184,8 @@ export class Viewer extends EventTarget {
   /** Redraw one view or all views in the next frame. @param {Axis} [axis] */
   draw(axis) {
     for (const staleAxis of axis === undefined ? AXES : [axis]) this.staleAxes.add(staleAxis);
-    this.frame ||= requestAnimationFrame(() => {
-      this.frame = 0;
+    this.frameRequestId ||= requestAnimationFrame(() => {
+      this.frameRequestId = 0;
       if (this.staleAxes.size > 0) this.drawNow(new Set(this.staleAxes));
     });
   }
@@ -197,7 +199,7 @@ export class Viewer extends EventTarget {
     }
     for (const axis of axes) this.staleAxes.delete(axis);
     this.#updateReadout();
-    this.planeLoader.request();
+    this.planeLoader.scheduleFetch();
     this.dispatchEvent(new Event("draw"));
     this.corner.draw();
     performance.measure("draw", { start });
@@ -210,13 +212,13 @@ export class Viewer extends EventTarget {
     this.readout.value = `gray ${formatNumber(valueAt(image, position))}${label ? `   object ${label}` : ""}`;
   }
 
-  /** Show the same position, zoom and contrast as another viewer. @param {Viewer} other */
-  follow(other) {
-    const { position, center, contrast, zoom, image } = other.scene.state;
+  /** Show the same position, zoom and contrast as another viewer. @param {Viewer} otherViewer */
+  follow(otherViewer) {
+    const { position, center, contrast, zoom, image } = otherViewer.scene.state;
     const { state } = this.scene;
     if (state.image === null || image === null) return;
-    const current = String([state.position, state.center, state.zoom, state.contrast]);
-    if (String([position, center, zoom, contrast]) === current) return;
+    const ownStateText = String([state.position, state.center, state.zoom, state.contrast]);
+    if (String([position, center, zoom, contrast]) === ownStateText) return;
     this.scene.set({ position, center, contrast, zoom });
     this.#setScale();
     this.drawNow();
@@ -233,13 +235,13 @@ export class Viewer extends EventTarget {
     const { image, voxelSize } = this.scene.state;
     if (image === null) return;
     const [z, y, x] = image.shape.map((length, axis) => length * voxelSize[axis]);
-    const fraction = (/** @type {number} */ length) => Math.max(0.26, Math.min(0.45, z / (z + length)));
+    const getFraction = (/** @type {number} */ length) => Math.max(0.26, Math.min(0.45, z / (z + length)));
     const { style } = this.grid;
-    style.gridTemplateColumns = `minmax(0, ${1 - fraction(x)}fr) minmax(0, ${fraction(x)}fr)`;
-    style.gridTemplateRows = `minmax(0, ${1 - fraction(y)}fr) minmax(0, ${fraction(y)}fr)`;
+    style.gridTemplateColumns = `minmax(0, ${1 - getFraction(x)}fr) minmax(0, ${getFraction(x)}fr)`;
+    style.gridTemplateRows = `minmax(0, ${1 - getFraction(y)}fr) minmax(0, ${getFraction(y)}fr)`;
     if (this.corner.isEnlarged) style.gridTemplateColumns = style.gridTemplateRows = "minmax(0, 1fr)";
     for (const view of this.views) view.resize();
-    this.corner.resize();
+    this.corner.invalidateProjection();
     this.#setScale();
     this.drawNow();
   }
@@ -259,11 +261,11 @@ export class Viewer extends EventTarget {
     const { image, position } = this.scene.state;
     if (image === null) return;
     const [, rows, columns] = image.shape;
-    this.#goTo([position[0], clamp(Math.floor(y * rows), rows), clamp(Math.floor(x * columns), columns)]);
+    this.#goToVoxel([position[0], clamp(Math.floor(y * rows), rows), clamp(Math.floor(x * columns), columns)]);
   }
 
   /** Go to a voxel, and move the views if the voxel is not visible. @param {Triple} position */
-  #goTo(position) {
+  #goToVoxel(position) {
     const center = /** @type {Triple} */ ([...this.scene.state.center]);
     for (const view of this.views.slice(0, 2)) {
       const placement = view.getPlacement();

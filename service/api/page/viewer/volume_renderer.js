@@ -12,12 +12,13 @@ const VERTEX_SHADER_SOURCE = `#version 300 es
 in vec2 corner; out vec2 screenPosition;
 void main() { screenPosition = corner; gl_Position = vec4(corner, 0.0, 1.0); }`;
 
-// The stack fills a box around the origin, whose longest edge is 2. `rotation` converts screen directions to stack directions.
+// The stack fills a box that is centered at the origin and whose longest edge is 2. `rotation` converts screen
+// directions to stack directions.
 const FRAGMENT_SHADER_SOURCE = `#version 300 es
 precision highp float; precision highp int; precision highp sampler3D; precision highp usampler3D;
 in vec2 screenPosition; out vec4 color;
 uniform sampler3D gray, mask; uniform usampler3D ids; uniform sampler2D palette;
-uniform mat3 rotation; uniform vec3 box; uniform vec2 window; uniform bool showObjects; uniform uint selected;
+uniform mat3 rotation; uniform vec3 box; uniform vec2 window; uniform bool showObjects; uniform uint selectedId;
 const int STEPS = 320;
 vec3 toTexture(vec3 p) { return p / box * 0.5 + 0.5; }
 float sampleMask(vec3 p) { return texture(mask, toTexture(p)).r; }
@@ -51,7 +52,7 @@ void main() {
       id = texelFetch(ids, clamp(cell, ivec3(0), textureSize(ids, 0) - 1), 0).r;
     }
     vec3 objectColor = texelFetch(palette, ivec2(int(id >> 24), 0), 0).rgb;
-    if ((id & 0xffffffu) == selected && id != 0u) objectColor = vec3(1.0);
+    if ((id & 0xffffffu) == selectedId && id != 0u) objectColor = vec3(1.0);
     float fog = 1.0 - 0.45 * smoothstep(2.6, 5.6, far);
     color = vec4(objectColor * (0.25 + 0.75 * light) * fog, 1.0);
     return;
@@ -65,24 +66,25 @@ export class VolumeRenderer {
   constructor(canvas, scene) {
     this.canvas = canvas;
     this.scene = scene;
+    /** Angles of rotation to the right and down, in radians. */
     this.rotation = [0.6, -0.5];
     this.zoom = 1;
     /** @type {number | undefined} */
-    this.frame = undefined;
+    this.frameRequestId = undefined;
     /** The values from which the textures were created. If a value changes, the textures are created again. @type {unknown[]} */
     this.textureInputs = [];
-    /** @type {number[]} */
+    /** Half the size of the box that the stack fills, along x, y and z. @type {number[]} */
     this.box = [1, 1, 1];
     this.gl = canvas.getContext("webgl2", { preserveDrawingBuffer: true });
     if (this.gl) this.program = createProgram(this.gl);
-    this.#listen();
+    this.#addEventListeners();
   }
 
   get isSupported() {
     return this.gl !== null;
   }
 
-  #listen() {
+  #addEventListeners() {
     const { canvas } = this;
     canvas.addEventListener("pointerdown", (event) => canvas.setPointerCapture(event.pointerId));
     canvas.addEventListener("pointermove", (event) => {
@@ -115,8 +117,8 @@ export class VolumeRenderer {
 
   /** Draw in the next frame. */
   draw() {
-    this.frame ??= requestAnimationFrame(() => {
-      this.frame = undefined;
+    this.frameRequestId ??= requestAnimationFrame(() => {
+      this.frameRequestId = undefined;
       this.#drawNow();
     });
   }
@@ -136,31 +138,41 @@ export class VolumeRenderer {
     gl.uniform2f(getLocation("window"), (1.5 * canvas.width) / size, (1.5 * canvas.height) / size);
     gl.uniform3fv(getLocation("box"), this.box);
     gl.uniform1i(getLocation("showObjects"), scene.labels !== null && scene.showObjects ? 1 : 0);
-    gl.uniform1ui(getLocation("selected"), scene.selected);
-    const [a, b] = this.rotation;
-    const [ca, sa, cb, sb] = [Math.cos(a), Math.sin(a), Math.cos(b), Math.sin(b)];
+    gl.uniform1ui(getLocation("selectedId"), scene.selectedId);
+    const [right, down] = this.rotation;
+    const [cosRight, sinRight, cosDown, sinDown] = [Math.cos(right), Math.sin(right), Math.cos(down), Math.sin(down)];
     // The y axis points down in the stack and up on the screen.
-    gl.uniformMatrix3fv(getLocation("rotation"), false, [ca, 0, sa, -sa * sb, -cb, ca * sb, sa * cb, -sb, -ca * cb]);
+    gl.uniformMatrix3fv(getLocation("rotation"), false, [
+      cosRight,
+      0,
+      sinRight,
+      -sinRight * sinDown,
+      -cosDown,
+      cosRight * sinDown,
+      sinRight * cosDown,
+      -sinDown,
+      -cosRight * cosDown,
+    ]);
     gl.drawArrays(gl.TRIANGLES, 0, 3);
   }
 
   /** Load the displayed volumes into textures, unless the textures are up to date. */
   #updateTextures() {
     const { gl } = this;
-    const { image, labels, hidden, colorIndices, contrast, voxelSize } = this.scene.state;
-    const inputs = [image, labels, hidden, colorIndices, ...contrast, ...voxelSize];
+    const { image, labels, hiddenFlags, colorIndices, contrast, voxelSize } = this.scene.state;
+    const inputs = [image, labels, hiddenFlags, colorIndices, ...contrast, ...voxelSize];
     if (!gl || image === null || inputs.every((value, index) => value === this.textureInputs[index])) return;
     this.textureInputs = inputs;
-    const edges = [2, 1, 0].map((axis) => image.shape[axis] * voxelSize[axis]);
-    const longest = Math.max(...edges);
-    this.box = edges.map((edge) => edge / longest);
-    const samples = subsample(image.shape);
+    const extents = [2, 1, 0].map((axis) => image.shape[axis] * voxelSize[axis]);
+    const maxExtent = Math.max(...extents);
+    this.box = extents.map((extent) => extent / maxExtent);
+    const samples = computeSampleIndices(image.shape);
     const scale = 255 / (contrast[1] - contrast[0]);
     const gray = Uint8Array.from(samples.indices, (index) =>
       Math.max(0, Math.min(255, (image.data[index] - contrast[0]) * scale)),
     );
     const packId = (/** @type {number} */ id) =>
-      id === 0 || hidden?.[id] ? 0 : (((colorIndices?.[id] ?? getColorIndex(id)) << 24) | id) >>> 0;
+      id === 0 || hiddenFlags?.[id] ? 0 : (((colorIndices?.[id] ?? getColorIndex(id)) << 24) | id) >>> 0;
     const ids = Uint32Array.from(samples.indices, (index) => (labels ? packId(labels.data[index]) : 0));
     const mask = Uint8Array.from(ids, (id) => (id ? 255 : 0));
     loadTexture(gl, 0, samples.shape, gl.R8, gl.RED, gl.UNSIGNED_BYTE, gray, gl.LINEAR);
@@ -169,12 +181,12 @@ export class VolumeRenderer {
   }
 }
 
-/** Return the indices of every n-th voxel along each axis, so that at most `MAX_TEXTURE_VOXELS` remain. @param {Triple} shape */
-function subsample(shape) {
+/** Return the indices of every n-th voxel along each axis, with the smallest n for which at most `MAX_TEXTURE_VOXELS` remain. @param {Triple} shape */
+function computeSampleIndices(shape) {
   let step = 1;
-  const lengths = () => shape.map((length) => Math.ceil(length / step));
-  while (lengths().reduce((product, length) => product * length, 1) > MAX_TEXTURE_VOXELS) step += 1;
-  const [depth, height, width] = lengths();
+  const getLengths = () => shape.map((length) => Math.ceil(length / step));
+  while (getLengths().reduce((product, length) => product * length, 1) > MAX_TEXTURE_VOXELS) step += 1;
+  const [depth, height, width] = getLengths();
   const indices = new Uint32Array(depth * height * width);
   let count = 0;
   for (let z = 0; z < depth; z += 1) {
@@ -212,7 +224,8 @@ function createProgram(gl) {
     const shader = /** @type {WebGLShader} */ (gl.createShader(kind));
     gl.shaderSource(shader, source);
     gl.compileShader(shader);
-    if (!gl.getShaderParameter(shader, gl.COMPILE_STATUS)) throw new Error(gl.getShaderInfoLog(shader) ?? "shader");
+    if (!gl.getShaderParameter(shader, gl.COMPILE_STATUS))
+      throw new Error(gl.getShaderInfoLog(shader) ?? "The browser could not compile a shader.");
     gl.attachShader(program, shader);
   }
   gl.bindAttribLocation(program, 0, "corner");

@@ -4,20 +4,22 @@
 /**
  * Labels before any correction. They remain available after the service has deleted the result.
  * @typedef {object} OriginalLabels
- * @property {Blob} zipped label values in C order, gzip-compressed
- * @property {number} bytes number of bytes per label value @property {import("./planes.js").Triple} shape
+ * @property {Blob} zipped label values in C order, compressed with gzip
+ * @property {number} bytes number of bytes per label value
+ * @property {import("./planes.js").Triple} shape
  * @property {import("openapi").VoxelSize | null} voxelSize
  */
 
 const DATABASE_NAME = "stackseg-corrections";
 const STORE_NAME = "edits";
-// Record keys are [key of the result, number]. Numbers from 0 are corrections. Negative numbers are other data of the result.
-/** Number of the record with the id of the tab that corrects the result. */
-const OWNER_NUMBER = -1;
-/** Number of the record with the ids of the annotated stacks that were created from the result in this browser. */
-const ANNOTATIONS_NUMBER = -2;
-/** Number of the record with the labels before any correction. */
-const ORIGINAL_LABELS_NUMBER = -3;
+// The key of a record is [key of the result, record number]. Records with numbers from 0 are corrections, numbered in
+// the order in which they were made. Records with negative numbers contain other data of the result.
+/** Record number of the id of the tab that corrects the result. */
+const OWNER_RECORD_NUMBER = -1;
+/** Record number of the ids of the annotated stacks that were created from the result in this browser. */
+const ANNOTATIONS_RECORD_NUMBER = -2;
+/** Record number of the labels before any correction. */
+const ORIGINAL_LABELS_RECORD_NUMBER = -3;
 const TAB_ID = `${Date.now()}-${Math.random()}`;
 /** How long to wait for replies from other tabs. */
 const REPLY_TIMEOUT_MILLISECONDS = 1000;
@@ -33,29 +35,29 @@ function toPromise(request) {
 }
 
 /** @type {Promise<IDBDatabase> | null} */
-let database = null;
+let databasePromise = null;
 
 /** @param {IDBTransactionMode} mode @returns {Promise<IDBObjectStore>} */
 async function openStore(mode) {
-  if (database === null) {
+  if (databasePromise === null) {
     const request = indexedDB.open(DATABASE_NAME, 1);
     request.onupgradeneeded = () => request.result.createObjectStore(STORE_NAME);
-    database = toPromise(request);
+    databasePromise = toPromise(request);
   }
-  return (await database).transaction(STORE_NAME, mode).objectStore(STORE_NAME);
+  return (await databasePromise).transaction(STORE_NAME, mode).objectStore(STORE_NAME);
 }
 
 /** Return the key of a result's corrections. @param {import("openapi").JobReport} job @param {number} time time point, used if the job is a series */
-export function makeKey(job, time) {
+export function makeResultKey(job, time) {
   return job.time_points ? `${job.id}@${time}` : job.id;
 }
 
 /** @param {string} key of a result, or of one time point of a series @returns {IDBKeyRange} the keys of its corrections */
-function correctionRange(key) {
+function getCorrectionRange(key) {
   return IDBKeyRange.bound([key, 0], [key, Number.MAX_SAFE_INTEGER]);
 }
 
-/** Access the database. Return a fallback if the browser does not store data, as in private windows. @template T @param {() => Promise<T>} access @param {T} fallback @returns {Promise<T>} */
+/** Access the database, or return a fallback if the browser does not store data, as in private windows. @template T @param {() => Promise<T>} access @param {T} fallback @returns {Promise<T>} */
 async function withFallback(access, fallback) {
   try {
     return await access();
@@ -64,32 +66,32 @@ async function withFallback(access, fallback) {
   }
 }
 
-/** @param {string} key @returns {Promise<Edit[]>} the corrections of a result, without those that were undone */
-export function load(key) {
+/** @param {string} key @returns {Promise<Edit[]>} the stored corrections of a result, which do not include undone corrections */
+export function loadCorrections(key) {
   return withFallback(
-    async () => toPromise((await openStore("readonly")).getAll(correctionRange(key))),
+    async () => toPromise((await openStore("readonly")).getAll(getCorrectionRange(key))),
     /** @type {Edit[]} */ ([]),
   );
 }
 
 /** @param {string} key @returns {Promise<number>} the number of stored corrections of a result */
-export function count(key) {
-  return withFallback(async () => toPromise((await openStore("readonly")).count(correctionRange(key))), 0);
+export function countCorrections(key) {
+  return withFallback(async () => toPromise((await openStore("readonly")).count(getCorrectionRange(key))), 0);
 }
 
 /**
- * Store a correction under its number, and delete all later corrections. If `edit` is null, only delete the corrections
- * from this number on.
- * @param {string} key @param {number} number @param {Edit | null} edit
+ * Store a correction at its index, and delete all later corrections. If `edit` is null, only delete the corrections
+ * from this index onward.
+ * @param {string} key @param {number} index @param {Edit | null} edit
  * @returns {Promise<"saved" | "owned-by-other-tab" | "unavailable">} owned-by-other-tab: nothing was written
  */
-export function save(key, number, edit) {
+export function saveCorrection(key, index, edit) {
   return withFallback(async () => {
-    const edits = await openStore("readwrite");
-    const owner = await toPromise(edits.get([key, OWNER_NUMBER]));
+    const store = await openStore("readwrite");
+    const owner = await toPromise(store.get([key, OWNER_RECORD_NUMBER]));
     if (owner !== undefined && owner !== TAB_ID) return "owned-by-other-tab";
-    edits.delete(IDBKeyRange.bound([key, number], [key, Number.MAX_SAFE_INTEGER]));
-    if (edit !== null) await toPromise(edits.put(edit, [key, number]));
+    store.delete(IDBKeyRange.bound([key, index], [key, Number.MAX_SAFE_INTEGER]));
+    if (edit !== null) await toPromise(store.put(edit, [key, index]));
     return "saved";
   }, "unavailable");
 }
@@ -97,26 +99,27 @@ export function save(key, number, edit) {
 /** @param {string} job @returns {Promise<string[]>} ids of the annotated stacks created from a result in this browser */
 export function loadAnnotationIds(job) {
   return withFallback(
-    async () => (await toPromise((await openStore("readonly")).get([job, ANNOTATIONS_NUMBER]))) ?? [],
+    async () => (await toPromise((await openStore("readonly")).get([job, ANNOTATIONS_RECORD_NUMBER]))) ?? [],
     [],
   );
 }
 
 /** Record that an annotated stack was created from a result. @param {string} job @param {string} annotation id */
-export async function addAnnotation(job, annotation) {
+export async function addAnnotationId(job, annotation) {
   const existingIds = await loadAnnotationIds(job);
   await withFallback(
-    async () => toPromise((await openStore("readwrite")).put([...existingIds, annotation], [job, ANNOTATIONS_NUMBER])),
+    async () =>
+      toPromise((await openStore("readwrite")).put([...existingIds, annotation], [job, ANNOTATIONS_RECORD_NUMBER])),
     undefined,
   );
 }
 
 /** @returns {Promise<Map<string, number>>} the number of stored corrections by key */
-export function countAll() {
+export function countAllCorrections() {
   return withFallback(async () => {
     const keys = /** @type {[string, number][]} */ (await toPromise((await openStore("readonly")).getAllKeys()));
     const countByKey = new Map();
-    for (const [key, number] of keys) if (number >= 0) countByKey.set(key, (countByKey.get(key) ?? 0) + 1);
+    for (const [key, recordNumber] of keys) if (recordNumber >= 0) countByKey.set(key, (countByKey.get(key) ?? 0) + 1);
     return countByKey;
   }, new Map());
 }
@@ -124,7 +127,7 @@ export function countAll() {
 /** @param {string} key @returns {Promise<OriginalLabels | undefined>} the labels before any correction */
 export function loadOriginalLabels(key) {
   return withFallback(
-    async () => toPromise((await openStore("readonly")).get([key, ORIGINAL_LABELS_NUMBER])),
+    async () => toPromise((await openStore("readonly")).get([key, ORIGINAL_LABELS_RECORD_NUMBER])),
     undefined,
   );
 }
@@ -132,48 +135,52 @@ export function loadOriginalLabels(key) {
 /** @param {string} key @param {OriginalLabels} labels */
 export function saveOriginalLabels(key, labels) {
   return withFallback(
-    async () => toPromise((await openStore("readwrite")).put(labels, [key, ORIGINAL_LABELS_NUMBER])),
+    async () => toPromise((await openStore("readwrite")).put(labels, [key, ORIGINAL_LABELS_RECORD_NUMBER])),
     undefined,
   );
 }
 
-/** Delete everything stored for a job and all of its time points. @param {string} job */
-export function forget(job) {
+/** Delete all records of a job, including the records of its time points. @param {string} job */
+export function forgetCorrections(job) {
   return withFallback(async () => {
-    const edits = await openStore("readwrite");
+    const store = await openStore("readwrite");
     for (const [firstKey, lastKey] of [
       [job, job],
       [`${job}@`, `${job}@\uffff`],
     ])
-      edits.delete(IDBKeyRange.bound([firstKey, ORIGINAL_LABELS_NUMBER], [lastKey, Number.MAX_SAFE_INTEGER]));
+      store.delete(IDBKeyRange.bound([firstKey, ORIGINAL_LABELS_RECORD_NUMBER], [lastKey, Number.MAX_SAFE_INTEGER]));
   }, undefined);
 }
 
 /**
- * Claim a result for this tab, so that only one tab corrects it at a time. The claim is stored with the corrections and
- * checked at every write, because Web Locks are available only over HTTPS. Claims of closed tabs are ignored.
+ * Claim a result for this tab, so that only one tab corrects the result at a time. The claim is stored with the
+ * corrections and checked at every write, because Web Locks are available only over HTTPS. Claims of closed tabs are
+ * ignored.
  * @param {string} key @param {boolean} force whether to claim the result even if another open tab corrects it
  * @returns {Promise<boolean>} false if another open tab corrects the result
  */
-export async function claim(key, force) {
+export async function claimResult(key, force) {
   const owner = await withFallback(
-    async () => toPromise((await openStore("readonly")).get([key, OWNER_NUMBER])),
+    async () => toPromise((await openStore("readonly")).get([key, OWNER_RECORD_NUMBER])),
     undefined,
   );
   if (owner !== undefined && owner !== TAB_ID && !force && (await isOwnedByOpenTab(key))) return false;
-  await withFallback(async () => toPromise((await openStore("readwrite")).put(TAB_ID, [key, OWNER_NUMBER])), undefined);
-  tabs.postMessage({ key, type: "claim" });
+  await withFallback(
+    async () => toPromise((await openStore("readwrite")).put(TAB_ID, [key, OWNER_RECORD_NUMBER])),
+    undefined,
+  );
+  tabChannel.postMessage({ key, type: "claim" });
   ownedKeys.add(key);
   return true;
 }
 
 /** Release a result that this tab claimed. @param {string} key */
-export function release(key) {
+export function releaseResult(key) {
   if (!ownedKeys.delete(key)) return;
   withFallback(async () => {
-    const edits = await openStore("readwrite");
-    if ((await toPromise(edits.get([key, OWNER_NUMBER]))) === TAB_ID)
-      await toPromise(edits.delete([key, OWNER_NUMBER]));
+    const store = await openStore("readwrite");
+    if ((await toPromise(store.get([key, OWNER_RECORD_NUMBER]))) === TAB_ID)
+      await toPromise(store.delete([key, OWNER_RECORD_NUMBER]));
   }, undefined);
 }
 
@@ -182,7 +189,7 @@ export function listenForClaims(key, onclaim, signal) {
   const onmessage = (/** @type {MessageEvent} */ { data }) => {
     if (data.key === key && data.type === "claim") onclaim();
   };
-  tabs.addEventListener("message", onmessage, { signal });
+  tabChannel.addEventListener("message", onmessage, { signal });
 }
 
 /** Ask the other open tabs whether one of them corrects a result. @param {string} key @returns {Promise<boolean>} */
@@ -195,14 +202,14 @@ function isOwnedByOpenTab(key) {
     };
     const onmessage = (/** @type {MessageEvent} */ { data }) =>
       data.key === key && data.type === "owned" && finish(true);
-    tabs.addEventListener("message", onmessage, { signal: listenAbort.signal });
-    tabs.postMessage({ key, type: "query" });
+    tabChannel.addEventListener("message", onmessage, { signal: listenAbort.signal });
+    tabChannel.postMessage({ key, type: "query" });
     setTimeout(() => finish(false), REPLY_TIMEOUT_MILLISECONDS);
   });
 }
 
-const tabs = new BroadcastChannel(DATABASE_NAME);
-tabs.addEventListener("message", ({ data }) => {
-  if (data.type === "query" && ownedKeys.has(data.key)) tabs.postMessage({ key: data.key, type: "owned" });
+const tabChannel = new BroadcastChannel(DATABASE_NAME);
+tabChannel.addEventListener("message", ({ data }) => {
+  if (data.type === "query" && ownedKeys.has(data.key)) tabChannel.postMessage({ key: data.key, type: "owned" });
   if (data.type === "claim") ownedKeys.delete(data.key);
 });

@@ -1,4 +1,4 @@
-/** Compares the objects of two results for one stack. Does not use the DOM. */
+/** Compares the objects of two results for one stack. It does not use the DOM. */
 
 import { getColorIndex } from "./slices.js";
 
@@ -7,10 +7,10 @@ import { getColorIndex } from "./slices.js";
 /**
  * Compare the objects of two results of the same shape. Returns three values:
  *
- * - commonCount: the number of pairs with an intersection over union above 0.5. Each object has at most one such partner.
+ * - commonCount: the number of pairs with an intersection over union above 0.5. Each object is in at most one such pair.
  * - objectCounts: the number of objects in each result.
- * - colorIndices: for each result, the color index of each id. Two objects have the same color if each is the one with
- *   which the other shares the most voxels. All other objects are gray.
+ * - colorIndices: for each result, the color index of each id. An object and its counterpart in the other result have the
+ *   same color if each of them overlaps more with the other than with any third object. All remaining objects are gray.
  * @param {Volume} first @param {Volume} second
  */
 export function compareObjects(first, second) {

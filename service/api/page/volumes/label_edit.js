@@ -1,19 +1,19 @@
-/** Editor that merges, splits, deletes, outlines and paints objects in labels, with undo. Does not use the DOM. */
+/** Editor that merges, splits, deletes, outlines and paints objects in labels, with undo. It does not use the DOM. */
 
-import { divide, fillBetween, fillPolygon } from "./label_shapes.js";
+import { divideMask, fillBetweenOutlines, fillPolygon } from "./label_shapes.js";
 import { haveSimilarColors, IN_PLANE_AXES } from "./slices.js";
 
 /** @typedef {import("./planes.js").Triple} Triple */
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./slices.js").Axis} Axis */
 /** @typedef {import("./label_shapes.js").Point} Point */
-/** @typedef {"merge" | "split" | "delete" | "add" | "paint" | "erase"} Kind */
-/** @typedef {{kind: "split", ids: number[], seeds: Triple[]}} SplitSketch the parts of an object, and the clicked voxel of each */
-/** @typedef {{kind: "add", id: number, axis: Axis, outlines: {at: number, points: Point[]}[]}} OutlineSketch at: index of the plane along the axis */
+/** @typedef {"merge" | "split" | "delete" | "add" | "paint" | "erase"} EditKind */
+/** @typedef {{kind: "split", ids: number[], seeds: Triple[]}} SplitSketch ids: ids of the parts of an object; seeds: the clicked voxel of each part */
+/** @typedef {{kind: "add", id: number, axis: Axis, outlines: {at: number, points: Point[]}[]}} OutlineSketch id: id of the object; axis: normal to the planes of the outlines; at: index of a plane along the axis */
 
 /**
  * @typedef {object} Edit a correction of the labels
- * @property {Kind} kind
+ * @property {EditKind} kind
  * @property {Uint32Array} runs four numbers per run of voxels along x: index of the first voxel, length, old id, new id. The runs are
  *   in the order in which they were written.
  * @property {SplitSketch | OutlineSketch | null} sketch the clicks or outlines, which the next click or outline can continue
@@ -24,18 +24,18 @@ import { haveSimilarColors, IN_PLANE_AXES } from "./slices.js";
 /**
  * @typedef {object} Brush
  * @property {number} id of the object that is painted or erased
- * @property {boolean} erase
+ * @property {boolean} erase whether to erase the object instead of painting it
  * @property {Axis | null} axis normal of a disc, null for a ball
  * @property {boolean} overwrite whether to paint over other objects
  */
 
 /** Maximum number of cells of the grid on which objects are split. Larger objects are split on a coarser grid. */
 const MAX_GRID_CELLS = 400_000;
-/** Number of ids to try when searching for one whose color differs from those of its neighbors. */
+/** Maximum number of ids to try when searching for an id whose color differs from the colors of neighboring objects. */
 const MAX_COLOR_ATTEMPTS = 16;
 
-/** Error raised if a correction is not possible. The message explains what to do instead. */
-export class CannotEdit extends Error {}
+/** Error that is thrown if a correction is not possible. The message explains what to do instead. */
+export class EditError extends Error {}
 
 /** Editor of one volume of labels. It records corrections, so that they can be undone and stored. */
 export class LabelEditor {
@@ -116,7 +116,7 @@ export class LabelEditor {
     return position[0] * this.strides[0] + position[1] * this.strides[1] + position[2];
   }
 
-  /** @param {number[]} [neighbors] ids of neighboring objects @returns {number} an unused id, if possible with a color that differs from those of the neighbors */
+  /** @param {number[]} [neighbors] ids of neighboring objects @returns {number} an unused id, if possible with a color that differs from the colors of the neighbors */
   #createId(neighbors = []) {
     const first = this.maxId + 1;
     const candidates = Array.from({ length: MAX_COLOR_ATTEMPTS }, (_, offset) => first + offset);
@@ -155,7 +155,7 @@ export class LabelEditor {
     this.openRun.length = 0;
   }
 
-  /** Complete the current correction. @param {Kind} kind @param {Edit["sketch"]} [sketch] @returns {Edit | null} null if no voxel changed */
+  /** Complete the current correction. @param {EditKind} kind @param {Edit["sketch"]} [sketch] @returns {Edit | null} null if no voxel changed */
   commit(kind, sketch = null) {
     this.#closeRun();
     if (this.pendingRuns.length === 0) return null;
@@ -179,20 +179,20 @@ export class LabelEditor {
   redo() {
     const edit = this.undoneEdits.pop();
     if (edit === undefined) return null;
-    this.#apply(edit);
+    this.#applyEdit(edit);
     return edit;
   }
 
-  /** Apply stored corrections. @param {Edit[]} edits @returns {boolean} false, with the labels unchanged, if the corrections do not match them */
+  /** Apply stored corrections. @param {Edit[]} edits @returns {boolean} false, with the labels unchanged, if the corrections do not match the labels */
   restore(edits) {
-    const matches = edits.every((edit) => this.#apply(edit));
+    const matches = edits.every((edit) => this.#applyEdit(edit));
     if (!matches) while (this.undo() !== null);
     this.undoneEdits = [];
     return matches;
   }
 
   /** @returns {Volume["data"]} a copy of the labels before any correction */
-  copyOriginal() {
+  copyOriginalData() {
     const data = this.labels.data.slice();
     for (const { runs } of [...this.edits].reverse())
       for (let run = runs.length - 4; run >= 0; run -= 4)
@@ -200,8 +200,8 @@ export class LabelEditor {
     return data;
   }
 
-  /** Apply a correction. @param {Edit} edit @returns {boolean} false, with the labels unchanged, if the correction does not match them */
-  #apply(edit) {
+  /** Apply a correction. @param {Edit} edit @returns {boolean} false, with the labels unchanged, if the correction does not match the labels */
+  #applyEdit(edit) {
     const { labels } = this;
     const { runs } = edit;
     const maxId = runs.reduce((max, value, index) => (index % 4 === 3 && value > max ? value : max), 0);
@@ -237,9 +237,9 @@ export class LabelEditor {
     return this.edits.at(-1)?.sketch ?? null;
   }
 
-  /** @returns {Map<Kind, number>} the number of corrections of each kind */
+  /** @returns {Map<EditKind, number>} the number of corrections of each kind */
   countByKind() {
-    /** @type {Map<Kind, number>} */
+    /** @type {Map<EditKind, number>} */
     const counts = new Map();
     for (const { kind } of this.edits) counts.set(kind, (counts.get(kind) ?? 0) + 1);
     return counts;
@@ -248,7 +248,7 @@ export class LabelEditor {
   /** Call a function for each voxel of an object. @param {number} id @param {(index: number, z: number, y: number, x: number) => void} visit */
   #forEachVoxel(id, visit) {
     const extent = this.objects.get(id);
-    if (extent === undefined) throw new CannotEdit("This object no longer exists. Select another one.");
+    if (extent === undefined) throw new EditError("This object no longer exists. Select another one.");
     const { low, high } = extent;
     const { data } = this.labels;
     for (let z = low[0]; z < high[0]; z += 1) {
@@ -259,10 +259,10 @@ export class LabelEditor {
     }
   }
 
-  /** Merge another object into this one. @param {number} id @param {number} otherId */
+  /** Merge one object into another. @param {number} id of the object that remains @param {number} otherId of the object that is merged */
   merge(id, otherId) {
-    if (id === otherId) throw new CannotEdit("This is the same object. Click another one.");
-    if (!this.objects.has(id)) throw new CannotEdit("This object no longer exists. Select another one.");
+    if (id === otherId) throw new EditError("This is the same object. Click another one.");
+    if (!this.objects.has(id)) throw new EditError("This object no longer exists. Select another one.");
     this.#forEachVoxel(otherId, (index) => this.#writeVoxel(index, id));
     return this.commit("merge");
   }
@@ -275,20 +275,21 @@ export class LabelEditor {
 
   /**
    * Cut an object along a line drawn in a view, through all planes of the view. The smaller part gets a new id.
-   * @param {number} id @param {Axis} axis of the view @param {Point} from @param {Point} to ends of the line, in voxels down and to the right
+   * @param {number} id @param {Axis} axis of the view @param {Point} lineStart @param {Point} lineEnd ends of the line, in voxels down and to the right
    */
-  cut(id, axis, from, to) {
-    const [down, right] = IN_PLANE_AXES[axis];
-    const [deltaDown, deltaRight] = [to[0] - from[0], to[1] - from[1]];
+  cut(id, axis, lineStart, lineEnd) {
+    const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
+    const [deltaDown, deltaRight] = [lineEnd[0] - lineStart[0], lineEnd[1] - lineStart[1]];
     /** @type {[number[], number[]]} */
     const sides = [[], []];
     this.#forEachVoxel(id, (index, ...position) => {
-      const side = (position[right] + 0.5 - from[1]) * deltaDown - (position[down] + 0.5 - from[0]) * deltaRight;
+      const side =
+        (position[rightAxis] + 0.5 - lineStart[1]) * deltaDown - (position[downAxis] + 0.5 - lineStart[0]) * deltaRight;
       sides[side < 0 ? 0 : 1].push(index);
     });
     const smallerSide = sides[0].length < sides[1].length ? sides[0] : sides[1];
     if (smallerSide.length === 0)
-      throw new CannotEdit("The line does not cross the object. Draw it from one side to the other.");
+      throw new EditError("The line does not cross the object. Draw a line from one side of the object to the other.");
     const newId = this.#createId([id]);
     for (const index of smallerSide) this.#writeVoxel(index, newId);
     return this.commit("split");
@@ -296,32 +297,32 @@ export class LabelEditor {
 
   /**
    * Find the object that contains the longest part of a line drawn in a view.
-   * @param {Axis} axis @param {number} plane @param {Point} from @param {Point} to @returns {number} its id, 0 if there is none
+   * @param {Axis} axis @param {number} plane @param {Point} lineStart @param {Point} lineEnd @returns {number} id of the object, 0 if there is none
    */
-  findObjectUnderLine(axis, plane, from, to) {
-    const [down, right] = IN_PLANE_AXES[axis];
-    const stepCount = Math.ceil(2 * Math.hypot(to[0] - from[0], to[1] - from[1])) + 1;
+  findObjectUnderLine(axis, plane, lineStart, lineEnd) {
+    const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
+    const stepCount = Math.ceil(2 * Math.hypot(lineEnd[0] - lineStart[0], lineEnd[1] - lineStart[1])) + 1;
     /** @type {Map<number, number>} */
     const counts = new Map();
     for (let step = 0; step <= stepCount; step += 1) {
       /** @type {Triple} */
       const position = [plane, plane, plane];
-      position[down] = Math.floor(from[0] + ((to[0] - from[0]) * step) / stepCount);
-      position[right] = Math.floor(from[1] + ((to[1] - from[1]) * step) / stepCount);
+      position[downAxis] = Math.floor(lineStart[0] + ((lineEnd[0] - lineStart[0]) * step) / stepCount);
+      position[rightAxis] = Math.floor(lineStart[1] + ((lineEnd[1] - lineStart[1]) * step) / stepCount);
       const id = this.idAt(position);
       if (id) counts.set(id, (counts.get(id) ?? 0) + 1);
     }
-    return [...counts].reduce((best, entry) => (entry[1] > best[1] ? entry : best), [0, 0])[0];
+    return [...counts].reduce((longest, entry) => (entry[1] > longest[1] ? entry : longest), [0, 0])[0];
   }
 
   /**
    * Split an object into one part per seed. Parts grow from their seeds, fast through thick regions and slowly through
    * necks. The first part keeps the id.
-   * @param {number[]} ids of the existing parts @param {Triple[]} seeds clicked voxels; there are more seeds than ids
+   * @param {number[]} ids of the existing parts @param {Triple[]} seeds clicked voxels; there are more seeds than `ids`
    */
   split(ids, seeds) {
     const extents = ids.flatMap((id) => this.objects.get(id) ?? []);
-    if (extents.length < ids.length) throw new CannotEdit("This object no longer exists. Select another one.");
+    if (extents.length < ids.length) throw new EditError("This object no longer exists. Select another one.");
     const low = /** @type {Triple} */ ([0, 1, 2].map((axis) => Math.min(...extents.map((extent) => extent.low[axis]))));
     const high = /** @type {Triple} */ (
       [0, 1, 2].map((axis) => Math.max(...extents.map((extent) => extent.high[axis])))
@@ -329,7 +330,7 @@ export class LabelEditor {
     const lengths = low.map((index, axis) => high[axis] - index);
     // Split large objects on a coarser grid, so that the split feels immediate.
     const cellSize = Math.max(1, Math.ceil(Math.cbrt((lengths[0] * lengths[1] * lengths[2]) / MAX_GRID_CELLS)));
-    // A margin of one empty cell makes bounds checks unnecessary.
+    // With a margin of one empty cell, no bounds checks are needed.
     const shape = /** @type {Triple} */ (lengths.map((length) => Math.ceil(length / cellSize) + 2));
     const mask = new Uint8Array(shape[0] * shape[1] * shape[2]);
     const [z0, y0, x0] = low.map((index) => index - cellSize);
@@ -340,8 +341,8 @@ export class LabelEditor {
     for (const id of ids) this.#forEachVoxel(id, (_, z, y, x) => (mask[toCellIndex(z, y, x)] = 1));
     const seedIndices = seeds.map((seed) => toCellIndex(...seed));
     if (new Set(seedIndices).size < seedIndices.length || !seeds.every((seed) => ids.includes(this.idAt(seed))))
-      throw new CannotEdit("Click once into each part of the object.");
-    const parts = divide(mask, shape, this.voxelSize, seedIndices);
+      throw new EditError("Click once inside each part of the object.");
+    const parts = divideMask(mask, shape, this.voxelSize, seedIndices);
     const partIds = [...ids];
     while (partIds.length < seeds.length) partIds.push(this.#createId(partIds));
     // Collect all changes before writing them, because writing would affect which voxels are visited.
@@ -357,29 +358,29 @@ export class LabelEditor {
   }
 
   /**
-   * Add an object by its outline in a plane, or add an outline to the object that is being drawn. Planes between two
+   * Add an object by outlining it in a plane, or add an outline to the object that is being drawn. Planes between two
    * outlines are filled with interpolated shapes. Other objects keep their voxels.
-   * @param {Axis} axis normal to the plane @param {number} at index of the plane @param {Point[]} points of the outline @param {OutlineSketch | null} sketch of the object that is being drawn
+   * @param {Axis} axis normal to the plane @param {number} planeIndex @param {Point[]} points of the outline @param {OutlineSketch | null} sketch of the object that is being drawn
    */
-  addOutline(axis, at, points, sketch) {
+  addOutline(axis, planeIndex, points, sketch) {
     const isContinued = sketch !== null && sketch.axis === axis && this.objects.has(sketch.id);
-    const otherOutlines = isContinued ? sketch.outlines.filter((outline) => outline.at !== at) : [];
-    const outlines = [...otherOutlines, { at, points }].sort((first, second) => first.at - second.at);
-    const [down, right] = IN_PLANE_AXES[axis];
+    const otherOutlines = isContinued ? sketch.outlines.filter((outline) => outline.at !== planeIndex) : [];
+    const outlines = [...otherOutlines, { at: planeIndex, points }].sort((first, second) => first.at - second.at);
+    const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
     const { shape } = this.labels;
-    const outlineMasks = outlines.map((outline) => fillPolygon(outline.points, [shape[down], shape[right]]));
+    const outlineMasks = outlines.map((outline) => fillPolygon(outline.points, [shape[downAxis], shape[rightAxis]]));
     if (outlineMasks.some((mask) => mask === null))
-      throw new CannotEdit("The outline contains no voxel. Draw a larger one.");
+      throw new EditError("The outline contains no voxels. Draw a larger outline.");
     const id = isContinued ? sketch.id : this.#createId();
-    const masks = fillBetween(outlines, /** @type {import("./label_shapes.js").Mask[]} */ (outlineMasks));
-    if (isContinued) this.#removeOutside(id, axis, masks);
+    const masks = fillBetweenOutlines(outlines, /** @type {import("./label_shapes.js").Mask[]} */ (outlineMasks));
+    if (isContinued) this.#removeVoxelsOutside(id, axis, masks);
     const { strides } = this;
     const { data } = this.labels;
     for (const [plane, { values, top, left, width }] of masks) {
       values.forEach((isInside, index) => {
         const [v, u] = [top + Math.floor(index / width), left + (index % width)];
-        if (!isInside || v < 0 || u < 0 || v >= shape[down] || u >= shape[right]) return;
-        const voxelIndex = plane * strides[axis] + v * strides[down] + u * strides[right];
+        if (!isInside || v < 0 || u < 0 || v >= shape[downAxis] || u >= shape[rightAxis]) return;
+        const voxelIndex = plane * strides[axis] + v * strides[downAxis] + u * strides[rightAxis];
         if (data[voxelIndex] === 0) this.#writeVoxel(voxelIndex, id);
       });
     }
@@ -387,13 +388,13 @@ export class LabelEditor {
   }
 
   /** Remove the voxels of an object that are outside the masks. @param {number} id @param {Axis} axis @param {Map<number, import("./label_shapes.js").Mask>} masks */
-  #removeOutside(id, axis, masks) {
-    const [down, right] = IN_PLANE_AXES[axis];
+  #removeVoxelsOutside(id, axis, masks) {
+    const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
     /** @type {number[]} */
     const outsideIndices = [];
     this.#forEachVoxel(id, (index, ...position) => {
       const mask = masks.get(position[axis]);
-      const [v, u] = mask ? [position[down] - mask.top, position[right] - mask.left] : [-1, -1];
+      const [v, u] = mask ? [position[downAxis] - mask.top, position[rightAxis] - mask.left] : [-1, -1];
       const isInside = mask && v >= 0 && u >= 0 && v < mask.height && u < mask.width && mask.values[v * mask.width + u];
       if (!isInside) outsideIndices.push(index);
     });
@@ -407,17 +408,17 @@ export class LabelEditor {
   stamp(center, radius, brush) {
     const { voxelSize, strides } = this;
     const { shape } = this.labels;
-    // A brush smaller than a voxel still paints the voxel under it.
+    // A brush that is smaller than a voxel still paints the voxel under the brush.
     const squaredRadius = Math.max(radius, 0.5 * Math.max(...voxelSize)) ** 2;
-    const reach = voxelSize.map((edge, axis) => (axis === brush.axis ? 0 : Math.sqrt(squaredRadius) / edge));
+    const reach = voxelSize.map((length, axis) => (axis === brush.axis ? 0 : Math.sqrt(squaredRadius) / length));
     const low = center.map((index, axis) => Math.max(0, Math.ceil(index - reach[axis])));
     const high = center.map((index, axis) => Math.min(shape[axis] - 1, Math.floor(index + reach[axis])));
     for (let z = low[0]; z <= high[0]; z += 1) {
       for (let y = low[1]; y <= high[1]; y += 1) {
-        const squaredRest =
+        const remainingSquaredRadius =
           squaredRadius - ((z - center[0]) * voxelSize[0]) ** 2 - ((y - center[1]) * voxelSize[1]) ** 2;
-        if (squaredRest < 0) continue;
-        const halfLength = Math.sqrt(squaredRest) / voxelSize[2];
+        if (remainingSquaredRadius < 0) continue;
+        const halfLength = Math.sqrt(remainingSquaredRadius) / voxelSize[2];
         const first = Math.max(low[2], Math.ceil(center[2] - halfLength));
         const last = Math.min(high[2], Math.floor(center[2] + halfLength));
         const row = z * strides[0] + y * strides[1];
@@ -432,8 +433,8 @@ export class LabelEditor {
     if (overwrite || currentId === (erase ? id : 0)) this.#writeVoxel(index, erase ? 0 : id);
   }
 
-  /** @returns {number} the id of a new object, which is painted next */
-  startObject() {
+  /** Reserve an id for a new object, which the caller paints next. @returns {number} */
+  reserveId() {
     return this.#createId();
   }
 }

@@ -6,7 +6,7 @@
 /** Encode labels as an NPY file (version 1.0). @param {Volume} labels of unsigned integers @returns {Blob} file with an array `[Z, Y, X]` */
 export function encodeNpy({ data, shape }) {
   const header = `{'descr': '${data.BYTES_PER_ELEMENT === 1 ? "|" : "<"}u${data.BYTES_PER_ELEMENT}', 'fortran_order': False, 'shape': (${shape.join(", ")}), }`;
-  // The header is padded, so that the array data is aligned to 64 bytes.
+  // Pad the header, so that the array data is aligned to 64 bytes.
   const paddedLength = 64 * Math.ceil((10 + header.length + 1) / 64) - 10;
   const headerBytes = new Uint8Array(10 + paddedLength).fill(0x20);
   headerBytes.set([0x93, 0x4e, 0x55, 0x4d, 0x50, 0x59, 1, 0, paddedLength & 255, paddedLength >> 8]);
@@ -22,10 +22,10 @@ export function gzip(blob) {
 
 // XML namespace. It is joined from parts, because no module of the web UI may contain the URL of another host.
 const OME_NAMESPACE = ["http:/", "www.openmicroscopy.org", "Schemas", "OME", "2016-06"].join("/");
-/** TIFF field types of strings, 16-bit and 32-bit unsigned integers. */
-const ASCII = 2;
-const SHORT = 3;
-const LONG = 4;
+/** TIFF field types: strings, 16-bit unsigned integers, and 32-bit unsigned integers. */
+const TYPE_ASCII = 2;
+const TYPE_SHORT = 3;
+const TYPE_LONG = 4;
 
 /**
  * Encode labels as an uncompressed OME-TIFF with one page per plane.
@@ -50,17 +50,17 @@ export function encodeTiff({ data, shape }, voxelSize) {
     header.setUint16(offset, entryCount, true);
     offset += 2;
     for (const [tag, type, count, value] of [
-      [256, LONG, 1, width],
-      [257, LONG, 1, height],
-      [258, SHORT, 1, 8 * bytesPerVoxel],
-      [259, SHORT, 1, 1],
-      [262, SHORT, 1, 1],
-      [270, ASCII, description.length, descriptionOffset],
-      [273, LONG, 1, pixelsOffset + page * planeBytes],
-      [277, SHORT, 1, 1],
-      [278, LONG, 1, height],
-      [279, LONG, 1, planeBytes],
-      [339, SHORT, 1, 1],
+      [256, TYPE_LONG, 1, width],
+      [257, TYPE_LONG, 1, height],
+      [258, TYPE_SHORT, 1, 8 * bytesPerVoxel],
+      [259, TYPE_SHORT, 1, 1],
+      [262, TYPE_SHORT, 1, 1],
+      [270, TYPE_ASCII, description.length, descriptionOffset],
+      [273, TYPE_LONG, 1, pixelsOffset + page * planeBytes],
+      [277, TYPE_SHORT, 1, 1],
+      [278, TYPE_LONG, 1, height],
+      [279, TYPE_LONG, 1, planeBytes],
+      [339, TYPE_SHORT, 1, 1],
     ]) {
       header.setUint16(offset, tag, true);
       header.setUint16(offset + 2, type, true);
@@ -77,8 +77,8 @@ export function encodeTiff({ data, shape }, voxelSize) {
 function createOmeXml([depth, height, width], bytesPerVoxel, voxelSize) {
   const sizeAttributes = voxelSize
     ? ["X", "Y", "Z"].map((axis) => {
-        const edge = voxelSize[/** @type {keyof VoxelSize} */ (axis.toLowerCase())];
-        return ` PhysicalSize${axis}="${edge}" PhysicalSize${axis}Unit="µm"`;
+        const length = voxelSize[/** @type {keyof VoxelSize} */ (axis.toLowerCase())];
+        return ` PhysicalSize${axis}="${length}" PhysicalSize${axis}Unit="µm"`;
       })
     : [];
   return `<?xml version="1.0" encoding="UTF-8"?><OME xmlns="${OME_NAMESPACE}" Creator="StackSeg"><Image ID="Image:0" Name="labels"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="uint${8 * bytesPerVoxel}" BigEndian="false" SizeX="${width}" SizeY="${height}" SizeZ="${depth}" SizeC="1" SizeT="1"${sizeAttributes.join("")}><Channel ID="Channel:0:0" Name="labels" SamplesPerPixel="1"/><TiffData/></Pixels></Image></OME>`;

@@ -1,4 +1,4 @@
-/** Measures objects in the browser, with the same definitions as the service. Does not use the DOM. */
+/** Measures objects in the browser, with the same definitions of the properties as the service. It does not use the DOM. */
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./planes.js").Triple} Triple */
@@ -15,7 +15,7 @@ const COLUMNS = [
  * @param {Iterable<number>} ids of the objects @param {Triple | null} voxelSize in micrometers, null if unknown
  * @returns {Table} the columns that the service writes for one channel
  */
-export function measure(labels, image, ids, voxelSize) {
+export function measureObjects(labels, image, ids, voxelSize) {
   const sortedIds = Float64Array.from(ids).sort();
   const rowById = new Map([...sortedIds].map((id, row) => [id, row]));
   /** @type {Map<string, Float64Array>} */
@@ -45,15 +45,15 @@ export function measure(labels, image, ids, voxelSize) {
       if (image.data[index] > maxima[row]) maxima[row] = image.data[index];
     }
   });
-  const edges = voxelSize ?? [1, 1, 1];
+  const spacing = voxelSize ?? [1, 1, 1];
   const isThick = labels.shape.map((length) => length > 1);
   for (let row = 0; row < sortedIds.length; row += 1) {
-    const count = voxelCounts[row];
-    const volume = count * edges[0] * edges[1] * edges[2];
+    const voxelCount = voxelCounts[row];
+    const volume = voxelCount * spacing[0] * spacing[1] * spacing[2];
     getColumn("area")[row] = volume;
     getColumn("equivalent_diameter_area")[row] = Math.cbrt((6 * volume) / Math.PI);
-    means[row] /= count;
-    for (const axis of [0, 1, 2]) centroids[axis][row] *= edges[axis] / count;
+    means[row] /= voxelCount;
+    for (const axis of [0, 1, 2]) centroids[axis][row] *= spacing[axis] / voxelCount;
     const touchesBorder = labels.shape.some(
       (length, axis) => isThick[axis] && (low[axis][row] === 0 || high[axis][row] === length),
     );

@@ -1,18 +1,18 @@
-/** Functions on masks: splitting by seeds, filling outlines, and interpolating between outlines. */
+/** Functions that divide masks by seeds, fill outlines, and interpolate between outlines. They do not use the DOM. */
 
 /** @typedef {import("./planes.js").Triple} Triple */
 /** @typedef {[number, number]} Point coordinates down and to the right in voxels; the center of the first voxel is at (0.5, 0.5) */
 /** @typedef {{values: Uint8Array, top: number, left: number, height: number, width: number}} Mask mask of a rectangle in a plane; values: 1 inside the shape, 0 outside */
 
 /**
- * Compute squared distances along one line, given those across it, as the lower envelope of parabolas (Felzenszwalb and
- * Huttenlocher, Distance transforms of sampled functions, 2012).
+ * Add the squared distances along one line to the squared distances across the line. The result is the lower envelope
+ * of parabolas (Felzenszwalb and Huttenlocher, Distance transforms of sampled functions, 2012).
  * @param {Float64Array} values overwritten with the result @param {number} count number of values to use
- * @param {number} edge voxel size along the line @param {Int32Array} roots buffer of `count` values
+ * @param {number} spacing voxel size along the line @param {Int32Array} roots buffer of `count` values
  * @param {Float64Array} bounds buffer of `count` + 1 values @param {Float64Array} result buffer of `count` values
  */
-function addLineDistances(values, count, edge, roots, bounds, result) {
-  const squaredEdge = edge * edge;
+function addLineDistances(values, count, spacing, roots, bounds, result) {
+  const squaredSpacing = spacing * spacing;
   let last = 0;
   roots[0] = 0;
   bounds[0] = -Infinity;
@@ -22,8 +22,8 @@ function addLineDistances(values, count, edge, roots, bounds, result) {
     for (;;) {
       const root = roots[last];
       intersection =
-        (values[index] - values[root] + squaredEdge * (index * index - root * root)) /
-        (2 * squaredEdge * (index - root));
+        (values[index] - values[root] + squaredSpacing * (index * index - root * root)) /
+        (2 * squaredSpacing * (index - root));
       if (intersection > bounds[last]) break;
       last -= 1;
     }
@@ -36,7 +36,7 @@ function addLineDistances(values, count, edge, roots, bounds, result) {
   for (let index = 0; index < count; index += 1) {
     while (bounds[last + 1] < index) last += 1;
     const distance = index - roots[last];
-    result[index] = squaredEdge * distance * distance + values[roots[last]];
+    result[index] = squaredSpacing * distance * distance + values[roots[last]];
   }
   values.set(result.subarray(0, count));
 }
@@ -47,26 +47,26 @@ function addLineDistances(values, count, edge, roots, bounds, result) {
  * @returns {Float32Array}
  */
 export function computeSquaredDistances(mask, shape, voxelSize) {
-  // The bound is larger than any squared distance in the mask, but small enough that subtractions stay exact.
+  // The bound is larger than any squared distance in the mask, but small enough for subtractions to be exact.
   const upperBound = shape.reduce((sum, length, axis) => sum + (length * voxelSize[axis]) ** 2, 1);
   const distances = Float32Array.from(mask, (isInside) => (isInside ? upperBound : 0));
-  const longest = Math.max(...shape);
-  const values = new Float64Array(longest);
-  const result = new Float64Array(longest);
-  const roots = new Int32Array(longest);
-  const bounds = new Float64Array(longest + 1);
+  const maxLength = Math.max(...shape);
+  const values = new Float64Array(maxLength);
+  const result = new Float64Array(maxLength);
+  const roots = new Int32Array(maxLength);
+  const bounds = new Float64Array(maxLength + 1);
   let stride = 1;
   for (let axis = shape.length - 1; axis >= 0; axis -= 1) {
     const count = shape[axis];
     const block = stride * count;
     for (let line = 0; line < distances.length / count; line += 1) {
       const start = Math.floor(line / stride) * block + (line % stride);
-      let hasInside = false;
+      let hasInsideVoxel = false;
       for (let index = 0; index < count; index += 1) {
         values[index] = distances[start + index * stride];
-        hasInside ||= values[index] > 0;
+        hasInsideVoxel ||= values[index] > 0;
       }
-      if (!hasInside) continue;
+      if (!hasInsideVoxel) continue;
       addLineDistances(values, count, voxelSize[axis], roots, bounds, result);
       for (let index = 0; index < count; index += 1) distances[start + index * stride] = values[index];
     }
@@ -79,20 +79,20 @@ export function computeSquaredDistances(mask, shape, voxelSize) {
 const MAX_STEP_TIME = 4095;
 
 /**
- * Divide a shape among seeds. A front starts at each seed, with a speed proportional to the squared distance to the
- * surface, so that the fronts meet in necks (Dijkstra's algorithm with Dial's buckets).
+ * Divide a mask among seeds. A front starts at each seed, with a speed proportional to the squared distance to the
+ * surface of the mask, so that the fronts meet in necks (Dijkstra's algorithm with Dial's buckets).
  * @param {Uint8Array} mask with a margin of zeros on all sides @param {Triple} shape @param {Triple} voxelSize
  * @param {number[]} seeds indices of voxels inside the mask
- * @returns {Uint16Array} for each voxel, the number of its seed (from 1); 0 outside the mask and in parts without a seed
+ * @returns {Uint16Array} for each voxel, the number of its seed, starting at 1; 0 outside the mask and in parts without a seed
  */
-export function divide(mask, shape, voxelSize, seeds) {
+export function divideMask(mask, shape, voxelSize, seeds) {
   const distances = computeSquaredDistances(mask, shape, voxelSize);
   const steps = [shape[1] * shape[2], shape[2], 1].flatMap((stride, axis) => [
     [stride, voxelSize[axis]],
     [-stride, voxelSize[axis]],
   ]);
-  const minEdge = Math.min(...voxelSize);
-  const timeScale = (8 / minEdge) * seeds.reduce((max, seed) => Math.max(max, distances[seed]), minEdge ** 2);
+  const minSpacing = Math.min(...voxelSize);
+  const timeScale = (8 / minSpacing) * seeds.reduce((max, seed) => Math.max(max, distances[seed]), minSpacing ** 2);
   const parts = new Uint16Array(mask.length);
   const arrivalTimes = new Float64Array(mask.length).fill(Infinity);
   /** @type {number[][]} */
@@ -106,7 +106,7 @@ export function divide(mask, shape, voxelSize, seeds) {
     pendingCount += 1;
   };
   /** @param {number} index */
-  const spread = (index) => {
+  const spreadFront = (index) => {
     for (const [offset, length] of steps) {
       const next = index + offset;
       if (!mask[next]) continue;
@@ -115,10 +115,10 @@ export function divide(mask, shape, voxelSize, seeds) {
       if (time < arrivalTimes[next]) enqueue(next, time, parts[index]);
     }
   };
-  for (const [number, seed] of seeds.entries()) enqueue(seed, 0, number + 1);
+  for (const [seedIndex, seed] of seeds.entries()) enqueue(seed, 0, seedIndex + 1);
   for (let time = 0; pendingCount > 0; time += 1) {
     const bucket = buckets[time % buckets.length];
-    for (const index of bucket) if (arrivalTimes[index] === time) spread(index);
+    for (const index of bucket) if (arrivalTimes[index] === time) spreadFront(index);
     pendingCount -= bucket.length;
     bucket.length = 0;
   }
@@ -138,9 +138,9 @@ export function fillPolygon(points, size) {
   if (!(height > 0 && width > 0)) return null;
   const values = new Uint8Array(height * width);
   for (let v = 0; v < height; v += 1) {
-    for (const [from, to] of findSpans(points, top + v + 0.5)) {
-      const first = Math.max(0, Math.ceil(from - 0.5 - left));
-      const last = Math.min(width - 1, Math.ceil(to - 0.5 - left) - 1);
+    for (const [start, end] of findSpans(points, top + v + 0.5)) {
+      const first = Math.max(0, Math.ceil(start - 0.5 - left));
+      const last = Math.min(width - 1, Math.ceil(end - 0.5 - left) - 1);
       if (first <= last) values.fill(1, v * width + first, v * width + last + 1);
     }
   }
@@ -151,10 +151,13 @@ export function fillPolygon(points, size) {
 function findSpans(points, level) {
   /** @type {[number, number][]} */
   const crossings = [];
-  points.forEach((from, index) => {
-    const to = points[(index + 1) % points.length];
-    if (from[0] <= level === to[0] <= level) return;
-    crossings.push([from[1] + ((level - from[0]) / (to[0] - from[0])) * (to[1] - from[1]), to[0] > from[0] ? 1 : -1]);
+  points.forEach((start, index) => {
+    const end = points[(index + 1) % points.length];
+    if (start[0] <= level === end[0] <= level) return;
+    crossings.push([
+      start[1] + ((level - start[0]) / (end[0] - start[0])) * (end[1] - start[1]),
+      end[0] > start[0] ? 1 : -1,
+    ]);
   });
   crossings.sort((first, second) => first[0] - second[0]);
   /** @type {[number, number][]} */
@@ -182,9 +185,9 @@ function computeSignedDistances(mask, height, width, shift) {
 }
 
 /**
- * Interpolate between two masks. Their signed distances are blended while the center moves from one to the other (Raya
- * and Udupa, Shape-based interpolation of multidimensional objects, 1990).
- * @param {Mask} first @param {Mask} second @param {number} count number of masks @returns {Mask[]}
+ * Interpolate between two masks. The signed distances of the masks are blended while the center moves from the first
+ * mask to the second (Raya and Udupa, Shape-based interpolation of multidimensional objects, 1990).
+ * @param {Mask} first @param {Mask} second @param {number} count number of masks to create @returns {Mask[]}
  */
 function interpolateMasks(first, second, count) {
   if (count <= 0) return [];
@@ -218,15 +221,15 @@ function interpolateMasks(first, second, count) {
  * @param {{at: number}[]} outlines sorted by plane @param {Mask[]} outlineMasks masks of the filled outlines
  * @returns {Map<number, Mask>} by plane
  */
-export function fillBetween(outlines, outlineMasks) {
+export function fillBetweenOutlines(outlines, outlineMasks) {
   /** @type {Map<number, Mask>} */
   const masks = new Map();
-  for (const [index, { at }] of outlines.entries()) {
-    masks.set(at, outlineMasks[index]);
+  for (const [index, { at: plane }] of outlines.entries()) {
+    masks.set(plane, outlineMasks[index]);
     if (index === 0) continue;
     const previousPlane = outlines[index - 1].at;
-    const interpolated = interpolateMasks(outlineMasks[index - 1], outlineMasks[index], at - previousPlane - 1);
-    for (const [step, mask] of interpolated.entries()) masks.set(previousPlane + 1 + step, mask);
+    const interpolatedMasks = interpolateMasks(outlineMasks[index - 1], outlineMasks[index], plane - previousPlane - 1);
+    for (const [step, mask] of interpolatedMasks.entries()) masks.set(previousPlane + 1 + step, mask);
   }
   return masks;
 }

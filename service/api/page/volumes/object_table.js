@@ -28,17 +28,17 @@ export function getColumn(table, name) {
 
 /**
  * Return the indices of the rows within all limits, sorted by a column.
- * @param {Table} table @param {string} sortColumn @param {boolean} descending
+ * @param {Table} table @param {string} sortColumn @param {boolean} isDescending
  * @param {Map<string, [number, number]>} limits smallest and largest value by column
  */
-export function filterRows(table, sortColumn, descending, limits) {
+export function filterRows(table, sortColumn, isDescending, limits) {
   const rows = [];
   const columnLimits = [...limits].map(([name, [low, high]]) => ({ values: getColumn(table, name), low, high }));
   for (let row = 0; row < table.length; row += 1) {
     if (columnLimits.every(({ values, low, high }) => values[row] >= low && values[row] <= high)) rows.push(row);
   }
   const sortValues = getColumn(table, sortColumn);
-  const sign = descending ? -1 : 1;
+  const sign = isDescending ? -1 : 1;
   return Uint32Array.from(
     rows.sort((first, second) => sign * (sortValues[first] - sortValues[second]) || first - second),
   );

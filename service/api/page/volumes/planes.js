@@ -1,7 +1,7 @@
 /** Fetches volumes in blocks, from the middle outward. Volumes that are too large for the browser are subsampled. */
 
 import { buildQuery, Problem, request } from "../core/requests.js";
-import { slice } from "./slices.js";
+import { extractPlane } from "./slices.js";
 
 /** @typedef {Uint8Array | Int8Array | Uint16Array | Int16Array | Uint32Array | Int32Array | Float32Array} PixelArray */
 /** @typedef {[number, number, number]} Triple values along z, y, x */
@@ -32,7 +32,7 @@ const ARRAY_TYPES = {
   float32: Float32Array,
 };
 /** Maximum size of a volume that is fetched at full resolution. */
-const MAX_VOXELS = 24_000_000;
+const MAX_VOLUME_VOXELS = 24_000_000;
 /** Maximum size of a plane that the service sends in one response. */
 export const MAX_PLANE_VOXELS = 8_000_000;
 /** Approximate number of voxels per request. */
@@ -48,7 +48,7 @@ export function chooseStep(fullShape) {
   for (;;) {
     const [z, y, x] = getSampledShape(fullShape, step);
     const isPlaneTooLarge = y * x > MAX_PLANE_VOXELS;
-    if (!isPlaneTooLarge && z * y * x <= MAX_VOXELS) return step;
+    if (!isPlaneTooLarge && z * y * x <= MAX_VOLUME_VOXELS) return step;
     if (isPlaneTooLarge || Math.max(y, x) >= z) {
       step[1] += 1;
       step[2] += 1;
@@ -108,7 +108,7 @@ export async function fetchPlane({ url, parameters, fullShape }, axis, position,
   const data = await requestPlanes(url, { ...parameters, ...range }, signal);
   const shape = getSampledShape(fullShape, step);
   shape[axis] = 1;
-  return { plane: slice({ data, shape, step, fullShape }, axis, 0), step };
+  return { plane: extractPlane({ data, shape, step, fullShape }, axis, 0), step };
 }
 
 /**
@@ -129,9 +129,9 @@ export async function fetchMiddlePlane({ url, parameters, fullShape }, maxEdge, 
 /**
  * Return the request parameters that select the planes of one channel and time point.
  * @param {import("openapi").Description} file @param {Record<string, unknown>} parameters of the request
- * @param {number | string | undefined} time time point, used if there is more than one @param {number | string | undefined} channel index or name
+ * @param {number | string | undefined} time time point, used if the file has more than one @param {number | string | undefined} channel index or name
  */
-export function selectPart(file, { axes }, time, channel) {
+export function makePlaneParameters(file, { axes }, time, channel) {
   const index = file.channels.indexOf(String(channel ?? ""));
   return { channel: index >= 0 ? index : (channel ?? 0), time: file.times > 1 ? (time ?? 0) : undefined, axes };
 }
@@ -151,7 +151,7 @@ export async function fetchVolume({ url, parameters, fullShape }, signal, onbloc
   starts.sort((first, second) => Math.abs(first - middleStart) - Math.abs(second - middleStart));
   /** @type {Volume | null} */
   let volume = null;
-  let fetchedCount = 0;
+  let fetchedBlockCount = 0;
   const blockCount = starts.length;
 
   async function fetchBlocks() {
@@ -165,12 +165,13 @@ export async function fetchVolume({ url, parameters, fullShape }, signal, onbloc
       const ArrayType = /** @type {any} */ (block.constructor);
       volume ??= { data: /** @type {PixelArray} */ (new ArrayType(countVoxels(shape))), shape, step, fullShape };
       volume.data.set(block, start * shape[1] * shape[2]);
-      fetchedCount += 1;
-      onblock(volume, fetchedCount / blockCount);
+      fetchedBlockCount += 1;
+      onblock(volume, fetchedBlockCount / blockCount);
     }
   }
 
-  // Fetch the first block alone. The service decodes the file for it, and then serves the other blocks from the decoded file.
+  // Fetch the first block before the others. The service decodes the file for this block, and then serves the other
+  // blocks from the decoded file.
   const otherStarts = starts.splice(1);
   await fetchBlocks();
   starts.push(...otherStarts);

@@ -1,4 +1,4 @@
-/** Functions that extract planes from volumes and draw their gray values and the outlines of objects. Do not use the DOM. */
+/** Functions that extract planes from volumes, and that draw gray values and the outlines of objects. They do not use the DOM. */
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./planes.js").PixelArray} PixelArray */
@@ -17,11 +17,11 @@ export const IN_PLANE_AXES = /** @type {const} */ ([
  * @param {Volume} volume @param {Axis} axis normal to the plane @param {number} position index of the plane
  * @returns {Plane}
  */
-export function slice(volume, axis, position) {
+export function extractPlane(volume, axis, position) {
   const [, rows, columns] = volume.shape;
-  const [down, right] = IN_PLANE_AXES[axis];
-  const width = volume.shape[right];
-  const height = volume.shape[down];
+  const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
+  const width = volume.shape[rightAxis];
+  const height = volume.shape[downAxis];
   if (axis === 0)
     return { data: volume.data.subarray(position * rows * columns, (position + 1) * rows * columns), width, height };
   const data = /** @type {PixelArray} */ (new /** @type {any} */ (volume.data.constructor)(width * height));
@@ -40,7 +40,7 @@ export function slice(volume, axis, position) {
 }
 
 /** @param {Volume} volume @returns {Plane} the maximum projection along z */
-export function project(volume) {
+export function projectMaximum(volume) {
   const [depth, height, width] = volume.shape;
   const area = height * width;
   const data = volume.data.slice(0, area);
@@ -64,23 +64,23 @@ export function estimateQuantiles(data, fractions) {
   for (let index = 0; index < data.length; index += stride) {
     if (Number.isFinite(data[index])) sample.push(data[index]);
   }
-  const sorted = Float64Array.from(sample).sort();
-  return fractions.map((fraction) => sorted[Math.round(fraction * (sorted.length - 1))] ?? 0);
+  const sortedValues = Float64Array.from(sample).sort();
+  return fractions.map((fraction) => sortedValues[Math.round(fraction * (sortedValues.length - 1))] ?? 0);
 }
 
-/** Cache of the shades of each color, as ABGR pixels. @type {Map<string, Uint32Array>} */
-const SHADES_CACHE = new Map();
+/** Shades of each color that was used, as ABGR pixels. @type {Map<string, Uint32Array>} */
+const shadesCache = new Map();
 
 /** @param {[number, number, number]} color @returns {Uint32Array} 256 shades from black to the color */
 function getShades(color) {
   const key = String(color);
-  const cachedShades = SHADES_CACHE.get(key);
+  const cachedShades = shadesCache.get(key);
   if (cachedShades) return cachedShades;
   const shades = Uint32Array.from({ length: 256 }, (_, level) => {
-    const [red, green, blue] = color.map((part) => Math.round((part * level) / 255));
+    const [red, green, blue] = color.map((component) => Math.round((component * level) / 255));
     return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
   });
-  SHADES_CACHE.set(key, shades);
+  shadesCache.set(key, shades);
   return shades;
 }
 
@@ -102,9 +102,9 @@ export function paintGray(plane, low, high, color = [255, 255, 255]) {
   return image;
 }
 
-/** ABGR color of objects to which no color is assigned. */
+/** ABGR color of objects that have no color of their own. */
 const GRAY = 0xffa8a8a8;
-/** Colors look the same in one-pixel outlines if the differences of red, green and blue add up to less than this. */
+/** Colors look the same in one-pixel outlines if the sum of their differences in red, green and blue is less than this distance. */
 const SIMILAR_COLOR_DISTANCE = 120;
 
 /** Colors of objects as ABGR pixels, the same as in the label files for ImageJ: hues in steps of the golden ratio. */
@@ -121,11 +121,11 @@ export function getColorIndex(id) {
   return ((id - 1) % 255) + 1;
 }
 
-/** Return whether the colors of two objects are hard to distinguish. @param {number} id @param {number} other */
-export function haveSimilarColors(id, other) {
-  const [first, second] = [COLORS[getColorIndex(id)], COLORS[getColorIndex(other)]];
+/** Return whether the colors of two objects are hard to distinguish. @param {number} id @param {number} otherId */
+export function haveSimilarColors(id, otherId) {
+  const [first, second] = [COLORS[getColorIndex(id)], COLORS[getColorIndex(otherId)]];
   const differences = [0, 8, 16].map((shift) => Math.abs(((first >> shift) & 255) - ((second >> shift) & 255)));
-  return differences.reduce((sum, part) => sum + part, 0) < SIMILAR_COLOR_DISTANCE;
+  return differences.reduce((sum, difference) => sum + difference, 0) < SIMILAR_COLOR_DISTANCE;
 }
 
 /** @param {number} id @returns {string} the color of an object in CSS syntax */
@@ -145,11 +145,11 @@ function hsvToRgb(hue, saturation, value) {
 }
 
 /** @typedef {{left: number, top: number, scaleX: number, scaleY: number}} Placement position of a plane on the screen, and size of its voxels, in pixels */
-/** @typedef {{filled: boolean, selected: number, hidden: Uint8Array | null, colorIndices: Uint8Array | null, thickness: number}} Style colorIndices: index into `COLORS` by id, null for the default colors */
+/** @typedef {{fillObjects: boolean, selectedId: number, hiddenFlags: Uint8Array | null, colorIndices: Uint8Array | null, thickness: number}} LabelStyle hiddenFlags and colorIndices: as in `SceneState`; thickness: width of the outlines in pixels */
 
 /**
- * Draw outlines at the resolution of the screen, so that they are sharp at any zoom.
- * @param {Plane} labels @param {ImageData} image overwritten @param {Placement} placement @param {Style} style
+ * Draw the outlines of objects at the resolution of the screen, so that the outlines are sharp at any zoom.
+ * @param {Plane} labels @param {ImageData} image overwritten @param {Placement} placement @param {LabelStyle} style
  */
 export function paintLabels(labels, image, placement, style) {
   const { width, height } = image;
@@ -173,18 +173,19 @@ export function paintLabels(labels, image, placement, style) {
     if (y < 0 || y >= height || v < 0 || v >= labels.height) return row.fill(0);
     const offset = v * labels.width;
     const { data } = labels;
-    const { hidden } = style;
+    const { hiddenFlags } = style;
     for (let x = first; x <= last; x += 1) row[x] = data[offset + columns[x]];
-    if (hidden !== null) for (let x = first; x <= last; x += 1) if (hidden[row[x]]) row[x] = 0;
+    if (hiddenFlags !== null) for (let x = first; x <= last; x += 1) if (hiddenFlags[row[x]]) row[x] = 0;
     return row;
   };
   const rows = Array.from({ length: 2 * reach + 1 }, () => new Int32Array(width));
   for (let y = 0; y < 2 * reach; y += 1) readRow(y - reach, rows[y]);
   for (let y = 0; y < height; y += 1) {
     readRow(y + reach, rows[2 * reach]);
-    const [row, above, below] = [rows[reach], rows[reach - thickness], rows[reach + thickness]];
-    paintRow(above, row, below, pixels, y * width, first, last, style);
-    if (style.selected && row.includes(style.selected)) paintSelected(rows, pixels, y * width, first, last, style);
+    const [row, rowAbove, rowBelow] = [rows[reach], rows[reach - thickness], rows[reach + thickness]];
+    paintRow(rowAbove, row, rowBelow, pixels, y * width, first, last, style);
+    if (style.selectedId && row.includes(style.selectedId))
+      paintSelectedObject(rows, pixels, y * width, first, last, style);
     const recycledRow = rows.shift();
     if (recycledRow) rows.push(recycledRow);
   }
@@ -192,17 +193,17 @@ export function paintLabels(labels, image, placement, style) {
 
 /**
  * Paint the outlines and fill colors in one row of pixels.
- * @param {Int32Array} above @param {Int32Array} row @param {Int32Array} below ids of the objects in this row and the rows around it
- * @param {Uint32Array} pixels @param {number} offset @param {number} first @param {number} last @param {Style} style
+ * @param {Int32Array} rowAbove @param {Int32Array} row @param {Int32Array} rowBelow ids of the objects in this row and in the rows above and below
+ * @param {Uint32Array} pixels @param {number} offset index of the first pixel of the row @param {number} first @param {number} last first and last column to paint @param {LabelStyle} style
  */
-function paintRow(above, row, below, pixels, offset, first, last, style) {
-  const { filled, colorIndices, thickness } = style;
+function paintRow(rowAbove, row, rowBelow, pixels, offset, first, last, style) {
+  const { fillObjects, colorIndices, thickness } = style;
   for (let x = first; x <= last; x += 1) {
     const id = row[x];
     if (id === 0) continue;
-    // Beyond the ends of a row, the value is undefined, which differs from every id.
-    const isInside = row[x - thickness] === id && row[x + thickness] === id && above[x] === id && below[x] === id;
-    if (isInside && !filled) continue;
+    // Outside the row, the value is undefined, which differs from every id.
+    const isInside = row[x - thickness] === id && row[x + thickness] === id && rowAbove[x] === id && rowBelow[x] === id;
+    if (isInside && !fillObjects) continue;
     const color = COLORS[colorIndices === null ? ((id - 1) % 255) + 1 : colorIndices[id]];
     pixels[offset + x] = isInside ? (color & 0x00ffffff) | 0x70000000 : color;
   }
@@ -211,16 +212,16 @@ function paintRow(above, row, below, pixels, offset, first, last, style) {
 /**
  * Paint the selected object in its color with a white outline.
  * @param {Int32Array[]} rows ids of the objects; the painted row is in the middle
- * @param {Uint32Array} pixels @param {number} offset @param {number} first @param {number} last @param {Style} style
+ * @param {Uint32Array} pixels @param {number} offset index of the first pixel of the row @param {number} first @param {number} last first and last column to paint @param {LabelStyle} style
  */
-function paintSelected(rows, pixels, offset, first, last, { selected, colorIndices }) {
+function paintSelectedObject(rows, pixels, offset, first, last, { selectedId, colorIndices }) {
   const reach = rows.length >> 1;
   const row = rows[reach];
-  const color = (COLORS[colorIndices?.[selected] ?? getColorIndex(selected)] & 0x00ffffff) | 0x3c000000;
+  const color = (COLORS[colorIndices?.[selectedId] ?? getColorIndex(selectedId)] & 0x00ffffff) | 0x3c000000;
   for (let x = first; x <= last; x += 1) {
-    if (row[x] !== selected) continue;
-    const isInsideRow = row[x - reach] === selected && row[x + reach] === selected;
-    const isInside = isInsideRow && rows[0][x] === selected && rows[2 * reach][x] === selected;
+    if (row[x] !== selectedId) continue;
+    const isInsideRow = row[x - reach] === selectedId && row[x + reach] === selectedId;
+    const isInside = isInsideRow && rows[0][x] === selectedId && rows[2 * reach][x] === selectedId;
     pixels[offset + x] = isInside ? color : 0xffffffff;
   }
 }

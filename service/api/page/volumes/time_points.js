@@ -1,4 +1,4 @@
-/** Functions for the parameter `time` of requests and jobs: an index, `all`, or a range such as `2:5`. */
+/** Functions that parse the parameter `time` of requests and jobs: an index, `all`, or a range such as `2:5`. */
 
 /** @param {unknown} time @returns {number} the first time point */
 export function getFirstTime(time) {
