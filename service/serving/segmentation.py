@@ -126,12 +126,12 @@ def queue_work(
 class StackResult(NamedTuple):
     """The result of a request, ready to be sent.
 
-    path      path of the result file
-    content   content of a small result, for which no file may exist; None for a large result
-    file_status    status of the file, if the file exists and was written for this request
-    cache_key       cache key, which covers everything that affects the result; None if unknown
-    cache_status     whether the result was found in the cache; None without a cache
-    file      open file of a cached result, which must be closed after the result has been sent
+    path          path of the result file
+    content       content of a small result, for which no file may exist; None for a large result
+    file_status   status of the file, if the file exists and was written for this request
+    cache_key     cache key, which covers everything that affects the result; None if unknown
+    cache_status  whether the result was found in the cache; None without a cache
+    file          open file of a cached result, which must be closed after the result has been sent
     """
 
     path: Path

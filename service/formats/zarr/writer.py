@@ -73,7 +73,7 @@ def write_archive(segmentation: Segmentation, path: Path) -> None:
 class Level(NamedTuple):
     """One resolution of a store that is being written.
 
-    steps  distance between neighboring voxels along z, y, x, in voxels of the full resolution
+    steps        distance between neighboring voxels along z, y, x, in voxels of the full resolution
     block_shape  shape of blocks that several processes may write independently; in a sharded array, a block is one file
     """
 

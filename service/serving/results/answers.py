@@ -246,8 +246,8 @@ def compute_fingerprint(
 ) -> str:
     """Return a hash of everything that determines an answer. Requests with equal fingerprints have equal answers.
 
-    digest              digest of the file content
-    spec_json           `ModelRegistry.spec_json` of the model
+    digest                  digest of the file content
+    spec_json               `ModelRegistry.spec_json` of the model
     get_execution_settings  `Runtime.get_execution_settings` of the model
 
     Returns a SHA-256 hash in hexadecimal.

@@ -155,7 +155,7 @@ def test_requests_of_an_unresponsive_host_run_on_another_host(
     wait_until(lambda: count_segmentations(live) >= before + len(workers) + 1)
     assert count_segmentations(live) == before + len(workers) + 1
     assert live.leftovers() == []
-    assert [entry.name for entry in live.runtime._cluster._exchange.path.iterdir()] == [MARKER_NAME]
+    assert [entry.name for entry in live.runtime.devices._cluster._exchange.path.iterdir()] == [MARKER_NAME]
     if is_alive(unresponsive_node):
         cluster.remove_node(replacement)
     else:
