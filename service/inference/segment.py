@@ -95,7 +95,7 @@ def segment(
         image, resampling_notes = _resample(call, source, plan)
         spec = apply_postprocessing(runner.spec, plan.postprocessing, volume, as_size(image.shape[2:]))
         image, skipped, skipping_notes = _skip_empty_windows(call, image, spec, plan)
-        callbacks.progress(0, estimate.num_windows)
+        callbacks.progress(0, estimate.windows)
         scoring = _score(call, image, spec, plan)
         # Free the images before decoding.
         del source, image

@@ -68,7 +68,7 @@ class Estimate:
     operating system can reclaim them.
     """
 
-    num_windows: int
+    windows: int
     sw_batch_size: int
     overlap: float
     working_size: Size

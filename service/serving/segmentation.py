@@ -108,7 +108,7 @@ def queue_work(
     """
     spec, pixels, options, caller = request
     time_point_count = len(pixels.times) if isinstance(pixels, Series) else 1
-    window_count = time_point_count * runtime.estimate(spec, pixels, options).num_windows
+    window_count = time_point_count * runtime.estimate(spec, pixels, options).windows
     reservation = runtime.reserve(spec.name, caller)
     needs = partial(reservation.estimate_needs, pixels, options)
     job: Job[T] = Job(

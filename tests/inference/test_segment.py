@@ -131,8 +131,8 @@ def test_a_different_window_size_gives_the_result_of_a_model_with_that_window_si
     assert len(runner._runners_by_window) == 1, "only the most recent runner is kept"
     assert segment(runner, volume, Options(roi_size=bands.input.roi_size)).notes == ()
     assert (
-        runner.estimator.estimate(volume, options).num_windows
-        > runner.estimator.estimate(volume, Options()).num_windows
+        runner.estimator.estimate(volume, options).windows
+        > runner.estimator.estimate(volume, Options()).windows
     )
 
 
@@ -178,8 +178,8 @@ def test_the_overlap_determines_the_number_of_windows(eager, volume):
     )
     assert steps[0] == (0, 18)
     assert steps[-1] == (18, 18)
-    assert eager.estimator.estimate(volume, Options(overlap=0.0)).num_windows == 18
-    assert eager.estimator.estimate(volume, Options(overlap=0.5)).num_windows > 18
+    assert eager.estimator.estimate(volume, Options(overlap=0.0)).windows == 18
+    assert eager.estimator.estimate(volume, Options(overlap=0.5)).windows > 18
 
 
 def test_best_quality_scores_every_window_three_times_with_every_engine(eager, compiled, volume):
@@ -188,7 +188,7 @@ def test_best_quality_scores_every_window_three_times_with_every_engine(eager, c
     network = compiled._engine.window.network
     compiled.instrument(lambda call: lambda x: strides.append(x.stride()) or call(x))
     try:
-        windows = compiled.estimator.estimate(volume, Options(overlap=0.0)).num_windows
+        windows = compiled.estimator.estimate(volume, Options(overlap=0.0)).windows
         result = segment(
             compiled, volume, best, callbacks=Callbacks(progress=lambda done, total: steps.append((done, total)))
         )
@@ -196,7 +196,7 @@ def test_best_quality_scores_every_window_three_times_with_every_engine(eager, c
         compiled.instrument(lambda _: network)
     assert len(strides) == 3 * -(-windows // 2)
     # The seconds per window are the same for all requests, so the queue can predict the duration of this request.
-    total = compiled.estimator.estimate(volume, best).num_windows
+    total = compiled.estimator.estimate(volume, best).windows
     assert (steps[0], steps[-1]) == ((0, total), (total, total))
     assert len(set(strides)) == 1
     assert result.notes == ()
@@ -326,10 +326,10 @@ def test_the_diameter_is_estimated_if_the_request_does_not_specify_it(make_estim
         {"prepare", "windows", "decode"},
     )
     assert np.array_equal(specified.segmentation.pixels, estimated.segmentation.pixels)
-    assert [estimate.num_windows for estimate in new_estimates] == [
-        runner.estimator.estimate(balls, Options(diameter=estimated.diameter)).num_windows
+    assert [estimate.windows for estimate in new_estimates] == [
+        runner.estimator.estimate(balls, Options(diameter=estimated.diameter)).windows
     ]
-    total = new_estimates[0].num_windows
+    total = new_estimates[0].windows
     assert (progress_calls[0], progress_calls[-1]) == ((0, total), (total, total))
     without_diameter = segment(runner, balls, Options(diameter="none"))
     assert (without_diameter.diameter_text, without_diameter.notes) == (None, ())
@@ -365,7 +365,7 @@ def test_the_diameter_of_a_stack_is_estimated_once(make_estimating_runner, balls
     # Only the windows of the stack itself are computed, in batches of two.
     assert (
         len(calls) - num_calls
-        == -(-runner.estimator.estimate(balls, Options(diameter=first.diameter)).num_windows // 2)
+        == -(-runner.estimator.estimate(balls, Options(diameter=first.diameter)).windows // 2)
         < num_calls
     )
     for stack in (
@@ -375,7 +375,7 @@ def test_the_diameter_of_a_stack_is_estimated_once(make_estimating_runner, balls
         num_calls = len(calls)
         num_windows = runner.estimator.estimate(
             stack, Options(diameter=segment(runner, stack, Options()).diameter)
-        ).num_windows
+        ).windows
         assert len(calls) - num_calls > -(-num_windows // 2)
 
 

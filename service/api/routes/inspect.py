@@ -31,7 +31,7 @@ async def inspect_stack(request: Request, runtime: RuntimeDependency, query: Adm
     estimate, seconds, problems = None, None, [description.problem]
     try:
         estimate = runtime.estimate(spec, description, query.options)
-        windows = description.volume_count * estimate.num_windows
+        windows = description.volume_count * estimate.windows
         seconds = runtime.estimate_seconds(spec.name, windows, get_caller(request))
         check_memory(estimate, host.query_available_memory())
     except (RequestError, OutOfMemory) as error:

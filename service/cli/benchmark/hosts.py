@@ -101,7 +101,7 @@ def _time_requests(devices: Sequence[Device], spec: ModelSpec, volume: Volume, r
 
 def _submit(scheduler: Scheduler, spec: ModelSpec, volume: Volume) -> Job[Any]:
     reservation = Reservation(scheduler, spec.name)
-    window_count = scheduler.models.get_estimator(spec).estimate(volume, ORIGINAL_RESOLUTION).num_windows
+    window_count = scheduler.models.get_estimator(spec).estimate(volume, ORIGINAL_RESOLUTION).windows
 
     def segment(job: Job[Any]) -> None:
         reservation.segment(job, volume, ORIGINAL_RESOLUTION)

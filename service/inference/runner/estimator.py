@@ -208,9 +208,9 @@ class Estimator:
             request_estimate = estimate_request(self.spec, volume, plan, window_memory)
         if self.settings.windows.inferer == "monai":
             request_estimate = self._add_monai_bytes(request_estimate)
-        if request_estimate.num_windows > (max_windows := self.settings.limits.windows):
+        if request_estimate.windows > (max_windows := self.settings.limits.windows):
             raise TooLarge(
-                f"The volume needs {request_estimate.num_windows} windows, but this service allows at most"
+                f"The volume needs {request_estimate.windows} windows, but this service allows at most"
                 f" {max_windows} for one volume. Crop the volume, or use less overlap"
                 f"{', quality=fast' * bool(plan.views)} or a larger diameter.",
                 suggested={"quality": "fast"} if plan.views else None,

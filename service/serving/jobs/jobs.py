@@ -148,7 +148,7 @@ class JobManager:
             raise BadParameter(description.problem, parameter="time", suggested={"time": "all"})
         query, runtime = request.query, self._runtime
         spec = runtime.models.get_spec(query.model)
-        window_count = description.volume_count * runtime.estimate(spec, description, query.options).num_windows
+        window_count = description.volume_count * runtime.estimate(spec, description, query.options).windows
         parameters = query.model_dump(mode="json", exclude_unset=True)
         return self._accept(request, JobRequest(spec.name, parameters, name, window_count, receive_seconds))
 

@@ -230,7 +230,7 @@ def test_skipping_gives_almost_the_same_result_with_fewer_windows(bands, scatter
         assert np.abs(expected - actual).mean() < 0.01
     assert unskipped.skipped is None
     assert result.skipped is not None
-    total = runner.estimator.estimate(scattered, Options()).num_windows
+    total = runner.estimator.estimate(scattered, Options()).windows
     assert result.skipped.total == total
     assert result.skipped.windows > total / 2
     # Batches of two, and one more batch for the brightest skipped windows.

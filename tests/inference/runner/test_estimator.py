@@ -81,8 +81,8 @@ def test_window_counts_once_for_each_view(bands):
     volume, estimator = describe(40, 80, 80), Estimator(bands, SETTINGS)
     fast = estimator.estimate(volume, Options(overlap=0.25))
     best = estimator.estimate(volume, Options(overlap=0.25, quality="best"))
-    assert best.num_windows == 3 * fast.num_windows > 3
-    limited = Estimator(bands, Settings(limits=Limits(windows=fast.num_windows)))
+    assert best.windows == 3 * fast.windows > 3
+    limited = Estimator(bands, Settings(limits=Limits(windows=fast.windows)))
     assert limited.estimate(volume, Options(overlap=0.25)) == fast
     with pytest.raises(TooLarge, match="quality=fast"):
         limited.estimate(volume, Options(overlap=0.25, quality="best"))
@@ -117,12 +117,12 @@ def test_options_that_exceed_the_limits_are_rejected(bands, options, name):
 
 def test_windows_are_counted_on_the_grid_of_the_network(bands):
     plan = Plan("classes", 2, 0.0)
-    assert estimate_request(bands, describe(16, 64, 96), plan, WindowMemory(0)).num_windows == 1 * 2 * 3
+    assert estimate_request(bands, describe(16, 64, 96), plan, WindowMemory(0)).windows == 1 * 2 * 3
     spec = bands.model_copy(update={"input": bands.input.model_copy(update={"voxel_size": (1.0, 1.0, 1.0)})})
     fine = describe(16, 64, 96, voxel_size=VoxelSize(1, 0.5, 0.5))
     coarse = estimate_request(spec, fine, plan, WindowMemory(0))
     assert coarse.working_size == (16, 32, 48)
-    assert coarse.num_windows == 1 * 1 * 2
+    assert coarse.windows == 1 * 1 * 2
 
 
 def test_estimate_needs_only_shape_and_voxel_size(bands):

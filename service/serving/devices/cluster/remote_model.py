@@ -73,7 +73,7 @@ class RemoteModel:
         count_share = partial(context.counters.count_share, job, self.spec.name)
         with context.pool.exchange.share_volume(volume) as stored_volume:
             task = self._model_in_use.make_load_task()._replace(
-                volume=stored_volume, options=options, window_count=planned_request.estimate.num_windows
+                volume=stored_volume, options=options, window_count=planned_request.estimate.windows
             )
             stored_result: StoredResult = self._run("segment", task, job.cancelled, progress, count_share)
             # Replace the spec, because the returned spec is a copy and callers compare specs by identity.
