@@ -194,7 +194,7 @@ class MisbehavingClient(Client):
     def send(self, fraction: float, seconds: float, reads: int = 0) -> None:
         """Send a fraction of a request over `seconds`, read a little of the response, and disconnect."""
         body, path = self.choose_stack().content, self._rng.choice(["/segment", "/jobs", "/inspect"])
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {self._headers['Authorization']}\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: {self._headers['Authorization']}\r\n"
         data = (head + f"Content-Type: image/tiff\r\nContent-Length: {len(body)}\r\n\r\n").encode() + body
         with suppress(OSError), self._world.connect() as connection:
             sent = data[: int(fraction * len(data))]

@@ -106,7 +106,7 @@ class Client:
         stack = self._choose_stack()
         length = len(stack.content) if self._rng.random() < 0.7 else self._rng.randrange(len(stack.content))
         url = self._http.base_url
-        head = f"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Length: {len(stack.content)}\r\n\r\n"
+        head = f"POST /segment HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(stack.content)}\r\n\r\n"
         with socket.create_connection((url.host, url.port)) as connection:
             connection.sendall(head.encode() + stack.content[:length])
             time.sleep(self._rng.uniform(0, 0.5))

@@ -41,7 +41,8 @@ Attack = Callable[[int], AbstractContextManager[object]]
 def send_request(port: int, path: str, body: bytes, length: int | None = None) -> socket.socket:
     """Send a request as the attacker; return the connection. `length` overrides the Content-Length of the body."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=60)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nX-API-Key: attacker\r\nContent-Length: {length or len(body)}\r\n\r\n"
+    headers = f"Host: localhost\r\nX-API-Key: attacker\r\nContent-Length: {length or len(body)}"
+    head = f"POST {path} HTTP/1.1\r\n{headers}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
 
@@ -174,17 +175,17 @@ def hold_connections(port: int, sent: bytes = b"", more: bytes = b"") -> Abstrac
 
 def drip_heads(port: int) -> AbstractContextManager[None]:
     """Like `hold_connections`, but send one byte of the request head per second."""
-    return hold_connections(port, b"POST /segment HTTP/1.1\r\nHost: x\r\nX-Long: ", b"x")
+    return hold_connections(port, b"POST /segment HTTP/1.1\r\nHost: localhost\r\nX-Long: ", b"x")
 
 
 def drip_bodies(port: int) -> AbstractContextManager[None]:
     """Like `hold_connections`, but send a request head without an API key, then one byte of the body per second."""
-    return hold_connections(port, b"POST /segment HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n", b"x")
+    return hold_connections(port, b"POST /segment HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n", b"x")
 
 
 def leave_answers(port: int) -> AbstractContextManager[None]:
     """Like `hold_connections`, but request a file of more than a megabyte, and never read the response."""
-    return hold_connections(port, b"GET /docs/page.js HTTP/1.1\r\nHost: x\r\n\r\n")
+    return hold_connections(port, b"GET /docs/page.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
 
 def misname_parameters(port: int) -> AbstractContextManager[None]:
@@ -203,7 +204,7 @@ def send_ahead(port: int) -> AbstractContextManager[None]:
 
     def step() -> None:
         with socket.create_connection(("127.0.0.1", port), 60) as connection:
-            connection.sendall(40 * b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(40 * b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
             while connection.recv(2**20):
                 pass
 

@@ -28,7 +28,7 @@ class Service(ServiceRequests):
     def __init__(self, app: Any, folder: Path) -> None:
         self.app, self.folder, self.runtime = app, folder, app.state.runtime
         self.async_jobs = app.state.async_jobs
-        self.client = TestClient(app, raise_server_exceptions=False)
+        self.client = TestClient(app, "http://localhost", raise_server_exceptions=False)
         self.caller: str | None = None
         app.add_middleware(self._identify)
 

@@ -107,7 +107,7 @@ class LiveServer(ServiceRequests):
 
         length  the Content-Length header; None: the length of `body`. A larger value makes the request incomplete.
         """
-        lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {length or len(body)}", *headers]
+        lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {length or len(body)}", *headers]
         with socket.create_connection((self.host, self.port)) as connection:
             connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
             yield connection

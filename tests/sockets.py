@@ -77,7 +77,7 @@ def make_server(app: Any, drain_seconds: float, stalled_seconds: float, **more: 
 
 def make_request_head(*headers: str) -> bytes:
     """Return the head of a POST request with these header lines."""
-    return "\r\n".join(["POST / HTTP/1.1", "Host: here", *headers, "", ""]).encode()
+    return "\r\n".join(["POST / HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
 
 
 def read_response_body(client: socket.socket) -> bytes:

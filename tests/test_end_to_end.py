@@ -286,7 +286,7 @@ def test_serve_command_finishes_running_requests_before_it_exits(
         with ThreadPoolExecutor(1) as pool, socket.create_connection((host, int(port)), 20) as stalled:
             running = pool.submit(httpx2.post, f"{address}/segment", content=larger, headers=TIFF, timeout=60)
             wait_until(lambda: list(scratch.glob("*/requests/*/upload.tif")) != [], 20)
-            head = "POST /segment HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
+            head = "POST /segment HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
             stalled.sendall(head.encode() + b"half")
             # Wait for the interim response: the server may drop requests that it has not read at shutdown.
             assert stalled.recv(100).startswith(b"HTTP/1.1 100 ")

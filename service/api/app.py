@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.access.authentication import HEALTH_PATH, ApiKeyAuth
+from service.api.access.cross_site import CrossSiteProtection
 from service.api.access.middleware import DrainBody, RequestLog, SecurityHeaders
 from service.api.access.trusted_hosts import (
     CORS_METHODS,
@@ -95,14 +96,17 @@ class Application(FastAPI):
 
         Responses to unexpected errors, which FastAPI's middleware sends, then pass through the service's middleware.
         """
-        access = self.state.runtime.settings.access
+        settings = self.state.runtime.settings
+        access = settings.access
         fastapi_stack = super().build_middleware_stack()
         stack: ASGIApp = ApiKeyAuth(fastapi_stack, access, handle_error)
         if access.origins:
             stack = CORSMiddleware(
                 stack, access.origins, CORS_METHODS, CORS_REQUEST_HEADERS, expose_headers=CORS_RESPONSE_HEADERS
             )
-        http_stack = RequestLog(SecurityHeaders(DrainBody(TrustedHosts(stack, access, handle_error))))
+        stack = CrossSiteProtection(stack, access, handle_error)
+        stack = TrustedHosts(stack, access, settings.server.host, handle_error)
+        http_stack = RequestLog(SecurityHeaders(DrainBody(stack)))
 
         async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
             # The middleware of the service handles only HTTP requests. Lifespan events bypass it.

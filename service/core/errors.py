@@ -13,6 +13,7 @@ StackSegError
 |   |-- UnknownModel         no model has this name
 |   |-- Unauthorized         the API key is missing, is unknown, or does not have the required permission
 |   |-- MisdirectedRequest   the Host header names a host that this service does not serve
+|   |-- CrossSiteRequest     a web page of another origin tries to change something
 |   |-- UnknownJob           no job has this id, or the job belongs to another key
 |   |-- UnknownStack         no uploaded stack has this id, or the stack belongs to another key
 |   |-- UnknownAnnotation    no annotated stack has this id, or the stack belongs to another key
@@ -142,6 +143,12 @@ class MisdirectedRequest(RequestError):
     """The Host header names a host that this service does not serve."""
 
     slug = "misdirected"
+
+
+class CrossSiteRequest(RequestError):
+    """A web page of an origin that is not allowed sent a request that could change something."""
+
+    slug = "cross-site"
 
 
 class UnknownJob(RequestError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import uuid
@@ -9,6 +10,8 @@ from collections.abc import Iterable
 
 from starlette.types import Scope
 
+# Key of the request's state for the time (event loop clock) by which the client must have received the response.
+SEND_DEADLINE = "send_deadline"
 # Pairs of a name and a value. Names are in lower case, as ASGI requires.
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
@@ -23,6 +26,8 @@ SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
 }
 
 
@@ -45,3 +50,8 @@ def choose_request_id(proposed_id: str) -> str:
         return proposed_id
     # Request ids need not be unpredictable, and a non-cryptographic generator saves a system call.
     return str(uuid.UUID(int=random.getrandbits(128), version=4))
+
+
+def set_send_timeout(scope: Scope, seconds: float) -> None:
+    """Let the connection be closed if the client has not received the response to this request within `seconds`."""
+    scope.setdefault("state", {})[SEND_DEADLINE] = asyncio.get_running_loop().time() + seconds

@@ -84,6 +84,7 @@ class Problem(BaseModel):
 # Titles of error types whose slug cannot be converted to a good title.
 _TITLES_BY_SLUG = {
     "configuration": "Configuration error",
+    "cross-site": "Request from another site",
     "doubtful-result": "Low confidence",
     "interrupted": "Job interrupted",
     "misdirected": "Unknown host name",
@@ -132,6 +133,7 @@ STATUS_BY_ERROR: dict[type[errors.StackSegError], int] = {
     errors.UnknownModel: 404,
     errors.Unauthorized: 401,
     errors.MisdirectedRequest: 421,
+    errors.CrossSiteRequest: 403,
     errors.RateLimited: 429,
     errors.UnknownJob: 404,
     errors.UnknownStack: 404,

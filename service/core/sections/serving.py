@@ -185,7 +185,8 @@ class Access(Section):
     trainers             names of further keys that may train models if `trainings.enabled` is true
     requests_per_minute  maximum request rate of one key; 0: no limit
     requests_at_once     maximum number of concurrent POST requests of one key; 0: no limit
-    hosts                host names that a Host header may contain; `*.example.org` matches all subdomains; empty: any
+    hosts                host names that a Host header may contain; `*.example.org` matches all subdomains; without
+                         keys, in addition to localhost and `server.host`; empty with keys: any
     origins              origins of web pages that may call the service from a browser (CORS); `*`: all
     """
 

@@ -138,7 +138,7 @@ def test_streaming_responses_are_interrupted_last_and_only_for_get_requests() ->
         posting.sendall(make_request_head())
         getting = [connect(exit_stack, address) for _ in range(LIMIT - 2)]
         for client in getting:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         wait_until(lambda: gated.request_count == LIMIT - 1, TIMEOUT_SECONDS)
         time.sleep(NEW_CONNECTION_SECONDS)
         first = connect(exit_stack, address)
@@ -160,7 +160,7 @@ def test_new_connection_is_preferred_to_streaming_responses_and_its_unread_bytes
     with limited_server(gated) as (_, address), ExitStack() as exit_stack:
         getting = [connect(exit_stack, address) for _ in range(LIMIT)]
         for client in getting:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         wait_until(lambda: gated.request_count == LIMIT, TIMEOUT_SECONDS)
         new = [connect(exit_stack, address) for _ in range(2)]
         wait_until(lambda: sum(is_closed(client) for client in getting) == 2, TIMEOUT_SECONDS)
