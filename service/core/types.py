@@ -28,6 +28,11 @@ CancellationCheck = Callable[[], bool]
 """Function that returns whether the request was cancelled."""
 
 
+def slice_range(indices: range) -> slice:
+    """Return the slice that selects the same indices as a nonempty range with a positive step."""
+    return slice(indices.start, indices.stop, indices.step)
+
+
 def never_cancelled() -> bool:
     """Return False. This is the `CancellationCheck` for work that cannot be cancelled."""
     return False
@@ -66,6 +71,8 @@ class Volume:
     """A stack [C, Z, Y, X] with the dtype of the file, from which ranges of planes are read.
 
     read        read(z0, z1) returns planes [C, z1 - z0, Y, X] in native byte order; the pixels may be in a file
+    read_part   read_part(z, rows, columns) returns these pixels [rows, columns] of a plane of the first channel, with
+                little memory even if the plane is large; None: `read` needs no memory for the rest of the plane
     voxel_size  in micrometers; None if unknown
     channels    one name per channel; "" for a channel without a name
     notes       assumptions about the metadata that users should know about, one sentence each
@@ -77,6 +84,7 @@ class Volume:
     voxel_size: VoxelSize | None = None
     channels: tuple[str, ...] = ("",)
     notes: tuple[str, ...] = ()
+    read_part: Callable[[int, range, range], Array] | None = None
 
     @classmethod
     def from_array(
@@ -96,6 +104,12 @@ class Volume:
     def nbytes(self) -> int:
         """Size of all pixels in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def read_pixels(self, z: int, rows: range, columns: range) -> Array:
+        """Read pixels [rows, columns] of a plane of the first channel."""
+        if self.read_part is not None:
+            return self.read_part(z, rows, columns)
+        return self.read(z, z + 1)[0, 0, slice_range(rows), slice_range(columns)]
 
     def read_all(self) -> Array:
         """Read all pixels as an array [C, Z, Y, X]."""

@@ -21,7 +21,10 @@ import numpy as np
 
 from service.core.errors import BadFile, TooLarge
 from service.core.quantities import VoxelSize
-from service.core.types import Array, StackShape, Volume
+from service.core.types import Array, StackShape, Volume, slice_range
+
+# Maximum number of bytes that are read at a time from a part of a plane.
+BLOCK_BYTES = 2**22
 
 StoreBlock = Callable[[int, tuple[int, int, int], Array], None]
 """store_block(channel, (z0, y0, x0), block): store a block [z, y, x] of a channel.
@@ -100,7 +103,10 @@ class Placement:
         def read(z0: int, z1: int) -> Array:
             return np.require(pixels[:, z0:z1], dtype, ["ALIGNED"])
 
-        return Volume(self.shape, dtype, read, voxel_size, channels, notes)
+        def read_part(z: int, rows: range, columns: range) -> Array:
+            return np.require(pixels[0, z, slice_range(rows), slice_range(columns)], dtype, ["ALIGNED"])
+
+        return Volume(self.shape, dtype, read, voxel_size, channels, notes, read_part)
 
     def stream_volume(
         self, file: int, voxel_size: VoxelSize | None, channels: tuple[str, ...], notes: tuple[str, ...]
@@ -115,7 +121,7 @@ class Placement:
         dtype = stored_dtype.newbyteorder("=")
         if min(self.offset, *self.strides) < 0 or self.offset + self._compute_extent(0) > os.fstat(file).st_size:
             raise ValueError("the pixels extend beyond the end of the file")
-        file = os.dup(file)
+        open_file = _OpenFile(file)
         can_read_directly = (
             stored_dtype == dtype and self.strides[2:] == Placement.make_dense(dtype, self.shape).strides[2:]
         )
@@ -125,18 +131,30 @@ class Placement:
             block = np.empty(0 if can_read_directly else self._compute_extent(2), np.uint8)
             for channel, z in np.ndindex(slab.shape[:2]):
                 start = self.offset + channel * self.strides[0] + (z0 + z) * self.strides[1]
-                _fill_buffer(file, slab[channel, z] if can_read_directly else block, start)
+                _fill_buffer(open_file.descriptor, slab[channel, z] if can_read_directly else block, start)
                 if not can_read_directly:
                     slab[channel, z] = np.ndarray(self.shape[2:], stored_dtype, block, 0, self.strides[2:])
             return slab
 
-        weakref.finalize(read, os.close, file)
-        return Volume(self.shape, dtype, read, voxel_size, channels, notes)
+        def read_part(z: int, rows: range, columns: range) -> Array:
+            start, strides = self.offset + z * self.strides[1], self.strides[2:]
+            part = _read_blocks(open_file.descriptor, stored_dtype, start, (rows, columns), strides)
+            return part.astype(dtype, copy=False)
+
+        return Volume(self.shape, dtype, read, voxel_size, channels, notes, read_part)
 
     def _compute_extent(self, axis: int) -> int:
         """Return the number of bytes from the first to the last pixel, inclusive, along `axis` and all later axes."""
         steps = zip(self.shape[axis:], self.strides[axis:], strict=True)
         return sum((length - 1) * stride for length, stride in steps) + np.dtype(self.dtype).itemsize
+
+
+class _OpenFile:
+    """A duplicate of a file descriptor, which is closed with the last reference to this object."""
+
+    def __init__(self, file: int) -> None:
+        self.descriptor = os.dup(file)
+        weakref.finalize(self, os.close, self.descriptor)
 
 
 @dataclass(frozen=True)
@@ -148,6 +166,31 @@ class VolumeLocation:
     channels: tuple[str, ...]
     notes: tuple[str, ...]
     is_decoded: bool
+
+
+def _read_blocks(
+    file: int, dtype: np.dtype[Any], start: int, indices: tuple[range, range], strides: tuple[int, ...]
+) -> Array:
+    """Read the elements at these indices of a 2D array in a file, with at most `BLOCK_BYTES` in memory at a time.
+
+    start  position of the first element of the array
+    """
+    if strides[0] < strides[1]:
+        return _read_blocks(file, dtype, start, indices[::-1], strides[::-1]).T
+    elements = np.empty((len(indices[0]), len(indices[1])), dtype)
+    steps = [index.step * stride for index, stride in zip(indices, strides, strict=True)]
+    row_bytes = (len(indices[1]) - 1) * steps[1] + dtype.itemsize
+    # Read several rows at a time if they fit, otherwise a part of one row.
+    row_count = max((BLOCK_BYTES - row_bytes) // steps[0] + 1, 1) if steps[0] else 1
+    column_count = len(indices[1]) if row_bytes <= BLOCK_BYTES else max(BLOCK_BYTES // steps[1], 1)
+    for row in range(0, elements.shape[0], row_count):
+        for column in range(0, elements.shape[1], column_count):
+            block = elements[row : row + row_count, column : column + column_count]
+            extent = sum((length - 1) * step for length, step in zip(block.shape, steps, strict=True)) + dtype.itemsize
+            content = np.empty(extent, np.uint8)
+            _fill_buffer(file, content, start + indices[0][row] * strides[0] + indices[1][column] * strides[1])
+            block[...] = np.ndarray(block.shape, dtype, content, 0, tuple(steps))
+    return elements
 
 
 def _fill_buffer(file: int, buffer: Array, offset: int) -> None:

@@ -6,10 +6,11 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from service.core.quantities import TimeRange
-from service.core.types import Description, Extent, Linking, Selection, Volume
+from service.core.types import CancellationCheck, Description, Extent, Linking, Selection, Volume
 from service.inference.types import Series
 
 if TYPE_CHECKING:
@@ -128,3 +129,18 @@ class PixelSource:
         finally:
             self.delete_decoded()
         return volume, measurement_input if self.has_measurements else None
+
+
+def read_reserved(  # noqa: PLR0913
+    reader: Reader,
+    source: Source,
+    selection: Selection,
+    reserve: Callable[[int], object],
+    *,
+    scratch: Path,
+    cancelled: CancellationCheck,
+) -> Volume:
+    """Read a selection like `Reader.read`, but call `reserve` with its size before a large volume is decoded."""
+    volume = reader.read_small(source, selection, scratch, cancelled=cancelled)
+    reserve(volume.nbytes)
+    return volume if isinstance(volume, Volume) else reader.read(source, selection, scratch, cancelled=cancelled)

@@ -65,6 +65,7 @@ class Runtime:
         self.settings, self.devices, self.models, self.metrics = settings, devices, models, metrics
         self.host_files, self.scratch, self.result_cache, self.volume_cache, self._readers = storage
         self.read_threads, self.decode_threads = storage.readers.read_threads, storage.readers.decode_threads
+        self.plane_threads, self.host_threads = storage.readers.plane_threads, storage.readers.host_threads
         self.scratch_space: ScratchSpace
         # Cached, because determining the version takes a millisecond.
         self._version = get_software_version()

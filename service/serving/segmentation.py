@@ -35,7 +35,7 @@ from service.serving.results.answers import (
     make_answer_name,
     write_answer,
 )
-from service.serving.storage.threads import FILE_THREADS, HOST_FILE_THREADS, run_in_thread, wait_for
+from service.serving.storage.threads import FILE_THREADS, run_in_thread, wait_for
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -169,7 +169,8 @@ class SegmentationTask:
         result = await self._wait_for_job(job)
         self._stages.add("queue", job.seconds_waited)
         self._stages.update(result.seconds)
-        threads = FILE_THREADS if self._request.query.output_to is None else HOST_FILE_THREADS
+        host_threads = self._runtime.host_threads.for_client(self._stack.space.client)
+        threads = FILE_THREADS if self._request.query.output_to is None else host_threads
         return await self._run(partial(self._make_result, pixels, result), threads)
 
     def _run(self, work: Callable[[], T], executor: Executor) -> Awaitable[T]:

@@ -6,9 +6,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fakes import FakeSegmenter, wait_until
 from live import STACK, LiveServer, eager_settings, serve
 from sockets import (
     TIMEOUT_SECONDS,
+    ChunkedApp,
     EchoApp,
     GatedApp,
     connect_tls,
@@ -29,9 +31,11 @@ from sockets import (
     read_response_body,
     run_server,
 )
+from starlette.types import Receive, Scope, Send
 
 from service.api.access.middleware import RequestLog
 from service.api.http.data_rate import SlowClientLimits
+from service.api.messages.headers import set_send_timeout
 from service.api.server import POLL_SECONDS, Server, format_url, listen
 from service.core import errors
 
@@ -162,6 +166,31 @@ def test_slowly_received_responses_are_sent_completely(tmp_path: Path, *, secure
         assert received.endswith(body[-1000:])
 
 
+def test_connection_is_closed_when_the_time_to_send_a_response_has_passed() -> None:
+    body, released = bytes(2**25), threading.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        set_send_timeout(scope, 1.0)
+        try:
+            await ChunkedApp(*(body[start : start + 2**20] for start in range(0, len(body), 2**20)))(
+                scope, receive, send
+            )
+        finally:
+            released.set()
+
+    with run_server(make_server(app, TIMEOUT_SECONDS, TIMEOUT_SECONDS)) as address, ExitStack() as exit_stack:
+        client = post_with_small_buffer(exit_stack, address, b"", {})
+        began, received = time.monotonic(), 0
+        # The client is faster than the minimum rate for other responses.
+        with suppress(ConnectionResetError):
+            while piece := client.recv(2**16):
+                received += len(piece)
+                time.sleep(0.01)
+        assert released.wait(TIMEOUT_SECONDS)
+        assert time.monotonic() - began < 10
+        assert 0 < received < len(body)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_port_zero_selects_a_free_port_that_is_in_the_address(host: str) -> None:
     if host == "::1" and not socket.has_ipv6:
@@ -214,7 +243,7 @@ def test_first_request_of_an_open_connection_is_answered_during_shutdown(busy_se
         wait_until(lambda: len(busy_service.server.server_state.connections) > 1)
         busy_service.server.handle_exit(signal.SIGTERM, None)
         time.sleep(3 * POLL_SECONDS)
-        client.sendall(b"GET /health/live HTTP/1.1\r\nHost: here\r\n\r\n")
+        client.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 200")
         # The connection is then closed like other idle connections.
         while client.recv(2**16):

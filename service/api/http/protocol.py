@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import threading
 import weakref
@@ -23,7 +24,7 @@ from service.api.http.data_rate import DataRate, SlowClientLimits
 from service.api.http.flow_control import READ_AHEAD_BYTES, CloseOnceTransport, ReadFlowControl
 from service.api.http.refusals import MAX_HEAD_BYTES, HeadError, RefusalResponse, check_framing_headers, check_head
 from service.api.http.sockets import count_acknowledged_bytes, count_unsent_bytes, enable_keepalive
-from service.api.messages.headers import choose_request_id, get_header
+from service.api.messages.headers import SEND_DEADLINE, choose_request_id, get_header
 from service.api.messages.problems import get_status_code
 from service.core import telemetry
 from service.core.errors import Cancelled, NotReady, OutOfMemory, RequestError, TooSlow
@@ -220,6 +221,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def close_if_too_slow(self, limits: SlowClientLimits) -> None:
         """Close the connection if its client sends a request head or body, or receives a response, too slowly."""
         now = self.loop.time()
+        if self._open_cycles and now >= self._open_cycles[0].scope["state"].get(SEND_DEADLINE, math.inf):
+            self.transport.abort()
         if not (unsent_bytes := count_unsent_bytes(self.transport)):
             self._send_rate.reset()
         elif self._send_rate.is_too_low(limits, now, count_acknowledged_bytes(self.transport), unsent_bytes):

@@ -10,9 +10,14 @@ from fastapi import Depends, Query
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from service.api.messages.headers import set_send_timeout
 from service.core.types import Array, Selection
 from service.serving.results.planes import MAX_PLANE_BYTES, PLANE_DTYPES, PlaneRange
 
+# Clients that receive planes more slowly are disconnected, because the planes occupy memory until they are sent.
+MIN_BYTES_PER_SECOND = 2**18
+# Additional time for each response.
+SEND_SECONDS = 10.0
 # Size of the chunks in which planes are sent.
 CHUNK_BYTES = 2**20
 
@@ -106,8 +111,9 @@ class PlanesResponse(Response):
         super().__init__(headers=headers, media_type="application/octet-stream")
         self._planes, self._release = planes, release
 
-    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
         content = self._planes.reshape(-1).view(np.uint8).data
+        set_send_timeout(scope, SEND_SECONDS + len(content) / MIN_BYTES_PER_SECOND)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             for start in range(0, len(content), CHUNK_BYTES):

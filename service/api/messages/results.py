@@ -14,6 +14,7 @@ from urllib.parse import quote
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
+from service.core.files.atomic_files import make_descriptor_path
 from service.serving.results.answers import SavedResult
 from service.serving.results.metadata import AnswerMetadata
 
@@ -88,6 +89,19 @@ RESULT_RESPONSES: dict[int | str, dict[str, Any]] = {
         },
     }
 }
+
+
+class OpenFileResponse(FileResponse):
+    """Response that sends an open file, even if its name is deleted in the meantime, and then closes it."""
+
+    def __init__(self, file: BinaryIO, media_type: str, headers: dict[str, str]) -> None:
+        path, status = make_descriptor_path(file.fileno()), os.fstat(file.fileno())
+        super().__init__(path, stat_result=status, media_type=media_type, headers=headers)
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
 
 
 class ResultResponse(FileResponse):

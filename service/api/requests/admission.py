@@ -13,7 +13,7 @@ from fastapi import Depends, Request
 from pydantic import ValidationError
 from starlette.datastructures import QueryParams
 
-from service.api.dependencies import RuntimeDependency, get_caller
+from service.api.dependencies import RuntimeDependency, get_caller, get_quota_name
 from service.api.http.uploads import is_multipart
 from service.api.messages.headers import get_header
 from service.core.errors import BadParameter
@@ -21,7 +21,7 @@ from service.models.spec import ModelSpec
 from service.serving.parameters import MAX_NAME_LENGTH, Query, describe_validation_errors
 from service.serving.results.answers import check_host_files
 from service.serving.runtime import Runtime
-from service.serving.storage.threads import HOST_FILE_THREADS, run_in_thread
+from service.serving.storage.threads import run_in_thread
 
 # Maximum number of query strings whose parsed parameters are cached.
 MAX_CACHED_QUERIES = 64
@@ -190,6 +190,5 @@ def _validate_parameters(parameters: Mapping[str, Any]) -> Query:
 async def _check_host_files(request: Request, runtime: Runtime, query: Query) -> None:
     """Check the host files that a query selects. Run the checks in a thread, because a file server may be slow."""
     if {"input", "glob", "format", "output_to", "overwrite"} & query.model_fields_set:
-        await run_in_thread(
-            partial(check_host_files, runtime.host_files, query, get_caller(request)), HOST_FILE_THREADS
-        )
+        threads = runtime.host_threads.for_client(get_quota_name(request))
+        await run_in_thread(partial(check_host_files, runtime.host_files, query, get_caller(request)), threads)

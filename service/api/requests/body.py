@@ -28,7 +28,7 @@ from service.serving.storage.disk import path_exists, translate_disk_errors
 from service.serving.storage.host_files import HostFiles, RemoteSource, Source
 from service.serving.storage.scratch import ScratchFolder
 from service.serving.storage.stack_store import StackStore, StoredStack
-from service.serving.storage.threads import HOST_FILE_THREADS, run_in_thread
+from service.serving.storage.threads import run_in_thread
 
 # File name for the stack in a form that also contains labels.
 FORM_STACK_NAME = "stack.tif"
@@ -201,7 +201,9 @@ async def _choose_source(
         )
         upload.set_name(stored_stack.name)
     if (input_path := _get_host_path(query, upload, body_format)) is not None:
-        return await run_in_thread(partial(open_host_file, input_path), HOST_FILE_THREADS)
+        runtime: Runtime = request.app.state.runtime
+        threads = runtime.host_threads.for_client(get_quota_name(request))
+        return await run_in_thread(partial(open_host_file, input_path), threads)
     return Source(upload.path, upload.name)
 
 

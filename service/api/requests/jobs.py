@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import JobManager
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
-from service.serving.storage.threads import HOST_FILE_THREADS, run_in_thread
+from service.serving.storage.threads import run_in_thread
 
 LOCATION_HEADER: dict[str, Any] = {
     "Location": {
@@ -42,10 +43,12 @@ async def accept_job(request: Request, runtime: Runtime, async_jobs: JobManager,
             receive_seconds = file.stages.seconds["receive"]
             input_path, host_files = file.request.query.input, runtime.host_files
             is_folder = partial(host_files.is_folder, input_path or "", file.request.caller)
-            if input_path is not None and await run_in_thread(is_folder, HOST_FILE_THREADS):
+            threads = runtime.host_threads.for_client(file.space.client)
+            if input_path is not None and await run_in_thread(is_folder, threads):
                 await run_in_thread(file.complete)
-                submit = partial(async_jobs.submit_folder, file.request, file.name, receive_seconds)
-                return await run_in_thread(submit, HOST_FILE_THREADS)
+                cancelled = threading.Event()
+                arguments = file.request, file.name, receive_seconds, cancelled.is_set
+                return await run_in_thread(partial(async_jobs.submit_folder, *arguments), threads, cancelled)
             description = await inspect_file(runtime, file)
             # Submit the job in a thread, because syncing a large file to disk takes a while.
             return await run_in_thread(

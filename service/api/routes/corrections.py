@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -13,7 +12,14 @@ from pydantic import TypeAdapter
 from starlette.responses import FileResponse
 
 from service.api.access.authentication import has_admin_rights
-from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_annotations, get_caller, get_stacks
+from service.api.dependencies import (
+    AsyncJobsDependency,
+    RuntimeDependency,
+    get_annotations,
+    get_caller,
+    get_stacks,
+    get_trainings,
+)
 from service.api.http.media_types import LABELS_BODY
 from service.api.http.uploads import is_multipart, sanitize_file_name
 from service.api.http.waiting import run_while_connected
@@ -26,13 +32,13 @@ from service.api.messages.learning import (
     AnnotationReport,
     describe_annotation,
 )
-from service.api.messages.results import describe_attachment
+from service.api.messages.results import OpenFileResponse, describe_attachment
 from service.api.requests.admission import merge_fields
 from service.api.requests.body import incoming_folder, receive_file
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
 from service.serving.jobs.jobs import JobManager
-from service.serving.learning.annotation import Annotation, LabelProvenance, find_overlaps
+from service.serving.learning.annotation import IMAGE_FILE, LABELS_FILE, Annotation, LabelProvenance, find_overlaps
 from service.serving.learning.corrections import Correction, store_correction
 from service.serving.parameters import Query as Parameters
 from service.serving.runtime import Runtime
@@ -127,25 +133,24 @@ async def download_image(request: Request, runtime: RuntimeDependency, annotatio
 
     The image contains only the channel and the time point that were segmented.
     """
-    annotation_record = await _find_annotation(request, runtime, annotation)
-    return _build_file_response(annotation_record.image, f"{_get_stem(annotation_record)}.ome.tif")
+    return await _build_file_response(request, runtime, annotation, IMAGE_FILE, "")
 
 
 @router.get("/annotations/{annotation}/labels", response_class=FileResponse, responses=ANNOTATION_FILE_RESPONSES)
 async def download_labels(request: Request, runtime: RuntimeDependency, annotation: AnnotationId) -> FileResponse:
     """Download the corrected labels of an annotated stack."""
-    annotation_record = await _find_annotation(request, runtime, annotation)
-    return _build_file_response(annotation_record.labels, f"{_get_stem(annotation_record)}_labels.ome.tif")
+    return await _build_file_response(request, runtime, annotation, LABELS_FILE, "_labels")
 
 
 @router.delete("/annotations/{annotation}", status_code=204)
 async def delete_annotation(request: Request, runtime: RuntimeDependency, annotation: AnnotationId) -> None:
     """Delete an annotated stack.
 
-    Models that were trained on the annotated stack are not deleted.
+    Unfinished training runs that use the annotated stack end. Models that were trained on it are not deleted.
     """
-    is_admin = _has_admin_rights(request, runtime)
-    await run_in_thread(partial(get_annotations(request).delete, annotation, get_caller(request), is_admin=is_admin))
+    delete = partial(get_annotations(request).delete, annotation, get_caller(request))
+    is_admin, trainings = _has_admin_rights(request, runtime), get_trainings(request)
+    await run_in_thread(lambda: trainings.withdraw_annotation(delete(is_admin=is_admin)))
 
 
 def _has_admin_rights(request: Request, runtime: Runtime) -> bool:
@@ -222,6 +227,11 @@ def _get_stem(annotation: Annotation) -> str:
     return stem or annotation.id
 
 
-def _build_file_response(path: Path, name: str) -> FileResponse:
-    headers = {"Cache-Control": "no-store", "Content-Disposition": describe_attachment(name)}
-    return FileResponse(path, media_type="image/tiff", headers=headers)
+async def _build_file_response(
+    request: Request, runtime: Runtime, annotation: str, file_name: str, suffix: str
+) -> FileResponse:
+    """Return the response with a file of an annotated stack. `suffix` is appended to the name of the stack."""
+    record = await _find_annotation(request, runtime, annotation)
+    file = await run_in_thread(partial(get_annotations(request).open_file, record, file_name))
+    attachment = describe_attachment(f"{_get_stem(record)}{suffix}.ome.tif")
+    return OpenFileResponse(file, "image/tiff", {"Cache-Control": "no-store", "Content-Disposition": attachment})

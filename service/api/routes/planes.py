@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -17,13 +18,15 @@ from service.api.dependencies import RuntimeDependency, get_async_jobs, get_call
 from service.api.http.waiting import run_while_connected
 from service.api.messages.planes import PLANES_RESPONSES, PlaneRangeQuery, PlanesResponse, SelectionQuery
 from service.core.errors import RateLimited
-from service.core.types import CancellationCheck, Volume
+from service.core.types import CancellationCheck, Selection, Volume
+from service.serving.reading import read_reserved
 from service.serving.results.media_types import read_labels
 from service.serving.results.planes import PLANE_MEMORY_BUDGET, PlaneRange, PlaneSelection
 from service.serving.runtime import Runtime
 from service.serving.storage.disk import translate_disk_errors
-from service.serving.storage.memory_budget import MemoryBudget
-from service.serving.storage.threads import run_in_thread
+from service.serving.storage.memory_budget import FairMemoryBudget
+from service.serving.storage.threads import FILE_THREADS, run_in_thread
+from service.serving.storage.volume_cache import Reserve, VolumeKey
 
 router = APIRouter()
 
@@ -54,10 +57,11 @@ async def get_stack_planes(
     """Get planes of an uploaded stack as raw pixel values, for display."""
     stored_stack = await run_in_thread(partial(get_stacks(request).find, stack, get_caller(request)))
 
-    def read(folder: Path, cancelled: CancellationCheck) -> Volume:
-        return runtime.reader.read(stored_stack.path, selection, folder, cancelled=cancelled)
+    def read(folder: Path, reserve: Reserve, cancelled: CancellationCheck) -> Volume:
+        return read_reserved(runtime.reader, stored_stack.path, selection, reserve, scratch=folder, cancelled=cancelled)
 
-    return await build_planes_response(await _open_volume(request, runtime, (stack, selection), read), plane_range)
+    volume = await _open_volume(request, runtime, VolumeKey(stack, selection), read)
+    return await _send_planes(request, runtime, volume, plane_range)
 
 
 @router.get("/jobs/{job}/planes", name="planes", tags=["jobs"], response_class=Response, responses=PLANES_RESPONSES)
@@ -71,20 +75,28 @@ async def get_label_planes(
     async_jobs = await get_async_jobs(request)
     file, metadata = await run_in_thread(partial(async_jobs.open_result, job, get_caller(request)))
 
-    def read(folder: Path, cancelled: CancellationCheck) -> Volume:
-        return read_labels(runtime.reader, file, metadata, folder, time=time, cancelled=cancelled)
+    def read(folder: Path, reserve: Reserve, cancelled: CancellationCheck) -> Volume:
+        read_file = partial(
+            read_reserved,
+            runtime.reader,
+            selection=Selection(time=time),
+            scratch=folder,
+            reserve=reserve,
+            cancelled=cancelled,
+        )
+        return read_labels(read_file, file, metadata, folder)
 
     with file:
-        volume = await _open_volume(request, runtime, (job, time), read)
-    return await build_planes_response(volume, plane_range)
+        volume = await _open_volume(request, runtime, VolumeKey(job, time), read)
+    return await _send_planes(request, runtime, volume, plane_range)
 
 
 async def _open_volume(
-    request: Request, runtime: Runtime, key: Hashable, read: Callable[[Path, CancellationCheck], Volume]
+    request: Request, runtime: Runtime, key: VolumeKey, read: Callable[[Path, Reserve, CancellationCheck], Volume]
 ) -> Volume:
     """Return the cached volume for a key, or decode the volume in a decoder thread.
 
-    `read` decodes the volume into an empty folder.
+    `read` decodes the volume into an empty folder, after reserving disk space for it.
 
     Raises the same errors as `read` and `VolumeCache.get_or_read`, and Cancelled if the client disconnects.
     """
@@ -92,32 +104,46 @@ async def _open_volume(
         return volume
     cancelled = threading.Event()
 
-    def decode() -> Volume:
+    def decode(reserve: Reserve) -> Volume:
         folder = runtime.scratch.make_request_folder()
         try:
-            return read(folder, cancelled.is_set)
+            return read(folder, reserve, cancelled.is_set)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     with translate_disk_errors():
-        open_volume = partial(runtime.volume_cache.get_or_read, key, runtime.scratch_space, decode)
-        threads = runtime.decode_threads.for_client(get_quota_name(request))
+        client = get_quota_name(request)
+        open_volume = partial(runtime.volume_cache.get_or_read, key, client, runtime.scratch_space, decode)
+        threads = runtime.decode_threads.for_client(client)
         return await run_while_connected(request, run_in_thread(open_volume, threads, cancelled))
 
 
+async def _send_planes(request: Request, runtime: Runtime, volume: Volume, plane_range: PlaneRange) -> Response:
+    """Return the response with planes of a volume. Raises the errors of `build_planes_response`, and Cancelled."""
+    client = get_quota_name(request)
+    threads = runtime.plane_threads.for_client(client)
+    return await run_while_connected(request, build_planes_response(volume, plane_range, client, threads))
+
+
 async def build_planes_response(
-    volume: Volume, plane_range: PlaneRange, memory: MemoryBudget = PLANE_MEMORY_BUDGET
+    volume: Volume,
+    plane_range: PlaneRange,
+    client: str,
+    threads: Executor = FILE_THREADS,
+    memory: FairMemoryBudget = PLANE_MEMORY_BUDGET,
 ) -> Response:
     """Read planes of the first channel in a thread, and return the response with these planes.
 
-    Raises the same errors as `PlaneSelection.select`, and RateLimited if other responses use up the memory budget.
+    Raises the errors of `PlaneSelection.select`, and RateLimited if other responses use up the client's share of the
+    memory.
     """
+    cancelled = threading.Event()
     planes = PlaneSelection.select(volume, plane_range)
-    if not memory.reserve(planes.nbytes):
+    if not memory.reserve(client, planes.nbytes):
         raise RateLimited("Too many image planes are being sent at the moment. Try again in a second.", RETRY_SECONDS)
-    release = partial(memory.release, planes.nbytes)
+    release = partial(memory.release, client, planes.nbytes)
     try:
-        pixels = await run_in_thread(planes.read)
+        pixels = await run_in_thread(partial(planes.read, cancelled.is_set), threads, cancelled)
     except BaseException:
         release()
         raise

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from service.core.errors import BadFile, BadParameter, Cancelled, OutOfStorage, RateLimited
-from service.core.types import Options, Volume
+from service.core.types import CancellationCheck, Options, Volume
 from service.serving.devices.queue.job import Job, Progress
 from service.serving.jobs.folder_records import REPORT_FILE, TABLE_FILE
 from service.serving.jobs.folder_work import (
@@ -62,9 +62,9 @@ class FolderPaths(NamedTuple):
         assert query.output_to is not None  # noqa: S101 - checked at admission
         return cls(query.input, query.output_to, query.glob, caller)
 
-    def find_stacks(self, host_files: HostFiles) -> list[str]:
-        """Return the names of the stacks. Raises BadParameter if there are none."""
-        files = host_files.list_stacks(self.input_folder, self.results_folder, self.caller, self.glob)
+    def find_stacks(self, host_files: HostFiles, cancelled: CancellationCheck) -> list[str]:
+        """Return the names of the stacks. Raises BadParameter if there are none, and Cancelled."""
+        files = host_files.list_stacks(self.input_folder, self.results_folder, self.caller, self.glob, cancelled)
         if stacks := select_stacks(files, self.glob):
             return stacks
         pattern = self.glob or "*.tif"
@@ -72,12 +72,12 @@ class FolderPaths(NamedTuple):
             "input", f"{self.input_folder} contains no stack that matches {pattern}. Set glob to a different pattern."
         )
 
-    def check_folders(self, host_files: HostFiles, *, overwrite: bool) -> None:
-        """Raise BadParameter if a folder cannot be used.
+    def check_folders(self, host_files: HostFiles, cancelled: CancellationCheck, *, overwrite: bool) -> None:
+        """Raise BadParameter if a folder cannot be used, and Cancelled.
 
         Unless `overwrite` is set, also raise BadParameter if the results folder contains files other than results.
         """
-        self.find_stacks(host_files)
+        self.find_stacks(host_files, cancelled)
         with host_files.open_results(self.results_folder, self.caller) as results:
             if not can_hold_results(results) and not overwrite:
                 raise BadParameter.for_parameter(
@@ -163,7 +163,7 @@ class FolderRun:
             host_files.open_results(paths.results_folder, paths.caller) as results,
             tempfile.TemporaryDirectory(dir=self._runtime.scratch.requests_folder) as scratch,
         ):
-            stacks = paths.find_stacks(host_files)
+            stacks = paths.find_stacks(host_files, self._job.cancelled)
             self.progress = Progress(0, len(stacks))
             return FolderSegmentation(results, self._spec, callbacks, Path(scratch)).run(stacks, self._query)
 

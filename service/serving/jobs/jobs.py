@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, JobNotFinished, NotReady, ResultUnavailable
-from service.core.types import Description
+from service.core.types import CancellationCheck, Description
 from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.devices.queue.threads import JobThreads
 from service.serving.jobs.active_job import JobView, view_job, wait_for_jobs
@@ -71,6 +71,9 @@ class JobManager:
         self._folder = self._settings.jobs.folder or runtime.scratch.path
         if self._settings.jobs.folder is None:
             self._store = self._open_store(runtime.scratch.path / "jobs")
+        # The volumes of deleted stacks and jobs would keep their disk space occupied.
+        self.stacks.deletion_callbacks.append(runtime.volume_cache.discard)
+        self._store.deletion_callbacks.append(runtime.volume_cache.discard)
         self._writers = start_threads(WRITE_THREAD_COUNT, "write")
         self.runner = JobRunner(runtime, self._store, self._folder_queue, self._writers)
         for record in self._store.recover():
@@ -152,17 +155,19 @@ class JobManager:
         parameters = query.model_dump(mode="json", exclude_unset=True)
         return self._accept(request, JobRequest(spec.name, parameters, name, window_count, receive_seconds))
 
-    def submit_folder(self, request: SegmentationRequest, name: str, receive_seconds: float) -> JobView:
+    def submit_folder(
+        self, request: SegmentationRequest, name: str, receive_seconds: float, cancelled: CancellationCheck
+    ) -> JobView:
         """Accept a request for a folder of stacks, like `submit`. Deleting the job does not delete the results.
 
-        Raises BadParameter if the folders cannot be used, QueueFull and NotReady as in `JobQueue.offer`, and the errors
-        of `Estimator.plan`.
+        Raises BadParameter if the folders cannot be used, QueueFull and NotReady as in `JobQueue.offer`, the errors of
+        `Estimator.plan`, and Cancelled.
         """
         query, runtime = request.query, self._runtime
         spec = runtime.models.get_spec(query.model)
         runtime.get_estimator(spec).plan(query.options)
         paths = FolderPaths.from_query(query, request.caller)
-        paths.check_folders(runtime.host_files, overwrite=bool(query.overwrite))
+        paths.check_folders(runtime.host_files, cancelled, overwrite=bool(query.overwrite))
         folder_path = f"{paths.input_folder.removesuffix('/')}/"
         parameters = query.model_dump(mode="json", exclude_unset=True) | {"input": folder_path}
         return self._accept(request, JobRequest(spec.name, parameters, name, 0, receive_seconds))

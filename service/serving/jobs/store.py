@@ -17,6 +17,7 @@ import sqlite3
 import time
 import uuid
 from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -70,6 +71,8 @@ class JobStore:
         self._jobs_folder, self._incoming_folder = folder / "jobs", folder / "incoming"
         self._database = JobDatabase(folder, (self._jobs_folder, self._incoming_folder))
         self._lock = self._database.lock
+        # Functions that are called with the ID of a job after all of its files have been deleted.
+        self.deletion_callbacks: list[Callable[[str], object]] = []
 
     def repair(self) -> str | None:
         """Recreate deleted folders and files. Return the current problem of the store as one sentence, or None.
@@ -203,6 +206,8 @@ class JobStore:
         with translate_disk_errors(), suppress(FileNotFoundError):
             if not records or records[0].state in {"failed", "cancelled", "expired"}:
                 shutil.rmtree(folder)
+                for callback in self.deletion_callbacks:
+                    callback(job_id)
                 return
             needed_name = RESULT_NAME if records[0].state == "done" else INPUT_NAME
             for path in folder.iterdir():

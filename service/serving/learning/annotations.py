@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -120,18 +120,28 @@ class AnnotationStore:
             raise UnknownAnnotation("There is no such annotated stack: the ID is wrong, or the stack was deleted.")
         return annotation
 
+    def open_file(self, annotation: Annotation, name: str) -> BinaryIO:
+        """Open a file of an annotated stack. It stays readable if the stack is deleted. Raises UnknownAnnotation."""
+        with translate_disk_errors():
+            try:
+                return (annotation.folder / name).open("rb")
+            except FileNotFoundError:
+                self.find(annotation.id, None, is_admin=True)
+                raise
+
     def list_newest_first(self, owner: str | None, *, is_admin: bool = False) -> list[Annotation]:
         """Return the annotated stacks of this owner, or of all owners if `is_admin` is set, newest first."""
         annotations = (annotation for annotation in self._list_all() if is_admin or annotation.owner == owner)
         return sorted(annotations, key=attrgetter("created"), reverse=True)
 
-    def delete(self, annotation_id: str, owner: str | None, *, is_admin: bool = False) -> None:
-        """Delete an annotated stack. Raises UnknownAnnotation."""
+    def delete(self, annotation_id: str, owner: str | None, *, is_admin: bool = False) -> Annotation:
+        """Delete an annotated stack and return its properties. Raises UnknownAnnotation."""
         annotation = self.find(annotation_id, owner, is_admin=is_admin)
         with translate_disk_errors(), suppress(FileNotFoundError):
             # Delete the record first. A folder without a record is not an annotated stack.
             (annotation.folder / RECORD_FILE).unlink()
             shutil.rmtree(annotation.folder)
+        return annotation
 
     def _check_quota(self, owner: str | None, nbytes: int) -> None:
         annotations = self.list_newest_first(owner)

@@ -40,6 +40,10 @@ TIMEOUT_FACTOR = 2
 # Sections of the settings that are passed to the training process.
 SETTINGS_SECTIONS = ("device", "engine", "windows", "limits", "training")
 
+DELETED_STACK_MESSAGE = (
+    "The annotated stack {} was deleted, so training on it has ended. Start the training again without this stack."
+)
+
 log = logging.getLogger(__name__)
 
 
@@ -154,6 +158,15 @@ class TrainingManager:
             if record is self.queue.running_record:
                 self._kill_child()
         self.queue.save(record)
+
+    def withdraw_annotation(self, annotation: Annotation) -> None:
+        """End all unfinished training runs that use an annotated stack, because the stack was deleted."""
+        with self.queue.condition:
+            for record in self.queue.unfinished_records:
+                if annotation.id in record.annotations:
+                    self.queue.end(record, "failed", DELETED_STACK_MESSAGE.format(annotation.name or annotation.id))
+                    if record is self.queue.running_record:
+                        self._kill_child()
 
     def _check_limits(self, owner: str | None) -> None:
         if self._is_stopping():

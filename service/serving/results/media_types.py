@@ -12,7 +12,7 @@ from zipfile import ZipFile
 
 from service.core.errors import BadParameter
 from service.core.files.atomic_files import make_descriptor_path
-from service.core.types import CancellationCheck, Segmentation, Selection, Volume, never_cancelled
+from service.core.types import Segmentation, Selection, Volume
 from service.formats import npy_nifti
 from service.formats.sandbox.reader import Reader
 from service.serving.results.answers import LABELS_FILE, MEASUREMENTS_FILE, MEDIA_TYPES, check_zarr_extra
@@ -105,25 +105,17 @@ def convert_result(
         _copy_member(file, name, path)
         return path, replace(metadata, media_type=media_type, file_name=f"{stem}_{name}")
     label_format = LABEL_FORMATS[media_type]
-    label_format.write(read_labels(reader, file, metadata, folder), path)
+    read_file = partial(reader.read, selection=Selection(), scratch=folder)
+    label_format.write(read_labels(read_file, file, metadata, folder), path)
     stem = stem if metadata.media_type == TIFF_TYPE else f"{stem}_labels"
     return path, replace(metadata, media_type=media_type, file_name=stem + label_format.suffix)
 
 
-def read_labels(  # noqa: PLR0913
-    reader: Reader,
-    file: BinaryIO,
-    metadata: AnswerMetadata,
-    folder: Path,
-    *,
-    time: int | None = None,
-    cancelled: CancellationCheck = never_cancelled,
-) -> Volume:
-    """Read the labels of a result. `time` selects the time point of a series.
+def read_labels(read_file: Callable[[Path], Volume], file: BinaryIO, metadata: AnswerMetadata, folder: Path) -> Volume:
+    """Read the labels of a result with `read_file`.
 
-    Raises BadParameter if the result has no labels, and the errors of `Reader.read`.
+    Raises BadParameter if the result has no labels, and the errors of `read_file`.
     """
-    read_file = partial(reader.read, selection=Selection(time=time), scratch=folder, cancelled=cancelled)
     if metadata.media_type == TIFF_TYPE:
         return read_file(make_descriptor_path(file.fileno()))
     if metadata.media_type != ARCHIVE_TYPE:

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from service.core.errors import BadParameter
-from service.core.types import Array, Volume
-from service.serving.storage.memory_budget import MemoryBudget
+from service.core.errors import BadParameter, Cancelled
+from service.core.types import Array, CancellationCheck, Volume, never_cancelled
+from service.serving.storage.memory_budget import FairMemoryBudget
 
 # Maximum size of the planes in one response.
 MAX_PLANE_BYTES = 2**25
-# Maximum memory for all planes that are being read and sent.
-PLANE_MEMORY_BUDGET = MemoryBudget(4 * MAX_PLANE_BYTES)
+# Maximum memory for all planes that are being read and sent. A single client can use half of it.
+PLANE_MEMORY_BUDGET = FairMemoryBudget(4 * MAX_PLANE_BYTES)
 # Dtypes that JavaScript typed arrays support. Other dtypes are converted to float32.
 PLANE_DTYPES = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "float32"}
 
@@ -58,12 +58,13 @@ class PlaneSelection:
         """Size of the returned voxels in bytes."""
         return math.prod(map(len, self.ranges)) * self.dtype.itemsize
 
-    def read(self) -> Array:
-        """Read the voxels as an array [z, y, x]. Blocks during file access."""
+    def read(self, cancelled: CancellationCheck = never_cancelled) -> Array:
+        """Read the voxels as an array [z, y, x]. Blocks during file access. Raises Cancelled."""
         planes = np.empty(tuple(map(len, self.ranges)), self.dtype)
-        rows, columns = (slice(indices.start, indices.stop, indices.step) for indices in self.ranges[1:])
         for index, z in enumerate(self.ranges[0]):
-            planes[index] = self.volume.read(z, z + 1)[0, 0, rows, columns]
+            if cancelled():
+                raise Cancelled("The client disconnected before the planes were read.")
+            planes[index] = self.volume.read_pixels(z, *self.ranges[1:])
         return planes
 
 

@@ -176,10 +176,17 @@ class HostFiles:
                 results = stack.enter_context(lock_results(folder_fd))
             yield results
 
-    def list_stacks(self, location: str, output: str, caller: str | None, glob: str | None) -> list[str]:
+    def list_stacks(
+        self,
+        location: str,
+        output: str,
+        caller: str | None,
+        glob: str | None,
+        cancelled: CancellationCheck = never_cancelled,
+    ) -> list[str]:
         """Return the files in a folder that match a pattern, except for those in the results folder `output`.
 
-        Also raises BadParameter if `output` is the input folder.
+        Also raises BadParameter if `output` is the input folder, and Cancelled.
         """
         root, parts = _parse_location("output_to", output.removesuffix("/"), self._outputs, caller, allow_root=True)
         results_status: os.stat_result | None = None
@@ -191,7 +198,7 @@ class HostFiles:
                     "output_to", f"{output} is the input folder. Choose another folder for the results."
                 )
             with _translate_os_errors("input", location):
-                return list_files(folder.path, glob or "*", results_status)
+                return list_files(folder.path, glob or "*", results_status, cancelled)
 
     def put(self, file: Path, location: str, caller: str | None, ticket: str, *, overwrite: bool = False) -> None:
         """Copy a finished file to a location. The file appears there after it has been written to disk.

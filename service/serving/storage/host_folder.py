@@ -13,13 +13,12 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 from typing import IO
 
 from service.core.errors import BadParameter, Cancelled
-from service.core.files.atomic_files import open_subfolder
-from service.core.types import CancellationCheck
+from service.core.files.atomic_files import open_folder_by_path, open_subfolder
+from service.core.types import CancellationCheck, never_cancelled
 
 # Size of the buffer for copying files.
 COPY_BUFFER_BYTES = 2**26
@@ -27,6 +26,10 @@ COPY_BUFFER_BYTES = 2**26
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Maximum number of files and folders that are searched below one folder.
 MAX_SEARCHED_ENTRIES = 200_000
+# Maximum number of nested folders that are searched, each of which is open during the search.
+MAX_SEARCH_DEPTH = 64
+# Maximum number of names in a pattern for files.
+MAX_PATTERN_COMPONENTS = 32
 
 
 def is_file(folder_fd: int, name: str) -> bool:
@@ -103,58 +106,109 @@ def delete_folder(folder_fd: int, name: str) -> None:
     shutil.rmtree(name, ignore_errors=True, dir_fd=folder_fd)
 
 
-def list_files(folder: Path, glob: str, skipped_status: os.stat_result | None = None) -> list[str]:
+def list_files(
+    folder: Path,
+    glob: str,
+    skipped_status: os.stat_result | None = None,
+    cancelled: CancellationCheck = never_cancelled,
+) -> list[str]:
     """Return the relative paths of the regular files below an open folder that match a pattern.
 
-    The pattern has the syntax of `pathlib.Path.glob`. Links are not followed, and the folder with the status
-    `skipped_status` is not searched. Raises BadParameter if the pattern is invalid or the folder contains too many
-    entries.
+    The pattern has the syntax of `pathlib.Path.glob`. Links and the folder with the status `skipped_status` are not
+    searched. Raises BadParameter if the pattern is invalid or the folder contains too many entries, and Cancelled.
     """
-    pattern = tuple(glob.split("/"))
-    if not set(pattern).isdisjoint({"", ".", ".."}):
+    pattern = _parse_pattern(glob)
+    search = _Search(pattern, skipped_status, cancelled)
+    with open_folder_by_path(folder) as folder_fd:
+        search.search_folder(folder_fd, (), _skip_recursive_parts(pattern, {0}))
+    return search.matches
+
+
+def _parse_pattern(glob: str) -> tuple[str, ...]:
+    """Return the components of a pattern, without repetitions of `**`. Raises BadParameter."""
+    components = glob.split("/")
+    if not set(components).isdisjoint({"", ".", ".."}):
         raise BadParameter.for_parameter(
             "glob",
             f"{glob} is not valid, because a pattern must consist of names separated by single slashes, such as"
             " **/*.tif.",
         )
-    matches, entry_count = list[str](), 0
-    for parent, folders, files, parent_fd in os.fwalk(f"{folder}/."):
-        entry_count += len(folders) + len(files)
-        if entry_count > MAX_SEARCHED_ENTRIES:
+    pattern = tuple(
+        name
+        for name, previous in zip(components, [None, *components], strict=False)
+        if (name, previous) != ("**", "**")
+    )
+    if len(pattern) > MAX_PATTERN_COMPONENTS:
+        raise BadParameter.for_parameter(
+            "glob", f"the pattern has {len(pattern)} components, but the maximum is {MAX_PATTERN_COMPONENTS}."
+        )
+    return pattern
+
+
+def _skip_recursive_parts(pattern: tuple[str, ...], positions: set[int]) -> set[int]:
+    """Add the positions after each `**`, which may match no folder at all."""
+    return positions | {position + 1 for position in positions if pattern[position : position + 1] == ("**",)}
+
+
+class _Search:
+    """Search for the files that match a pattern. Each folder is read once, whatever the pattern.
+
+    A position in the pattern is the index of the component that the next name has to match. All positions that the
+    path of a folder can lead to are followed at the same time, like the states of a nondeterministic automaton.
+
+    matches  relative paths of the files that have been found
+    """
+
+    def __init__(
+        self, pattern: tuple[str, ...], skipped_status: os.stat_result | None, cancelled: CancellationCheck
+    ) -> None:
+        self._pattern, self._skipped_status, self._cancelled = pattern, skipped_status, cancelled
+        self._entry_count = 0
+        self.matches: list[str] = []
+
+    def search_folder(self, folder_fd: int, parts: tuple[str, ...], positions: set[int]) -> None:
+        """Search an open folder with the path components `parts`, which lead to these positions."""
+        if len(parts) > MAX_SEARCH_DEPTH:
+            raise BadParameter(
+                f"The folder contains more than {MAX_SEARCH_DEPTH} nested folders. Choose one of its subfolders."
+            )
+        subfolders: list[tuple[str, set[int]]] = []
+        with os.scandir(folder_fd) as entries:
+            for entry in entries:
+                self._count_entry()
+                if entry.is_dir(follow_symlinks=False):
+                    if next_positions := self._enter(entry.name, positions):
+                        subfolders.append((entry.name, next_positions))
+                elif entry.is_file(follow_symlinks=False) and self._is_match(entry.name, positions):
+                    self.matches.append("/".join((*parts, entry.name)))
+        for name, next_positions in subfolders:
+            with suppress(OSError), open_subfolder(folder_fd, [name]) as subfolder_fd:
+                if self._skipped_status is None or not os.path.samestat(os.fstat(subfolder_fd), self._skipped_status):
+                    self.search_folder(subfolder_fd, (*parts, name), next_positions)
+
+    def _count_entry(self) -> None:
+        self._entry_count += 1
+        if self._entry_count > MAX_SEARCHED_ENTRIES:
             raise BadParameter(
                 f"The folder contains more than {MAX_SEARCHED_ENTRIES:,} files and folders. Choose one of its"
                 " subfolders."
             )
-        parts = Path(parent).relative_to(folder).parts
-        is_recursive = "**" in pattern or len(parts) + 1 < len(pattern)
-        folders[:] = [name for name in folders if is_recursive and not _is_skipped(name, parent_fd, skipped_status)]
-        matches += ["/".join((*parts, name)) for name in files if _is_match((*parts, name), pattern, parent_fd)]
-    return matches
+        if self._cancelled():
+            raise Cancelled("The request was cancelled while the folder was being searched.")
 
+    def _enter(self, name: str, positions: set[int]) -> set[int]:
+        """Return the positions after the name of a folder."""
+        pattern = self._pattern
+        entered = {position for position in positions if pattern[position : position + 1] == ("**",)}
+        # The last component matches only a file.
+        entered |= {
+            position + 1
+            for position in positions - entered
+            if position < len(pattern) - 1 and fnmatchcase(name, pattern[position])
+        }
+        return _skip_recursive_parts(pattern, entered)
 
-def _is_skipped(name: str, folder_fd: int, skipped_status: os.stat_result | None) -> bool:
-    try:
-        status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
-    except OSError:
-        return True
-    return skipped_status is not None and os.path.samestat(status, skipped_status)
-
-
-def _is_match(parts: tuple[str, ...], pattern: tuple[str, ...], folder_fd: int) -> bool:
-    """Return whether a path matches the pattern and refers to a regular file in the open folder."""
-
-    @cache
-    def match(part_index: int, pattern_index: int) -> bool:
-        if pattern_index == len(pattern):
-            return part_index == len(parts)
-        if pattern[pattern_index] == "**":
-            return match(part_index, pattern_index + 1) or (
-                part_index < len(parts) - 1 and match(part_index + 1, pattern_index)
-            )
-        return (
-            part_index < len(parts)
-            and fnmatchcase(parts[part_index], pattern[pattern_index])
-            and match(part_index + 1, pattern_index + 1)
-        )
-
-    return match(0, 0) and is_file(folder_fd, parts[-1])
+    def _is_match(self, name: str, positions: set[int]) -> bool:
+        """Return whether the name of a file matches the last component of the pattern."""
+        last = len(self._pattern) - 1
+        return last in positions and self._pattern[last] != "**" and fnmatchcase(name, self._pattern[last])

@@ -13,6 +13,10 @@ READER_MEMORY_BYTES = 2 * 2**30
 # threads for part of the time. A single client cannot occupy all readers for small files.
 LARGE_FILE_READER_COUNT = min(max(host.count_usable_cores() // 4, 1), 4)
 SMALL_FILE_READER_COUNT = LARGE_FILE_READER_COUNT + 2
+# Number of threads that read planes of decoded files for viewers.
+PLANE_THREAD_COUNT = 4
+# Number of threads that open and search files on the host.
+HOST_FILE_THREAD_COUNT = 4
 
 
 class FileReaders:
@@ -21,6 +25,9 @@ class FileReaders:
     reader          reads files in child processes; available after `start`
     read_threads    threads for small files
     decode_threads  threads for large files, which take long to decode
+    plane_threads   threads that read planes of decoded files
+    host_threads    threads for files on the host. A file server that does not respond can block these threads, but not
+                    the other ones
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -28,6 +35,8 @@ class FileReaders:
         self.reader: Reader
         self.read_threads = FairThreadPool(SMALL_FILE_READER_COUNT, "read")
         self.decode_threads = FairThreadPool(LARGE_FILE_READER_COUNT, "decode")
+        self.plane_threads = FairThreadPool(PLANE_THREAD_COUNT, "planes")
+        self.host_threads = FairThreadPool(HOST_FILE_THREAD_COUNT, "host-files")
 
     def start(self) -> None:
         """Start the processes."""
@@ -47,3 +56,5 @@ class FileReaders:
         self.reader.close()
         self.read_threads.shutdown()
         self.decode_threads.shutdown()
+        self.plane_threads.shutdown()
+        self.host_threads.shutdown()

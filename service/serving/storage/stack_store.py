@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,6 +52,8 @@ class StackStore:
             the most space
         keep_seconds: time for which a stack is retained after its last use
 
+    deletion_callbacks  functions that are called with the ID of a stack after its file has been deleted
+
     Methods raise OutOfStorage if the disk is full, and StorageUnavailable for other disk errors.
     """
 
@@ -58,6 +61,7 @@ class StackStore:
         self._folder, self._quota_bytes, self._keep_seconds = folder, quota_bytes, keep_seconds
         # Held from checking the quota until the new stack is stored.
         self._lock = threading.Lock()
+        self.deletion_callbacks: list[Callable[[str], object]] = []
 
     def add(self, upload: Path, name: str, owner: str | None, digest: str) -> StoredStack:
         """Store a complete file together with its folder. Raises OutOfStorage if the quota would be exceeded."""
@@ -140,7 +144,8 @@ class StackStore:
         except (OSError, ValueError, TypeError):
             return None
 
-    @staticmethod
-    def _delete_files(stack: StoredStack) -> None:
+    def _delete_files(self, stack: StoredStack) -> None:
         with translate_disk_errors(), suppress(FileNotFoundError):
             shutil.rmtree(stack.path.parent)
+        for callback in self.deletion_callbacks:
+            callback(stack.id)

@@ -23,15 +23,11 @@ T = TypeVar("T")
 FILE_THREAD_COUNT = 8
 FILE_THREADS = ThreadPoolExecutor(FILE_THREAD_COUNT, "files")
 
-# Threads for files on the host. A file server that does not respond can block these threads, but no other threads.
-HOST_FILE_THREAD_COUNT = 4
-HOST_FILE_THREADS = ThreadPoolExecutor(HOST_FILE_THREAD_COUNT, "host-files")
-
 _start_lock = threading.Lock()
 
 
 def start_file_threads() -> None:
-    """Start the threads of this module before work is submitted. Raises the errors of `start_all_threads`."""
+    """Start `FILE_THREADS` before work is submitted. Raises the errors of `start_all_threads`."""
     with _start_lock:
         _start_file_threads_once()
 
@@ -39,7 +35,6 @@ def start_file_threads() -> None:
 @cache
 def _start_file_threads_once() -> None:
     start_all_threads(FILE_THREADS, FILE_THREAD_COUNT)
-    start_all_threads(HOST_FILE_THREADS, HOST_FILE_THREAD_COUNT)
 
 
 def start_threads(thread_count: int, name: str) -> ThreadPoolExecutor:

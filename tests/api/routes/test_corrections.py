@@ -5,6 +5,7 @@ import io
 import os
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,22 @@ def test_stored_image_and_labels_can_be_downloaded(service: Service, stack: str)
     assert service.client.delete(response.headers["location"]).status_code == 204
     assert parse_problem(service.client.get(response.headers["location"])) == (404, "unknown-annotation")
     assert service.leftovers() == []
+
+
+def test_downloads_are_complete_or_missing_while_annotated_stacks_are_deleted(service: Service, stack: str) -> None:
+    for _ in range(10):
+        stored = post_labels(service, encode_npy(), stack=stack).json()
+        path = f"/annotations/{stored['id']}"
+        complete = service.client.get(f"{path}/image").content
+        with ThreadPoolExecutor(8) as pool:
+            downloads = [pool.submit(service.client.get, f"{path}/image") for _ in range(8)]
+            deletion = pool.submit(service.client.delete, path)
+        assert deletion.result().status_code == 204
+        for response in (download.result() for download in downloads):
+            if response.status_code == 200:
+                assert response.content == complete
+            else:
+                assert parse_problem(response) == (404, "unknown-annotation")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from service.serving.parameters import Query
 from service.serving.results.answers import compute_fingerprint, make_answer_name
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.storage.readers import SMALL_FILE_READER_COUNT
-from service.serving.storage.threads import HOST_FILE_THREADS
 
 ONES = np.ones((3, 8, 8))
 FORM = {"file": b"II*"}
@@ -472,8 +471,12 @@ def test_result_is_named_after_the_input(name: str, expected: str) -> None:
 def test_blocked_threads_do_not_block_inspections_and_new_jobs(service: Service) -> None:
     """Decoding may be slow, and folders may be on a file server that does not respond."""
     gate, runtime = threading.Event(), service.runtime
-    read_and_decode_threads = runtime.read_threads.for_client("others"), runtime.decode_threads.for_client("testclient")
-    stuck = [pool.submit(gate.wait, 60) for pool in (*read_and_decode_threads, HOST_FILE_THREADS) for _ in range(16)]
+    pools = (
+        runtime.read_threads.for_client("others"),
+        runtime.decode_threads.for_client("testclient"),
+        runtime.host_threads.for_client("testclient"),
+    )
+    stuck = [pool.submit(gate.wait, 60) for pool in pools for _ in range(16)]
     try:
         assert service.post("/inspect", STACK).json()["file"]["shape"] == [1, 3, 8, 8]
         service.submit()

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import gc
 import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,8 @@ from service.core.types import Volume
 from service.serving.results.media_types import choose_media_type
 from service.serving.results.metadata import AnswerMetadata
 from service.serving.results.planes import PlaneRange
-from service.serving.storage.memory_budget import MemoryBudget
+from service.serving.storage.memory_budget import FairMemoryBudget
+from service.serving.storage.volume_cache import MAX_CLIENT_VOLUMES
 
 PIXELS = np.arange(6 * 8 * 10, dtype=np.uint16).reshape(6, 8, 10)
 STACK = as_tiff(PIXELS)
@@ -100,6 +104,31 @@ def test_planes_have_the_selected_pixels(service: Service, stack: str, query: di
     assert np.array_equal(parse_planes(response), expected)
 
 
+def list_deleted_files() -> list[str]:
+    """Return the deleted files that this process still has open or mapped."""
+    descriptors = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            descriptors.append(str(descriptor.readlink()))
+    mappings = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return [name for name in (*descriptors, *mappings) if "upload.tif (deleted)" in name]
+
+
+def test_deleted_stack_releases_its_disk_space_after_it_was_viewed(service: Service, stack: str) -> None:
+    assert get_planes(service, stack).status_code == 200
+    assert service.client.delete(f"/stacks/{stack}").status_code == 204
+    gc.collect()
+    assert list_deleted_files() == []
+
+
+def test_many_viewed_stacks_do_not_use_up_the_descriptors(service: Service) -> None:
+    stack = upload(service, as_tiff(np.zeros((200, 1, 4, 4), np.uint8), metadata={"axes": "TZYX"}))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for time in range(200):
+        assert get_planes(service, stack, time=time).status_code == 200
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + MAX_CLIENT_VOLUMES
+
+
 def test_nonexistent_planes_are_rejected(service: Service, stack: str) -> None:
     queries: list[dict[str, Any]] = [
         *({"from": 6}, {"to": 7}, {"from": 3, "to": 3}, {"channel": 1}, {"step": "0,1,1"}, {"axes": "YX"}),
@@ -111,25 +140,24 @@ def test_nonexistent_planes_are_rejected(service: Service, stack: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_planes_being_sent_share_a_memory_budget() -> None:
+async def test_clients_share_the_memory_for_planes_being_sent() -> None:
     volume = Volume.from_array(PIXELS[np.newaxis])
-    memory = MemoryBudget(PIXELS.nbytes + 1)
-    first = await build_planes_response(volume, PlaneRange(0, None, (1, 1, 1)), memory)
+    memory = FairMemoryBudget(2 * PIXELS.nbytes)
+    first = await build_planes_response(volume, PlaneRange(0, None, (1, 1, 1)), "ann", memory=memory)
     with pytest.raises(RateLimited):
-        await build_planes_response(volume, PlaneRange(0, 1, (1, 1, 1)), memory)
+        await build_planes_response(volume, PlaneRange(0, 1, (1, 1, 1)), "ann", memory=memory)
+    assert await build_planes_response(volume, PlaneRange(0, 3, (1, 1, 1)), "bob", memory=memory)
     for plane_range in (PlaneRange(0, 99, (1, 1, 1)), PlaneRange(9, None, (1, 1, 1))):
         with pytest.raises(BadParameter):
-            await build_planes_response(volume, plane_range, memory)
+            await build_planes_response(volume, plane_range, "ann", memory=memory)
 
     async def disconnect(message: Any) -> None:
         raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
         await first({}, no_messages, disconnect)
-    second = await build_planes_response(volume, PlaneRange(0, None, (1, 1, 1)), memory)
-    assert second.headers["content-length"] == str(PIXELS.nbytes)
-    assert not memory.reserve(2)
-    assert memory.reserve(1)
+    second = await build_planes_response(volume, PlaneRange(0, 3, (1, 1, 1)), "ann", memory=memory)
+    assert second.headers["content-length"] == str(PIXELS.nbytes // 2)
 
 
 async def no_messages() -> Any:

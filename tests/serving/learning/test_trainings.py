@@ -171,6 +171,16 @@ def test_waiting_and_running_training_runs_can_be_cancelled(service: Service) ->
         service.trainings.queue.find(first.id, "ann")
 
 
+def test_training_runs_end_when_an_annotated_stack_is_deleted(service: Service) -> None:
+    running, waiting = service.hang(), service.submit("waits")
+    service.trainings.withdraw_annotation(service.store.delete(service.annotation, "ann"))
+    for record in (running, waiting):
+        assert (record.state, "The annotated stack a was deleted" in record.message) == ("failed", True)
+    wait_until(lambda: service.trainings.queue.running_record is None, 60)
+    assert list_leftovers(service) == []
+    assert [service.load_queue().find(record.id, "ann").state for record in (running, waiting)] == ["failed"] * 2
+
+
 def test_model_of_a_training_run_cancelled_before_serving_is_deleted(service: Service) -> None:
     model_folder = service.settings.trained_folder / "mine"
     # Block the reload of models.
