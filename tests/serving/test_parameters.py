@@ -86,7 +86,7 @@ INVALID_TEXT = {
         ": Expected three positive numbers",
         ["64", "64,64", "64,64,0", "64,64,-1", "64,,64", "64,64,64,64", "1e1,2,3", "9999999,1,1"],
     ),
-    "minimum_size": (": Expected a number of voxels", ["many", "60px", "12um", "um3", "-1", "nan", "infum3", "1e30"]),
+    "minimum_size": (": Expected a volume in voxels", ["many", "60px", "12um", "um3", "-1", "nan", "infum3", "1e30"]),
 }
 
 
