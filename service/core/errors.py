@@ -236,10 +236,7 @@ class NotReady(CapacityError):
 
 
 class StorageUnavailable(CapacityError):
-    """A folder of the service, the job database or a remote store is unavailable.
-
-    Try again after `retry_after` seconds.
-    """
+    """A folder, the job database or a remote store is unavailable; try again after `retry_after` seconds."""
 
     slug = "storage-unavailable"
     retry_after = 5
@@ -311,11 +308,7 @@ class UnsupportedPackage(ModelError):
 
 
 class MissingKeys(UnsupportedPackage):
-    """A model package lacks information that `model.yaml` requires.
-
-    package   description of the package
-    problems  reasons why keys of `model.yaml` are missing, by key.
-    """
+    """A model package lacks keys that `model.yaml` requires; `problems` contains the reason for each key."""
 
     slug = "missing-keys"
 

@@ -37,7 +37,10 @@ STEPS_PER_REFRESH = 2
 
 
 def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
-    """Read single-channel stacks and their labels. Raises BadFile, or BadParameter if file counts or shapes differ."""
+    """Read single-channel stacks and their labels. Raises BadFile.
+
+    Raises BadParameter if the number of files or the shapes of a stack and its labels differ.
+    """
     if len(images) != len(labels):
         raise BadParameter(
             f"Each image needs labels, but there are {len(images)} images and {len(labels)} label files."

@@ -222,7 +222,7 @@ class Tuner(Generic[Result]):
         return self._explain_skip(config)
 
     def _time_alternately(self, *entrants: _Entrant[Result]) -> list[_Entrant[Result]]:
-        """Time entrants alternately until one is clearly slower or time is up. Return the entrants without errors."""
+        """Time entrants alternately until one is clearly slower or time is up. Return the entrants without failures."""
         running_entrants = list(entrants)
         for entrant in entrants:
             entrant.seconds_per_window.clear()
