@@ -147,7 +147,7 @@ def _allocate_aligned(nbytes: int) -> Array:
 
 
 def release_pages(array: Array) -> None:
-    """Evict the pages of a memory-mapped array from memory; they stay on disk. Do nothing for arrays in memory."""
+    """Evict the pages of a memory-mapped array from memory; the pages stay on disk. Do nothing for arrays in memory."""
     base: object = array
     while isinstance(base, np.ndarray):
         base = base.base

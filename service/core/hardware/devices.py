@@ -19,7 +19,7 @@ from service.core.hardware.gpus import explain_no_cuda, query_gpus
 
 log = logging.getLogger(__name__)
 
-# Number of failed health checks after which a device counts as lost.
+# Number of failed health checks after which a device is considered lost.
 MAX_HEALTH_CHECKS = 3
 # Seconds between two health checks.
 HEALTH_CHECK_INTERVAL_SECONDS = 0.5

@@ -101,7 +101,7 @@ class LoadingLock:
 def drop_generated_code() -> None:
     """Drop inductor's references to generated code, so that it is freed together with the networks that use it.
 
-    Frozen weights are part of that code. Inductor keeps every generated module in its own list and in `sys.modules`.
+    Frozen weights are part of that code. Inductor stores every generated module in its own list and in `sys.modules`.
     Modules still in use stay alive through the functions that the networks hold.
     """
     cache = getattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache", None)

@@ -62,7 +62,7 @@ class CudaGraphBackend(Backend):
 
 @cache
 def _get_capture_stream(device: torch.device, cuda: Any) -> Any:
-    """Return the stream for all captures on a device. It is shared because cuBLAS keeps a workspace for each stream."""
+    """Return the stream for all captures on a device. It is shared because cuBLAS holds a workspace for each stream."""
     return cuda.Stream(device)
 
 
@@ -91,7 +91,7 @@ class CudaRecorder:
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
         """Capture `work`, and return the tensor that every replay fills."""
-        # Other threads keep using CUDA for requests. The capture mode "global" would make their calls fail.
+        # Other threads continue to use CUDA for requests. The capture mode "global" would make their calls fail.
         options = {"pool": self._pool, "capture_error_mode": "thread_local"} | self._options
         capture = self._cuda.graph(self._graph, stream=self._stream, **options)
         try:
@@ -111,7 +111,7 @@ class CudaRecorder:
         try:
             self._graph.pool()
         except RuntimeError:
-            # The allocator of pinned memory keeps a pointer to this graph that cannot be removed.
+            # The allocator of pinned memory holds a pointer to this graph that cannot be removed.
             _failed_graphs.append(self._graph)
             device = self._device.index or 0
             # A RuntimeError means that torch no longer uses the pool, and will release it with the graph.
@@ -169,7 +169,7 @@ class CudaBuild:
 
     def warm_up(self, network: Network, example: Tensor) -> bool:
         """Run the warm-up calls, and return False because captured graphs reuse the memory of their scores."""
-        # Do not keep the scores: live tensors would interfere with the capture of graphs.
+        # Do not hold the scores: live tensors would interfere with the capture of graphs.
         for _ in range(WARM_UP_CALLS):
             network(example)
         return False

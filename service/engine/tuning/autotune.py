@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 MAX_TIMED_ROUNDS = 7
 # Minimum number of timed calls before a comparison may end early, because the result is clear or time is up.
 MIN_TIMED_ROUNDS = 3
-# A challenger must be faster by more than this fraction, since noise can change medians by as much.
+# A challenger must be faster by more than this fraction, because noise can change medians by that much.
 MIN_SPEED_GAIN = 0.03
 
 # Errors that make a trial fail.
