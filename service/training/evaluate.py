@@ -72,7 +72,7 @@ def score(truth: Labels, labels: Labels) -> Scores:
 def segment_classically(image: NDArray[Any], diameter: float) -> Labels:
     """Segment with a Gaussian filter, Otsu's threshold, and a watershed from the maxima of the distance transform.
 
-    Image and labels are [Z, Y, X]. `diameter` is in voxels. The maxima are at least 0.35 diameters apart.
+    Image and labels have the axes [Z, Y, X]. `diameter` is in voxels. The maxima are at least 0.35 diameters apart.
     """
     smoothed_image = gaussian_filter(image.astype(np.float32), 1)
     foreground = smoothed_image > threshold_otsu(smoothed_image)  # type: ignore[no-untyped-call]

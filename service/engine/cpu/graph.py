@@ -211,7 +211,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, operator: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator, and record or check it. Raises CaptureError."""
+        """Run the operator, and record it if necessary. Raises CaptureError if it cannot be replayed."""
         inputs, result = _list_tensors((args, kwargs)), operator(*args, **(kwargs or {}))
         outputs = _list_tensors(result)
         self._live_tensors += outputs
