@@ -40,7 +40,10 @@ def make_allocator(folder: Path | None) -> Allocator:
 
 
 def allocate_on_disk(shape: tuple[int, ...], dtype: DTypeLike, folder: Path | None) -> Array:
-    """Return an array of zeros in an unnamed memory-mapped file that is freed with the array. Raises OutOfStorage."""
+    """Return an array of zeros in an unnamed memory-mapped file that is freed with the array.
+
+    Raises OutOfStorage if the disk has too little space.
+    """
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
@@ -60,10 +63,10 @@ class BufferPool:
     `malloc` splits large freed blocks, so they are often too small for the aligned blocks that PyTorch allocates.
     Without a pool, allocating many arrays in succession would increase the memory usage of the process.
 
-    nbytes            size of each buffer
+    nbytes            size of each buffer in bytes
     max_idle_buffers  maximum number of unused buffers in the pool
-    cache             provides buffers before new memory is allocated, and receives the unused buffers when the pool is
-                      deleted
+    cache             cache that is searched for a buffer before new memory is allocated, and that receives the unused
+                      buffers when the pool is deleted
     """
 
     def __init__(self, nbytes: int, max_idle_buffers: int, cache: BufferCache | None = None) -> None:
@@ -75,8 +78,8 @@ class BufferPool:
         try:
             memory = self._idle_buffers.pop()
         except IndexError:
-            cached = None if self._cache is None else self._cache.take(self._nbytes)
-            memory = _allocate_aligned(self._nbytes) if cached is None else cached
+            cached_memory = None if self._cache is None else self._cache.take(self._nbytes)
+            memory = _allocate_aligned(self._nbytes) if cached_memory is None else cached_memory
         return np.asarray(_BufferView(memory, self))
 
     def __del__(self) -> None:
@@ -119,11 +122,11 @@ class BufferCache:
         self._idle_buffers[next(self._sequence_numbers)] = memory
         idle_buffers = self._idle_buffers.copy()
         total_bytes = sum(buffer.nbytes for buffer in idle_buffers.values())
-        for sequence_number, oldest in idle_buffers.items():
+        for sequence_number, oldest_buffer in idle_buffers.items():
             if total_bytes <= self._max_bytes:
                 return
             self._idle_buffers.pop(sequence_number, None)
-            total_bytes -= oldest.nbytes
+            total_bytes -= oldest_buffer.nbytes
 
 
 class _BufferView:
@@ -144,7 +147,7 @@ def _allocate_aligned(nbytes: int) -> Array:
 
 
 def release_pages(array: Array) -> None:
-    """Evict the pages of a memory-mapped array from memory; they stay on disk. Do nothing for arrays in memory."""
+    """Evict the pages of a memory-mapped array from memory; the pages stay on disk. Do nothing for arrays in memory."""
     base: object = array
     while isinstance(base, np.ndarray):
         base = base.base

@@ -13,7 +13,7 @@ StackSegError
 |   |-- UnknownModel         no model has this name
 |   |-- Unauthorized         the API key is missing, is unknown, or does not have the required permission
 |   |-- MisdirectedRequest   the Host header names a host that this service does not serve
-|   |-- CrossSiteRequest     a web page of another origin tries to change something
+|   |-- CrossSiteRequest     a web page from another origin sends a state-changing request
 |   |-- UnknownJob           no job has this id, or the job belongs to another key
 |   |-- UnknownStack         no uploaded stack has this id, or the stack belongs to another key
 |   |-- UnknownAnnotation    no annotated stack has this id, or the stack belongs to another key
@@ -21,7 +21,7 @@ StackSegError
 |   |-- FeatureDisabled      the feature is disabled by the operator, or its dependency is not installed
 |   |-- ModelNotDeletable    the model cannot be deleted
 |   |-- JobNotFinished       the job has no result yet
-|   `-- ResultUnavailable    the job was cancelled, or its result was deleted
+|   `-- ResultUnavailable    the job was canceled, or its result was deleted
 |-- CapacityError            temporary error: the same request may succeed later
 |   |-- QueueFull            too many requests are waiting
 |   |-- RateLimited          the API key exceeds its rate limit
@@ -146,7 +146,7 @@ class MisdirectedRequest(RequestError):
 
 
 class CrossSiteRequest(RequestError):
-    """A web page of an origin that is not allowed sent a request that could change something."""
+    """A web page from an origin that is not allowed sent a state-changing request."""
 
     slug = "cross-site"
 
@@ -194,7 +194,7 @@ class JobNotFinished(RequestError):
 
 
 class ResultUnavailable(RequestError):
-    """The job was cancelled, or its result was deleted to free space for newer results."""
+    """The job was canceled, or its result was deleted to free space for newer results."""
 
     slug = "result-gone"
 
@@ -236,10 +236,7 @@ class NotReady(CapacityError):
 
 
 class StorageUnavailable(CapacityError):
-    """A folder of the service, the job database or a remote store is unavailable.
-
-    Try again after `retry_after` seconds.
-    """
+    """A folder, the job database or a remote store is unavailable; try again after `retry_after` seconds."""
 
     slug = "storage-unavailable"
     retry_after = 5
@@ -305,17 +302,13 @@ class NonFiniteScores(ModelError):
 
 
 class UnsupportedPackage(ModelError):
-    """A model package is damaged, or uses an unsupported feature; the message names the field."""
+    """A model package is damaged, or uses an unsupported feature; the message describes the problem."""
 
     slug = "unsupported-package"
 
 
 class MissingKeys(UnsupportedPackage):
-    """A model package lacks information that `model.yaml` requires.
-
-    package   description of the package
-    problems  the reason why each key of `model.yaml` is missing, by key.
-    """
+    """A model package lacks keys that `model.yaml` requires; `problems` contains the reason for each key."""
 
     slug = "missing-keys"
 
@@ -326,7 +319,7 @@ class MissingKeys(UnsupportedPackage):
 
 
 class InternalError(StackSegError):
-    """The job failed because of a bug in the service; the log has the details."""
+    """The job failed because of a bug in the service; the log contains the details."""
 
     slug = "internal-error"
 
@@ -338,7 +331,7 @@ class ConfigError(StackSegError):
 
 
 class Cancelled(StackSegError):
-    """The work was cancelled because the client disconnected."""
+    """The work was canceled because the client disconnected."""
 
     slug = "cancelled"
 
@@ -348,7 +341,7 @@ _FOLDER_PATTERN = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"]+/)+")
 
 
 def remove_folders(message: str) -> str:
-    """Shorten absolute paths in a message to file names, so that clients do not learn the folders of this host."""
+    """Shorten absolute paths in a message to file names, so that they do not disclose the folders of this host."""
     return _FOLDER_PATTERN.sub("", message)
 
 

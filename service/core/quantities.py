@@ -12,8 +12,8 @@ from service.core.errors import BadParameter
 Size = tuple[int, int, int]
 """Numbers of voxels along (Z, Y, X)."""
 
-# Shortest and longest length in micrometers, from a tenth of an atom to a meter. For lengths outside this range, TIFF
-# tags and ratios of lengths would overflow.
+# Shortest and longest length in micrometers, from a tenth of the diameter of an atom to a meter. For lengths outside
+# this range, TIFF tags and ratios of lengths would overflow.
 PLAUSIBLE_LENGTHS = (1e-5, 1e6)
 # Largest volume in cubic micrometers: one cubic meter.
 MAX_VOLUME = 1e18
@@ -63,7 +63,10 @@ class TimeInterval:
 
 @dataclass(frozen=True)
 class TimeRange:
-    """Half-open range of time points, from `first` up to but excluding `stop`. None: up to the last time point."""
+    """Half-open range of time points, from `first` up to but excluding `stop`.
+
+    If `stop` is None, the range includes the last time point.
+    """
 
     first: int = 0
     stop: int | None = None
@@ -84,7 +87,7 @@ def parse_time(text: str) -> int | TimeRange:
     times = _parse_range(normalized)
     if times is None or (times.stop is not None and times.first >= times.stop):
         raise BadParameter(
-            f"Expected a time point such as 0, a range such as 2:5 (time points 2, 3 and 4), or all, not {text!r}"
+            f"Expected a time point such as 0, a range such as 2:5 (time points 2, 3 and 4), or 'all', not {text!r}"
         )
     return times
 
@@ -127,7 +130,7 @@ class Diameter:
         except (ValueError, BadParameter):
             pass
         raise BadParameter(
-            "Expected a diameter with its unit, such as 15px, 6.5um or 7,15,15px (along Z,Y,X), or auto or none, "
+            "Expected a diameter with its unit, such as 15px, 6.5um or 7,15,15px (along Z,Y,X), or 'auto' or 'none', "
             f"not {text!r}"
         )
 
@@ -136,7 +139,7 @@ class Diameter:
         return ",".join(f"{length:.3g}" for length in self.lengths) + self.unit
 
     def describe(self) -> str:
-        """Describe the diameter for users, such as `21 px wide and 10 px deep`."""
+        """Return a description of the diameter for users, such as `21 px wide and 10 px deep`."""
         depth, *in_plane_lengths = (f"{length:.3g}" for length in self.lengths)
         width = " x ".join(dict.fromkeys(in_plane_lengths)) or depth
         description = f"{width} {self.unit} wide"
@@ -179,7 +182,7 @@ def parse_roi_size(text: str) -> Size:
     match window_size:
         case [z, y, x] if min(window_size) > 0 and text.count(",") == 2:
             return z, y, x
-    raise BadParameter(f"Expected three positive numbers of voxels along Z,Y,X, such as 64,64,64, not {text!r}")
+    raise BadParameter(f"Expected three positive numbers Z,Y,X in voxels, such as 64,64,64, not {text!r}")
 
 
 SkipBelow = float | Literal["auto", "none"]
@@ -196,7 +199,7 @@ def parse_skip_below(text: str) -> SkipBelow:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise BadParameter(f"Expected a gray value of the stack, such as 120, or auto or none, not {text!r}")
+        raise BadParameter(f"Expected a gray value of the stack, such as 120, or 'auto' or 'none', not {text!r}")
     return value
 
 
@@ -223,7 +226,7 @@ class ObjectVolume:
         except (ValueError, BadParameter):
             pass
         raise BadParameter(
-            f"Expected a number of voxels such as 60, or of cubic micrometers such as 12.5um3, not {text!r}"
+            f"Expected a volume in voxels, such as 60, or in cubic micrometers, such as 12.5um3, not {text!r}"
         )
 
     def to_voxels(self, voxel_size: VoxelSize | None) -> float | None:

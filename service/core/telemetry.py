@@ -113,7 +113,7 @@ _current_progress: ContextVar[Progress | None] = ContextVar("progress", default=
 
 @contextmanager
 def step(name: str) -> Iterator[None]:
-    """Record the block as a step of the current `Progress`. If the step takes long, log it."""
+    """Record the block as a step of the current `Progress`. If the step takes a long time, log it."""
     with (_current_progress.get() or Progress()).step(name):
         yield
 
@@ -144,6 +144,6 @@ class Stages:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def update(self, seconds: Mapping[str, float]) -> None:
-        """Add `seconds` to the durations of several stages, by name."""
+        """Add durations in seconds to several stages. The keys are the names of the stages."""
         for name, stage_seconds in seconds.items():
             self.add(name, stage_seconds)

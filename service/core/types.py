@@ -25,7 +25,7 @@ Linking = Literal["overlap", "laptrack"]
 
 
 CancellationCheck = Callable[[], bool]
-"""Function that returns whether the request was cancelled."""
+"""Function that returns whether the request was canceled."""
 
 
 def slice_range(indices: range) -> slice:
@@ -34,7 +34,7 @@ def slice_range(indices: range) -> slice:
 
 
 def never_cancelled() -> bool:
-    """Return False. This is the `CancellationCheck` for work that cannot be cancelled."""
+    """Return False. This is the `CancellationCheck` for work that cannot be canceled."""
     return False
 
 
@@ -71,7 +71,7 @@ class Volume:
     """A stack [C, Z, Y, X] with the dtype of the file, from which ranges of planes are read.
 
     read        read(z0, z1) returns planes [C, z1 - z0, Y, X] in native byte order; the pixels may be in a file
-    read_part   read_part(z, rows, columns) returns these pixels [rows, columns] of a plane of the first channel, with
+    read_part   read_part(z, rows, columns) returns pixels [rows, columns] of plane `z` of the first channel, and needs
                 little memory even if the plane is large; None: `read` needs no memory for the rest of the plane
     voxel_size  in micrometers; None if unknown
     channels    one name per channel; "" for a channel without a name

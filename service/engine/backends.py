@@ -73,7 +73,7 @@ def list_configs(
     """Return every configuration that the settings allow, the most promising first.
 
     precisions  precisions to try, with the narrowest one first
-    batch_size  windows per call, for all configurations
+    batch_size  number of windows per call, for all configurations
     """
     configs = []
     backends = BACKENDS if settings.kind == "auto" else {settings.kind: BACKENDS[settings.kind]}
@@ -134,24 +134,24 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     start_time = time.perf_counter()
     device_build: DeviceBuild = CudaBuild(example.device) if example.device.type == "cuda" else CpuBuild()
     with torch.inference_mode():
-        transformed = backend.transform(module)
+        transformed_module = backend.transform(module)
         # Count the bytes before building, because engines may move weights into a layout whose size cannot be read.
-        module_bytes = count_weight_bytes(transformed)
-        network = backend.build(transformed, example, config, settings)
+        module_bytes = count_weight_bytes(transformed_module)
+        network = backend.build(transformed_module, example, config, settings)
         owns_scores = device_build.warm_up(network, example)
         may_accept_smaller_batches = backend.accepts_smaller_batches and config.compile_mode is None
-        accepts_any_batch_size = may_accept_smaller_batches and supports_any_batch_size(
+        accepts_any_batch_size = may_accept_smaller_batches and supports_smaller_batches(
             network, example, config.streams
         )
     is_frozen = config.compile_mode is not None and settings.freeze and example.device.type == "cpu"
-    copy_count = (transformed is not module) + (backend.packs_weights or is_frozen)
+    copy_count = (transformed_module is not module) + (backend.packs_weights or is_frozen)
     nbytes = copy_count * module_bytes + device_build.count_buffer_bytes(network, config.streams)
     score_bytes = device_build.count_score_bytes(network)
     seconds = time.perf_counter() - start_time
     return BuiltNetwork(network, seconds, nbytes, accepts_any_batch_size, owns_scores, score_bytes)
 
 
-def supports_any_batch_size(network: Network, example: Tensor, stream_count: int) -> bool:
+def supports_smaller_batches(network: Network, example: Tensor, stream_count: int) -> bool:
     """Return whether windows get the same scores in a smaller batch as in a full one, in up to `stream_count` streams.
 
     The check runs with every number of threads that a stream may have, because libraries choose algorithms based on

@@ -13,7 +13,7 @@ from service.engine.precision import DTYPES
 from service.engine.tuning.plans import EngineConfig
 from service.models.network import Network
 
-# The first call compiles, the second records CUDA graphs, and the third already runs like all later calls.
+# The first call compiles, the second captures CUDA graphs, and the third already runs like all later calls.
 WARM_UP_CALLS = 3
 
 ALL_MEMORY_FORMATS = ("channels_last_3d", "contiguous")

@@ -61,7 +61,7 @@ def replace_modules(network: nn.Module, make_replacement: Callable[[nn.Module], 
 
 
 def is_plain(module: nn.Module, module_class: type[ModuleT]) -> TypeGuard[ModuleT]:
-    """Return whether a module has the `forward` of `module_class` and no hooks, so that it computes the same."""
+    """Return whether a module has the `forward` of `module_class` and no hooks, so that the results are the same."""
     return isinstance(module, module_class) and type(module).forward is module_class.forward and not _has_hooks(module)
 
 
@@ -78,7 +78,7 @@ def _iter_slots(sequential: nn.Module, usage_counts: Counter[nn.Module]) -> Iter
 
 
 def read_slope(activation: nn.Module) -> float | None:
-    """Return the negative slope of a ReLU, LeakyReLU or PReLU; None for several slopes and for any other module."""
+    """Return the negative slope of a ReLU, LeakyReLU or PReLU; None for several slopes or any other module."""
     if is_plain(activation, nn.PReLU) and activation.weight.numel() == 1:
         return activation.weight.item()
     if is_plain(activation, nn.LeakyReLU):

@@ -41,7 +41,7 @@ class OpenVinoBackend(Backend):
 
         Raises ImportError if openvino is not installed, and RuntimeError if it cannot convert the module.
         """
-        # Imported here because openvino is optional and its import takes a second.
+        # Imported here because openvino is optional and importing it takes a second.
         openvino = import_module("openvino")
         graph = _convert(module, example)
         options = {
@@ -50,8 +50,8 @@ class OpenVinoBackend(Backend):
             "NUM_STREAMS": str(config.streams),
             "INFERENCE_NUM_THREADS": str(torch.get_num_threads()),
         }
-        compiled = openvino.Core().compile_model(graph, "CPU", options)
-        return CompiledNetwork(compiled.create_infer_request, example.shape, config.streams)
+        compiled_model = openvino.Core().compile_model(graph, "CPU", options)
+        return CompiledNetwork(compiled_model.create_infer_request, example.shape, config.streams)
 
 
 class CompiledNetwork:

@@ -31,7 +31,8 @@ def choose_precision(
 ) -> ChosenPrecision:
     """Choose a precision. `auto` selects the first native one of BF16, FP16 and FP32.
 
-    An explicit precision is always used, with a warning if the device only emulates it or has a known fault in it.
+    An explicit precision is always used, with a warning if the device only emulates it or has a known
+    fault in this precision.
 
     faults  descriptions of known faults by dtype, from `devices.list_faulty_precisions`
     """

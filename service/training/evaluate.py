@@ -1,4 +1,4 @@
-"""Scores of an instance segmentation model, and of a classical method for comparison."""
+"""Evaluation scores of an instance segmentation model, and of a classical method for comparison."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Scores(NamedTuple):
     found          number of objects in the labels
     f1, f1_strict  F1 score 2 TP / (2 TP + FP + FN); objects match if their intersection over union (IoU) is above 0.5,
                    or above 0.75 for `f1_strict`
-    iou            mean IoU of the objects that match at 0.5; 0 if there are no matches
+    iou            mean IoU of the objects that match at an IoU above 0.5; 0 if there are no matches
     splits         number of true objects that each contain most of two or more found objects
     merges         number of found objects that each contain most of two or more true objects
     """
@@ -48,7 +48,7 @@ class Scores(NamedTuple):
 
 
 def score(truth: Labels, labels: Labels) -> Scores:
-    """Compare two label volumes of the same shape. Background is 0. The label of an object may differ between volumes.
+    """Compare two label volumes of the same shape. Background is 0. Labels of matching objects may differ.
 
     An object has at most one match with an intersection over union above 0.5 (Kirillov et al. 2019).
     """
@@ -72,7 +72,7 @@ def score(truth: Labels, labels: Labels) -> Scores:
 def segment_classically(image: NDArray[Any], diameter: float) -> Labels:
     """Segment with a Gaussian filter, Otsu's threshold, and a watershed from the maxima of the distance transform.
 
-    Image and labels are [Z, Y, X]. `diameter` is in voxels. The maxima are at least 0.35 diameters apart.
+    Image and labels have the axes [Z, Y, X]. `diameter` is in voxels. The maxima are at least 0.35 diameters apart.
     """
     smoothed_image = gaussian_filter(image.astype(np.float32), 1)
     foreground = smoothed_image > threshold_otsu(smoothed_image)  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ def get_stack_name(image: Path) -> str:
 
 
 def resolve_diameter(setting: str, truth: Labels, voxel_size: VoxelSize | None = None) -> DiameterSetting:
-    """Parse a diameter, or compute it from the true objects if the setting is `mean` or `extents`.
+    """Parse a diameter, or compute it from the ground truth if the setting is `mean` or `extents`.
 
     `mean` is the mean diameter of spheres with the volumes of the objects, scaled by the anisotropy of the voxels.
     `extents` is the median extent along each axis. Raises BadParameter if the setting is invalid.

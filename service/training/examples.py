@@ -25,7 +25,8 @@ from service.training.instance_targets import compute_instance_targets
 Floats = NDArray[np.float32]
 Pair = tuple[NDArray[Any], NDArray[Any]]
 """The image and the labels of one stack, both [Z, Y, X]."""
-Source = Callable[[np.random.Generator], Pair]
+StackSource = Callable[[np.random.Generator], Pair]
+"""Function that returns a random image and its labels."""
 Normalizer = Callable[[NDArray[Any]], Floats]
 TargetFunction = Callable[[NDArray[Any]], Floats]
 T = TypeVar("T")
@@ -37,7 +38,10 @@ STEPS_PER_REFRESH = 2
 
 
 def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
-    """Read single-channel stacks and their labels. Raises BadFile, or BadParameter if file counts or shapes differ."""
+    """Read single-channel stacks and their labels. Raises BadFile.
+
+    Raises BadParameter if the number of files or the shapes of a stack and its labels differ.
+    """
     if len(images) != len(labels):
         raise BadParameter(
             f"Each image needs labels, but there are {len(images)} images and {len(labels)} label files."
@@ -137,7 +141,7 @@ def zoom_pair(image: NDArray[Any], labels: NDArray[Any], factors: NDArray[np.flo
 class ExampleDataset(Dataset[Example]):
     """Numbered examples. Each example has its own random generator, and is reproducible in any process and order."""
 
-    source: Source
+    source: StackSource
     normalize: Normalizer
     seed: int
     compute_targets: TargetFunction = compute_instance_targets

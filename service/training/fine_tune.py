@@ -31,7 +31,7 @@ from service.training.training_loop import CHECKPOINT_FILE, Trainer
 
 Extents = tuple[float, float, float]
 ProgressCallback = Callable[[dict[str, Any]], None]
-"""A callback for progress messages, which can have the members stage, steps, step, loss, validation and before."""
+"""A callback for messages, each with one or more of the members stage, steps, step, loss, validation and before."""
 
 # Fraction of each stack that is held out for scoring.
 HELD_OUT_FRACTION = 0.2
@@ -149,7 +149,7 @@ def fine_tune(stacks: Sequence[StackFiles], task: FineTuningTask, *, minutes: fl
 
 
 def read_stack(stack: StackFiles) -> AnnotatedStack:
-    """Read the annotated region of a stack. Raises BadFile, and BadParameter if the shapes differ."""
+    """Read the annotated region of a stack. Raises BadFile, or BadParameter if the shapes differ."""
     image, labels = (stack_reader.read(path, Selection(), MAX_DECODED_BYTES) for path in (stack.image, stack.labels))
     if image.shape != labels.shape:
         raise BadParameter(f"{stack.name}: the image and the labels differ in shape: {image.shape} and {labels.shape}.")
@@ -273,10 +273,8 @@ def _train_network(
 
 
 def _read_sample(base: ModelSpec) -> NDArray[Any] | None:
-    """Return the image [Z, Y, X] of the sample of the base model, or None.
-
-    All users of a model can see its sample, so the new model must not contain a part of an annotated stack.
-    """
+    """Return the image [Z, Y, X] of the sample of the base model, or None."""
+    # All users of a model can see its sample, so the sample must not contain a part of an annotated stack.
     if base.sample is None:
         return None
     sample: NDArray[Any] = stack_reader.read(
@@ -297,7 +295,7 @@ def compute_zoom_factors(stack: AnnotatedStack, diameter: float | None) -> NDArr
 
 
 def resample_stack(stack: AnnotatedStack, diameter: float | None) -> Pair:
-    """Return the image and labels, resampled to an object diameter. Raises BadParameter if they become too large."""
+    """Resample image and labels to an object diameter. Raises BadParameter if the result would be too large."""
     image, labels = stack.pair
     factors = compute_zoom_factors(stack, diameter)
     if np.all(factors == 1):
@@ -329,7 +327,7 @@ class _ProgressReporter:
 
 
 def _add_lineage(spec: ModelSpec, lineage: Lineage) -> ModelSpec:
-    """Add the lineage to the model file and return the new spec."""
+    """Add the lineage to the model file, and return the updated spec."""
     path = spec.folder / FILE_NAME
     content = yaml.safe_load(path.read_text(encoding="utf-8")) | {"lineage": lineage.model_dump()}
     path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
@@ -348,5 +346,5 @@ def _describe_result(lineage: Lineage, failure: str | None, *, has_held_out_data
     return (
         message
         if has_held_out_data
-        else f"{message} Too few objects are annotated, so the scores are for objects also used to select the weights."
+        else f"{message} Too few objects are annotated, so the scored objects were also used to select the weights."
     )

@@ -39,7 +39,7 @@ NEW_MODEL_CONTENT: dict[str, Any] = {
 
 
 def describe_stacks(count: int) -> str:
-    """Return the number of annotated stacks as a phrase."""
+    """Return the number of annotated stacks as a phrase, such as `3 annotated stacks`."""
     return f"{count} annotated {'stack' if count == 1 else 'stacks'}"
 
 
@@ -50,14 +50,15 @@ def draft_content(base: ModelSpec | None, name: str, stack_names: list[str]) -> 
         if base is None
         else base.model_dump(mode="json", exclude={"weights", "sample", "format", "confidence", "lineage"})
     )
-    base_data = "" if base is None else f"{base.training_data} Then: "
+    base_training_data = "" if base is None else f"{base.training_data} Then: "
     return {
         "format": 1,
         **content,
         "name": name,
         "version": "1",
-        "summary": f"Trained on {describe_stacks(len(stack_names))}" + (f", from {base.identifier}." if base else "."),
-        "training_data": base_data + ", ".join(stack_names),
+        "summary": f"Trained on {describe_stacks(len(stack_names))}"
+        + (f", starting from {base.identifier}." if base else "."),
+        "training_data": base_training_data + ", ".join(stack_names),
     }
 
 

@@ -31,7 +31,7 @@ DISK_FULL_MESSAGE = (
     "The disk that contains the trained models (models.trained_folder) is full, so training could not finish. Ask the"
     " operator to free some space, then start the training run again."
 )
-# Error numbers for files that cannot grow.
+# Error numbers which mean that a file cannot grow.
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # Required disk space in multiples of the size of the base model, for the new model and a checkpoint. The checkpoint
 # also contains averaged weights and the optimizer state.
@@ -42,7 +42,7 @@ OUT_OF_MEMORY_MESSAGE = (
 
 
 def main() -> None:
-    """Process one request."""
+    """Train the model that the request on stdin specifies, and report the progress on stdout."""
     # Ignore SIGTERM, which may be sent to all processes of the service. The service itself stops this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Keep the output of libraries separate from the progress messages.
@@ -111,7 +111,7 @@ def _exit_with_service() -> None:
 
 
 def _lower_priority(niceness: int) -> None:
-    """Lower the priority of this process. If memory is short, let the kernel kill this process before the service."""
+    """Lower the priority of this process. If memory runs out, let the kernel kill this process before the service."""
     os.nice(niceness)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")

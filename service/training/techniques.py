@@ -56,7 +56,7 @@ def _make_contexts(block: nn.Module) -> tuple[AbstractContextManager[None], Abst
 
 @contextmanager
 def _suspend_statistics(block: nn.Module) -> Iterator[None]:
-    """Context manager that suspends updates of batch normalization statistics.
+    """Suspend updates of batch normalization statistics within the block.
 
     The first forward pass has already counted the batch.
     """

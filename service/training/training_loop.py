@@ -72,6 +72,7 @@ class TrainingPlan(Training):
 class TrainerState:
     """The progress of training: the content of a checkpoint except for tensors. Checkpoints contain the field names.
 
+    step     number of completed steps
     best     lowest validation loss
     stale    number of validations since the validation loss last improved
     skipped  number of skipped steps
@@ -106,7 +107,7 @@ class TrainerState:
             advice = "engine.precision: fp32 in the configuration file, or a lower --learning-rate"
         return (
             f"no improvement after {self.step} steps: validation loss {_format_number(initial_loss)} at the start, "
-            f"{_format_number(min(later_losses, default=None))} at best, so the initial weights are kept. Try {advice}."
+            f"{_format_number(min(later_losses, default=None))} at best, so the initial weights are used. Try {advice}."
             " Also check that each --labels file belongs to its image."
         )
 
@@ -127,7 +128,7 @@ class TrainingPlacement(NamedTuple):
 
 
 class Trainer:
-    """Trains a network on one device. The loss curve and the checkpoints are written to `folder`."""
+    """A trainer for a network on one device. The loss curve and the checkpoints are written to `folder`."""
 
     def __init__(
         self, network: nn.Module, data: TrainingData, plan: TrainingPlan, folder: Path, placement: TrainingPlacement
@@ -308,7 +309,10 @@ class Trainer:
             torch.save(content, partial_path)
 
     def resume(self) -> None:
-        """Continue from the checkpoint in the folder. Raises BadParameter if it is missing or the options differ."""
+        """Continue from the checkpoint in the folder.
+
+        Raises BadParameter if the checkpoint is missing or was written with different options.
+        """
         path = self.folder / CHECKPOINT_FILE
         try:
             content: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
@@ -342,5 +346,5 @@ def _format_number(value: float | None) -> str:
 
 
 def _select_options_affecting_result(plan: TrainingPlan) -> dict[str, Any]:
-    """Return the options that must be equal so that resumed training gives the same result."""
+    """Return the options that must not change, so that resumed training gives the same result."""
     return {name: value for name, value in plan.model_dump().items() if name not in {"minutes", "patience", "workers"}}

@@ -79,25 +79,25 @@ def test_module_is_transformed_before_the_network_is_built(build_fake):
 
 
 @pytest.mark.parametrize(
-    ("network", "accepts_smaller_batches", "accepts_any_batch_size"),
+    ("network", "is_supported_by_engine", "accepts_any_batch_size"),
     [
         (lambda x: 2 * x, True, True),
         (lambda x: 2 * x, False, False),
         (lambda x: 2 * x + len(x), True, False),
     ],
-    ids=["any batch size", "engine does not support it", "different scores"],
+    ids=["smaller batches", "engine does not support it", "different scores"],
 )
-def test_any_batch_size_requires_equal_scores_in_smaller_batches(
-    build_fake, network, accepts_smaller_batches, accepts_any_batch_size
+def test_accepting_smaller_batches_requires_equal_scores_in_smaller_batches(
+    build_fake, network, is_supported_by_engine, accepts_any_batch_size
 ):
     assert (
-        build_fake(lambda _: network, accepts_smaller_batches=accepts_smaller_batches).accepts_any_batch_size
+        build_fake(lambda _: network, accepts_smaller_batches=is_supported_by_engine).accepts_any_batch_size
         == accepts_any_batch_size
     )
 
 
 @pytest.mark.parametrize(("streams", "accepts_any_batch_size"), [(1, True), (2, False)])
-def test_any_batch_size_requires_equal_scores_with_the_threads_of_any_stream(
+def test_accepting_smaller_batches_requires_equal_scores_with_the_threads_of_any_stream(
     build_fake, streams, accepts_any_batch_size
 ):
     def network(x):

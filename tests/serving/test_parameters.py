@@ -72,7 +72,7 @@ def test_query_is_parsed_to_options(given: dict[str, Any], expected: Options) ->
 
 
 INVALID_TEXT = {
-    "time": ("or all", ["-1", "5:2", "2:2", ":", "1:2:3", "1-3", "first", "²", "1.5"]),
+    "time": ("or 'all'", ["-1", "5:2", "2:2", ":", "1:2:3", "1-3", "first", "²", "1.5"]),
     "voxel_size": (
         "0.5,0.2,0.2",
         ["1", "1,2", "1,2,3,4", "a,b,c", "0,1,1", "-1,1,1", "nan,1,1", "inf,1,1", "1,1,1e-12", "1e200,1,1", ",,"],
@@ -86,7 +86,7 @@ INVALID_TEXT = {
         ": Expected three positive numbers",
         ["64", "64,64", "64,64,0", "64,64,-1", "64,,64", "64,64,64,64", "1e1,2,3", "9999999,1,1"],
     ),
-    "minimum_size": (": Expected a number of voxels", ["many", "60px", "12um", "um3", "-1", "nan", "infum3", "1e30"]),
+    "minimum_size": (": Expected a volume in voxels", ["many", "60px", "12um", "um3", "-1", "nan", "infum3", "1e30"]),
 }
 
 

@@ -1,4 +1,4 @@
-"""Atomic file writes, and access to folders by file descriptors."""
+"""Atomic file writes, and access to folders through file descriptors."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class ZipLimits(NamedTuple):
     allows_comment: bool = False
 
 
-# Limits for PyTorch archives: more entries than any model has, even if all names are long.
+# Limits for PyTorch archives. No known model exceeds them, even if all names are long.
 TORCH_LIMITS = ZipLimits(max_entries=10_000, max_directory_bytes=2**22)
 
 
@@ -91,7 +91,7 @@ def copy_members(archive: zipfile.ZipFile) -> io.BytesIO:
 
 
 def _check_compressed_size(archive: zipfile.ZipFile) -> None:
-    """Raise zipfile.BadZipFile if compressed members are too large. No member exceeds its `file_size`."""
+    """Raise zipfile.BadZipFile if compressed members are too large. No decompressed member exceeds its `file_size`."""
     compressed_entries = [entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
     if sum(entry.file_size for entry in compressed_entries) > MAX_COMPRESSED_BYTES:
         largest_entry = max(compressed_entries, key=lambda entry: entry.file_size)

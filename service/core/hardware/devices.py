@@ -19,7 +19,7 @@ from service.core.hardware.gpus import explain_no_cuda, query_gpus
 
 log = logging.getLogger(__name__)
 
-# Number of failed health checks after which a device counts as lost.
+# Number of failed health checks after which a device is considered lost.
 MAX_HEALTH_CHECKS = 3
 # Seconds between two health checks.
 HEALTH_CHECK_INTERVAL_SECONDS = 0.5
@@ -138,7 +138,7 @@ def list_faulty_cuda_precisions(capability: tuple[int, int], cudnn_version: int 
 
 
 def explain_faulty_cudnn(version: int | None) -> str | None:
-    """Return which problem a version of cuDNN has in BF16 and FP16, and what to install; None if it has no problem.
+    """Describe the problem of a version of cuDNN with BF16 and FP16, and what to install; None if there is no problem.
 
     version  version number, such as 91000 for 9.10.0; None if cuDNN is not installed
     """
@@ -178,7 +178,7 @@ def is_working(
 ) -> bool:
     """Return whether the device still works. Once a CUDA context has failed, all calls fail until the process ends.
 
-    An error can also have a temporary cause: while another thread records a CUDA graph, some calls are not allowed.
+    An error can also have a temporary cause: while another thread captures a CUDA graph, some calls are not allowed.
     Therefore, `can_compute` is called up to `MAX_HEALTH_CHECKS` times, `pause_seconds` apart. A device that is out of
     memory counts as working.
     """
@@ -215,7 +215,7 @@ def translate_error(error: BaseException) -> BaseException:
 
 
 def find_device_loss(device: torch.device, error: BaseException, driver: Driver) -> DeviceLost | None:
-    """Check the device after an error: return DeviceLost if it has stopped working, else None."""
+    """Check the device after an error: return DeviceLost if the device has stopped working, else None."""
     if isinstance(error, StackSegError) or driver.is_on_host(device) or is_out_of_memory(error):
         return error if isinstance(error, DeviceLost) else None
     if driver.is_working(device):
@@ -238,18 +238,18 @@ def query_free_bytes(device: torch.device, cuda: Any = torch.cuda) -> int | None
     """
     if device.type != "cuda":
         return host.query_available_memory()
-    free, _total = cuda.mem_get_info(device)
+    free_bytes, _total_bytes = cuda.mem_get_info(device)
     # Each function for a single statistic takes a millisecond, because it collects all statistics.
     stats = cuda.memory_stats_as_nested_dict(device)
-    reserved, allocated = (stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
-    return int(free + reserved - allocated - _idle_pool_bytes.get(device, 0))
+    reserved_bytes, allocated_bytes = (stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
+    return int(free_bytes + reserved_bytes - allocated_bytes - _idle_pool_bytes.get(device, 0))
 
 
 def measure_graph_pools(device: torch.device, cuda: Any = torch.cuda) -> int:
     """Return the total size of the memory pools of all CUDA graphs on a device in bytes; 0 on a CPU.
 
     This function also records how many of the bytes are unused, which `query_free_bytes` needs. Call it after graphs
-    have been recorded or deleted. It takes milliseconds.
+    have been captured or deleted. It takes several milliseconds.
     """
     if device.type != "cuda":
         return 0
@@ -271,9 +271,9 @@ def query_total_bytes(device: torch.device) -> int | None:
 
 def limit_memory(device: torch.device, nbytes: int) -> None:
     """Limit the GPU memory that this process may allocate. Do nothing for the CPU."""
-    total = query_total_bytes(device)
-    if device.type == "cuda" and total is not None:
-        torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), device)
+    total_bytes = query_total_bytes(device)
+    if device.type == "cuda" and total_bytes is not None:
+        torch.cuda.set_per_process_memory_fraction(min(nbytes / total_bytes, 1.0), device)
 
 
 def release_memory(device: torch.device) -> None:

@@ -18,7 +18,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Folder with the resource limits of the container (control groups, version 2). It contains no limits on a plain host.
+# Folder with the resource limits of the container (control groups, version 2). Outside containers, it contains no
+# limits.
 CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
 MEMINFO_PATH = "/proc/meminfo"
@@ -104,7 +105,8 @@ def _list_memory_files(cgroup: Path) -> tuple[str, str, str]:
 def _read_through_open_descriptor(path: str) -> bytes:
     """Read a system file through a descriptor that stays open; return b"" if the file is missing.
 
-    Memory is checked several times per request, and opening a file or releasing the GIL takes longer than reading it.
+    Memory is checked several times per request, and opening a file or releasing the GIL takes longer than reading the
+    file.
     """
     file = _open_once(path)
     if file is None:

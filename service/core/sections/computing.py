@@ -35,11 +35,12 @@ class Models(Section):
 
     folder          folder with one subfolder per model; None: the bundled models
     trained_folder  folder of the models that `POST /trainings` creates, which are served as well; None:
-                    `trained-models` below `jobs.folder` if that is set, else below the user's data folder
+                    the subfolder `trained-models` of `jobs.folder` if that is set, else of the user's data folder
     serve           names of the model folders to serve; empty: all
     default         model for requests that do not specify one; loaded at startup
     load            further models to load at startup; other models are loaded on their first request
-    memory_bytes    memory limit for loaded models of one device; above it, the least recently used model is unloaded
+    memory_bytes    memory limit for the models loaded on one device; if it is exceeded, the least recently used model
+                    is unloaded
     """
 
     folder: Path | None = None
@@ -143,7 +144,7 @@ class Engine(Section):
 
 
 class Windows(Section):
-    """Sliding-window inference.
+    """Settings for sliding-window inference.
 
     sw_batch_size  number of windows per batch; auto: the tuned number, or a default for the device
     overlap        fraction of overlap between adjacent windows
@@ -197,7 +198,7 @@ class Training(Section):
     channels_last  use the memory format channels_last_3d
     compile        compile the network with torch.compile
     checkpointing  store only the inputs of blocks and recompute activations, which saves memory but takes longer
-    seed           seed of all random numbers
+    seed           seed for all random numbers
     """
 
     steps: PositiveInt = 600

@@ -82,7 +82,7 @@ class References(Section):
     outputs        name -> folder, or folder and keys, to which `output_to=NAME/...` writes
     stores         name -> URL such as s3://BUCKET/FOLDER, or url and keys, from which `input=NAME/...` reads remote
                    OME-Zarr; `input` may also be a URL that begins with this one
-    decoded_bytes  maximum size of the pixels that are decoded from such a file; None: `limits.decoded_bytes`
+    decoded_bytes  maximum size of the pixels that are decoded from one of these files; None: `limits.decoded_bytes`
     """
 
     inputs: dict[RootName, ReferenceFolder] = Field(default_factory=dict)
@@ -119,8 +119,8 @@ class Jobs(Section):
 class Annotations(Section):
     """Annotated stacks: stacks with corrected labels, which are stored for training.
 
-    folder       folder for the stacks; None: `annotations` below `jobs.folder` if that is set, else below the user's
-                 data folder
+    folder       folder for the stacks; None: the subfolder `annotations` of `jobs.folder` if that is set, else of the
+                 user's data folder
     quota_bytes  disk quota for the annotated stacks of one API key; 0: no stack can be stored
     """
 
@@ -151,14 +151,15 @@ class Trainings(Section):
 
 
 class Server(Section):
-    """The HTTP server.
+    """Settings for the HTTP server.
 
     host, port      address to listen on
     ssl_keyfile     private key (PEM); with `ssl_certfile`, the service uses HTTPS
     ssl_certfile    certificate (PEM)
     scratch_folder  folder for uploads and results of requests; None: the system's temporary folder
     drain_seconds   time limit for running requests to finish at shutdown
-    connections     maximum number of connections; those that wait for data from clients are closed to admit new ones
+    connections     maximum number of connections; if it is reached, connections that wait for data from clients are
+                    closed to admit new ones
     """
 
     host: str = "127.0.0.1"
@@ -185,8 +186,9 @@ class Access(Section):
     trainers             names of further keys that may train models if `trainings.enabled` is true
     requests_per_minute  maximum request rate of one key; 0: no limit
     requests_at_once     maximum number of concurrent POST requests of one key; 0: no limit
-    hosts                host names that a Host header may contain; `*.example.org` matches all subdomains; without
-                         keys, in addition to localhost and `server.host`; empty with keys: any
+    hosts                host names that a Host header may contain; `*.example.org` matches all subdomains. If `keys` is
+                         empty, localhost and `server.host` are accepted as well; otherwise, an empty list accepts all
+                         host names
     origins              origins of web pages that may call the service from a browser (CORS); `*`: all
     """
 
@@ -209,7 +211,7 @@ class Access(Section):
 
 
 class Watchdog(Section):
-    """Detection of a stuck device.
+    """Settings for the detection of a stuck device.
 
     batch_seconds  maximum time for one batch of windows; if it takes longer, the service becomes unready
     grace_seconds  additional time after which the process exits, so that its supervisor can restart it

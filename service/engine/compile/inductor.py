@@ -1,4 +1,4 @@
-"""Compilation with inductor. Importing this module imports torch's compiler, which takes seconds."""
+"""Compilation with inductor. Importing this module imports torch's compiler, which takes several seconds."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ dynamo_config.accumulated_recompile_limit = 1024
 def compile_unfrozen(module: nn.Module, mode: str) -> Network:
     """Compile `module` with its weights as graph inputs, so that inductor can reuse cached code after a restart."""
     options = dict(list_mode_options(mode))
-    compiled: Network = torch.compile(_make_entry(module), fullgraph=True, dynamic=False, options=options)
-    return compiled
+    compiled_module: Network = torch.compile(_make_entry(module), fullgraph=True, dynamic=False, options=options)
+    return compiled_module
 
 
 class FrozenNetwork:
@@ -71,11 +71,13 @@ class FrozenNetwork:
             graphs.append((run_graph, len(inputs)))
             return run_graph
 
-        compiled: Network = torch.compile(_make_entry(self._module), backend=backend, fullgraph=True, dynamic=False)
+        compiled_module: Network = torch.compile(
+            _make_entry(self._module), backend=backend, fullgraph=True, dynamic=False
+        )
         # Freezing must be enabled before the module is traced. As an option of torch.compile, it would be applied too
         # late and silently ignored.
         with inductor_config.patch(self._options | {"freezing": True}):
-            compiled(x)
+            compiled_module(x)
         # torch never releases a backend, so everything left in this list would stay in memory.
         run_graph, input_count = graphs.pop()
         if graphs or input_count != 1:

@@ -39,7 +39,7 @@ class TorchCompileBackend(Backend):
 
 
 def explain_missing_compiler() -> str | None:
-    """Return which requirement of torch.compile on a CPU is missing and how to install it, or None."""
+    """Explain which requirement of torch.compile on a CPU is missing and how to install it; None if none is missing."""
     compiler = (os.environ.get("CXX") or "g++").split()[0]
     if shutil.which(compiler) is None:
         return f"torch.compile on a CPU needs a C++ compiler, but {compiler} was not found; install g++ or set CXX"
@@ -50,7 +50,7 @@ def explain_missing_compiler() -> str | None:
 
 
 def compile_module(module: nn.Module, mode: str, *, freeze: bool) -> Network:
-    """Return a compiled module for static shapes. It is compiled at its first call.
+    """Return a compiled module for static shapes. It is compiled at the first call.
 
     The first call raises RuntimeError or OSError if compilation fails. Compilation to more than one graph counts as a
     failure, because code between the graphs would silently run eagerly.
@@ -59,7 +59,7 @@ def compile_module(module: nn.Module, mode: str, *, freeze: bool) -> Network:
     freeze  whether weights become constants, so that the weights of convolutions are packed for the CPU only once, and
             convolutions are fused with the layers that follow
     """
-    from service.engine.compile import inductor  # noqa: PLC0415 - takes seconds, and many services never compile
+    from service.engine.compile import inductor  # noqa: PLC0415 - slow, and many services never compile
 
     if freeze:
         return inductor.FrozenNetwork(module, mode)
@@ -67,7 +67,7 @@ def compile_module(module: nn.Module, mode: str, *, freeze: bool) -> Network:
 
 
 def count_graphs() -> int:
-    """Return how many graphs this process has compiled. While serving, each additional graph is a recompilation."""
+    """Return how many graphs this process has compiled. Each graph added during serving is a recompilation."""
     # Nothing has been compiled before torch._dynamo is imported. The import may still be in progress.
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return 0 if counters is None else int(counters["stats"]["unique_graphs"])
@@ -101,7 +101,7 @@ class LoadingLock:
 def drop_generated_code() -> None:
     """Drop inductor's references to generated code, so that it is freed together with the networks that use it.
 
-    Frozen weights are part of that code. Inductor keeps every generated module in its own list and in `sys.modules`.
+    Frozen weights are part of that code. Inductor stores every generated module in its own list and in `sys.modules`.
     Modules still in use stay alive through the functions that the networks hold.
     """
     cache = getattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache", None)

@@ -21,7 +21,7 @@ template <class T> void add(const T *a, const T *b, T *y, int64_t count, int thr
 
 extern "C" {
 
-// tensors  a, b -> a + b, in the same order
+// tensors  a, b -> a + b, all with the same layout
 // sizes    number of elements, 1 for bfloat16 or 0 for float32
 // Always returns 0.
 int stackseg_add(void *const *tensors, const int64_t *sizes, const double *, int threads) {

@@ -90,7 +90,8 @@ class Arena:
 
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8)
-        # Base address of each place: null for fixed addresses; each forward pass sets those of the batch and scores.
+        # Base address of each place: null for fixed addresses; each forward pass sets the addresses of its batch and
+        # scores.
         self.base_addresses = (ctypes.c_void_p * 4)(None, None, None, self.memory.data_ptr())
 
 
@@ -144,7 +145,7 @@ def capture_graph(module: nn.Module, x: Tensor) -> CapturedGraph:
     with _ValueReadingGuard(), recorder, observe_calls(recorder.add_call):
         scores = module(x)
     graph = recorder.make_graph(scores)
-    # Check with a different batch: the scores may depend on the first one in a way that the recorder cannot see.
+    # Check with a different batch: the scores may depend on the first batch in a way that the recorder cannot see.
     other_batch = _randomize_like(x, 1)
     if not torch.equal(
         graph.replay(other_batch, Arena(graph.arena_bytes), BufferPool(graph.score_bytes, 0)), module(other_batch)
@@ -192,7 +193,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # The default would import torch's compiler, which takes seconds.
+        # The default would import torch's compiler, which takes several seconds.
         return False
 
     def __init__(self, x: Tensor) -> None:
@@ -210,7 +211,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, operator: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator, and record or check it. Raises CaptureError."""
+        """Run the operator, and record it if necessary. Raises CaptureError if it cannot be replayed."""
         inputs, result = _list_tensors((args, kwargs)), operator(*args, **(kwargs or {}))
         outputs = _list_tensors(result)
         self._live_tensors += outputs
@@ -235,7 +236,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return CapturedGraph(encoded_calls, len(self._calls), arena_bytes, scores, fixed_tensors)
 
     def _find_scores_buffer(self, scores: Any) -> _Buffer:
-        """Return the buffer of the scores. Raises CaptureError if they do not fill it, or if no kernel writes to it."""
+        """Return the buffer that the scores fill and a kernel writes to. Raises CaptureError if there is none."""
         fills_storage = isinstance(scores, Tensor) and scores.nbytes == scores.untyped_storage().nbytes()
         buffer = self._find_buffer(scores) if fills_storage else None
         if buffer is None or buffer.first_call < 0:

@@ -21,7 +21,8 @@ OUT_OF_MEMORY_MESSAGE = "not enough memory for the working buffers of a CPU kern
 class Kernels(CppFunctions):
     """Kernels with the signature int (void *const *tensors, const int64_t *sizes, const double *reals, int threads).
 
-    They write to the last tensor and read all others. They return 0, or a nonzero status if memory ran out.
+    The kernels write to the last tensor and read all other tensors. They return 0, or a nonzero status if memory runs
+    out.
 
     kernels          names of the kernels
     other_functions  functions with other signatures

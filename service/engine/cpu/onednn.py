@@ -1,6 +1,6 @@
 """Convolutions with weights packed for oneDNN's kernels, fused with the activation that follows them.
 
-This gives most of the speedup of a frozen compiled graph on a CPU, without compiling for seconds at every start.
+This gives most of the speedup of a frozen compiled graph on a CPU, without the time for compilation at every start.
 """
 
 from __future__ import annotations

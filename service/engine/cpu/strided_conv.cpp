@@ -6,10 +6,10 @@
 // contiguous in memory, so rows are read and written in place, without an im2col copy.
 //
 // With AVX2, these kernels are about as fast as oneDNN. With AVX-512 and BF16, oneDNN's transposed convolutions spend
-// much time outside the matrix product. These kernels are 1.2 to 1.8 times as fast for transposed and 1.0 to 1.1 times
-// as fast for strided convolutions, but 1x1x1 convolutions take 1.3 to 1.5 times as long. This is accepted because a
-// network with a oneDNN layer cannot be captured in one call. Tiles that span several lines are not worthwhile: they
-// save 4 to 8 us on short lines, but cost more on large layers.
+// a lot of time outside the matrix product. These kernels are 1.2 to 1.8 times as fast for transposed convolutions and
+// 1.0 to 1.1 times as fast for strided convolutions, but 1x1x1 convolutions take 1.3 to 1.5 times as long. This is
+// accepted because a network with a oneDNN layer cannot be captured in one call. Tiles that span several lines are not
+// worthwhile: they save 4 to 8 us on short lines, but cost more on large layers.
 
 #include <algorithm>
 #include <cstdint>

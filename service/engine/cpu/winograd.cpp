@@ -72,8 +72,8 @@ private:
 };
 
 // Returns a stride for rows of `count` floats: an odd number of cache lines. Rows of the matrix products are read and
-// written in parallel. Rows a multiple of 4 KiB apart would share one set of the first-level cache, which holds only
-// eight lines.
+// written in parallel. Rows whose distance is a multiple of 4 KiB would share one set of the first-level cache, which
+// holds only eight lines.
 inline int64_t pad_stride(int64_t count) {
   return ((count + CACHE_LINE_FLOATS - 1) / CACHE_LINE_FLOATS | 1) * CACHE_LINE_FLOATS;
 }

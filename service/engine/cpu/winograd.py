@@ -60,7 +60,7 @@ class WinogradConvolution(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply convolution and activation: [B, C, z, y, x] -> [B, K, z, y, x], channels last."""
         # torch.compile does not trace into a custom operator. Calling one imports torch's compiler, which takes
-        # seconds, so the operator is used only while compiling.
+        # several seconds, so the operator is used only while compiling.
         run = torch.ops.stackseg.convolve if torch.compiler.is_compiling() else convolve
         y: Tensor = run(x, self.weights, self.bias, self.out_channels, self.slope)
         return y

@@ -30,7 +30,7 @@ class CudaTimer:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure the work launched within this context."""
+        """Measure the device time of the work launched within this context."""
         start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
         stream = self._cuda.current_stream(self._device)
         start.record(stream)
@@ -40,6 +40,6 @@ class CudaTimer:
 
     @property
     def seconds(self) -> float:
-        """Total time of all parts. Read this property only after the device has finished all of them."""
+        """Total time of all parts in seconds. Read this property only after the device has finished all of them."""
         milliseconds: float = sum(start.elapsed_time(end) for start, end in self._event_pairs)
         return milliseconds / 1000

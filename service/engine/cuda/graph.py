@@ -1,7 +1,7 @@
 """A CUDA graph of a network with one fixed input shape, which turns a forward pass into one launch.
 
-torch.compile's mode `reduce-overhead` also records CUDA graphs, but only the thread that compiled the network can
-replay them. The graph recorded here, around the eager or the compiled network, can be replayed by any thread.
+torch.compile's mode `reduce-overhead` also captures CUDA graphs, but only the thread that compiled the network can
+replay them. The graph captured here, around the eager or the compiled network, can be replayed by any thread.
 
 Source: the capture pattern in the PyTorch documentation, "CUDA semantics", section CUDA graphs.
 """
@@ -25,20 +25,20 @@ from service.engine.compile.torch_compile import compile_module
 from service.engine.tuning.plans import EngineConfig
 from service.models.network import Network
 
-# Modes of torch.compile that record CUDA graphs, with the equivalent modes that do not. No other graph can be recorded
-# while a graph is being captured.
+# Modes of torch.compile that capture CUDA graphs, with the equivalent modes that do not. While a graph is being
+# captured, no other graph can be captured.
 MODES_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
-# All networks are recorded on the same stream. Work that another thread submits to that stream would become part of the
+# All networks are captured on the same stream. Work that another thread submits to that stream would become part of the
 # graph.
-_recording_lock = threading.Lock()
+_capture_lock = threading.Lock()
 
 # Graphs whose capture failed and that must not be deleted.
 _failed_graphs: list[Any] = []
 
 
 class CudaGraphBackend(Backend):
-    """The engine that records the whole network as one CUDA graph, after compiling it if a compile mode is set."""
+    """The engine that captures the whole network as one CUDA graph, after compiling it if a compile mode is set."""
 
     memory_formats: ClassVar = {"cuda": ALL_MEMORY_FORMATS}
 
@@ -62,12 +62,14 @@ class CudaGraphBackend(Backend):
 
 @cache
 def _get_capture_stream(device: torch.device, cuda: Any) -> Any:
-    """Return the stream for all captures on a device. It is shared because cuBLAS keeps a workspace for each stream."""
+    """Return the stream for all captures on a device. It is shared because cuBLAS holds a workspace for each stream."""
     return cuda.Stream(device)
 
 
 class CudaRecorder:
-    """Records and replays work on a CUDA device. Tests replace this class, or `cuda`, with a fake that needs no GPU.
+    """A recorder that captures and replays work on a CUDA device.
+
+    Tests replace this class, or `cuda`, with a fake that needs no GPU.
 
     bindings  module with torch's C++ functions that release a memory pool
     options   additional arguments of `torch.cuda.graph`
@@ -88,8 +90,8 @@ class CudaRecorder:
         current_stream.wait_stream(self._stream)
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """Record `work`, and return the tensor that every replay fills."""
-        # Other threads keep using CUDA for requests. The capture mode "global" would make their calls fail.
+        """Capture `work`, and return the tensor that every replay fills."""
+        # Other threads continue to use CUDA for requests. The capture mode "global" would make their calls fail.
         options = {"pool": self._pool, "capture_error_mode": "thread_local"} | self._options
         capture = self._cuda.graph(self._graph, stream=self._stream, **options)
         try:
@@ -109,7 +111,7 @@ class CudaRecorder:
         try:
             self._graph.pool()
         except RuntimeError:
-            # The allocator of pinned memory keeps a pointer to this graph that cannot be removed.
+            # The allocator of pinned memory holds a pointer to this graph that cannot be removed.
             _failed_graphs.append(self._graph)
             device = self._device.index or 0
             # A RuntimeError means that torch no longer uses the pool, and will release it with the graph.
@@ -118,19 +120,19 @@ class CudaRecorder:
                 self._bindings._cuda_releasePool(device, self._pool)
 
     def replay(self) -> None:
-        """Run the recorded work."""
+        """Run the captured work."""
         self._graph.replay()
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the memory pool used only by the recorded work."""
+        """Size in bytes of the memory pool used only by the captured work."""
         pool = self._graph.pool()
         segments = self._cuda.memory_snapshot()
         return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == pool)
 
 
 class GraphedNetwork:
-    """A recorded forward pass of `network` on batches like `example`.
+    """A captured forward pass of `network` on batches like `example`.
 
     Input and output buffers are fixed, so scores are valid only until the next call. `nbytes` is the size of the memory
     held between calls.
@@ -142,9 +144,9 @@ class GraphedNetwork:
         self._input = example.clone()
         self._recorder = recorder or CudaRecorder(example.device)
         with torch.inference_mode():
-            # The first call compiles the network, without the lock, so that other recordings do not have to wait.
+            # The first call compiles the network, without the lock, so that other captures do not have to wait.
             network(self._input)
-            with _recording_lock:
+            with _capture_lock:
                 self._recorder.warm_up(lambda: network(self._input))
                 self._output = self._recorder.capture(lambda: network(self._input))
         self.nbytes = self._input.nbytes + self._recorder.nbytes
@@ -153,21 +155,21 @@ class GraphedNetwork:
         """Compute the scores of a batch [B, C, z, y, x]. Raises BadParameter for a different shape or dtype."""
         if x.shape != self._input.shape or x.dtype != self._input.dtype:
             actual, expected = (f"{tuple(t.shape)} {t.dtype}" for t in (x, self._input))
-            raise BadParameter(f"This network was recorded for batches of {expected}, not of {actual}.")
+            raise BadParameter(f"This CUDA graph was captured for batches of {expected}, not {actual}.")
         self._input.copy_(x)
         self._recorder.replay()
         return self._output
 
 
 class CudaBuild:
-    """The `DeviceBuild` of CUDA devices. Create it before the network, because it measures memory from then on."""
+    """The `DeviceBuild` of CUDA devices. Create it before the network, to measure the memory that the network adds."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool_bytes_before = device, devices.measure_graph_pools(device)
 
     def warm_up(self, network: Network, example: Tensor) -> bool:
-        """Run the warm-up calls, and return False because recorded graphs reuse the memory of their scores."""
-        # Do not keep the scores: live tensors would interfere with the recording of graphs.
+        """Run the warm-up calls, and return False because captured graphs reuse the memory of their scores."""
+        # Do not hold the scores: live tensors would interfere with the capture of graphs.
         for _ in range(WARM_UP_CALLS):
             network(example)
         return False
@@ -182,8 +184,8 @@ class CudaBuild:
 
 
 def count_graph_bytes(network: Network, pool_bytes: int) -> int:
-    """Return the number of bytes that a recorded network holds between calls, excluding its weights.
+    """Return the number of bytes that a captured network holds between calls, excluding its weights.
 
-    pool_bytes  size of the memory pools that the network has added, used if torch.compile recorded the graphs
+    pool_bytes  size of the memory pools that the network has added, used if torch.compile captured the graphs
     """
     return network.nbytes if isinstance(network, GraphedNetwork) else max(pool_bytes, 0)

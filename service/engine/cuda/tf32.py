@@ -1,7 +1,7 @@
 """TF32 on CUDA devices, controlled by process-wide switches of torch that are set when a network is built.
 
 TF32 rounds the factors of float32 matrix products to a 10-bit mantissa, like that of float16, and accumulates in
-float32. On Ampere and later GPUs, this is several times as fast. Like every other optimization, TF32 is accepted only
+float32. On Ampere and later GPUs, this is several times faster. Like every other optimization, TF32 is accepted only
 if the labels agree with those of a reference computed without TF32.
 """
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 MAX_TIMED_ROUNDS = 7
 # Minimum number of timed calls before a comparison may end early, because the result is clear or time is up.
 MIN_TIMED_ROUNDS = 3
-# A challenger must be faster by more than this fraction, since noise can change medians by as much.
+# A challenger must be faster by more than this fraction, because noise can change medians by that much.
 MIN_SPEED_GAIN = 0.03
 
 # Errors that make a trial fail.
@@ -222,7 +222,7 @@ class Tuner(Generic[Result]):
         return self._explain_skip(config)
 
     def _time_alternately(self, *entrants: _Entrant[Result]) -> list[_Entrant[Result]]:
-        """Time entrants alternately until one is clearly slower or time is up. Return the entrants without errors."""
+        """Time entrants alternately until one is clearly slower or time is up. Return the entrants without failures."""
         running_entrants = list(entrants)
         for entrant in entrants:
             entrant.seconds_per_window.clear()

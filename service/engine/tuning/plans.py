@@ -46,7 +46,7 @@ class EngineConfig:
 
 
 class Outcome(StrEnum):
-    """The result of trying a configuration. SLOWER means that it ran, but another one was faster."""
+    """The result of trying a configuration. SLOWER means that it ran, but another configuration was faster."""
 
     CHOSEN = "chosen"
     RUNS = "runs"
@@ -81,7 +81,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """A configuration that was considered, and the result.
+    """A configuration that was considered, and the result of the trial.
 
     verdict             outcome, with the reason if it was not chosen
     windows_per_second  speed, or None if it was not measured
@@ -119,7 +119,7 @@ class EnginePlan:
         return "tuned" if self.tuned else "known-order"
 
     def format_lines(self) -> Iterator[str]:
-        """Yield the lines of a table: the chosen configuration, then the others, the fastest first."""
+        """Yield the lines of a table: the chosen configuration, then the other configurations, the fastest first."""
         location = self.circumstances.get("device", "an unknown device")
         if "threads" in self.circumstances:
             location += f", {self.circumstances['threads']} threads"
@@ -138,7 +138,7 @@ _ADAPTER = TypeAdapter(EnginePlan)
 
 
 def resolve_folder(cache_folder: Path | None) -> Path:
-    """Return the folder of plan files: in `engine.cache_folder` if set, otherwise in the user's cache folder."""
+    """Return the folder of plan files: in `engine.cache_folder` if it is set, otherwise in the user's cache folder."""
     if cache_folder is not None:
         return cache_folder / FOLDER_NAME
     user_cache_folder = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())

@@ -235,7 +235,7 @@ def test_concurrently_loaded_networks_are_recorded_one_at_a_time():
 )
 def test_other_shapes_and_dtypes_are_rejected(other):
     network = GraphedNetwork(lambda x: x, torch.zeros(2, 1, 3, 3, 3), FakeRecorder())
-    with pytest.raises(BadParameter, match=r"recorded for batches of \(2, 1, 3, 3, 3\)"):
+    with pytest.raises(BadParameter, match=r"captured for batches of \(2, 1, 3, 3, 3\)"):
         network(other)
 
 
