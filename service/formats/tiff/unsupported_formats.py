@@ -46,8 +46,8 @@ def _make_unpacking_advice(command: str) -> str:
 
 
 _COMBINE_PLANES_ADVICE = (
-    "Such a file contains a single plane. Open the planes in Fiji with File > Import > Image Sequence, set the voxel"
-    " size under Image > Properties, and save them as one TIFF."
+    "Files of this type contain a single plane. Open the planes in Fiji with File > Import > Image Sequence, set the"
+    " voxel size under Image > Properties, and save them as one TIFF."
 )
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
