@@ -85,7 +85,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     content, keys, skipped_keys = _find_tensors(path, content)
     # Tensors may be views that repeat stored elements, so a small file can contain large tensors.
     if sum(tensor.numel() * tensor.element_size() for tensor in content.values()) > MAX_PACKAGE_BYTES:
-        raise UnsupportedPackage(f"The tensors in {path.name} have more than {MAX_PACKAGE_BYTES} bytes in total.")
+        raise UnsupportedPackage(f"The tensors in {path.name} take up more than {MAX_PACKAGE_BYTES} bytes in total.")
     return Checkpoint({str(key).removeprefix("module."): value for key, value in content.items()}, keys, skipped_keys)
 
 
@@ -132,7 +132,7 @@ def _explain_pickled_objects(path: Path, archive_copy: BytesIO) -> str:
         with zipfile.ZipFile(archive_copy) as archive:
             pickle_bytes = next(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
         outermost_class = next(
-            (str(text).replace(" ", ".") for code, text, _ in genops(pickle_bytes) if code.name == "GLOBAL"), ""
+            (str(argument).replace(" ", ".") for code, argument, _ in genops(pickle_bytes) if code.name == "GLOBAL"), ""
         )
     except (*_READ_ERRORS, StopIteration):
         return ""
@@ -211,7 +211,7 @@ def fit_tensors(tensors: Mapping[str, Tensor], architecture: Architecture) -> di
 
 
 def _strip_prefix(tensors: Mapping[str, Tensor], expected_shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """Remove a prefix from all names if they match the architecture without it. Otherwise, return the tensors as is."""
+    """Remove a prefix from all names if they match the architecture without it. Otherwise, do not change the names."""
     name_parts = next(iter(tensors)).split(".")
     for length in range(1, len(name_parts)):
         prefix = ".".join(name_parts[:length]) + "."

@@ -35,7 +35,7 @@ class Draft:
     weights_path  path of the weights file
     kind          kind of the weights file
     tests         tests that the package contains
-    problems      settings of the package that are not supported, by the model key that can replace each of them
+    problems      descriptions of unsupported settings of the package, by the model key that can replace the setting
     notes         sentences for the operator
     missing_keys  keys of the model file that the format of the package cannot specify
     description   phrase that describes the package
