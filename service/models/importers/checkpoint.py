@@ -39,12 +39,12 @@ class Checkpoint(NamedTuple):
     """The tensors of one network.
 
     tensors       tensors by name
-    path          keys that lead to the tensors in the file
-    skipped_keys  other keys along this path, which are not read
+    keys          keys that lead from the root of the file to the tensors
+    skipped_keys  other keys at the same levels, whose values are not read
     """
 
     tensors: dict[str, Tensor]
-    path: tuple[str, ...]
+    keys: tuple[str, ...]
     skipped_keys: tuple[str, ...]
 
     def describe(self) -> str:
@@ -53,7 +53,7 @@ class Checkpoint(NamedTuple):
         description = f"a state dict of {tensors_phrase}"
         if self.skipped_keys:
             other_keys = ", ".join(self.skipped_keys)
-            description = f"a checkpoint with {tensors_phrase} in {'.'.join(self.path)!r} (other keys: {other_keys})"
+            description = f"a checkpoint with {tensors_phrase} in {'.'.join(self.keys)!r} (other keys: {other_keys})"
         kernels = [tensor for tensor in self.tensors.values() if tensor.dim() == 5]
         if not kernels:
             return f"{description}, without any 3D convolution"
@@ -150,7 +150,7 @@ def _explain_pickled_objects(path: Path, archive_copy: BytesIO) -> str:
 
 
 def _find_tensors(path: Path, content: Any) -> tuple[Mapping[str, Tensor], tuple[str, ...], tuple[str, ...]]:
-    """Return the tensors in the content of a file, the keys that lead to them, and the other keys along this path."""
+    """Return the tensors in the content of a file, the keys that lead to them, and the skipped keys."""
     keys, skipped_keys = list[str](), list[str]()
     while isinstance(content, dict) and not _is_state_dict(content):
         chosen_key = _choose_key(path, content)
