@@ -82,5 +82,5 @@ def test_copies_of_a_volume_keep_its_file_open(tmp_path: Path) -> None:
     with path.open("rb") as file:
         volume = dataclasses.replace(location.stream_volume(file.fileno(), None, ("", ""), ()), notes=("copy",))
     gc.collect()
-    assert np.array_equal(volume.array(), PIXELS)
+    assert np.array_equal(volume.read_all(), PIXELS)
     assert np.array_equal(volume.read_pixels(1, range(17), range(23)), PIXELS[0, 1])
