@@ -124,13 +124,13 @@ def _make_ambiguous_axes_error(axes: str, shape: Sequence[int], metadata_problem
         problem = f"The axes of the file are unknown: {metadata_problem}. The stored shape is {lengths}."
     else:
         problem = f"The axes of the file are ambiguous: its dimensions are {lengths} ({axes})."
-    suggested = _suggest_axes(axes, shape)
-    if suggested is None:
+    suggested_axes = _suggest_axes(axes, shape)
+    if suggested_axes is None:
         return AmbiguousAxes(f"{problem} Export an image that has no dimensions other than {AXIS_LETTERS}.")
     return AmbiguousAxes(
-        f"{problem} Set axes to one letter of {AXIS_LETTERS} per dimension, for example axes={suggested}.",
+        f"{problem} Set axes to one letter of {AXIS_LETTERS} per dimension, for example axes={suggested_axes}.",
         parameter="axes",
-        suggested={"axes": suggested},
+        suggested={"axes": suggested_axes},
     )
 
 
@@ -160,19 +160,19 @@ def _apply_override(override: str, axes: str, shape: Sequence[int]) -> Layout:
 def select_part(layout: Layout, channel_names: Sequence[str], selection: Selection) -> StackPart:
     """Select a time point and channels. By default, select all channels, and the time point if the stack has only one.
 
-    Raises BadParameter if the file does not have the time point or channel. The error message lists those that exist.
+    Raises BadParameter if the file does not have the time point or channel. The error message lists the available ones.
     """
     return StackPart(_select_time(layout, selection.time), _select_channels(channel_names, selection.channel))
 
 
 def select_times(layout: Layout, times: TimeRange) -> range:
     """Return the time points of a range. Raises BadParameter if the file does not have all of them."""
-    count = layout.get_length("T")
-    stop = count if times.stop is None else times.stop
-    if not times.first < stop <= count:
-        requested = f"{times.first}:{'' if times.stop is None else times.stop}"
+    time_count = layout.get_length("T")
+    stop = time_count if times.stop is None else times.stop
+    if not times.first < stop <= time_count:
+        requested_range = f"{times.first}:{'' if times.stop is None else times.stop}"
         raise BadParameter(
-            f"time={requested} is out of range: the file has {_format_times(count)}.",
+            f"time={requested_range} is out of range: the file has {_format_times(time_count)}.",
             parameter="time",
             suggested={"time": "all"},
         )
@@ -181,8 +181,10 @@ def select_times(layout: Layout, times: TimeRange) -> range:
 
 def explain_time_choice(layout: Layout) -> str:
     """Return the message for a file with several time points if the request selects none."""
-    count = layout.get_length("T")
-    message = f"The file has {count} time points. Choose one with time=0 to time={count - 1}, or all with time=all."
+    time_count = layout.get_length("T")
+    message = (
+        f"The file has {time_count} time points. Choose one with time=0 to time={time_count - 1}, or all with time=all."
+    )
     if layout.get_length("Z") == 1:
         other_axes = layout.axes.replace("Z", "").replace("T", "Z")
         message += f" If they are the planes of one stack, set axes={other_axes}."
@@ -190,23 +192,23 @@ def explain_time_choice(layout: Layout) -> str:
 
 
 def _select_time(layout: Layout, time: int | TimeRange | None) -> int | None:
-    count = layout.get_length("T")
+    time_count = layout.get_length("T")
     if isinstance(time, TimeRange):
         select_times(layout, time)
         return None
     if time is None:
-        return 0 if count == 1 else None
-    if not 0 <= time < count:
+        return 0 if time_count == 1 else None
+    if not 0 <= time < time_count:
         raise BadParameter(
-            f"time={time} is out of range: the file has {_format_times(count)}.",
+            f"time={time} is out of range: the file has {_format_times(time_count)}.",
             parameter="time",
             suggested={"time": "0"},
         )
     return time
 
 
-def _format_times(count: int) -> str:
-    return "one time point: time=0" if count == 1 else f"{count} time points: time=0 to time={count - 1}"
+def _format_times(time_count: int) -> str:
+    return "one time point: time=0" if time_count == 1 else f"{time_count} time points: time=0 to time={time_count - 1}"
 
 
 def _select_channels(channel_names: Sequence[str], channel: int | str | None) -> tuple[int, ...]:
@@ -257,7 +259,7 @@ def _format_shape(shape: Sequence[int]) -> str:
 
 
 def _assign_plane_axes(letters: list[str]) -> None:
-    """Assign X and Y to the innermost unnamed dimensions. Color samples are used only if no other dimension is left."""
+    """Assign X and Y to the innermost unnamed dimensions. The dimension S is used only if no other is left."""
     for plane_axis in "XY":
         if plane_axis not in letters:
             candidates = [index for index, letter in enumerate(letters) if letter not in ("X", "Y")]

@@ -42,7 +42,7 @@ def write_nifti(volume: Volume, path: Path) -> None:
     Integer volumes are marked as labels. An unknown voxel size is written as 1 along each axis. Raises BadParameter if
     an axis has more than 32767 voxels.
     """
-    # NIfTI stores x fastest, as does a C-ordered [Z, Y, X] array.
+    # In NIfTI files, x varies fastest, as in a C-ordered array [Z, Y, X].
     compressor = isal_zlib.compressobj(1, isal_zlib.DEFLATED, _GZIP_WBITS)
     with path.open("wb") as file:
         file.write(compressor.compress(make_nifti_header(volume)))

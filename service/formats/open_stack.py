@@ -76,8 +76,8 @@ class OpenStack(ABC):
         """Locate the selected pixels. Return None unless they are stored uncompressed and with constant strides."""
 
     @abstractmethod
-    def decode(self, store: StoreBlock) -> None:
-        """Decode each voxel of the selected part once and pass blocks to `store`, which is called from several threads.
+    def decode(self, store_block: StoreBlock) -> None:
+        """Decode each voxel of the selected part once, and pass blocks to `store_block` from several threads.
 
         Raises BadFile, BadParameter, TooLarge.
         """

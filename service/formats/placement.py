@@ -1,7 +1,7 @@
 """Location of a volume's pixels in a file, and volumes that read the pixels from the file.
 
 Uncompressed pixels with constant strides are not copied: a `Placement` locates them, and the volume memory-maps the
-file. Decoded pixels are written to a separate file, which is read in the same way.
+file or reads slabs from it. Decoded pixels are written to a separate file, which is read in the same way.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from service.core.errors import BadFile, TooLarge
 from service.core.quantities import VoxelSize
 from service.core.types import Array, StackShape, Volume, slice_range
 
-# Maximum number of bytes that are read at a time from a part of a plane.
-BLOCK_BYTES = 2**22
+# Maximum number of bytes that `Volume.read_part` reads from a file at a time.
+MAX_BLOCK_BYTES = 2**22
 
 StoreBlock = Callable[[int, tuple[int, int, int], Array], None]
 """store_block(channel, (z0, y0, x0), block): store a block [z, y, x] of a channel.
@@ -36,20 +36,20 @@ The channel is given by its position in the selection. The function is called fr
 def make_block_writer(pixels: Array) -> StoreBlock:
     """Return a `StoreBlock` function that writes to an array [C, Z, Y, X]."""
 
-    def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
+    def write_block(channel: int, start: tuple[int, int, int], block: Array) -> None:
         z, y, x = (slice(first, first + length) for first, length in zip(start, block.shape, strict=True))
         pixels[channel, z, y, x] = block
 
-    return store
+    return write_block
 
 
 def make_temporary_file(folder: Path, nbytes: int) -> IO[bytes]:
     """Create an unnamed file in a folder, which is created if it does not exist. Closing the file deletes it."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    with ExitStack() as undo:
-        file = undo.enter_context(tempfile.TemporaryFile(dir=folder))
+    with ExitStack() as cleanup:
+        file = cleanup.enter_context(tempfile.TemporaryFile(dir=folder))
         file.truncate(nbytes)
-        undo.pop_all()
+        cleanup.pop_all()
     return file
 
 
@@ -113,9 +113,8 @@ class Placement:
     ) -> Volume:
         """Return a volume that reads each slab from an open file into new memory.
 
-        The volume owns a duplicate of the descriptor. Reading a slab raises BadFile if the file has been truncated.
-
-        Raises ValueError if the placement extends beyond the file.
+        The volume owns a duplicate of the descriptor. Reading from the volume raises BadFile if the file has been
+        truncated. Raises ValueError if the placement extends beyond the file.
         """
         stored_dtype = np.dtype(self.dtype)
         dtype = stored_dtype.newbyteorder("=")
@@ -150,7 +149,7 @@ class Placement:
 
 
 class _OpenFile:
-    """A duplicate of a file descriptor, which is closed with the last reference to this object."""
+    """A duplicate of a file descriptor, which is closed when the last reference to this object is deleted."""
 
     def __init__(self, file: int) -> None:
         self.descriptor = os.dup(file)
@@ -171,9 +170,11 @@ class VolumeLocation:
 def _read_blocks(
     file: int, dtype: np.dtype[Any], start: int, indices: tuple[range, range], strides: tuple[int, ...]
 ) -> Array:
-    """Read the elements at these indices of a 2D array in a file, with at most `BLOCK_BYTES` in memory at a time.
+    """Read elements of a 2D array in a file by their row and column indices, up to `MAX_BLOCK_BYTES` at a time.
 
-    start  position of the first element of the array
+    start    position of the first element of the array in the file, in bytes
+    indices  indices of the rows and of the columns to read
+    strides  strides of the rows and of the columns in bytes
     """
     if strides[0] < strides[1]:
         return _read_blocks(file, dtype, start, indices[::-1], strides[::-1]).T
@@ -181,8 +182,8 @@ def _read_blocks(
     steps = [index.step * stride for index, stride in zip(indices, strides, strict=True)]
     row_bytes = (len(indices[1]) - 1) * steps[1] + dtype.itemsize
     # Read several rows at a time if they fit, otherwise a part of one row.
-    row_count = max((BLOCK_BYTES - row_bytes) // steps[0] + 1, 1) if steps[0] else 1
-    column_count = len(indices[1]) if row_bytes <= BLOCK_BYTES else max(BLOCK_BYTES // steps[1], 1)
+    row_count = max((MAX_BLOCK_BYTES - row_bytes) // steps[0] + 1, 1) if steps[0] else 1
+    column_count = len(indices[1]) if row_bytes <= MAX_BLOCK_BYTES else max(MAX_BLOCK_BYTES // steps[1], 1)
     for row in range(0, elements.shape[0], row_count):
         for column in range(0, elements.shape[1], column_count):
             block = elements[row : row + row_count, column : column + column_count]
@@ -196,12 +197,12 @@ def _read_blocks(
 def _fill_buffer(file: int, buffer: Array, offset: int) -> None:
     unfilled_part = memoryview(buffer.data).cast("B")
     while unfilled_part:
-        read_bytes = os.preadv(file, [unfilled_part], offset)
-        if not read_bytes:
+        byte_count = os.preadv(file, [unfilled_part], offset)
+        if not byte_count:
             raise BadFile(
                 "The file was truncated while it was being read. Send the request again when the file is complete."
             )
-        unfilled_part, offset = unfilled_part[read_bytes:], offset + read_bytes
+        unfilled_part, offset = unfilled_part[byte_count:], offset + byte_count
 
 
 def get_native_dtype(stored_dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -211,7 +212,7 @@ def get_native_dtype(stored_dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def check_size(nbytes: int, limit_bytes: int, subject: str = "The selected volume") -> None:
-    """Raise TooLarge, with a message about `subject`, if its decoded size exceeds the limit."""
+    """Raise TooLarge if the decoded size exceeds the limit. The error message begins with `subject`."""
     if nbytes > limit_bytes:
         raise TooLarge(
             f"{subject} decodes to {_format_bytes(nbytes)}, but this service reads up to {_format_bytes(limit_bytes)}."

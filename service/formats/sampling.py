@@ -1,7 +1,7 @@
 """Parse voxel sizes and time intervals from file metadata, which is often missing or wrong and uses many units.
 
 Voxel sizes are converted to micrometers. A wrong voxel size never makes a file unreadable: a value that is not a
-positive number in a known unit is treated as unknown, and an unknown voxel size adds a note.
+positive number in a known unit is treated as unknown. A note informs the user if the voxel size is unknown.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def parse_imagej_calibration(metadata: Mapping[str, Any], tags: Resolution, sour
 
 
 def parse_calibration(sizes: Sequence[Any], units: str | Sequence[str], source: str) -> Calibration:
-    """Convert the voxel size along z, y and x, with a common unit or with one unit per axis."""
+    """Convert the voxel size along z, y and x to micrometers, from a common unit or from one unit per axis."""
     notes: list[str] = []
     axis_units = (units,) * 3 if isinstance(units, str) else units
     z, y, x = (

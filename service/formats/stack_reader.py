@@ -103,7 +103,7 @@ def _extract(stack: OpenStack, selection: Selection, make_output: Callable[[int]
     placement = Placement.make_dense(stack.dtype, stack.shape)
     with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
 
-        def store(channel: int, start: tuple[int, int, int], block: Array) -> None:
+        def write_block(channel: int, start: tuple[int, int, int], block: Array) -> None:
             # Bytes are contiguous in the output only within a row, a plane or the whole block, depending on whether the
             # block spans complete rows and planes.
             separate_axis_count = 2 if block.shape[2] < stack.shape[3] else int(block.shape[1] < stack.shape[2])
@@ -111,7 +111,7 @@ def _extract(stack: OpenStack, selection: Selection, make_output: Callable[[int]
                 block_start = np.add(start, (*index, 0, 0, 0)[:3])
                 _write_all(output.fileno(), block[index], np.dot((channel, *block_start), placement.strides))
 
-        stack.decode(store)
+        stack.decode(write_block)
     return VolumeLocation(placement, *metadata, is_decoded=True)
 
 
@@ -138,7 +138,7 @@ def _write_all(descriptor: int, block: Array, offset: int) -> None:
 
 @contextmanager
 def _open(file: Source, selection: Selection, limit_bytes: int, *, keep_open: bool = False) -> Iterator[OpenStack]:
-    """Open a file or folder in the format that is detected from its content."""
+    """Detect the format of a file or folder from its content, and open it as a stack."""
     with ExitStack() as files:
         source = _open_source(file, files, keep_open=keep_open)
         store = _open_archive(source) if isinstance(source, BufferedReader) else source

@@ -49,7 +49,7 @@ def test_parts_of_planes_have_the_selected_pixels(tmp_path_factory: Any, block_b
     location = write_pixels(path, "".join(case["layout"]), case["dtype"])
     metadata = (None, ("", ""), ())
     with path.open("rb") as file, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "BLOCK_BYTES", block_bytes)
+        patch.setattr(placement, "MAX_BLOCK_BYTES", block_bytes)
         if case["is_streamed"]:
             volume = location.stream_volume(file.fileno(), *metadata)
         else:
@@ -72,7 +72,7 @@ def test_few_pixels_of_a_huge_plane_need_little_memory(tmp_path: Path, shape: tu
     tracemalloc.start()
     part = volume.read_pixels(0, rows, columns)
     assert part.shape == (len(rows), len(columns))
-    assert tracemalloc.get_traced_memory()[1] < 3 * placement.BLOCK_BYTES
+    assert tracemalloc.get_traced_memory()[1] < 3 * placement.MAX_BLOCK_BYTES
     tracemalloc.stop()
 
 
@@ -82,5 +82,5 @@ def test_copies_of_a_volume_keep_its_file_open(tmp_path: Path) -> None:
     with path.open("rb") as file:
         volume = dataclasses.replace(location.stream_volume(file.fileno(), None, ("", ""), ()), notes=("copy",))
     gc.collect()
-    assert np.array_equal(volume.array(), PIXELS)
+    assert np.array_equal(volume.read_all(), PIXELS)
     assert np.array_equal(volume.read_pixels(1, range(17), range(23)), PIXELS[0, 1])

@@ -54,7 +54,7 @@ def handle_request(request: dict[str, Any], file: Source, make_output: Callable[
         if request["call"] == "labels":
             z, y, x = request["shape"]
             if not isinstance(file, int):
-                raise TypeError("labels must be a file")
+                raise TypeError("labels must be stored in a single file")
             location = label_reader.extract(file, (z, y, x), make_output)
         else:
             location = stack_reader.extract(file, selection, limit_bytes, make_output, request["max_decoded_bytes"])
@@ -78,13 +78,14 @@ def main(memory_bytes: int, max_decoded_bytes: int, time_limit_seconds: float) -
     """Handle requests from the socket at descriptor 0, one at a time, until the parent closes it.
 
     Messages are lines of JSON. The first message to the parent contains the layers of confinement that are not in
-    force, with reasons. Each request about a file comes with its descriptor; requests about folders and remote stores
-    come without one. A reply is a result, an error, or one of the following questions:
+    force, with reasons. A request about a file comes with the descriptor of the file. Requests about folders and remote
+    stores come without a descriptor. The reply to a request is a result or an error. Before it replies, the child can
+    send questions to the parent:
 
-    output_bytes  size of an output file; the answer contains the descriptor of such a file
-    open          key of a file in the folder; the answer contains its descriptor if the file exists
-    fetch         ranges of objects in a remote store; the answer contains their sizes, and the descriptor of a file
-                  with the content of the ranges
+    output_bytes  size of an output file; the parent replies with the descriptor of a file of this size
+    open          key of a file in the folder; the parent replies with its descriptor if the file exists
+    fetch         ranges of objects in a remote store; the parent replies with their sizes, and with the descriptor of a
+                  file that contains the ranges
     """
     with socket.socket(fileno=0) as channel:
         _set_limits(memory_bytes, max_decoded_bytes)
@@ -133,10 +134,10 @@ def _receive(channel: socket.socket) -> Iterator[tuple[dict[str, Any], int | Non
     """Yield each message with its descriptor, or with None, until the other side closes the socket."""
     line, files = b"", list[int]()
     while True:
-        data, received_files, _, _ = socket.recv_fds(channel, 1 << 16, 1)
-        if not data:
+        chunk, received_files, _, _ = socket.recv_fds(channel, 1 << 16, 1)
+        if not chunk:
             return
-        line, files = line + data, files + received_files
+        line, files = line + chunk, files + received_files
         if line.endswith(b"\n"):
             yield json.loads(line), next(iter(files), None)
             line, files = b"", []

@@ -28,7 +28,8 @@ from service.formats.sandbox.request_files import INVALID_REPLY_MESSAGE, Request
 
 # Time limit for starting a process.
 STARTUP_TIMEOUT_SECONDS = 60.0
-# Time that a process may take to exit after it has closed its end of the socket. A compromised process may not exit.
+# Time that a process may take to exit after it has closed its end of the socket. A compromised process might never
+# exit.
 EXIT_TIMEOUT_SECONDS = 1.0
 # Maximum size of a reply in bytes, far larger than the reply for any valid file.
 MAX_REPLY_BYTES = 2**26
@@ -114,10 +115,10 @@ class ReaderProcess:
             if "output_bytes" in reply:
                 self._send({}, files.make_output(reply["output_bytes"]))
             elif "open" in reply:
-                # `_receive` checks for cancellation only while no data arrives, but a child can send
+                # `_receive` checks for cancellation only while no message arrives, but a child can send
                 # messages continuously.
                 if cancelled():
-                    raise Cancelled("The request was cancelled while its file was being read.")
+                    raise Cancelled("The request was canceled while its file was being read.")
                 with files.open_file_in_folder(reply["open"]) as descriptor:
                     self._send({}, descriptor)
             elif "fetch" in reply:
@@ -171,7 +172,7 @@ class ReaderProcess:
         """Receive the next line from the child.
 
         Raises EOFError if the child has ended, TimeoutError if it does not reply in time, Cancelled if the request was
-        cancelled, and ValueError if the reply is invalid.
+        canceled, and ValueError if the reply is invalid.
         """
         # select.select does not support descriptors above 1023, which are common on a busy server.
         poll = select.poll()
@@ -182,7 +183,7 @@ class ReaderProcess:
                 if time.monotonic() >= deadline:
                     raise TimeoutError
                 if cancelled():
-                    raise Cancelled("The request was cancelled while its file was being read.")
+                    raise Cancelled("The request was canceled while its file was being read.")
                 continue
             chunk = self._channel.recv(1 << 16)
             if not chunk:

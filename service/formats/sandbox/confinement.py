@@ -22,7 +22,7 @@ _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 _PR_SET_NO_NEW_PRIVS = 38
 
-# Landlock: system call numbers (the same on all processors), arguments, and number of file access types per version.
+# Landlock: system call numbers (the same on all architectures), arguments, and number of file access types per version.
 _CREATE_RULESET = 444
 _ADD_RULE = 445
 _RESTRICT_SELF = 446
@@ -127,10 +127,10 @@ def _find_shared_library_folders() -> set[Path]:
 
 
 def _filter_system_calls() -> Iterator[None]:
-    """Allow the calls in `_ALLOWED_CALLS`, and some others with certain arguments only.
+    """Allow the calls in `_ALLOWED_CALLS`, and a few other calls only with certain arguments.
 
-    Those calls may open files for reading, create threads, and change the resource limits of this process. All other
-    calls fail as if the kernel did not support them, which libraries can handle.
+    With these arguments, a call can open a file for reading, create a thread, or change the resource limits of this
+    process. All other calls fail as if the kernel did not support them, which libraries can handle.
     """
     # pyseccomp needs the system's libseccomp, and runs programs to find it.
     import pyseccomp as seccomp  # noqa: PLC0415
@@ -144,7 +144,7 @@ def _filter_system_calls() -> Iterator[None]:
     rules.append(("prlimit64", [seccomp.Arg(0, seccomp.EQ, 0)]))
     for name, conditions in rules:
         number = seccomp.resolve_syscall(seccomp.Arch.NATIVE, name)
-        # Older versions of libseccomp do not know newer calls, and some calls do not exist on all processors.
+        # Older versions of libseccomp do not know newer calls, and some calls exist only on some architectures.
         if number >= 0:
             call_filter.add_rule(seccomp.ALLOW, number, *conditions)
     yield

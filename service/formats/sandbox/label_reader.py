@@ -50,8 +50,8 @@ def _extract_tiff(file: int, shape: Size, make_output: Callable[[int], int]) -> 
         location = stack_reader.extract_unlimited(file, selection, limit_bytes, make_output)
     except TooLarge as error:
         raise BadParameter(
-            f"The labels are larger than the stack, {'x'.join(map(str, shape))} (ZYX), or have more than 32 bits per"
-            f" voxel. {_SAVE_ADVICE}"
+            f"The labels are larger than the stack of shape {'x'.join(map(str, shape))} (ZYX), or have more than 32"
+            f" bits per voxel. {_SAVE_ADVICE}"
         ) from error
     placement = location.placement
     if placement.shape[0] > 1:
@@ -98,9 +98,10 @@ def _parse_npy_header(stream: IO[bytes], shape: Size) -> Placement:
 
 def _check_labels(dtype: np.dtype[Any], stored_shape: tuple[int, ...], shape: Size) -> None:
     if stored_shape != shape:
-        shape_text = "x".join(map(str, stored_shape)) or "a scalar"
+        shape_text = "x".join(map(str, stored_shape)) or "()"
         raise BadParameter(
-            f"The labels are {shape_text}, but the selected part of the stack is {'x'.join(map(str, shape))} (ZYX)."
+            f"The labels have the shape {shape_text}, but the selected part of the stack has the shape"
+            f" {'x'.join(map(str, shape))} (ZYX)."
             " Upload labels of the whole stack, and set region= if only a part of them was corrected."
         )
     if dtype.name not in _LABEL_DTYPES:

@@ -37,9 +37,9 @@ _MAX_CONCURRENT_REQUESTS = 16
 _MAX_FETCH_BYTES = 2**29
 _RECEIVE_CHUNK_BYTES = 2**18
 _CONNECTION_TYPES = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-# Schemes that obstore supports, and environment variables that indicate the presence of credentials. If none of these
-# variables is set, requests are anonymous, because the libraries would otherwise search for credentials at addresses in
-# the host's network.
+# Schemes that obstore supports, and prefixes of environment variables that indicate the presence of credentials. If no
+# such variable is set, requests are anonymous, because the libraries would otherwise search for credentials at
+# addresses in the host's network.
 _CREDENTIAL_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_"),
     "gs": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BEARER_TOKEN"),
@@ -92,7 +92,8 @@ def check_url(url: str) -> str:
 class RemoteStore:
     """Thread-safe implementation of `formats.zarr.store.Store` for a store at a URL.
 
-    Raises BadParameter if the URL is not supported, or if it requires the `remote` extra, which is not installed.
+    Raises BadParameter if the URL is not supported, or if the URL requires the `remote` extra and this extra is not
+    installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -129,7 +130,7 @@ class RemoteStore:
             for future in done_futures:
                 future.result()
             if cancelled():
-                raise Cancelled("The request was cancelled while the Zarr store was being read.")
+                raise Cancelled("The request was canceled while the Zarr store was being read.")
         return [future.result() for future in futures]
 
     def close(self) -> None:
@@ -166,7 +167,7 @@ class _WebServer:
         except http.client.IncompleteRead:
             raise _make_truncated_error(file_range.key) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
-            # The messages of these errors may contain addresses, so they are not shown.
+            # The error message may contain addresses, so only the name of the error type is shown.
             raise _make_unavailable_error(
                 file_range.key, f"the connection failed with {type(error).__name__}"
             ) from error
@@ -182,7 +183,7 @@ class _WebServer:
 
     def _get(self, file_range: FileRange) -> bytes | None:
         if self._is_closed:
-            raise Cancelled("The request was cancelled while the Zarr store was being read.")
+            raise Cancelled("The request was canceled while the Zarr store was being read.")
         connection = self._get_connection()
         try:
             content = self._request(connection, file_range)
@@ -276,7 +277,7 @@ class _ObjectStorage:
         except FileNotFoundError:
             return None
         except self._error_type as error:
-            # The message of the error contains addresses, so it is not shown. It also contains the status code.
+            # The error message contains addresses, so it is not shown. It is only searched for the status code.
             error_name = type(error).__name__
             _log.debug("request to a store failed: %s", error_name)
             if error_name in {"PermissionDeniedError", "UnauthenticatedError"}:

@@ -18,7 +18,7 @@ from service.formats.placement import make_temporary_file
 from service.formats.sandbox.remote_store import RemoteStore
 from service.formats.zarr.store import FileRange, open_file
 
-INVALID_REPLY_MESSAGE = "The file is damaged: reading it gave an invalid result. Export the file again."
+INVALID_REPLY_MESSAGE = "The file is damaged: reading it produced an invalid result. Export the file again."
 _FILE_RANGES_ADAPTER = TypeAdapter(list[FileRange])
 
 

@@ -157,7 +157,8 @@ class _DirectoryReader:
         count = directory_format.count.unpack(directory)[0] if len(directory) == directory_format.count.size else 0
         if count > MAX_TAGS:
             raise BadFile(
-                f"The file is damaged: page {page_index} declares {count} tags, but at most {MAX_TAGS} are accepted."
+                f"The file is damaged: page {page_index} declares {count} tags, but at most {MAX_TAGS} are"
+                " accepted. Export the file again."
             )
         length = directory_format.count.size + count * directory_format.entry.size + directory_format.offset.size
         directory = self._read_bytes(offset, length)

@@ -20,9 +20,8 @@ COLOR_MAP_TAG = 320
 def make_description(segmentation: Segmentation) -> str:
     """Return the dimensions and the voxel size in ImageJ's syntax.
 
-    Lengths are in cm, the smallest unit of the resolution tags.
-
-    The display range of labels is chosen so that up to 255 labels have distinct colors.
+    Lengths are in cm, the smallest unit of the resolution tags. The display range of labels is chosen so
+    that up to 255 labels have distinct colors.
     """
     pixels = segmentation.pixels
     lines = ["ImageJ=1.54f", f"slices={pixels.shape[-3]}"]

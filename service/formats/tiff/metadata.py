@@ -159,16 +159,16 @@ def _format_color(rgb: Sequence[int]) -> str:
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
-def get_sample_names(page: TiffPage, count: int) -> tuple[str, ...]:
-    """Return the names of the `count` samples of a pixel in its color space. An extra sample is named alpha."""
+def get_sample_names(page: TiffPage, sample_count: int) -> tuple[str, ...]:
+    """Return the names of the `sample_count` samples of a pixel in its color space. An extra sample is named alpha."""
     names_by_color_space = {
         2: ("red", "green", "blue"),
         6: ("red", "green", "blue"),
         5: ("cyan", "magenta", "yellow", "black"),
     }
-    color_names = names_by_color_space.get(int(page.photometric), ("grey",) if count == 2 else ())[:count]
-    names = color_names + ("alpha",) * (0 < len(color_names) == count - 1)
-    return names + ("",) * (count - len(names))
+    color_names = names_by_color_space.get(int(page.photometric), ("grey",) if sample_count == 2 else ())[:sample_count]
+    names = color_names + ("alpha",) * (0 < len(color_names) == sample_count - 1)
+    return names + ("",) * (sample_count - len(names))
 
 
 def get_pixel_value_notes(page: TiffPage) -> tuple[str, ...]:

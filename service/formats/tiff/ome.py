@@ -111,18 +111,23 @@ def _parse_integer(element: Element, attribute: str, default: int | None = None)
     except ValueError:
         value = -1
     if value < 0:
-        raise BadFile(f"The OME-XML is damaged: {_get_local_name(element)} has the invalid value {attribute}={text!r}.")
+        raise BadFile(
+            f"The OME-XML is damaged: {_get_local_name(element)} has the invalid value {attribute}={text!r}."
+            " Export the file again."
+        )
     return value
 
 
 def _parse_image(element: Element, page_count: int) -> OmeImage:
     children = _find_children(element, "Pixels")
     if len(children) != 1:
-        raise BadFile("The OME-XML is damaged: an Image element must have exactly one Pixels element.")
+        raise BadFile(
+            "The OME-XML is damaged: an Image element must have exactly one Pixels element. Export the file again."
+        )
     pixels = children[0]
     order = pixels.get("DimensionOrder", "")
     if sorted(order) != sorted("XYZCT") or order[:2] != "XY":
-        raise BadFile(f"The OME-XML is damaged: DimensionOrder={order!r} is not valid.")
+        raise BadFile(f"The OME-XML is damaged: DimensionOrder={order!r} is not valid. Export the file again.")
     channels = _find_children(pixels, "Channel")
     samples_per_pixel = _count_samples(channels)
     axes = order[:1:-1]
@@ -146,7 +151,7 @@ def _parse_image(element: Element, page_count: int) -> OmeImage:
 
 def _check_plane_count(plane_count: int, page_count: int) -> None:
     if plane_count == 0:
-        raise BadFile("The OME-XML is damaged: an image has no planes.")
+        raise BadFile("The OME-XML is damaged: an image has no planes. Export the file again.")
     if plane_count > page_count:
         raise BadFile(
             f"The OME-XML declares {plane_count} planes, but the file has {page_count} pages. The file is truncated"
@@ -192,7 +197,7 @@ def _parse_tiff_data(element: Element, axes: str, shape: tuple[int, ...], page_c
     count = count or min(plane_count - first_plane, page_count - first_page)
     if first_plane + count > plane_count or first_page + count > page_count:
         raise BadFile(
-            f"The OME-XML assigns planes {first_plane} to {first_plane + count - 1} of {plane_count} to pages"
+            f"The OME-XML assigns planes {first_plane} to {first_plane + count - 1} (of {plane_count}) to pages"
             f" {first_page} to {first_page + count - 1}, but the file has {page_count} pages. The file is truncated or"
             " damaged. Export it again."
         )
@@ -204,6 +209,9 @@ def _parse_first_plane(element: Element, axes: str, shape: tuple[int, ...]) -> i
     for axis, length in zip(axes, shape, strict=True):
         index = _parse_integer(element, f"First{axis}", 0)
         if index >= length:
-            raise BadFile(f"The OME-XML is damaged: First{axis}={index}, but the length along {axis} is {length}.")
+            raise BadFile(
+                f"The OME-XML is damaged: First{axis}={index}, but the length along {axis} is {length}."
+                " Export the file again."
+            )
         plane = plane * length + index
     return plane

@@ -165,8 +165,8 @@ def _count_outer_axes(image: StoredImage, layout: Layout) -> int:
     raise BadFile("The pages of the file do not match the axes of the stack. Export the file again.")
 
 
-def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: StackPart, store: StoreBlock) -> None:
-    """Decode each voxel of the selected part once and pass blocks [z, Y, X] in the dtype of the volume to `store`.
+def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: StackPart, store_block: StoreBlock) -> None:
+    """Decode each voxel of the selected part once, and pass blocks [z, Y, X] to `store_block` in the volume's dtype.
 
     Raises BadFile, BadParameter, TooLarge.
     """
@@ -187,7 +187,7 @@ def decode(tiff: TiffFile, image: StoredImage, layout: Layout, part: StackPart, 
                 )
             pixels = pixels.reshape(layout.shape[outer_count:]).astype(dtype, copy=False)
         for channel, block in _select_blocks(pixels, layout, part, page_to_decode):
-            store(channel, (page_to_decode.z, 0, 0), block)
+            store_block(channel, (page_to_decode.z, 0, 0), block)
 
     host.run_in_threads(decode_page, pages_to_decode, math.prod(axes.get_part_shape(layout, part)) * dtype.itemsize)
 

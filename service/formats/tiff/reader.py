@@ -33,16 +33,16 @@ class TiffStack(OpenStack):
 
     @property
     def decoded_bytes(self) -> int:
-        """Size of all pages or tiles that contain a part of the selection."""
+        """Decoded size of all pages or tiles that contain a part of the selection."""
         return pixels.count_decoded_bytes(self.image, self.layout, self.part)
 
     def locate(self) -> Placement | None:
         """Locate the selected pixels, or return None if they are compressed or scattered across the file."""
         return pixels.locate(self.image, self.layout, self.part)
 
-    def decode(self, store: StoreBlock) -> None:
+    def decode(self, store_block: StoreBlock) -> None:
         """Decode the selected part page by page."""
-        pixels.decode(self.tiff, self.image, self.layout, self.part, store)
+        pixels.decode(self.tiff, self.image, self.layout, self.part, store_block)
 
 
 def open_stack(stream: BinaryIO, selection: Selection, limit_bytes: int) -> OpenStack:

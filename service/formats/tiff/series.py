@@ -26,7 +26,7 @@ from service.formats.tiff.ifd import Structure
 
 Page = TiffPage | TiffFrame
 
-# tifffile logs defects and works around them. Here, such files are rejected with an error.
+# tifffile logs defects and works around them. This module rejects files with defects instead.
 logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)
 
 # Errors that tifffile, its codecs and NumPy raise for damaged files.
@@ -145,8 +145,8 @@ def _read_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImag
     expected_lengths = {"Y": image.size_y, "X": image.size_x, "S": image.samples_per_pixel}
     if any(stored_lengths.get(axis, 1) != length for axis, length in expected_lengths.items()):
         raise BadFile(
-            f"The OME-XML declares planes of size {expected_lengths}, but the pages have {stored_lengths}. Export the"
-            " file again."
+            f"The OME-XML declares planes of size {expected_lengths}, but the pages have the size"
+            f" {stored_lengths}. Export the file again."
         )
     return StoredImage(
         container="OME-TIFF",
@@ -264,7 +264,7 @@ def _check_complete(tiff: TiffFile, structure: Structure, expected_count: int, c
 
 
 def _check_same_layout(offsets: Sequence[int], structure: Structure) -> None:
-    """Raise BadFile if planes have different layouts. tifffile would decode all of them with the tags of the first."""
+    """Raise BadFile if planes have different layouts. tifffile would decode all of them with the first one's tags."""
     layout = structure.layouts.get(offsets[0])
     for index, offset in enumerate(offsets):
         if structure.layouts.get(offset, layout) != layout:

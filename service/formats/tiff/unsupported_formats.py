@@ -46,8 +46,8 @@ def _make_unpacking_advice(command: str) -> str:
 
 
 _COMBINE_PLANES_ADVICE = (
-    "Such a file contains a single plane. Open the planes in Fiji with File > Import > Image Sequence, set the voxel"
-    " size under Image > Properties, and save them as one TIFF."
+    "Files of this type contain a single plane. Open the planes in Fiji with File > Import > Image Sequence, set the"
+    " voxel size under Image > Properties, and save them as one TIFF."
 )
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -94,13 +94,13 @@ def describe_file(head: bytes) -> str:
     """
     if not head:
         return f"The file is empty. {ACCEPTED_FORMATS_ADVICE}."
-    file_format = _identify(head)
+    file_format = _identify_format(head)
     if file_format is None:
         return f"The file is not a TIFF: it begins with {head[:4]!r}. {ACCEPTED_FORMATS_ADVICE}."
     return f"The file has the format {file_format.name}, which is not supported. {file_format.advice}"
 
 
-def _identify(head: bytes) -> _Format | None:
+def _identify_format(head: bytes) -> _Format | None:
     if head.startswith(_HDF5_SIGNATURE):
         return _IMARIS if b"ImarisDataSet" in head else _OTHER_HDF5
     if head.lstrip().startswith((b"<?xml", b"<OME")) and b"<OME" in head:

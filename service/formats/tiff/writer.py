@@ -27,7 +27,7 @@ from service.formats.tiff import imagej_writer
 NO_PROVENANCE: Mapping[str, str] = MappingProxyType({})
 PROVENANCE_NAMESPACE = "stackseg/origin"
 
-# A classic TIFF has 32-bit offsets. With more than this many bytes of pixels, its pages might not fit.
+# Maximum size of the pixels in a classic TIFF, which has 32-bit offsets. The remaining bytes are reserved for tags.
 _MAX_CLASSIC_TIFF_BYTES = 2**32 - 2**26
 # Files with up to this many bytes of pixels are encoded in memory. On two cores, threads do not make this faster.
 _MAX_IN_MEMORY_BYTES = 4 * 2**20

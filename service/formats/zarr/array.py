@@ -63,13 +63,13 @@ class ChunkCodec:
 
     def decode(self, encoded_chunk: bytes, shape: Sequence[int]) -> Array:
         """Decode the bytes of a chunk. Raises BadFile if they do not match the shape or the checksum."""
-        data = _verify_checksum(encoded_chunk, "A chunk") if self.has_checksum else encoded_chunk
+        payload = _verify_checksum(encoded_chunk, "A chunk") if self.has_checksum else encoded_chunk
         nbytes = math.prod(shape) * self.dtype.itemsize
-        content: Any = data
+        content: Any = payload
         if self.compressor is not None:
             content = bytearray(nbytes)
             try:
-                content = _DECODERS[self.compressor](data, out=content)
+                content = _DECODERS[self.compressor](payload, out=content)
             except (RuntimeError, ValueError, TypeError) as error:
                 raise BadFile(f"A chunk of the Zarr array cannot be decoded: {str(error)[:160]}") from error
         if len(content) != nbytes:
@@ -205,8 +205,8 @@ def _check_array(array: ZarrArray) -> None:
     """Raise BadFile if the array cannot be read, and TooLarge if a shard has too many chunks."""
     if len(array.chunk_shape) != len(array.shape) or not 2 <= len(array.shape) <= _MAX_DIMENSIONS:
         raise BadFile(
-            f"The Zarr array has {len(array.shape)} dimensions, and its chunks have {len(array.chunk_shape)}. This is"
-            " not supported."
+            f"The Zarr array has {len(array.shape)} dimensions, and its chunks have {len(array.chunk_shape)}."
+            " Both numbers must be equal and between 2 and 16."
         )
     if min(array.chunk_shape) < 1 or min(array.shape) < 1:
         raise BadFile(f"The Zarr array of shape {array.shape} with chunks {array.chunk_shape} has no pixels.")
@@ -215,7 +215,7 @@ def _check_array(array: ZarrArray) -> None:
     if array.sharding is not None and math.prod(array.sharding.chunks_per_shard) > _MAX_CHUNKS_PER_SHARD:
         raise TooLarge(
             f"A shard of the Zarr array has {math.prod(array.sharding.chunks_per_shard)} chunks, which is more than"
-            " supported. Save the image with larger chunks."
+            " StackSeg supports. Save the image with larger chunks."
         )
 
 
@@ -241,7 +241,7 @@ def _parse_v2(store: Store, prefix: str, content: dict[str, Any]) -> ZarrArray:
 def _parse_v3(store: Store, prefix: str, content: dict[str, Any]) -> ZarrArray:
     shape = _parse_lengths(content["shape"])
     if content["chunk_grid"]["name"] != "regular" or content.get("storage_transformers"):
-        raise BadFile(f"The Zarr array does not have a regular chunk grid. {_CODEC_ADVICE}")
+        raise BadFile(f"The Zarr array has an irregular chunk grid or storage transformers. {_CODEC_ADVICE}")
     chunk_shape = _parse_lengths(content["chunk_grid"]["configuration"]["chunk_shape"])
     codecs, sharding = content["codecs"], None
     if codecs[0]["name"] == "sharding_indexed":
@@ -288,7 +288,7 @@ def _parse_sharding(codecs: Any, shard_shape: tuple[int, ...]) -> tuple[Sharding
 
 
 def _parse_codecs(codecs: Any, data_type: Any, dimension_count: int) -> ChunkCodec:
-    """Parse a chain of codecs: an optional transposition, bytes, an optional compressor, and an optional checksum."""
+    """Parse a chain of codecs: an optional transposition, `bytes`, and an optional compressor and checksum."""
     codec_names = [codec["name"] for codec in codecs]
     order, remaining_codecs = tuple(range(dimension_count)), list(codecs)
     if codec_names[0] == "transpose":

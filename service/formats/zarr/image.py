@@ -115,7 +115,7 @@ def _parse_scale(dataset: dict[str, Any], multiscale: dict[str, Any], dimension_
             if transformation.get("type") == "scale":
                 factors = [float(factor) for factor in transformation["scale"]]
                 if len(factors) != dimension_count:
-                    raise BadFile(f"The OME metadata has a scale of {len(factors)} numbers for {dimension_count} axes.")
+                    raise BadFile(f"The OME metadata has {len(factors)} scale factors for {dimension_count} axes.")
                 pixel_sizes = [
                     size * factor for size, factor in zip(pixel_sizes or [1.0] * dimension_count, factors, strict=True)
                 ]

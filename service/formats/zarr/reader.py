@@ -25,9 +25,9 @@ from service.formats.zarr.store import Store
 # Maximum number of chunks in a selection. Each chunk is a file or a byte range of a file.
 _MAX_CHUNKS = 2**21
 _MAX_CHANNELS = 2**16
-# Maximum decoded size of neighboring chunks along X that are stored together, so that whole rows are written.
+# Maximum decoded size of a row of chunks along X. The chunks of a row are joined, so that complete rows are written.
 _MAX_ROW_BYTES = 2**26
-# Maximum total decoded size, and maximum number, of the chunks that are read from the store together.
+# Limits for the chunks that are read from the store together: their total decoded size, and their number.
 _MAX_BATCH_BYTES = 2**25
 _MAX_BATCH_CHUNKS = 64
 # Maximum total memory of the decoding threads.
@@ -75,13 +75,13 @@ class ZarrStack(OpenStack):
         if chunk_count > _MAX_CHUNKS:
             chunk_size = "x".join(map(str, self.image.array.chunk_shape))
             raise TooLarge(
-                f"The selected volume has {chunk_count} chunks of {chunk_size} voxels. Save the image with larger"
-                " chunks."
+                f"The selected volume has {chunk_count} chunks of {chunk_size} voxels, which is more than"
+                " StackSeg supports. Save the image with larger chunks."
             )
 
-    def decode(self, store: StoreBlock) -> None:
+    def decode(self, store_block: StoreBlock) -> None:
         """Decode the selected part by rows of chunks along X, or chunk by chunk if rows are too large."""
-        self._decode(self._full_region, store)
+        self._decode(self._full_region, store_block)
 
     def read_region(self, region: Region) -> Array:
         """Decode a region of the selection as [C, Z, Y, X] in native byte order. Raises BadFile.
@@ -97,8 +97,8 @@ class ZarrStack(OpenStack):
         z, y, x = map(range, self.shape[1:])
         return z, y, x
 
-    def _decode(self, region: Region, store: StoreBlock) -> None:
-        """Decode a region of the selection. Positions passed to `store` are relative to the region."""
+    def _decode(self, region: Region, store_block: StoreBlock) -> None:
+        """Decode a region of the selection. Positions passed to `store_block` are relative to the region."""
         array, x_axis = self.image.array, self._axes.index("X")
         chunks_by_axis = self._find_chunks(region)
         chunks_per_row = (
@@ -112,9 +112,9 @@ class ZarrStack(OpenStack):
         def decode_batch(batch: list[list[ChunkIndex]]) -> None:
             encoded_chunks = iter(array.read_chunks([chunk_index for row in batch for chunk_index in row]))
             for row in batch:
-                self._decode_row(row, list(itertools.islice(encoded_chunks, len(row))), region, store)
+                self._decode_row(row, list(itertools.islice(encoded_chunks, len(row))), region, store_block)
 
-        # Each thread holds an encoded batch and a decoded row of chunks.
+        # Each thread holds an encoded batch and a decoded row of chunks in memory.
         max_threads = max(1, _MAX_DECODING_BYTES // ((rows_per_batch + 2) * chunks_per_row * array.chunk_bytes))
         host.run_in_threads(decode_batch, batches, math.prod(map(len, region)) * self.dtype.itemsize, max_threads)
 
@@ -151,7 +151,7 @@ class ZarrStack(OpenStack):
         ]
 
     def _decode_row(
-        self, row: Sequence[ChunkIndex], encoded_chunks: Sequence[bytes | None], region: Region, store: StoreBlock
+        self, row: Sequence[ChunkIndex], encoded_chunks: Sequence[bytes | None], region: Region, store_block: StoreBlock
     ) -> None:
         """Decode neighboring chunks along X, and store the pixels inside the region."""
         blocks = [self._decode_chunk(chunk_index, data) for chunk_index, data in zip(row, encoded_chunks, strict=True)]
@@ -169,7 +169,7 @@ class ZarrStack(OpenStack):
         cropped_pixels: Array = row_pixels[:, :, slices[0], slices[1], slices[2]]
         first_channel = first_indices.get("C", 0), first_indices.get("S", 0)
         for position, channel in axes.find_channels(self.layout, self.part, first_channel, row_pixels):
-            store(position, (z, y, x), np.ascontiguousarray(cropped_pixels[channel]))
+            store_block(position, (z, y, x), np.ascontiguousarray(cropped_pixels[channel]))
 
     def _decode_chunk(self, chunk_index: ChunkIndex, encoded_chunk: bytes | None) -> Array:
         """Decode one chunk at the selected time as [C, S, Z, Y, X], without the padding beyond the end of the array."""

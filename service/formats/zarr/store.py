@@ -31,7 +31,7 @@ _PATH_COMPONENT = re.compile(r"(?!\.)[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}\Z")
 _MAX_PATH_DEPTH = 64
 # File systems allow names of up to 255 bytes. The temporary name `.NAME.part` adds six bytes.
 _MAX_NAME_BYTES = 249
-# A store with more files than this should use shards. The archive comment contains the version of OME-Zarr.
+# Limits for zip archives. A store with more files should use shards. The comment contains the OME-Zarr version.
 _ZIP_LIMITS = ZipLimits(max_entries=2**18, max_directory_bytes=2**25, allows_comment=True)
 
 

@@ -1,7 +1,7 @@
 """Write a segmentation as OME-Zarr, as a separate store or as labels of an existing image.
 
-Separate stores are written in OME-Zarr 0.5, and labels in the version of their image, 0.4 or 0.5. The `zarr` extra is
-required. Specification: https://ngff.openmicroscopy.org.
+Separate stores are written in OME-Zarr 0.5. Labels of an existing image are written in the version of that image, 0.4
+or 0.5. The `zarr` extra is required. Specification: https://ngff.openmicroscopy.org.
 """
 
 from __future__ import annotations
@@ -159,12 +159,12 @@ def _choose_steps(segmentation: Segmentation) -> Iterator[tuple[int, int, int]]:
 
 
 def _create_level(group: Any, level_number: int, segmentation: Segmentation, steps: tuple[int, int, int]) -> Level:
-    """Create the array of one resolution without pixels."""
+    """Create the array of one resolution, without writing pixels."""
     z, y, x = steps
     pixels: Array = segmentation.pixels[..., ::z, ::y, ::x]
     outer_shape = (1,) * (pixels.ndim - 3)
     chunks = outer_shape + tuple(map(min, zip(_CHUNK_SHAPE, pixels.shape[-3:], strict=True)))
-    block = outer_shape + tuple(
+    block_shape = outer_shape + tuple(
         chunk * -(-min(shard, length) // chunk)
         for chunk, shard, length in zip(chunks[-3:], _SHARD_SHAPE, pixels.shape[-3:], strict=True)
     )
@@ -174,11 +174,11 @@ def _create_level(group: Any, level_number: int, segmentation: Segmentation, ste
         shape=pixels.shape,
         dtype=pixels.dtype.newbyteorder("="),
         chunks=chunks,
-        shards=block if is_sharded else None,
+        shards=block_shape if is_sharded else None,
         fill_value=0,
         **({"dimension_names": list(segmentation.axes.lower())} if is_sharded else _V2_KEY_ENCODING),
     )
-    return Level(array, steps, block)
+    return Level(array, steps, block_shape)
 
 
 def _describe_level(level_number: int, segmentation: Segmentation, steps: tuple[int, int, int]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Convert packages in other formats to model folders. Each module reads one format for `import_model`."""
+"""Convert packages in other formats to model folders. `import_model` chooses the module that reads a format."""

@@ -37,7 +37,7 @@ SUPPORTED_WEIGHTS: tuple[tuple[str, WeightsKind], ...] = (
     ("torchscript", "torchscript"),
 )
 # Minimum window size along an axis, in voxels, if the package allows several sizes.
-MIN_SIZE = 64
+MIN_ROI_SIZE = 64
 MAX_TEST_VOXELS = 2**28
 
 
@@ -52,7 +52,7 @@ def read(root: Path) -> Draft:
     input_tensor, output_tensor = (_get_only_tensor(rdf, side) for side in ("inputs", "outputs"))
     input_axes = _Axes(input_tensor)
     output_axes = _Axes(output_tensor, input_axes.channel_count)
-    name, weights, kind = _choose_weights(rdf)
+    key, weights, kind = _choose_weights(rdf)
     content: dict[str, Any] = {
         "name": rdf.get_string("name"),
         "version": str(rdf.get("version") or "1"),
@@ -80,7 +80,7 @@ def read(root: Path) -> Draft:
         if "external_data" in weights:
             _find_checked_file(root, weights.get_mapping("external_data"))
         content["input"] |= onnx_file.read_input_settings(file)
-    return Draft(content, file, kind, tests, problems, (f"Imported from {name} of {rdf.get_string('name')!r}.",))
+    return Draft(content, file, kind, tests, problems, (f"Imported from {key} weights of {rdf.get_string('name')!r}.",))
 
 
 def _read_description(root: Path) -> tuple[Fields, str]:
@@ -173,8 +173,8 @@ def _read_size(axis: Fields) -> int | None:
 
 
 def _choose_size(minimum: int, step: int) -> int:
-    """Return the smallest allowed size that is at least `MIN_SIZE`, or `minimum` if the size is fixed."""
-    return minimum if not step or minimum >= MIN_SIZE else minimum + step * -(-(MIN_SIZE - minimum) // step)
+    """Return the smallest allowed size that is at least `MIN_ROI_SIZE`, or `minimum` if the size is fixed."""
+    return minimum if not step or minimum >= MIN_ROI_SIZE else minimum + step * -(-(MIN_ROI_SIZE - minimum) // step)
 
 
 def _add_roi_size(
@@ -222,8 +222,8 @@ def _read_architecture(entry: Fields, version: str) -> dict[str, Any]:
 
 
 def _read_training_data(rdf: Fields) -> str:
-    data = rdf.get("training_data")
-    return str(data.get("id") or data.get("name") or "Not stated.") if isinstance(data, dict) else "Not stated."
+    entry = rdf.get("training_data")
+    return str(entry.get("id") or entry.get("name") or "Not stated.") if isinstance(entry, dict) else "Not stated."
 
 
 def _find_checked_file(root: Path, entry: Fields) -> Path:

@@ -39,12 +39,12 @@ class Checkpoint(NamedTuple):
     """The tensors of one network.
 
     tensors       tensors by name
-    path          keys that lead to the tensors in the file
-    skipped_keys  other keys along this path, which are not read
+    keys          keys that lead from the root of the file to the tensors
+    skipped_keys  other keys at the same levels, whose values are not read
     """
 
     tensors: dict[str, Tensor]
-    path: tuple[str, ...]
+    keys: tuple[str, ...]
     skipped_keys: tuple[str, ...]
 
     def describe(self) -> str:
@@ -53,7 +53,7 @@ class Checkpoint(NamedTuple):
         description = f"a state dict of {tensors_phrase}"
         if self.skipped_keys:
             other_keys = ", ".join(self.skipped_keys)
-            description = f"a checkpoint with {tensors_phrase} in {'.'.join(self.path)!r} (other keys: {other_keys})"
+            description = f"a checkpoint with {tensors_phrase} in {'.'.join(self.keys)!r} (other keys: {other_keys})"
         kernels = [tensor for tensor in self.tensors.values() if tensor.dim() == 5]
         if not kernels:
             return f"{description}, without any 3D convolution"
@@ -85,7 +85,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     content, keys, skipped_keys = _find_tensors(path, content)
     # Tensors may be views that repeat stored elements, so a small file can contain large tensors.
     if sum(tensor.numel() * tensor.element_size() for tensor in content.values()) > MAX_PACKAGE_BYTES:
-        raise UnsupportedPackage(f"The tensors in {path.name} have more than {MAX_PACKAGE_BYTES} bytes in total.")
+        raise UnsupportedPackage(f"The tensors in {path.name} take up more than {MAX_PACKAGE_BYTES} bytes in total.")
     return Checkpoint({str(key).removeprefix("module."): value for key, value in content.items()}, keys, skipped_keys)
 
 
@@ -132,7 +132,7 @@ def _explain_pickled_objects(path: Path, archive_copy: BytesIO) -> str:
         with zipfile.ZipFile(archive_copy) as archive:
             pickle_bytes = next(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
         outermost_class = next(
-            (str(text).replace(" ", ".") for code, text, _ in genops(pickle_bytes) if code.name == "GLOBAL"), ""
+            (str(argument).replace(" ", ".") for code, argument, _ in genops(pickle_bytes) if code.name == "GLOBAL"), ""
         )
     except (*_READ_ERRORS, StopIteration):
         return ""
@@ -150,7 +150,7 @@ def _explain_pickled_objects(path: Path, archive_copy: BytesIO) -> str:
 
 
 def _find_tensors(path: Path, content: Any) -> tuple[Mapping[str, Tensor], tuple[str, ...], tuple[str, ...]]:
-    """Return the tensors in the content of a file, the keys that lead to them, and the other keys along this path."""
+    """Return the tensors in the content of a file, the keys that lead to them, and the skipped keys."""
     keys, skipped_keys = list[str](), list[str]()
     while isinstance(content, dict) and not _is_state_dict(content):
         chosen_key = _choose_key(path, content)
@@ -211,7 +211,7 @@ def fit_tensors(tensors: Mapping[str, Tensor], architecture: Architecture) -> di
 
 
 def _strip_prefix(tensors: Mapping[str, Tensor], expected_shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """Remove a prefix from all names if they match the architecture without it. Otherwise, return the tensors as is."""
+    """Remove a prefix from all names if they match the architecture without it. Otherwise, do not change the names."""
     name_parts = next(iter(tensors)).split(".")
     for length in range(1, len(name_parts)):
         prefix = ".".join(name_parts[:length]) + "."

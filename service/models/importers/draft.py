@@ -35,7 +35,7 @@ class Draft:
     weights_path  path of the weights file
     kind          kind of the weights file
     tests         tests that the package contains
-    problems      settings of the package that are not supported, by the model key that can replace each of them
+    problems      descriptions of unsupported settings of the package, by the model key that can replace the setting
     notes         sentences for the operator
     missing_keys  keys of the model file that the format of the package cannot specify
     description   phrase that describes the package
@@ -54,18 +54,18 @@ class Draft:
 class Fields:
     """A mapping in a package. Its methods raise UnsupportedPackage with the path of the invalid field."""
 
-    def __init__(self, content: Any, name: str = "") -> None:
+    def __init__(self, content: Any, location: str = "") -> None:
         if not isinstance(content, Mapping):
-            raise UnsupportedPackage(f"{name or 'The package'}: expected a mapping of keys.")
+            raise UnsupportedPackage(f"{location or 'The package'}: expected a mapping of keys.")
         self._content = content
-        self._name = name
+        self._location = location
 
     def __contains__(self, key: str) -> bool:
         return self._content.get(key) is not None
 
     def locate(self, key: str = "") -> str:
         """Return the path of a key, such as `weights.torchscript.source`."""
-        return ".".join(part for part in (self._name, key) if part)
+        return ".".join(part for part in (self._location, key) if part)
 
     def as_dict(self) -> dict[str, Any]:
         """Return a copy of the mapping."""

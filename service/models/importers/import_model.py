@@ -55,7 +55,7 @@ def import_model(
 
     overrides  values of model keys that override the values in the package
     prepare    function that prepares the network's input for the package's own tests
-    trust      whether TorchScript files are allowed, which are programs that can do everything this process can do
+    trust      whether to allow TorchScript files, which are programs that can do everything this process can do
 
     Nothing is downloaded. The only code that runs is that of the network: a known architecture, or a graph from
     torch.export, ONNX or trusted TorchScript within the limits of its loader. Raises UnsupportedPackage, with the name
@@ -73,7 +73,7 @@ def import_model(
 
 @contextmanager
 def _read_draft(path: Path) -> Iterator[Draft]:
-    """Yield the draft of a package. Its files may exist only within the context. Raises UnsupportedPackage."""
+    """Yield the draft of a package. Files of the draft may exist only within the context. Raises UnsupportedPackage."""
     if not path.exists():
         raise UnsupportedPackage(f"{path} does not exist.")
     if single_file.is_supported(path):
@@ -100,9 +100,9 @@ def _write_model_folder(
     """Write a model folder to a temporary folder inside `models_folder`, check it, and move it to its final path."""
     content = _make_content(draft, overrides)
     problems = dict.fromkeys(draft.missing_keys, f"{FORMAT_NAMES[draft.kind]} files do not contain it") | draft.problems
-    unresolved = {key: problem for key, problem in problems.items() if not _has_key(overrides, key)}
-    if unresolved:
-        raise MissingKeys(f"{draft.weights_path.name} is {draft.description}", unresolved)
+    unresolved_problems = {key: problem for key, problem in problems.items() if not _has_key(overrides, key)}
+    if unresolved_problems:
+        raise MissingKeys(f"{draft.weights_path.name} is {draft.description}", unresolved_problems)
     override_notes = [
         f"Your value of {key} is used because the setting in the package is not supported: {problem}"
         for key, problem in draft.problems.items()
@@ -139,7 +139,7 @@ def _make_content(draft: Draft, overrides: Mapping[str, Any]) -> dict[str, Any]:
 def _check_and_document(
     draft: Draft, folder: Path, prepare: ImagePreparer, override_notes: Sequence[str]
 ) -> tuple[str, ...]:
-    """Run the package's own tests with the model in `folder`, write its README, and return the notes in it."""
+    """Run the package's own tests with the model in `folder`, write its README, and return the notes in the README."""
     spec = read_spec(folder)
     network = load_network(spec)
     test_notes = [
@@ -189,7 +189,7 @@ def _read_architecture(content: Any) -> Architecture:
 
 
 def _store_weights(draft: Draft, architecture: Any, folder: Path) -> dict[str, Any]:
-    """Write the weights into `folder`, and return the value of the key `weights` in its model file."""
+    """Write the weights into `folder`, and return the value of the key `weights` for the model file."""
     if draft.kind == "state dict":
         kind, file = "safetensors", folder / "weights.safetensors"
         tensors = fit_tensors(read_checkpoint(draft.weights_path).tensors, _read_architecture(architecture))

@@ -83,7 +83,7 @@ def read(root: Path) -> Draft:
         content["decoding"] = {"kind": "classes"}
     else:
         problems["decoding"] = (
-            "postprocessing: labels can only be derived from an argmax over several outputs, but none is specified."
+            "postprocessing: labels can be derived only by an argmax over several outputs, which the bundle lacks."
         )
     notes = [AXES_NOTE]
     if "voxel_size" in inputs:
@@ -242,13 +242,13 @@ def _read_normalization(config: Fields, channel_count: Any) -> dict[str, Any]:
 
 
 def _find_normalization(config: Fields) -> Fields | None:
-    """Return the only intensity transform, or None. Raises UnsupportedPackage for others, except for `Spacingd`."""
+    """Return the only intensity transform, or None. Raises UnsupportedPackage for any other except `Spacingd`."""
     steps = [step for name, step in _read_transforms(config, "preprocessing") if name != SPACING_TRANSFORM]
     supported_steps = [step for step in steps if _read_name(step) in _TRANSLATORS][:1]
-    unsupported = [f"{step.locate('_target_')}: {_read_name(step)}" for step in steps if step not in supported_steps]
-    if unsupported:
+    problems = [f"{step.locate('_target_')}: {_read_name(step)}" for step in steps if step not in supported_steps]
+    if problems:
         raise UnsupportedPackage(
-            f"preprocessing: these transforms are not supported: {', '.join(unsupported)}. The supported transforms "
+            f"preprocessing: these transforms are not supported: {', '.join(problems)}. The supported transforms "
             f"are {SPACING_TRANSFORM} and one of {', '.join(_TRANSLATORS)}."
         )
     return supported_steps[0] if supported_steps else None
@@ -269,15 +269,15 @@ def _find_spacing(config: Fields) -> Fields | None:
 
 
 def _read_spacing(config: Fields) -> list[float] | None:
-    """Return the voxel size to which images are resampled, along the network's axes, or None if they are not."""
+    """Return the voxel size to which images are resampled, along the network's axes, or None without `Spacingd`."""
     step = _find_spacing(config)
     if step is None:
         return None
     modes = step.get("mode") or "bilinear"
     if (modes[0] if isinstance(modes, list) else modes) != "bilinear":
-        raise UnsupportedPackage(f"{step.locate('mode')}: {modes!r} is not supported; only bilinear is.")
+        raise UnsupportedPackage(f"{step.locate('mode')}: only bilinear is supported, not {modes!r}.")
     pixdim = step.get("pixdim")
-    # As in MONAI, the last value is repeated for missing ones.
+    # As in MONAI, the last value is repeated for missing axes.
     sizes = [*pixdim, *pixdim[-1:] * 3][:3] if isinstance(pixdim, list) else [pixdim] * 3
     if not all(map(_is_positive_number, sizes)):
         raise UnsupportedPackage(f"{step.locate('pixdim')}: expected voxel sizes for three axes, not {pixdim!r:.80}.")

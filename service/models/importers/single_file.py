@@ -40,7 +40,7 @@ def read(path: Path) -> Draft:
         checkpoint = read_checkpoint(path)
         description, missing_keys = checkpoint.describe(), ["architecture", *REQUIRED_KEYS]
         if checkpoint.skipped_keys:
-            source, skipped_keys = ".".join(checkpoint.path), ", ".join(checkpoint.skipped_keys)
+            source, skipped_keys = ".".join(checkpoint.keys), ", ".join(checkpoint.skipped_keys)
             notes.append(f"The tensors were read from {source!r}; other keys were ignored: {skipped_keys}.")
     else:
         inputs |= {"channels": 1} | (onnx_file.read_input_settings(path) if kind == "onnx" else {})

@@ -216,7 +216,7 @@ HOSTILE_METADATA: dict[str, tuple[str, dict[str, Any], type[RequestError], str]]
         ".zattrs",
         {"multiscales__0__datasets__0__coordinateTransformations__0__scale": [1, 2]},
         BadFile,
-        "scale of 2 numbers",
+        "2 scale factors",
     ),
 }
 

@@ -123,7 +123,7 @@ STATE_DICT = {"head.weight": torch.ones(2)}
 def test_common_checkpoint_layouts_are_supported(tmp_path: Path, content: Any, path: tuple[str, ...]) -> None:
     torch.save(content, tmp_path / "checkpoint.pt")
     checkpoint = read_checkpoint(tmp_path / "checkpoint.pt")
-    assert (list(checkpoint.tensors), checkpoint.path) == (["head.weight"], path)
+    assert (list(checkpoint.tensors), checkpoint.keys) == (["head.weight"], path)
 
 
 def make_small_network() -> nn.Module:
@@ -136,7 +136,7 @@ def test_training_checkpoint_is_described_and_read(tmp_path: Path) -> None:
     content = {"epoch": 3, "weights": network.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(content, tmp_path / "last.ckpt")
     checkpoint = read_checkpoint(tmp_path / "last.ckpt")
-    assert (checkpoint.path, checkpoint.skipped_keys) == (("weights",), ("epoch", "optimizer"))
+    assert (checkpoint.keys, checkpoint.skipped_keys) == (("weights",), ("epoch", "optimizer"))
     assert re.match(r"a checkpoint with \d+ tensors in 'weights' \(other keys: epoch", checkpoint.describe())
     assert "have the shape 4 x 8 x 3 x 3 x 3" in checkpoint.describe()
     torch.save(content | {"ema": network.state_dict()}, tmp_path / "two.ckpt")

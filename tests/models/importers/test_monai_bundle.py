@@ -247,7 +247,7 @@ def test_spacing_becomes_the_voxel_size_of_the_model(
     assert spec.input.normalisation.kind == "range"
     assert any("Spacingd" in note and "um along Z, Y, X" in note for note in notes)
     volume = Volume.from_array(np.zeros((1, 8, 16, 16), np.uint16), VoxelSize(1.0, 1.0, 1.0))
-    assert any("for the model's voxel size" in note for note in segment_volume(spec, volume).notes)
+    assert any("to match the model's voxel size" in note for note in segment_volume(spec, volume).notes)
 
 
 @pytest.mark.parametrize(
