@@ -41,7 +41,7 @@ def depth_to_space(x: Tensor, block: Sequence[int]) -> Tensor:
 
 
 class _BlockShuffle(nn.Module):
-    """Base class of modules that shuffle pixels, which engines can replace. `block` is (bz, by, bx)."""
+    """Base class for pixel-shuffle modules. Engines can replace these modules. `block` is (bz, by, bx)."""
 
     def __init__(self, block: Sequence[int]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class _DoubleConv(nn.Sequential):
 
 
 class ShuffleUNet(nn.Module):
-    """U-Net (Cicek et al. 2016) that works on blocks of voxels and shuffles its scores back to single voxels.
+    """U-Net (Cicek et al. 2016) that works on blocks of voxels and shuffles its scores back to individual voxels.
 
     A full-resolution convolution of a single channel makes poor use of matrix units. Therefore, `space_to_depth` first
     moves each block of voxels into channels, and the top layers run at 1 / prod(block) of the positions. Skip
@@ -129,7 +129,7 @@ class ShuffleUNet(nn.Module):
 
 
 def _make_monai_constructor(name: str) -> Callable[..., nn.Module]:
-    """Return a constructor of a MONAI network that imports MONAI only when called, because the import takes seconds."""
+    """Return a constructor of a MONAI network that imports MONAI only when called, because the import is slow."""
 
     def construct(**arguments: Any) -> nn.Module:
         module = import_module("service.models.monai_architectures")
@@ -188,8 +188,9 @@ class _CallLimit(TorchFunctionMode):
         if self._call_count > MAX_CONSTRUCTION_CALLS:
             raise ValueError("the arguments define too many layers")
         if func is torch.Tensor.normal_:
-            # For meta tensors, torch would import its compiler here while the modes of this construction are active.
-            # The import takes seconds and, on a host with a GPU, leaves partially imported modules behind.
+            # For meta tensors, torch would import its compiler here while this function mode and the meta device mode
+            # are active. The import takes several seconds and, on a host with a GPU, leaves partially imported modules
+            # behind.
             return args[0]
         return func(*args, **(kwargs or {}))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+# Maximum size of a file.
 MAX_BYTES = 2**20
 # Maximum total length of all values. Each repetition through an alias is counted.
 MAX_CHARACTERS = 2**22

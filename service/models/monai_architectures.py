@@ -1,7 +1,7 @@
 """MONAI's networks. `service.models.architectures` imports this module only when one of these networks is built.
 
-`import monai` also imports optional libraries for plots, filters and files, which takes seconds and a hundred MiB.
-Networks do not need these libraries, so they are hidden from MONAI, which then treats them as not installed.
+`import monai` also imports optional libraries for plots, filters and files, which takes several seconds and 100 MiB.
+The networks do not need these libraries, so they are hidden from MONAI, which then treats them as not installed.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def find_model_folders(root: Path | None, names: tuple[str, ...] = (), trained_r
         raise ConfigError(
             f"{root} is a single model; specify the folder that contains it, {root.resolve().parent}."
             if is_model
-            else f"The model repository {root} contains no */{FILE_NAME}; {FOLDER_HINT}."
+            else f"The model repository {root} contains no folder with a {FILE_NAME} file; {FOLDER_HINT}."
         )
     return folders if trained_root is None else _append_new_folders(folders, _list_folders(trained_root))
 
@@ -104,7 +104,7 @@ def choose_default_name(models: Collection[str]) -> str:
 
 
 def select_model(models: Mapping[str, T], name: str | None, default: str | None) -> T:
-    """Return the model `name`, or `default` if no name is specified, or the model that `choose_default_name` chooses.
+    """Return the model `name`, or else the model `default`, or else the model that `choose_default_name` chooses.
 
     Raises UnknownModel if there is no such model.
     """

@@ -27,7 +27,7 @@ class Architecture(_FrozenModel):
 
 
 class Weights(_FrozenModel):
-    """The weights file in the model folder: tensors for `architecture`, or a program or graph with its own network.
+    """The weights file in the model folder: tensors for `architecture`, or a program or graph that defines the network.
 
     trusted  whether a `torchscript` file may be loaded; such a file is a program that can do everything this process
              can do
@@ -87,7 +87,7 @@ class Input(_FrozenModel):
     voxel_size         (z, y, x) in um to which volumes are resampled, or None for no resampling
     diameter           object diameter in voxels for which the model works best, or None if requests cannot specify one
     estimate_diameter  whether the diameter is estimated if a request does not specify it
-    roi_size           window (z, y, x) in voxels, the only spatial shape with which the network is called
+    roi_size           window size (z, y, x) in voxels, the only spatial shape with which the network is called
     roi_multiple       window sizes in requests must be multiples of these numbers (z, y, x); None if requests cannot
                        override the window, because the network is not fully convolutional
     """
@@ -115,14 +115,15 @@ class Instances(_FrozenModel):
     foreground         name of the output with the foreground logit
     distance           name of the output with the distance to the outline of the object, in voxels or normalized
     threshold          foreground probability above which a voxel belongs to an object
-    persistence        height above a pass, in units of the distance, below which a maximum is merged with the higher
-                       maximum beyond the pass
+    persistence        a maximum is merged with the higher maximum on the other side of their saddle if it rises less
+                       than this above the saddle, in units of the distance
     minimum_size       size in voxels below which objects are dropped
-    minimum_fraction   fraction of the volume of a ball with `input.diameter`, or of a typical object of the stack if
-                       that is smaller, below which objects are dropped
+    minimum_fraction   objects are dropped if their volume is below this fraction of the volume of a sphere of diameter
+                       `input.diameter` or of a typical object in the stack, whichever is smaller
     min_confidence     objects are dropped if the mean foreground probability of their voxels is below this value
-    min_relative_odds  fraction of the odds of a typical object of the stack below which an object is dropped; the odds
-                       are p / (1 - p) for the mean foreground probability p; objects with p >= 0.9 are always kept
+    min_relative_odds  an object is dropped if its odds are below this fraction of the odds of a typical object in the
+                       stack; the odds are p / (1 - p) for the mean foreground probability p; objects with p >= 0.9 are
+                       always kept
     smoothing          number of times the distance map is averaged over neighbors, with weights 1, 2, 1 along each axis
     border             keep or drop objects that touch a face of the volume
     holes              keep or fill background that is enclosed by one object
@@ -143,7 +144,7 @@ class Instances(_FrozenModel):
 
 
 class Classes(_FrozenModel):
-    """One class per voxel: that of the output with the highest score. The first output is the background."""
+    """One class per voxel: the output with the highest score. The first output is the background."""
 
     kind: Literal["classes"]
 

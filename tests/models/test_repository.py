@@ -79,7 +79,7 @@ def test_duplicate_model_name_is_rejected(tmp_path: Path) -> None:
 
 
 def test_repository_without_models_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"contains no \*/model\.yaml; set .* models\.folder"):
+    with pytest.raises(ConfigError, match=r"contains no folder with a model\.yaml file; set .* models\.folder"):
         read_repository(tmp_path)
     with pytest.raises(ConfigError, match=r"is not a folder; set --models"):
         read_repository(tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""Intensity counts of the parts of a volume, and the sums of these counts. A part is a box of whole chunks."""
+"""Intensity statistics of the parts of a volume, and of the whole volume. A part is a box of whole chunks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MAX_PART_GROUPS = 4
 MAX_PART_BYTES = 2**28
 
 CountRequest = dict[str, Any]
-"""Request to count the intensities of a channel. It contains `shift` and `prefixes` for `count_digits`, and the
+"""Request for intensity histograms of a channel. It contains `shift` and `prefixes` for `count_digits`, and the
 `substitute` for non-finite pixels."""
 
 
 def divide_into_parts(stack: ZarrStack, layout: Layout) -> Blocks:
-    """Divide a volume into nearly cubic parts of whole chunks, whose size is based on the groups of the layout."""
+    """Divide a volume into nearly cubic parts of whole chunks. The part size is based on the groups of the layout."""
     size, chunk_size = as_size(stack.shape[1:]), as_size(stack.chunk_size)
     part_size, group_voxels = list(chunk_size), math.prod(get_lengths(layout.get_voxels(layout.get_group(0))))
     max_voxels = min(MAX_PART_GROUPS * group_voxels, MAX_PART_BYTES // (stack.shape[0] * stack.dtype.itemsize))
@@ -55,7 +55,7 @@ def divide_into_parts(stack: ZarrStack, layout: Layout) -> Blocks:
 
 
 class CountingPlan:
-    """Parts of a run's volume, and the counts that are needed for each part."""
+    """Parts of a run's volume, and the statistics that are needed for each part."""
 
     def __init__(self, run: OpenRun, stack: ZarrStack) -> None:
         self.parts = divide_into_parts(stack, run.plan.layout)
@@ -67,7 +67,7 @@ class CountingPlan:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the run needs any counts."""
+        """Whether the run needs any statistics of the parts."""
         return self._needs_digit_counts or self.skip_below is not None or self.dtype.kind == "f"
 
     @cached_property
@@ -79,19 +79,19 @@ class CountingPlan:
 
 @contextmanager
 def open_for_counting(run: OpenRun) -> Iterator[tuple[ZarrStack, CountingPlan]]:
-    """Open the stack of a run, and plan the counting of its intensities."""
+    """Open the stack of a run, and plan which statistics of its parts are computed."""
     with stack_reader.open_blocks(run.plan.source, run.plan.selection) as stack:
         yield stack, CountingPlan(run, stack)
 
 
 def get_part_count(run: OpenRun) -> int:
-    """Return the number of parts to count in each round, or 0 if the run needs no counts."""
+    """Return the number of parts to process in each round, or 0 if the run needs no statistics."""
     with open_for_counting(run) as (_stack, counting_plan):
         return len(counting_plan.parts) if counting_plan.is_needed else 0
 
 
 def count_part(run: OpenRun, part_number: int) -> dict[str, Any]:
-    """Count the intensities of a part, and write the counts. Parts are numbered consecutively across all rounds."""
+    """Compute and write the intensity statistics of a part. Parts are numbered consecutively across all rounds."""
     with open_for_counting(run) as (stack, counting_plan):
         parts = counting_plan.parts
         round_number, index_in_round = divmod(part_number, len(parts))
@@ -145,7 +145,7 @@ def _get_sample_slices(box: Box, size: Size) -> tuple[tuple[slice, ...], tuple[s
 
 
 class Counts:
-    """Sums of the counts of all parts.
+    """Statistics of the whole volume, merged from the statistics of its parts.
 
     digit_counts      results of `count_digits`, keyed by channel, shift and prefix
     nonfinite_counts  number of non-finite pixels of each channel
@@ -206,7 +206,7 @@ class Counts:
 
 
 class MissingCounts(Exception):
-    """Raised if a channel needs counts that do not exist yet. `request` is the request for these counts."""
+    """Raised if a channel needs histograms that do not exist yet. `request` is the request for these histograms."""
 
     def __init__(self, request: CountRequest) -> None:
         super().__init__()
@@ -215,9 +215,9 @@ class MissingCounts(Exception):
 
 @dataclass(frozen=True)
 class CountedChannel(VolumeChannel):
-    """Channel of a volume whose intensities have been counted part by part.
+    """Channel of a volume whose intensity histograms have been computed part by part.
 
-    `count_digits` raises MissingCounts if counts are missing.
+    `count_digits` raises MissingCounts if a histogram is missing.
     """
 
     counts: Counts = field(kw_only=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from service.inference.blockwise.workers import Workers
 
 Progress = Callable[[str, int, int], None]
-"""Callback that receives a step, the number of its blocks that are finished, and the total number of its blocks."""
+"""Callback that receives a step, the number of finished blocks in this step, and the total number of its blocks."""
 
 
 class Driver:
@@ -65,7 +65,7 @@ class Driver:
         return has_blocks and self._folder.levels["out"] == str(out)
 
     def _run_survey(self) -> None:
-        """Count the intensities of all parts, in as many rounds as needed."""
+        """Compute the intensity histograms of all parts of the image, in as many rounds as needed."""
         part_count = counting.get_part_count(open_run(str(self._folder.path)))
         for round_number in itertools.count():
             self._run_step("count", range(round_number * part_count, (round_number + 1) * part_count))

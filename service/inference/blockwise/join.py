@@ -1,7 +1,7 @@
 """Link the watershed pieces of adjacent tiles, and merge all pieces into numbered objects.
 
 Only one number per piece is held in memory, or in a memory-mapped file if there are many pieces. All other data is read
-tile by tile.
+tile by tile. A pass is the saddle between two pieces or basins, as in `basin_merging`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Tiles(NamedTuple):
 
 
 class _Maxima(NamedTuple):
-    """Pieces that contain the maximum of a basin, in ascending order. All arrays have the shape [R].
+    """Pieces that contain the maximum of a basin, in order of their numbers. All arrays have the shape [R].
 
     piece     number of the piece
     basin     number of the basin; basins are numbered in the order of their maxima in the volume
@@ -92,11 +92,11 @@ class _Sums(NamedTuple):
 
 
 def join_tiles(run: OpenRun) -> dict[str, Any]:
-    """Write the label of each piece of all tiles. Return the fields of the block's record."""
+    """Write the labels of the pieces of all tiles. Return the fields of the block's record."""
     spec = make_decoding_spec(run)
     decoding = require_instances(spec)
     tiles = _list_tiles(run)
-    persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
+    persistence = Persistence(decoding.persistence, heights_are_logits=spec.activation == "sigmoid")
     basin_of_piece = _follow_links(run, tiles)
     maxima = _find_maxima(run, tiles, basin_of_piece)
     _number_basins(basin_of_piece, maxima)
@@ -161,7 +161,7 @@ def _list_tiles(run: OpenRun) -> _Tiles:
 
 
 def _follow_links(run: OpenRun, tiles: _Tiles) -> Array:
-    """Return, for each piece, the piece at the end of its links, which contains the maximum of the basin.
+    """Return, for each piece, the piece at the end of its chain of links, which contains the maximum of the basin.
 
     The first entry is the background.
     """
@@ -216,7 +216,7 @@ def _sum_pieces(
     basin_of_piece: Array,
     write_passes: Callable[[NDArray[np.integer], NDArray[np.int32]], None],
 ) -> _Sums:
-    """Sum up the pieces of all tiles.
+    """Return sums over the pieces of each basin.
 
     write_passes  called once for each tile with the basins [E, 2] and the keys [E] of its passes
     """

@@ -1,8 +1,8 @@
 """Division of a volume into groups of windows, which workers score, and into tiles, which workers decode.
 
-The windows are the same as if the whole volume were processed at once. A tile is as large as the distance between
-adjacent groups. It ends a few voxels before the next group starts, so that only its own group and earlier groups are
-needed to decode it.
+The windows are the same as if the whole volume were processed at once. The size of a tile equals the distance
+between adjacent groups. A tile ends a few voxels before the next group starts, so that only its own group and earlier
+groups are needed to decode it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Box = tuple[Span, Span, Span]
 # Maximum number of windows in a group. With windows of 64 x 64 x 64 voxels and two float32 outputs, the scores of a
 # group take 128 MiB.
 MAX_GROUP_WINDOWS = 64
-# Minimum number of groups per worker. With many groups, no worker waits long for the others at the end.
+# Minimum number of groups per worker. With many groups, no worker waits long for other workers at the end.
 MIN_GROUPS_PER_WORKER = 6
 # Maximum number of voxels of a tile including its margin. Decoding takes about 30 bytes per voxel.
 MAX_TILE_VOXELS = 2**24
@@ -176,7 +176,7 @@ class Blocks:
         )
 
 
-def choose_group_shape(size: Size, roi: Size, overlap: float, workers: int, stack_size: Size) -> Size:
+def choose_group_shape(size: Size, roi: Size, overlap: float, num_workers: int, stack_size: Size) -> Size:
     """Return the maximum number of windows in a group along (z, y, x).
 
     Groups are nearly cubic, and there are enough groups to keep all workers busy.
@@ -188,19 +188,19 @@ def choose_group_shape(size: Size, roi: Size, overlap: float, workers: int, stac
     )
     window_counts = [len(starts) for starts in Grid.cover(size, roi, overlap).starts]
     steps = [max(int(window_length * (1 - overlap)), 1) for window_length in roi]
-    max_windows = min(MAX_GROUP_WINDOWS, max(math.prod(window_counts) // (MIN_GROUPS_PER_WORKER * workers), 1))
+    max_windows = min(MAX_GROUP_WINDOWS, max(math.prod(window_counts) // (MIN_GROUPS_PER_WORKER * num_workers), 1))
     group_shape = [1, 1, 1]
     while True:
         # Extend the shortest axis first. If axes are equally short, extend x before y, and y before z.
         for axis in sorted(range(3), key=lambda axis: (group_shape[axis] * steps[axis], -axis)):
             extended_shape = [n + (index == axis) for index, n in enumerate(group_shape)]
-            voxels = math.prod(
+            num_voxels = math.prod(
                 n * step + window_length for n, step, window_length in zip(extended_shape, steps, roi, strict=True)
             )
             if (
                 extended_shape[axis] <= window_counts[axis]
                 and math.prod(extended_shape) <= max_windows
-                and voxels <= max_voxels
+                and num_voxels <= max_voxels
             ):
                 group_shape = extended_shape
                 break

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def create_store(run: OpenRun, out: Path, provenance: Mapping[str, str]) -> None:
-    """Create the store for the result, without any pixels, and record its levels and the blocks of each level."""
+    """Create an empty store for the result, and record its levels and the block size of each level."""
     plan, spec = run.plan, make_decoding_spec(run)
     num_objects, class_names = None, spec.outputs
     if plan.output == "labels":
@@ -53,7 +53,7 @@ def create_store(run: OpenRun, out: Path, provenance: Mapping[str, str]) -> None
 
 
 def write_block(run: OpenRun, number: int) -> dict[str, Any]:
-    """Write one block. Blocks are numbered consecutively across all levels.
+    """Write one block of the result. Blocks are numbered consecutively across all levels.
 
     Each coarser level is made from the previous level.
     """

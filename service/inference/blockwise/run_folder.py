@@ -132,9 +132,10 @@ class RunFolder:
             os.close(folder_fd)
 
     def create_or_resume(self, plan: RunPlan, settings: Settings) -> RunPlan:
-        """Write the plan of a new run, or return the stored plan of the run to resume, whose layout may be different.
+        """Write the plan of a new run, or return the stored plan of the run to resume.
 
-        Raises BadParameter if the folder contains a different run or other files.
+        The layout of the stored plan may be different. Raises BadParameter if the folder contains a different run or
+        other files.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if (self.path / "plan.json").exists():
@@ -143,8 +144,8 @@ class RunFolder:
                 self._write_text("settings.json", settings.model_dump_json())
                 return previous_plan
             raise BadParameter(
-                f"{self.path} contains a run with a different stack, model, version or options. Use the original"
-                " options to resume that run, or choose another folder."
+                f"{self.path} contains a run with a different stack, model, StackSeg version or options. Use the"
+                " original options to resume that run, or choose another folder."
             )
         if not all(map(_is_left_over, self.path.iterdir())):
             raise BadParameter(f"{self.path} contains other files. Choose a new or empty folder.")
@@ -270,7 +271,7 @@ def _get_record_name(step: Step, number: int) -> str:
 
 
 def _have_same_result(plan_a: RunPlan, plan_b: RunPlan) -> bool:
-    """Return whether two plans produce the same result. `strict` and the division of the volume do not matter."""
+    """Return whether two plans produce the same result, ignoring `strict` and the division of the volume."""
     excluded_fields: dict[str, Any] = {"layout": {"group_shape"}, "options": {"strict"}, "workers": True}
     comparable_plans = [
         _PLAN_ADAPTER.dump_python(plan, mode="json", exclude=excluded_fields) for plan in (plan_a, plan_b)
@@ -280,7 +281,7 @@ def _have_same_result(plan_a: RunPlan, plan_b: RunPlan) -> bool:
 
 @lru_cache(maxsize=4)
 def open_run(path: str, *, has_survey: bool = False) -> OpenRun:
-    """Open the folder of a run, once per process. With `has_survey`, use the diameter from the survey."""
+    """Open and cache the folder of a run. If `has_survey` is true, the plan has the diameter from the survey."""
     folder = RunFolder(Path(path))
     plan, spec = folder.plan, read_spec(folder.plan.model)
     diameter_estimate = folder.survey.diameter_estimate if has_survey else None

@@ -1,8 +1,8 @@
 """First pass over a volume, which collects intensity statistics of the whole volume and finds empty windows.
 
-Workers count the intensities in the parts of the volume, which are boxes of chunks, and one task merges the counts.
-Percentiles of pixels with more than 16 bits need an additional round for every further 16 bits. Statistics that cannot
-be derived from counts, such as the mean and standard deviation, are computed plane by plane in the merging task.
+Workers compute intensity histograms of the parts of the volume, which are boxes of whole chunks, and one task merges
+them. Percentiles of pixels with more than 16 bits require an additional round for each further 16 bits. Other
+statistics, such as the mean and standard deviation, are computed plane by plane in the merging task.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _RegionImage(NormalizedImage):
 
 
 def merge_counts(run: OpenRun, runner: ModelRunner, round_number: int) -> dict[str, Any]:
-    """Merge the counts of all rounds so far. Write the survey, or return the `requests` for the next round.
+    """Merge the statistics of all rounds so far. Write the survey, or return the `requests` for the next round.
 
     Raises BadFile if a channel has no finite pixels. Exceptions raised while reading the stack are propagated.
     """
@@ -144,7 +144,7 @@ def read_high_contrast_windows(run: OpenRun) -> list[Tensor]:
 
 
 def _fit_scaling(volume: Volume, index: int, counts: Counts, runner: ModelRunner) -> IntensityScaling | CountRequest:
-    """Return the intensity scaling of a channel, or the request for the counts that are needed to compute it."""
+    """Return the intensity scaling of a channel, or the request for the histograms that it depends on."""
     substitute = choose_substitute(float(counts.minima[index]), int(counts.nonfinite_counts[index]), volume.voxel_count)
     if substitute is not None:
         counts.add_substituted_pixels(index, substitute, volume.dtype)

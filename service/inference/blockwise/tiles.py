@@ -1,4 +1,4 @@
-"""Decoder of tiles, which blends the scores of a tile and converts them to classes or to watershed pieces."""
+"""Decode tiles: blend the scores of a tile, and convert them to classes or to watershed pieces."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def read_pixels(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Arr
 
 
 def blend_tile(run: OpenRun, tile: int, scores: GroupScores, blending: Blending, device: torch.device) -> Tensor:
-    """Blend the scores of a tile with its margin, [K, z, y, x], bitwise equal to those of the whole volume."""
+    """Return the blended scores of a tile with its margin, [K, z, y, x], bitwise equal to those of the whole volume."""
     layout = run.plan.layout
     margin_box = layout.get_tile_with_margin(tile)
     windows = layout.find_windows(margin_box)
@@ -164,8 +164,8 @@ def _find_pieces(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor)
         heights = torch.cat([part for part, _ in (*smoother.add(heights.float(), foreground), *smoother.finish())])
     z, y, x = ((max(first - 1, 0), min(end + 1, n)) for (first, end), n in zip(tile, layout.size, strict=True))
     margin_slices = to_slices((z, y, x), get_first_voxel(margin_box))
-    persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
-    parameters = WatershedParameters(logit(decoding.threshold), persistence.depth, persistence.logits)
+    persistence = Persistence(decoding.persistence, heights_are_logits=spec.activation == "sigmoid")
+    parameters = WatershedParameters(logit(decoding.threshold), persistence.depth, persistence.heights_are_logits)
     block_pieces = block_kernel.find_pieces(
         Block(get_lengths(tile), get_first_voxel(tile), layout.size),
         heights[margin_slices],

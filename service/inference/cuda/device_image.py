@@ -34,7 +34,7 @@ def start_copy(source: Tensor, target: Tensor) -> Callable[[], object]:
 
 
 class Uploader:
-    """Uploads pixels through two buffers of `nbytes`: while one buffer is copied, the other is filled.
+    """Uploads pixels through two buffers of `nbytes` bytes each: while one buffer is copied, the other is filled.
 
     `nbytes` must be at least the size of one row. Buffers for a CUDA device are pinned, because the driver would first
     copy unpinned memory synchronously.
@@ -87,7 +87,7 @@ class UploadedVolume:
         self._pixels = torch.empty(volume.shape, dtype=dtype, device=device)
         self._counts = torch.zeros((channels, NUM_HISTOGRAMS << bits), dtype=torch.int32, device=device)
         ones = torch.ones((), dtype=torch.int32, device=device)
-        # Offset of each voxel's histogram. Adding the pixel value to it gives the index of its bin.
+        # Offset of each voxel's histogram, to which the pixel value is added to get the index of the bin.
         bin_offsets = (torch.arange(step * height * width, device=device) % NUM_HISTOGRAMS << bits) - min_value
         upload = Uploader(device, count_buffer_bytes((depth, height, width)))
         for z in range(0, depth, step):
@@ -104,7 +104,7 @@ class UploadedVolume:
         return has_supported_type and fits_on_device(volume.shape[0], as_size(volume.shape[1:]))
 
     def compute_histogram(self, index: int) -> NDArray[np.int64]:
-        """Return the histogram of one channel, as `percentiles.count_digits` does for up to 16 bits."""
+        """Return the histogram of one channel, in the same form as `percentiles.count_digits` for up to 16 bits."""
         counts: NDArray[np.int64] = self._counts[index].view(NUM_HISTOGRAMS, -1).sum(0).cpu().numpy()
         return counts
 
@@ -114,7 +114,7 @@ class UploadedVolume:
 
 
 class DeviceImage:
-    """Image that holds one layer of windows on a device in float32, or all of its planes if it is small.
+    """Image of which one layer of windows is held on a device in float32, or all planes if the image is small.
 
     Index it like a float32 tensor [1, C, Z, Y, X] with (0, channels, z, y, x), where channels, z, y and x are slices.
     The result is valid until the next access, for use on the device's current stream. Not thread-safe.
@@ -149,7 +149,7 @@ class DeviceImage:
         depth = self.planes.shape[1]
         num_shifted, num_reused = first - self._first, max(self._end - first, 0) if first >= self._first else 0
         self._first = self._end = first
-        # If more planes are reused than dropped, source and target overlap, so they are moved in several steps.
+        # If more planes are reused than dropped, source and target overlap, so the planes are moved in several steps.
         for z in range(0, num_reused, max(num_shifted, 1)):
             num_moved = min(num_shifted, num_reused - z)
             self.planes[:, z : z + num_moved] = self.planes[:, z + num_shifted : z + num_shifted + num_moved]

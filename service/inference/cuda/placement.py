@@ -34,7 +34,7 @@ class DevicePlacement:
         return self._driver.query_free_bytes(self._device)
 
     def upload(self, volume: Volume, /) -> UploadedVolume | None:
-        """Copy a volume to the device, which counts its intensities. Returns None if the volume is not supported."""
+        """Copy a volume to the device, which computes its histograms. Returns None if the volume is not supported."""
         return UploadedVolume(volume, self._device) if UploadedVolume.supports(volume) else None
 
     def place_image(self, image: Image, depth: int, /) -> Image:

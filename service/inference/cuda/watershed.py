@@ -1,4 +1,4 @@
-"""Watershed in a device's own memory, which processes many planes at a time, because synchronization takes time."""
+"""Watershed in a device's own memory. It processes many planes at a time, because synchronization takes time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DeviceWatershed:
     """Variant of `StreamingWatershed` that collects all planes on their device, and then processes large blocks.
 
     The host waits for the device a few times per block of up to `block_voxels` voxels, and while basins are merged. The
-    number of parts in which the planes arrive does not affect how often it waits.
+    number of parts in which the planes arrive does not affect how often the host waits.
     """
 
     def __init__(

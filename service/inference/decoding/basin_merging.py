@@ -23,12 +23,13 @@ MIN_DEPTH = float(np.finfo(np.float32).tiny)
 class Persistence(NamedTuple):
     """Depth of a pass below the lower of two peaks at which the peaks become separate objects.
 
-    persistence  this depth, in units of the distance
-    logits       whether heights are logits of the distance; logits have the same order and save a sigmoid per voxel
+    persistence         this depth, in units of the distance
+    heights_are_logits  whether heights are logits of the distance, which have the same order and save a sigmoid per
+                        voxel
     """
 
     persistence: float
-    logits: bool
+    heights_are_logits: bool
 
     @property
     def depth(self) -> float:
@@ -41,12 +42,12 @@ class Persistence(NamedTuple):
         `torch.sigmoid` may round differently at the end of a tensor, where vector registers are not full. This would
         turn one plateau into two peaks.
         """
-        return 1 / (1 + torch.exp(-heights.double())) if self.logits else heights.double()
+        return 1 / (1 + torch.exp(-heights.double())) if self.heights_are_logits else heights.double()
 
     def compute_floors(self, peaks: Tensor) -> Tensor:
         """Return for each peak the minimum height of a shallow pass, rounded down. Input and output are float32 [R]."""
         floors = self.to_distances(peaks) - self.depth
-        if self.logits:
+        if self.heights_are_logits:
             floors = torch.logit(floors.clamp(0, 1))
         return (floors - 1e-5 * floors.abs()).float()
 
@@ -66,10 +67,10 @@ def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np
 def join_basins(
     peaks: NDArray[Any], first: NDArray[Any], second: NDArray[Any], height: NDArray[Any], depth: float
 ) -> NDArray[np.int64]:
-    """Join pairs of basins [E] in order, if the lower peak is less than `depth` above their pass of `height` [E].
+    """Join pairs of basins [E] in order, if the `height` [E] of their pass is less than `depth` below the lower peak.
 
     Returns for each basin the number of the highest basin in its group, int64 [R]. If several basins are equally high,
-    it is the first basin of the pair that joined them.
+    this is the first basin of the pair that joined them.
     """
     forest = MergeForest(peaks, depth)
     forest.join(first, second, height)
@@ -79,7 +80,7 @@ def join_basins(
 class MergeForest:
     """Groups of basins, which are joined incrementally by the rule of `join_basins`.
 
-    The arrays use 16 bytes per basin; Python lists would use 70.
+    The arrays use 16 bytes per basin; Python lists would use 70 bytes.
     """
 
     def __init__(self, peaks: NDArray[Any], depth: float) -> None:

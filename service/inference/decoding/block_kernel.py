@@ -65,7 +65,7 @@ class BlockKernel(CppFunctions):
     ) -> BlockPieces:
         """Return the pieces of a block.
 
-        heights     float32 or bfloat16 [z, y, x] on the CPU, of the block and a margin of one voxel within the volume
+        heights     float32 or bfloat16 [z, y, x] on the CPU, of the block with a one-voxel margin clipped to the volume
         foreground  scores of the same voxels, float32 or bfloat16, which are compared with the threshold; or a bool
                     mask
 
@@ -108,7 +108,10 @@ class BlockKernel(CppFunctions):
 
 def _check_tensor(tensor: Tensor, dtypes: Sequence[torch.dtype], shape: list[int]) -> None:
     if tensor.dtype not in dtypes or list(tensor.shape) != shape or tensor.device.type != "cpu":
-        raise ValueError(f"expected a tensor of shape {shape} on the CPU, got {tensor.dtype} {list(tensor.shape)}")
+        raise ValueError(
+            f"expected a CPU tensor of shape {shape} with a supported data type, got a tensor of type {tensor.dtype}"
+            f" with shape {list(tensor.shape)}"
+        )
 
 
 def _find_margins(origin: int, size: int, length: int) -> tuple[bool, bool]:

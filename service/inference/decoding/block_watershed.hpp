@@ -31,7 +31,7 @@ public:
         width_(size[2] + 2), plane_(rows_ * width_), planes_(size[0] + 2), keys_(planes_ * plane_), pieces_(planes_ * plane_),
         positions_(size[0] * size[1] * size[2] + 16), scores_(planes_ * plane_), persistence_(persistence) {
     std::fill_n(keys_.get(), planes_ * plane_, BACKGROUND_KEY);
-    std::fill_n(pieces_.get(), planes_ * plane_, RIM);
+    std::fill_n(pieces_.get(), planes_ * plane_, UNREACHED);
     fill(size, margins, threshold, heights, foreground);
     list_foreground_voxels();
     trace_paths();
@@ -50,7 +50,7 @@ public:
 
 private:
   // Marks a voxel outside the block that no path has reached yet.
-  static constexpr int32_t RIM = INT32_MIN;
+  static constexpr int32_t UNREACHED = INT32_MIN;
 
   void fill(const int64_t *size, const int32_t *margins, float threshold, const Planes &heights, const Planes &foreground) {
     const auto fill_typed = [&](auto height, auto mask) {
@@ -61,7 +61,7 @@ private:
       for (int64_t z = 0; z < lengths[0]; ++z)
         for (int64_t y = 0; y < lengths[1]; ++y) {
           const int64_t position = (z + 1 - margins[0]) * plane_ + (y + 1 - margins[2]) * width_ + 1 - margins[4];
-          // Positions in the volume with its rim, whose first voxel is at 1 along each axis.
+          // Positions in the volume with its padding; the first voxel is at 1 along each axis.
           const int64_t plane = origin_[0] - margins[0] + z + 1, row = origin_[1] - margins[2] + y + 1,
                         first = origin_[2] - margins[4] + 1;
           const int32_t row_code = static_cast<int32_t>(9 * (plane % 3) + 3 * (row % 3));
@@ -125,7 +125,7 @@ private:
         const int32_t *const maxima = scratch.get() + (position - z * plane_);
         const int32_t highest = highest_of(maxima[0], maxima[plane_], maxima[2 * plane_]);
         const int32_t target = position + steps[(keys[position] & POSITION_BITS) << 5 | (highest & POSITION_BITS)];
-        if (target == position || pieces[target] == RIM)
+        if (target == position || pieces[target] == UNREACHED)
           pieces[position] = add_piece(target);
         else
           // A target that has been visited may already have its piece; the piece of any other target is still zero.
@@ -174,7 +174,7 @@ private:
             const int32_t height = keys[neighbor];
             if (height < limit || pieces_.get()[neighbor] == piece)
               continue;
-            const int32_t other = pieces_.get()[neighbor] == RIM ? add_piece(neighbor) : pieces_.get()[neighbor];
+            const int32_t other = pieces_.get()[neighbor] == UNREACHED ? add_piece(neighbor) : pieces_.get()[neighbor];
             passes.add(piece, other, std::min(key, height));
           }
     }

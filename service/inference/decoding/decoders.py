@@ -1,7 +1,7 @@
 """Decoders that convert scores to the class with the highest score, or to instances by a watershed of distances.
 
-A decoder receives finished slabs and keeps only the data that it needs, so the scores of a volume are never all held in
-memory.
+A decoder receives finished slabs and retains only the data that it needs, so the scores of a whole volume are never
+held in memory.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ def estimate_decoding_memory(spec: ModelSpec, output: OutputKind, size: Size) ->
 
 
 def split_planes(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield parts of a slab: the first plane and the scores [1, K, z, y, X]. On a CPU, a part has only a few planes.
+    """Yield the index of the first plane and the scores [1, K, z, y, X] of each part of a slab.
 
-    Temporary arrays of a few planes stay in the cache. Larger arrays would fragment memory, because malloc rarely
-    reuses freed memory for the aligned arrays of PyTorch.
+    On a CPU, each part has only a few planes, so that temporary arrays stay in the cache. Larger arrays would fragment
+    memory, because malloc rarely reuses freed memory for the aligned arrays of PyTorch.
     """
     num_planes = scores.shape[2]
     step = max(CACHE_VOXELS // max(math.prod(scores.shape[3:]), 1), 1) if scores.is_cpu else num_planes
@@ -130,7 +130,7 @@ def split_planes(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def write_slab(pixels: NDArray[Any], z0: int, y0: int, slab: NDArray[Any]) -> None:
-    """Copy `slab` [..., z, y, X] into `pixels` [..., Z, Y, X], and release pages of arrays on disk."""
+    """Copy `slab` [..., z, y, X] into `pixels` [..., Z, Y, X], and release the memory pages of arrays on disk."""
     num_planes, num_rows = slab.shape[-3:-1]
     pixels[..., z0 : z0 + num_planes, y0 : y0 + num_rows, :] = slab
     if y0 + num_rows == pixels.shape[-2]:

@@ -18,7 +18,7 @@ Indices = NDArray[np.intp]
 class Runs(NamedTuple):
     """Runs of background voxels along x, in ascending order of row and start.
 
-    row    z * Y + y
+    row    row number, z * Y + y
     start  first voxel along x
     end    one after the last voxel along x
     """

@@ -67,7 +67,7 @@ inline float height_of(int32_t key) {
 
 inline int32_t highest_of(int32_t a, int32_t b, int32_t c) { return std::max(std::max(a, b), c); }
 
-// Writes for each voxel of one plane the highest key of the voxel and its 8 neighbors in the plane. Skips the rim.
+// Writes for each voxel of one plane the highest key of the voxel and its 8 neighbors in the plane. Skips the padding.
 void max_filter_plane(const int32_t *keys, int64_t size, int64_t width, int32_t *along_x, int32_t *highest) {
   for (int64_t i = 1; i < size - 1; ++i)
     along_x[i] = highest_of(keys[i - 1], keys[i], keys[i + 1]);
@@ -114,19 +114,19 @@ private:
 };
 
 // `depth` is the minimum depth of a pass below the lower of two peaks of separate objects, in units of the distance.
-// `logits` indicates that heights are logits of the distance.
+// `heights_are_logits` indicates that heights are logits of the distance.
 struct Persistence {
   double depth;
-  bool logits;
+  bool heights_are_logits;
 
   double distance(float height) const {
-    return logits ? 1 / (1 + std::exp(-static_cast<double>(height))) : static_cast<double>(height);
+    return heights_are_logits ? 1 / (1 + std::exp(-static_cast<double>(height))) : static_cast<double>(height);
   }
 
   // Returns the lowest key of a relevant pass near a peak with this key, rounded down.
   int32_t lowest_pass_key(int32_t peak_key) const {
     double lowest = distance(height_of(peak_key)) - depth;
-    if (logits) {
+    if (heights_are_logits) {
       lowest = std::min(std::max(lowest, 0.0), 1.0);
       lowest = std::log(lowest / (1 - lowest));
     }

@@ -1,4 +1,4 @@
-"""Decoder of instances, which applies a watershed to smoothed distances and merges shallow maxima into higher maxima.
+"""Instance decoder, which applies a watershed to smoothed distances and merges shallow maxima into higher maxima.
 
 If a stack has no more planes than a window, scores arrive in rows that contain all planes. Each row is then decoded
 along y while later rows are computed. Ties are broken by the same positions as along z, so the basins are identical.
@@ -54,12 +54,12 @@ class InstanceDecoder:
         self._foreground_channel = spec.outputs.index(decoding.foreground)
         self._distance_channel = spec.outputs.index(decoding.distance)
         self._threshold = logit(decoding.threshold)
-        self._persistence = Persistence(decoding.persistence, logits=spec.activation == "sigmoid")
+        self._persistence = Persistence(decoding.persistence, heights_are_logits=spec.activation == "sigmoid")
         self._diameter = spec.input.diameter or math.inf
         self._smoother = Smoother(decoding.smoothing)
         self._kernel = kernel
         self._watershed: StreamingWatershed | None = None
-        # Planes with missing rows.
+        # Values of planes whose rows have not all arrived.
         self._distances: Tensor
         self._foreground_scores: Tensor
 
@@ -100,7 +100,9 @@ class InstanceDecoder:
             if self._start_watershed is not None:
                 self._watershed = self._start_watershed(planes, self._threshold, self._persistence)
             elif self._kernel.supports(device, self._size):
-                parameters = WatershedParameters(self._threshold, self._persistence.depth, self._persistence.logits)
+                parameters = WatershedParameters(
+                    self._threshold, self._persistence.depth, self._persistence.heights_are_logits
+                )
                 self._watershed = self._kernel.start(self._size, parameters, along_y=along_y)
             else:
                 self._watershed = TorchWatershed(planes, self._threshold, self._persistence)
@@ -134,21 +136,21 @@ class InstanceDecoder:
 def compute_min_object_voxels(diameter: float, decoding: Instances, objects: Objects, size: Size) -> float:
     """Return the minimum number of voxels of an object that is not a fragment.
 
-    It is a fraction of a ball with the model's object diameter, or of the object that contains the median voxel,
-    whichever is smaller, so that small objects among other small objects are kept.
+    It is a fraction of the volume of a sphere with the model's object diameter, or of the object that contains the
+    median voxel, whichever is smaller, so that small objects are kept if most other objects are also small.
     """
     if not decoding.minimum_fraction or not len(objects):
         return 0.0
-    ball_voxels = math.pi / 6 * math.prod(min(diameter, length) for length in size)
-    return decoding.minimum_fraction * min(ball_voxels, objects.median_size)
+    sphere_voxels = math.pi / 6 * math.prod(min(diameter, length) for length in size)
+    return decoding.minimum_fraction * min(sphere_voxels, objects.median_size)
 
 
 def compute_min_object_confidence(decoding: Instances, objects: Objects) -> float:
     """Return the minimum mean foreground probability of an object that is not background.
 
-    It is the model's minimum confidence, or one derived from the object that contains the median voxel, whichever is
-    higher: background in some stacks gets higher probabilities than objects in others. The derived value is at most
-    `MAX_REQUIRED_CONFIDENCE`.
+    It is the model's minimum confidence, or a value derived from the object that contains the median voxel, whichever
+    is higher: background in some stacks gets higher probabilities than objects in other stacks. The derived value is at
+    most `MAX_REQUIRED_CONFIDENCE`.
     """
     if not decoding.min_relative_odds or not len(objects):
         return decoding.min_confidence

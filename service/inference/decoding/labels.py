@@ -1,4 +1,4 @@
-"""Labels of the objects that watershed basins are merged into, and selection of labeled objects."""
+"""Functions that merge watershed basins into labeled objects, and select labeled objects."""
 
 from __future__ import annotations
 

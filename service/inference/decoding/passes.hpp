@@ -1,4 +1,4 @@
-// Passes between pieces and basins of the watershed, and union-find to merge them.
+// Passes between pieces and basins of the watershed, and union-find to merge them. A pass is the saddle between two peaks.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace {
 
 // The end of paths in one block, and the piece of all voxels whose paths end there.
 struct Piece {
-  int64_t position;       // position of the end's highest neighbor, or of the end itself if it is a maximum, with the rim
+  int64_t position;       // position of the end's highest neighbor, or of the end itself if it is a maximum
   int32_t voxels;         // number of voxels
   int32_t key;            // key at this position
   int64_t foreground = 0; // sum of the foreground probabilities of its voxels, times `PROBABILITY_ONE`

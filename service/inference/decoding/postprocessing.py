@@ -36,7 +36,7 @@ def check_postprocessing(spec: ModelSpec, output: OutputKind, postprocessing: Po
 
 
 def compute_min_voxels(postprocessing: PostprocessingOptions, volume: Extent) -> int:
-    """Return the minimum object size of a request in voxels of the volume, or 0 if it does not specify one.
+    """Return the minimum object size of a request in voxels of the volume, or 0 if the request has none.
 
     Raises BadParameter if the size is in cubic micrometers but the voxel size is not known.
     """

@@ -13,7 +13,7 @@ class Smoother:
 
     The filter is applied `num_passes` times. The outermost voxels are repeated beyond the faces of the volume. A plane
     is returned once the following planes that it depends on have arrived, so the result does not depend on how the
-    planes were divided.
+    planes were divided into parts.
     """
 
     def __init__(self, num_passes: int) -> None:

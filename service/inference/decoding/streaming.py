@@ -21,12 +21,12 @@ class StreamingWatershed(Protocol):
     """Watershed of a height map that arrives plane by plane, computed by the C++ kernel or by PyTorch."""
 
     def add(self, heights: Tensor, foreground: Tensor) -> None:
-        """Add the next planes. See `KernelWatershed.add` for shapes and dtypes."""
+        """Add the next planes. See `IncrementalWatershed.add` for shapes and dtypes."""
 
     def label_objects(
         self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all_objects
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        """Return labels [Z, Y, X] and the objects. See `KernelWatershed.label_objects` for dtypes and parameters."""
+        """Return labels [Z, Y, X] and the objects, as described in `IncrementalWatershed.label_objects`."""
 
 
 class TorchWatershed:

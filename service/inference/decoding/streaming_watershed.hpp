@@ -1,6 +1,6 @@
 // Watershed of a height map that arrives plane by plane. `watershed.py` and `labels.py` contain the equivalent PyTorch code.
 //
-// A block consists of consecutive planes in flat memory. Each plane has a rim of background, so the 26 neighbors of a voxel
+// A block consists of consecutive planes in flat memory. Each plane is padded with background, so the 26 neighbors of a voxel
 // are at fixed distances. The first and the last plane of a block serve only as neighbors. While a block is processed, a
 // negative number in `pieces` is the complement of the position of the voxel's highest neighbor in the block.
 
@@ -31,7 +31,7 @@ public:
         weights_{along_y ? 3 : 9, along_y ? 9 : 3}, keys_((block_planes_ + 3) * plane_), scratch_(4 * plane_),
         positions_((block_planes_ + 3) * plane_), targets_((block_planes_ + 3) * plane_), pieces_((depth_ + 2) * plane_, true),
         scores_((block_planes_ + 3) * plane_), codes_(width_ - 2), limits_{BACKGROUND_KEY}, piece_ends_{{-1, 0, BACKGROUND_KEY}} {
-    // Fill the plane below the volume and the rims of the other planes. Their inner voxels are written by `add`.
+    // Fill the plane below the volume and the padding of the other planes. Their inner voxels are written by `add`.
     std::fill_n(keys_.get(), plane_, BACKGROUND_KEY);
     for (int64_t z = 1; z < block_planes_ + 3; ++z) {
       int32_t *const plane = keys_.get() + z * plane_;
@@ -147,7 +147,7 @@ private:
       fill_planes(heights, strides, static_cast<const uint8_t *>(foreground.data), foreground.strides, low, count);
   }
 
-  // Writes the keys of the next planes inside their rims.
+  // Writes the keys of the next planes inside their padding.
   template <typename Height, typename Foreground>
   void fill_planes(const Height *heights, const int64_t *strides, const Foreground *foreground,
                    const int64_t *foreground_strides, int64_t low, int64_t count) {
@@ -330,7 +330,7 @@ private:
     return static_cast<int64_t>(maxima.size());
   }
 
-  // Returns a key that orders positions, which include the rim, like the voxels of the volume.
+  // Returns a key that orders positions, which include the padding, like the voxels of the volume.
   int64_t sort_key(int64_t position) const {
     if (!along_y_)
       return position;
@@ -397,7 +397,7 @@ private:
   // Offsets from a voxel to its neighbors: a table indexed by the position codes of both voxels, and a list.
   std::array<int32_t, NUM_CODES * NUM_CODES> steps_;
   std::array<int64_t, NUM_NEIGHBORS> offsets_;
-  // Index of the first plane of the next block, including the rim, and the number of planes that have already arrived for
+  // Index of the first plane of the next block, including the padding, and the number of planes that have already arrived for
   // this block: the plane below it, and then the plane that waits for the plane above it.
   int64_t z_ = 1, pending_planes_ = 1;
   // Pieces by number; 0 is the background. Passes with keys below the entry of a piece in `limits_` are irrelevant to the piece.

@@ -1,7 +1,7 @@
 """Watershed basins of a height map that arrives plane by plane, and the passes between basins, in PyTorch.
 
 Planes are processed in blocks that fit in the cache of a processor; only the piece number of each voxel is retained.
-Basins and passes do not depend on how the planes were divided.
+Basins and passes do not depend on how the planes were divided into blocks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Basins:
 class _PieceEnds(NamedTuple):
     """Ends of the steepest-ascent paths of one block, int64 [P] each, one row per piece.
 
-    position    position in the volume with its rim: of the end's highest neighbor, or of the end if it is a maximum
+    position    position in the padded volume: of the end's highest neighbor, or of the end if it is a maximum
     key         key at this position
     voxels      size of the piece
     foreground  sum of the voxels' foreground probabilities, times `PROBABILITY_ONE`
@@ -112,7 +112,7 @@ class Watershed:
     A path leads from every voxel to the highest of its 26 neighbors, as in the watershed by topographical distance
     (Meyer 1994). Path ends are found by pointer jumping (Wyllie 1979) within a block of planes. A path that leaves its
     block ends there as a separate piece; `finish` joins the pieces. Heights are compared without their last five bits.
-    Positions break ties, so every path ends. Several maxima of one plateau have passes of the plateau's height.
+    Positions break ties, so every path ends. Passes between maxima of the same plateau have the plateau's height.
 
     planes          planes of the volume; the basins do not depend on their order
     compute_floors  returns the lowest height of a relevant pass for each peak, given the peak heights; both float32 [R]
@@ -131,23 +131,23 @@ class Watershed:
         depth, height, width = (size[1], size[0], size[2]) if along_y else size
         self._along_y, self._neighbor_batch = along_y, neighbor_batch
         self._compute_floors, self._device, self._depth = compute_floors, device, depth
-        # A rim of background on every side puts the neighbors of all voxels at the same distances in memory.
+        # Background padding on every side puts the neighbors of all voxels at the same offsets in memory.
         self._shape = (height + 2, width + 2)
-        self._plane = self._shape[0] * self._shape[1]
+        self._plane_step = self._shape[0] * self._shape[1]
         block_voxels = choose_block_voxels(size, along_y=along_y) if block_voxels is None else block_voxels
-        self._block_planes = min(max(block_voxels // self._plane, 1), depth)
+        self._block_planes = min(max(block_voxels // self._plane_step, 1), depth)
         self._pieces = torch.zeros((depth + 2, *self._shape), dtype=torch.int32, device=device)
         # Weights of the coordinates in position codes. The codes do not depend on the direction in which planes arrive.
         self._weights = (3, 9) if along_y else (9, 3)
         self._plane_codes, self._codes = _encode_positions(self._block_planes, *self._shape, self._weights, device)
         # Only CPU tensors are cached: other streams would have to wait for a cached tensor on a device.
         self._offsets = _compute_neighbor_offsets(*self._shape).to(device, non_blocking=True)
-        self._steps = _compute_steps(self._plane, self._shape[1], self._weights).to(device, non_blocking=True)
+        self._steps = _compute_steps(self._plane_step, self._shape[1], self._weights).to(device, non_blocking=True)
         # The plane below the next block, followed by the plane that waits for the plane above it.
         self._pending = self._make_background(1)
         self._pending_codes = torch.zeros_like(self._pending, dtype=torch.uint8)
         self._probabilities = PROBABILITIES.to(device, non_blocking=True)
-        # Index of the first plane of the next block, including the rim.
+        # Index of the first plane of the next block, including the padding.
         self._z = 1
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         self._piece_ends = [_PieceEnds(zero - 1, zero, zero, zero)]
@@ -174,7 +174,7 @@ class Watershed:
     def finish(self) -> Basins:
         """Return the basins after all planes have been added."""
         ends = torch.cat([torch.stack(columns) for columns in self._piece_ends], 1)
-        # The pieces above a block were not known when its paths were traced. Position -1 of piece 0 is in the rim.
+        # The pieces above a block were not known when its paths were traced. Position -1 of piece 0 is in the padding.
         next_pieces = self._pieces.view(-1)[ends[0]]
         # NumPy is much faster than PyTorch for such small arrays.
         link, position, keys, voxels, foreground = torch.cat((next_pieces[None], ends)).cpu().numpy()
@@ -195,10 +195,10 @@ class Watershed:
         return Basins(basins, pieces, peaks, sums[0], sums[1], self._resolve_passes(basins))
 
     def _order_by_position(self, position: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return sort keys [N] that order positions, which include the rim, like the voxels of the volume."""
+        """Return sort keys [N] that order positions, which include the padding, like the voxels of the volume."""
         if not self._along_y:
             return position
-        plane, remainder = np.divmod(position, self._plane)
+        plane, remainder = np.divmod(position, self._plane_step)
         row, x = np.divmod(remainder, self._shape[1])
         return (row * (self._depth + 2) + plane) * self._shape[1] + x
 
@@ -215,7 +215,7 @@ class Watershed:
         return torch.full((num_planes, *self._shape), BACKGROUND_KEY, dtype=torch.int32, device=self._device)
 
     def _write_keys(self, heights: Tensor, mask: Tensor, block: Tensor) -> None:
-        """Write the keys of the next planes inside their rims."""
+        """Write the keys of the next planes inside their padding."""
         z = (self._z - 1 + len(self._pending)) % 3
         keys = _compute_keys(heights)
         keys += self._plane_codes[z : z + len(keys)]
@@ -234,15 +234,15 @@ class Watershed:
 
     def _trace_paths(self, keys: Tensor) -> _BlockPaths | None:
         """Trace the paths of voxels between the first and the last plane. Returns None if there is no foreground."""
-        position = (keys[self._plane : -self._plane] > BACKGROUND_KEY).nonzero().squeeze(1) + self._plane
+        position = (keys[self._plane_step : -self._plane_step] > BACKGROUND_KEY).nonzero().squeeze(1) + self._plane_step
         if not len(position):
             return None
         # Rows are numbered from 1 in the order of their positions. Row 0 represents everything outside the block.
         rows = torch.arange(1, len(position) + 1, dtype=torch.int32, device=self._device)
         row_of_voxel = torch.zeros_like(keys).index_copy_(0, position, rows)
         position = position.int()
-        highest, rim = _find_highest_neighbors(keys, self._plane, self._shape[1])
-        own_key, highest = keys.index_select(0, position), highest.index_select(0, position - rim)
+        highest, num_omitted = _find_highest_neighbors(keys, self._plane_step, self._shape[1])
+        own_key, highest = keys.index_select(0, position), highest.index_select(0, position - num_omitted)
         target = position + self._steps.index_select(0, ((own_key & POSITION_BITS) << 5) | (highest & POSITION_BITS))
         parent = row_of_voxel.index_select(0, target)
         parent = torch.where(parent == 0, rows, parent) - 1
@@ -259,10 +259,10 @@ class Watershed:
     def _store_pieces(self, paths: _BlockPaths, codes: Tensor) -> None:
         """Write the pieces of a block into the volume, and record their ends."""
         pieces = self._pieces.view(-1)
-        low = (self._z - 1) * self._plane
-        rows = paths.row_of_voxel[self._plane : -self._plane]
+        low = (self._z - 1) * self._plane_step
+        rows = paths.row_of_voxel[self._plane_step : -self._plane_step]
         piece_numbers = torch.cat((paths.piece.new_zeros(1), paths.piece + self._num_pieces))
-        torch.index_select(piece_numbers, 0, rows, out=pieces[low + self._plane :][: len(rows)])
+        torch.index_select(piece_numbers, 0, rows, out=pieces[low + self._plane_step :][: len(rows)])
         position = low + paths.targets.long()
         voxels = torch.bincount(paths.piece, minlength=len(paths.targets))
         probability = self._probabilities[codes.index_select(0, paths.position).int()].double()
@@ -286,7 +286,7 @@ class Watershed:
         key = keys.index_select(0, neighbors).view(-1, len(NEIGHBORS))
         selected = (key >= limit[:, None]).view(-1).nonzero().squeeze(1)
         rows = selected // len(NEIGHBORS)
-        position = (self._z - 1) * self._plane + neighbors.index_select(0, selected).long()
+        position = (self._z - 1) * self._plane_step + neighbors.index_select(0, selected).long()
         crossing = (self._pieces.view(-1).index_select(0, position) != piece.index_select(0, rows)).nonzero().squeeze(1)
         rows, selected = rows.index_select(0, crossing), selected.index_select(0, crossing)
         height = torch.minimum(own_key.index_select(0, rows), key.view(-1).index_select(0, selected))

@@ -12,16 +12,16 @@ extern "C" {
 
 // Creates a watershed to which planes can be added; returns null if there is not enough memory.
 //
-// size          size of the volume, [Z, Y, X]
-// along_y       whether planes arrive along y, each with its full extent along z, instead of along z
-// threshold     score above which a voxel is foreground
-// depth         minimum depth of a pass below the lower of two peaks of separate objects, in units of the distance
-// logits        whether heights are logits of the distance
-// block_voxels  number of voxels that are processed together
-void *stackseg_watershed(const int64_t *size, int32_t along_y, float threshold, double depth, int32_t logits,
+// size                size of the volume, [Z, Y, X]
+// along_y             whether planes arrive along y instead of along z, each with its full extent along z
+// threshold           score above which a voxel is foreground
+// depth               minimum depth of a pass below the lower of two peaks of separate objects, in units of the distance
+// heights_are_logits  whether heights are logits of the distance
+// block_voxels        number of voxels that are processed together
+void *stackseg_watershed(const int64_t *size, int32_t along_y, float threshold, double depth, int32_t heights_are_logits,
                          int64_t block_voxels) {
   try {
-    return new StreamingWatershed(size, along_y, threshold, {depth, logits != 0}, block_voxels);
+    return new StreamingWatershed(size, along_y, threshold, {depth, heights_are_logits != 0}, block_voxels);
   } catch (const std::bad_alloc &) {
     return nullptr;
   }
@@ -78,11 +78,11 @@ void stackseg_write_labels(void *watershed, const int32_t *numbers, void *labels
 // Computes the watershed of one block of a height map; returns null if there is not enough memory. `geometry`
 // contains the size, origin and volume of `BlockWatershed`; the other arguments are as in `BlockWatershed` and
 // `stackseg_planes`.
-void *stackseg_block(const int64_t *geometry, const int32_t *margins, float threshold, double depth, int32_t logits,
+void *stackseg_block(const int64_t *geometry, const int32_t *margins, float threshold, double depth, int32_t heights_are_logits,
                      const void *heights, int32_t kind, const int64_t *strides, const void *foreground, int32_t foreground_kind,
                      const int64_t *foreground_strides, int32_t *pieces) {
   try {
-    return new BlockWatershed(geometry, geometry + 3, geometry + 6, margins, threshold, {depth, logits != 0},
+    return new BlockWatershed(geometry, geometry + 3, geometry + 6, margins, threshold, {depth, heights_are_logits != 0},
                               {heights, kind, strides}, {foreground, foreground_kind, foreground_strides}, pieces);
   } catch (const std::bad_alloc &) {
     return nullptr;

@@ -1,4 +1,4 @@
-"""C++ watershed of planes in the memory of a CPU.
+"""C++ watershed of planes in CPU memory.
 
 Its labels are the same as those of `watershed.py` with `labels.label_basins`. For a small volume, the PyTorch version
 needs hundreds of operations, each of which takes microseconds and releases the global interpreter lock. The kernel
@@ -31,12 +31,12 @@ SIGNATURES = (
     ("stackseg_write_labels", "pppi", "-"),
 )
 
-# Minimum number of voxels in a block. A block of this size uses some megabytes.
+# Minimum number of voxels in a block. A block of this size uses a few megabytes.
 MIN_BLOCK_VOXELS = 2**22
 
 # Minimum number of planes in a block, even if planes are large. Each additional block divides paths into more pieces:
 # with one plane of 1536 x 1536 voxels per block, a crowded stack takes seven times as long as with eight planes, and
-# 27 bytes per voxel instead of 9.
+# uses 27 bytes per voxel instead of 9.
 MIN_BLOCK_PLANES = 8
 
 # Maximum number of voxels of a volume whose memory is allocated and freed within about 30 us.
@@ -77,26 +77,26 @@ def number_objects(is_kept: NDArray[np.bool_]) -> NDArray[np.int32]:
 class WatershedParameters(NamedTuple):
     """Parameters that define objects.
 
-    threshold  score above which a voxel is foreground
-    depth      minimum depth of a pass below the lower of the two peaks that it separates, in units of the distance;
-               above 0
-    logits     whether heights are logits of the distance
+    threshold           score above which a voxel is foreground
+    depth               minimum depth of a pass (saddle) below the lower of the two peaks that it connects, in units of
+                        the distance; above 0
+    heights_are_logits  whether heights are logits of the distance
     """
 
     threshold: float
     depth: float
-    logits: bool
+    heights_are_logits: bool
 
 
 def choose_block_voxels(size: Size, *, along_y: bool = False) -> int:
-    """Return the number of voxels of a volume (Z, Y, X) to process together, including the rims of its planes."""
+    """Return the number of voxels of a volume (Z, Y, X) to process together, including the padding of planes."""
     plane_voxels = (size[not along_y] + 2) * (size[2] + 2)
     max_voxels = MAX_INDEX - 4 * _count_largest_plane_voxels(size)
     return max(MIN_BLOCK_VOXELS, min(MIN_BLOCK_PLANES * plane_voxels, max_voxels))
 
 
 def _count_largest_plane_voxels(size: Size) -> int:
-    """Return the number of voxels in a plane along z or along y, whichever is larger, including the rim."""
+    """Return the number of voxels in a plane along z or along y, whichever is larger, including the padding."""
     return (max(size[:2]) + 2) * (size[2] + 2)
 
 
@@ -113,25 +113,25 @@ class WatershedKernel(CppFunctions):
 
     def start(
         self, size: Size, parameters: WatershedParameters, *, along_y: bool = False, block_voxels: int | None = None
-    ) -> KernelWatershed:
+    ) -> IncrementalWatershed:
         """Return a watershed to which no planes have been added yet.
 
         Raises ValueError if the size is not supported, and MemoryError if there is not enough memory.
 
         size          (Z, Y, X) of the volume
-        along_y       whether planes arrive along y, each with its full extent along z, instead of along z; the labels
-                      are equal
+        along_y       whether planes arrive along y instead of along z, each with its full extent along z; the labels
+                      are the same either way
         block_voxels  number of voxels that are processed together; None: use `choose_block_voxels`
         """
         block_voxels = choose_block_voxels(size, along_y=along_y) if block_voxels is None else block_voxels
         if min(size) < 1 or not self.supports(CPU, size, block_voxels):
             raise ValueError(f"the kernel does not support a volume of {size} voxels")
-        return KernelWatershed(
+        return IncrementalWatershed(
             (self._functions, self._functions_with_gil), size, parameters, along_y=along_y, block_voxels=block_voxels
         )
 
 
-class KernelWatershed:
+class IncrementalWatershed:
     """Watershed of a height map that arrives plane by plane, created by `WatershedKernel.start`."""
 
     def __init__(
@@ -145,7 +145,7 @@ class KernelWatershed:
     ) -> None:
         self._size, self._along_y = size, along_y
         self._functions, functions_with_gil = kernel
-        # Allocating large memory is slow and must not hold the global interpreter lock.
+        # Allocating a large amount of memory is slow and must not hold the global interpreter lock.
         self._cheap_functions = functions_with_gil if math.prod(size) <= MAX_SMALL_VOLUME_VOXELS else self._functions
         self._num_missing_planes = size[along_y]
         self._handle = self._cheap_functions.stackseg_watershed(_Int64x3(*size), along_y, *parameters, block_voxels)
@@ -165,7 +165,7 @@ class KernelWatershed:
         Raises ValueError if the planes do not match the volume, and MemoryError if there is not enough memory.
 
         heights     float32 or bfloat16
-        foreground  float32 or bfloat16 scores, which are foreground above the threshold; or a bool mask
+        foreground  float32 or bfloat16 scores, which are compared with the threshold; or a bool mask
         """
         num_planes = heights.shape[self._along_y]
         shape = list(self._size)
@@ -173,7 +173,8 @@ class KernelWatershed:
         for tensor, dtypes in ((heights, HEIGHT_DTYPES), (foreground, FOREGROUND_DTYPES)):
             if tensor.dtype not in dtypes or list(tensor.shape) != shape or tensor.device.type != "cpu":
                 raise ValueError(
-                    f"expected planes of shape {shape} on the CPU, got {tensor.dtype} {list(tensor.shape)}"
+                    f"expected CPU planes of shape {shape} with a supported data type, got a tensor of type"
+                    f" {tensor.dtype} with shape {list(tensor.shape)}"
                 )
         if num_planes > self._num_missing_planes:
             raise ValueError(f"{num_planes} planes were added, but only {self._num_missing_planes} planes are missing")

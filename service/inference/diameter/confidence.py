@@ -47,7 +47,7 @@ class Features(NamedTuple):
 
     @classmethod
     def measure(cls, objects: Objects, expected_diameter: float) -> Features:
-        """Compute the features of one or more objects. The expected diameter is that of the model, in voxels."""
+        """Compute the features of one or more objects. The expected diameter is the model's, in voxels."""
         voxel_share = objects.voxels / objects.voxels.sum()
         confidence = min(float((voxel_share * objects.confidence).sum()), MAX_FOREGROUND_PROBABILITY)
         diameters = np.cbrt(6 / np.pi * objects.voxels)
@@ -60,7 +60,7 @@ class Features(NamedTuple):
 
 
 def compute_typical_diameter(objects: Objects) -> float:
-    """Return the diameter in voxels of a ball with the volume of the object that contains the median voxel."""
+    """Return the diameter in voxels of a sphere with the volume of the object that contains the median voxel."""
     return float(np.cbrt(6 / np.pi * objects.median_size))
 
 

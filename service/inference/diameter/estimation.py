@@ -45,32 +45,27 @@ from service.models.spec import ModelSpec
 
 # Scales and numbers of windows of the initial probes. At a small scale, a window shows more of the stack.
 INITIAL_PROBES = ((1.0, 4), (2.0, 4), (0.4, 2))
-
 # Maximum number of further probes, and the number of windows of each probe.
 MAX_FURTHER_PROBES = 3
 WINDOWS_PER_PROBE = 4
 # Minimum number of objects for a median diameter, unless the windows show at least FULL_COVERAGE_FRACTION of the stack.
 MIN_OBJECTS = 5
 FULL_COVERAGE_FRACTION = 0.9
-# Standard deviations of the logarithms of diameter, aspect ratio and scale with which the fit is computed.
+# Standard deviations of the logarithms of diameter, aspect ratio and scale, used to compute the fit.
 SIZE_SIGMA = 0.5
 ASPECT_SIGMA = 1.0
 SCALE_SIGMA = 2.5
-
 # Fit below which the diameter is not even suggested to the user.
 MIN_FIT_FOR_SUGGESTION = 0.2
 # Fit below which the diameter is not used, because the objects do not look like the model's training data.
 MIN_FIT = 0.5
 # Minimum fit at which further probes and a trial are unnecessary.
 GOOD_FIT = 0.65
-
 # Scales of a trial, with the number of windows of each scale. A trial runs if the confidence at the estimated diameter
 # is low or no scale fits well. A trial never selects a scale above the last of these scales.
 TRIAL_SCALES = ((0.2, 2), (1.0, 4), (2.8, 4))
-
 # Minimum gain in log-odds of a trial over the reference scale, checked by `python -m scripts.recipes.trials`.
 MIN_LOG_ODDS_GAIN = 1.0
-
 # Maximum ratio between the width and depth of objects that are found as reliably as round objects.
 MAX_ROUND_ASPECT = 1.5
 # Typical ratio between the depth and width of object outlines, in micrometers. Light is blurred along z.
@@ -141,25 +136,29 @@ class DiameterEstimator:
 
     def _estimate_from_probes(self, probes: Sequence[ScaleProbe]) -> tuple[DiameterEstimate, ScaleProbe]:
         """Return the estimate and the probe at or near its scale."""
-        best = max(probes, key=lambda probe: probe.fit)
+        best_probe = max(probes, key=lambda probe: probe.fit)
         num_windows = sum(probe.num_windows for probe in probes)
-        if best.fit < MIN_FIT_FOR_SUGGESTION:
+        if best_probe.fit < MIN_FIT_FOR_SUGGESTION:
             return DiameterEstimate(
-                None, matches_model=False, num_objects=best.num_objects, num_windows=num_windows
+                None, matches_model=False, num_objects=best_probe.num_objects, num_windows=num_windows
             ), probes[0]
-        factors = self._refine_factors(best)
+        factors = self._refine_factors(best_probe)
         diameter = self._to_diameter(factors)
-        if best.fit < MIN_FIT:
+        if best_probe.fit < MIN_FIT:
             return DiameterEstimate(
                 None,
                 matches_model=False,
-                num_objects=best.num_objects,
+                num_objects=best_probe.num_objects,
                 num_windows=num_windows,
                 likely_diameter=diameter,
             ), probes[0]
         return DiameterEstimate(
-            diameter, are_close(factors, self._base, MATCHING_DIAMETER_RATIO), best.num_objects, num_windows, diameter
-        ), best
+            diameter,
+            are_close(factors, self._base, MATCHING_DIAMETER_RATIO),
+            best_probe.num_objects,
+            num_windows,
+            diameter,
+        ), best_probe
 
     def _to_diameter(self, factors: Factors) -> Diameter:
         z, y, x = (self._expected_diameter / factor for factor in factors)
@@ -209,8 +208,8 @@ class DiameterEstimator:
     def _has_enough_objects(self, probe: ScaleProbe, reference: ScaleProbe) -> bool:
         """Return whether a probe has enough objects to be compared with `reference`.
 
-        A probe that shows more of the stack than `reference` needs only as many object voxels as one object of
-        the expected diameter has. At a smaller scale, large objects are few, and the faces of the windows cut them off.
+        A probe that shows more of the stack than `reference` needs only as many object voxels as one object of the
+        expected diameter. If objects are large, even its windows contain few objects, and cut off some of them.
         """
         expected_voxels = math.pi / 6 * self._expected_diameter**3
         shows_more = math.prod(probe.factors) * EQUAL_SCALE_RATIO < math.prod(reference.factors)
@@ -218,8 +217,10 @@ class DiameterEstimator:
 
     def _is_settled(self, probes: Sequence[ScaleProbe]) -> bool:
         """Return whether another probe is unlikely to improve the estimate."""
-        best = max(probes, key=lambda probe: probe.fit)
-        return best.fit >= GOOD_FIT and are_close(self._refine_factors(best), best.factors, MATCHING_DIAMETER_RATIO)
+        best_probe = max(probes, key=lambda probe: probe.fit)
+        return best_probe.fit >= GOOD_FIT and are_close(
+            self._refine_factors(best_probe), best_probe.factors, MATCHING_DIAMETER_RATIO
+        )
 
     def _suggest_factors(self, probes: Sequence[ScaleProbe]) -> Factors | None:
         """Return the new factors suggested by the probe with the best fit that suggests any; None if no probe does."""
@@ -260,8 +261,7 @@ class DiameterEstimator:
     def _decode_objects(self, scores: Tensor) -> tuple[NDArray[np.float64], Objects]:
         """Return the measurements of objects, float64 [N, 4], and the objects.
 
-        The columns are the extents along (z, y, x), NaN if the object touches a face of the window, and the peak
-        distance.
+        The columns are the extents along (z, y, x), NaN if the object touches a face of the window, and the peak.
         """
         decoder = InstanceDecoder(self._spec, self._decoding, as_size(scores.shape[2:]), None)
         decoder.add(0, 0, scores)

@@ -26,7 +26,8 @@ Box = tuple[slice, slice, slice]
 def rank_by_contrast(image: Image, window_size: Size) -> list[Size]:
     """Return candidate window centers (z, y, x) in descending order of contrast.
 
-    The contrast of a center is that of its plane within a window of size `window_size`.
+    The contrast at a center is the standard deviation of the voxels in its z plane, within a window of size
+    `window_size`.
     """
     depth, height, width = image.shape[2:]
     rows, columns = (
@@ -72,7 +73,10 @@ def cut_boxes(image: Image, boxes: Sequence[Box]) -> list[Tensor]:
 
 
 def make_box_around(center: Size, size: Size, inner_size: Sequence[int], scaled_size: Sequence[int]) -> Box:
-    """Return the box around `center` that has `inner_size` voxels after resizing from `size` to `scaled_size`."""
+    """Return a box around `center` for an image of size `size`.
+
+    After the image has been resized to `scaled_size`, the box has the size `inner_size`.
+    """
     spans = []
     for position, length, inner_length, scaled_length in zip(center, size, inner_size, scaled_size, strict=True):
         extent = min(max(round(inner_length * length / scaled_length), 1), length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# TorchScript `prim::` operators: control flow, numbers, lists and tensors. None accepts a file, class or process.
+# TorchScript `prim::` operators: control flow, numbers, lists and tensors. None accepts files, classes or processes.
 _PRIM_NAMES = """
 abs AutogradAnyNonZero Constant ConstantChunk data device DictConstruct dtype GetAttr If ImplicitTensorToNum is_cuda
 isinstance layout ListConstruct ListUnpack Loop max min NumToTensor RaiseException requires_grad TupleConstruct

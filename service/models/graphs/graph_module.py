@@ -120,7 +120,10 @@ def check_element_count(shape: Sequence[int]) -> None:
 
 
 def multiply(a: Any, b: Any) -> Any:
-    """Return `a * b`. Raises OverflowError for integers of more than 64 bits, as repeated products grow quickly."""
+    """Return `a * b`. Raises OverflowError if an integer product has more than 64 bits.
+
+    Otherwise, repeated products could exhaust memory.
+    """
     product = a * b
     if isinstance(product, int) and product.bit_length() > 64:
         raise OverflowError("a size has more than 64 bits")
@@ -146,7 +149,7 @@ class _SizeLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _compute_on_meta(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the results of an operator as meta tensors, or none if it cannot run on the meta device."""
+    """Return the results of an operator as meta tensors, or an empty list if it has no meta implementation."""
     args, kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
     if any(argument.name == "device" for argument in func._schema.arguments):
         kwargs["device"] = torch.device("meta")

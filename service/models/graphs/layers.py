@@ -72,7 +72,7 @@ def add_layers(
 
 
 def read_constant(network: GraphModule, argument: Any) -> Tensor | None:
-    """Return the stored tensor to which an argument refers, or None for any other argument."""
+    """Return the constant tensor to which an argument refers, or None for any other argument."""
     if isinstance(argument, Node) and argument.op == "get_attr":
         tensor: Tensor = getattr(network, str(argument.target))
         return tensor
@@ -96,7 +96,7 @@ def get_only_user(node: Node, functions: Set[Any]) -> Node | None:
 
 
 def read_arguments(network: GraphModule, node: Node) -> dict[str, Any]:
-    """Return the arguments of a call, including defaults, by ATen's names. Nodes of stored tensors become tensors."""
+    """Return the arguments of a call, including defaults, by ATen's names. Nodes of constants become tensors."""
     if isinstance(node.target, OpOverload):
         schema = node.target._schema.arguments
         arguments = {
@@ -108,8 +108,8 @@ def read_arguments(network: GraphModule, node: Node) -> dict[str, Any]:
         arguments = {ATEN_ARGUMENT_NAMES.get(name, name): value for name, value in bound_arguments.arguments.items()}
     else:
         raise TypeError(f"{node.target} is not a call")
-    stored_tensors = {name: read_constant(network, value) for name, value in arguments.items()}
-    return {name: value if stored_tensors[name] is None else stored_tensors[name] for name, value in arguments.items()}
+    constants = {name: read_constant(network, value) for name, value in arguments.items()}
+    return {name: value if constants[name] is None else constants[name] for name, value in arguments.items()}
 
 
 def make_convolution(
@@ -181,7 +181,7 @@ def is_per_channel(tensor: Tensor, channels: int) -> bool:
 
 
 def find_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None:
-    """Find an instance or group norm with stored weights and without running statistics."""
+    """Find an instance or group norm with constant weights and without running statistics."""
     settings, source = read_arguments(network, node), get_first_input(node)
     weight, bias = settings["weight"], settings["bias"]
     is_unsupported = isinstance(weight, Node) or isinstance(bias, Node) or settings.get("running_mean") is not None

@@ -84,7 +84,7 @@ class _GraphReader:
     """Reads the graph of a `torch.export` file, and converts it to a `torch.fx` graph.
 
     _values           nodes by their names in the file
-    _tensor_nodes     nodes of stored tensors by file and metadata, since several names may refer to one tensor
+    _tensor_nodes     nodes of constant tensors by file and metadata, since several names may refer to one tensor
     _remaining_bytes  bytes of tensors that may still be read; the total is limited to the size of the archive
     _configs          tables with the locations of tensors in the archive, by file name
     """

@@ -92,7 +92,7 @@ def test_finished_blocks_are_not_repeated(tmp_path: Path, start) -> None:
 def test_folder_of_another_run_is_rejected(tmp_path: Path, source: Path, start) -> None:
     for strict in (True, False):
         start(options=Options(strict=strict))
-    with pytest.raises(BadParameter, match="a different stack, model, version or options"):
+    with pytest.raises(BadParameter, match="a different stack, model, StackSeg version or options"):
         start(options=Options(overlap=0.4))
     with pytest.raises(BadParameter, match="contains other files"):
         start(source)

@@ -51,7 +51,7 @@ def test_objects_equal_those_of_merging_pass_by_pass(seed, count, passes, levels
         peaks, heights = np.round(peaks * levels) / levels, np.round(heights * levels) / levels
     sides = torch.from_numpy(rng.integers(0, max(count, 1), (2, len(heights))))
     basins = make_basins(torch.from_numpy(peaks), *sides, torch.from_numpy(heights))
-    chosen = Persistence(persistence, logits=logits)
+    chosen = Persistence(persistence, heights_are_logits=logits)
     assert np.array_equal(merge_basins_on_device(basins, chosen), merge_shallow_basins(basins, chosen))
 
 
@@ -62,7 +62,7 @@ def test_long_chain_of_basins_takes_few_rounds(rising: bool) -> None:
     numbers = torch.arange(count)
     basins = make_basins(peaks, numbers[:-1], numbers[1:], torch.full((count - 1,), 9.0))
     with SyncCounter() as counted:
-        merged = merge_basins_on_device(basins, Persistence(5.0, logits=False))
+        merged = merge_basins_on_device(basins, Persistence(5.0, heights_are_logits=False))
     assert set(merged) == {0}
     assert counted.sync_count < 60
 
@@ -72,7 +72,7 @@ def test_merging_without_ties_uses_no_masks_as_indices() -> None:
     peaks, height = (torch.rand(number, generator=random) for number in (50, 30))
     basins = make_basins(peaks, *torch.randint(50, (2, 30), generator=random), height)
     with CountMasks() as counted:
-        merged = merge_basins_on_device(basins, Persistence(0.4, logits=False))
+        merged = merge_basins_on_device(basins, Persistence(0.4, heights_are_logits=False))
     assert 0 < merged.max() < 49
     assert counted.masks == 0
 
@@ -80,7 +80,9 @@ def test_merging_without_ties_uses_no_masks_as_indices() -> None:
 def count_waits(*block: int) -> int:
     """Return how many times the host waits while it labels 64 x 8 x 8 voxels in blocks of this size."""
     heights = torch.from_numpy(make_hills(3, (64, 8, 8))).nan_to_num_(neginf=-9)
-    watershed = DeviceWatershed(Planes((64, 8, 8), heights.device), 0.0, Persistence(0.1, logits=False), *block)
+    watershed = DeviceWatershed(
+        Planes((64, 8, 8), heights.device), 0.0, Persistence(0.1, heights_are_logits=False), *block
+    )
     watershed.add(heights, heights)
     with SyncCounter() as counted:
         watershed.label_objects(0, drop_border=False)
@@ -97,7 +99,7 @@ def test_volume_is_one_block_if_it_fits_with_the_margins_of_its_planes() -> None
 @pytest.mark.parametrize("parts", [1, 4, 12])
 def test_adding_planes_does_not_wait_for_the_device(parts: int) -> None:
     heights = torch.from_numpy(make_hills(3, (12, 16, 16))).nan_to_num_(neginf=-9)
-    watershed = DeviceWatershed(Planes((12, 16, 16), heights.device), 0.0, Persistence(0.1, logits=False))
+    watershed = DeviceWatershed(Planes((12, 16, 16), heights.device), 0.0, Persistence(0.1, heights_are_logits=False))
     with SyncCounter() as added:
         for part in heights.chunk(parts):
             watershed.add(part, part > 0 if parts == 4 else part)

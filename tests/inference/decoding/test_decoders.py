@@ -106,7 +106,7 @@ def test_a_plateau_is_one_object(persistence: float) -> None:
 
 def test_equal_heights_give_equal_distances_at_every_position() -> None:
     for height in np.linspace(-8, 8, 401):
-        distances = Persistence(0.0, logits=True).to_distances(torch.full((67,), height))
+        distances = Persistence(0.0, heights_are_logits=True).to_distances(torch.full((67,), height))
         assert distances.unique().tolist() == pytest.approx([1 / (1 + np.exp(-np.float32(height)))], rel=1e-6)
 
 
@@ -366,7 +366,7 @@ def test_the_watershed_is_freed_after_decoding(random_nuclei: ModelSpec) -> None
             return True
 
         def start(self, size: Size, parameters: WatershedParameters, **_options: Any) -> Any:
-            persistence = Persistence(parameters.depth, logits=parameters.logits)
+            persistence = Persistence(parameters.depth, heights_are_logits=parameters.heights_are_logits)
             watershed = TorchWatershed(Planes(size, torch.device("cpu")), parameters.threshold, persistence)
             references.append(weakref.ref(watershed))
             return watershed

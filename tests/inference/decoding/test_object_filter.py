@@ -36,10 +36,12 @@ def make_watershed(implementation: str, heights: Array, *, along_y: bool = False
     size: Any = heights.shape
     watershed: StreamingWatershed
     if implementation == "kernel":
-        watershed = watershed_kernel.start(size, WatershedParameters(-np.inf, 0.1, logits=False), along_y=along_y)
+        watershed = watershed_kernel.start(
+            size, WatershedParameters(-np.inf, 0.1, heights_are_logits=False), along_y=along_y
+        )
     else:
         torch_watershed = DeviceWatershed if implementation == "whole" else TorchWatershed
-        watershed = torch_watershed(Planes(size, CPU, along_y), -np.inf, Persistence(0.1, logits=False))
+        watershed = torch_watershed(Planes(size, CPU, along_y), -np.inf, Persistence(0.1, heights_are_logits=False))
     tensor = torch.from_numpy(heights)
     watershed.add(tensor, tensor)
     return watershed

@@ -29,7 +29,7 @@ def test_basins_do_not_depend_on_slabs_blocks_or_axis(seed, size, levels, cuts, 
     heights = make_hills(seed, size) if max(size) > 1 else np.ones(size, np.float32)
     if levels:
         heights = np.round(heights * levels) / levels
-    persistence = Persistence(0.1, logits=False)
+    persistence = Persistence(0.1, heights_are_logits=False)
     expected = compute_basins(heights, persistence)
     inner_cuts = tuple(sorted(cut for cut in cuts if cut < size[along_y]))
     block = num_planes * (size[not along_y] + 2) * (size[2] + 2)
@@ -73,7 +73,7 @@ def test_basins_equal_those_of_scikit_image(seed: int) -> None:
 
 def test_passes_are_the_highest_points_between_neighboring_basins() -> None:
     heights = make_hills(1, (12, 30, 30))
-    persistence = Persistence(np.inf, logits=False)
+    persistence = Persistence(np.inf, heights_are_logits=False)
     basins = compute_basins(heights, persistence, block=1)
     basin = basins.basin_of_piece.numpy()[basins.pieces.numpy()]
     expected: dict[tuple[int, int], float] = {}

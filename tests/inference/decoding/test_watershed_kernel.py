@@ -16,7 +16,7 @@ from service.inference.decoding.instances import InstanceDecoder
 from service.inference.decoding.watershed_kernel import (
     MIN_BLOCK_PLANES,
     MIN_BLOCK_VOXELS,
-    KernelWatershed,
+    IncrementalWatershed,
     WatershedKernel,
     WatershedParameters,
     choose_block_voxels,
@@ -24,7 +24,7 @@ from service.inference.decoding.watershed_kernel import (
 )
 from service.models.spec import Instances, ModelSpec
 
-PARAMETERS = WatershedParameters(0.0, 0.1, logits=False)
+PARAMETERS = WatershedParameters(0.0, 0.1, heights_are_logits=False)
 
 Size = tuple[int, int, int]
 
@@ -227,14 +227,14 @@ def test_scores_of_any_dtype_and_layout_are_decoded_as_in_pytorch(
 def test_invalid_planes_and_calls_are_rejected(kernel: WatershedKernel) -> None:
     heights, mask = torch.ones(3, 4, 5), torch.ones(3, 4, 5, dtype=torch.bool)
 
-    def start() -> KernelWatershed:
+    def start() -> IncrementalWatershed:
         return kernel.start((3, 4, 5), PARAMETERS)
 
     for invalid in (heights.double(), heights[:, :3], heights[:, :, :4], heights.to("meta"), mask):
-        with pytest.raises(ValueError, match="expected planes"):
+        with pytest.raises(ValueError, match="expected CPU planes"):
             start().add(invalid, mask)
     for invalid in (mask[:2], mask.to(torch.uint8)):
-        with pytest.raises(ValueError, match="expected planes"):
+        with pytest.raises(ValueError, match="expected CPU planes"):
             start().add(heights, invalid)
     complete = start()
     complete.add(heights, mask)

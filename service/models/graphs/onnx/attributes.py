@@ -48,9 +48,7 @@ def read_settings(function: Callable[..., Value], attributes: Mapping[str, Any])
 def read_window(attributes: Mapping[str, Any], kernel: Sequence[int]) -> dict[str, Any]:
     """Return stride, dilation, and the padding in voxels at the start and end of each axis."""
     if len(kernel) != 3:
-        raise UnsupportedCall(
-            f"kernel_shape: {tuple(kernel)}; only 3D networks, with the axes z, y and x, are supported."
-        )
+        raise UnsupportedCall(f"kernel_shape: the value is {tuple(kernel)}; exactly three axes (z, y, x) are required.")
     stride, dilation = (tuple(attributes.get(key, (1, 1, 1))) for key in ("strides", "dilations"))
     pads = tuple(attributes.get("pads", (0,) * 6))
     auto_pad = attributes.get("auto_pad", "NOTSET")
@@ -77,7 +75,7 @@ def read_torch_mode(attributes: Mapping[str, Any], *, is_legacy: bool) -> str:
         raise UnsupportedCall("antialias or axes: these attributes are not supported.")
     torch_mode = TORCH_MODES.get((mode, coordinates, rounding) if mode == "nearest" else (mode, coordinates))
     if torch_mode is None:
-        raise UnsupportedCall(f"mode: {mode} with {coordinates} and {rounding} is not supported.")
+        raise UnsupportedCall(f"mode: the combination of {mode}, {coordinates} and {rounding} is not supported.")
     return torch_mode
 
 

@@ -55,7 +55,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Model:
-    """The content of a file: version of the standard operators, nodes, stored tensors by name, inputs and outputs."""
+    """The content of a file: version of the standard operators, nodes, initializers by name, inputs and outputs."""
 
     opset: int
     nodes: tuple[Node, ...]
@@ -113,7 +113,7 @@ def find_image(model: Model) -> TensorInfo:
 
 
 def embed_external_data(data: bytes, read_part: PartReader) -> bytes:
-    """Return the bytes of an ONNX file with all external tensors embedded, which `read_part` reads from other files.
+    """Return the bytes of an ONNX file with all external data embedded. `read_part` reads this data from other files.
 
     Raises BrokenModel or ValueError if the file cannot be read, or if it would be larger than 2 GiB.
     """
@@ -135,7 +135,7 @@ def embed_external_data(data: bytes, read_part: PartReader) -> bytes:
 
 
 def _decode(data: bytes) -> ModelProto:
-    """Parse an ONNX message. Raises BrokenModel if `onnx` is not installed, ValueError for invalid data."""
+    """Parse an ONNX message. Raises BrokenModel if `onnx` is not installed, or ValueError for invalid data."""
     onnx = _import_onnx()
     try:
         model: ModelProto = onnx.ModelProto.FromString(data)
@@ -165,7 +165,7 @@ def _read_model(model: ModelProto) -> Model:
         versions.get("", versions.get("ai.onnx", 0)),
         tuple(map(_read_node, graph.node)),
         tensors,
-        # Before IR version 4, stored tensors were also listed as inputs.
+        # Before IR version 4, initializers were also listed as inputs.
         tuple(info for info in inputs if info.name not in tensors),
         tuple(map(_read_tensor_info, graph.output)),
     )

@@ -49,7 +49,7 @@ def _find_norm(network: GraphModule, node: Node, shapes: Shapes) -> Layer | None
 
 
 def _is_filled_with(values: Any, number: float) -> bool:
-    """Return whether `values` is a stored tensor in which every element is `number`."""
+    """Return whether `values` is a constant tensor in which every element is `number`."""
     return isinstance(values, Tensor) and bool((values == number).all())
 
 

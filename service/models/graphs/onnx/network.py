@@ -26,12 +26,12 @@ from service.models.graphs.onnx.layers import ADDITIONS, LAYER_FINDERS
 from service.models.graphs.onnx.operators import OPERATORS, resize, softmax_flattened
 
 STANDARD_DOMAINS = {"", "ai.onnx"}
-# Operators whose stored 1D inputs are passed to the call as numbers, not as tensors of the network.
+# Operators whose constant 1D inputs are passed to the call as numbers, not as tensors of the network.
 OPERATORS_WITH_NUMERIC_INPUTS = {"Resize", "Upsample", "Pad", "Clip", "Range", "Reshape", "Expand"}
 PASS_THROUGH_OPERATORS = {"Identity", "Dropout"}
-# Maximum length of a stored 1D integer tensor whose elements become numbers in the code of the graph.
+# Maximum length of a constant 1D integer tensor whose elements become numbers in the code of the graph.
 MAX_INLINED_NUMBERS = 64
-# Maximum total number of elements of all tensors computed from stored tensors while loading: 2 GiB as float32.
+# Maximum total number of elements of all tensors computed from constants while loading: 2 GiB as float32.
 MAX_CONSTANT_ELEMENTS = 2**29
 _BUILD_ERRORS = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
 
@@ -88,8 +88,8 @@ class _NetworkBuilder:
 
     _values             results by their names in the file: nodes if computed from the image, otherwise tensors, numbers
                         or tuples of numbers
-    _tensor_nodes       nodes of stored tensors, by tensor
-    _constant_elements  number of elements of all tensors computed from stored tensors
+    _tensor_nodes       nodes of constant tensors, by tensor
+    _constant_elements  number of elements of all tensors computed from constants
     """
 
     def __init__(self, model: Model) -> None:
@@ -163,7 +163,7 @@ class _NetworkBuilder:
         return self._values[name] if name else None
 
     def _to_argument(self, value: Value) -> Any:
-        """Return the node of a stored tensor, and other values unchanged."""
+        """Return the node of a constant tensor, and other values unchanged."""
         if not isinstance(value, Tensor):
             return value
         if value not in self._tensor_nodes:
@@ -173,7 +173,7 @@ class _NetworkBuilder:
         return self._tensor_nodes[value]
 
     def _get_weights(self, node: Node, index: int) -> Tensor | None:
-        """Return a stored tensor of a layer, or None for an omitted input."""
+        """Return a constant tensor of a layer, or None for an omitted input."""
         weights = self._get_value(node.inputs[index]) if index < len(node.inputs) else None
         if weights is not None and not isinstance(weights, Tensor):
             raise UnsupportedCall(f"input {index}: computed weights are not supported.")
@@ -200,7 +200,7 @@ class _NetworkBuilder:
         weight, bias = self._require_weights(node, 1), self._get_weights(node, 2)
         if weight.dim() != INPUT_RANK:
             raise UnsupportedCall(
-                f"W: the weights have {weight.dim() - 2} spatial axes; only z, y and x are supported."
+                f"W: the weights have {weight.dim() - 2} spatial axes; exactly three (z, y, x) are required."
             )
         is_transposed = node.operator == "ConvTranspose"
         settings = read_window(node.attributes, tuple(weight.shape[2:]))
@@ -265,7 +265,7 @@ _BUILDERS: dict[str, Callable[[_NetworkBuilder, Node], None]] = {
 
 
 def _compute_constant(function: Callable[..., Value], arguments: Sequence[Value], settings: Mapping[str, Any]) -> Value:
-    """Call a function on stored values. Raises BrokenModel or UnsupportedCall if the result is too large."""
+    """Call a function on constant values. Raises BrokenModel or UnsupportedCall if the result is too large."""
     try:
         result = function(
             *(argument.to("meta") if isinstance(argument, Tensor) else argument for argument in arguments), **settings
@@ -295,5 +295,5 @@ def _to_value(value: Any) -> Value:
 
 
 def _to_numbers(value: Value) -> Value:
-    """Return a stored 1D tensor as a tuple, and other values unchanged."""
+    """Return a constant 1D tensor as a tuple, and other values unchanged."""
     return tuple(value.tolist()) if isinstance(value, Tensor) and value.dim() == 1 else value

@@ -100,7 +100,12 @@ VOLUME = ["b", 1, 8, 8, 8]
             "Conv: W: the weights have 2 spatial axes",
         ),
         (VOLUME, [helper.make_node("Conv", ["x", "x"], ["y"])], {}, "Conv: input 1"),
-        (VOLUME, [helper.make_node("Resize", ["x", "", "w"], ["y"], mode="cubic")], {}, "Resize: mode: cubic"),
+        (
+            VOLUME,
+            [helper.make_node("Resize", ["x", "", "w"], ["y"], mode="cubic")],
+            {},
+            "Resize: mode: the combination",
+        ),
         (VOLUME, [helper.make_node("Softmax", ["x"], ["y"], depth=3)], {}, "Softmax: depth"),
     ],
 )
