@@ -43,8 +43,8 @@ def measure_objects(segmentation: Segmentation, volume: Volume) -> Table:
     unit                      unit of area, diameter and centroid: "um", or "voxel" if the voxel size is not known
 
     The labels [Z, Y, X] are numbered from 1; labels without voxels get no row. The volume [C, Z, Y, X] is on the same
-    grid and may have additional channels. Raises BadParameter if the segmentation has no labels, or if the shapes
-    differ.
+    grid and may have additional channels. Raises BadParameter if the segmentation does not consist of labels, or
+    if the shapes differ.
     """
     if segmentation.kind != "labels":
         raise BadParameter(f"The output is {segmentation.kind}, but only labels can be measured. Use output=labels.")

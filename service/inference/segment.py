@@ -97,7 +97,7 @@ def segment(
         image, skipped, skipping_notes = _skip_empty_windows(call, image, spec, plan)
         callbacks.progress(0, estimate.windows)
         scoring = _score(call, image, spec, plan)
-        # Free the images before decoding.
+        # Free the memory of the images before decoding.
         del source, image
         segmentation = _decode(call, scoring.consumer, plan)
         confidence, quality_warning = _assess_confidence(call, segmentation, plan, diameter)
@@ -211,10 +211,10 @@ def _assess_confidence(
 
 
 def _inspect_stack(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[Tensor]]:
-    """Return an estimate of the object diameter and high-contrast windows, as evidence for a warning.
+    """Return the likely object diameter and some high-contrast windows, as evidence for a warning.
 
-    Errors other than Cancelled and DeviceLost are logged instead of raised, because the labels must not be lost. In
-    this case, no evidence is returned.
+    Errors other than Cancelled and DeviceLost are logged instead of raised, because the labels must not be lost. After
+    such an error, no evidence is returned.
     """
     spec = call.runner.spec
     image, _notes = normalize_volume(call.volume, spec)

@@ -40,7 +40,7 @@ class Plan(NamedTuple):
                              None: no windows are skipped
     postprocessing           options of the request that change how scores are converted to objects
     decode_on_host           whether scores are decoded on the host because the memory of the device may be too small
-    views                    mirrored views in which windows are scored; empty to score only the original view
+    views                    original and mirrored views in which windows are scored; empty: only the original view
     """
 
     output: OutputKind
@@ -63,8 +63,8 @@ class Plan(NamedTuple):
 class Estimate:
     """Number of windows and peak memory of a request.
 
-    The numbers of bytes exclude the loaded model. On the CPU, all memory is host memory. A window counts once for each
-    view in which it is scored. Pages of the stack are not counted, because they belong to a mapped file and the
+    The byte counts exclude the loaded model. On the CPU, all memory is host memory. A window counts once for each view
+    in which it is scored. The pages of the stack are not counted, because they belong to a memory-mapped file and the
     operating system can reclaim them.
     """
 
@@ -214,7 +214,7 @@ class Result(NamedTuple):
                            if no model was used
     engine                 name and precision of the engine that ran the network
     series                 additional results of a time series; None for a single volume
-    confidence             confidence in the result, 0 to 1; None if the model has no confidence or no object was found
+    confidence             confidence in the result, 0 to 1; None if it is not available or no object was found
     quality_warning        warning that the result may be wrong; None if there is no warning
     """
 
@@ -244,7 +244,7 @@ class Result(NamedTuple):
 
     @property
     def diameter_text(self) -> str | None:
-        """Diameter as the parameter accepts it, followed by its source."""
+        """Diameter in the format of the parameter `diameter`, followed by whether it was estimated or stated."""
         return (
             None
             if self.diameter is None
@@ -291,7 +291,7 @@ class Series:
     read      returns the volume to segment at a time point, and the volume to measure (None to measure nothing)
     shape     shape of each time point; all time points also have the same voxel size and channels
     interval  time between adjacent time points; None if it is not known
-    link      how objects are linked across time points; None if they are not linked
+    link      method for linking objects across time points; None if they are not linked
     """
 
     times: range

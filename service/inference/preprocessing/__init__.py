@@ -1,1 +1,1 @@
-"""From stored pixels to the image that windows are cut from."""
+"""Preparation of the network's input: normalization, resampling, and detection of empty windows."""

@@ -1,6 +1,6 @@
 """Detection of empty windows, for which the network is not run.
 
-A window is empty if its brightest voxel is at most as bright as the background. All voxels in skipped windows get the
+A window is empty if its brightest voxel is no brighter than the background. All voxels in skipped windows get the
 same scores: the network's scores for the brightest skipped windows, averaged over the voxels that the network
 classifies as background. If the network finds an object in one of these windows, the limit for empty windows is too
 high.
@@ -28,8 +28,8 @@ from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows, SparseImage, WindowScan, WindowSlot
 from service.models.spec import Instances, ModelSpec
 
-# Maximum distance of the background from its most frequent value, in standard deviations of the noise. The maximum of
-# the noise in a window, which has about 10^5 voxels, is typically 4.5 standard deviations above the mean.
+# Maximum distance of background voxels from their most frequent value, in standard deviations of the noise. In a window
+# of about 10^5 voxels, the maximum of the noise is typically 4.5 standard deviations above the mean.
 NOISE_SIGMAS = 5.0
 
 # Maximum background level as a fraction of the range between these percentiles of the stack.
@@ -120,8 +120,8 @@ class EmptyWindowFilter:
     def _choose_windows(self, is_empty: NDArray[np.bool_]) -> NDArray[np.intp]:
         """Return the indices [N, 3] of the windows to skip, in order.
 
-        In long sequences of empty rows, one window is not skipped at regular intervals, so that finished scores are
-        passed on in portions.
+        In long sequences of empty rows, a window is processed at regular intervals, so that finished scores are passed
+        on in portions.
         """
         max_skipped = self._grid.compute_max_skipped_rows(len(self._spec.outputs), self._batch_size)
         rows, skipped_rows = is_empty.reshape(-1, is_empty.shape[2]), 0
@@ -182,9 +182,9 @@ def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:
     return IntensitySurvey(all_maxima, tuple(samples))
 
 
-def compute_sample_step(voxels: int) -> int:
-    """Return the step along y and x between the sampled voxels of a volume."""
-    return max(math.isqrt(voxels // SAMPLE_VOXELS), 1)
+def compute_sample_step(num_voxels: int) -> int:
+    """Return the step along y and x between the sampled voxels of a volume of this size."""
+    return max(math.isqrt(num_voxels // SAMPLE_VOXELS), 1)
 
 
 def survey_box(

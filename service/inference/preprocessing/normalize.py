@@ -77,7 +77,7 @@ class DevicePixels(Protocol):
 
 @dataclass(frozen=True)
 class DeviceChannel(VolumeChannel):
-    """One channel of a volume whose pixels are also on a different device, which computes their histogram."""
+    """One channel of a volume whose pixels are also stored on another device, which computes their histogram."""
 
     device_pixels: DevicePixels = field(kw_only=True)
 
@@ -232,9 +232,9 @@ def normalize_volume(
 ) -> tuple[NormalizedImage, tuple[str, ...]]:
     """Return the volume with each channel normalized over the whole volume, and notes for the user.
 
-    With `device_pixels`, histograms are computed and pixels are scaled on that device. NaN and infinite pixels are
-    replaced with the lowest finite value. A constant channel becomes zeros. Raises BadFile if a channel has no finite
-    pixel.
+    If `device_pixels` is specified, histograms are computed and pixels are scaled on its device. NaN and infinite
+    pixels are replaced with the lowest finite value. A constant channel becomes zeros. Raises BadFile if a channel has
+    no finite pixel.
     """
     scalings, num_replaced = [], 0
     for index in range(volume.shape[0]):
@@ -248,7 +248,7 @@ def normalize_volume(
 
 
 def describe_replaced_pixels(count: int) -> tuple[str, ...]:
-    """Return a note for the user about the number of replaced pixels; empty if it is 0."""
+    """Return a note for the user about the number of replaced pixels; empty if no pixels were replaced."""
     return (f"{count} NaN or infinite pixels were replaced with the lowest finite intensity.",) if count else ()
 
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from service.core.types import Array
 
-# Maximum size of a channel of more than 16 bits that is partially sorted. In larger channels, values are counted.
+# Maximum number of voxels of a channel of more than 16 bits that is partially sorted. In larger channels, values are
+# counted.
 MAX_SORTED_VOXELS = 2**22
 
 # Number of values per call to `numpy.bincount`, which converts them to 64 bits. Chunks of this size stay in the cache,
@@ -60,7 +61,7 @@ def compute_percentiles(channel: Channel, low: float, high: float) -> tuple[floa
 
 
 def _interpolate(lower: float, upper: float, fraction: float) -> float:
-    """Interpolate like `numpy.percentile`, but without a difference of the two values, which could overflow."""
+    """Interpolate like `numpy.percentile`, but without computing the difference of the values, which could overflow."""
     return lower if fraction == 0 else lower * (1 - fraction) + upper * fraction
 
 

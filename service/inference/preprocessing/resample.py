@@ -190,7 +190,7 @@ def resample_image(image: NormalizedImage, volume: Volume, spec: ModelSpec, diam
 def describe_resampling(
     source_size: Size, target_size: Size, spec: ModelSpec, diameter: Diameter | None
 ) -> tuple[str, ...]:
-    """Return a note for the user; empty if the sizes are equal."""
+    """Return a note about the resampling for the user; empty if the sizes are equal."""
     if source_size == target_size:
         return ()
     reason = "the model's voxel size" if diameter is None else f"an object diameter of {spec.input.diameter:g} voxels"
@@ -232,8 +232,8 @@ def compute_working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | N
     than the window, because padding affects the network more than large objects do. Without a diameter, the grid is
     that of the volume, unless the voxel sizes of both the model and the volume are known.
 
-    Raises BadParameter if the diameter or voxel size is implausible. Raises BadFile if each plane is a single pixel, in
-    which case windows would contain almost only padding.
+    Raises BadParameter if the diameter or voxel size is implausible. Raises BadFile if each plane is a single pixel,
+    because windows would contain almost only padding.
     """
     _, z, y, x = volume.shape
     if z > 1 and y == x == 1:
@@ -262,7 +262,7 @@ def compute_base_factors(volume: Extent, spec: ModelSpec) -> tuple[float, float,
 
 
 def compute_applied_diameter(volume: Extent, spec: ModelSpec, diameter: Diameter | None) -> tuple[float, ...] | None:
-    """Return the object diameter along (z, y, x) that was used, in voxels; None if the model has no object diameter."""
+    """Return the applied object diameter along (z, y, x), in voxels; None if the model has no object diameter."""
     if spec.input.diameter is None:
         return None
     diameter_lengths = diameter and diameter.to_voxels(volume.voxel_size)
@@ -288,7 +288,7 @@ def compute_resampled_size(size: Size, source: VoxelSize, target: VoxelSize) -> 
 
 
 def _scale_size(size: Size, factors: Sequence[float]) -> Size:
-    """Scale and round each length in voxels to at least 1 voxel. Factors between 0.99 and 1.01 are ignored."""
+    """Scale each length, and round it to at least 1 voxel. Factors between 0.99 and 1.01 are ignored."""
     pairs = zip(size, factors, strict=True)
     return as_size([n if abs(factor - 1) < 0.01 else max(1, round(n * factor)) for n, factor in pairs])
 

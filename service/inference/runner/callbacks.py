@@ -40,7 +40,7 @@ class Callbacks(NamedTuple):
     """Callbacks of one request.
 
     run              runs the network on the windows
-    cancelled        returns whether the request was cancelled; called between batches
+    cancelled        returns whether the request was canceled; called between batches
     progress         called with the number of finished windows, starting with 0, and the total number of windows; each
                      view of a window counts separately
     on_new_estimate  called with the new memory estimate after the object diameter has been estimated

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 # Default number of windows per call. On a CPU, one window per call is slowest, because ATen has a slow path for small
-# batches. A GPU needs several windows to be fully used. A batch of 11 windows that are 64 voxels wide holds one row of
-# windows of a 512 x 512 plane.
+# batches. A GPU needs several windows to be fully utilized. A batch of 11 windows that are 64 voxels wide holds one row
+# of windows of a 512 x 512 plane.
 DEFAULT_CPU_BATCH_SIZE = 2
 DEFAULT_CUDA_BATCH_SIZE = 11
 # Default number of concurrent batches on a CPU. Two streams with half of the cores each wait less than one stream with
@@ -146,15 +146,18 @@ class EngineBuilder:
         return EngineConfig("eager", precision_name, memory_format, self._batch_size, streams=self._streams)
 
     def make_label_agreement(self) -> LabelAgreement:
-        """Return the comparison of labels with the FP32 network.
+        """Return an object that compares labels with those of the FP32 network.
 
         On devices other than the CPU, the scores of a full batch are also compared. There, the reference computes one
         window at a time, because some library bugs affect only large batches.
         """
         is_on_host = self._driver.is_on_host(self._device)
-        windows = self._batch_size if is_on_host else 1
+        num_windows = self._batch_size if is_on_host else 1
         return LabelAgreement(
-            self._spec, self._device, lambda: self.make_reference(windows), compares_full_batch=not is_on_host
+            self._spec,
+            self._device,
+            lambda: self.make_reference(num_windows),
+            compares_full_batch=not is_on_host,
         )
 
     def with_window(self, spec: ModelSpec, window_bytes: int) -> Self:
@@ -164,7 +167,7 @@ class EngineBuilder:
         return new_builder
 
     def rebuild(self, config: EngineConfig, batch_size: int) -> ReadyEngine:
-        """Build an engine for a different window or batch size. Nothing is compiled, so this takes only seconds.
+        """Build an engine for a different window or batch size. Nothing is compiled, so this takes only a few seconds.
 
         On devices other than the CPU, a full batch is compared with FP32, because libraries may choose different
         algorithms for larger windows. If the scores differ, the network runs eagerly in FP32.
@@ -225,9 +228,9 @@ def choose_default_streams(settings: Settings, device: torch.device) -> int:
     """Return the default number of concurrent batches: the configured number, or a number that suits the device."""
     if device.type != "cpu":
         return 1
-    configured = settings.engine.streams
+    configured_streams = settings.engine.streams
     return (
         min(DEFAULT_CPU_STREAMS, settings.device.threads or host.count_usable_cores())
-        if configured == "auto"
-        else configured
+        if configured_streams == "auto"
+        else configured_streams
     )

@@ -37,8 +37,8 @@ def make_plan(
     a diameter that the model cannot estimate, and for post-processing options that do not apply to the output.
     """
     windows = settings.windows
-    default_size = tuned_batch_size if windows.sw_batch_size == "auto" else windows.sw_batch_size
-    batch_size = default_size if options.sw_batch_size is None else options.sw_batch_size
+    default_batch_size = tuned_batch_size if windows.sw_batch_size == "auto" else windows.sw_batch_size
+    batch_size = default_batch_size if options.sw_batch_size is None else options.sw_batch_size
     overlap = _choose_overlap(settings, options)
     _check_limits(settings.limits, batch_size, overlap)
     skip_below = windows.skip_below if options.skip_below is None else options.skip_below
@@ -77,8 +77,8 @@ def _check_limits(limits: Limits, batch_size: int, overlap: float) -> None:
         raise BadParameter(f"overlap must be between 0 and {limits.overlap}, not {overlap}.", parameter="overlap")
 
 
-def choose_window_size(spec: ModelSpec, roi_size: Size | None) -> ModelSpec:
-    """Return the model with the requested window size. Raises BadParameter if the model does not support this size."""
+def replace_window_size(spec: ModelSpec, roi_size: Size | None) -> ModelSpec:
+    """Return the spec with the requested window size. Raises BadParameter if the model does not support this size."""
     default_size, multiples = spec.input.roi_size, spec.input.roi_multiple
     if roi_size is None or roi_size == default_size:
         return spec
@@ -129,13 +129,14 @@ class Estimator:
 
     sw_batch_size           number of windows per call if the operator has not configured it
     window_bytes            bytes of activations for one window; None: use the estimate for a typical network
-    score_bytes             bytes per window in full batches of `sw_batch_size`; None: same as `window_bytes`
+    score_bytes             bytes of memory per window in batches of exactly `sw_batch_size` windows; None: same as
+                            `window_bytes`
     accepts_any_batch_size  whether the network, which was built for `sw_batch_size` windows, also accepts fewer; None:
-                            the network runs eagerly with any number of windows, and batches of fewer windows than
-                            `sw_batch_size` have a single stream
+                            the network runs eagerly with any number of windows, and batches of fewer than
+                            `sw_batch_size` windows run in a single stream
     is_on_host              whether the device uses the host's memory
     streams                 number of concurrent batches of `sw_batch_size` windows
-    device_memory           bytes of the device's own memory; None: unknown, or the device uses the host's memory
+    device_memory           size of the device's own memory in bytes; None: unknown, or the device uses host memory
     """
 
     spec: ModelSpec
@@ -155,8 +156,8 @@ class Estimator:
         return min(batch_size, self.sw_batch_size) if self.accepts_any_batch_size else self.sw_batch_size
 
     def with_window_size(self, options: Options) -> Estimator:
-        """Return the estimator for the requested window size. Raises BadParameter like `choose_window_size`."""
-        spec = choose_window_size(self.spec, options.roi_size)
+        """Return the estimator for the requested window size. Raises BadParameter like `replace_window_size`."""
+        spec = replace_window_size(self.spec, options.roi_size)
         if spec is self.spec:
             return self
         scale = compute_window_scale(self.spec, spec)
@@ -169,7 +170,7 @@ class Estimator:
         )
 
     def plan(self, options: Options) -> Plan:
-        """Plan a request without a volume. Raises the same errors as `make_plan` and `choose_window_size`."""
+        """Plan a request without a volume. Raises the same errors as `make_plan` and `replace_window_size`."""
         if options.roi_size is not None:
             return self.with_window_size(options).plan(replace(options, roi_size=None))
         plan = make_plan(self.spec, self.settings, options, self.sw_batch_size)
@@ -232,7 +233,7 @@ class Estimator:
         return WindowMemory(window_bytes, streams, self.is_on_host)
 
     def _add_monai_bytes(self, request_estimate: Estimate) -> Estimate:
-        """Add the float32 arrays that MONAI holds in addition to the windows: image, scores and weights."""
+        """Add the size of the float32 arrays that MONAI holds in addition to the windows: image, scores and weights."""
         voxel_bytes = 4 * math.prod(request_estimate.working_size)
         image_bytes, score_volume_bytes = (
             voxel_bytes * self.spec.input.channels,

@@ -26,9 +26,9 @@ from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import SlidingWindow
 from service.models.spec import ModelSpec
 
-# Maximum decoded size of a sample.
+# Maximum decoded size of a model's sample.
 MAX_SAMPLE_BYTES = 2**30
-# Overlap of windows in comparisons.
+# Overlap of the windows when labels or scores are compared.
 COMPARISON_OVERLAP = 0.25
 
 # A score is wrong if its difference from the reference exceeds this fraction of the root mean square of all scores of
@@ -56,7 +56,7 @@ class LabelAgreement:
         compares_full_batch: bool = False,
     ) -> None:
         self._spec, self._compares_full_batch = spec, compares_full_batch
-        # Labels are computed by the reference only once, but each comparison of a full batch needs the reference again.
+        # The reference computes its labels only once, but each comparison of a full batch needs the reference again.
         self._make_reference = cache(make_reference) if compares_full_batch else make_reference
         self._image = load_sample_image(spec).to(device)
         self._expected_segmentation: Segmentation | None = None

@@ -27,7 +27,7 @@ from service.models.spec import ModelSpec
 class WindowMemory(NamedTuple):
     """Memory that running the network on windows needs.
 
-    window_bytes  bytes per window
+    window_bytes  bytes that the network needs per window
     streams       number of concurrent batches
     is_on_host    whether the windows are in the host's memory
     """
@@ -51,10 +51,10 @@ def estimate_request(
     )
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
     source_shape = _count_source_voxels(grid, stored_size)
-    num_concurrent = min(memory.streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
+    num_active_windows = min(memory.streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     decoding_memory, device_decoding_bytes = estimate_decoding_memory(spec, plan.output, size), 0
     if plan.output == "labels" and not (memory.is_on_host or plan.decode_on_host):
-        # The host receives the number of the watershed piece of each voxel, and converts these numbers to labels.
+        # For each voxel, the host receives the index of its watershed piece, and converts it to a label.
         decoding_memory, device_decoding_bytes = DecodingMemory(8 * math.prod(size)), estimate_watershed_bytes(size)
     # If the result is stored on disk, the planes from which a layer of windows is cut are still held in memory.
     host_bytes, device_bytes = decoding_memory.host_bytes, 0
@@ -68,15 +68,16 @@ def estimate_request(
             num_readers = min(memory.streams, grid.count)
             host_bytes += 4 * channels * num_readers * (2 * math.prod(source_shape) + 3 * math.prod(grid.roi))
         host_bytes += (
-            4 * (num_floats + _count_slab_floats(spec, grid, plan, num_concurrent))
-            + num_concurrent * memory.window_bytes
+            4 * (num_floats + _count_slab_floats(spec, grid, plan, num_active_windows))
+            + num_active_windows * memory.window_bytes
         )
     else:
         host_bytes += 2 * count_buffer_bytes(size) + (4 * channels * math.prod(size) if size != stored_size else 0)
         # Slabs of three batches may exist at the same time: two launched batches, and one that is being delivered.
-        num_waiting = min(3 * num_concurrent, grid.count)
+        num_waiting_windows = min(3 * num_active_windows, grid.count)
         running_bytes = (
-            4 * (num_floats + _count_slab_floats(spec, grid, plan, num_waiting)) + num_concurrent * memory.window_bytes
+            4 * (num_floats + _count_slab_floats(spec, grid, plan, num_waiting_windows))
+            + num_active_windows * memory.window_bytes
         )
         device_bytes = (
             device_decoding_bytes
@@ -96,14 +97,14 @@ def _count_source_voxels(grid: Grid, stored_size: Size) -> list[int]:
     ]
 
 
-def _count_slab_floats(spec: ModelSpec, grid: Grid, plan: Plan, num_concurrent: int) -> int:
-    """Return the number of float32 values in all slabs that exist while `num_concurrent` windows are computed."""
+def _count_slab_floats(spec: ModelSpec, grid: Grid, plan: Plan, num_active_windows: int) -> int:
+    """Return the number of float32 values in all slabs that exist while `num_active_windows` windows are computed."""
     # One slab is being decoded while the slabs of the next batches wait.
-    num_slabs = 2 + -(-num_concurrent // len(grid.starts[2]))
+    num_slabs = 2 + -(-num_active_windows // len(grid.starts[2]))
     if plan.skip_below is not None:
         # Skipped rows become final before each computed window, and after the last one.
         num_skipped = grid.compute_max_skipped_rows(len(spec.outputs), plan.sw_batch_size)
-        num_slabs += min(num_concurrent * (num_skipped + 1) + num_skipped, grid.num_rows)
+        num_slabs += min(num_active_windows * (num_skipped + 1) + num_skipped, grid.num_rows)
     # All slabs are one step high, except for the last one, which is as high as a window.
     (depth, height, _), (_, _, width) = grid.roi, grid.padded_size
     step = max((next_start - start for start, next_start in itertools.pairwise(grid.starts[1])), default=height)
@@ -112,7 +113,7 @@ def _count_slab_floats(spec: ModelSpec, grid: Grid, plan: Plan, num_concurrent: 
 
 
 def measure_activation_bytes(network: nn.Module, shape: tuple[int, ...]) -> int:
-    """Measure the bytes of float32 activations for an input of `shape`; see `measure_activations`."""
+    """Return the bytes of float32 activations for an input of `shape`, as measured by `measure_activations`."""
     with torch.inference_mode():
         return measure_activations(network, torch.zeros(shape))[1]
 

@@ -27,7 +27,7 @@ from service.engine import backends
 from service.engine.compile import torch_compile
 from service.inference.cuda.placement import DevicePlacement
 from service.inference.diameter.cache import DiameterCache
-from service.inference.runner.estimator import Estimator, choose_window_size, compute_window_scale
+from service.inference.runner.estimator import Estimator, compute_window_scale, replace_window_size
 from service.inference.runner.memory_errors import check_memory, translate_errors
 from service.inference.runner.memory_estimate import measure_activations
 from service.inference.runner.placement import HostPlacement, Placement
@@ -60,7 +60,7 @@ class ModelRunner:
     allocate        allocates the arrays of results
 
     The network is called by the thread that runs `warm_up`, and by the threads that run its `SlidingWindow`, at most
-    one per stream. On CUDA, this must always be the same thread, because Inductor binds recorded graphs to a thread.
+    one per stream. On CUDA, this must always be the same thread, because Inductor binds captured graphs to a thread.
     Raises ConfigError if the device is not available, and BrokenModel if the model cannot be loaded.
     """
 
@@ -94,7 +94,7 @@ class ModelRunner:
     def warm_up(self, *, tune: bool = False) -> None:
         """Choose the engine, and run it with its fixed batch shape until its run time is stable.
 
-        If `tune` is set and `engine.tune` allows it, all configurations are compared first, which takes minutes.
+        If `tune` is set and `engine.tune` allows it, all configurations are compared first. This takes several minutes.
         """
         self._switch_engine(self._selector.select(tune=tune))
         for warning in self.report().warnings:
@@ -131,7 +131,7 @@ class ModelRunner:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory for weights and batch buffers, including the runner for another window size."""
+        """Bytes of device memory for weights and batch buffers, including those for another window size."""
         engines = [runner._engine for runner in (self, *self._runners_by_window.values())]
         return self._loaded_bytes * (self._engine is not None) + sum(
             count_engine_bytes(engine) for engine in engines if engine
@@ -163,7 +163,7 @@ class ModelRunner:
         return devices.find_device_loss(self.device, error, self._driver)
 
     def place_image(self, image: NormalizedImage | ResampledImage) -> Image:
-        """Return an image that reads its windows into device memory, or for MONAI's inferer, a tensor on the device."""
+        """Return an image that reads its windows into device memory or, for MONAI's inferer, a tensor on the device."""
         if self._settings.windows.inferer == "monai":
             return image.to_tensor().to(self.device)
         return self.placement.place_image(image, self.spec.input.roi_size[0])
@@ -172,14 +172,14 @@ class ModelRunner:
         """Return the function that yields the scores of a request: `run`, or MONAI's inferer, which calls `run`."""
         if self._settings.windows.inferer == "own":
             return run
-        # Import this module only when needed, because importing MONAI takes seconds.
+        # Import this module only when needed, because importing MONAI takes several seconds.
         module = import_module("service.inference.windows.monai_inferer")
         inferer: RunWindows = module.MonaiInferer(self._settings.windows, run)
         return inferer
 
-    def make_window_scorer(self, plan: Plan, compute: ComputeSlabs) -> ScoreWindows:
+    def make_window_scorer(self, plan: Plan, compute_slabs: ComputeSlabs) -> ScoreWindows:
         """Return a function that computes the scores of a few windows of a request. Each window is scored once."""
-        return partial(self.score_computer.score_windows, plan=plan, run=compute)
+        return partial(self.score_computer.score_windows, plan=plan, run=compute_slabs)
 
     def with_window(self, options: Options, estimate: Estimate) -> ModelRunner:
         """Return a runner for the window size that a request specifies. Only the latest runner is cached.
@@ -187,7 +187,7 @@ class ModelRunner:
         Raises BadParameter if the network does not support the window size, OutOfMemory if there is not enough memory,
         and DeviceLost if the device has failed.
         """
-        spec = choose_window_size(self.spec, options.roi_size)
+        spec = replace_window_size(self.spec, options.roi_size)
         if spec is self.spec:
             return self
         batch_size = options.sw_batch_size or self._config.sw_batch_size

@@ -1,4 +1,4 @@
-"""Where the windows and scores of a request are stored. On a CPU, this is the host's memory, and nothing is copied."""
+"""Placement of windows and scores in memory. On a CPU, they are in the host's memory, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Placement(Protocol):
 
     @property
     def total_bytes(self) -> int | None:
-        """Bytes of the device's own memory, or None if the number is unknown or the device uses the host's memory."""
+        """Size of the device's own memory in bytes, or None if it is unknown or the device uses the host's memory."""
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes of the device's own memory, or None like `total_bytes`."""
+        """Return the free bytes of the device's own memory, or None under the same conditions as `total_bytes`."""
 
     def upload(self, volume: Volume, /) -> DevicePixels | None:
         """Copy all pixels of a volume to the device's own memory.
@@ -41,7 +41,7 @@ class Placement(Protocol):
     def choose_decoder_factory(self, make: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
         """Return a function that creates the decoder of a request.
 
-        `make` is `make_decoder` with all arguments bound except those that depend on the placement.
+        `make` is `make_decoder` with all of its arguments bound, except those that depend on the placement.
         """
 
 

@@ -105,7 +105,7 @@ class ScoreComputer:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or batch_size == 1:
                     raise
-                # Notes on batch sizes precede the note on recomputing, regardless of which happens first.
+                # Notes about batch sizes precede the note about recomputing, regardless of which happens first.
                 notes.insert(num_fallbacks, f"A batch of {batch_size} windows did not fit in memory, so it was halved.")
                 num_fallbacks, batch_size = num_fallbacks + 1, batch_size // 2
                 _release_memory(window)
@@ -167,7 +167,7 @@ class ScoreComputer:
     def _list_engine_notes(self, window: SlidingWindow) -> list[str]:
         if self._engine is None or self._config.engine == "eager" or window.network is self._engine.window.network:
             return []
-        return [f"The network ran eagerly, because it is only compiled for sw_batch_size={self._config.sw_batch_size}."]
+        return [f"The network ran eagerly, because it is compiled only for sw_batch_size={self._config.sw_batch_size}."]
 
 
 def _release_memory(window: SlidingWindow) -> None:

@@ -48,8 +48,8 @@ class EngineSelector(EngineBuilder):
     def select(self, *, tune: bool = False) -> ReadyEngine:
         """Build the fixed configuration, the one chosen by the saved plan, or the first suitable one.
 
-        A new plan is saved. If `tune` is set and `engine.tune` allows it, all configurations are compared instead,
-        unless there is a saved plan from such a comparison.
+        If a new plan is made, it is saved. If `tune` is set and `engine.tune` allows it, all configurations are
+        compared instead, unless there is a saved plan from such a comparison.
 
         If a fixed engine fails, or if its labels differ from those of the network as loaded, the next higher precision
         is tried, unless the precision is fixed too. As a last resort, the network runs eagerly, which causes a warning.
@@ -68,7 +68,9 @@ class EngineSelector(EngineBuilder):
                 return replace(self.build(plan.choice, *warnings), plan=plan, is_cached=True)
             except backends.ENGINE_ERRORS as error:
                 reason = backends.get_first_line(error)
-                log.warning("%s: the engine of the saved plan fails, choosing again: %s", self._spec.identifier, reason)
+                log.warning(
+                    "%s: choosing another engine, because the saved one fails: %s", self._spec.identifier, reason
+                )
         return self.tune(settings.tune_seconds) if should_compare_all else self._build_first_known()
 
     def tune(
@@ -97,7 +99,7 @@ class EngineSelector(EngineBuilder):
         """Return the chosen engine with its plan, or the eager engine. Plans without temporary failures are saved."""
         try:
             engine, trials = choose()
-            # Do not save a plan with failures: at the next start, the missing compiler or memory may be available.
+            # Do not save a plan with failures, because the missing compiler or memory may be available next time.
             should_save, warnings = is_tuned or not _list_failures(trials), self._list_warnings(trials)
         except NoWorkingConfiguration as error:
             engine, trials, should_save = self.build(self.make_eager_config("fp32")), error.trials, False
@@ -288,7 +290,7 @@ def list_powers_of_two(limit: int) -> tuple[int, ...]:
 def _run_in_all_streams(window: SlidingWindow, run: Callable[..., object]) -> Callable[[], object]:
     """Return a function that calls `run` for all streams concurrently, like requests that share the device."""
     if window.streams == 1:
-        # Run in the calling thread, because CUDA graphs belong to the thread that recorded them.
+        # Run in the calling thread, because CUDA graphs belong to the thread that captured them.
         return run
     cores_per_stream = max(torch.get_num_threads() // window.streams, 1)
     # The threads end when the candidate, which holds this function, is released.

@@ -12,8 +12,8 @@ from service.core.quantities import VoxelSize
 from service.core.types import Array
 from service.inference.series.overlap_linking import IntegerArray, Tracks, count_label_voxels, split_slabs
 
-# Maximum distance that an object may move between two time points, or that a daughter may have from its mother, as a
-# multiple of the median object diameter.
+# Maximum distance that an object may move between two time points, and maximum distance between a daughter and its
+# mother, as a multiple of the median object diameter.
 MAX_MOVE_DIAMETERS = 1.0
 # Maximum number of consecutive time points at which an object may be missing without losing its track.
 MAX_MISSED_TIME_POINTS = 2
@@ -28,7 +28,8 @@ def link_by_distance(labels: Array, voxel_size: VoxelSize | None) -> Tracks:
     consecutive time points. The parent of a daughter is the track of its mother.
 
     Args:
-        labels: [T, Z, Y, X], numbered from 1 at each time point; the numbers at the first time point become the tracks
+        labels: [T, Z, Y, X], numbered from 1 at each time point; the labels at the first time point become the numbers
+            of the tracks
         voxel_size: voxel size in micrometers; None: assume cubic voxels
     """
     from laptrack import LapTrack  # noqa: PLC0415 - optional, and slow to import
@@ -77,7 +78,7 @@ def _number_tracks(
     sizes: list[IntegerArray], object_labels: list[IntegerArray], predecessors: dict[tuple[int, int], tuple[int, int]]
 ) -> Tracks:
     """Number the tracks. `predecessors` maps objects, as (time point, index), to objects of earlier time points."""
-    mothers = {predecessor for predecessor, daughters in Counter(predecessors.values()).items() if daughters > 1}
+    mothers = {predecessor for predecessor, count in Counter(predecessors.values()).items() if count > 1}
     parents = [0] * len(sizes[0])
     tracks = [np.where(sizes[0] > 0, np.arange(len(sizes[0])), 0)]
 

@@ -14,11 +14,12 @@ from service.core.types import Array
 
 IntegerArray = NDArray[np.int64]
 
-# Minimum intersection over union (IoU) of two labels at adjacent time points that may belong to the same object.
+# Minimum intersection over union (IoU) at which two labels at adjacent time points may belong to the same object.
 MIN_IOU = 0.1
 # Minimum fraction of a daughter's voxels that lie inside its mother.
 MIN_FRACTION_INSIDE_MOTHER = 0.5
-# Minimum ratio of the volume of the smaller daughter to the volume of the larger one. Smaller objects are fragments.
+# Minimum ratio of the volume of the smaller daughter to the volume of the larger one. Smaller objects are considered
+# fragments.
 MIN_DAUGHTER_RATIO = 0.25
 
 # Maximum number of voxels that are compared at a time.
@@ -45,13 +46,14 @@ class Tracks:
 def link_by_overlap(labels: Array) -> Tracks:
     """Link the objects at adjacent time points that overlap most.
 
-    Pairs are selected in descending order of intersection over union, if neither object has a partner yet. Above 0.5,
-    neither object can have a better partner; below 0.5, objects rarely compete for a partner. Two daughters inside
-    their mother start new tracks whose parent is the track of the mother. An object that is missing at one time point
-    starts a new track.
+    Pairs are selected in descending order of intersection over union (IoU), if neither object has a partner yet. If the
+    IoU exceeds 0.5, neither object can have a better partner. If it is lower, objects rarely compete for a partner. Two
+    daughters inside their mother start new tracks whose parent is the track of the mother. An object that is missing at
+    one time point starts a new track.
 
     Args:
-        labels: [T, Z, Y, X], numbered from 1 at each time point; the numbers at the first time point become the tracks
+        labels: [T, Z, Y, X], numbered from 1 at each time point; the labels at the first time point become the numbers
+            of the tracks
     """
     sizes = count_label_voxels(labels[0])
     parents = [0] * len(sizes)

@@ -105,7 +105,7 @@ def segment_series(  # noqa: PLR0913
 
 def _raise_if_cancelled(cancelled: Callable[[], bool]) -> None:
     if cancelled():
-        raise Cancelled("The segmentation was cancelled between two time points.")
+        raise Cancelled("The segmentation was canceled between two time points.")
 
 
 def _report_progress(progress: Progress, index: int, num_time_points: int, done: int, total: int) -> None:
@@ -150,7 +150,7 @@ class _TimePointResults:
         self.last_result: Result
 
     def add(self, result: Result, volume_to_measure: Volume | None) -> None:
-        """Add the next time point, and measure its objects if `volume_to_measure` is a volume."""
+        """Add the next time point, and measure its objects if there is a `volume_to_measure`."""
         segmentation, time = result.segmentation, self._series.times[self.num_time_points]
         self._write_pixels(segmentation.pixels)
         if volume_to_measure is not None:

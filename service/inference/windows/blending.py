@@ -1,9 +1,9 @@
 """Blending of overlapping windows: their scores are averaged with weights, and returned as soon as they are final.
 
 Windows form rows along x, and rows form layers along z. When the last window of a row is added, the voxels that no
-later row covers are returned as a slab. Only the sums for planes that two layers share are stored for the
-next layer. The scores and weights of the whole volume are never held in memory, because allocating that memory takes
-longer than blending.
+later row covers are returned as a slab. Only the sums for planes that two layers share are stored for the next
+layer. The scores and weights of the whole volume are never held in memory, because allocating that memory takes longer
+than blending.
 
 On a CPU, a C++ kernel blends each window in one pass. It stores sums only for voxels that windows share, and needs
 a third of the memory that sums of whole rows would need. On other devices, torch blends one row of windows at a time.
@@ -117,20 +117,20 @@ def count_buffered_floats(grid: Grid, num_outputs: int, *, uses_kernel: bool) ->
     """Return the number of float32 values that a blender holds in addition to its slabs, or 0 for a single window."""
     if grid.count == 1:
         return 0
-    (depth, height, width), (_, padded_height, padded_width), (shared_planes, shared_rows, shared_columns) = (
+    (depth, height, width), (_, padded_height, padded_width), (shared_depth, shared_height, shared_width) = (
         grid.roi,
         grid.padded_size,
         grid.max_overlap,
     )
     if uses_kernel:
         return num_outputs * (
-            depth * (2 * height * shared_columns + padded_width * shared_rows)
-            + shared_planes * padded_height * padded_width
+            depth * (2 * height * shared_width + padded_width * shared_height)
+            + shared_depth * padded_height * padded_width
         )
     # The blender holds sums and weights for the current row, for the rows that it shares with the next row, and for the
     # planes that its layer shares with the next layer. It also holds the weights of one row, and the weighted scores of
     # one row of windows.
-    sums = (num_outputs + 1) * (depth * (height + shared_rows) + shared_planes * padded_height) + depth * height
+    sums = (num_outputs + 1) * (depth * (height + shared_height) + shared_depth * padded_height) + depth * height
     return padded_width * sums + num_outputs * depth * height * width * len(grid.starts[2])
 
 
@@ -161,7 +161,7 @@ class _KernelBlender(Blender):
 
 
 class _TorchBlender(Blender):
-    """Blender for any device. It adds up one row of windows along x at a time, in few operations.
+    """Blender for any device. It adds up one row of windows along x at a time, in a few operations.
 
     _row_sums             sums and weights of the current row of windows, [K + 1, roi z, roi y, X]
     _previous_row_sums    sums and weights of the previous row, for the voxels that the current row also covers,
@@ -169,8 +169,8 @@ class _TorchBlender(Blender):
     _previous_layer_sums  sums and weights of the previous layer, for the voxels that the current layer also covers,
                           [K + 1, z, Y, X]
 
-    Windows of a row that do not overlap are added in one operation. The scores are bitwise the same for any split of a
-    row into batches, because the order of additions changes only for voxels that two windows cover.
+    Windows of a row that do not overlap are added in one operation. The scores are bitwise identical however a row is
+    split into batches, because the order of additions changes only for voxels that two windows cover.
     """
 
     def __init__(

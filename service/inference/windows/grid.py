@@ -64,12 +64,12 @@ class Grid:
     def cover(cls, size: Size, roi: Size, overlap: float) -> Grid:
         """Return the window positions that MONAI uses for this overlap, a fraction of the window (0 <= overlap < 1)."""
         padding = [max(window_length - length, 0) for window_length, length in zip(roi, size, strict=True)]
-        padded_size = as_size([length + amount for length, amount in zip(size, padding, strict=True)])
+        padded_size = as_size([length + pad_length for length, pad_length in zip(size, padding, strict=True)])
         z, y, x = (
             _compute_starts(length, window_length, overlap)
             for length, window_length in zip(padded_size, roi, strict=True)
         )
-        return cls(size, roi, as_size([amount // 2 for amount in padding]), padded_size, (z, y, x))
+        return cls(size, roi, as_size([pad_length // 2 for pad_length in padding]), padded_size, (z, y, x))
 
     @property
     def valid_region(self) -> tuple[slice, slice, slice]:

@@ -43,7 +43,7 @@ WEIGHT_PADDING = 16
 
 
 class OverlapSums:
-    """Weighted sums, float32, of the scores that windows share with later windows.
+    """Weighted sums, float32, of the scores of voxels that windows share with later windows.
 
     num_outputs  number of outputs K
     size         edge lengths of the padded volume (Z, Y, X)
@@ -52,7 +52,7 @@ class OverlapSums:
     starts       first voxels of all windows along each axis
 
     The sums are stored in the order in which a window reads them:
-    columns  sums from the previous window along x, [z, y, K, x]; one copy is read while the other is written
+    columns  sums from the previous window along x, [z, y, K, x], in two buffers: one is read while the other is written
     rows     sums from the previous row, [z, y, K, x] for each window along x
     layer    sums from the previous layer, [z, y, K, x] for each window along y and x
 
@@ -77,16 +77,16 @@ class OverlapSums:
         self.final_lengths = tuple(
             (*axis_steps, window_length) for axis_steps, window_length in zip(steps, window_lengths, strict=True)
         )
-        shared_planes, shared_rows, shared_columns = (
+        num_shared_planes, num_shared_rows, num_shared_columns = (
             window_length - min(axis) for axis, window_length in zip(self.final_lengths, window_lengths, strict=True)
         )
         buffer_lengths = (
-            depth * height * num_outputs * shared_columns,
-            depth * height * num_outputs * shared_columns,
-            depth * shared_rows * num_outputs * size[2],
+            depth * height * num_outputs * num_shared_columns,
+            depth * height * num_outputs * num_shared_columns,
+            depth * num_shared_rows * num_outputs * size[2],
         )
         # The buffer of the layer is not pooled, because it is large and allocated only once for many windows.
-        layer = np.empty(shared_planes * num_outputs * math.prod(size[1:]), np.float32)
+        layer = np.empty(num_shared_planes * num_outputs * math.prod(size[1:]), np.float32)
         self._arrays: list[NDArray[Any]] = [
             *(BufferPool(4 * count, 1, BUFFER_CACHE).take() for count in buffer_lengths),
             layer,
@@ -99,16 +99,16 @@ class OverlapSums:
         self.weights = torch.cat([*weights, padding, torch.full((width,), min_weight), padding])
         self.starts = _make_int64_array(*itertools.chain(*starts))
         self.shape = _make_int64_array(
-            *self.window_shape, *map(len, starts), shared_planes, shared_rows, self.volume_width
+            *self.window_shape, *map(len, starts), num_shared_planes, num_shared_rows, self.volume_width
         )
         self.buffers = (ctypes.c_void_p * 4)(*(buffer.ctypes.data for buffer in self._arrays))
 
-    def allocate_means(self, planes: int, rows: int) -> Tensor:
-        """Allocate uninitialized memory for the means that a row of windows completes, float32 [K, planes, rows, X]."""
+    def allocate_means(self, num_planes: int, num_rows: int) -> Tensor:
+        """Allocate uninitialized memory for the means that a row of windows completes, float32 [K, z, y, X]."""
         num_outputs = self.window_shape[0]
         buffer = torch.from_numpy(self._means_buffers.take()).view(torch.float32)
-        return buffer[: num_outputs * planes * rows * self.volume_width].view(
-            num_outputs, planes, rows, self.volume_width
+        return buffer[: num_outputs * num_planes * num_rows * self.volume_width].view(
+            num_outputs, num_planes, num_rows, self.volume_width
         )
 
 
@@ -146,8 +146,7 @@ class WindowKernels(CppFunctions):
         """Add the scores of one window, [K, z, y, x] with any strides. Return whether all final means are finite.
 
         index  zero-based index of the window along z, y and x; all previous windows must have been added
-        means  memory for the means of the window's row, [K, planes, rows, X]; the columns that no later window covers
-               are written
+        means  memory for the means of the window's row, [K, z, y, X]; columns that no later window covers are written
         """
         if window.dtype not in FLOAT_DTYPES:
             window = window.float()
@@ -158,11 +157,12 @@ class WindowKernels(CppFunctions):
             raise ValueError(
                 f"cannot add scores of shape {list(window.shape)} to windows of shape {sums.window_shape} at {index}"
             )
-        planes, rows = sums.final_lengths[0][index[0]], sums.final_lengths[1][index[1]]
+        num_planes, num_rows = sums.final_lengths[0][index[0]], sums.final_lengths[1][index[1]]
         is_writable = means.dtype == torch.float32 and means.is_cpu and means.is_contiguous()
-        if not is_writable or means.shape != (sums.window_shape[0], planes, rows, sums.volume_width):
+        if not is_writable or means.shape != (sums.window_shape[0], num_planes, num_rows, sums.volume_width):
             raise ValueError(
-                f"cannot write {planes} planes and {rows} rows to {means.dtype} means of shape {list(means.shape)}"
+                f"cannot write {num_planes} planes and {num_rows} rows to {means.dtype} means of shape"
+                f" {list(means.shape)}"
             )
         has_nonfinite_means = self._functions.stackseg_blend(
             *(window.data_ptr(), window.dtype == torch.bfloat16, _make_int64_array(*window.stride()), sums.shape),
@@ -173,7 +173,7 @@ class WindowKernels(CppFunctions):
 
 
 window_kernels = WindowKernels(SIGNATURES)
-"""Kernels that this process uses."""
+"""The kernels of this process, which are used unless a caller passes other kernels."""
 
 
 def _compute_steps(starts: tuple[int, ...], window_length: int, length: int) -> list[int]:

@@ -32,7 +32,7 @@ from service.inference.windows.grid import Box, Grid, as_size, split_runs
 from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.models.network import Network
 
-# Function that computes the raw scores [N, K, *roi] of windows [N, C, *roi], float32.
+# Function that computes the raw scores, float32 [N, K, *roi], of windows, float32 [N, C, *roi].
 ScoreWindows = Callable[[Tensor], Tensor]
 # Function that returns a context manager in which the network is run, such as `CudaTimer.measure`.
 Measure = Callable[[], AbstractContextManager[object]]
@@ -85,7 +85,7 @@ class WindowSlot:
 
 
 class _StreamBuffer:
-    """Batch buffer of one stream, and views of it. Each view is created once, because that takes microseconds."""
+    """Batch buffer of one stream, with all of its views, because creating a view takes microseconds."""
 
     def __init__(self, batch: Tensor) -> None:
         self.batch = batch
@@ -103,7 +103,7 @@ class SlidingWindow:
     device                  device of the batches, blending weights and scores
     streams                 number of threads that may call the network concurrently, each with its own batch buffer
     kernels                 C++ kernels, used for blending on the devices that they support
-    accepts_any_batch_size  whether the network also accepts fewer windows, and then returns bitwise equal scores
+    accepts_any_batch_size  whether the network also accepts fewer windows, and returns bitwise equal scores for them
     owns_scores             whether the scores remain valid after the next call to the network
     """
 
@@ -156,7 +156,7 @@ class SlidingWindow:
         return other
 
     def with_capacity(self, batch_size: int) -> SlidingWindow:
-        """Return a copy that processes up to `batch_size` windows per call. The network must accept any batch size."""
+        """Return a copy that processes up to `batch_size` windows per call. The network must accept such batches."""
         other = copy.copy(self)
         other.capacity = batch_size
         return other
@@ -182,7 +182,7 @@ class SlidingWindow:
         scan = self.scan(image, overlap)
         while scan.num_remaining:
             if cancelled():
-                raise Cancelled(f"The request was cancelled after {scan.num_blended} of {scan.num_windows} windows.")
+                raise Cancelled(f"The request was canceled after {scan.num_blended} of {scan.num_windows} windows.")
             window_slice = scan.take(self.capacity)
             (scores,) = self.forward([window_slice], stream)
             yield from scan.blend(window_slice.positions, scores)

@@ -41,10 +41,11 @@ class ViewAveragingNetwork:
         return self.network(mirrored_windows).flip(axes)
 
 
-def count_view_bytes(channels: int, outputs: int, voxels: int) -> int:
-    """Return the bytes that averaging the views of a window needs in addition to the network.
+def count_view_bytes(num_channels: int, num_outputs: int, num_voxels: int) -> int:
+    """Return the number of bytes that averaging the views of a window needs in addition to those of the network.
 
-    channels, outputs  number of channels and number of outputs of the network
-    voxels             number of voxels of a window
+    num_channels  number of channels of the network
+    num_outputs   number of outputs of the network
+    num_voxels    number of voxels of a window
     """
-    return 4 * voxels * (2 * channels + 2 * outputs)
+    return 4 * num_voxels * (2 * num_channels + 2 * num_outputs)

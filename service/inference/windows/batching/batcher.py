@@ -39,7 +39,7 @@ from service.inference.windows.sliding_window import Image, SlidingWindow
 
 T = TypeVar("T")
 
-# Interval at which a waiting request checks whether it was cancelled. This works even if the device is stuck.
+# Interval at which a waiting request checks whether it was canceled. The check works even if the device is stuck.
 POLL_SECONDS = 0.2
 # Maximum time that `open_batcher` waits for the threads of its batcher to end.
 CLOSE_TIMEOUT_SECONDS = 5.0
@@ -57,13 +57,13 @@ class WindowBatcher:
     make_timer    returns a timer that measures the network by the device's clock, or None to use the host's clock
 
     Two rules alternate in choosing the request for the next batch. The first takes the request that is due first, so
-    this request gets at least half of the device. The second takes the request with the fewest remaining windows, so a
-    small stack waits for only one or two batches, even if it arrives after a very large stack. Free slots of the batch
-    are filled by other requests for the same network, ordered by the same rule. If a partly filled batch would take as
-    long as a full one, it waits until no other batch is running, because more windows may arrive in the meantime.
+    it gets at least half of the device time. The second takes the request with the fewest remaining windows, so a small
+    stack waits for only one or two batches, even if it arrives after a very large one. The same rule then chooses other
+    requests for the same network, whose windows fill the free slots. If a partly filled batch would take as long as a
+    full one, it waits until no other batch is running, because more windows may arrive in the meantime.
 
     When windows or a call arrive, or when a request takes a slab, an idle thread is woken if there is work. A thread
-    that finishes a batch or a call looks for work itself, and wakes another thread if there is more.
+    that finishes a batch or a call looks for work itself, and wakes another thread if there is more work.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class WindowBatcher:
 
     @property
     def heartbeat(self) -> int | None:
-        """Number of the oldest unfinished batch, or None if no batch is running. It changes unless a batch is stuck."""
+        """Number of the oldest unfinished batch; None if no batch is running. It changes unless a batch is stuck."""
         with self._lock:
             return min(self._batches, default=None)
 
@@ -160,8 +160,8 @@ class WindowBatcher:
     ) -> Iterator[Slab]:
         """Yield the scores of `image` like `SlidingWindow.run`, but compute them in the threads of the device.
 
-        `report_share` is called there for each batch with windows of the image, never concurrently. Low values
-        of `due_time` come first. Raises the same exceptions as `SlidingWindow.run`, and Cancelled after `close`.
+        `report_share` is called in these threads for each batch with windows of the image, never concurrently. Requests
+        with a lower `due_time` are due earlier. Raises what `SlidingWindow.run` raises, and Cancelled after `close`.
         """
         request = WindowRequest(
             window, image, overlap, due_time, cancelled, progress, report_share, is_asynchronous=self._mark is not None
@@ -210,13 +210,13 @@ class WindowBatcher:
 
     @torch.inference_mode()
     def _run_thread(self, thread_index: int) -> None:
-        previous_count, finished_batch = 0, None
+        previous_stream_count, finished_batch = 0, None
         while (work := self._wait_for_work(thread_index, finished_batch)) is not None:
             stream_count, finished_batch = work.num_active_streams if isinstance(work, Batch) else 1, None
-            if stream_count != previous_count:
+            if stream_count != previous_stream_count:
                 # Avoid unnecessary calls, because each one makes torch discard its prepared kernels.
                 self._share_cores(stream_count)
-                previous_count = stream_count
+                previous_stream_count = stream_count
             if isinstance(work, Batch):
                 finished_batch = self._compute_batch(work)
             elif isinstance(work, LaunchedBatch):
@@ -265,7 +265,7 @@ class WindowBatcher:
 
     def _start_next_batch(self, requests: Sequence[WindowRequest]) -> Batch:
         window = requests[0].window
-        # Include requests whose threads still have to take slabs, because they will be ready soon.
+        # Include requests whose threads still have to take slabs, because these requests will be ready soon.
         num_remaining = sum(
             [item.scan.num_remaining for item in self._requests if item.window is window and not item.has_failed]
         )

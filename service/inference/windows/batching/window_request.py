@@ -16,7 +16,7 @@ from service.inference.windows.sliding_window import Image, SlidingWindow, Windo
 
 
 class BatchShare(NamedTuple):
-    """Share of one request in a batch: its windows, and the slots and seconds of the batch that it uses."""
+    """One request's share of a batch: number of windows, number of batch slots, and seconds of device time."""
 
     num_windows: int
     num_slots: float
@@ -35,7 +35,9 @@ class BatchSlice:
 
 
 class WindowRequest:
-    """Windows of one request, shared by the threads of the request and of the device. A lock guards its attributes.
+    """Windows of one request.
+
+    The thread of the request and the threads of the device share this object, so a lock guards its attributes.
 
     due_time      value that orders the requests; the request with the lowest value is due first
     report_share  called with the share of the request in each batch that contains windows of the request
@@ -61,11 +63,11 @@ class WindowRequest:
         # Slices in blending order, which may differ from the order in which they are computed.
         self.batch_slices: deque[BatchSlice] = deque()
         self.is_blending = False
-        # Finished slabs, followed by None after the last slab or an error. Waiting on the queue does not need the lock.
+        # Finished slabs, followed by None after the last slab or an error. The queue can be used without the lock.
         self.slab_queue: SimpleQueue[Slab | None] = SimpleQueue()
-        # Number of slabs that the thread of the request has not taken, and the maximum of this number at which further
-        # windows are computed. The maximum is 0, or on an asynchronous device the number of slabs of the latest batch,
-        # because the device must not wait for the thread.
+        # Number of slabs that the thread of the request has not taken yet, and the maximum number up to which further
+        # windows are computed. The maximum is normally 0. On an asynchronous device, it is the number of slabs of the
+        # latest batch, because the device must not wait for the thread.
         self.num_pending_slabs = self.max_pending_slabs = 0
         self.error: Exception | None = None
         self.has_failed = self.is_finished = False
@@ -80,11 +82,11 @@ class WindowRequest:
 
     @property
     def cancellation(self) -> Cancelled:
-        """Exception that reports the progress of a request that was cancelled."""
-        return Cancelled(f"The request was cancelled after {self.scan.num_blended} of {self.scan.num_windows} windows.")
+        """Exception that reports how many windows were finished when the request was canceled."""
+        return Cancelled(f"The request was canceled after {self.scan.num_blended} of {self.scan.num_windows} windows.")
 
     def fail(self, error: Exception) -> None:
-        """Stop the request, and raise `error` in its thread, unless it had already failed."""
+        """Stop the request, and raise `error` in its thread, unless the request has already failed."""
         if not self.has_failed:
             self.has_failed, self.error = True, error
             self.slab_queue.put(None)
@@ -146,7 +148,7 @@ def blend_slice(batch_slice: BatchSlice) -> list[Slab] | Exception:
 
 
 def report_progress(batch_slice: BatchSlice, outcome: list[Slab] | Exception) -> list[Slab] | Exception:
-    """Report the progress of a request after one of its slices was blended.
+    """Report the progress of a request after one of its slices has been blended.
 
     Returns `outcome`, or the error of a callback of the request.
     """
