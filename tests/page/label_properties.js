@@ -55,9 +55,9 @@ async ([seed, steps]) => {
       return editor.addOutline(axis, randomBelow(shape[axis]), drawOutline(), sketch);
     },
     stamp: ids => {
-      const erase = randomBelow(2) === 1, axis = [null, 0, 1, 2][randomBelow(4)];
+      const isErasing = randomBelow(2) === 1, axis = [null, 0, 1, 2][randomBelow(4)];
       const id = randomBelow(3) ? pick(ids) : editor.reserveId();
-      for (let stamp = 0; stamp < 3; stamp++) editor.stamp(randomVoxel(), 0.3 + randomBelow(30) / 10, { id, erase, axis, overwrite: randomBelow(3) === 0 });
+      for (let stamp = 0; stamp < 3; stamp++) editor.stamp(randomVoxel(), 0.3 + randomBelow(30) / 10, { id, isErasing, axis, isOverwriting: randomBelow(3) === 0 });
       return editor.commit(erase ? "erase" : "paint");
     },
   };
