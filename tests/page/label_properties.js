@@ -55,10 +55,10 @@ async ([seed, steps]) => {
       return editor.addOutline(axis, randomBelow(shape[axis]), drawOutline(), sketch);
     },
     stamp: ids => {
-      const erase = randomBelow(2) === 1, axis = [null, 0, 1, 2][randomBelow(4)];
+      const isErasing = randomBelow(2) === 1, axis = [null, 0, 1, 2][randomBelow(4)];
       const id = randomBelow(3) ? pick(ids) : editor.reserveId();
-      for (let stamp = 0; stamp < 3; stamp++) editor.stamp(randomVoxel(), 0.3 + randomBelow(30) / 10, { id, erase, axis, overwrite: randomBelow(3) === 0 });
-      return editor.commit(erase ? "erase" : "paint");
+      for (let stamp = 0; stamp < 3; stamp++) editor.stamp(randomVoxel(), 0.3 + randomBelow(30) / 10, { id, isErasing, axis, isOverwriting: randomBelow(3) === 0 });
+      return editor.commit(isErasing ? "erase" : "paint");
     },
   };
   for (let turn = 0; turn < steps; turn++) {
@@ -89,8 +89,8 @@ async ([seed, steps]) => {
       const parts = edit.sketch?.ids ?? [edit.runs[2], edit.runs[3]];
       if (parts.some((first, k) => parts.slice(k + 1).some(second => haveSimilarColors(first, second)))) failures.push(`${turn}: parts have similar colors`);
     }
-    const counted = new Map([...editor.objects].map(([id, { voxels }]) => [id, voxels]));
-    if (counted.size !== after.size || [...after].some(([id, voxels]) => counted.get(id) !== voxels)) failures.push(`${turn}: wrong voxel counts after ${name}`);
+    const counted = new Map([...editor.objects].map(([id, { voxelCount }]) => [id, voxelCount]));
+    if (counted.size !== after.size || [...after].some(([id, voxelCount]) => counted.get(id) !== voxelCount)) failures.push(`${turn}: wrong voxel counts after ${name}`);
   }
   const finalData = editor.labels.data.slice(), edits = [...editor.edits];
   const restoredEditor = createEditor();

@@ -29,7 +29,7 @@ async () => {
     outline: n => editor.addOutline(0, 3 * n, drawCircle(20 + n), editor.sketch?.kind === "add" ? editor.sketch : null),
     stroke: n => {
       const id = editor.reserveId();
-      for (let k = 0; k < 4; k++) editor.stamp([30, 40 * n + 20 + k, 300], 8, { id, erase: false, axis: null, overwrite: true });
+      for (let k = 0; k < 4; k++) editor.stamp([30, 40 * n + 20 + k, 300], 8, { id, isErasing: false, axis: null, isOverwriting: true });
       return editor.commit("paint");
     },
     undo: () => editor.undo(),

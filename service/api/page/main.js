@@ -85,8 +85,11 @@ function showStartView() {
 /** List the annotated stacks and the training runs on the start screen. */
 async function showTrainingLists() {
   const { training: canTrain, training_minutes: maxMinutes } = service.capabilities;
-  const openDialog = canTrain ? () => openTrainingDialog(maxMinutes).catch(showError) : null;
-  const lists = await Promise.all([createAnnotationsList(openDialog), canTrain ? createTrainingRunsList() : null]);
+  const openDialogForTraining = canTrain ? () => openTrainingDialog(maxMinutes).catch(showError) : null;
+  const lists = await Promise.all([
+    createAnnotationsList(openDialogForTraining),
+    canTrain ? createTrainingRunsList() : null,
+  ]);
   if (!byId("start").hidden) byId("start").append(...lists.filter((list) => list !== null));
 }
 
@@ -108,7 +111,7 @@ async function openStack(id, model) {
   await session.inspect();
 }
 
-/** Open a job. If the service still stores the stack of the job, show the stack, too. @param {string} id */
+/** Open a job, and show its stack if the service still stores the stack. @param {string} id */
 async function openJob(id) {
   /** @type {Job} */
   const job = await requestJson(`jobs/${id}`);
@@ -127,7 +130,7 @@ async function openJob(id) {
 }
 
 /** @param {string} id @param {AbortSignal} signal */
-async function openTraining(id, signal) {
+async function openTrainingRun(id, signal) {
   showView("training", "Model training");
   await watchTraining(byId("training"), id, signal, {
     openAnnotation: (annotation, model) => openAnnotation(annotation, model).catch(showError),
@@ -137,7 +140,7 @@ async function openTraining(id, signal) {
 /** Open the stack of an annotation, and select a model. If the stack has expired, upload the image of the annotation again. @param {string} id @param {string} model */
 async function openAnnotation(id, model) {
   const { stack: stackId, name } = await requestJson(`annotations/${id}`);
-  await readModels();
+  await loadModels();
   const storedStack = stackId ? await requestJson(`stacks/${stackId}`).catch(() => null) : null;
   const stack =
     storedStack ?? (await uploadStack(await (await request(`annotations/${id}/image`)).blob(), name, () => undefined));
@@ -147,7 +150,7 @@ async function openAnnotation(id, model) {
 /** @param {AbortSignal} signal */
 async function openStatus(signal) {
   showView("status", "Service status");
-  await watchStatus(byId("status"), signal, readModels);
+  await watchStatus(byId("status"), signal, loadModels);
 }
 
 /** @param {string[]} jobs @param {AbortSignal} signal */
@@ -156,7 +159,7 @@ async function openComparison(jobs, signal) {
   await showComparison(byId("compare"), jobs, signal);
 }
 
-async function readModels() {
+async function loadModels() {
   const response = await requestJson("models");
   service.models = response.models;
   service.defaultModel = response.default;
@@ -171,7 +174,7 @@ async function openView(kind, id, model, signal) {
   if (kind === "compare" && id) return openComparison(id.split(","), signal);
   if (kind === "job" && id) return openJob(id);
   if (kind === "stack" && id) return openStack(id, model);
-  if (kind === "training" && id) return openTraining(id, signal);
+  if (kind === "training" && id) return openTrainingRun(id, signal);
   return showStartView();
 }
 
@@ -216,7 +219,7 @@ async function start() {
   setUpTheme(byId("theme"));
   setUpKeyDialog(byId("key"));
   byId("new-stack").addEventListener("click", () => (location.hash = ""));
-  const [openapi] = await Promise.all([requestJson("openapi.json"), readModels()]);
+  const [openapi] = await Promise.all([requestJson("openapi.json"), loadModels()]);
   /** @type {{name: string}[]} */
   const parameters = openapi.paths["/jobs"].post.parameters;
   service.parameterNames = new Set(parameters.map(({ name }) => name));

@@ -104,10 +104,10 @@ export function downloadBlob(blob, name) {
 
 /** The control with uncommitted input, and the element on which a pointer is pressed. `redraw` does not replace either. */
 const busyElements = {
-  edited: /** @type {EventTarget | null} */ (null),
-  pressed: /** @type {EventTarget | null} */ (null),
+  editedControl: /** @type {EventTarget | null} */ (null),
+  pressedElement: /** @type {EventTarget | null} */ (null),
 };
-/** Draw functions of the elements whose redraw is postponed until the user has committed the input or released the pointer. @type {Map<HTMLElement, () => Child[]>} */
+/** Functions that create the new children of elements whose redraw is postponed until the user has committed the input or released the pointer. @type {Map<HTMLElement, () => Child[]>} */
 const pendingRedraws = new Map();
 const FOCUSABLE_SELECTOR = "input, select, textarea, button, summary, a[href], [tabindex]";
 
@@ -119,25 +119,27 @@ function setBusy(reason, target) {
 }
 
 function runPendingRedraws() {
-  for (const [root, draw] of [...pendingRedraws]) redraw(root, draw);
+  for (const [root, createChildren] of [...pendingRedraws]) redraw(root, createChildren);
 }
 
-document.addEventListener("input", ({ target }) => setBusy("edited", target));
-document.addEventListener("pointerdown", ({ target }) => setBusy("pressed", target), true);
-for (const name of ["change", "focusout"]) document.addEventListener(name, () => setBusy("edited", null));
+document.addEventListener("input", ({ target }) => setBusy("editedControl", target));
+document.addEventListener("pointerdown", ({ target }) => setBusy("pressedElement", target), true);
+for (const name of ["change", "focusout"]) document.addEventListener(name, () => setBusy("editedControl", null));
 for (const name of ["pointerup", "pointercancel"])
-  document.addEventListener(name, () => setBusy("pressed", null), true);
+  document.addEventListener(name, () => setBusy("pressedElement", null), true);
 
 /**
- * Replace the children of an element. This is postponed while the user is typing in a child or pressing a child. If a
+ * Replace the children of an element. The redraw is postponed while the user is typing in a child or pressing a child. If a
  * child has the focus, the new control with the same id, label or text receives the focus.
- * @param {HTMLElement} root @param {() => Child[]} draw returns the new children
+ * @param {HTMLElement} root @param {() => Child[]} createChildren
  */
-export function redraw(root, draw) {
+export function redraw(root, createChildren) {
   pendingRedraws.delete(root);
-  const { edited, pressed } = busyElements;
-  if ([edited, pressed].some((target) => target instanceof Node && target !== root && root.contains(target))) {
-    pendingRedraws.set(root, draw);
+  const { editedControl, pressedElement } = busyElements;
+  if (
+    [editedControl, pressedElement].some((target) => target instanceof Node && target !== root && root.contains(target))
+  ) {
+    pendingRedraws.set(root, createChildren);
     return;
   }
   const focusedElement = document.activeElement;
@@ -146,7 +148,7 @@ export function redraw(root, draw) {
       (node) => describeControl(node) === describeControl(focusedElement),
     );
   const index = focusedElement === null ? -1 : findMatches().indexOf(focusedElement);
-  root.replaceChildren(...draw().filter(isPresent).map(toNode));
+  root.replaceChildren(...createChildren().filter(isPresent).map(toNode));
   const replacement = findMatches()[index];
   if (replacement instanceof HTMLElement) replacement.focus({ preventScroll: true });
 }

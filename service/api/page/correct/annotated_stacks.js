@@ -1,4 +1,4 @@
-/** Annotated stacks created from the corrections of a result, and training on them. */
+/** Annotated stacks that are created from the corrections of a result, and training with these stacks. */
 
 import { describeAnnotation, fetchAnnotations, openSaveAnnotationDialog } from "../training/annotations.js";
 import { openTrainingDialog } from "../training/training_dialog.js";
@@ -39,7 +39,7 @@ export class AnnotatedStacks {
 
   /**
    * Ask the user for a name, and save the labels as an annotated stack.
-   * @param {LabelEditor} editor @param {number} timePoint displayed time point, used if the job is a series @returns {Promise<boolean>} false if the user canceled
+   * @param {LabelEditor} editor @param {number} timePoint displayed time point, used if the job segmented a time series @returns {Promise<boolean>} false if the user canceled
    */
   async save(editor, timePoint) {
     const { job, stack, stem } = this;
@@ -61,7 +61,7 @@ export class AnnotatedStacks {
     return true;
   }
 
-  /** Open the training dialog. First, save unsaved corrections as an annotated stack. @param {LabelEditor} editor @param {number} timePoint displayed time point, used if the job is a series */
+  /** Open the training dialog, after saving any unsaved corrections as an annotated stack. @param {LabelEditor} editor @param {number} timePoint displayed time point, used if the job segmented a time series */
   async openTraining(editor, timePoint) {
     try {
       if (!(await this.#isSaved(editor, timePoint)) && !(await this.save(editor, timePoint))) return;
@@ -71,7 +71,7 @@ export class AnnotatedStacks {
     }
   }
 
-  /** Return whether all current corrections are saved in an annotated stack. @param {LabelEditor} editor @param {number} timePoint displayed time point, used if the job is a series */
+  /** Return whether all current corrections are saved in an annotated stack. @param {LabelEditor} editor @param {number} timePoint displayed time point, used if the job segmented a time series */
   async #isSaved(editor, timePoint) {
     const editCount = editor.edits.length;
     if (editCount === 0 || !this.capabilities.corrections) return true;

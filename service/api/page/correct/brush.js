@@ -23,7 +23,7 @@ export class Brush {
     /** Whether the brush paints a ball across planes instead of a disc in one plane. */
     this.isSpherical = true;
     /** Whether the brush paints over other objects. */
-    this.overwrite = false;
+    this.isOverwriting = false;
     /** The object that a stroke changes if the stroke starts on the background. @type {"new" | "selected"} */
     this.backgroundTarget = "new";
     /** @type {Stroke | null} */
@@ -64,7 +64,7 @@ export class Brush {
     const { stroke, editor, radius } = this;
     if (stroke === null) return;
     const { id, isErasing, view } = stroke;
-    const brush = { id, erase: isErasing, axis: this.isSpherical ? null : view.axis, overwrite: this.overwrite };
+    const brush = { id, isErasing, axis: this.isSpherical ? null : view.axis, isOverwriting: this.isOverwriting };
     const offset = position.map((end, axis) => end - stroke.position[axis]);
     const length = Math.hypot(...offset.map((voxels, axis) => voxels * editor.voxelSize[axis]));
     const stampCount = Math.max(1, Math.ceil(length / Math.max(radius * STAMP_SPACING, Math.min(...editor.voxelSize))));

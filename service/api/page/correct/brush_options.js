@@ -32,7 +32,7 @@ export class BrushOptions {
     });
     const overwriteCheckbox = element("input", {
       type: "checkbox",
-      onchange: () => setBrush({ overwrite: overwriteCheckbox.checked }),
+      onchange: () => setBrush({ isOverwriting: overwriteCheckbox.checked }),
     });
     /** @param {"new" | "selected"} value @param {string} text */
     const createTargetOption = (value, text) => {

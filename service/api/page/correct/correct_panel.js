@@ -153,9 +153,9 @@ export class CorrectPanel {
     const [z, y, x] = editor.voxelSize;
     this.selectionDot.hidden = extent === undefined;
     this.selectionDot.style.background = getCssColor(selectedId);
-    const volumeText = isCalibrated ? `, ${formatNumber((extent?.voxels ?? 0) * z * y * x)} µm³` : "";
+    const volumeText = isCalibrated ? `, ${formatNumber((extent?.voxelCount ?? 0) * z * y * x)} µm³` : "";
     const text = extent
-      ? `Object ${selectedId} selected: ${formatCount(extent.voxels, "voxel")}${volumeText}`
+      ? `Object ${selectedId} selected: ${formatCount(extent.voxelCount, "voxel")}${volumeText}`
       : "No object selected.";
     if (this.selectionText.textContent !== text) this.selectionText.textContent = text;
   }

@@ -41,7 +41,7 @@ const MOVED_TO_OTHER_TAB_MESSAGE =
 export class CorrectView {
   /**
    * @param {{job: import("openapi").JobReport, stack: string, name: string}} result stack: id of the stack, "" if it is no longer stored; name: file name
-   * @param {Viewer} viewer @param {number} time displayed time point, used if the job is a series
+   * @param {Viewer} viewer @param {number} time displayed time point, used if the job segmented a time series
    * @param {import("openapi").CallerLimits} capabilities of the service @param {AbortSignal} signal ends the view
    */
   constructor({ job, stack, name }, viewer, time, capabilities, signal) {
@@ -49,7 +49,7 @@ export class CorrectView {
     /** File name of the stack without its extension. */
     this.stem = (name || "stack").replace(/(\.ome)?\.tiff?$/i, "");
     this.viewer = viewer;
-    /** The displayed time point, used if the job is a series. */
+    /** The displayed time point, used if the job segmented a time series. */
     this.time = time;
     this.signal = signal;
     /** @type {CorrectionMode | null} */
@@ -116,10 +116,10 @@ export class CorrectView {
     if (signal.aborted) return correctionStore.releaseResult(key);
     correctionStore.listenForClaims(key, () => this.#pauseForOtherTab(), signal);
     try {
-      const { editor, matches } = await this.#openEditor(signal);
+      const { editor, editsMatch } = await this.#openEditor(signal);
       if (signal.aborted) return undefined;
       this.#showTools(editor);
-      await this.#showRestoredCount(editor.edits.length, matches);
+      await this.#showRestoredCount(editor.edits.length, editsMatch);
     } catch (error) {
       if (!signal.aborted) this.panel.showError(/** @type {Error} */ (error).message);
     }
@@ -133,9 +133,9 @@ export class CorrectView {
     return this.toolsAbort.signal;
   }
 
-  /** Report the number of restored corrections. @param {number} editCount number of corrections @param {boolean} matches whether the corrections match the labels */
-  async #showRestoredCount(editCount, matches) {
-    if (!matches) {
+  /** Report the number of restored corrections. @param {number} editCount number of corrections @param {boolean} editsMatch whether the corrections match the labels */
+  async #showRestoredCount(editCount, editsMatch) {
+    if (!editsMatch) {
       await correctionStore.saveCorrection(this.key, 0, null);
       this.panel.showHint("The saved corrections do not match this result and were discarded.");
     } else if (editCount > 0)
@@ -168,7 +168,7 @@ export class CorrectView {
     this.#offerToContinue(MOVED_TO_OTHER_TAB_MESSAGE, "Continue here", true);
   }
 
-  /** Show the labels with the stored corrections. @param {AbortSignal} signal @returns {Promise<{editor: LabelEditor, matches: boolean}>} matches: whether the corrections match the labels */
+  /** Show the labels with the stored corrections. @param {AbortSignal} signal @returns {Promise<{editor: LabelEditor, editsMatch: boolean}>} editsMatch: whether the corrections match the labels */
   async #openEditor(signal) {
     const { viewer, job } = this;
     const { image, labels, overlays } = viewer.scene.state;
@@ -179,7 +179,7 @@ export class CorrectView {
     const edits = await correctionStore.loadCorrections(this.key);
     signal.throwIfAborted();
     const editor = new LabelEditor(editableLabels, getFullResolutionVoxelSize(viewer.scene.state, image));
-    const matches = editor.restore(edits);
+    const editsMatch = editor.restore(edits);
     // The other channels of a large stack are subsampled and cannot be overlaid at full resolution.
     if (fullImage !== image) viewer.scene.set({ overlays: [] });
     showImage(viewer, fullImage);
@@ -187,7 +187,7 @@ export class CorrectView {
     this.mode = { editor, image: fullImage, previousContent: { image, labels, overlays } };
     this.displayAbort = new AbortController();
     viewer.addEventListener("draw", () => this.#pauseIfSubsampled(), { signal: this.displayAbort.signal });
-    return { editor, matches };
+    return { editor, editsMatch };
   }
 
   /** @param {LabelEditor} editor */
@@ -227,9 +227,9 @@ export class CorrectView {
 
   /**
    * Remove the tools, and dispatch `corrected`. The corrections remain stored.
-   * @param {boolean} [keepCorrected] whether the views continue to show the corrected labels
+   * @param {boolean} [keepCorrectedLabels] whether the views continue to show the corrected labels
    */
-  leave(keepCorrected = true) {
+  leave(keepCorrectedLabels = true) {
     const { mode, panel } = this;
     panel.tools?.activate("select");
     this.toolsAbort.abort();
@@ -237,7 +237,7 @@ export class CorrectView {
     if (mode === null) return;
     panel.tools = null;
     const showsCorrectedLabels =
-      keepCorrected && mode.editor.edits.length > 0 && !this.job.time_points && !this.signal.aborted;
+      keepCorrectedLabels && mode.editor.edits.length > 0 && !this.job.time_points && !this.signal.aborted;
     if (!showsCorrectedLabels) this.#restoreViews();
     this.#emit("corrected", showsCorrectedLabels ? this.#measureObjects(mode) : null);
   }

@@ -1,4 +1,4 @@
-/** Draws the state of the tools over the slices: seeds of a split, lines, outlines, and the brush. */
+/** Overlay that shows the state of the tools on the slices: seeds of a split, lines, outlines, and the brush. */
 
 import { element } from "../core/elements.js";
 import { getCssColor, IN_PLANE_AXES } from "../volumes/slices.js";
@@ -66,9 +66,11 @@ export class EditSketches {
   /** @param {SliceView} view @param {CanvasRenderingContext2D} context */
   #drawLines(view, context) {
     const { line, sketch, tool, viewer } = this.tools;
-    const plane = viewer.scene.state.position[view.axis];
+    const planeIndex = viewer.scene.state.position[view.axis];
     const outlines = sketch?.kind === "add" && tool === "add" && sketch.axis === view.axis ? sketch.outlines : [];
-    const closedLines = outlines.filter(({ at }) => at === plane).map(({ points }) => ({ points, isClosed: true }));
+    const closedLines = outlines
+      .filter(({ at }) => at === planeIndex)
+      .map(({ points }) => ({ points, isClosed: true }));
     const openLines = line?.view === view ? [{ points: line.points, isClosed: false }] : [];
     const { left, top, scaleX, scaleY } = view.getPlacement();
     for (const { points, isClosed } of [...closedLines, ...openLines]) {

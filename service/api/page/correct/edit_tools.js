@@ -43,7 +43,7 @@ export class EditTools extends EventTarget {
     this.hasDragged = false;
     /** @type {{view: SliceView, x: number, y: number} | null} */
     this.pointer = null;
-    /** The correction that was the newest when a tool was activated or canceled. The next click must not continue this correction. @type {unknown} */
+    /** The correction that was the newest when a tool was activated or an unfinished correction was canceled. The next click must not continue this correction. @type {unknown} */
     this.finishedEdit = editor.edits.at(-1);
     this.sketches = new EditSketches(this, signal);
     for (const view of viewer.views) this.#addEventListeners(view, signal);
@@ -143,7 +143,7 @@ export class EditTools extends EventTarget {
     this.viewer.draw();
   }
 
-  /** The clicks or outlines that the next click or outline continues, or null. */
+  /** The sketch that the next click or outline continues, or null if there is none. */
   get sketch() {
     const isFinished = this.finishedEdit !== undefined && this.editor.edits.at(-1) === this.finishedEdit;
     return isFinished ? null : this.editor.sketch;

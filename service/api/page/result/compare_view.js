@@ -24,9 +24,9 @@ export function describeResult(entry) {
   return [entry.model, entry.parameters, describeObjectCount(entry)].filter(Boolean).join(" · ");
 }
 
-/** @param {string} stack @returns {import("../stack/recent_jobs.js").RecentJob[]} results for a stack, newest first */
-export function listResults(stack) {
-  return stack ? loadRecentJobs().filter((entry) => entry.stack === stack && entry.objects !== null) : [];
+/** @param {string} stackId @returns {import("../stack/recent_jobs.js").RecentJob[]} results for a stack, newest first */
+export function listResults(stackId) {
+  return stackId ? loadRecentJobs().filter((entry) => entry.stack === stackId && entry.objects !== null) : [];
 }
 
 /** One of the two compared results, with its views. */
@@ -128,14 +128,14 @@ class ComparisonSide {
 export async function showComparison(root, ids, signal) {
   /** @type {Job[]} */
   const jobs = await Promise.all(ids.slice(0, 2).map((id) => requestJson(`jobs/${id}`, { signal })));
-  const stack = String(jobs[0].parameters.stack ?? "");
-  const results = listResults(stack);
+  const stackId = String(jobs[0].parameters.stack ?? "");
+  const results = listResults(stackId);
   const sides = jobs.map((job, index) => {
     const select = (/** @type {string} */ id) => {
       location.hash = `compare=${index === 0 ? [id, ids[1]] : [ids[0], id]}`;
     };
     return new ComparisonSide(index === 0 ? "Left" : "Right", job, results, select, () => {
-      agreementText.textContent = describeAgreement(sides);
+      agreementText.textContent = compareSides(sides);
     });
   });
   const agreementText = element("p", { class: "muted", role: "status" }, "Reading the stack");
@@ -166,15 +166,15 @@ export async function showComparison(root, ids, signal) {
       /** @type {string | undefined} */ (parameters.channel),
     );
     try {
-      await loadTimePoint(sides, stack, file, planeParameters, timeSlider.time, loadSignal);
-      agreementText.textContent = describeAgreement(sides);
+      await loadTimePoint(sides, stackId, file, planeParameters, timeSlider.time, loadSignal);
+      agreementText.textContent = compareSides(sides);
     } catch (error) {
       if (!loadSignal.aborted) agreementText.textContent = /** @type {Error} */ (error).message;
     }
   };
   timeSlider.addEventListener("change", showTimePoint);
   await showTimePoint();
-  // Synchronize the views last. Otherwise, each view would follow the other one during the setup.
+  // Synchronize the views last. Otherwise, each view would follow the other view during setup.
   synchronizeSides(sides);
 }
 
@@ -186,12 +186,12 @@ function getTimeRange({ parameters, time_points: timePoints }) {
 
 /**
  * Load a time point, and show it on both sides.
- * @param {ComparisonSide[]} sides @param {string} stack @param {import("openapi").Description} file @param {Record<string, unknown>} planeParameters parameters that select the planes
+ * @param {ComparisonSide[]} sides @param {string} stackId @param {import("openapi").Description} file @param {Record<string, unknown>} planeParameters parameters that select the planes
  * @param {number} time @param {AbortSignal} signal
  */
-async function loadTimePoint(sides, stack, file, planeParameters, time, signal) {
+async function loadTimePoint(sides, stackId, file, planeParameters, time, signal) {
   const fullShape = /** @type {Triple} */ (file.shape.slice(1));
-  const source = { url: `stacks/${stack}/planes`, parameters: planeParameters, fullShape };
+  const source = { url: `stacks/${stackId}/planes`, parameters: planeParameters, fullShape };
   const image = await fetchVolume(source, signal, () => undefined);
   for (const side of sides) {
     const { viewer, job } = side;
@@ -241,8 +241,8 @@ function synchronizeSides(sides) {
   }
 }
 
-/** Describe the agreement between the two results, and give corresponding objects the same color. @param {ComparisonSide[]} sides */
-function describeAgreement([left, right]) {
+/** Compare the two results. Give corresponding objects the same color, and return a description of the agreement. @param {ComparisonSide[]} sides */
+function compareSides([left, right]) {
   const [leftLabels, rightLabels] = [left, right].map(({ viewer }) => viewer.scene.state.labels);
   if (!leftLabels || !rightLabels) return "";
   if (leftLabels.data.length !== rightLabels.data.length) return "The results cover different parts of the stack.";

@@ -47,7 +47,7 @@ export async function offerCorrections(job, name, ondiscard) {
   return true;
 }
 
-/** @param {string} key of a result, or of one time point of a series @param {number} correctionCount @param {string} stem @param {HTMLElement} problemText */
+/** @param {string} key of a result, or of one time point of a time series @param {number} correctionCount @param {string} stem @param {HTMLElement} problemText */
 function createExportRow(key, correctionCount, stem, problemText) {
   const time = key.split("@")[1];
   const fileStem = `${stem}${time === undefined ? "" : `_t${time}`}_corrected`;

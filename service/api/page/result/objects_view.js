@@ -1,4 +1,4 @@
-/** Objects of a result, with a summary, histograms, and a table that renders only the visible rows. */
+/** View of the objects of a result, with a summary, histograms, and a table that renders only the visible rows. */
 
 import { button, element, redraw } from "../core/elements.js";
 import { computeMedian, formatCount, formatNumber } from "../core/format.js";
@@ -27,7 +27,7 @@ export class ObjectsView extends EventTarget {
     super();
     this.table = table;
     this.labels = getColumn(table, "label");
-    /** Time point of each row, 0 if the job is not a series. */
+    /** Time point of each row, 0 if the job did not segment a time series. */
     this.times = getColumn(table, "time");
     /** The displayed time point. */
     this.time = this.times[0] ?? 0;
@@ -40,7 +40,7 @@ export class ObjectsView extends EventTarget {
     this.limits = new Map();
     this.rows = filterRows(table, this.sortColumn, this.isDescending, this.limits);
     /** The sorted rows, and the range of rows that is rendered. */
-    this.renderedRange = { rows: this.rows.subarray(0, 0), first: 0, last: 0 };
+    this.renderedRange = { rows: this.rows.subarray(0, 0), first: 0, stop: 0 };
     this.countText = element("span", { class: "muted", "aria-live": "polite" });
     this.showAllButton = button("Show all", () => this.#showAll(), "link");
     this.borderCheckbox = element("input", { type: "checkbox", onchange: () => this.#updateBorderFilter() });
@@ -126,7 +126,7 @@ export class ObjectsView extends EventTarget {
     return flags;
   }
 
-  /** Return the center of an object's bounding box. It is in voxels, because the user can change the voxel size. @param {number} label */
+  /** Return the center of an object's bounding box. The center is in voxels, because the user can change the voxel size. @param {number} label */
   getCenter(label) {
     const row = this.rowByKey.get(makeRowKey(label, this.time));
     if (row === undefined) return null;
@@ -231,14 +231,14 @@ export class ObjectsView extends EventTarget {
   #drawRows() {
     const { scroller, rows, renderedRange } = this;
     const first = Math.max(0, Math.floor(scroller.scrollTop / ROW_PIXELS) - MARGIN_ROWS);
-    const last = Math.min(
+    const stop = Math.min(
       rows.length,
       first + Math.ceil((scroller.clientHeight || 400) / ROW_PIXELS) + 2 * MARGIN_ROWS,
     );
-    if (renderedRange.rows !== rows || renderedRange.first !== first || renderedRange.last !== last) {
-      const elements = Array.from(rows.subarray(first, last), (row, index) => this.#createRow(row, first + index));
-      this.body.replaceChildren(createSpacer(first), ...elements, createSpacer(rows.length - last));
-      this.renderedRange = { rows, first, last };
+    if (renderedRange.rows !== rows || renderedRange.first !== first || renderedRange.stop !== stop) {
+      const elements = Array.from(rows.subarray(first, stop), (row, index) => this.#createRow(row, first + index));
+      this.body.replaceChildren(createSpacer(first), ...elements, createSpacer(rows.length - stop));
+      this.renderedRange = { rows, first, stop };
     }
     this.#highlightSelectedRow();
   }
@@ -286,7 +286,7 @@ function createSpacer(rowCount) {
 /** @param {Table} table @returns {string[]} names of the displayed columns */
 function listDisplayedColumns(table) {
   const intensityColumns = [...table.columns.keys()].filter((name) => name.startsWith("intensity_mean"));
-  // The label of a tracked object is the number of its track.
+  // The label of a tracked object equals the id of its track.
   const idColumns = table.columns.has("track_id") ? ["track_id", "time", "parent"] : ["label", "time"];
   const sizeColumns = ["equivalent_diameter_area", "area"];
   return [...idColumns, ...sizeColumns, ...intensityColumns, "confidence", "touching_border"].filter((name) =>

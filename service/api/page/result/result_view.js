@@ -13,10 +13,10 @@ import { drawScreenshot } from "./screenshots.js";
 /** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
-/** @typedef {{getTimePoint: () => number, goToTimePoint: (time: number) => Promise<void>, events: EventTarget}} TimeNavigation reads and changes the displayed time point; `events` dispatches `leaving` before each change and `time` after it */
+/** @typedef {{getTimePoint: () => number, goToTimePoint: (time: number) => Promise<void>, events: EventTarget}} TimeNavigation reads and changes the displayed time point; `events` dispatches `leaving` before and `time` after each change */
 
 const NOT_TRACKED_NOTE =
-  "Objects are numbered and colored separately at each time point: object 5 of one time point is not object 5 of the next. To track objects, select “Track objects over time” and segment again.";
+  "Objects are numbered and colored separately at each time point: object 5 at one time point is not object 5 at the next. To track objects, select “Track objects over time” and segment again.";
 /** Maximum number of notes to show expanded. More notes would push the table of objects off the screen of a laptop. */
 const MAX_EXPANDED_NOTES = 2;
 const WITHOUT_CORRECTIONS_NOTE =
@@ -49,7 +49,7 @@ export function showResult(root, result, table, { viewer, capabilities, signal, 
           {
             text: "Correct",
             page: correctView.root,
-            onshow: (/** @type {boolean} */ isVisible) => switchMode(isVisible),
+            ontoggle: (/** @type {boolean} */ isVisible) => switchMode(isVisible),
           },
         ]
       : []),
@@ -61,7 +61,7 @@ export function showResult(root, result, table, { viewer, capabilities, signal, 
     if (isVisible) await correctView?.enter();
     else {
       correctView?.leave();
-      viewer.scene.set({ hiddenFlags: tables.displayedObjects?.hiddenFlags ?? null });
+      viewer.scene.set({ hiddenFlags: tables.displayedView?.hiddenFlags ?? null });
     }
   }
   const resultSwitcher = createResultSwitcher(job, stack);
@@ -105,30 +105,30 @@ export function showResult(root, result, table, { viewer, capabilities, signal, 
 /** Table of objects that switches between the original and the corrected labels. */
 class ObjectTables {
   /**
-   * @param {ObjectsView | null} originalObjects objects without corrections, null if the result has no table @param {HTMLElement} summary
+   * @param {ObjectsView | null} originalView view of the objects without corrections, null if the result has no table @param {HTMLElement} summary
    * @param {Viewer} viewer @param {TimeNavigation} timeNavigation @param {AbortSignal} signal
    */
-  constructor(originalObjects, summary, viewer, timeNavigation, signal) {
-    this.originalObjects = originalObjects;
+  constructor(originalView, summary, viewer, timeNavigation, signal) {
+    this.originalView = originalView;
     this.summary = summary;
     this.viewer = viewer;
     this.timeNavigation = timeNavigation;
     this.signal = signal;
     /** @type {ObjectsView | null} */
-    this.displayedObjects = null;
+    this.displayedView = null;
     this.linkAbort = new AbortController();
     this.originalSummary = summary.textContent ?? "";
     this.root = element("div", { class: "tables" });
-    this.#show(originalObjects);
+    this.#show(originalView);
   }
 
   /** @param {import("../volumes/object_table.js").Table | null} table of the corrected objects, null to show the objects without corrections */
   showCorrectedObjects(table) {
-    const correctedObjects = table && new ObjectsView(table);
-    if (correctedObjects === null && this.displayedObjects === this.originalObjects) return;
-    this.#show(correctedObjects ?? this.originalObjects);
-    this.summary.textContent = correctedObjects
-      ? `${correctedObjects.summarize()} Includes corrections.`
+    const correctedView = table && new ObjectsView(table);
+    if (correctedView === null && this.displayedView === this.originalView) return;
+    this.#show(correctedView ?? this.originalView);
+    this.summary.textContent = correctedView
+      ? `${correctedView.summarize()} Includes corrections.`
       : this.originalSummary;
   }
 
@@ -138,17 +138,17 @@ class ObjectTables {
       objectCount === null ? this.originalSummary : `${formatCount(objectCount, "object")}. Includes corrections.`;
   }
 
-  /** @param {ObjectsView | null} objects */
-  #show(objects) {
+  /** @param {ObjectsView | null} objectsView */
+  #show(objectsView) {
     this.linkAbort.abort();
     this.linkAbort = new AbortController();
-    this.displayedObjects = objects;
+    this.displayedView = objectsView;
     const emptyText = element("p", { class: "muted" }, "There is no table of objects for this result.");
-    this.root.replaceChildren(objects?.root ?? emptyText);
-    if (objects)
+    this.root.replaceChildren(objectsView?.root ?? emptyText);
+    if (objectsView)
       linkTableAndViews(
         this.viewer,
-        objects,
+        objectsView,
         this.timeNavigation,
         AbortSignal.any([this.linkAbort.signal, this.signal]),
       );
@@ -157,29 +157,30 @@ class ObjectTables {
 
 /**
  * Synchronize the selection and the filters between the table and the views.
- * @param {Viewer} viewer @param {ObjectsView} objects @param {TimeNavigation} timeNavigation @param {AbortSignal} signal
+ * @param {Viewer} viewer @param {ObjectsView} objectsView @param {TimeNavigation} timeNavigation @param {AbortSignal} signal
  */
-function linkTableAndViews(viewer, objects, timeNavigation, signal) {
-  const isSeries = objects.table.columns.has("time");
-  if (isSeries) objects.time = timeNavigation.getTimePoint();
-  objects.addEventListener("select", async (event) => {
+function linkTableAndViews(viewer, objectsView, timeNavigation, signal) {
+  const isSeries = objectsView.table.columns.has("time");
+  if (isSeries) objectsView.time = timeNavigation.getTimePoint();
+  objectsView.addEventListener("select", async (event) => {
     const label = /** @type {CustomEvent<number>} */ (event).detail;
-    if (isSeries && objects.time !== timeNavigation.getTimePoint()) await timeNavigation.goToTimePoint(objects.time);
-    const center = objects.getCenter(label);
+    if (isSeries && objectsView.time !== timeNavigation.getTimePoint())
+      await timeNavigation.goToTimePoint(objectsView.time);
+    const center = objectsView.getCenter(label);
     if (center) viewer.select(label, center);
   });
-  objects.addEventListener("filter", () => viewer.scene.set({ hiddenFlags: objects.hiddenFlags }));
+  objectsView.addEventListener("filter", () => viewer.scene.set({ hiddenFlags: objectsView.hiddenFlags }));
   timeNavigation.events.addEventListener(
     "time",
     () => {
       if (!isSeries) return;
-      objects.time = timeNavigation.getTimePoint();
-      viewer.scene.set({ hiddenFlags: objects.hiddenFlags });
-      objects.select(viewer.scene.state.selectedId);
+      objectsView.time = timeNavigation.getTimePoint();
+      viewer.scene.set({ hiddenFlags: objectsView.hiddenFlags });
+      objectsView.select(viewer.scene.state.selectedId);
     },
     { signal },
   );
-  viewer.addEventListener("pick", (event) => objects.select(/** @type {CustomEvent<number>} */ (event).detail), {
+  viewer.addEventListener("pick", (event) => objectsView.select(/** @type {CustomEvent<number>} */ (event).detail), {
     signal,
   });
 }
@@ -240,7 +241,7 @@ function createNoteList(notes) {
  */
 function createResultSwitcher(job, stack) {
   const root = element("div", { class: "result-switcher", role: "group", "aria-label": "Results of this stack" });
-  const draw = () => {
+  const createButtons = () => {
     const results = listResults(stack);
     const otherJob = results.find((entry) => entry.job !== job.id)?.job;
     root.hidden = otherJob === undefined;
@@ -258,15 +259,15 @@ function createResultSwitcher(job, stack) {
   const updateCount = (editCount, objectCount) => {
     if (editCount > 0 && objectCount === null) return;
     rememberJob({ job: job.id, corrected: editCount > 0 ? objectCount : null });
-    redraw(root, draw);
+    redraw(root, createButtons);
   };
-  redraw(root, draw);
+  redraw(root, createButtons);
   return { root, updateCount };
 }
 
 /**
  * Create a tab list.
- * @param {{text: string, page: HTMLElement, onshow?: (isVisible: boolean) => void}[]} pages onshow: called when a page is shown or hidden
+ * @param {{text: string, page: HTMLElement, ontoggle?: (isVisible: boolean) => void}[]} pages ontoggle: called when a page is shown or hidden
  * @returns {[HTMLElement, HTMLElement]} the tabs and the pages
  */
 function createTabs(pages) {
@@ -295,8 +296,8 @@ function createTabs(pages) {
       panel.hidden = index !== selectedIndex;
     });
     if (selectedIndex !== currentIndex) {
-      pages[currentIndex].onshow?.(false);
-      pages[selectedIndex].onshow?.(true);
+      pages[currentIndex].ontoggle?.(false);
+      pages[selectedIndex].ontoggle?.(true);
     }
     currentIndex = selectedIndex;
     return items[selectedIndex].tab;

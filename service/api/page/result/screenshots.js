@@ -1,4 +1,4 @@
-/** Draws screenshots of the views. */
+/** Functions that draw screenshots of the views. */
 
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
 

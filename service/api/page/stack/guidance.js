@@ -4,7 +4,7 @@ import { createShortcutList, element } from "../core/elements.js";
 import { toPageTerms } from "../core/terminology.js";
 
 /** Create an explanation of why a job has no result. @param {import("openapi").JobReport} job that ended without a result */
-export function describeFailure(job) {
+export function createFailureExplanation(job) {
   /** @type {Partial<Record<import("openapi").JobReport["state"], string>>} */
   const titles = {
     failed: "The segmentation failed",
@@ -24,7 +24,7 @@ export function describeFailure(job) {
 }
 
 /** Create an explanation of why a stack cannot be shown. @param {import("../core/requests.js").Problem} problem */
-export function describeUnreadableStack(problem) {
+export function createUnreadableStackExplanation(problem) {
   const title = problem.slug === "ambiguous-axes" ? "Select the axes" : "This stack cannot be segmented";
   const text =
     problem.slug === "ambiguous-axes"

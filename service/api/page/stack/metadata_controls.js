@@ -49,8 +49,8 @@ export class MetadataControls {
   askForAxes(problem, parameters) {
     /** @type {string | undefined} */
     const suggestedAxes = problem.suggestedValues.axes;
-    const dimensions = suggestedAxes?.length ?? parameters.axes?.length ?? 0;
-    const choices = problem.slug === "ambiguous-axes" || parameters.axes ? (LIKELY_AXES[dimensions] ?? []) : [];
+    const dimensionCount = suggestedAxes?.length ?? parameters.axes?.length ?? 0;
+    const choices = problem.slug === "ambiguous-axes" || parameters.axes ? (LIKELY_AXES[dimensionCount] ?? []) : [];
     const options = suggestedAxes ? [suggestedAxes, ...choices.filter((axes) => axes !== suggestedAxes)] : choices;
     const isAxesProblem = problem.slug === "ambiguous-axes" || options.length > 0;
     if (!isAxesProblem) return false;

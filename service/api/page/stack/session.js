@@ -12,7 +12,7 @@ import { parseTable } from "../volumes/object_table.js";
 import { fetchMiddlePlane, fetchPlane, fetchVolume, makePlaneParameters } from "../volumes/planes.js";
 import { getFirstTime } from "../volumes/time_points.js";
 import { ChannelTools } from "./channels.js";
-import { createChecklist, describeFailure, describeUnreadableStack } from "./guidance.js";
+import { createChecklist, createFailureExplanation, createUnreadableStackExplanation } from "./guidance.js";
 import { rememberJob } from "./recent_jobs.js";
 import { SettingsView } from "./settings_view.js";
 import { TimeSlider } from "./time_slider.js";
@@ -38,7 +38,7 @@ export class Session {
     this.showError = showError;
     this.sessionAbort = new AbortController();
     /** The request parameters of the displayed planes, as JSON. */
-    this.loadedPlanesJson = "";
+    this.displayedPlaneParametersJson = "";
     this.planesAbort = new AbortController();
     this.jobAbort = new AbortController();
     this.inspectionAbort = new AbortController();
@@ -98,8 +98,8 @@ export class Session {
       if (signal.aborted) return;
       if (!(error instanceof Problem)) throw error;
       this.settings.showProblem(error);
-      this.isUnreadable = !this.loadedPlanesJson;
-      if (this.isUnreadable) this.sidePanel.replaceChildren(describeUnreadableStack(error));
+      this.isUnreadable = !this.displayedPlaneParametersJson;
+      if (this.isUnreadable) this.sidePanel.replaceChildren(createUnreadableStackExplanation(error));
     }
   }
 
@@ -145,14 +145,14 @@ export class Session {
       channel,
     );
     const key = JSON.stringify(planeParameters);
-    if (key === this.loadedPlanesJson) return viewer.setVoxelSize(file.voxel_size);
+    if (key === this.displayedPlaneParametersJson) return viewer.setVoxelSize(file.voxel_size);
     // Keep the contrast if only the time point changes.
     const isNewImage =
-      this.loadedPlanesJson === "" ||
-      JSON.stringify({ ...JSON.parse(this.loadedPlanesJson), time: planeParameters.time }) !== key;
+      this.displayedPlaneParametersJson === "" ||
+      JSON.stringify({ ...JSON.parse(this.displayedPlaneParametersJson), time: planeParameters.time }) !== key;
     this.planesAbort.abort();
     this.planesAbort = new AbortController();
-    this.loadedPlanesJson = key;
+    this.displayedPlaneParametersJson = key;
     const source = this.#getPlanesSource(file, planeParameters);
     this.#setFullResolutionSource(source);
     viewer.fetchStatus.textContent = "Reading the stack";
@@ -193,7 +193,7 @@ export class Session {
     return { url: `jobs/${job.id}/planes`, parameters: { time }, fullShape };
   }
 
-  /** Show a time point of a series with its labels. @param {number} time */
+  /** Show a time point of a time series with its labels. @param {number} time */
   async goToTimePoint(time) {
     if (this.inspection === null) return;
     const { viewer, job } = this;
@@ -267,7 +267,7 @@ export class Session {
       const job = await pollJob(id, this.jobAbort.signal, (report) => progressView.show(report));
       rememberJob({ job: id, objects: job.objects, model: job.model, created: job.created });
       if (job.state === "done") await this.showResult(job);
-      else sidePanel.replaceChildren(describeFailure(job));
+      else sidePanel.replaceChildren(createFailureExplanation(job));
     } catch (error) {
       if (!isAbort(error)) throw error;
     }

@@ -189,7 +189,7 @@ export class SettingsView extends EventTarget {
     this.runButton.disabled = true;
     this.controls.hidden = true;
     this.estimateText.textContent =
-      "This stack is no longer stored on the service, so only its labels are shown. To segment it again, open the file again.";
+      "This stack is no longer stored on the server, so only its labels are shown. To segment it again, open the file again.";
   }
 
   /** Show the metadata of the stack and the estimated cost of the segmentation. @param {Inspection} inspection */
@@ -276,6 +276,6 @@ function createChip(name, value, hint = "", isUncertain = false) {
 
 /** @param {NonNullable<Inspection["estimate"]>} estimate @param {number | null} seconds estimated time until the labels are ready, null if unknown */
 function describeEstimate(estimate, seconds) {
-  const time = seconds === null ? "" : `${seconds < 1 ? "" : "about "}${formatDuration(seconds)}, `;
-  return `${time}${formatCount(estimate.windows, "window")}, ${formatBytes(estimate.host_bytes + estimate.device_bytes)} of memory`;
+  const durationText = seconds === null ? "" : `${seconds < 1 ? "" : "about "}${formatDuration(seconds)}, `;
+  return `${durationText}${formatCount(estimate.windows, "window")}, ${formatBytes(estimate.host_bytes + estimate.device_bytes)} of memory`;
 }

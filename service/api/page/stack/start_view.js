@@ -73,7 +73,7 @@ function acceptDrops(dropArea, openFile) {
 function createSteps() {
   const descriptions = [
     ["Check", "Compare the axes, voxel size and channels from the file with the slices and the maximum projection."],
-    ["Segment", "Every object gets a number. The job runs on the service, so you can leave the page and come back."],
+    ["Segment", "Every object gets a number. The job runs on the server, so you can leave the page and come back."],
     [
       "Export",
       "Save labels as OME-TIFF, NIfTI or NumPy, and a table of volumes and intensities. Repeat the request with a script.",

@@ -16,7 +16,7 @@ export class TimeSlider extends EventTarget {
       "aria-label": "Displayed time point",
       oninput: () => this.#setTime(Number(this.slider.value)),
     });
-    this.text = element("output", { class: "muted" });
+    this.timeText = element("output", { class: "muted" });
     this.root = element(
       "div",
       { class: "tools", hidden: true, role: "group", "aria-label": "Time" },
@@ -32,7 +32,7 @@ export class TimeSlider extends EventTarget {
         { type: "button", class: "quiet icon", "aria-label": "Next time point", onclick: () => this.moveBy(1) },
         "›",
       ),
-      this.text,
+      this.timeText,
     );
   }
 
@@ -47,8 +47,8 @@ export class TimeSlider extends EventTarget {
 
   /** Move by a number of time points. @param {number} count */
   moveBy(count) {
-    const next = Math.max(Number(this.slider.min), Math.min(Number(this.slider.max), this.time + count));
-    if (next !== this.time && !this.root.hidden) this.#setTime(next);
+    const nextTime = Math.max(Number(this.slider.min), Math.min(Number(this.slider.max), this.time + count));
+    if (nextTime !== this.time && !this.root.hidden) this.#setTime(nextTime);
   }
 
   /** @param {number} time */
@@ -62,6 +62,6 @@ export class TimeSlider extends EventTarget {
 
   #updateControls() {
     this.slider.value = String(this.time);
-    this.text.value = `${this.time} (${this.slider.min} to ${this.slider.max})`;
+    this.timeText.value = `${this.time} (${this.slider.min} to ${this.slider.max})`;
   }
 }

@@ -20,15 +20,15 @@ export class Card {
       this.body,
     );
     /** The displayed data, as JSON. */
-    this.drawnJson = "";
+    this.displayedJson = "";
   }
 
-  /** Draw data, unless it is already displayed. @template Data @param {Data} data @param {(data: Data) => Child[]} draw */
-  show(data, draw) {
+  /** Display data, unless the same data is already displayed. @template Data @param {Data} data @param {(data: Data) => Child[]} createChildren */
+  show(data, createChildren) {
     const json = JSON.stringify(data);
-    if (json === this.drawnJson) return;
-    this.drawnJson = json;
-    redraw(this.body, () => draw(data));
+    if (json === this.displayedJson) return;
+    this.displayedJson = json;
+    redraw(this.body, () => createChildren(data));
   }
 }
 

@@ -9,7 +9,7 @@ import { createTable } from "./card.js";
 /** @typedef {import("openapi").HostStatus} Cpu */
 
 /** @param {{gpus: Gpu[], cpu: Cpu, devices: Device[], load: number | null}} hardware */
-export function drawHardware({ gpus, cpu, devices, load }) {
+export function createHardwareElements({ gpus, cpu, devices, load }) {
   const deviceStates = devices.map(describeDevice);
   const hasStates = deviceStates.some((state) => state !== "");
   const freeBytes = cpu.memory_available;
@@ -23,7 +23,7 @@ export function drawHardware({ gpus, cpu, devices, load }) {
       load === null ? "" : `${load.toFixed(1)} of ${formatCount(cpu.cores, "core")}`,
     ),
     createMemoryMeter(usedBytes, cpu.memory_total),
-    ...gpus.flatMap(drawGpu),
+    ...gpus.flatMap(createGpuElements),
     createTable(
       "Devices in use",
       ["Device", ...(hasStates ? ["State"] : []), "Running", "Waiting", "Loaded models", "Memory"],
@@ -49,7 +49,7 @@ function describeDevice({ host, given_back: isReleased, starting, problem }) {
 }
 
 /** @param {Gpu} gpu */
-function drawGpu(gpu) {
+function createGpuElements(gpu) {
   const { utilisation_percent: load, temperature_celsius: temperature, power_watts: power } = gpu;
   const readings = [temperature !== null && `${temperature} °C`, power !== null && `${Math.round(power)} W`].filter(
     Boolean,

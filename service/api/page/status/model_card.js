@@ -11,13 +11,12 @@ import { createTable, formatSeconds } from "./card.js";
 const SELECTION_REASONS = /** @type {Record<string, string>} */ ({
   fixed: "Set in the configuration.",
   "known-order":
-    "The engine known to be the fastest on this hardware, among those whose labels agree with the FP32 labels of the original network.",
-  tuned:
-    "The fastest tested configuration, among those whose labels agree with the FP32 labels of the original network.",
+    "The engine that is known to be the fastest on this hardware, among the engines whose labels agree with the FP32 labels of the original network.",
+  tuned: "The fastest of the tested configurations whose labels agree with the FP32 labels of the original network.",
 });
 
 /** @param {Model} model @param {boolean} isDefault @param {Set<string>} expandedNames names of the models whose details are expanded @param {(name: string) => void} onremove called to delete the model */
-export function drawModel(
+export function createModelElement(
   { name, version, state, engine, problem, devices, removable },
   isDefault,
   expandedNames,
@@ -41,12 +40,14 @@ export function drawModel(
       removable && button("Delete", () => onremove(name), "link"),
     ),
     problem !== null && element("p", { class: "warning-text" }, problem),
-    engine === null ? hint !== "" && element("p", { class: "muted" }, hint) : drawEngine(name, engine, expandedNames),
+    engine === null
+      ? hint !== "" && element("p", { class: "muted" }, hint)
+      : createEngineElement(name, engine, expandedNames),
   );
 }
 
 /** @param {string} name of the model @param {Engine} engine @param {Set<string>} expandedNames */
-function drawEngine(name, engine, expandedNames) {
+function createEngineElement(name, engine, expandedNames) {
   const { roi_size, sw_batch_size, streams, planned, cached, trials, warnings } = engine;
   const configuration = [engine.engine, engine.precision.toUpperCase(), engine.compile_mode].filter(Boolean).join(", ");
   const batchText = `${formatCount(sw_batch_size, "window")} of ${roi_size.join(" × ")} at a time, ${formatCount(streams, "stream")}`;
@@ -57,7 +58,7 @@ function drawEngine(name, engine, expandedNames) {
       ontoggle: () => (details.open ? expandedNames.add(name) : expandedNames.delete(name)),
     },
     element("summary", {}, `Tested configurations (${trials.length})`),
-    drawTrials(name, trials),
+    createTrialsTable(name, trials),
   );
   return element(
     "div",
@@ -72,7 +73,7 @@ function drawEngine(name, engine, expandedNames) {
       "p",
       { class: "muted" },
       SELECTION_REASONS[planned] ?? planned,
-      cached && " Reused from an earlier start of the service.",
+      cached && " Reused from an earlier run of the service.",
     ),
     warnings.length > 0 &&
       element("ul", { class: "notes" }, ...warnings.map((text) => element("li", { class: "warning" }, text))),
@@ -81,7 +82,7 @@ function drawEngine(name, engine, expandedNames) {
 }
 
 /** @param {string} name @param {Trial[]} trials */
-function drawTrials(name, trials) {
+function createTrialsTable(name, trials) {
   return createTable(
     `Tested configurations of ${name}`,
     ["Engine", "Precision", "Windows/s", "Differing labels", "Verdict"],

@@ -25,7 +25,7 @@ export function createLegend() {
 }
 
 /** @param {Segmentation[]} requests newest first */
-export function drawRecentRequests(requests) {
+export function createRecentRequests(requests) {
   if (requests.length === 0) return [element("p", { class: "muted" }, "No requests since the service started.")];
   return [
     createTable(

@@ -5,9 +5,9 @@ import { formatBytes, formatCount, formatDuration, formatNumber } from "../core/
 import { Problem, requestWithoutPrompt } from "../core/requests.js";
 import { describeStage } from "../training/training_view.js";
 import { Card, createTable, formatSeconds } from "./card.js";
-import { drawHardware } from "./hardware_card.js";
-import { drawModel } from "./model_card.js";
-import { createLegend, drawRecentRequests } from "./recent_requests.js";
+import { createHardwareElements } from "./hardware_card.js";
+import { createModelElement } from "./model_card.js";
+import { createLegend, createRecentRequests } from "./recent_requests.js";
 
 /** @typedef {import("openapi").Health} Health */
 /** @typedef {import("openapi").LearningReport} LearningReport */
@@ -96,11 +96,14 @@ class StatusView {
   /** @param {Status} status @param {number} clockSeconds reading of a monotonic clock */
   show(status, clockSeconds) {
     const { health, hardware, models, requests, recent, learning, disk } = status;
-    this.healthCard.show(health, drawHealth);
-    this.hardwareCard.show({ ...hardware, load: this.#measureLoad(status.cpu_seconds, clockSeconds) }, drawHardware);
-    this.queueCard.show(requests, (reports) => [drawQueue(reports, hardware.devices.length > 1)]);
-    this.trainingCard.show(learning, drawTraining);
-    this.diskCard.show(disk, drawDisk);
+    this.healthCard.show(health, createHealthElements);
+    this.hardwareCard.show(
+      { ...hardware, load: this.#measureLoad(status.cpu_seconds, clockSeconds) },
+      createHardwareElements,
+    );
+    this.queueCard.show(requests, (reports) => [createQueueElement(reports, hardware.devices.length > 1)]);
+    this.trainingCard.show(learning, createTrainingElements);
+    this.diskCard.show(disk, createDiskElements);
     // Omit the time when each model was last used, because it changes often and is not displayed.
     const displayedModels = models.models.map((model) => ({
       ...model,
@@ -108,10 +111,10 @@ class StatusView {
     }));
     this.modelsCard.show({ default: models.default, models: displayedModels }, (data) =>
       data.models.map((model) =>
-        drawModel(model, model.name === data.default, this.expandedNames, (name) => this.#deleteModel(name)),
+        createModelElement(model, model.name === data.default, this.expandedNames, (name) => this.#deleteModel(name)),
       ),
     );
-    this.recentRequestsCard.show(recent, drawRecentRequests);
+    this.recentRequestsCard.show(recent, createRecentRequests);
   }
 
   /** Show that the status could not be refreshed. @param {Problem} problem */
@@ -168,7 +171,7 @@ function describeReload({ broken, ...changes }) {
 }
 
 /** @param {Health} health */
-function drawHealth({ status, version, uptime_seconds, reasons, degraded }) {
+function createHealthElements({ status, version, uptime_seconds, reasons, degraded }) {
   const notes = [...reasons, ...degraded].map((text) => element("li", { class: "warning" }, text));
   return [
     element(
@@ -182,7 +185,7 @@ function drawHealth({ status, version, uptime_seconds, reasons, degraded }) {
 }
 
 /** @param {RequestReport[]} requests @param {boolean} hasDeviceColumn whether to show the device of each request */
-function drawQueue(requests, hasDeviceColumn) {
+function createQueueElement(requests, hasDeviceColumn) {
   if (requests.length === 0) return element("p", { class: "muted" }, "No running or waiting requests.");
   return createTable(
     "Running and waiting requests",
@@ -210,7 +213,7 @@ const FILE_KIND_TITLES = /** @type {Record<string, string>} */ ({
 });
 
 /** @param {LearningReport} report */
-function drawTraining({ problem, trainings, annotations, models, models_limit }) {
+function createTrainingElements({ problem, trainings, annotations, models, models_limit }) {
   const rows = trainings.map(({ name, base_model, state, stage, step, steps, seconds_left }) => [
     name,
     base_model,
@@ -236,7 +239,7 @@ function drawTraining({ problem, trainings, annotations, models, models_limit })
 }
 
 /** @param {Disk[]} disks */
-function drawDisk(disks) {
+function createDiskElements(disks) {
   return [
     createTable(
       "Files on disk",

@@ -17,7 +17,7 @@ export async function fetchAnnotations() {
 /**
  * Open a dialog that saves corrected labels together with their stack. The dialog asks for a name and for the part of
  * the stack that the user has checked.
- * @param {{labels: Volume, correctionCount: number, stack: string, job: string, time: number | undefined, name: string}} corrections stack and job: ids; time: time point if the job is a series, otherwise undefined; name: initial name
+ * @param {{labels: Volume, correctionCount: number, stack: string, job: string, time: number | undefined, name: string}} corrections stack and job: ids; time: time point if the job segmented a time series, otherwise undefined; name: initial name
  * @returns {Promise<Annotation | null>} null if the user canceled
  */
 export function openSaveAnnotationDialog({ labels, correctionCount, stack, job, time, name }) {
@@ -61,7 +61,7 @@ export function openSaveAnnotationDialog({ labels, correctionCount, stack, job, 
       element(
         "p",
         { class: "muted" },
-        "The stack and its labels will be saved on the service, and you can train models with them.",
+        "The stack and its labels will be saved on the server, and you can train models with them.",
       ),
       field("Name", nameInput),
       partFields.root,
@@ -120,10 +120,10 @@ function createPartFields(shape) {
 
 /**
  * Create the list of annotated stacks for the start screen.
- * @param {(() => void) | null} openDialog opens the training dialog, null if training is not available
+ * @param {(() => void) | null} openTrainingDialog null if training is not available
  * @returns {Promise<HTMLElement | null>} null if there are no annotated stacks
  */
-export async function createAnnotationsList(openDialog) {
+export async function createAnnotationsList(openTrainingDialog) {
   const annotations = await fetchAnnotations();
   if (annotations.length === 0) return null;
   const root = element("section", { class: "recent", "aria-labelledby": "annotated-title" });
@@ -134,14 +134,14 @@ export async function createAnnotationsList(openDialog) {
         "div",
         { class: "row between" },
         element("h2", { id: "annotated-title" }, "Annotated stacks"),
-        openDialog && button("Improve a model with these stacks", openDialog, "secondary"),
+        openTrainingDialog && button("Improve a model with these stacks", openTrainingDialog, "secondary"),
       ),
-      element("ul", {}, ...annotations.map((annotation) => createAnnotationItem(annotation, remove))),
+      element("ul", {}, ...annotations.map((annotation) => createAnnotationItem(annotation, deleteAnnotation))),
     );
   };
   /** @param {Annotation} annotation */
-  async function remove(annotation) {
-    if (!confirm(`Delete ${annotation.name} and its corrected labels from the service?`)) return;
+  async function deleteAnnotation(annotation) {
+    if (!confirm(`Delete ${annotation.name} and its corrected labels from the server?`)) return;
     await request(`annotations/${annotation.id}`, { method: "DELETE" });
     annotations.splice(annotations.indexOf(annotation), 1);
     draw();
@@ -160,8 +160,8 @@ export function describeAnnotation({ objects, changes, region, base_model: model
   return [...properties, model, formatAge(created)].filter(Boolean).join(" · ");
 }
 
-/** @param {Annotation} annotation @param {(annotation: Annotation) => void} remove */
-function createAnnotationItem(annotation, remove) {
+/** @param {Annotation} annotation @param {(annotation: Annotation) => void} deleteAnnotation */
+function createAnnotationItem(annotation, deleteAnnotation) {
   return element(
     "li",
     { class: "without-thumbnail" },
@@ -177,7 +177,7 @@ function createAnnotationItem(annotation, remove) {
         type: "button",
         class: "quiet icon",
         "aria-label": `Delete ${annotation.name}`,
-        onclick: () => remove(annotation),
+        onclick: () => deleteAnnotation(annotation),
       },
       "×",
     ),

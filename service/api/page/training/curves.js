@@ -39,8 +39,8 @@ export class LineChart {
       lastStep: Math.max(...points.map(([step]) => step)),
     };
     const descriptions = lines.map((line, index) => {
-      const last = line.at(-1);
-      return last ? `${this.names[index]} ${formatNumber(last[1])}` : this.names[index];
+      const lastPoint = line.at(-1);
+      return lastPoint ? `${this.names[index]} ${formatNumber(lastPoint[1])}` : this.names[index];
     });
     for (const [index, text] of descriptions.entries()) this.legendEntries[index].textContent = text;
     this.canvas.setAttribute(

@@ -15,13 +15,14 @@ export async function openTrainingDialog(maxMinutes, model = "") {
   const names = models.map(({ name }) => name);
   const initialBaseModel = model.split("/")[0] || response.default;
   let suggestedName = findUnusedName(initialBaseModel, names);
-  const onBaseChange = () => {
-    if (nameInput.value === suggestedName) nameInput.value = suggestedName = findUnusedName(baseSelect.value, names);
-    preselectStacks(checkboxes, baseSelect.value, models);
+  const onBaseModelChange = () => {
+    if (nameInput.value === suggestedName)
+      nameInput.value = suggestedName = findUnusedName(baseModelSelect.value, names);
+    preselectStacks(checkboxes, baseModelSelect.value, models);
   };
-  const baseSelect = element(
+  const baseModelSelect = element(
     "select",
-    { onchange: onBaseChange },
+    { onchange: onBaseModelChange },
     ...names.map((name) => element("option", { value: name, selected: name === initialBaseModel }, name)),
   );
   const nameInput = element("input", {
@@ -47,7 +48,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
     event.preventDefault();
     const selectedIds = checkboxes.filter(({ checkbox }) => checkbox.checked).map(({ annotation }) => annotation.id);
     const body = JSON.stringify({
-      model: baseSelect.value,
+      model: baseModelSelect.value,
       annotations: selectedIds,
       minutes: Number(minutesInput.value),
       name: nameInput.value,
@@ -67,7 +68,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
     { class: "muted" },
     "There are no annotated stacks yet. Correct a result and save it as an annotated stack first.",
   );
-  const list = element(
+  const stackList = element(
     "fieldset",
     { class: "field choices" },
     element("legend", { class: "field-name" }, "Annotated stacks"),
@@ -98,8 +99,8 @@ export async function openTrainingDialog(maxMinutes, model = "") {
         { class: "muted" },
         "Training continues from the base model on the selected stacks and creates a new model. The base model does not change.",
       ),
-      list,
-      field("Base model", baseSelect),
+      stackList,
+      field("Base model", baseModelSelect),
       field("Name of the new model", nameInput),
       field(
         "Training time in minutes",

@@ -99,7 +99,7 @@ class TrainingView {
 
   /** Create a button that deletes the model. The button is hidden unless the client has permission to delete the model. @param {TrainingRun} trainingRun @param {string} model */
   #createDeleteButton(trainingRun, model) {
-    const remove = async () => {
+    const deleteModel = async () => {
       if (!confirm(`Delete the model ${model} and its files?`)) return;
       try {
         await requestWithoutPrompt(`models/${model}`, { method: "DELETE" });
@@ -108,7 +108,7 @@ class TrainingView {
         deleteButton.replaceWith(element("p", { class: "warning-text" }, /** @type {Error} */ (error).message));
       }
     };
-    const deleteButton = button("Delete the model", remove, "link");
+    const deleteButton = button("Delete the model", deleteModel, "link");
     deleteButton.hidden = true;
     requestJson(`models/${model}`).then(
       ({ removable }) => (deleteButton.hidden = !removable),

@@ -70,7 +70,7 @@ export class DisplayTools {
     return element("input", { type: "range", min: "0", max: String(SLIDER_STEPS), value, "aria-label": name, oninput });
   }
 
-  /** Set the contrast from the sliders. Their scale is quadratic, so that dark values can be set more precisely. */
+  /** Set the contrast from the sliders. The scale of the sliders is quadratic, so that dark values can be set more precisely. */
   #setContrast() {
     const { scene } = this;
     const { overlays, adjustedChannel } = scene.state;

@@ -1,4 +1,4 @@
-/** Fetches planes at full resolution if the volume is subsampled and the user stays on a plane. */
+/** Loader that fetches planes at full resolution if the volume is subsampled and the user stays on a plane. */
 
 import { IN_PLANE_AXES } from "../volumes/slices.js";
 import { AXES } from "./scene.js";

@@ -12,8 +12,8 @@ const MAX_SCALE_BAR_PIXELS = 90;
 export class ScaleBar {
   /** @param {Scene} scene */
   constructor(scene) {
-    this.text = element("span");
-    this.root = element("div", { class: "scale-bar" }, this.text);
+    this.lengthText = element("span");
+    this.root = element("div", { class: "scale-bar" }, this.lengthText);
     scene.subscribe((previousState) => {
       if (hasChanged(previousState, scene.state, ["scale", "isCalibrated", "voxelSize"])) this.#show(scene.state);
     });
@@ -26,7 +26,7 @@ export class ScaleBar {
     const power = 10 ** Math.floor(Math.log10(maxLength));
     const length = [5, 2, 1].map((digit) => digit * power).find((candidate) => candidate <= maxLength) ?? power;
     this.root.style.width = `${length * scale * unitLength}px`;
-    this.text.textContent = `${formatNumber(length)} ${isCalibrated ? "µm" : "px"}`;
+    this.lengthText.textContent = `${formatNumber(length)} ${isCalibrated ? "µm" : "px"}`;
   }
 }
 

@@ -102,15 +102,15 @@ export class SliceView {
     this.#drawImage(image, placement);
     this.#drawLabels(placement);
     this.moveCrosshair(placement);
-    const plane = position[this.axis];
+    const planeIndex = position[this.axis];
     this.slider.max = String(image.shape[this.axis] - 1);
-    this.slider.value = String(plane);
+    this.slider.value = String(planeIndex);
     const step = image.step[this.axis];
     const letter = AXIS_LETTERS[this.axis];
-    this.caption.value = `${VIEW_NAMES[this.axis]}   ${letter} ${plane * step + 1} / ${image.fullShape[this.axis]}`;
+    this.caption.value = `${VIEW_NAMES[this.axis]}   ${letter} ${planeIndex * step + 1} / ${image.fullShape[this.axis]}`;
     this.stage.setAttribute(
       "aria-label",
-      `${VIEW_NAMES[this.axis]} view, plane ${plane * step + 1} of ${image.fullShape[this.axis]}`,
+      `${VIEW_NAMES[this.axis]} view, plane ${planeIndex * step + 1} of ${image.fullShape[this.axis]}`,
     );
   }
 

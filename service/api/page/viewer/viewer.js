@@ -116,7 +116,7 @@ export class Viewer extends EventTarget {
     this.scene.set({ labels, selectedId: 0, hiddenFlags: null, colorIndices: null });
   }
 
-  /** Select an object. @param {number} id 0 for none @param {Triple} [position] voxel to go to, in the full volume */
+  /** Select an object. @param {number} id 0 for none @param {Triple} [position] voxel to go to, as indices into the full volume */
   select(id, position) {
     const { image } = this.scene.state;
     if (position && image) {

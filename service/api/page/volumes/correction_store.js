@@ -1,4 +1,4 @@
-/** Stores corrections in this browser (IndexedDB), so that they survive a reload of the page. */
+/** Store for corrections in this browser (IndexedDB). Stored corrections survive a reload of the page. */
 
 /** @typedef {import("./label_edit.js").Edit} Edit */
 /**
@@ -12,8 +12,8 @@
 
 const DATABASE_NAME = "stackseg-corrections";
 const STORE_NAME = "edits";
-// The key of a record is [key of the result, record number]. Records with numbers from 0 are corrections, numbered in
-// the order in which they were made. Records with negative numbers contain other data of the result.
+// The key of a record is [key of the result, record number]. Records with nonnegative numbers are corrections,
+// numbered in the order in which they were made. Records with negative numbers contain other data of the result.
 /** Record number of the id of the tab that corrects the result. */
 const OWNER_RECORD_NUMBER = -1;
 /** Record number of the ids of the annotated stacks that were created from the result in this browser. */
@@ -47,12 +47,12 @@ async function openStore(mode) {
   return (await databasePromise).transaction(STORE_NAME, mode).objectStore(STORE_NAME);
 }
 
-/** Return the key of a result's corrections. @param {import("openapi").JobReport} job @param {number} time time point, used if the job is a series */
+/** Return the key of a result's corrections. @param {import("openapi").JobReport} job @param {number} time time point, used if the job segmented a time series */
 export function makeResultKey(job, time) {
   return job.time_points ? `${job.id}@${time}` : job.id;
 }
 
-/** @param {string} key of a result, or of one time point of a series @returns {IDBKeyRange} the keys of its corrections */
+/** @param {string} key of a result, or of one time point of a time series @returns {IDBKeyRange} the keys of its corrections */
 function getCorrectionRange(key) {
   return IDBKeyRange.bound([key, 0], [key, Number.MAX_SAFE_INTEGER]);
 }

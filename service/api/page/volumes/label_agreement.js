@@ -1,4 +1,4 @@
-/** Compares the objects of two results for one stack. It does not use the DOM. */
+/** Comparison of the objects of two results for one stack. This module does not use the DOM. */
 
 import { getColorIndex } from "./slices.js";
 
@@ -17,14 +17,14 @@ export function compareObjects(first, second) {
   const overlaps = countOverlaps(first.data, second.data);
   /** @type {[Map<number, number>, Map<number, number>]} */
   const sizes = [new Map(), new Map()];
-  for (const { id, partner, voxels } of overlaps) {
-    if (id) sizes[0].set(id, (sizes[0].get(id) ?? 0) + voxels);
-    if (partner) sizes[1].set(partner, (sizes[1].get(partner) ?? 0) + voxels);
+  for (const { id, partner, voxelCount } of overlaps) {
+    if (id) sizes[0].set(id, (sizes[0].get(id) ?? 0) + voxelCount);
+    if (partner) sizes[1].set(partner, (sizes[1].get(partner) ?? 0) + voxelCount);
   }
-  const pairs = overlaps.filter(({ id, partner }) => id && partner).sort((a, b) => b.voxels - a.voxels);
-  const commonCount = pairs.filter(({ id, partner, voxels }) => {
-    const union = (sizes[0].get(id) ?? 0) + (sizes[1].get(partner) ?? 0) - voxels;
-    return 2 * voxels > union;
+  const pairs = overlaps.filter(({ id, partner }) => id && partner).sort((a, b) => b.voxelCount - a.voxelCount);
+  const commonCount = pairs.filter(({ id, partner, voxelCount }) => {
+    const union = (sizes[0].get(id) ?? 0) + (sizes[1].get(partner) ?? 0) - voxelCount;
+    return 2 * voxelCount > union;
   }).length;
   const objectCounts = sizes.map((sizeById) => sizeById.size);
   const maxIds = sizes.map((sizeById) => [...sizeById.keys()].reduce((max, id) => Math.max(max, id), 0));
@@ -40,10 +40,10 @@ export function compareObjects(first, second) {
 
 /**
  * Count the voxels of each pair of ids at the same position. Id 0 is the background.
- * @param {Volume["data"]} first @param {Volume["data"]} second @returns {{id: number, partner: number, voxels: number}[]}
+ * @param {Volume["data"]} first @param {Volume["data"]} second @returns {{id: number, partner: number, voxelCount: number}[]}
  */
 function countOverlaps(first, second) {
-  /** @type {Map<number, Map<number, {id: number, partner: number, voxels: number}>>} */
+  /** @type {Map<number, Map<number, {id: number, partner: number, voxelCount: number}>>} */
   const overlaps = new Map();
   for (let start = 0, stop = 0; start < first.length; start = stop) {
     const [id, partner] = [first[start], second[start]];
@@ -51,8 +51,8 @@ function countOverlaps(first, second) {
     const partners = overlaps.get(id) ?? new Map();
     overlaps.set(id, partners);
     const overlap = partners.get(partner);
-    if (overlap) overlap.voxels += stop - start;
-    else partners.set(partner, { id, partner, voxels: stop - start });
+    if (overlap) overlap.voxelCount += stop - start;
+    else partners.set(partner, { id, partner, voxelCount: stop - start });
   }
   return [...overlaps.values()].flatMap((partners) => [...partners.values()]);
 }

@@ -1,4 +1,4 @@
-/** Editor that merges, splits, deletes, outlines and paints objects in labels, with undo. It does not use the DOM. */
+/** Editor that merges, splits, deletes, outlines and paints objects in labels, with undo. This module does not use the DOM. */
 
 import { divideMask, fillBetweenOutlines, fillPolygon } from "./label_shapes.js";
 import { haveSimilarColors, IN_PLANE_AXES } from "./slices.js";
@@ -9,7 +9,7 @@ import { haveSimilarColors, IN_PLANE_AXES } from "./slices.js";
 /** @typedef {import("./label_shapes.js").Point} Point */
 /** @typedef {"merge" | "split" | "delete" | "add" | "paint" | "erase"} EditKind */
 /** @typedef {{kind: "split", ids: number[], seeds: Triple[]}} SplitSketch ids: ids of the parts of an object; seeds: the clicked voxel of each part */
-/** @typedef {{kind: "add", id: number, axis: Axis, outlines: {at: number, points: Point[]}[]}} OutlineSketch id: id of the object; axis: normal to the planes of the outlines; at: index of a plane along the axis */
+/** @typedef {{kind: "add", id: number, axis: Axis, outlines: {at: number, points: Point[]}[]}} OutlineSketch id: id of the object; axis: normal to the planes of the outlines; at: index of the outline's plane along the axis (stored corrections contain this name) */
 
 /**
  * @typedef {object} Edit a correction of the labels
@@ -19,14 +19,14 @@ import { haveSimilarColors, IN_PLANE_AXES } from "./slices.js";
  * @property {SplitSketch | OutlineSketch | null} sketch the clicks or outlines, which the next click or outline can continue
  */
 
-/** @typedef {{voxels: number, low: Triple, high: Triple}} Extent number of voxels and bounding box of an object; the box may be larger than necessary */
+/** @typedef {{voxelCount: number, low: Triple, high: Triple}} Extent number of voxels and bounding box of an object; the box may be larger than necessary */
 
 /**
  * @typedef {object} Brush
  * @property {number} id of the object that is painted or erased
- * @property {boolean} erase whether to erase the object instead of painting it
+ * @property {boolean} isErasing whether to erase the object instead of painting it
  * @property {Axis | null} axis normal of a disc, null for a ball
- * @property {boolean} overwrite whether to paint over other objects
+ * @property {boolean} isOverwriting whether to paint over other objects
  */
 
 /** Maximum number of cells of the grid on which objects are split. Larger objects are split on a coarser grid. */
@@ -80,10 +80,10 @@ export class LabelEditor {
   #updateExtent(id, start, length) {
     const { strides, objects } = this;
     const extent = objects.get(id);
-    const voxels = (extent?.voxels ?? 0) + length;
+    const voxelCount = (extent?.voxelCount ?? 0) + length;
     if (length < 0 && extent) {
-      extent.voxels = voxels;
-      if (voxels === 0) objects.delete(id);
+      extent.voxelCount = voxelCount;
+      if (voxelCount === 0) objects.delete(id);
       return;
     }
     const z = Math.floor(start / strides[0]);
@@ -91,10 +91,10 @@ export class LabelEditor {
     const x = start % strides[1];
     if (id > this.maxId) this.maxId = id;
     if (extent === undefined) {
-      objects.set(id, { voxels, low: [z, y, x], high: [z + 1, y + 1, x + length] });
+      objects.set(id, { voxelCount, low: [z, y, x], high: [z + 1, y + 1, x + length] });
       return;
     }
-    extent.voxels = voxels;
+    extent.voxelCount = voxelCount;
     const { low, high } = extent;
     if (z < low[0]) low[0] = z;
     if (y < low[1]) low[1] = y;
@@ -170,7 +170,8 @@ export class LabelEditor {
   undo() {
     const edit = this.edits.pop();
     if (edit === undefined) return null;
-    for (let run = edit.runs.length - 4; run >= 0; run -= 4) this.#rewriteRun(edit.runs, run, 3, 2);
+    for (let runOffset = edit.runs.length - 4; runOffset >= 0; runOffset -= 4)
+      this.#rewriteRun(edit.runs, runOffset, 3, 2);
     this.undoneEdits.push(edit);
     return edit;
   }
@@ -185,18 +186,18 @@ export class LabelEditor {
 
   /** Apply stored corrections. @param {Edit[]} edits @returns {boolean} false, with the labels unchanged, if the corrections do not match the labels */
   restore(edits) {
-    const matches = edits.every((edit) => this.#applyEdit(edit));
-    if (!matches) while (this.undo() !== null);
+    const editsMatch = edits.every((edit) => this.#applyEdit(edit));
+    if (!editsMatch) while (this.undo() !== null);
     this.undoneEdits = [];
-    return matches;
+    return editsMatch;
   }
 
   /** @returns {Volume["data"]} a copy of the labels before any correction */
   copyOriginalData() {
     const data = this.labels.data.slice();
     for (const { runs } of [...this.edits].reverse())
-      for (let run = runs.length - 4; run >= 0; run -= 4)
-        data.fill(runs[run + 2], runs[run], runs[run] + runs[run + 1]);
+      for (let runOffset = runs.length - 4; runOffset >= 0; runOffset -= 4)
+        data.fill(runs[runOffset + 2], runs[runOffset], runs[runOffset] + runs[runOffset + 1]);
     return data;
   }
 
@@ -206,12 +207,13 @@ export class LabelEditor {
     const { runs } = edit;
     const maxId = runs.reduce((max, value, index) => (index % 4 === 3 && value > max ? value : max), 0);
     this.#widenType(maxId);
-    for (let run = 0; run < runs.length; run += 4) {
-      if (labels.data[runs[run]] !== runs[run + 2]) {
-        for (let previousRun = run - 4; previousRun >= 0; previousRun -= 4) this.#rewriteRun(runs, previousRun, 3, 2);
+    for (let runOffset = 0; runOffset < runs.length; runOffset += 4) {
+      if (labels.data[runs[runOffset]] !== runs[runOffset + 2]) {
+        for (let previousRunOffset = runOffset - 4; previousRunOffset >= 0; previousRunOffset -= 4)
+          this.#rewriteRun(runs, previousRunOffset, 3, 2);
         return false;
       }
-      this.#rewriteRun(runs, run, 2, 3);
+      this.#rewriteRun(runs, runOffset, 2, 3);
     }
     this.edits.push(edit);
     return true;
@@ -224,9 +226,14 @@ export class LabelEditor {
       this.labels.data = Uint32Array.from(data);
   }
 
-  /** Replace the id of a run. @param {Uint32Array} runs @param {number} run position of the run @param {number} oldOffset @param {number} newOffset offsets of the old and the new id in the run */
-  #rewriteRun(runs, run, oldOffset, newOffset) {
-    const [start, length, oldId, newId] = [runs[run], runs[run + 1], runs[run + oldOffset], runs[run + newOffset]];
+  /** Replace the id of a run. @param {Uint32Array} runs @param {number} runOffset index of the first number of the run in `runs` @param {number} oldIdOffset @param {number} newIdOffset offsets of the id to replace and of the new id within the run */
+  #rewriteRun(runs, runOffset, oldIdOffset, newIdOffset) {
+    const [start, length, oldId, newId] = [
+      runs[runOffset],
+      runs[runOffset + 1],
+      runs[runOffset + oldIdOffset],
+      runs[runOffset + newIdOffset],
+    ];
     this.labels.data.fill(newId, start, start + length);
     if (oldId) this.#updateExtent(oldId, start, -length);
     if (newId) this.#updateExtent(newId, start, length);
@@ -275,7 +282,7 @@ export class LabelEditor {
 
   /**
    * Cut an object along a line drawn in a view, through all planes of the view. The smaller part gets a new id.
-   * @param {number} id @param {Axis} axis of the view @param {Point} lineStart @param {Point} lineEnd ends of the line, in voxels down and to the right
+   * @param {number} id @param {Axis} axis of the view @param {Point} lineStart @param {Point} lineEnd ends of the line as [down, right] voxel coordinates in the view
    */
   cut(id, axis, lineStart, lineEnd) {
     const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
@@ -428,9 +435,9 @@ export class LabelEditor {
   }
 
   /** Paint or erase one voxel. @param {number} index @param {Brush} brush */
-  #paintVoxel(index, { id, erase, overwrite }) {
+  #paintVoxel(index, { id, isErasing, isOverwriting }) {
     const currentId = this.labels.data[index];
-    if (overwrite || currentId === (erase ? id : 0)) this.#writeVoxel(index, erase ? 0 : id);
+    if (isOverwriting || currentId === (isErasing ? id : 0)) this.#writeVoxel(index, isErasing ? 0 : id);
   }
 
   /** Reserve an id for a new object, which the caller paints next. @returns {number} */

@@ -1,4 +1,4 @@
-/** Encodes labels as NumPy and OME-TIFF files. */
+/** Functions that encode labels as NumPy and OME-TIFF files. */
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("openapi").VoxelSize} VoxelSize */

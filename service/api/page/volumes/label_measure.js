@@ -1,4 +1,4 @@
-/** Measures objects in the browser, with the same definitions of the properties as the service. It does not use the DOM. */
+/** Functions that measure objects in the browser, with the same definitions of the properties as the service. They do not use the DOM. */
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./planes.js").Triple} Triple */

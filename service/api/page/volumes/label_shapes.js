@@ -1,42 +1,42 @@
-/** Functions that divide masks by seeds, fill outlines, and interpolate between outlines. They do not use the DOM. */
+/** Functions that split masks among seeds, fill outlines, and interpolate between outlines. They do not use the DOM. */
 
 /** @typedef {import("./planes.js").Triple} Triple */
 /** @typedef {[number, number]} Point coordinates down and to the right in voxels; the center of the first voxel is at (0.5, 0.5) */
 /** @typedef {{values: Uint8Array, top: number, left: number, height: number, width: number}} Mask mask of a rectangle in a plane; values: 1 inside the shape, 0 outside */
 
 /**
- * Add the squared distances along one line to the squared distances across the line. The result is the lower envelope
- * of parabolas (Felzenszwalb and Huttenlocher, Distance transforms of sampled functions, 2012).
+ * Add the squared distances along one line to the squared distances already computed for the other axes. The result is
+ * the lower envelope of parabolas (Felzenszwalb and Huttenlocher, Distance transforms of sampled functions, 2012).
  * @param {Float64Array} values overwritten with the result @param {number} count number of values to use
- * @param {number} spacing voxel size along the line @param {Int32Array} roots buffer of `count` values
+ * @param {number} spacing voxel size along the line @param {Int32Array} vertices buffer of `count` values, for the positions of the vertices of the parabolas
  * @param {Float64Array} bounds buffer of `count` + 1 values @param {Float64Array} result buffer of `count` values
  */
-function addLineDistances(values, count, spacing, roots, bounds, result) {
+function addLineDistances(values, count, spacing, vertices, bounds, result) {
   const squaredSpacing = spacing * spacing;
   let last = 0;
-  roots[0] = 0;
+  vertices[0] = 0;
   bounds[0] = -Infinity;
   bounds[1] = Infinity;
   for (let index = 1; index < count; index += 1) {
     let intersection = 0;
     for (;;) {
-      const root = roots[last];
+      const vertex = vertices[last];
       intersection =
-        (values[index] - values[root] + squaredSpacing * (index * index - root * root)) /
-        (2 * squaredSpacing * (index - root));
+        (values[index] - values[vertex] + squaredSpacing * (index * index - vertex * vertex)) /
+        (2 * squaredSpacing * (index - vertex));
       if (intersection > bounds[last]) break;
       last -= 1;
     }
     last += 1;
-    roots[last] = index;
+    vertices[last] = index;
     bounds[last] = intersection;
     bounds[last + 1] = Infinity;
   }
   last = 0;
   for (let index = 0; index < count; index += 1) {
     while (bounds[last + 1] < index) last += 1;
-    const distance = index - roots[last];
-    result[index] = squaredSpacing * distance * distance + values[roots[last]];
+    const distance = index - vertices[last];
+    result[index] = squaredSpacing * distance * distance + values[vertices[last]];
   }
   values.set(result.subarray(0, count));
 }
@@ -53,7 +53,7 @@ export function computeSquaredDistances(mask, shape, voxelSize) {
   const maxLength = Math.max(...shape);
   const values = new Float64Array(maxLength);
   const result = new Float64Array(maxLength);
-  const roots = new Int32Array(maxLength);
+  const vertices = new Int32Array(maxLength);
   const bounds = new Float64Array(maxLength + 1);
   let stride = 1;
   for (let axis = shape.length - 1; axis >= 0; axis -= 1) {
@@ -67,7 +67,7 @@ export function computeSquaredDistances(mask, shape, voxelSize) {
         hasInsideVoxel ||= values[index] > 0;
       }
       if (!hasInsideVoxel) continue;
-      addLineDistances(values, count, voxelSize[axis], roots, bounds, result);
+      addLineDistances(values, count, voxelSize[axis], vertices, bounds, result);
       for (let index = 0; index < count; index += 1) distances[start + index * stride] = values[index];
     }
     stride = block;
@@ -79,7 +79,7 @@ export function computeSquaredDistances(mask, shape, voxelSize) {
 const MAX_STEP_TIME = 4095;
 
 /**
- * Divide a mask among seeds. A front starts at each seed, with a speed proportional to the squared distance to the
+ * Split a mask among seeds. A front starts at each seed, with a speed proportional to the squared distance to the
  * surface of the mask, so that the fronts meet in necks (Dijkstra's algorithm with Dial's buckets).
  * @param {Uint8Array} mask with a margin of zeros on all sides @param {Triple} shape @param {Triple} voxelSize
  * @param {number[]} seeds indices of voxels inside the mask
@@ -130,11 +130,11 @@ export function divideMask(mask, shape, voxelSize, seeds) {
  * @param {Point[]} points @param {Point} size of the plane @returns {Mask | null} null if there are no such voxels
  */
 export function fillPolygon(points, size) {
-  const [downValues, rightValues] = [0, 1].map((axis) => points.map((point) => point[axis]));
-  const top = Math.max(0, Math.floor(Math.min(...downValues)));
-  const left = Math.max(0, Math.floor(Math.min(...rightValues)));
-  const height = Math.min(size[0], Math.ceil(Math.max(...downValues))) - top;
-  const width = Math.min(size[1], Math.ceil(Math.max(...rightValues))) - left;
+  const [ys, xs] = [0, 1].map((axis) => points.map((point) => point[axis]));
+  const top = Math.max(0, Math.floor(Math.min(...ys)));
+  const left = Math.max(0, Math.floor(Math.min(...xs)));
+  const height = Math.min(size[0], Math.ceil(Math.max(...ys))) - top;
+  const width = Math.min(size[1], Math.ceil(Math.max(...xs))) - left;
   if (!(height > 0 && width > 0)) return null;
   const values = new Uint8Array(height * width);
   for (let v = 0; v < height; v += 1) {
@@ -218,7 +218,7 @@ function interpolateMasks(first, second, count) {
 
 /**
  * Create the masks of all planes from the first to the last outline.
- * @param {{at: number}[]} outlines sorted by plane @param {Mask[]} outlineMasks masks of the filled outlines
+ * @param {{at: number}[]} outlines sorted by plane; at: index of the plane @param {Mask[]} outlineMasks masks of the filled outlines
  * @returns {Map<number, Mask>} by plane
  */
 export function fillBetweenOutlines(outlines, outlineMasks) {

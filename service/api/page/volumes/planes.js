@@ -1,4 +1,4 @@
-/** Fetches volumes in blocks, from the middle outward. Volumes that are too large for the browser are subsampled. */
+/** Functions that fetch volumes in blocks, from the middle outward. Volumes that are too large for the browser are subsampled. */
 
 import { buildQuery, Problem, request } from "../core/requests.js";
 import { extractPlane } from "./slices.js";

@@ -26,7 +26,7 @@ export function extractPlane(volume, axis, position) {
     return { data: volume.data.subarray(position * rows * columns, (position + 1) * rows * columns), width, height };
   const data = /** @type {PixelArray} */ (new /** @type {any} */ (volume.data.constructor)(width * height));
   const source = volume.data;
-  // Traverse the volume in the order of its memory.
+  // Traverse the volume in memory order.
   for (let z = 0; z < volume.shape[0]; z += 1) {
     const planeStart = z * rows * columns;
     if (axis === 1) {

@@ -5,7 +5,7 @@ export function getFirstTime(time) {
   return Number.parseInt(String(time ?? ""), 10) || 0;
 }
 
-/** @param {unknown} time @returns {boolean} whether the parameter selects a series */
+/** @param {unknown} time @returns {boolean} whether the parameter selects a time series */
 export function isTimeSeries(time) {
   const text = String(time ?? "");
   return text === "all" || text.includes(":");
