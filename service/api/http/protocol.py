@@ -197,11 +197,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.loop.call_later(PROBE_SECONDS, self._abort_if_broken)
 
     def close_if_stalled(self, stalled_seconds: float) -> None:
-        """Close the connection at shutdown if it is idle or its upload is stalled.
-
-        An upload is stalled if its request has waited for data for `stalled_seconds`. A new connection stays open for
-        up to `FIRST_REQUEST_SECONDS`, so that the client can send its first request.
-        """
+        """Close the connection at shutdown if it is idle, or if its upload has not progressed for `stalled_seconds`."""
         if self.transport.is_closing():
             self._abort_if_sent(stalled_seconds)
             return
@@ -213,9 +209,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self.flow.read_paused and stalled_seconds > 0:
             self._last_received_at = now
         if self._has_open_body and now - self._last_received_at >= stalled_seconds and not self.transport.is_closing():
-            error = NotReady(
-                "The upload was interrupted because the service is shutting down. Send the file again shortly."
-            )
+            error = NotReady("The service is shutting down and interrupted the upload. Send the file again shortly.")
             retry_headers = {"Retry-After": str(error.retry_after)}
             self._refuse(RefusalResponse(HTTPStatus.SERVICE_UNAVAILABLE, error.slug, str(error), retry_headers))
             self.transport.close()

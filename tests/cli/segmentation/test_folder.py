@@ -116,7 +116,7 @@ def test_completed_stacks_are_skipped_unless_parameters_or_files_changed(
 
     def count_previous_stacks(*arguments: object) -> str:
         output = run_stackseg("segment", copied_folder, out, "--config", config, *arguments).partition(" stacks, ")[2]
-        return output.partition(" of them")[0] if "previously" in output else "0"
+        return output.partition(" of them")[0] if "in earlier runs" in output else "0"
 
     assert count_previous_stacks() == "0"
     assert count_previous_stacks() == "3"
