@@ -49,7 +49,7 @@ AsyncJobsDependency = Annotated[JobManager, Depends(get_async_jobs)]
 
 
 def get_quota_name(request: Request) -> str:
-    """Return the name under which quotas are counted.
+    """Return the name of the client whose quotas apply to a request.
 
     This is the name of the API key or, if the service has no keys, the client's address.
     """

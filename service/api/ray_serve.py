@@ -22,7 +22,7 @@ from service.api.app import create_app
 from service.core.config import Settings, read_settings
 from service.serving.runtime import Runtime
 
-# Paths of resources that exist in only one replica, although the next request may go to another one.
+# Paths of resources that exist in only one replica, although the next request may go to another replica.
 REPLICA_LOCAL_PATHS = ("/jobs", "/stacks", "/annotations", "/trainings")
 # Path of a resource that is read-only if there are several replicas, because a change would affect only one of them.
 READ_ONLY_PATH = "/models"
@@ -97,7 +97,10 @@ class ReplicaLocalRequestFilter:
         if path.startswith(REPLICA_LOCAL_PATHS) or (
             path.startswith(READ_ONLY_PATH) and scope["method"] not in {"GET", "HEAD"}
         ):
-            message = "Jobs, stored stacks, training runs and changes to models require a service with one replica.\n"
+            message = (
+                "Jobs, stored stacks, annotated stacks, training runs and changes to models require a service with a"
+                " single replica.\n"
+            )
             response = PlainTextResponse(message, status_code=501)
             await response(scope, receive, send)
         else:

@@ -48,7 +48,7 @@ class Server(uvicorn.Server):
         self.client_limits = SlowClientLimits(bytes_per_second=runtime.settings.limits.bytes_per_second)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets. A `Listener` closes connections of this server when there are too many."""
+        """Listen on the sockets. A `Listener` closes connections of this server if it has too many."""
         self._listeners = [listener for listener in sockets or () if isinstance(listener, Listener)]
         for listener in self._listeners:
             listener.connections = self.server_state.connections

@@ -17,9 +17,10 @@ from service.core.errors import BadParameter
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg bench`."""
     parser.add_argument(
-        "--model", help="Name or folder of the model (default: the setting models.default, or nuclei if it is not set)"
+        "--model",
+        help="Name or folder of the model (default: the setting models.default, or 'nuclei' if it is not set)",
     )
-    parser.add_argument("--device", help="Device: auto, cpu, cuda or cuda:N (default: the setting device.name)")
+    parser.add_argument("--device", help="Device: 'auto', 'cpu', 'cuda' or 'cuda:N' (default: the setting device.name)")
     parser.add_argument(
         "--shape",
         type=int,
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline",
         action="store_true",
-        help="Also measure a plain MONAI script, alternating with the requests (requires a git clone)",
+        help="Also measure the speed of a plain MONAI script, in alternation with the requests (requires a git clone)",
     )
     _add_comparison_options(parser)
     parser.set_defaults(run=run)
@@ -54,7 +55,8 @@ def _add_comparison_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare-engines",
         action="store_true",
-        help="Also compare the speed of all engines running only the neural network, without pre- and postprocessing",
+        help="Also compare the speed of all engines when they run only the neural network, without pre- and"
+        " postprocessing",
     )
     parser.add_argument(
         "--batch-sizes",
@@ -62,23 +64,23 @@ def _add_comparison_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=(),
         metavar="N",
-        help="Batch sizes at which engines are compared (implies --compare-engines)",
+        help="Batch sizes at which engines are compared; implies --compare-engines (default: the batch size in use)",
     )
     parser.add_argument(
         "--build-seconds",
         type=float,
         default=math.inf,
-        help="Time limit in seconds for building the compared engines (default: none)",
+        help="Time limit in seconds for building the compared engines (default: no limit)",
     )
     parser.add_argument(
-        "--profile", type=Path, metavar="JSON", help="Write a torch profiler trace of one request to this file"
+        "--profile", type=Path, metavar="JSON", help="Write a torch profiler trace of one request to this JSON file"
     )
     parser.add_argument("--json", type=Path, metavar="JSON", help="Write all measurements to this JSON file")
     parser.add_argument(
         "--plot",
         type=Path,
         metavar="PNG",
-        help="Write bar charts of the stage times and the compared engines to this file (requires the demo extra)",
+        help="Write bar charts of the stage times and of the engine speeds to this PNG file (requires the demo extra)",
     )
 
 
@@ -97,12 +99,12 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     plan = session.BenchPlan(
         shape=tuple(options.shape),
         repeats=options.repeats,
-        cold=options.cold,
-        baseline=options.baseline,
+        measure_cold_start=options.cold,
+        run_baseline=options.baseline,
         compare_engines=options.compare_engines,
         batch_sizes=tuple(options.batch_sizes),
         build_seconds=options.build_seconds,
-        profile=options.profile,
+        profile_path=options.profile,
     )
     result = session.run(choose_model(options.model, settings), settings, plan, _print_line)
     differences = deviations.find_deviations(settings.engine, result.engine)

@@ -22,15 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--labels", type=Path, nargs="+", default=[], help="Ground-truth labels for --images, in the same order"
     )
     parser.add_argument(
-        "--model", help="Name or folder of the model (default: the setting models.default, or nuclei if it is not set)"
+        "--model",
+        help="Name or folder of the model (default: the setting models.default, or 'nuclei' if it is not set)",
     )
     parser.add_argument("--channel", help="Name or zero-based index of the channel, if there are several channels")
     parser.add_argument(
         "--diameter",
         nargs="+",
         default=[],
-        help="Object diameters to evaluate, one output row each: a value that POST /segment accepts, mean (the mean"
-        " diameter of the annotated objects), or extents (their median extents)",
+        help="Object diameters to evaluate, one output row each. Each is a value that POST /segment accepts, 'mean'"
+        " (the mean diameter of the annotated objects), or 'extents' (the median extents of the annotated objects)",
     )
     parser.add_argument(
         "--no-floor",

@@ -1,4 +1,4 @@
-"""`stackseg models import PATH`: import a model. Options, or answers on a terminal, provide missing metadata."""
+"""`stackseg models import PATH`: import a model. Options or answers on a terminal provide missing metadata."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ QUESTIONS = (
     Question(
         "--architecture",
         "architecture",
-        "Network class (ShuffleUNet, UNet, BasicUNet, DynUNet or SegResNet; import other networks from torch.export or "
-        "ONNX files) with its arguments",
+        "Network class (ShuffleUNet, UNet, BasicUNet, DynUNet or SegResNet) with its arguments. Import other networks "
+        "from torch.export or ONNX files",
         "BasicUNet(spatial_dims=3, in_channels=1, out_channels=2)",
         _parse_architecture,
     ),
@@ -86,8 +86,8 @@ QUESTIONS = (
     Question(
         "--normalisation",
         "input.normalisation",
-        "Intensity normalization: percentile:LOW,HIGH maps these percentiles to 0 and 1, range:LOW,HIGH maps these "
-        "intensities to 0 and 1, and zscore subtracts the mean and divides by the standard deviation",
+        "Intensity normalization: 'percentile:LOW,HIGH' maps these percentiles to 0 and 1, 'range:LOW,HIGH' maps these "
+        "intensities to 0 and 1, and 'zscore' subtracts the mean and divides by the standard deviation",
         "percentile:1,99.8",
         _parse_normalization,
     ),
@@ -108,22 +108,22 @@ QUESTIONS = (
     Question(
         "--activation",
         "activation",
-        "Function that converts scores to probabilities: softmax, sigmoid, or none if it is part of the network",
+        "Function that converts scores to probabilities: 'softmax', 'sigmoid', or 'none' if the network includes it",
         "softmax",
         _make_choice_parser("softmax", "sigmoid", "none"),
     ),
     Question(
         "--decoding",
         "decoding",
-        "Decoding method: classes selects the output with the highest score, and instances uses the outputs named "
-        "foreground and distance to separate objects",
+        "Decoding method: 'classes' selects the output with the highest score, and 'instances' uses the outputs named "
+        "'foreground' and 'distance' to separate objects",
         "classes",
         _parse_decoding,
     ),
     Question(
         "--voxel-size",
         "input.voxel_size",
-        "Voxel size Z,Y,X in micrometers to which stacks are resampled, or none to keep the original resolution",
+        "Voxel size Z,Y,X in micrometers to which stacks are resampled, or 'none' to keep the original resolution",
         "0.5,0.2,0.2",
         lambda text: None if text.strip() == "none" else _make_triple_parser(float)(text),
         is_optional=True,
@@ -131,7 +131,7 @@ QUESTIONS = (
     Question(
         "--diameter",
         "input.diameter",
-        "Diameter in voxels of the objects in the training data",
+        "Diameter of the objects in the training data, in voxels",
         "20",
         float,
         is_optional=True,
@@ -149,7 +149,7 @@ def add_arguments(import_parser: argparse.ArgumentParser) -> None:
     )
     import_parser.add_argument("--name", help="Name of the model (default: the name in the package)")
     for question in QUESTIONS:
-        text = f"{question.meaning} (for example '{question.example}')".replace("%", "%%")
+        text = f"{question.meaning}. Example: '{question.example}'".replace("%", "%%")
         import_parser.add_argument(question.option, dest=question.key, metavar="VALUE", help=text)
     import_parser.add_argument(
         "--with",

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_list)
     _add_list_arguments(parser)
     actions = parser.add_subparsers(metavar="list|import|remove")
-    list_parser = actions.add_parser("list", help="List the models (the default)")
+    list_parser = actions.add_parser("list", help="List the models (default action)")
     _add_list_arguments(list_parser)
     add_settings_options(list_parser, argparse.SUPPRESS)
     import_parser = actions.add_parser("import", help="Import a MONAI bundle, a bioimage.io package, or a weights file")
@@ -76,7 +76,7 @@ def run_remove(options: argparse.Namespace, settings: Settings) -> int:
         )
     shutil.rmtree(trained_folders[options.name])
     sys.stdout.write(
-        f"Removed {trained_folders[options.name]}. Running services list the model until you call POST"
+        f"Removed {trained_folders[options.name]}. Running services continue to list the model until you call POST"
         " /models/reload.\n"
     )
     return 0

@@ -17,23 +17,23 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse all arguments. Exit with status 2 if there are unknown arguments."""
-        options, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            option = next((text for text in unknown if text.startswith("-")), "").partition("=")[0]
+        options, unknown_arguments = super().parse_known_args(args, namespace)
+        if unknown_arguments:
+            option = next((text for text in unknown_arguments if text.startswith("-")), "").partition("=")[0]
             similar_options = difflib.get_close_matches(option, self._option_string_actions, 1)
             hint = f"; did you mean {similar_options[0]}?" if similar_options else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return options, unknown
+            self.error(f"unrecognized arguments: {' '.join(unknown_arguments)}{hint}")
+        return options, unknown_arguments
 
 
 def add_settings_options(command: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add `--config` and `--models`. The default `argparse.SUPPRESS` preserves values before a subcommand."""
+    """Add `--config` and `--models`. The default `argparse.SUPPRESS` preserves values that precede a subcommand."""
     command.add_argument(
         "--config",
         type=Path,
         default=default,
         metavar="FILE",
-        help="Configuration file, or a bundled preset: cpu, default or gpu (default: default)",
+        help="Configuration file, or a bundled preset: 'cpu', 'default' or 'gpu' (default: the preset 'default')",
     )
     command.add_argument(
         "--models",

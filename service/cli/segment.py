@@ -25,7 +25,7 @@ def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
         "input",
         type=_parse_input,
         metavar="IN",
-        help="TIFF stack, OME-Zarr image (folder or s3, gs, az, http or https URL), or folder of TIFF stacks",
+        help="TIFF stack, OME-Zarr image (a folder, or an s3, gs, az, http or https URL), or folder of TIFF stacks",
     )
     parser.add_argument(
         "result",
@@ -36,13 +36,17 @@ def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
         " labels as .npy or .nii.gz, or a folder if IN is a folder of stacks",
     )
     parser.add_argument(
-        "-o", "--out", type=Path, metavar="OUT", help="Alternative to the argument OUT (default: the argument OUT)"
+        "-o",
+        "--out",
+        type=Path,
+        metavar="OUT",
+        help="Path of the result, instead of the positional argument OUT (default: none)",
     )
     parser.add_argument(
         "--glob",
         metavar="PATTERN",
-        help="Glob pattern for the stacks in the folder IN, for example '**/*.tif' (default: all TIFFs in the folder,"
-        " but not in its subfolders)",
+        help="Glob pattern for the stacks in the folder IN, for example '**/*.tif' (default: all TIFF files in the"
+        " folder, but not in its subfolders)",
     )
     parser.add_argument(
         "--format",
@@ -64,7 +68,9 @@ def _add_result_options(parser: argparse.ArgumentParser) -> None:
         metavar="CSV",
         help="Also write a table of object measurements to this CSV file (default: no table)",
     )
-    parser.add_argument("--force", action="store_true", help="Overwrite existing results (default: fail)")
+    parser.add_argument(
+        "--force", action="store_true", help="Overwrite existing results (default: fail if a result exists)"
+    )
 
 
 def _add_block_options(parser: argparse.ArgumentParser) -> None:
@@ -73,21 +79,21 @@ def _add_block_options(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="Segment an OME-Zarr image of any size block by block with this number of processes (default: segment it"
-        " in one piece)",
+        help="Segment an OME-Zarr image of any size block by block with this number of processes (default: segment the"
+        " image in one piece)",
     )
     parser.add_argument(
         "--ray",
         metavar="HOST:PORT",
-        help="Run the --workers processes on a Ray cluster; the stack, result and scratch folder must be on storage"
-        " that all hosts of the cluster mount (default: run on this host)",
+        help="Run the processes of --workers on the Ray cluster at this address; the stack, the result and the"
+        " scratch folder must be on storage that all hosts of the cluster mount (default: run on this host)",
     )
     parser.add_argument(
         "--scratch",
         type=Path,
         metavar="FOLDER",
-        help="Folder for intermediate results of --workers; to resume an interrupted run, repeat the command"
-        " (default: OUT.blocks)",
+        help="Folder for the intermediate results of block-wise segmentation; to resume an interrupted run, repeat"
+        " the command (default: OUT.blocks)",
     )
 
 
@@ -100,6 +106,6 @@ def _parse_input(text: str) -> Path | str:
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Segment a file, a store or a folder, and print the number of objects and the seconds of each stage."""
-    from service.cli.segmentation import dispatch  # noqa: PLC0415 - its imports take seconds
+    from service.cli.segmentation import dispatch  # noqa: PLC0415 - its imports take several seconds
 
     return dispatch.run(options, settings)

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Run the service until a signal arrives. Raises ConfigError if the address or a folder cannot be used."""
     # torch reads this variable when it is imported. By default, its idle threads spin, and would occupy cores that
-    # decode other requests.
+    # are needed to decode other requests.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from service.api.server import serve  # noqa: PLC0415
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        help="Stop after this number of minutes, even if the number of --steps has not been reached",
+        help="Stop after this number of minutes, even if --steps has not been reached",
     )
     parser.add_argument("--learning-rate", type=float, help="Maximum learning rate")
     parser.add_argument("--batch-size", type=int, help="Number of crops per step")
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--validation", type=float, help="Fraction of every stack that is reserved for validation")
     parser.add_argument("--patience", type=int, help="Stop after this number of validations without improvement")
     parser.add_argument("--workers", type=int, help="Number of processes for augmentation; 0 uses a thread instead")
-    parser.add_argument("--seed", type=int, help="Random seed; the same seed gives the same model")
+    parser.add_argument("--seed", type=int, help="Random seed; the same seed produces the same model")
     parser.add_argument("--resume", action="store_true", help="Resume from the checkpoint in --out")
     parser.add_argument(
         "--benchmark",
@@ -48,19 +48,19 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     """Train a model and write its folder, or measure the speed of training steps. Requires the `train` extra."""
     overrides = {name: value for name in Training.model_fields if (value := getattr(options, name, None)) is not None}
     settings = override_settings(settings, "training", overrides)
-    base = None if options.base is None else choose_model(options.base, settings)
-    pairs = (options.images, options.labels)
+    base_spec = None if options.base is None else choose_model(options.base, settings)
+    training_files = (options.images, options.labels)
     if options.benchmark:
         from service.training.throughput import HEADER, measure_steps  # noqa: PLC0415
 
-        rows = [cost.format_row() for cost in measure_steps(pairs, settings, base)]
+        rows = [cost.format_row() for cost in measure_steps(training_files, settings, base_spec)]
         sys.stdout.write("\n".join([HEADER, *rows]) + "\n")
         return 0
     if options.out is None:
         raise BadParameter("--out is missing. Set it to a folder for the new model, for example models/mine.")
     from service.training.from_files import train_model  # noqa: PLC0415
 
-    spec, state = train_model(pairs, options.out, settings, base=base, resume=options.resume)
+    spec, state = train_model(training_files, options.out, settings, base=base_spec, resume=options.resume)
     sys.stdout.write(f"{options.out}: {spec.identifier}, {state.summarize()}\n")
     failure = state.describe_failure()
     if failure is not None:

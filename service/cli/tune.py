@@ -16,16 +16,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg tune`."""
     selection = parser.add_mutually_exclusive_group()
     selection.add_argument(
-        "--model", help="Name or folder of the model (default: the setting models.default, or nuclei if it is not set)"
+        "--model",
+        help="Name or folder of the model (default: the setting models.default, or 'nuclei' if it is not set)",
     )
     selection.add_argument("--all", action="store_true", help="Tune all served models, one after the other")
     parser.add_argument(
         "--minutes",
         type=float,
         help="Time limit per model in minutes; no new measurement starts after this time (default: the setting"
-        " engine.tune_seconds)",
+        " engine.tune_seconds, converted to minutes)",
     )
-    parser.add_argument("--device", help="Device: auto, cpu, cuda or cuda:N (default: the setting device.name)")
+    parser.add_argument("--device", help="Device: 'auto', 'cpu', 'cuda' or 'cuda:N' (default: the setting device.name)")
     parser.set_defaults(run=run)
 
 

@@ -228,7 +228,7 @@ def test_ome_zarr_labels_are_written_to_a_store_or_into_the_image(
 @pytest.mark.parametrize("name", ["threshold", "min_confidence"])
 def test_help_contains_the_defaults_of_the_default_model(name: str) -> None:
     value = getattr(read_spec(ROOT / "models" / "nuclei").decoding, name)
-    assert f"the model's setting, {value:g} for nuclei" in PARAMETERS[name][1]
+    assert f"the model's setting; {value:g} for the model nuclei" in PARAMETERS[name][1]
 
 
 def test_train_requires_a_model_folder(stack: Path, run_stackseg: Any) -> None:

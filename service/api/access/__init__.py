@@ -1,1 +1,1 @@
-"""Access control: API keys, rate limits, trusted host names and CORS."""
+"""Access control: API keys, rate limits, trusted host names, CORS, and protection against cross-site requests."""

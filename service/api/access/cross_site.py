@@ -1,4 +1,4 @@
-"""Protection against cross-site request forgery: web pages from other origins may not change anything."""
+"""Protection against cross-site request forgery (CSRF): web pages from other origins cannot change anything."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from service.api.messages.headers import get_header
 from service.core.errors import CrossSiteRequest
 from service.core.sections.serving import Access
 
-# Methods that change nothing. Browsers let pages from other origins send them, but do not let them read the response.
+# Methods of requests that change nothing. Browsers allow pages from other origins to send such requests, but not to
+# read the responses.
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-# Values of Sec-Fetch-Site for requests from the web UI of the service itself, and from the user (the address bar).
-OWN_SITES = frozenset({"same-origin", "none"})
+# Values of Sec-Fetch-Site for requests from the service's own web UI, and for requests that the user starts directly,
+# for example from the address bar.
+ALLOWED_FETCH_SITES = frozenset({"same-origin", "none"})
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class CrossSiteProtection:
-    """Middleware that refuses requests with unsafe methods from web pages of other origins, unless they are configured.
+    """Middleware that refuses requests with unsafe methods from web pages whose origin is not allowed.
 
-    A browser also sends requests from a page that a user has opened on the same computer, in the background and without
-    asking. Such requests are recognized by headers that pages cannot change (W3C Fetch Metadata and RFC 6454):
+    Any web page that a user opens can make the browser send requests to the service in the background, without asking
+    the user. Such requests are recognized by headers that pages cannot change (W3C Fetch Metadata and RFC 6454):
 
-    - `Sec-Fetch-Site`, which browsers send to HTTPS and loopback addresses, tells whether the page has the origin of
-      the service;
-    - otherwise, `Origin` must name the host and the port in the Host header, or a host in `access.hosts` at the default
-      port, for a proxy that changes the Host header.
+    - `Sec-Fetch-Site`, which browsers send to HTTPS and loopback addresses, indicates whether the page has the same
+      origin as the service.
+    - If this header is missing, `Origin` must contain the host and the port of the Host header. Because a proxy may
+      change the Host header, a host in `access.hosts` with the default port is accepted as well.
 
-    Programs send neither header.
+    Other clients send neither header, and their requests are accepted.
     """
 
     def __init__(self, app: ASGIApp, access: Access, handle_error: ErrorHandler) -> None:
@@ -44,24 +46,27 @@ class CrossSiteProtection:
             await self._app(scope, receive, send)
             return
         error = CrossSiteRequest(
-            "The service does not accept this request from a web page of another origin. Use the web UI of the service"
-            " itself, or ask the operator of the service to add the origin of the page to `access.origins`."
+            "The service does not accept this request, because a web page from another origin sent it. Use the web UI"
+            " of the service itself, or ask the operator of the service to add the origin of the page to"
+            " `access.origins`."
         )
         await self._handle_error(Request(scope), error)(scope, receive, send)
 
     def _is_allowed(self, scope: Scope) -> bool:
-        site, origin = get_header(scope, b"sec-fetch-site"), get_header(scope, b"origin")
-        if not site and not origin:
+        fetch_site, origin = get_header(scope, b"sec-fetch-site"), get_header(scope, b"origin")
+        if not fetch_site and not origin:
             return True
         if origin and ("*" in self._origins or origin in self._origins):
             return True
-        return site in OWN_SITES if site else self._is_own_origin(origin, get_header(scope, b"host"))
+        return (
+            fetch_site in ALLOWED_FETCH_SITES if fetch_site else self._is_own_origin(origin, get_header(scope, b"host"))
+        )
 
     def _is_own_origin(self, origin: str, host_header: str) -> bool:
         try:
-            page = urlsplit(origin)
-            default_port = DEFAULT_PORTS[page.scheme]
-            page_host, page_port = page.hostname or "", page.port or default_port
+            origin_url = urlsplit(origin)
+            default_port = DEFAULT_PORTS[origin_url.scheme]
+            page_host, page_port = origin_url.hostname or "", origin_url.port or default_port
             host_port = urlsplit(f"//{host_header}").port or default_port
         except (ValueError, KeyError):
             return False

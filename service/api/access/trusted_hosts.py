@@ -38,15 +38,15 @@ CORS_RESPONSE_HEADERS = (
 class TrustedHosts:
     """Middleware that refuses requests for host names that are not trusted, as protection against DNS rebinding.
 
-    In DNS rebinding, a web page of an attacker lets its own host name point to the address of the service, so that the
-    browser considers the page and the service to be the same site. The attacker does not control any of the trusted
-    names:
+    In DNS rebinding, an attacker makes the host name of a web page resolve to the address of the service, so that the
+    browser considers the page and the service to have the same origin. The attacker controls none of the trusted names:
 
     - the names in `access.hosts`;
-    - IP addresses, which browsers do not look up, if `server.host` is 0.0.0.0 or ::;
-    - without API keys, also `server.host`, and names and addresses of the loopback interface.
+    - if `server.host` is 0.0.0.0 or ::, all IP addresses, which browsers do not look up;
+    - if no API keys are configured, `server.host`, and the names and addresses of the loopback interface.
 
-    With API keys and without `access.hosts`, every name is accepted, because a page of an attacker has no key.
+    If API keys are configured and `access.hosts` is empty, every name is accepted, because an attacker's page does not
+    have an API key.
     """
 
     def __init__(self, app: ASGIApp, access: Access, server_host: str, handle_error: ErrorHandler) -> None:

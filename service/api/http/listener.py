@@ -170,10 +170,10 @@ class Listener(socket.socket):
 def raise_open_file_limit(requested_count: int) -> int:
     """Raise the limit on open files. Return the number of connections to allow, at most half of that limit."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = MAX_DESCRIPTORS if hard_limit == resource.RLIM_INFINITY else min(hard_limit, MAX_DESCRIPTORS)
-    if soft_limit != resource.RLIM_INFINITY and soft_limit < target:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard_limit))
-        soft_limit = target
+    target_limit = MAX_DESCRIPTORS if hard_limit == resource.RLIM_INFINITY else min(hard_limit, MAX_DESCRIPTORS)
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < target_limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target_limit, hard_limit))
+        soft_limit = target_limit
     max_connections = requested_count if soft_limit == resource.RLIM_INFINITY else min(requested_count, soft_limit // 2)
     if max_connections < requested_count:
         log.warning(

@@ -113,8 +113,8 @@ class FormParser:
 
     @property
     def _file_fields(self) -> str:
-        names = " and ".join(repr(name) for name in self._files)
-        return f"the field{'s' if len(self._files) > 1 else ''} {names}"
+        field_names = " and ".join(repr(name) for name in self._files)
+        return f"the field{'s' if len(self._files) > 1 else ''} {field_names}"
 
     def _end_part(self) -> None:
         if self._field_name in self._files:

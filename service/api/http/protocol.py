@@ -24,14 +24,14 @@ from service.api.http.data_rate import DataRate, SlowClientLimits
 from service.api.http.flow_control import READ_AHEAD_BYTES, CloseOnceTransport, ReadFlowControl
 from service.api.http.refusals import MAX_HEAD_BYTES, HeadError, RefusalResponse, check_framing_headers, check_head
 from service.api.http.sockets import count_acknowledged_bytes, count_unsent_bytes, enable_keepalive
-from service.api.messages.headers import SEND_DEADLINE, choose_request_id, get_header
+from service.api.messages.headers import SEND_DEADLINE_KEY, choose_request_id, get_header
 from service.api.messages.problems import get_status_code
 from service.core import telemetry
 from service.core.errors import Cancelled, NotReady, OutOfMemory, RequestError, TooSlow
 
 log = logging.getLogger("service.access")
 
-# Number of bytes read at a time. A request buffers at most this many bytes of its body before it requests more.
+# Maximum number of bytes per read, which also limits the number of body bytes that are buffered for a request.
 READ_BUFFER_BYTES = 2 * 2**20
 # Maximum number of requests that a client may send without waiting for responses, including the one in progress.
 MAX_PIPELINED_REQUESTS = 16
@@ -65,8 +65,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     flow: ReadFlowControl
     _framing_bytes = 0  # received bytes of the current request head, chunk header or trailers
-    _has_input_ended = False  # whether further input is ignored
-    # Total number of received bytes, and when the last ones arrived (event loop clock).
+    _has_input_ended = False  # whether input has ended, so that further input is ignored
+    # Total number of received bytes, and the time at which the last of them arrived (event loop clock).
     _received_bytes, _last_received_at = 0, 0.0
     _head_wait_start = 0.0  # time at which the connection began to wait for the next request head
     _all_sent_at: float | None = None  # time at which a closed connection was first found to have no unsent bytes
@@ -116,7 +116,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.send_400_response(f"The URL and the headers are longer than {MAX_HEAD_BYTES:,} bytes in total.")
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes, and keep no reference to them, because their memory is reused."""
+        """Parse received bytes without retaining references to them, because their memory is reused."""
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
@@ -132,14 +132,14 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         try:
             self.parser.feed_data(data)
         except HttpParserUpgrade as upgrade:
-            # Java clients send an Upgrade header, after which the parser expects no body.
-            head = self._drop_upgrade()
+            # Java clients send an Upgrade header, which makes the parser expect no body.
+            head = self._build_head_without_upgrade()
             self.parser = HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self._parse(head)
             self._parse(data[upgrade.args[0] :])
 
-    def _drop_upgrade(self) -> bytes:
+    def _build_head_without_upgrade(self) -> bytes:
         """Return the parsed request head without its Upgrade header, which a server may ignore (RFC 9110, 7.8)."""
         request_line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         headers = (b"%b: %b" % header for header in self.headers if header[0] != b"upgrade")
@@ -174,7 +174,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         return True
 
     def _end_input(self) -> bool:
-        """Ignore further input, and close the connection after pending responses. Return whether there are any."""
+        """Ignore further input, and close the connection after pending responses. Return whether any are pending."""
         truncated_cycles = [cycle for cycle in self._open_cycles if cycle.more_body and not cycle.response_started]
         for cycle in truncated_cycles:
             _notify_of_disconnect(cycle)
@@ -196,24 +196,20 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         else:
             self.loop.call_later(PROBE_SECONDS, self._abort_if_broken)
 
-    def close_if_stalled(self, seconds: float) -> None:
-        """Close the connection at shutdown, unless a response is pending or a first request may still arrive.
-
-        An upload is stalled if its request has waited for data for `seconds`. The first request on a new connection may
-        arrive within `FIRST_REQUEST_SECONDS`.
-        """
+    def close_if_stalled(self, stalled_seconds: float) -> None:
+        """Close the connection at shutdown if it is idle, or if its upload has not progressed for `stalled_seconds`."""
         if self.transport.is_closing():
-            self._abort_if_sent(seconds)
+            self._abort_if_sent(stalled_seconds)
             return
         now = self.loop.time()
         is_new = cast("RequestResponseCycle | None", self.cycle) is None
-        if is_new and now - self._head_wait_start < min(FIRST_REQUEST_SECONDS, seconds):
+        if is_new and now - self._head_wait_start < min(FIRST_REQUEST_SECONDS, stalled_seconds):
             return
         self.shutdown()
-        if self.flow.read_paused and seconds > 0:
+        if self.flow.read_paused and stalled_seconds > 0:
             self._last_received_at = now
-        if self._has_open_body and now - self._last_received_at >= seconds and not self.transport.is_closing():
-            error = NotReady("The service is shutting down before the upload is complete. Send the file again shortly.")
+        if self._has_open_body and now - self._last_received_at >= stalled_seconds and not self.transport.is_closing():
+            error = NotReady("The service is shutting down and interrupted the upload. Send the file again shortly.")
             retry_headers = {"Retry-After": str(error.retry_after)}
             self._refuse(RefusalResponse(HTTPStatus.SERVICE_UNAVAILABLE, error.slug, str(error), retry_headers))
             self.transport.close()
@@ -221,7 +217,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def close_if_too_slow(self, limits: SlowClientLimits) -> None:
         """Close the connection if its client sends a request head or body, or receives a response, too slowly."""
         now = self.loop.time()
-        if self._open_cycles and now >= self._open_cycles[0].scope["state"].get(SEND_DEADLINE, math.inf):
+        if self._open_cycles and now >= self._open_cycles[0].scope["state"].get(SEND_DEADLINE_KEY, math.inf):
             self.transport.abort()
         if not (unsent_bytes := count_unsent_bytes(self.transport)):
             self._send_rate.reset()
@@ -266,7 +262,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         )
 
     def _abort_if_sent(self, seconds: float) -> None:
-        """Abort a closed connection if its client has received all bytes but does not end TLS within `seconds`."""
+        """Abort a closed connection if its client has received all bytes but has not ended TLS after `seconds`."""
         now = self.loop.time()
         if count_unsent_bytes(self.transport):
             self._all_sent_at = None
@@ -307,7 +303,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:
-        """Start a request after the parser has read its head. Raises HeadError to close a connection with an error."""
+        """Start a request after the parser has read its head. Raises HeadError to refuse the request."""
         self._framing_bytes = 0
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             # `_parse` feeds the head again, without the Upgrade header.

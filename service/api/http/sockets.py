@@ -44,8 +44,8 @@ def count_acknowledged_bytes(transport: asyncio.Transport) -> int | None:
     """Count bytes that the client has acknowledged. Return None if the operating system does not report them."""
     connection = transport.get_extra_info("socket")
     try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED_BYTES_FIELD.size)
-        (acknowledged_bytes,) = _ACKNOWLEDGED_BYTES_FIELD.unpack(info)
+        tcp_info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED_BYTES_FIELD.size)
+        (acknowledged_bytes,) = _ACKNOWLEDGED_BYTES_FIELD.unpack(tcp_info)
     except (OSError, AttributeError, struct.error):
         return None
     # Systems that do not count these bytes report 0. A real client, even a slow one, acknowledges at least some bytes.

@@ -23,14 +23,14 @@ from service.serving.storage.memory_budget import MemoryBudget
 from service.serving.storage.scratch import SpaceReservation
 from service.serving.storage.threads import run_in_thread
 
-# Error codes if a hard link cannot be created, for example because the files are on different file systems.
+# Error codes of failed attempts to create a hard link, for example because the files are on different file systems.
 HARD_LINK_ERRORS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})
 # Size of the blocks that a thread writes: large enough to make the cost of switching threads negligible, but small
 # enough not to use much memory.
 BLOCK_BYTES = 2 * 2**20
 # Maximum memory in this process for upload data that is not on disk.
 UPLOAD_MEMORY_BYTES = 64 * 2**20
-UPLOAD_MEMORY = MemoryBudget(UPLOAD_MEMORY_BYTES)
+UPLOAD_MEMORY_BUDGET = MemoryBudget(UPLOAD_MEMORY_BYTES)
 
 
 class Upload:
@@ -43,7 +43,7 @@ class Upload:
     """
 
     def __init__(
-        self, path: Path, limit_bytes: int, space: SpaceReservation, budget: MemoryBudget = UPLOAD_MEMORY
+        self, path: Path, limit_bytes: int, space: SpaceReservation, budget: MemoryBudget = UPLOAD_MEMORY_BUDGET
     ) -> None:
         self.path = path
         self.name = ""
@@ -92,9 +92,9 @@ class Upload:
         A full block is written while more data arrives. If the memory budget is exhausted, all pending bytes are
         written before this method returns.
         """
-        has_memory = self._budget.reserve(nbytes)
-        self._reserved_memory_bytes += nbytes if has_memory else 0
-        if self._pending_bytes < BLOCK_BYTES and (has_memory or not self._pending_blocks):
+        is_memory_reserved = self._budget.reserve(nbytes)
+        self._reserved_memory_bytes += nbytes if is_memory_reserved else 0
+        if self._pending_bytes < BLOCK_BYTES and (is_memory_reserved or not self._pending_blocks):
             return
         # One write at a time keeps the blocks in order, and prevents a slow disk from filling the memory.
         await self.wait_for_write()
@@ -102,7 +102,7 @@ class Upload:
         self._write_task = asyncio.create_task(run_in_thread(partial(self._write, self._take_pending_blocks())))
         # Release the memory in a callback, because a task that is cancelled before it starts runs none of its code.
         self._write_task.add_done_callback(lambda _: self._budget.release(reserved_bytes))
-        if not has_memory:
+        if not is_memory_reserved:
             await self.wait_for_write()
 
     async def wait_for_write(self) -> None:

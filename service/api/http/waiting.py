@@ -16,34 +16,37 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def time_limit(seconds: float, explain_timeout: Callable[[], str | None] = lambda: None) -> AsyncIterator[None]:
-    """Cancel the block after `seconds`, and raise TimedOut with the reason that `explain_timeout` returns, if any."""
+    """Cancel the block after `seconds`, and raise TimedOut.
+
+    The message contains the explanation that `explain_timeout` returns or, if it returns None, general advice.
+    """
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError:
-        advice = explain_timeout() or "Send a smaller part of the volume."
-        message = f"The request was not completed within {seconds:g} s. {advice}"
+        explanation = explain_timeout() or "Send a smaller part of the volume."
+        message = f"The request was not completed within {seconds:g} s. {explanation}"
         raise TimedOut(message) from None
 
 
-async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, and return its result. If the client disconnects, cancel `work` and raise Cancelled.
+async def run_while_connected(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await `coroutine`, and return its result. If the client disconnects, cancel `coroutine` and raise Cancelled.
 
-    Call this function after the request body has been received. It never returns before `work` has ended.
+    Call this function after the request body has been received. It never returns before the coroutine has ended.
     """
     task = cast("asyncio.Task[Any]", asyncio.current_task())
     disconnect_task = asyncio.ensure_future(_wait_for_disconnect(request))
     has_ended = is_cancelled = False
 
     def cancel_work(_disconnect_task: asyncio.Future[None]) -> None:
-        # The event loop calls this function one iteration after the disconnect. The work may have ended in between.
+        # The event loop calls this function one iteration after the disconnect. By then, the coroutine may have ended.
         nonlocal is_cancelled
         if not has_ended:
             is_cancelled = task.cancel()
 
     disconnect_task.add_done_callback(cancel_work)
     try:
-        return await work
+        return await coroutine
     except asyncio.CancelledError:
         if not is_cancelled or task.uncancel() > 0:
             raise

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from starlette.types import Scope
 
-# Key of the request's state for the time (event loop clock) by which the client must have received the response.
-SEND_DEADLINE = "send_deadline"
+# Key in the request's state for the time (event loop clock) by which the client must have received the response.
+SEND_DEADLINE_KEY = "send_deadline"
 # Pairs of a name and a value. Names are in lower case, as ASGI requires.
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
@@ -53,5 +53,5 @@ def choose_request_id(proposed_id: str) -> str:
 
 
 def set_send_timeout(scope: Scope, seconds: float) -> None:
-    """Let the connection be closed if the client has not received the response to this request within `seconds`."""
-    scope.setdefault("state", {})[SEND_DEADLINE] = asyncio.get_running_loop().time() + seconds
+    """Close the connection if the client has not received the response to this request within `seconds`."""
+    scope.setdefault("state", {})[SEND_DEADLINE_KEY] = asyncio.get_running_loop().time() + seconds

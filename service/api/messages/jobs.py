@@ -152,11 +152,11 @@ def _get_reported_state(view: JobView) -> JobState | Literal["loading"]:
 
 def _report_part_progress(view: JobView) -> dict[str, Any]:
     """Return the progress of a time series or a folder as members of a `JobReport`."""
-    parts = (
+    part_progress = (
         JobProgress(done=view.part_progress.done, total=view.part_progress.total) if view.part_progress.total else None
     )
     is_folder = view.record.request.is_folder
-    return {"time_points": None if is_folder else parts, "stacks": parts if is_folder else None}
+    return {"time_points": None if is_folder else part_progress, "stacks": part_progress if is_folder else None}
 
 
 def _report_result(record: JobRecord) -> dict[str, Any]:

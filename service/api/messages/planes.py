@@ -14,10 +14,10 @@ from service.api.messages.headers import set_send_timeout
 from service.core.types import Array, Selection
 from service.serving.results.planes import MAX_PLANE_BYTES, PLANE_DTYPES, PlaneRange
 
-# Clients that receive planes more slowly are disconnected, because the planes occupy memory until they are sent.
+# Clients that receive planes more slowly than this are disconnected, because planes occupy memory until they are sent.
 MIN_BYTES_PER_SECOND = 2**18
-# Additional time for each response.
-SEND_SECONDS = 10.0
+# Time allowed for each response in addition to the time that follows from its size.
+BASE_SEND_SECONDS = 10.0
 # Size of the chunks in which planes are sent.
 CHUNK_BYTES = 2**20
 
@@ -113,7 +113,7 @@ class PlanesResponse(Response):
 
     async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
         content = self._planes.reshape(-1).view(np.uint8).data
-        set_send_timeout(scope, SEND_SECONDS + len(content) / MIN_BYTES_PER_SECOND)
+        set_send_timeout(scope, BASE_SEND_SECONDS + len(content) / MIN_BYTES_PER_SECOND)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             for start in range(0, len(content), CHUNK_BYTES):

@@ -205,11 +205,11 @@ def _get_extension_members(error: errors.StackSegError) -> dict[str, Any]:
 
 def _handle_library_error(request: Request, error: Exception) -> Response:
     """Return the response to an out-of-memory error. Other errors are unexpected, and are raised again."""
-    translated = translate_error(error)
-    if not isinstance(translated, errors.StackSegError):
+    translated_error = translate_error(error)
+    if not isinstance(translated_error, errors.StackSegError):
         raise error
     log.warning("out of memory: %s", error)
-    return handle_error(request, translated)
+    return handle_error(request, translated_error)
 
 
 def _handle_validation_error(request: Request, error: Exception) -> Response:

@@ -92,7 +92,7 @@ RESULT_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class OpenFileResponse(FileResponse):
-    """Response that sends an open file, even if its name is deleted in the meantime, and then closes it."""
+    """Response that sends an open file, even if its path is deleted in the meantime, and then closes the file."""
 
     def __init__(self, file: BinaryIO, media_type: str, headers: dict[str, str]) -> None:
         path, status = make_descriptor_path(file.fileno()), os.fstat(file.fileno())
@@ -199,5 +199,5 @@ def build_headers(metadata: AnswerMetadata) -> dict[str, str]:
 
 def to_ascii(text: str) -> str:
     """Replace control characters and non-ASCII characters, which a header cannot contain."""
-    printable = "".join(char if char.isprintable() else " " for char in text.replace("µ", "u"))
-    return printable.encode("ascii", "replace").decode()
+    printable_text = "".join(char if char.isprintable() else " " for char in text.replace("µ", "u"))
+    return printable_text.encode("ascii", "replace").decode()

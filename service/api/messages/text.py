@@ -1,4 +1,4 @@
-"""Strings in responses."""
+"""Type of strings in responses that may contain paths on the host."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from pydantic import AfterValidator
 
 from service.core.errors import remove_folders
 
-# String that may contain an error message. The folders are removed from paths on the host.
+# String that may contain an error message. Paths on the host are reduced to file names.
 RedactedText = Annotated[str, AfterValidator(remove_folders)]

@@ -134,12 +134,12 @@ async def receive_file(
     stages, runtime = Stages(), await get_runtime(request)
     limits = runtime.settings.limits
     async with AsyncExitStack() as resources:
-        path = await resources.enter_async_context(folder or work_folder(runtime.scratch))
+        folder_path = await resources.enter_async_context(folder or work_folder(runtime.scratch))
         async with time_limit(limits.request_seconds, runtime.devices.explain_missing_workers):
             space = resources.enter_context(runtime.scratch_space.make_reservation(get_quota_name(request)))
-            upload = Upload(path / INPUT_NAME, limits.upload_bytes, space)
+            upload = Upload(folder_path / INPUT_NAME, limits.upload_bytes, space)
             resources.callback(upload.close)
-            form_stack = Upload(path / FORM_STACK_NAME, limits.upload_bytes, space)
+            form_stack = Upload(folder_path / FORM_STACK_NAME, limits.upload_bytes, space)
             resources.callback(form_stack.close)
             with stages.measure("receive"):
                 await receive_upload(
@@ -158,7 +158,7 @@ async def receive_file(
             source = await _choose_source(request, query, upload, body_format, open_host_file)
             file_path = source.path if isinstance(source, Source) else upload.path
             name = "" if query.input is None else source.name
-            segmentation_request = SegmentationRequest(query, file_path, path, caller, name=name)
+            segmentation_request = SegmentationRequest(query, file_path, folder_path, caller, name=name)
             file = ReceivedFile(segmentation_request, source, upload, stages, resources)
             file.stack = form_stack if form_stack.received_bytes else None
             yield file
@@ -179,7 +179,7 @@ async def inspect_file(runtime: Runtime, file: ReceivedFile) -> Description:
 async def _merge_form_fields(
     request: Request, runtime: Runtime, query: Query, upload: Upload, body_format: BodyFormat
 ) -> Query:
-    """Merge the parameters with the fields of a form. Raises BadParameter if the form must contain only files."""
+    """Merge the parameters with the fields of a form. Raises BadParameter for fields in a form with labels."""
     if body_format.form_field != STACK_FIELD:
         if upload.fields:
             raise BadParameter("This form may contain only files. Put the parameters in the URL.")

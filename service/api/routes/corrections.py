@@ -111,7 +111,7 @@ async def list_annotations(request: Request, runtime: RuntimeDependency) -> Resp
         visible_annotations = annotations.list_newest_first(caller, is_admin=is_admin)
         overlaps = find_overlaps(visible_annotations)
         # Serialize one dictionary at a time. For thousands of annotated stacks, creating pydantic models would be slow,
-        # and so would garbage collection while many dictionaries exist.
+        # and garbage collection would be slow while many dictionaries exist.
         reports = [
             _JSON_OBJECT_ADAPTER.dump_json(describe_annotation(annotation, overlaps[annotation.id]))
             for annotation in visible_annotations
@@ -146,7 +146,8 @@ async def download_labels(request: Request, runtime: RuntimeDependency, annotati
 async def delete_annotation(request: Request, runtime: RuntimeDependency, annotation: AnnotationId) -> None:
     """Delete an annotated stack.
 
-    Unfinished training runs that use the annotated stack end. Models that were trained on it are not deleted.
+    Unfinished training runs that use the annotated stack are marked as failed. Models that were trained on it
+    are not deleted.
     """
     delete = partial(get_annotations(request).delete, annotation, get_caller(request))
     is_admin, trainings = _has_admin_rights(request, runtime), get_trainings(request)

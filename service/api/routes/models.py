@@ -93,8 +93,8 @@ async def download_picture(runtime: RuntimeDependency, name: str) -> FileRespons
 async def reload_models(request: Request, runtime: RuntimeDependency) -> ModelReload:
     """Reload the model folders.
 
-    Adds, replaces and removes models without a restart. Requires admin rights. The response is sent after all loaded
-    models that have changed have been loaded again. Running requests continue with their current model. If a new
+    Adds, replaces and removes models without a restart. Requires admin rights. The response is sent once every
+    loaded model that has changed has been reloaded. Running requests continue with their current model. If a new
     version of a model cannot be loaded, the previous version stays in use.
     """
     check_admin(request, runtime.settings.access)

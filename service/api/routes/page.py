@@ -47,11 +47,13 @@ def get_page_file_in_folder(folder: str, name: str) -> Response:
     return _build_file_response(f"{folder}/{name}")
 
 
-def _build_file_response(file: str) -> Response:
+def _build_file_response(relative_path: str) -> Response:
     """Return a file in one piece. A FileResponse would be slower, because it switches threads several times."""
-    if file not in MEDIA_TYPES_BY_FILE:
+    if relative_path not in MEDIA_TYPES_BY_FILE:
         raise HTTPException(404)
-    path = PAGE_FOLDER / file
-    template = FileResponse(path, media_type=MEDIA_TYPES_BY_FILE[file], headers=CACHE_HEADERS, stat_result=path.stat())
+    path = PAGE_FOLDER / relative_path
+    template = FileResponse(
+        path, media_type=MEDIA_TYPES_BY_FILE[relative_path], headers=CACHE_HEADERS, stat_result=path.stat()
+    )
     headers = {name: value for name, value in template.headers.items() if name != "accept-ranges"}
     return Response(path.read_bytes(), headers=headers)

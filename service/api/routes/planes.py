@@ -119,7 +119,10 @@ async def _open_volume(
 
 
 async def _send_planes(request: Request, runtime: Runtime, volume: Volume, plane_range: PlaneRange) -> Response:
-    """Return the response with planes of a volume. Raises the errors of `build_planes_response`, and Cancelled."""
+    """Return the response with planes of a volume.
+
+    Raises the same errors as `build_planes_response`, and Cancelled if the client disconnects.
+    """
     client = get_quota_name(request)
     threads = runtime.plane_threads.for_client(client)
     return await run_while_connected(request, build_planes_response(volume, plane_range, client, threads))
@@ -134,8 +137,8 @@ async def build_planes_response(
 ) -> Response:
     """Read planes of the first channel in a thread, and return the response with these planes.
 
-    Raises the errors of `PlaneSelection.select`, and RateLimited if other responses use up the client's share of the
-    memory.
+    Raises the same errors as `PlaneSelection.select`, and RateLimited if other responses use up the client's share of
+    the memory.
     """
     cancelled = threading.Event()
     planes = PlaneSelection.select(volume, plane_range)

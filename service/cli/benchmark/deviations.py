@@ -31,7 +31,8 @@ def find_deviations(settings: EngineSettings, report: EngineReport) -> list[str]
     ]
     if is_on_gpu and settings.kind != "auto":
         deviations += [
-            f"engine.kind is {settings.kind}, but the engine reported a warning: {text}" for text in report.warnings
+            f"engine.kind is {settings.kind}, but the engine reported a warning: {warning}"
+            for warning in report.warnings
         ]
     return deviations
 
@@ -43,7 +44,7 @@ def _list_settings(
     yield "kind", settings.kind, settings.kind, report.engine
     yield "precision", settings.precision, settings.precision, report.precision
     if settings.channels_last != "auto" and not backends.BACKENDS[report.engine].uses_float32_batches:
-        expected = "channels_last_3d" if settings.channels_last else "contiguous"
-        yield "channels_last", str(settings.channels_last).lower(), expected, report.memory_format
+        expected_format = "channels_last_3d" if settings.channels_last else "contiguous"
+        yield "channels_last", str(settings.channels_last).lower(), expected_format, report.memory_format
     if settings.kind in COMPILED_KINDS or (settings.kind == "auto" and is_on_gpu):
         yield "compile_mode", settings.compile_mode, settings.compile_mode, report.compile_mode or "none"

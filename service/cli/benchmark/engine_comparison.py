@@ -138,14 +138,14 @@ class TimedNetworkBuilder(NamedTuple):
 
 
 def compare_with_first(
-    first: TimedNetwork,
+    first_network: TimedNetwork,
     builders: Iterable[TimedNetworkBuilder],
     peak: DevicePeak,
     *,
     build_seconds: float = math.inf,
     pair_seconds: float = MAX_PAIR_SECONDS,
 ) -> Iterator[EngineRow]:
-    """Yield the row of `first`. Then build each network, time it alternately with `first`, and yield its row.
+    """Yield the row of `first_network`, and then a row for each network from `builders`, timed alternately with it.
 
     Each network is released before the next one is built. The row of a network that fails contains the reason.
 
@@ -153,7 +153,7 @@ def compare_with_first(
     pair_seconds   time limit for the rounds of each pair
     """
     group = "engines"
-    yield from compare_networks(group, [first], peak, pair_seconds)
+    yield from compare_networks(group, [first_network], peak, pair_seconds)
     total_build_seconds = 0.0
     for builder in builders:
         if total_build_seconds > build_seconds:
@@ -163,7 +163,7 @@ def compare_with_first(
             continue
         build_start = time.monotonic()
         try:
-            row, build_duration = _compare_pair(group, first, builder, peak, pair_seconds)
+            row, build_duration = _compare_pair(group, first_network, builder, peak, pair_seconds)
         except backends.ENGINE_ERRORS as error:
             row, build_duration = (
                 EngineRow(group, builder.name, builder.batch_size, backends.get_first_line(error)),
@@ -174,14 +174,14 @@ def compare_with_first(
 
 
 def _compare_pair(
-    group: str, first: TimedNetwork, builder: TimedNetworkBuilder, peak: DevicePeak, max_seconds: float
+    group: str, first_network: TimedNetwork, builder: TimedNetworkBuilder, peak: DevicePeak, max_seconds: float
 ) -> tuple[EngineRow, float]:
-    """Build a network and time it alternately with `first`. Return its row and the seconds that building took."""
+    """Build a network and time it alternately with `first_network`. Return its row and build time."""
     log.info("building %s x%d", builder.name, builder.batch_size)
     start = time.monotonic()
     network = builder.build()
     build_duration = time.monotonic() - start
-    _, row = compare_networks(group, [first, network], peak, max_seconds)
+    _, row = compare_networks(group, [first_network, network], peak, max_seconds)
     return row, build_duration
 
 
@@ -226,7 +226,7 @@ def load_selector(spec: ModelSpec, settings: Settings, device: torch.device) -> 
 
 
 def is_tf32_allowed(settings: EngineSettings, device: torch.device) -> bool:
-    """Return whether float32 matrix products may use TF32: on GPUs since Ampere, unless disabled in the settings."""
+    """Return whether float32 matrix products may use TF32: on GPUs since Ampere, unless the settings disable it."""
     if device.type != "cuda" or settings.matmul_precision == "highest":
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)

@@ -59,8 +59,8 @@ def measure_throughput(
     volume = Volume.from_array(tile_sample(spec, shape)[None])
     with _start_workers(spec, settings, connect) as devices:
         _time_requests(devices, spec, volume, 1)
-        for count in range(1, len(devices) + 1):
-            yield _time_requests(devices[:count], spec, volume, repeats)
+        for worker_count in range(1, len(devices) + 1):
+            yield _time_requests(devices[:worker_count], spec, volume, repeats)
 
 
 def format_row(row: HostsRow, first_row: HostsRow) -> str:

@@ -16,7 +16,7 @@ from service.cli.benchmark.timing import Spread
 from service.core.quantities import Size
 from service.inference.types import EngineReport
 
-DERIVED_VALUES = ("voxels_per_second", "gflop_per_second", "peak_share")
+DERIVED_VALUE_NAMES = ("voxels_per_second", "gflop_per_second", "peak_share")
 TABLE_HEADER = (
     "| {} | batch size | ms per window | windows/s | GFLOP/s | share of peak | speed relative to the first row |"
 )
@@ -53,15 +53,15 @@ def format_first_request(shape: Size, window_count: int, seconds: float) -> Iter
 
 def format_repeat_header(repeat: Repeat) -> Iterator[str]:
     """Return the header of the table of repeats, with the columns of this repeat."""
-    names = ["repeat", *(f"{stage} s" for stage in repeat.stages), "windows per second relative to a bare loop"]
+    column_names = ["repeat", *(f"{stage} s" for stage in repeat.stages), "windows per second relative to a bare loop"]
     if repeat.plain:
-        names += [
+        column_names += [
             f"{_format_baseline_name(tf32_allowed=repeat.plain_tf32)}, total s",
             "speedup over the baseline script",
         ]
     yield ""
-    yield f"| {' | '.join(names)} |"
-    yield "|---" * len(names) + "|"
+    yield f"| {' | '.join(column_names)} |"
+    yield "|---" * len(column_names) + "|"
 
 
 def format_repeat(repeat_number: int, repeat: Repeat) -> str:
@@ -78,27 +78,30 @@ def format_repeat(repeat_number: int, repeat: Repeat) -> str:
 
 def format_summary(report: Report) -> Iterator[str]:
     """Return the lines that summarize all repeats."""
-    times, peak = report.answered, report.peaks[report.engine.precision]
-    baseline_name = _format_baseline_name(tf32_allowed=times.plain_tf32)
+    request_times, peak = report.answered, report.peaks[report.engine.precision]
+    baseline_name = _format_baseline_name(tf32_allowed=request_times.plain_tf32)
     yield ""
-    yield "| stage | median s (minimum to maximum) |" + (f" {baseline_name} |" if times.plain else "")
-    yield "|---|---|" + ("---|" if times.plain else "")
-    for stage in dict.fromkeys((*times.stages, *times.plain)):
-        columns = [times.stages, times.plain] if times.plain else [times.stages]
+    yield "| stage | median s (minimum to maximum) |" + (f" {baseline_name} |" if request_times.plain else "")
+    yield "|---|---|" + ("---|" if request_times.plain else "")
+    for stage in dict.fromkeys((*request_times.stages, *request_times.plain)):
+        columns = [request_times.stages, request_times.plain] if request_times.plain else [request_times.stages]
         yield f"| {stage} | " + " | ".join(_format_seconds(column.get(stage)) for column in columns) + " |"
     yield ""
-    yield f"{times.windows_per_second:.1f} windows/s, {report.voxels_per_second / 1e6:.2f} M voxels/s"
+    yield f"{request_times.windows_per_second:.1f} windows/s, {report.voxels_per_second / 1e6:.2f} M voxels/s"
     precision = format_precision(report.engine.precision, tf32_allowed=report.tf32)
     share_text = f"{report.peak_share:.0%} of the {peak:.0f} GFLOP/s of a large {precision} matrix product"
     yield f"{report.gflop:.2f} GFLOP per window, {report.gflop_per_second:.0f} GFLOP/s: {share_text}"
     loop_text = (
-        f"{_format_seconds(times.stitched)} s; a bare loop of their forward passes: {_format_seconds(times.bare)} s"
+        f"{_format_seconds(request_times.stitched)} s; a bare loop of their forward passes:"
+        f" {_format_seconds(request_times.bare)} s"
     )
     yield f"windows from pixels to scores: {loop_text}"
-    ratio_text = f"{_format_ratio(times.stitching)}, in CPU seconds {_format_ratio(times.cpu_stitching)}"
+    ratio_text = (
+        f"{_format_ratio(request_times.stitching)}, in CPU seconds {_format_ratio(request_times.cpu_stitching)}"
+    )
     yield f"windows per second relative to a bare loop: {ratio_text}"
-    if times.speedup is not None:
-        yield f"speed relative to the {baseline_name}: {_format_ratio(times.speedup)}"
+    if request_times.speedup is not None:
+        yield f"speed relative to the {baseline_name}: {_format_ratio(request_times.speedup)}"
     device_text = f", {report.device_bytes / 2**30:.2f} GiB on the device" if report.device_bytes else ""
     yield f"peak memory: {report.peak_bytes / 2**30:.2f} GiB{device_text}"
 
@@ -131,9 +134,9 @@ def _format_ratio(spread: Spread) -> str:
 
 def to_json(report: Report) -> str:
     """Return all measurements of the report as JSON."""
-    derived = {name: getattr(report, name) for name in DERIVED_VALUES}
-    derived["windows_per_second"] = report.answered.windows_per_second
-    return json.dumps(asdict(report) | derived, indent=1)
+    derived_values = {name: getattr(report, name) for name in DERIVED_VALUE_NAMES}
+    derived_values["windows_per_second"] = report.answered.windows_per_second
+    return json.dumps(asdict(report) | derived_values, indent=1)
 
 
 def plot(report: Report, path: Path) -> None:

@@ -214,7 +214,7 @@ class RequestRunner:
 
 
 def tile_sample(spec: ModelSpec, shape: Size) -> Array:
-    """Return a stack [Z, Y, X] of uint16 that repeats the model's sample.
+    """Return a uint16 stack [Z, Y, X] that repeats the model's sample.
 
     Raises BadParameter if the model has several input channels.
     """

@@ -43,21 +43,23 @@ PrintLine = Callable[[str], object]
 class BenchPlan:
     """Selected measurements.
 
-    cold           measure two startups, with an empty cache folder and with the cache of the first startup
-    baseline       also run the baseline script, alternating with the requests
-    batch_sizes    batch sizes at which engines are compared; by default only the one in use
-    build_seconds  time limit for building the compared engines
-    profile        file for a trace of one request
+    measure_cold_start  whether to measure two startups, the first with an empty cache folder and the second with the
+                        cache of the first
+    run_baseline        whether to run the baseline script as well, in alternation with the requests
+    compare_engines     whether to compare engines; implied by `batch_sizes`
+    batch_sizes         batch sizes at which engines are compared; by default, only the batch size in use
+    build_seconds       time limit for building the compared engines
+    profile_path        file for a trace of one request
     """
 
     shape: Size = (64, 512, 512)
     repeats: int = 3
-    cold: bool = False
-    baseline: bool = False
+    measure_cold_start: bool = False
+    run_baseline: bool = False
     compare_engines: bool = False
     batch_sizes: tuple[int, ...] = ()
     build_seconds: float = math.inf
-    profile: Path | None = None
+    profile_path: Path | None = None
 
     @property
     def should_compare_engines(self) -> bool:
@@ -77,7 +79,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintL
     with tempfile.TemporaryDirectory(prefix="bench-") as folder_name, open_batcher(settings) as batcher:
         folder = Path(folder_name)
         requests.write_stack(spec, plan.shape, folder / "stack.tif")
-        if plan.cold:
+        if plan.measure_cold_start:
             settings = override_settings(settings, "engine", {"cache_folder": folder / "cache"})
         starts, model = batcher.call(lambda: _time_starts(spec, settings, plan, print_line))
         engine, tf32_allowed = model.report(), is_tf32_allowed(settings.engine, torch_device)
@@ -102,8 +104,8 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintL
             tf32=tf32_allowed,
         )
         _print_lines(print_line, report.format_summary(result))
-        if plan.profile is not None:
-            runner.write_profile(plan.profile)
+        if plan.profile_path is not None:
+            runner.write_profile(plan.profile_path)
         if plan.should_compare_engines:
             current_network = _make_current_network(runner, result)
             builders = iter_builders(spec, settings, torch_device, plan.batch_sizes or (current_network.batch_size,))
@@ -119,7 +121,7 @@ def _get_peak_device_bytes(device: torch.device) -> int:
 
 def _check_plan(plan: BenchPlan) -> None:
     """Raise BadParameter if the plan requires files from a git clone, and they do not exist."""
-    if plan.baseline and not requests.BASELINE_SCRIPT.exists():
+    if plan.run_baseline and not requests.BASELINE_SCRIPT.exists():
         raise BadParameter(
             f"--baseline requires benchmarks/{requests.BASELINE_SCRIPT.name}, which only a git clone contains."
         )
@@ -142,8 +144,8 @@ def _time_starts(
     spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintLine
 ) -> tuple[SecondsByName, ModelRunner]:
     starts = {}
-    for number in range(2 if plan.cold else 1):
-        if number:
+    for start_index in range(2 if plan.measure_cold_start else 1):
+        if start_index:
             torch.compiler.reset()
         start = time.perf_counter()
         model = ModelRunner(spec, settings)
@@ -161,15 +163,15 @@ def _time_requests(runner: RequestRunner, plan: BenchPlan, print_line: PrintLine
     # Warm up, because each stream allocates memory for its layers in its first loop.
     runner.run_bare_loop()
     repeats: list[Repeat] = []
-    for number in range(1, plan.repeats + 1):
+    for repeat_number in range(1, plan.repeats + 1):
         stages = runner.run_request()
         windows, cpu_windows = _time_windows(runner)
-        baseline = runner.run_baseline_script() if plan.baseline else BaselineRun({})
+        baseline = runner.run_baseline_script() if plan.run_baseline else BaselineRun({})
         repeat = Repeat(stages, windows, cpu_windows, baseline.seconds, baseline.tf32_allowed)
         if not repeats:
             _print_lines(print_line, report.format_repeat_header(repeat))
         repeats.append(repeat)
-        print_line(report.format_repeat(number, repeat))
+        print_line(report.format_repeat(repeat_number, repeat))
     if runner.fallback_notes:
         _print_lines(print_line, ("", *report.format_warnings(runner.fallback_notes)))
     return RequestTimes.summarize(runner.window_count, first_seconds, repeats)

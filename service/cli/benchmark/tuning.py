@@ -1,4 +1,4 @@
-"""Compare the engines of models on each kind of device that the service would use."""
+"""Compare the engines for each model on each kind of device that the service would use."""
 
 from __future__ import annotations
 

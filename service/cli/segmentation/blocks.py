@@ -113,7 +113,7 @@ def _make_workers(options: argparse.Namespace, settings: Settings) -> Workers:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise BadParameter for an invalid number of workers, and ConfigError if no cluster can be used."""
+    """Raise BadParameter for an invalid number of workers, and ConfigError if Ray cannot be used."""
     if options.workers < 1:
         raise BadParameter("--workers must be at least 1.")
     if options.ray is not None:

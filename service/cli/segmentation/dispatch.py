@@ -86,10 +86,10 @@ def _check_result_names(options: argparse.Namespace) -> None:
 
 def _parse_query(options: argparse.Namespace) -> Query:
     """Return the request parameters except the model, which may be a path here. Raises BadParameter."""
-    names = {*PARAMETERS, "format"} - {"model"}
+    parameter_names = {*PARAMETERS, "format"} - {"model"}
     try:
-        values = {name: value for name in names if (value := getattr(options, name)) is not None}
-        return Query.model_validate(values | ({"strict": True} if options.strict else {}))
+        parameters = {name: value for name in parameter_names if (value := getattr(options, name)) is not None}
+        return Query.model_validate(parameters | ({"strict": True} if options.strict else {}))
     except ValidationError as error:
         raise describe_validation_errors(error.errors(), format_name=format_option) from error
 

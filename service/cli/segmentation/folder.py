@@ -80,7 +80,7 @@ def _print_summary(outcome: FolderOutcome, stack_count: int, out: Path, spec: Mo
     sys.stderr.writelines(
         f"stackseg: {warning.replace(': ', ': warning: ', 1)}\n" for warning in outcome.confidence_warnings
     )
-    previous_note = f", {outcome.skipped_count} of them previously" if outcome.skipped_count else ""
+    previous_note = f", {outcome.skipped_count} of them in earlier runs" if outcome.skipped_count else ""
     stack_text = f"{stack_count - len(outcome.failures)} of {stack_count} stacks{previous_note}"
     object_text = "" if outcome.object_count is None else f", {outcome.object_count} objects"
     sys.stdout.write(f"{out / REPORT_FILE}: {stack_text}{object_text}, {spec.identifier}\n")

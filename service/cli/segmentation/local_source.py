@@ -14,7 +14,7 @@ from service.serving.reading import PixelSource
 def make_local_source(
     path: Path | Store, query: Query, limit_bytes: int, scratch: Path, *, is_measured: bool
 ) -> PixelSource:
-    """Return a source that reads a file in this process and decodes pixels to the folder `scratch`."""
+    """Return a source that reads a file in this process and decodes pixels into the folder `scratch`."""
 
     def read(selection: Selection) -> Volume:
         return stack_reader.read(path, selection, limit_bytes, scratch)

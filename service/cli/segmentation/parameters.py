@@ -6,26 +6,26 @@ import re
 
 from service.core.errors import StackSegError
 
-# Parameters that the command shares with POST /segment, by their names in the API, with placeholder and help text.
+# Parameters that the command shares with POST /segment, by their names in the API: placeholder and help text.
 PARAMETERS = {
     "model": (
         "MODEL",
-        "Name or folder of the model (default: the setting models.default, or nuclei if it is not set)",
+        "Name or folder of the model (default: the setting models.default, or 'nuclei' if it is not set)",
     ),
     "channel": (
         "CHANNEL",
-        "Name or zero-based index of the channel, or all if the model has several input channels (default: the only"
-        " channel, or all if the model has as many input channels as the file has channels)",
+        "Name or zero-based index of the channel, or 'all' if the model has several input channels (default: the only"
+        " channel, or 'all' if the model has as many input channels as the file has channels)",
     ),
     "time": (
         "INDEX",
-        "Zero-based index of one time point; all or a range such as 2:5 (end excluded) selects a time series (default:"
-        " the only time point)",
+        "Zero-based index of one time point; 'all', or a range such as 2:5 (end excluded), selects a time series"
+        " (default: the only time point)",
     ),
     "link": (
-        "HOW",
-        "Link objects across time points, so that each object keeps its label: overlap links the objects that share the"
-        " most voxels, and laptrack minimizes the total movement (default: objects are not linked)",
+        "METHOD",
+        "Link objects across time points, so that each object keeps its label: 'overlap' links the objects that share"
+        " the most voxels, and 'laptrack' minimizes the total movement (default: objects are not linked)",
     ),
     "axes": (
         "AXES",
@@ -38,42 +38,43 @@ PARAMETERS = {
     ),
     "diameter": (
         "DIAMETER",
-        "Object diameter, for example 15px, 6.5um, or 7,15,15px along z, y, x; auto estimates the diameter, and none"
-        " processes the stack at its original resolution (default: the model's setting, auto for nuclei and membranes)",
+        "Object diameter, for example 15px, 6.5um, or 7,15,15px along z, y, x; 'auto' estimates the diameter, and"
+        " 'none' processes the stack at its original resolution (default: the model's setting; 'auto' for the models"
+        " nuclei and membranes)",
     ),
     "skip_below": (
         "INTENSITY",
-        "Skip windows that have no voxel brighter than this value; auto uses the background level, and none processes"
-        " all windows (default: the setting windows.skip_below, or none if it is not set)",
+        "Skip windows that have no voxel brighter than this value; 'auto' uses the background level, and 'none'"
+        " processes all windows (default: the setting windows.skip_below, or 'none' if it is not set)",
     ),
     "threshold": (
         "PROBABILITY",
         "Minimum foreground probability of object voxels; higher values give smaller and fewer objects (default: the"
-        " model's setting, 0.6 for nuclei)",
+        " model's setting; 0.6 for the model nuclei)",
     ),
     "minimum_size": (
         "SIZE",
         "Minimum object size, in voxels or as a volume, for example 60 or 12.5um3; smaller objects are removed"
-        " (default: the model's setting, 1/64 of the volume of a typical object for nuclei)",
+        " (default: the model's setting; 1/64 of the volume of a typical object for the model nuclei)",
     ),
     "border": (
         "keep|drop",
-        "Keep or drop objects that touch a face of the stack, where they may be incomplete (default: the model's"
-        " setting, keep for nuclei)",
+        "Keep or drop objects that touch a face of the stack and may therefore be incomplete (default: the model's"
+        " setting; 'keep' for the model nuclei)",
     ),
     "fill_holes": (
         "true|false",
-        "Fill holes inside objects (default: the model's setting, false for nuclei)",
+        "Fill holes inside objects (default: the model's setting; 'false' for the model nuclei)",
     ),
     "min_confidence": (
         "PROBABILITY",
-        "Remove objects whose mean foreground probability is lower than this (default: the model's setting, 0.8 for"
-        " nuclei)",
+        "Remove objects whose mean foreground probability is lower than this (default: the model's setting; 0.8 for"
+        " the model nuclei)",
     ),
     "output": (
-        "KIND",
-        "Type of the result: labels, classes or probabilities (default: labels if the model separates objects,"
-        " otherwise classes)",
+        "TYPE",
+        "Type of the result: 'labels', 'classes' or 'probabilities' (default: 'labels' if the model separates objects,"
+        " otherwise 'classes')",
     ),
     "sw_batch_size": (
         "N",
@@ -82,12 +83,12 @@ PARAMETERS = {
     "roi_size": (
         "Z,Y,X",
         "Window size in voxels, for example 96,96,96, if the model allows sizes other than its own (default: the"
-        " model's setting, 64,64,64 for nuclei)",
+        " model's setting; 64,64,64 for the model nuclei)",
     ),
     "quality": (
         "fast|best",
-        "best uses windows that overlap by half, averages the scores of each window and two mirror images of it, and"
-        " takes about ten times as long as fast (default: fast)",
+        "Trade-off between speed and quality: 'best' uses windows that overlap by half, averages the scores of each"
+        " window and two mirror images of it, and takes about ten times as long as 'fast' (default: 'fast')",
     ),
     "overlap": (
         "FRACTION",

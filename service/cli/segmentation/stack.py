@@ -135,8 +135,8 @@ def _check_format(kind: OutputKind, query: Query, path: Path) -> None:
 
 def _summarize(path: str, spec: ModelSpec, result: Result, stages: Stages) -> str:
     """Return one line with the number of objects and the seconds of each stage."""
-    count = result.segmentation.count
-    object_text = "" if count is None else f"{count} objects, "
+    object_count = result.segmentation.count
+    object_text = "" if object_count is None else f"{object_count} objects, "
     if result.series is not None:
         object_text += f"{result.series.num_time_points} of {result.series.total} time points, "
     stage_text = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stages.seconds.items())

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from service.api.http import uploads
 from service.api.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
-from service.api.http.uploads import BLOCK_BYTES, UPLOAD_MEMORY, Upload, receive_upload, sanitize_file_name
+from service.api.http.uploads import BLOCK_BYTES, UPLOAD_MEMORY_BUDGET, Upload, receive_upload, sanitize_file_name
 from service.core.errors import BadParameter, Cancelled, RateLimited, StackSegError, TooLarge, UnsupportedMedia
 from service.serving.storage.memory_budget import MemoryBudget
 from service.serving.storage.scratch import ScratchSpace, SpaceReservation
@@ -37,7 +37,7 @@ def post(
     *,
     disconnected: bool = False,
     in_memory: bool = False,
-    budget: MemoryBudget = UPLOAD_MEMORY,
+    budget: MemoryBudget = UPLOAD_MEMORY_BUDGET,
 ) -> Upload:
     """Receive a body that arrives in these chunks, and return the completed upload.
 

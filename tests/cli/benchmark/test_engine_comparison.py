@@ -166,7 +166,7 @@ def test_exact_runner_is_compared_with_the_peak_without_tf32(peak, monkeypatch):
 
     monkeypatch.setattr(engine_comparison, "measure_matrix_peak", measure_matrix_peak)
     previous_settings = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    tf32._set("high")
+    tf32._set_matmul_precision("high")
     try:
         fast, exact = engine_comparison.compare_networks("", [IN_USE, IN_USE._replace(is_tf32_disabled=True)], peak)
     finally:

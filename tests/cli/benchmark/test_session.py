@@ -42,7 +42,9 @@ class Run(NamedTuple):
 @pytest.fixture(scope="module")
 def finished(bands, trace):
     lines = []
-    return Run(run(bands, SETTINGS, BenchPlan(SHAPE, repeats=2, batch_sizes=(2,), profile=trace), lines.append), lines)
+    return Run(
+        run(bands, SETTINGS, BenchPlan(SHAPE, repeats=2, batch_sizes=(2,), profile_path=trace), lines.append), lines
+    )
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +209,7 @@ def test_row_without_measurements_contains_the_reason():
 
 def test_cold_start_is_followed_by_a_cached_start(bands):
     settings = Settings.model_validate({"device": {"name": "cpu", "threads": 1}, "engine": {"precision": "fp32"}})
-    starts = run(bands, settings, BenchPlan((16, 32, 32), repeats=1, cold=True), ignore).starts
+    starts = run(bands, settings, BenchPlan((16, 32, 32), repeats=1, measure_cold_start=True), ignore).starts
     assert list(starts) == ["known-order", "known-order, cached"]
 
 
@@ -225,7 +227,7 @@ def test_stack_of_any_shape_is_tiled_from_the_sample(bands):
 def test_baseline_script_runs_if_it_exists(bands, monkeypatch, tmp_path):
     script, lines = tmp_path / "plain.py", []
     monkeypatch.setattr(requests, "BASELINE_SCRIPT", script)
-    plan = BenchPlan((16, 32, 32), repeats=1, baseline=True)
+    plan = BenchPlan((16, 32, 32), repeats=1, run_baseline=True)
     with pytest.raises(BadParameter, match=r"plain\.py"):
         run(bands, SETTINGS, plan, ignore)
     script.write_text('print(\'{"stages": {"windows": 2000.0, "write": 0.5}, "tf32": true}\')')

@@ -85,7 +85,9 @@ def test_interrupted_folder_is_resumed(folder: Path, config: Path, tmp_path: Pat
     assert sorted(read_recorded_stacks(out)) == sorted(
         [*(f"{name}.tif" for name in STACKS), "broken.tif", "broken.tif"]
     )
-    assert output.startswith(f"{out / 'report.html'}: 19 of 20 stacks, {len(previous_stacks) - 1} of them previously, ")
+    assert output.startswith(
+        f"{out / 'report.html'}: 19 of 20 stacks, {len(previous_stacks) - 1} of them in earlier runs, "
+    )
 
     table, report = read_table(out / "objects.csv"), (out / "report.html").read_text()
     for name in STACKS:
@@ -114,7 +116,7 @@ def test_completed_stacks_are_skipped_unless_parameters_or_files_changed(
 
     def count_previous_stacks(*arguments: object) -> str:
         output = run_stackseg("segment", copied_folder, out, "--config", config, *arguments).partition(" stacks, ")[2]
-        return output.partition(" of them")[0] if "previously" in output else "0"
+        return output.partition(" of them")[0] if "in earlier runs" in output else "0"
 
     assert count_previous_stacks() == "0"
     assert count_previous_stacks() == "3"
@@ -136,7 +138,7 @@ def test_labels_of_a_folder_are_written_as_ome_zarr_on_request(
         if previous_count:
             (out / f"{names[0]}_labels.ome.zarr" / "zarr.json").unlink()
         output = run_stackseg("segment", copied_folder, out, "--config", config, "--format", "zarr")
-        assert (f", {previous_count} of them previously" in output) == (previous_count > 0)
+        assert (f", {previous_count} of them in earlier runs" in output) == (previous_count > 0)
         for name in names:
             store = out / f"{name}_labels.ome.zarr"
             yaozarrs.validate_zarr_store(str(store))
