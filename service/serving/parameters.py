@@ -41,7 +41,7 @@ MAX_NAME_LENGTH = 40
 class Query(BaseModel):
     """Parameters of `/segment` and `/inspect`: the part of the file to read, metadata overrides, and options."""
 
-    # Requests with the same query string share an object and its cached properties, so it must never be modified.
+    # Requests with the same query string share one object and its cached properties, so never modify it.
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str | None = Field(
@@ -50,14 +50,14 @@ class Query(BaseModel):
     channel: str | None = Field(
         default=None,
         max_length=256,
-        description="Channel to segment: its name or zero-based index. Use all for a model that requires "
+        description="Channel to segment: its name or zero-based index. Use `all` for a model that requires "
         "several channels. Default: the only channel.",
         examples=["0", "DAPI", "all"],
     )
     time: str | None = Field(
         default=None,
         max_length=32,
-        description="Zero-based time point to segment. To segment several time points, use all or a range that "
+        description="Zero-based time point to segment. To segment several time points, use `all` or a range that "
         "excludes its end, such as 2:5 for 2, 3 and 4. The result then has a time axis T. Default: the only time "
         "point.",
         examples=["0", "all", "2:5"],
@@ -199,7 +199,7 @@ class Query(BaseModel):
     output_to: str | None = Field(
         default=None,
         max_length=1024,
-        description="Path on the host of the service to write the result to. The response then contains only a "
+        description="Path on the host of the service where the result is saved. The response then contains only a "
         "summary. The result is written as OME-Zarr if the name ends with .zarr, or is inside the labels group of an "
         "OME-Zarr image. If input is a folder, this is the folder for the results.",
         examples=["results/2026/stack_labels.tif", "results/2026/stack.ome.zarr/labels/nuclei"],
@@ -281,7 +281,7 @@ class SegmentationRequest(NamedTuple):
 
     source     path of the file, in `folder` unless the request specifies a file on the host
     folder     scratch folder of the request
-    cancelled  returns whether the client has disconnected or the request was cancelled
+    cancelled  returns whether the client has disconnected or the request was canceled
     name       file name for the provenance record; "" if the result may be reused for identical files with other names
     digest     digest of the file; None if unknown
     """

@@ -261,7 +261,7 @@ def _hold_lock(folder_fd: int, cancelled: CancellationCheck) -> Iterator[None]:
     """Context manager that holds an exclusive lock on a folder. Waits for other programs. Raises Cancelled."""
     while not _try_lock(folder_fd):
         if cancelled():
-            raise Cancelled("The request was cancelled while it was waiting for the lock on the output folder.")
+            raise Cancelled("The request was canceled while it was waiting for the lock on the output folder.")
         time.sleep(_LOCK_POLL_SECONDS)
     try:
         yield

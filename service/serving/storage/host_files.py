@@ -308,7 +308,7 @@ def _parse_location(
 
 
 def _is_allowed(caller: str | None, keys: tuple[str, ...]) -> bool:
-    """Return whether a caller is in a list of keys. An empty list allows all callers."""
+    """Return whether a caller is in a list of key names. An empty list allows all callers."""
     return not keys or caller in keys
 
 

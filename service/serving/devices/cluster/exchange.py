@@ -130,7 +130,7 @@ class ActorStatus(NamedTuple):
     """Status of an actor.
 
     host      name of the actor's host
-    problem   why its device is unavailable; None if it is available
+    problem   reason why its device is unavailable; None if the device is available
     gpus      GPUs of the host
     cpu       processor and memory of the host
     progress  progress of its tasks, by task id

@@ -129,7 +129,7 @@ class Job(Generic[T]):
             self._drop_work()
 
     def cancelled(self) -> bool:
-        """Return whether the job was cancelled. Its work may still be running."""
+        """Return whether the job was canceled. Its work may still be running."""
         return self._cancel_event.is_set()
 
     def advance(self, done: int, total: int) -> None:
@@ -144,7 +144,7 @@ class Job(Generic[T]):
         self.on_needs_changed(self, needs)
 
     def run(self) -> None:
-        """Run the work, unless the job was cancelled while it was waiting. The caller passes exceptions to `fail`."""
+        """Run the work, unless the job was canceled while it was waiting. The caller passes exceptions to `fail`."""
         if not self.future.set_running_or_notify_cancel():
             return
         self._start_time = self._clock()
@@ -164,7 +164,7 @@ class Job(Generic[T]):
         self.future.set_exception(error)
 
     def fail_before_start(self, error: BaseException) -> None:
-        """End a job that has not started with an error, unless it was cancelled."""
+        """End a job that has not started with an error, unless it was canceled."""
         if self.future.set_running_or_notify_cancel():
             self._drop_work()
             self.fail(error)
