@@ -116,7 +116,7 @@ class Device(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """Reason why the device is starting or lost, in one sentence; None in other states."""
+        """Reason why the device is not up, in one sentence; None if it is up or was released."""
 
     @property
     def is_serving(self) -> bool:

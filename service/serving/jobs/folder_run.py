@@ -63,7 +63,7 @@ class FolderPaths(NamedTuple):
         return cls(query.input, query.output_to, query.glob, caller)
 
     def find_stacks(self, host_files: HostFiles, cancelled: CancellationCheck) -> list[str]:
-        """Return the names of the stacks. Raises BadParameter if there are none, and Cancelled."""
+        """Return the names of the stacks. Raises Cancelled, and BadParameter if there are no stacks."""
         files = host_files.list_stacks(self.input_folder, self.results_folder, self.caller, self.glob, cancelled)
         if stacks := select_stacks(files, self.glob):
             return stacks
@@ -73,7 +73,7 @@ class FolderPaths(NamedTuple):
         )
 
     def check_folders(self, host_files: HostFiles, cancelled: CancellationCheck, *, overwrite: bool) -> None:
-        """Raise BadParameter if a folder cannot be used, and Cancelled.
+        """Raise BadParameter if a folder cannot be used. Also raises Cancelled.
 
         Unless `overwrite` is set, also raise BadParameter if the results folder contains files other than results.
         """

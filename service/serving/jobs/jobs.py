@@ -160,8 +160,8 @@ class JobManager:
     ) -> JobView:
         """Accept a request for a folder of stacks, like `submit`. Deleting the job does not delete the results.
 
-        Raises BadParameter if the folders cannot be used, QueueFull and NotReady as in `JobQueue.offer`, the errors of
-        `Estimator.plan`, and Cancelled.
+        Raises BadParameter if the folders cannot be used. Also raises QueueFull and NotReady as in `JobQueue.offer`,
+        Cancelled, and the errors of `Estimator.plan`.
         """
         query, runtime = request.query, self._runtime
         spec = runtime.models.get_spec(query.model)

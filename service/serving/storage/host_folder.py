@@ -115,12 +115,12 @@ def list_files(
     """Return the relative paths of the regular files below an open folder that match a pattern.
 
     The pattern has the syntax of `pathlib.Path.glob`. Links and the folder with the status `skipped_status` are not
-    searched. Raises BadParameter if the pattern is invalid or the folder contains too many entries, and Cancelled.
+    searched. Raises Cancelled, and BadParameter if the pattern is invalid or the folder contains too many entries.
     """
     pattern = _parse_pattern(glob)
     search = _Search(pattern, skipped_status, cancelled)
     with open_folder_by_path(folder) as folder_fd:
-        search.search_folder(folder_fd, (), _skip_recursive_parts(pattern, {0}))
+        search.search_folder(folder_fd, (), _add_positions_after_wildcards(pattern, {0}))
     return search.matches
 
 
@@ -145,7 +145,7 @@ def _parse_pattern(glob: str) -> tuple[str, ...]:
     return pattern
 
 
-def _skip_recursive_parts(pattern: tuple[str, ...], positions: set[int]) -> set[int]:
+def _add_positions_after_wildcards(pattern: tuple[str, ...], positions: set[int]) -> set[int]:
     """Add the positions after each `**`, because `**` may match no folder at all."""
     return positions | {position + 1 for position in positions if pattern[position : position + 1] == ("**",)}
 
@@ -166,9 +166,9 @@ class _Search:
         self._entry_count = 0
         self.matches: list[str] = []
 
-    def search_folder(self, folder_fd: int, parts: tuple[str, ...], positions: set[int]) -> None:
-        """Search an open folder with the path components `parts`, which lead to these positions."""
-        if len(parts) > MAX_SEARCH_DEPTH:
+    def search_folder(self, folder_fd: int, components: tuple[str, ...], positions: set[int]) -> None:
+        """Search an open folder with the path components `components`, which lead to these positions."""
+        if len(components) > MAX_SEARCH_DEPTH:
             raise BadParameter(
                 f"The folder has more than {MAX_SEARCH_DEPTH} levels of subfolders. Choose one of its subfolders."
             )
@@ -180,11 +180,11 @@ class _Search:
                     if next_positions := self._enter(entry.name, positions):
                         subfolders.append((entry.name, next_positions))
                 elif entry.is_file(follow_symlinks=False) and self._is_match(entry.name, positions):
-                    self.matches.append("/".join((*parts, entry.name)))
+                    self.matches.append("/".join((*components, entry.name)))
         for name, next_positions in subfolders:
             with suppress(OSError), open_subfolder(folder_fd, [name]) as subfolder_fd:
                 if self._skipped_status is None or not os.path.samestat(os.fstat(subfolder_fd), self._skipped_status):
-                    self.search_folder(subfolder_fd, (*parts, name), next_positions)
+                    self.search_folder(subfolder_fd, (*components, name), next_positions)
 
     def _count_entry(self) -> None:
         self._entry_count += 1
@@ -206,7 +206,7 @@ class _Search:
             for position in positions - next_positions
             if position < len(pattern) - 1 and fnmatchcase(name, pattern[position])
         }
-        return _skip_recursive_parts(pattern, next_positions)
+        return _add_positions_after_wildcards(pattern, next_positions)
 
     def _is_match(self, name: str, positions: set[int]) -> bool:
         """Return whether the name of a file matches the last component of the pattern."""

@@ -40,7 +40,7 @@ class _MovedToIdleActor(Exception):
 
 
 class ActorPool:
-    """All actors that this service may use, and the folder through which they exchange pixels with it.
+    """All actors that this service may use, and the folder for exchanging pixels with these actors.
 
     make_actor             requests an actor, which may start later, from the cluster
     max_attempts           maximum number of attempts to run a task, which is restarted whenever its actor is lost

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RemoteContext(NamedTuple):
-    """The actor in which a model is loaded, the pool of its substitutes, and an allocator for results."""
+    """The actor in which a model is loaded, the pool of actors that can replace it, and an allocator for results."""
 
     actor: RemoteActor
     pool: ActorPool

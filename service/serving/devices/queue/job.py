@@ -48,7 +48,7 @@ class Job(Generic[T]):
     model_name    name of the model; all jobs of a model are expected to take the same time per window
     work          function that runs in a thread of the queue, with the job as its argument. It polls `job.cancelled()`,
                   calls `job.advance(done, total)`, and returns the result or raises the exception for `future`
-    window_count  estimated number of windows; 0 if unknown, which the queue treats as a short job
+    window_count  estimated number of windows; 0 if unknown, in which case the queue treats the job as short
     needs         returns the required resources; called whenever the work could start
     is_ready      whether the work can start; a job that is not ready keeps its place in the queue until
                   `JobQueue.mark_ready` is called
@@ -75,7 +75,7 @@ class Job(Generic[T]):
         self.is_ready = is_ready
         # Deadline that `JobQueue` assigns, on the clock of the job.
         self.deadline = 0.0
-        # Device time of the job in seconds, and its share of the batch slots; 0 if unknown.
+        # Device time in seconds, and number of batch slots that the job has used; 0 if unknown.
         self.device_seconds = self.device_slots = 0.0
         # Set by the queue, which may start another job when this one progresses.
         self.on_advance: Callable[[], None] = lambda: None

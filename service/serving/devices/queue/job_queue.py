@@ -193,7 +193,7 @@ class JobQueue:
             return self._durations.estimate_new_job_seconds(model_name, window_count)
 
     def get_progress(self, job: Job[Any]) -> Progress:
-        """Return the progress of a job in windows, where finishing counts as the equivalent number of windows."""
+        """Return the progress of a job in windows. The finishing phase counts as an equivalent number of windows."""
         return self._durations.compute_progress(job)
 
     def _sort(self) -> None:
