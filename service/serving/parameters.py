@@ -41,7 +41,7 @@ MAX_NAME_LENGTH = 40
 class Query(BaseModel):
     """Parameters of `/segment` and `/inspect`: the part of the file to read, metadata overrides, and options."""
 
-    # Requests with the same query string share an object and its cached properties, so it must never be modified.
+    # Requests with the same query string share one object and its cached properties, so never modify it.
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str | None = Field(
@@ -50,15 +50,15 @@ class Query(BaseModel):
     channel: str | None = Field(
         default=None,
         max_length=256,
-        description="Channel to segment: its name or zero-based index. Use all for a model that requires "
+        description="Channel to segment: its name or zero-based index. Use `all` for a model that requires "
         "several channels. Default: the only channel.",
         examples=["0", "DAPI", "all"],
     )
     time: str | None = Field(
         default=None,
         max_length=32,
-        description="Zero-based time point to segment. To segment several time points, use all or a range that "
-        "excludes its end, such as 2:5 for 2, 3 and 4. The result then has a time axis T. Default: the only time "
+        description="Zero-based time point to segment. To segment several time points, use `all` or a range that "
+        "excludes its end, such as `2:5` for 2, 3 and 4. The result then has a time axis T. Default: the only time "
         "point.",
         examples=["0", "all", "2:5"],
     )
@@ -90,8 +90,8 @@ class Query(BaseModel):
         max_length=64,
         description="Typical diameter of the objects in voxels (px) or micrometers (um): one number for the diameter "
         "in the image plane, or three numbers for Z,Y,X. The stack is resampled so that the objects have the size that "
-        "the model expects. auto: estimate the diameter from the stack; if confidence is low, several diameters are "
-        "tried. none: segment the stack at its original resolution. Default: the setting of the model.",
+        "the model expects. `auto`: estimate the diameter from the stack; if confidence is low, several diameters are "
+        "tried. `none`: segment the stack at its original resolution. Default: the setting of the model.",
         examples=["15px", "7,15,15px", "6.5um", "auto"],
     )
     roi_size: str | None = Field(
@@ -104,15 +104,15 @@ class Query(BaseModel):
     )
     quality: Quality | None = Field(
         default=None,
-        description="best: average the scores of each window and two mirror images of it, and use an overlap of 0.5 "
-        "unless overlap is set. This takes about ten times as long. fast: run the network once on each window. "
-        "Default: fast.",
+        description="`best`: average the scores of each window and two mirror images of it, and use an overlap of 0.5 "
+        "unless `overlap` is set. This takes about ten times as long. `fast`: run the network once on each window. "
+        "Default: `fast`.",
     )
     skip_below: str | None = Field(
         default=None,
         max_length=64,
-        description="Skip windows that have no voxel above this gray value, and treat them as background. auto: use "
-        "the background level of the stack. none: process all windows. Default: the setting of the operator.",
+        description="Skip windows that have no voxel above this gray value, and treat them as background. `auto`: use "
+        "the background level of the stack. `none`: process all windows. Default: the setting of the operator.",
         examples=["120", "auto"],
     )
     threshold: float | None = Field(
@@ -148,27 +148,27 @@ class Query(BaseModel):
     )
     output: OutputKind | None = Field(
         default=None,
-        description="Type of the result. labels: a unique integer for each object. classes: the index of the class of "
-        "each voxel. probabilities: float32, one channel per output of the model. Default: labels if the model "
-        "separates objects, otherwise classes.",
+        description="Type of the result. `labels`: a unique integer for each object. `classes`: the index of the class "
+        "of each voxel. `probabilities`: float32, one channel per output of the model. Default: `labels` if the model "
+        "separates objects, otherwise `classes`.",
     )
     strict: bool | None = Field(
         default=None,
         description="Whether to return an error if confidence in the labels is low. Otherwise the response includes a "
-        "warning. Default: false.",
+        "warning. Default: `false`.",
     )
 
     link: Linking | None = Field(
         default=None,
-        description="How to link objects across time points, so that each object keeps its label. overlap: link the "
-        "objects that share the most voxels. laptrack: minimize the total movement, for objects that do not overlap "
+        description="How to link objects across time points, so that each object keeps its label. `overlap`: link the "
+        "objects that share the most voxels. `laptrack`: minimize the total movement, for objects that do not overlap "
         "between time points. Default: objects are not linked.",
     )
 
     measurements: Literal["csv", "zip"] | None = Field(
         default=None,
-        description="Measure the objects. csv: return a table of measurements instead of the labels. zip: return both "
-        "in an archive. Default: objects are not measured.",
+        description="Measure the objects. `csv`: return a table of measurements instead of the labels. `zip`: return "
+        "both in an archive. Default: objects are not measured.",
     )
 
     input: str | None = Field(
@@ -181,14 +181,14 @@ class Query(BaseModel):
     glob: str | None = Field(
         default=None,
         max_length=256,
-        description="For `/jobs`, if input is a folder: glob pattern for the files to segment. Default: all TIFF files "
-        "in the folder, but not in its subfolders.",
+        description="For `/jobs`, if `input` is a folder: glob pattern for the files to segment. Default: all TIFF "
+        "files in the folder, but not in its subfolders.",
         examples=["**/*.tif"],
     )
     format: Literal["tiff", "zarr"] | None = Field(
         default=None,
-        description="For `/jobs`, if input is a folder: format of the labels, OME-TIFF (tiff) or OME-Zarr (zarr). "
-        "Default: tiff.",
+        description="For `/jobs`, if `input` is a folder: format of the labels, OME-TIFF (`tiff`) or OME-Zarr "
+        "(`zarr`). Default: `tiff`.",
     )
     stack: str | None = Field(
         default=None,
@@ -199,13 +199,13 @@ class Query(BaseModel):
     output_to: str | None = Field(
         default=None,
         max_length=1024,
-        description="Path on the host of the service to write the result to. The response then contains only a "
+        description="Path on the host of the service where the result is saved. The response then contains only a "
         "summary. The result is written as OME-Zarr if the name ends with .zarr, or is inside the labels group of an "
-        "OME-Zarr image. If input is a folder, this is the folder for the results.",
+        "OME-Zarr image. If `input` is a folder, this is the folder for the results.",
         examples=["results/2026/stack_labels.tif", "results/2026/stack.ome.zarr/labels/nuclei"],
     )
     overwrite: bool | None = Field(
-        default=None, description="Whether to replace the file at output_to if it exists. Default: false."
+        default=None, description="Whether to replace the file at `output_to` if it exists. Default: `false`."
     )
 
     @model_validator(mode="before")
@@ -281,7 +281,7 @@ class SegmentationRequest(NamedTuple):
 
     source     path of the file, in `folder` unless the request specifies a file on the host
     folder     scratch folder of the request
-    cancelled  returns whether the client has disconnected or the request was cancelled
+    cancelled  returns whether the client has disconnected or the request was canceled
     name       file name for the provenance record; "" if the result may be reused for identical files with other names
     digest     digest of the file; None if unknown
     """

@@ -55,7 +55,7 @@ class PixelSource:
     inspect           describes a selection
     link              how objects are linked across time points; None if they are not linked
     has_measurements  whether objects are measured, in every channel of the file
-    delete_decoded    deletes decoded pixels if the request was cancelled
+    delete_decoded    deletes decoded pixels if the request was canceled
     """
 
     read: Callable[[Selection], Volume]
@@ -76,7 +76,7 @@ class PixelSource:
         is_on_host = query.input is not None
 
         def delete_decoded() -> None:
-            # The folder may have been deleted when the request was cancelled, and then created again by the reader.
+            # The folder may have been deleted when the request was canceled, and then created again by the reader.
             if cancelled():
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -91,7 +91,7 @@ class PixelSource:
         )
 
     def read_pixels(self) -> Pixels:
-        """Read all pixels that the request needs, because the file may be deleted or replaced later.
+        """Read all pixels that the request needs, because the file may later be deleted or replaced.
 
         The time points of a series are decoded when they are segmented, so the file must exist until the series is
         done. Raises the same errors as `Reader.read`.

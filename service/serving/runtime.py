@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from service.serving.storage.readers import FileReaders
     from service.serving.storage.volume_cache import VolumeCache
 
-# Time to wait for each group of threads at shutdown. A cancelled segmentation stops before its next batch of
+# Time to wait for each group of threads at shutdown. A canceled segmentation stops before its next batch of
 # windows, but a compilation cannot be interrupted, so shutdown continues without it.
 JOIN_TIMEOUT_SECONDS = 4.0
 
@@ -175,7 +175,7 @@ class Runtime:
         return None if seconds is None else queue.expected_seconds + seconds
 
     def get_execution_settings(self, model: str) -> dict[str, Any]:
-        """Return everything that affects the labels besides the model and the request.
+        """Return everything that affects the labels, except the model and the request.
 
         This includes the version of the software, the window settings and the engines.
 

@@ -1,7 +1,7 @@
 """The steps from a stack to its result: read, plan, queue, segment, write and cache.
 
 `SegmentationTask` performs all steps for a stack that was sent with a request. Jobs and folders perform additional work
-between the steps, and call the same functions: `PixelSource` reads, `queue_work` plans and queues,
+between the steps, but call the same functions: `PixelSource` reads, `queue_work` plans and queues,
 `Reservation.segment` segments, and `write_answer` writes.
 """
 
@@ -162,18 +162,18 @@ class SegmentationTask:
         Raises the same errors as its steps, such as `queue_work` and `Reservation.segment`, and Cancelled if the
         service stops.
         """
-        if (cached_result := await self._run(self._complete_and_look_up, FILE_THREADS)) is not None:
+        if (cached_result := await self._run_step(self._complete_and_look_up, FILE_THREADS)) is not None:
             return cached_result
         pixels = await self._read()
-        job = await self._run(partial(self._queue_segmentation, pixels), FILE_THREADS)
+        job = await self._run_step(partial(self._queue_segmentation, pixels), FILE_THREADS)
         result = await self._wait_for_job(job)
         self._stages.add("queue", job.seconds_waited)
         self._stages.update(result.seconds)
         host_threads = self._runtime.host_threads.for_client(self._stack.space.client)
         threads = FILE_THREADS if self._request.query.output_to is None else host_threads
-        return await self._run(partial(self._make_result, pixels, result), threads)
+        return await self._run_step(partial(self._make_result, pixels, result), threads)
 
-    def _run(self, work: Callable[[], T], executor: Executor) -> Awaitable[T]:
+    def _run_step(self, work: Callable[[], T], executor: Executor) -> Awaitable[T]:
         """Run a step in a thread. The step can poll `cancelled`."""
         return run_in_thread(work, executor, self.cancelled)
 
@@ -200,13 +200,13 @@ class SegmentationTask:
     async def _read(self) -> Pixels:
         """Read the file when it is this client's turn. A large file is queued again once disk space is reserved."""
         client, runtime = self._stack.space.client, self._runtime
-        pixels = await self._run(
+        pixels = await self._run_step(
             self._make_timed_reader(PixelSource.read_small_pixels), runtime.read_threads.for_client(client)
         )
         if isinstance(pixels, Pixels):
             return pixels
-        await self._run(partial(self._reserve_disk_space, pixels), FILE_THREADS)
-        return await self._run(
+        await self._run_step(partial(self._reserve_disk_space, pixels), FILE_THREADS)
+        return await self._run_step(
             self._make_timed_reader(PixelSource.read_pixels), runtime.decode_threads.for_client(client)
         )
 
@@ -279,7 +279,7 @@ class SegmentationTask:
     def _write(self, pixels: Pixels, result: Result) -> tuple[Answer, os.stat_result]:
         """Write the result, and read it back if it is small.
 
-        Both steps run in one call, so that if the client disconnects, only the result is left on the host.
+        Both steps run in one call, so that only the result is left on the host if the client disconnects.
         """
         self._check_cancelled()
         try:

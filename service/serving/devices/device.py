@@ -45,7 +45,7 @@ class Scheduler:
         self.queue.cancel_all()
 
     def close(self, timeout_seconds: float) -> None:
-        """Stop loading models, and wait up to `timeout_seconds` for the jobs that `cancel_requests` has cancelled."""
+        """Stop loading models, and wait up to `timeout_seconds` for the jobs that `cancel_requests` has canceled."""
         self.models.cache.close()
         self._threads.join(timeout_seconds)
 
@@ -70,7 +70,7 @@ class Scheduler:
 
 
 def make_queue(settings: Settings, memory: JobMemory | None = None, guaranteed_job_count: int = 1) -> JobQueue:
-    """Create the queue of one device, in which `guaranteed_job_count` jobs may run however busy the device is."""
+    """Create the queue of a device, on which `guaranteed_job_count` jobs may always run concurrently."""
     limits = settings.limits
     max_running = min(limits.at_once, limits.waiting + 1)
     return JobQueue(
@@ -116,7 +116,7 @@ class Device(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """Reason why the device is starting or lost, in one sentence; None in other states."""
+        """Reason why the device is not up, in one sentence; None if it is up or was released."""
 
     @property
     def is_serving(self) -> bool:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class ReloadResult(NamedTuple):
     """Result of reloading the repository: the names of added, changed, removed and broken models.
 
-    broken  why the current content of a model folder is not served, by model name
+    broken  reason why the current content of a model folder is not served, by model name
     """
 
     added: list[str]
@@ -44,7 +44,7 @@ class ModelRegistry:
     """
 
     def __init__(self, settings: Models, devices: Sequence[Device], trained_folder: Path | None = None) -> None:
-        """Find all folders of models, including trained models. Raises ConfigError if the repository is invalid."""
+        """Find the folders of all models, including trained models. Raises ConfigError if the repository is invalid."""
         self._settings, self._trained_folder = settings, trained_folder
         self._folders = repository.find_model_folders(settings.folder, settings.serve, trained_folder)
         self._devices = devices
@@ -155,8 +155,8 @@ class ModelRegistry:
     def _update_on_devices(self, spec: ModelSpec, *, load: bool) -> None:
         """Serve a new version of a model on every device, or on none if the first device cannot load it.
 
-        If `load` is False, the new version is loaded only on devices that have loaded the previous version. Raises the
-        loading error of the first device.
+        If `load` is False, the new version is loaded only on devices that have loaded the previous version. If loading
+        fails on the first device, raises the error.
         """
         keep_previous = True
         for device in self._devices:
@@ -206,7 +206,7 @@ class ModelRegistry:
         return tuple(self._add_device_state(state) for state in self._states.values())
 
     def get_state(self, name: str | None) -> ModelState:
-        """Return the state of the model `name`; None selects the configured default or, without one, the first model.
+        """Return the state of the model `name`; None selects the default model.
 
         Raises UnknownModel.
         """
@@ -258,7 +258,7 @@ class ModelRegistry:
             if name != default_name and self._is_faulty(name):
                 yield self._describe_problem(name)
             elif name in self._states and self._states[name].spec is not None and self._states[name].problem:
-                yield f"{name} is served as it was before its folder changed. GET /models and the log show the reason."
+                yield f"The previous version of {name} is still served. GET /models and the log show the reason."
 
     def _is_faulty(self, name: str) -> bool:
         """Return whether a model is missing or has failed on a device."""

@@ -57,7 +57,7 @@ class Reservation:
     def request_model(self, job: Job[Any]) -> None:
         """Request the model for a queued job. The job may start after loading, and fails if loading fails."""
         lease = self._lease = self._scheduler.models.cache.lease(self._model_name)
-        # If the job has been cancelled in the meantime, this ends the lease immediately.
+        # If the job has been canceled in the meantime, this ends the lease immediately.
         job.add_done_callback(self._end_lease)
         # Use a weak reference, so that the job does not keep itself and its result alive.
         lease.model_future.add_done_callback(partial(self._after_loading, weakref.ref(job)))

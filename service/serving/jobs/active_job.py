@@ -37,7 +37,7 @@ class JobView(NamedTuple):
     stage_seconds  seconds spent in each stage so far
     is_loading     whether the job is waiting for its model to load
     stage          current stage of a running job, one of the keys of `stage_seconds`
-    part_progress  number of finished parts and of all parts, where a part is a time point of a series or a stack of a
+    part_progress  number of finished parts and of all parts, where a part is a time point of a series or a stack in a
                    folder; both numbers are 0 for a single volume
     """
 
@@ -83,6 +83,7 @@ class ActiveJob:
         self.job: Job[Result | FolderOutcome]
 
     def delete_pixels(self) -> None:
+        """Close the input files and delete the decoded pixels."""
         self.open_files.close()
         if self.pixel_folder is not None:
             shutil.rmtree(self.pixel_folder, ignore_errors=True)

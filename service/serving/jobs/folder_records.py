@@ -39,7 +39,7 @@ class StackRecord(NamedTuple):
     objects      number of objects; None if the output has no objects
     seconds      processing time
     notes        warnings and notes for the user
-    problem      why there is no result, or why a series is incomplete; "" if nothing failed
+    problem      reason why there is no result, or why a series is incomplete; "" if nothing failed
     doubtful     whether confidence in the result is low; if so, the first note gives the reason
     """
 
@@ -102,7 +102,7 @@ class RecordFile(dict[str, StackRecord]):
         self._append({"stack": name, **record._asdict()})
 
     def has_result_for(self, name: str, key: str, status: os.stat_result) -> bool:
-        """Return whether the stack has a result for this key, and for an input file with the same size and time."""
+        """Return whether the stack has a result for this key. The size and modification time of its file must match."""
         record = self.get(name)
         if record is None or record.problem or not self._has_result(record.result):
             return False
@@ -179,8 +179,8 @@ def _write_text(results: ResultFolder, name: str, content: str) -> None:
 
 def _make_damage_error() -> BadParameter:
     return BadParameter(
-        f"{RECORDS_FILE} in the results folder is damaged or was written by a different version. Delete this"
-        " file to segment all stacks again."
+        f"{RECORDS_FILE} in the results folder is damaged or was written by a different version of StackSeg. Delete"
+        " this file to segment all stacks again."
     )
 
 

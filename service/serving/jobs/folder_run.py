@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class FolderPaths(NamedTuple):
-    """The input folder and the results folder as written in a request, the pattern of file names, and the caller."""
+    """The input folder and results folder as written in a request, the file name pattern, and the caller."""
 
     input_folder: str
     results_folder: str
@@ -63,7 +63,7 @@ class FolderPaths(NamedTuple):
         return cls(query.input, query.output_to, query.glob, caller)
 
     def find_stacks(self, host_files: HostFiles, cancelled: CancellationCheck) -> list[str]:
-        """Return the names of the stacks. Raises BadParameter if there are none, and Cancelled."""
+        """Return the names of the stacks. Raises Cancelled, and BadParameter if there are no stacks."""
         files = host_files.list_stacks(self.input_folder, self.results_folder, self.caller, self.glob, cancelled)
         if stacks := select_stacks(files, self.glob):
             return stacks
@@ -73,7 +73,7 @@ class FolderPaths(NamedTuple):
         )
 
     def check_folders(self, host_files: HostFiles, cancelled: CancellationCheck, *, overwrite: bool) -> None:
-        """Raise BadParameter if a folder cannot be used, and Cancelled.
+        """Raise BadParameter if a folder cannot be used. Also raises Cancelled.
 
         Unless `overwrite` is set, also raise BadParameter if the results folder contains files other than results.
         """
@@ -95,7 +95,7 @@ class FolderRun:
     job             job in the folder queue
     space           reserved scratch space for decoded pixels
     reset_attempts  called when a stack is finished
-    progress        finished and total number of stacks
+    progress        number of finished stacks, and total number of stacks
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -145,7 +145,7 @@ class FolderRun:
         """Segment the stacks that have no result yet.
 
         Raises BadParameter if the folders cannot be used, and the errors of `FolderSegmentation.run`. Raises Cancelled
-        if the job is cancelled or the service is stopping.
+        if the job is canceled or the service is stopping.
         """
         host_files, paths = self._runtime.host_files, self._paths
         estimator = self._runtime.get_estimator(self._spec)
@@ -168,7 +168,7 @@ class FolderRun:
             return FolderSegmentation(results, self._spec, callbacks, Path(scratch)).run(stacks, self._query)
 
     def describe(self, outcome: FolderOutcome, name: str, seconds: dict[str, float]) -> tuple[AnswerMetadata, str]:
-        """Return the metadata and the JSON content of the answer. Raises BadFile if every stack failed."""
+        """Return the metadata and the JSON content of the result. Raises BadFile if every stack failed."""
         failures, confidence_warnings = outcome.failures, outcome.confidence_warnings
         if len(failures) == len(outcome.records):
             raise BadFile(f"None of the {len(failures)} stacks could be segmented. First error: {failures[0]}")
@@ -202,7 +202,7 @@ class FolderRun:
 
     def _check_cancelled(self) -> None:
         if self._job.cancelled() or self._runtime.is_draining:
-            raise Cancelled("The job was cancelled between two stacks.")
+            raise Cancelled("The job was canceled between two stacks.")
 
     def _begin_stack(self, _name: str, stack_number: int, stack_count: int) -> None:
         self._check_cancelled()
@@ -286,7 +286,7 @@ class FolderRun:
                 if self._job.cancelled():
                     job.cancel()
             except CancelledError:
-                raise Cancelled("The job was cancelled while a stack was waiting.") from None
+                raise Cancelled("The job was canceled while a stack was waiting.") from None
 
 
 # Parameters that apply to the folder rather than to single stacks.

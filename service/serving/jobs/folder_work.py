@@ -63,7 +63,7 @@ class StackCallbacks(NamedTuple):
     estimate_diameter  estimates the object diameter in a volume; None if no estimate is needed
     begin              called with the name of the next stack, its position (1 for the first stack), and the number of
                        stacks. The position is 0 if the stack is used only to estimate the diameter.
-    check_cancelled    raises Cancelled if the run has been cancelled
+    check_cancelled    raises Cancelled if the run has been canceled
     reword             adapts messages to the user interface, for example to option names of the command line
     """
 
@@ -313,6 +313,6 @@ def _translate_write_errors() -> Iterator[None]:
             yield
     except OutOfStorage as error:
         raise OutOfStorage(
-            "The disk that contains the results is full. Free some space and start the run again."
+            "The disk that contains the results is full. Free up some space and start the run again."
             " The results of finished stacks are retained."
         ) from error

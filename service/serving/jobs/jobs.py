@@ -160,8 +160,8 @@ class JobManager:
     ) -> JobView:
         """Accept a request for a folder of stacks, like `submit`. Deleting the job does not delete the results.
 
-        Raises BadParameter if the folders cannot be used, QueueFull and NotReady as in `JobQueue.offer`, the errors of
-        `Estimator.plan`, and Cancelled.
+        Raises BadParameter if the folders cannot be used. Also raises QueueFull and NotReady as in `JobQueue.offer`,
+        Cancelled, and the errors of `Estimator.plan`.
         """
         query, runtime = request.query, self._runtime
         spec = runtime.models.get_spec(query.model)
@@ -216,7 +216,7 @@ class JobManager:
         if record.failure is not None and record.result_metadata is None:
             raise record.failure
         if record.state == "cancelled":
-            raise ResultUnavailable("The job was cancelled. Submit the stack again.")
+            raise ResultUnavailable("The job was canceled. Submit the stack again.")
         if record.result_metadata is None:
             raise JobNotFinished(
                 f"The job is {record.state}. Get the result when GET /jobs/{job_id} reports the state done."
@@ -225,14 +225,14 @@ class JobManager:
             return self._store.get_result_path(job_id).open("rb"), record.result_metadata
         except FileNotFoundError:
             raise ResultUnavailable(
-                "The result was deleted by the operator, or to free space. Submit the stack again."
+                "The result was deleted, either by the operator or to free up space. Submit the stack again."
             ) from None
 
     def _find(self, job_id: str, owner: str | None) -> JobRecord:
         return self._add_failure(self._store.find(job_id, owner))
 
     def _add_failure(self, record: JobRecord) -> JobRecord:
-        """Add the failure of the job to the record if it has not been written to the database yet."""
+        """Add the failure of the job to the record, unless the database already contains the failure."""
         unrecorded_failure = self.runner.unrecorded_failures.get(record.id)
         if unrecorded_failure is None or record.has_ended:
             return record

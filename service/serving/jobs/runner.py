@@ -131,7 +131,7 @@ class JobRunner:
                 active_job.log_unexpected_error(error)
                 active_job.job.fail_before_start(error)
         finally:
-            # If the job was cancelled in the meantime, its pixels may have been deleted before the folder existed.
+            # If the job was canceled in the meantime, `delete_pixels` may have been called before the folder existed.
             if active_job.job.future.done():
                 active_job.delete_pixels()
 
@@ -171,7 +171,7 @@ class JobRunner:
     def _read_input(self, active_job: ActiveJob, read_pixels: Callable[[PixelSource], P]) -> P:
         """Read the file, using a new scratch folder."""
         if active_job.job.cancelled():
-            raise Cancelled("The job was cancelled before its input was read.")
+            raise Cancelled("The job was canceled before its input was read.")
         # The job may be from an earlier process that served different models.
         self._runtime.models.get_servable_spec(active_job.request.model)
         upload, location = self._store.get_input_path(active_job.id), active_job.query.input
@@ -211,7 +211,7 @@ class JobRunner:
     def _segment_folder(self, active_job: ActiveJob, job: Job[Result | FolderOutcome]) -> FolderOutcome:
         """Segment the stacks in a folder, in a thread of the folder queue."""
         if self._runtime.is_draining or not self._begin_job(active_job):
-            raise Cancelled("The job was cancelled before it began.")
+            raise Cancelled("The job was canceled before it began.")
         active_job.stages.add("queue", job.seconds_waited)
         reset_attempts = partial(self._store.reset_attempts, active_job.id)
         active_job.folder_run = FolderRun(
@@ -223,7 +223,7 @@ class JobRunner:
     def _segment(self, active_job: ActiveJob, job: Job[Result | FolderOutcome]) -> Result:
         """Segment a volume or a series, in a thread of the device queue."""
         if self._runtime.is_draining or active_job.pixels is None or not self._begin_job(active_job):
-            raise Cancelled("The job was cancelled before it began.")
+            raise Cancelled("The job was canceled before it began.")
         active_job.stages.add("queue", max(job.seconds_waited - active_job.stages.seconds["read"], 0.0))
         return active_job.reservation.segment(job, active_job.pixels.segmentation_input, active_job.query.options)
 
@@ -248,7 +248,7 @@ class JobRunner:
 
     def _write_or_fail(self, active_job: ActiveJob, future: Future[Result | FolderOutcome]) -> None:
         """Write the result or the failure of a job, in a write thread."""
-        error = Cancelled("The job was cancelled.") if future.cancelled() else future.exception()
+        error = Cancelled("The job was canceled.") if future.cancelled() else future.exception()
         if error is None:
             try:
                 self._write_result(active_job, future.result())
@@ -258,7 +258,7 @@ class JobRunner:
                 active_job.log_unexpected_error(failure)
                 # If the service stops during the retries, leave the job to the next process, which may find more space.
                 is_interrupted = active_job.job.cancelled() and isinstance(failure, OutOfStorage | StorageUnavailable)
-                error = Cancelled("The job was cancelled before its result was written.") if is_interrupted else failure
+                error = Cancelled("The job was canceled before its result was written.") if is_interrupted else failure
                 with suppress(StackSegError, OSError):
                     confirm_delivery(self._runtime.host_files, self._make_request(active_job))
         self._end_job(active_job, error)
@@ -304,7 +304,7 @@ class JobRunner:
         return SegmentationRequest(active_job.query, source, source.parent, active_job.owner, cancelled, name)
 
     def _end_job(self, active_job: ActiveJob, error: BaseException | None) -> None:
-        """Record how the job ended. If the service cancelled the job, the job waits for the next process."""
+        """Record how the job ended. If the service canceled the job, the job waits for the next process."""
         try:
             active_job.delete_pixels()
             if isinstance(error, Cancelled):

@@ -45,7 +45,7 @@ RESULT_NAME = "result"
 UNFINISHED_CONDITION = "state IN ('waiting', 'running')"
 # SQL template with placeholders for the assignments and the condition.
 UPDATE_TEMPLATE = "UPDATE jobs SET {} WHERE id = ? AND {}"
-# Maximum number of failed, cancelled and expired jobs per owner. They have no files, so the quota does not limit them.
+# Maximum number of failed, canceled and expired jobs per owner. They have no files, so the quota does not limit them.
 MAX_JOBS_WITHOUT_RESULT = 1000
 _ANSWER_ADAPTER = TypeAdapter(AnswerMetadata)
 
@@ -191,7 +191,7 @@ class JobStore:
         )
 
     def cancel(self, job_id: str) -> bool:
-        """Change the state to cancelled. Return False if the job had already ended."""
+        """Change the state to `cancelled`. Return False if the job had already ended."""
         return self._update(job_id, UNFINISHED_CONDITION, "state = 'cancelled', ended = ?", time.time())
 
     def delete(self, job_id: str) -> None:

@@ -82,7 +82,7 @@ class LabelProvenance:
 class NewAnnotation:
     """The properties of a new annotated stack.
 
-    owner   name of the API key that stores the stack
+    owner   name of the API key used to store the stack
     region  the corrected region; None for the whole stack
     """
 
@@ -97,7 +97,7 @@ class Annotation:
     """An annotated stack on disk.
 
     folder   folder that contains the files; the name of the folder is the ID of the annotated stack
-    owner    name of the API key that stored the stack
+    owner    name of the API key used to store the stack
     shape    (Z, Y, X)
     region   the corrected region; None for the whole stack
     objects  number of objects in the corrected region

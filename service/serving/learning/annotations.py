@@ -121,7 +121,7 @@ class AnnotationStore:
         return annotation
 
     def open_file(self, annotation: Annotation, name: str) -> BinaryIO:
-        """Open a file of an annotated stack. It stays readable if the stack is deleted. Raises UnknownAnnotation."""
+        """Open a file of an annotated stack. Deleting the stack does not close the file. Raises UnknownAnnotation."""
         with translate_disk_errors():
             try:
                 return (annotation.folder / name).open("rb")

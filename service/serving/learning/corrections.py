@@ -23,7 +23,7 @@ class Correction(NamedTuple):
 
     stack      file of the image
     labels     file of the labels
-    selection  part of the image that was segmented; its voxel size overrides that of the files
+    selection  part of the image that was segmented; its voxel size overrides the voxel sizes in the files
     region     the corrected region in the format of `Region.parse`; None for the whole stack
     name       name of the stack
     folder     scratch folder for decoded pixels

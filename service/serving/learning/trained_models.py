@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Prefix of folders for models that are being created or deleted.
 WORK_FOLDER_PREFIX = ".training-"
-# File in a model folder with the name of the API key that trained the model. Other clients must not see this name.
+# File in a model folder with the name of the API key used to train the model. Other clients must not see the name.
 OWNER_FILE = "owner.json"
 RELOAD_TIMEOUT_SECONDS = 120.0
 
@@ -84,8 +84,8 @@ class TrainedModels:
             name: name of the model
             owner: name of the API key of the client; a client without a key (None) owns no models
             is_admin: whether the client is an admin, who can delete the models of all owners
-            has_jobs: returns whether unfinished jobs use a model; called twice, the second time when no new jobs are
-                accepted anymore
+            has_jobs: returns whether unfinished jobs use a model; called twice, the second time when new jobs are no
+                longer accepted
 
         Raises UnknownModel, ModelNotDeletable, Unauthorized and NotReady.
         """
@@ -95,7 +95,9 @@ class TrainedModels:
                 f"The model {name} was not trained by this service. Only the operator can delete it."
             )
         if not self.can_delete(model, owner, is_admin=is_admin):
-            raise Unauthorized("Only the API key that trained a model, and the keys in access.admins, can delete it.")
+            raise Unauthorized(
+                "Deleting this model requires the API key used to train it, or one of the keys in access.admins."
+            )
         work_folder, default_name = self.folder / f"{WORK_FOLDER_PREFIX}{uuid.uuid4().hex}", self._models.default_name
 
         def delete_files() -> None:

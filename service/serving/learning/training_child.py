@@ -1,4 +1,4 @@
-"""A child process that trains a model, and its messages for users."""
+"""A child process that trains a model, and its error messages for users."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_LOGGED_OUTPUT_BYTES = 4000
 INTERNAL_ERROR_MESSAGE = "An internal error occurred during training. See the log of the service."
 KILLED_MESSAGE = "The training process was killed, most likely because the host ran out of memory. Use fewer stacks."
 TIMEOUT_MESSAGE = (
-    "The training was stopped, because reading and scoring the stacks took too long. Use fewer or smaller stacks."
+    "The training run was stopped, because reading and scoring the stacks took too long. Use fewer or smaller stacks."
 )
 
 log = logging.getLogger(__name__)

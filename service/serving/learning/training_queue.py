@@ -72,17 +72,17 @@ class TrainingQueue:
 
     @property
     def waiting_records(self) -> list[TrainingRecord]:
-        """The waiting training runs in queue order. Owners take turns; the least recently served owner is first."""
+        """The waiting training runs in round-robin order of their owners, starting with the least recently served."""
         with self.condition:
             records = list(self._records.values())
         last_start_times = {record.owner: record.started for record in records if record.started is not None}
-        turns: dict[str | None, int] = {}
+        rounds: dict[str | None, int] = {}
         sortable_entries = []
         for record in records:
             if record.state == "waiting":
-                turns[record.owner] = turns.get(record.owner, 0) + 1
+                rounds[record.owner] = rounds.get(record.owner, 0) + 1
                 sortable_entries.append(
-                    (turns[record.owner], last_start_times.get(record.owner) or 0.0, record.created, record)
+                    (rounds[record.owner], last_start_times.get(record.owner) or 0.0, record.created, record)
                 )
         return [record for *_, record in sorted(sortable_entries, key=lambda entry: entry[:3])]
 
@@ -122,7 +122,7 @@ class TrainingQueue:
             self.running_record = None
 
     def cancel(self, record: TrainingRecord) -> None:
-        """Mark an unfinished training run as cancelled in memory. `save` writes the record to disk."""
+        """Mark an unfinished training run as canceled in memory. `save` writes the record to disk."""
         with self.condition:
             record.state, record.ended = "cancelled", time.time()
 
@@ -155,7 +155,7 @@ class TrainingQueue:
                 (self._folder / f"{record.id}.json").unlink(missing_ok=True)
 
     def delete_oldest(self, owner: str | None) -> None:
-        """Delete the oldest records of the owner's finished training runs, and keep up to `MAX_RECORDS_PER_OWNER`."""
+        """Delete the owner's oldest finished training runs. Retain the latest `MAX_RECORDS_PER_OWNER` of them."""
         finished_records = [record for record in self.list_newest_first(owner) if record.has_ended]
         for record in finished_records[MAX_RECORDS_PER_OWNER:]:
             with suppress(StackSegError):

@@ -18,7 +18,7 @@ TrainingState = Literal["waiting", "running", "done", "failed", "cancelled", "in
 TrainingStage = Literal["reading", "scoring", "learning", "finishing", "evaluating", "serving"]
 STAGES: tuple[TrainingStage, ...] = get_args(TrainingStage)
 
-# Maximum number of points of a loss curve. When a curve exceeds it, every second point is dropped.
+# Maximum number of points in a loss curve. When a curve exceeds this number, every second point is dropped.
 MAX_CURVE_POINTS = 512
 # Message for training runs that were interrupted by a stop or crash of the service.
 INTERRUPTED_MESSAGE = (

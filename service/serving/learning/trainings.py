@@ -179,7 +179,7 @@ class TrainingManager:
         if models.count_models() + len(self.queue.unfinished_records) >= models.max_models:
             raise OutOfStorage(
                 f"The maximum of {models.max_models} trained models (trainings.models) has been reached. Delete trained"
-                " models with DELETE /models/NAME, which requires the API key that trained the model, or an admin key."
+                " models with DELETE /models/NAME, which requires the API key used to train the model, or an admin key."
             )
         if len(waiting_records) >= max_waiting:
             raise QueueFull("Too many training runs are waiting. Try again when one has ended.", RETRY_AFTER_SECONDS)
@@ -203,7 +203,7 @@ class TrainingManager:
             except StackSegError as error:
                 self.queue.end(record, "failed", shorten_paths(str(error)))
             except Exception:
-                log.exception("training run %s", record.id)
+                log.exception("unexpected failure of training run %s", record.id)
                 self.queue.end(record, "failed", INTERNAL_ERROR_MESSAGE)
             finally:
                 self.queue.clear_running_record()
@@ -283,7 +283,7 @@ class TrainingManager:
         }
 
     def _serve(self, record: TrainingRecord) -> None:
-        """Serve the new model. If that fails or the run was cancelled, delete the model. Raises StackSegError."""
+        """Serve the new model. If that fails or the run was canceled, delete the model. Raises StackSegError."""
         record.stage = "serving"
         try:
             self.trained_models.serve(record.name)

@@ -1,4 +1,4 @@
-"""The files of an answer: labels, a table of the objects, or both. The files are sent, or saved on the host."""
+"""The result files of a request: labels, a table of the objects, or both. The files are sent, or saved on the host."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TIFF_SUFFIX = re.compile(r"(\.ome)?\.tiff?$", re.IGNORECASE)
 # Suffix of an uploaded file, which is replaced in the name of its result.
 _STACK_SUFFIX = re.compile(r"(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$", re.IGNORECASE)
 
-# Media types of answers, by value of the parameter `measurements`.
+# Media types of results, by value of the parameter `measurements`.
 MEDIA_TYPES = {None: "image/tiff", "csv": "text/csv", "zip": "application/zip"}
 # Allowed suffixes of a result that is saved on the host, by media type.
 OUTPUT_SUFFIXES = {"image/tiff": (".tif", ".tiff", ".zarr"), "text/csv": (".csv",), "application/zip": (".zip",)}
@@ -57,7 +57,7 @@ class SavedResult(BaseModel):
 
 
 class Answer(NamedTuple):
-    """The file of an answer, or the content of that file.
+    """The file that is sent in response to a request, or the content of that file.
 
     suffix   appended to the stem of the input name
     seconds  duration of the stages measure, write and save
@@ -104,7 +104,7 @@ def write_answer(
         else _write_files(request, measurement_input, result)
     )
     if request.cancelled():
-        raise Cancelled("The request was cancelled before its result was moved to the destination.")
+        raise Cancelled("The request was canceled before its result was moved to the destination.")
     stages = Stages()
     with stages.measure("save"):
         saved_bytes = _save_answer(host_files, request, answer, destination)
@@ -121,7 +121,7 @@ def write_answer(
 
 
 def _save_answer(host_files: HostFiles, request: SegmentationRequest, answer: Answer, destination: str) -> int:
-    """Move an answer to its destination and return the size of the answer in bytes."""
+    """Move a result to its destination, and return the size of the result in bytes."""
     caller, ticket, overwrite = request.caller, request.folder.name, bool(request.query.overwrite)
     if answer.media_type != ZARR_MEDIA_TYPE:
         host_files.put(answer.path, destination, caller, ticket, overwrite=overwrite)
@@ -135,9 +135,10 @@ def _save_answer(host_files: HostFiles, request: SegmentationRequest, answer: An
 
 
 def confirm_delivery(host_files: HostFiles, request: SegmentationRequest) -> None:
-    """Confirm the delivery of an answer by `write_answer`.
+    """Confirm the delivery of a result by `write_answer`.
 
-    For a synchronous request, call this before the answer is sent; for a job, after the answer has been recorded.
+    For a synchronous request, call this before the response is sent. For a job, call it after the result has been
+    recorded.
     """
     if request.query.output_to is not None:
         host_files.confirm_delivery(request.query.output_to, request.caller, request.folder.name)
@@ -150,7 +151,7 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
         return
     for name in ("glob", "format"):
         if getattr(query, name) is not None:
-            raise BadParameter.for_parameter(name, "this parameter is valid only for an input that is a folder.")
+            raise BadParameter.for_parameter(name, "this parameter is valid only if the input is a folder.")
     if query.output_to is None and query.overwrite is not None:
         raise BadParameter.for_parameter("overwrite", "this parameter is valid only together with output_to.")
     is_zarr = query.output_to is not None and _is_zarr_output(host_files, query, query.output_to, caller)
@@ -209,7 +210,7 @@ def measure_objects(result: Result, measurement_input: Volume | None) -> Table |
 
 
 def describe_answer(name: str, answer: Answer, result: Result, seconds: Mapping[str, float]) -> AnswerMetadata:
-    """Return the metadata of an answer. `name` is the name of the uploaded file."""
+    """Return the metadata of a result. `name` is the name of the uploaded file."""
     return AnswerMetadata(
         model=result.model,
         media_type=answer.media_type,
@@ -242,22 +243,22 @@ def describe_low_confidence(result: Result) -> dict[str, Any] | None:
 
 
 def compute_fingerprint(
-    caller: str | None, digest: str, spec_json: str, query: Query, get_execution_settings: Mapping[str, Any]
+    caller: str | None, digest: str, spec_json: str, query: Query, execution_settings: Mapping[str, Any]
 ) -> str:
-    """Return a hash of everything that determines an answer. Requests with equal fingerprints have equal answers.
+    """Return a hash of everything that determines a result. Requests with equal fingerprints have equal results.
 
-    digest                  digest of the file content
-    spec_json               `ModelRegistry.spec_json` of the model
-    get_execution_settings  `Runtime.get_execution_settings` of the model
+    digest              digest of the file content
+    spec_json           spec of the model from `ModelRegistry.spec_json`
+    execution_settings  settings returned by `Runtime.get_execution_settings` for the model
 
-    Returns a SHA-256 hash in hexadecimal.
+    The hash is a SHA-256 hash in hexadecimal.
     """
-    components = [caller, digest, spec_json, query.canonical_json, get_execution_settings]
+    components = [caller, digest, spec_json, query.canonical_json, execution_settings]
     return hashlib.sha256(json.dumps(components).encode()).hexdigest()
 
 
 def make_answer_name(name: str, suffix: str) -> str:
-    """Name an answer after its input: `embryo.ome.tif` -> `embryo_labels.ome.tif`."""
+    """Name a result file after its input: `embryo.ome.tif` -> `embryo_labels.ome.tif`."""
     return (_STACK_SUFFIX.sub("", name) or "stack") + suffix
 
 

@@ -1,4 +1,4 @@
-"""The metadata of an answer. It is sent in headers, and stored in the job database and the result cache."""
+"""The metadata of a result, which is sent in headers, and stored in the job database and the result cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.core.types import OutputKind
 
 @dataclass(frozen=True)
 class AnswerMetadata:
-    """The metadata of an answer. The field names are stored, so renaming a field would break stored jobs.
+    """The metadata of a result. The field names are stored, so renaming a field would break stored jobs.
 
     model        name and version of the model
     seconds      duration of each stage
@@ -19,7 +19,7 @@ class AnswerMetadata:
     objects      number of objects; None if the output has no objects
     diameter     object diameter, and whether the diameter was specified or estimated; None if neither
     skipped      description of the empty windows that were skipped; None if skipping was disabled
-    time_points  for a series: number of time points in the answer, and number of time points in the request
+    time_points  for a series: number of time points in the result, and number of time points in the request
     stacks       for a folder: number of stacks with results, and number of all stacks
     confidence   confidence in the result, 0 to 1; None if unknown
     doubt        the low-confidence warning of `describe_low_confidence`; None if confidence is not low

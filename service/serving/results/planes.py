@@ -14,7 +14,7 @@ from service.serving.storage.memory_budget import FairMemoryBudget
 
 # Maximum size of the planes in one response.
 MAX_PLANE_BYTES = 2**25
-# Maximum memory for all planes that are being read and sent. A single client can use half of it.
+# Maximum memory for all planes that are being read and sent. A single client can use half of this memory.
 PLANE_MEMORY_BUDGET = FairMemoryBudget(4 * MAX_PLANE_BYTES)
 # Dtypes that JavaScript typed arrays support. Other dtypes are converted to float32.
 PLANE_DTYPES = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "float32"}

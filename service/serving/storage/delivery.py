@@ -117,7 +117,7 @@ def put_file(source: Path, target: DeliveryTarget) -> None:
     """Copy a file to its target.
 
     Until `confirm_delivery`, a second call, for example after a crash, recognizes the file that the first call has
-    delivered. Raises OutputExists if a different file exists and must not be overwritten, and OSError.
+    delivered. Raises OSError, and OutputExists if a different file exists and must not be overwritten.
     """
     folder_fd, name = target.folder_fd, target.name
     if is_same_file(folder_fd, target.partial_name, name):
@@ -261,7 +261,7 @@ def _hold_lock(folder_fd: int, cancelled: CancellationCheck) -> Iterator[None]:
     """Context manager that holds an exclusive lock on a folder. Waits for other programs. Raises Cancelled."""
     while not _try_lock(folder_fd):
         if cancelled():
-            raise Cancelled("The request was cancelled while it was waiting for the lock on the output folder.")
+            raise Cancelled("The request was canceled while it was waiting for the lock on the output folder.")
         time.sleep(_LOCK_POLL_SECONDS)
     try:
         yield

@@ -186,7 +186,7 @@ class HostFiles:
     ) -> list[str]:
         """Return the files in a folder that match a pattern, except for those in the results folder `output`.
 
-        Also raises BadParameter if `output` is the input folder, and Cancelled.
+        Also raises Cancelled, and BadParameter if `output` is the input folder.
         """
         root, parts = _parse_location("output_to", output.removesuffix("/"), self._outputs, caller, allow_root=True)
         results_status: os.stat_result | None = None
@@ -204,7 +204,7 @@ class HostFiles:
         """Copy a finished file to a location. The file appears there after it has been written to disk.
 
         Until `confirm_delivery`, a second call with the same `ticket`, for example after a crash, recognizes the
-        delivered file. Raises OutputExists if another file exists and `overwrite` is False, OutOfStorage and OSError.
+        delivered file. Raises OSError, OutOfStorage, and OutputExists if another file exists and `overwrite` is False.
         """
         target_context = self._open_target(location, caller, ticket, overwrite=overwrite)
         with target_context as target, _translate_os_errors("output_to", location):
@@ -308,7 +308,7 @@ def _parse_location(
 
 
 def _is_allowed(caller: str | None, keys: tuple[str, ...]) -> bool:
-    """Return whether a caller is in a list of keys. An empty list allows all callers."""
+    """Return whether a caller is in a list of key names. An empty list allows all callers."""
     return not keys or caller in keys
 
 

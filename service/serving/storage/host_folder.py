@@ -26,9 +26,9 @@ COPY_BUFFER_BYTES = 2**26
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Maximum number of files and folders that are searched below one folder.
 MAX_SEARCHED_ENTRIES = 200_000
-# Maximum number of nested folders that are searched, each of which is open during the search.
+# Maximum nesting depth of a search. All folders on the path to the current folder are open during the search.
 MAX_SEARCH_DEPTH = 64
-# Maximum number of names in a pattern for files.
+# Maximum number of components in a file name pattern.
 MAX_PATTERN_COMPONENTS = 32
 
 
@@ -86,7 +86,7 @@ def copy_folder(source: Path, parent_fd: int, name: str, cancelled: Cancellation
     with open_subfolder(parent_fd, [name]) as folder_fd:
         for path in source.iterdir():
             if cancelled():
-                raise Cancelled("The request was cancelled while its result was being copied to the destination.")
+                raise Cancelled("The request was canceled while its result was being copied to the destination.")
             if path.is_dir():
                 os.mkdir(path.name, dir_fd=folder_fd)
                 copy_folder(path, folder_fd, path.name, cancelled)
@@ -115,12 +115,12 @@ def list_files(
     """Return the relative paths of the regular files below an open folder that match a pattern.
 
     The pattern has the syntax of `pathlib.Path.glob`. Links and the folder with the status `skipped_status` are not
-    searched. Raises BadParameter if the pattern is invalid or the folder contains too many entries, and Cancelled.
+    searched. Raises Cancelled, and BadParameter if the pattern is invalid or the folder contains too many entries.
     """
     pattern = _parse_pattern(glob)
     search = _Search(pattern, skipped_status, cancelled)
     with open_folder_by_path(folder) as folder_fd:
-        search.search_folder(folder_fd, (), _skip_recursive_parts(pattern, {0}))
+        search.search_folder(folder_fd, (), _add_positions_after_wildcards(pattern, {0}))
     return search.matches
 
 
@@ -135,8 +135,8 @@ def _parse_pattern(glob: str) -> tuple[str, ...]:
         )
     pattern = tuple(
         name
-        for name, previous in zip(components, [None, *components], strict=False)
-        if (name, previous) != ("**", "**")
+        for name, previous_name in zip(components, [None, *components], strict=False)
+        if (name, previous_name) != ("**", "**")
     )
     if len(pattern) > MAX_PATTERN_COMPONENTS:
         raise BadParameter.for_parameter(
@@ -145,13 +145,13 @@ def _parse_pattern(glob: str) -> tuple[str, ...]:
     return pattern
 
 
-def _skip_recursive_parts(pattern: tuple[str, ...], positions: set[int]) -> set[int]:
-    """Add the positions after each `**`, which may match no folder at all."""
+def _add_positions_after_wildcards(pattern: tuple[str, ...], positions: set[int]) -> set[int]:
+    """Add the positions after each `**`, because `**` may match no folder at all."""
     return positions | {position + 1 for position in positions if pattern[position : position + 1] == ("**",)}
 
 
 class _Search:
-    """Search for the files that match a pattern. Each folder is read once, whatever the pattern.
+    """Search for the files that match a pattern. Each folder is read once, regardless of the pattern.
 
     A position in the pattern is the index of the component that the next name has to match. All positions that the
     path of a folder can lead to are followed at the same time, like the states of a nondeterministic automaton.
@@ -166,11 +166,11 @@ class _Search:
         self._entry_count = 0
         self.matches: list[str] = []
 
-    def search_folder(self, folder_fd: int, parts: tuple[str, ...], positions: set[int]) -> None:
-        """Search an open folder with the path components `parts`, which lead to these positions."""
-        if len(parts) > MAX_SEARCH_DEPTH:
+    def search_folder(self, folder_fd: int, components: tuple[str, ...], positions: set[int]) -> None:
+        """Search an open folder with the path components `components`, which lead to these positions."""
+        if len(components) > MAX_SEARCH_DEPTH:
             raise BadParameter(
-                f"The folder contains more than {MAX_SEARCH_DEPTH} nested folders. Choose one of its subfolders."
+                f"The folder has more than {MAX_SEARCH_DEPTH} levels of subfolders. Choose one of its subfolders."
             )
         subfolders: list[tuple[str, set[int]]] = []
         with os.scandir(folder_fd) as entries:
@@ -180,11 +180,11 @@ class _Search:
                     if next_positions := self._enter(entry.name, positions):
                         subfolders.append((entry.name, next_positions))
                 elif entry.is_file(follow_symlinks=False) and self._is_match(entry.name, positions):
-                    self.matches.append("/".join((*parts, entry.name)))
+                    self.matches.append("/".join((*components, entry.name)))
         for name, next_positions in subfolders:
             with suppress(OSError), open_subfolder(folder_fd, [name]) as subfolder_fd:
                 if self._skipped_status is None or not os.path.samestat(os.fstat(subfolder_fd), self._skipped_status):
-                    self.search_folder(subfolder_fd, (*parts, name), next_positions)
+                    self.search_folder(subfolder_fd, (*components, name), next_positions)
 
     def _count_entry(self) -> None:
         self._entry_count += 1
@@ -194,21 +194,25 @@ class _Search:
                 " subfolders."
             )
         if self._cancelled():
-            raise Cancelled("The request was cancelled while the folder was being searched.")
+            raise Cancelled("The request was canceled while the folder was being searched.")
 
     def _enter(self, name: str, positions: set[int]) -> set[int]:
         """Return the positions after the name of a folder."""
         pattern = self._pattern
-        entered = {position for position in positions if pattern[position : position + 1] == ("**",)}
+        next_positions = {position for position in positions if pattern[position : position + 1] == ("**",)}
         # The last component matches only a file.
-        entered |= {
+        next_positions |= {
             position + 1
-            for position in positions - entered
+            for position in positions - next_positions
             if position < len(pattern) - 1 and fnmatchcase(name, pattern[position])
         }
-        return _skip_recursive_parts(pattern, entered)
+        return _add_positions_after_wildcards(pattern, next_positions)
 
     def _is_match(self, name: str, positions: set[int]) -> bool:
         """Return whether the name of a file matches the last component of the pattern."""
-        last = len(self._pattern) - 1
-        return last in positions and self._pattern[last] != "**" and fnmatchcase(name, self._pattern[last])
+        last_index = len(self._pattern) - 1
+        return (
+            last_index in positions
+            and self._pattern[last_index] != "**"
+            and fnmatchcase(name, self._pattern[last_index])
+        )

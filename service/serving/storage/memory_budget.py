@@ -39,7 +39,7 @@ class FairMemoryBudget:
         self._lock = threading.Lock()
 
     def reserve(self, client: str, nbytes: int) -> bool:
-        """Reserve bytes for a client until `release`. If that would exceed its share, return False."""
+        """Reserve bytes until `release` is called. If the client would exceed its share, return False."""
         with self._lock:
             free_bytes = self._limit_bytes - self._used_bytes.total() - nbytes
             if self._used_bytes[client] + nbytes > free_bytes:

@@ -24,10 +24,10 @@ class FileReaders:
 
     reader          reads files in child processes; available after `start`
     read_threads    threads for small files
-    decode_threads  threads for large files, which take long to decode
+    decode_threads  threads for large files, which take a long time to decode
     plane_threads   threads that read planes of decoded files
-    host_threads    threads for files on the host. A file server that does not respond can block these threads, but not
-                    the other ones
+    host_threads    threads for files on the host. A file server that does not respond can block these threads, but no
+                    other threads
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -194,7 +194,7 @@ class ScratchSpace:
             raise RateLimited(
                 f"Your other requests use {client_bytes:,} bytes of disk space on the service, and {nbytes:,} more"
                 " would leave too little for other users. Fetch the results of those requests, or wait until one of"
-                " them ends.",
+                " the requests ends.",
                 RETRY_AFTER_SECONDS,
             )
         raise OutOfStorage(

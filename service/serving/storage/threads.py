@@ -1,6 +1,6 @@
 """Thread pools for file access, including a pool with fair scheduling, and helpers for awaiting blocking work.
 
-If `run_in_thread` is cancelled, it still awaits work that is running, because the work may still use files.
+If `run_in_thread` is canceled, it still awaits work that is running, because the work may still use files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def start_all_threads(pool: ThreadPoolExecutor, thread_count: int) -> None:
 
 
 class FairThreadPool:
-    """A thread pool that serves clients in turn, not in order of arrival.
+    """A thread pool that serves clients in round-robin order, not in order of arrival.
 
     The last idle thread is used only for a client that does not occupy another thread. A single client can therefore
     never occupy all threads of a pool with more than one thread.
@@ -69,7 +69,7 @@ class FairThreadPool:
         self._thread_count = thread_count
         self._pool = start_threads(thread_count, name)
         self._lock = threading.Lock()
-        # Waiting calls of clients in the order of their turns. A client moves to the end when one of its calls begins.
+        # Waiting calls by client, in round-robin order. A client moves to the end when one of its calls begins.
         self._waiting_calls: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
         self._running_counts: Counter[str] = Counter()
 
@@ -84,7 +84,7 @@ class FairThreadPool:
 
     @property
     def waiting_count(self) -> int:
-        """Number of calls that have not begun, including cancelled calls."""
+        """Number of calls that have not begun, including canceled calls."""
         with self._lock:
             return sum(map(len, self._waiting_calls.values()))
 
@@ -156,8 +156,8 @@ async def run_in_thread(
 ) -> T:
     """Run `work` in a thread, and return its result or raise its error.
 
-    If the caller is cancelled, work that has not begun is dropped. Work that has begun is awaited, even if the caller
-    is cancelled repeatedly, because the work may still use the request's folder. In this case, `cancelled` is set, so
+    If the caller is canceled, work that has not begun is dropped. Work that has begun is awaited, even if the caller
+    is canceled repeatedly, because the work may still use the request's folder. In this case, `cancelled` is set, so
     that the work can poll it.
     """
     future = executor.submit(work)
@@ -172,9 +172,9 @@ async def run_in_thread(
 
 
 async def wait_for(future: Future[T]) -> T:
-    """Return the result of a future that is completed by a thread. Raises Cancelled if the future was cancelled.
+    """Return the result of a future that is completed by a thread. Raises Cancelled if the future was canceled.
 
-    If the caller is cancelled, the future is neither cancelled nor awaited.
+    If the caller is canceled, the future is neither canceled nor awaited.
     """
     result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     future.add_done_callback(lambda finished_future: _copy_from_thread(result, finished_future))
@@ -195,7 +195,7 @@ def _copy_outcome(result: asyncio.Future[Any], finished_future: Future[Any]) -> 
     if result.done():
         return
     if finished_future.cancelled():
-        result.set_exception(Cancelled("The request was cancelled before it began."))
+        result.set_exception(Cancelled("The request was canceled before it began."))
     elif (error := finished_future.exception()) is not None:
         result.set_exception(error)
     else:
@@ -203,7 +203,7 @@ def _copy_outcome(result: asyncio.Future[Any], finished_future: Future[Any]) -> 
 
 
 async def _wait_until_done(thread_future: Future[Any]) -> None:
-    """Wait for work even if the caller is cancelled repeatedly, for example by a disconnect and a time limit."""
+    """Wait for work even if the caller is canceled repeatedly, for example by a disconnect and a time limit."""
     future = asyncio.wrap_future(thread_future)
     while not future.done():
         with suppress(asyncio.CancelledError):

@@ -13,7 +13,7 @@ from service.serving.storage.scratch import ScratchSpace, SpaceReservation
 
 # Maximum size of all volumes together. A single volume can be larger.
 MAX_CACHE_BYTES = 4 * 2**30
-# Maximum number of volumes, of all clients and of one client. Each volume can hold a file open.
+# Maximum number of volumes, in total and for a single client. Each volume can hold a file open.
 MAX_VOLUMES = 64
 MAX_CLIENT_VOLUMES = 16
 # The client name under which the cache reserves scratch space.
@@ -22,12 +22,12 @@ CACHE_CLIENT = "volume cache"
 
 Reserve = Callable[[int], None]
 """Function that reserves disk space, in bytes. Raises the errors of `SpaceReservation.reserve`."""
-ReadVolume = Callable[[Reserve], Volume]
-"""read(reserve) returns a volume, after calling `reserve` with its size in bytes, if possible before decoding it."""
+ReadVolumeFunction = Callable[[Reserve], Volume]
+"""Function that reads a volume, and reserves space for its decoded pixels, if possible before decoding them."""
 
 
 class VolumeKey(NamedTuple):
-    """ID of a stack or of a job, and the selected part of the stack or of the labels."""
+    """ID of a stack or of a job, and the selected part of the stack or of the job's labels."""
 
     source_id: str
     selection: Hashable
@@ -44,7 +44,7 @@ class VolumeCache:
 
     The files of a volume are deleted with the last reference to the volume, so an evicted volume stays valid while it
     is in use. The scratch space of volumes does not count toward the limits of clients, so viewing a stack does not
-    prevent uploads. A client that opens many volumes evicts its own ones.
+    prevent uploads. A client that opens too many volumes evicts its own volumes.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class VolumeCache:
     ) -> None:
         self._limit_bytes, self._max_volumes, self._max_client_volumes = limit_bytes, max_volumes, max_client_volumes
         self._volumes: OrderedDict[VolumeKey, _CachedVolume] = OrderedDict()
-        # Number of running reads by stack or job, and those that were deleted during a read.
+        # Number of running reads by source ID, and the IDs of sources that were deleted during a read.
         self._read_counts: Counter[str] = Counter()
         self._deleted_sources: set[str] = set()
         self._lock = threading.Lock()
@@ -68,7 +68,7 @@ class VolumeCache:
             self._volumes.move_to_end(key)
             return self._volumes[key].volume
 
-    def get_or_read(self, key: VolumeKey, client: str, space: ScratchSpace, read: ReadVolume) -> Volume:
+    def get_or_read(self, key: VolumeKey, client: str, space: ScratchSpace, read: ReadVolumeFunction) -> Volume:
         """Return the cached volume with this key. If there is none, call `read` and cache the volume that it returns.
 
         Blocks during `read`. Raises the errors of `read` and `SpaceReservation.reserve`.
@@ -90,16 +90,16 @@ class VolumeCache:
                 raise
             return self._add(key, _CachedVolume(volume, client, reservation))
 
-    def _add(self, key: VolumeKey, new: _CachedVolume) -> Volume:
+    def _add(self, key: VolumeKey, new_entry: _CachedVolume) -> Volume:
         """Cache a volume, unless another thread has cached it in the meantime or its source was deleted."""
         with self._lock:
-            existing = self._volumes.get(key)
-            if existing is not None or key.source_id in self._deleted_sources:
-                new.reservation.close()
-                return (existing or new).volume
-            self._make_room(new.client, 0, self._limit_bytes)
-            self._volumes[key] = new
-            return new.volume
+            existing_entry = self._volumes.get(key)
+            if existing_entry is not None or key.source_id in self._deleted_sources:
+                new_entry.reservation.close()
+                return (existing_entry or new_entry).volume
+            self._make_room(new_entry.client, 0, self._limit_bytes)
+            self._volumes[key] = new_entry
+            return new_entry.volume
 
     @contextmanager
     def _count_read(self, source_id: str) -> Iterator[None]:
@@ -115,7 +115,7 @@ class VolumeCache:
                     self._deleted_sources.discard(source_id)
 
     def discard(self, source_id: str) -> None:
-        """Evict all volumes of a stack or a job, because it was deleted."""
+        """Evict all volumes of a deleted stack or job."""
         with self._lock:
             if self._read_counts[source_id]:
                 self._deleted_sources.add(source_id)
@@ -123,8 +123,8 @@ class VolumeCache:
                 self._evict(key)
 
     def _make_room(self, client: str, nbytes: int, limit_bytes: int) -> None:
-        """Evict volumes until a new one of a client is within all limits, except that it may be the only one."""
-        client_keys = [key for key, cached in self._volumes.items() if cached.client == client]
+        """Evict volumes until a new volume of `nbytes` is within all limits, or no other volume is left."""
+        client_keys = [key for key, entry in self._volumes.items() if entry.client == client]
         for key in client_keys[: max(len(client_keys) - self._max_client_volumes + 1, 0)]:
             self._evict(key)
         while self._volumes and (len(self._volumes) >= self._max_volumes or self._sum_bytes() + nbytes > limit_bytes):
@@ -134,4 +134,4 @@ class VolumeCache:
         self._volumes.pop(key).reservation.close()
 
     def _sum_bytes(self) -> int:
-        return sum(cached.volume.nbytes for cached in self._volumes.values())
+        return sum(entry.volume.nbytes for entry in self._volumes.values())

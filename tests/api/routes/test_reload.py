@@ -154,7 +154,7 @@ def test_previous_version_stays_in_use_if_the_new_one_is_broken(service: Service
     assert service.segment("bands") == "bands/1"
     health = service.live.client.get("/health")
     assert (health.status_code, health.json()["status"]) == (200, "degraded")
-    assert any("bands is served as it was" in sentence for sentence in health.json()["degraded"])
+    assert any("The previous version of bands is still served" in sentence for sentence in health.json()["degraded"])
     file.write_text(valid_content)
     (service.models / "bands" / "weights.safetensors").write_bytes(weights)
     service.loader.broken_versions.clear()

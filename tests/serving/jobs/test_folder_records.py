@@ -41,7 +41,7 @@ VALID_RECORD = {"stack": "a.tif", "key": "k", "size": 1, "mtime": 2, "notes": ["
 def test_damaged_records_are_reported(results: ResultFolder, tmp_path: Path, line: str) -> None:
     (tmp_path / RECORDS_FILE).write_text(f"{line}\n")
     with pytest.raises(
-        BadParameter, match=r"stacks\.jsonl .* is damaged or was written by a different version. Delete"
+        BadParameter, match=r"stacks\.jsonl .* is damaged or was written by a different version of StackSeg. Delete"
     ):
         RecordFile(results)
 

@@ -8,10 +8,10 @@ import pytest
 from service.core.errors import TooLarge
 from service.core.types import Volume
 from service.serving.storage.scratch import ScratchSpace
-from service.serving.storage.volume_cache import ReadVolume, VolumeCache, VolumeKey
+from service.serving.storage.volume_cache import ReadVolumeFunction, VolumeCache, VolumeKey
 
 
-def make_read(nbytes: int, before: Callable[[], object] = lambda: None) -> ReadVolume:
+def make_read(nbytes: int, before: Callable[[], object] = lambda: None) -> ReadVolumeFunction:
     """Return a function that calls `before` and reads a volume."""
 
     def read(reserve: Callable[[int], None]) -> Volume:

@@ -40,7 +40,7 @@ class _MovedToIdleActor(Exception):
 
 
 class ActorPool:
-    """All actors that this service may use, and the folder through which they exchange pixels with it.
+    """All actors that this service may use, and the folder for exchanging pixels with these actors.
 
     make_actor             requests an actor, which may start later, from the cluster
     max_attempts           maximum number of attempts to run a task, which is restarted whenever its actor is lost
@@ -110,7 +110,7 @@ class ActorPool:
     def run(self, preferred_actor: RemoteActor, attempt: Attempt) -> Outcome:
         """Run a task on the preferred actor, or on another actor if the preferred one is not up or is lost.
 
-        Raises Cancelled if the job was cancelled, and JobInterrupted if `max_attempts` actors were lost while they were
+        Raises Cancelled if the job was canceled, and JobInterrupted if `max_attempts` actors were lost while they were
         running the task.
         """
         self._change_unfinished_count(1)
@@ -129,12 +129,12 @@ class ActorPool:
         while len(lost_actors) < self._max_attempts:
             if (actor := idle_actor or self.acquire_actor(preferred_actor, lost_actors)) is None:
                 if attempt.cancelled():
-                    raise Cancelled("The job was cancelled before a worker of the cluster was available.")
+                    raise Cancelled("The job was canceled before a worker of the cluster was available.")
                 time.sleep(POLL_INTERVAL_SECONDS)
                 continue
             idle_actor = None
             try:
-                # Use a new id: a lost task is cancelled on its actor, and actors reject cancelled tasks.
+                # Use a new id: a lost task is canceled on its actor, and actors reject canceled tasks.
                 return self._run_attempt(actor, attempt._replace(task=attempt.task._replace(id=uuid.uuid4().hex)))
             except _MovedToIdleActor as error:
                 idle_actor = error.actor
@@ -164,7 +164,7 @@ class ActorPool:
         task, last_progress = attempt.task, Progress()
         while not wait([future], POLL_INTERVAL_SECONDS).done:
             if attempt.cancelled():
-                raise Cancelled("The job was cancelled while it was running in the cluster.")
+                raise Cancelled("The job was canceled while it was running in the cluster.")
             if not actor.is_up:
                 raise WorkerLost(f"{actor.name} does not respond")
             progress = actor.get_progress(task)

@@ -29,7 +29,7 @@ ClusterConnector = Callable[[Settings], ActorFactory]
 
 
 class ClusterDevices:
-    """The devices of a service that run in actors of a cluster, and the folder for the exchange of files with them.
+    """The devices that run in actors of a cluster, and the folder for exchanging files with these actors.
 
     exchange    folder for pixels and labels, which `close` deletes
     make_actor  requests an actor from the cluster

@@ -33,7 +33,7 @@ from service.serving.devices.queue.job import Job, ResourceNeeds
 from service.serving.devices.reservation import Reservation
 from service.serving.metrics import Metrics
 
-# Maximum number of cancelled tasks to remember, because a task may be cancelled before it arrives.
+# Maximum number of canceled tasks to remember, because a task may be canceled before it arrives.
 MAX_CANCELLED_TASKS = 1000
 # Grace period of the watchdog. A lost device needs a new process, which the cluster starts immediately.
 GRACE_SECONDS = 1.0
@@ -149,7 +149,7 @@ class DeviceActor:
             value = job.future.result()
             return Outcome(value, share=BatchShare(job.progress.done, job.device_slots, job.device_seconds))
         except CancelledError:
-            return Outcome(error=Cancelled("The job was cancelled before it started."))
+            return Outcome(error=Cancelled("The job was canceled before it started."))
         except StackSegError as error:
             return Outcome(error=error)
         finally:

@@ -1,7 +1,7 @@
 """Exchange of pixels and labels through shared storage, and the messages that refer to the files.
 
-Files are read instead of mapped. If a mapped file were deleted or its storage became unavailable, accessing it would
-kill the process; reading it only raises an error.
+Files are read rather than memory-mapped. If a mapped file were deleted or its storage became unavailable, accessing the
+file would kill the process, whereas reading only raises an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 FOLDER_PREFIX = "stackseg-cluster-"
 # Name of the file whose modification time shows that the service is still running.
 MARKER_NAME = ".stackseg-cluster"
-# Age of the marker after which other services delete the folder. Large, because the clocks of hosts may differ.
+# Age of the marker after which other services delete the folder. It is long, because clocks of hosts may differ.
 ABANDONED_SECONDS = 3600.0
 # Number of bytes to write at a time.
 BLOCK_BYTES = 2**26
@@ -130,7 +130,7 @@ class ActorStatus(NamedTuple):
     """Status of an actor.
 
     host      name of the actor's host
-    problem   why its device is unavailable; None if it is available
+    problem   reason why its device is unavailable; None if the device is available
     gpus      GPUs of the host
     cpu       processor and memory of the host
     progress  progress of its tasks, by task id

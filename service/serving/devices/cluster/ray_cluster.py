@@ -39,7 +39,7 @@ def connect_cluster(settings: Settings, load: LoadFunction) -> ActorFactory:
     """
     cluster = settings.cluster
     ray = _connect(cluster.address)
-    # Twice the number of requests, because an actor also runs the requests of lost actors.
+    # Twice the limit on concurrent requests, because an actor also runs the requests of lost actors.
     make_handle = _make_handle_factory(ray, DeviceActor, cluster, 2 * settings.limits.at_once)
     return lambda: RayActor(ray, make_handle(make_actor_settings(settings), load))
 
@@ -150,7 +150,7 @@ class RayActor:
         if error is None:
             future.set_result(ray_future.result())
         elif isinstance(error, self._ray.exceptions.RayTaskError):
-            # Ray raises a subclass of RayTaskError and of the original exception. Pass the original exception on.
+            # Ray raises a subclass of both RayTaskError and the original type. Pass on the original exception.
             future.set_exception(getattr(error, "cause", error))
         elif isinstance(error, self._ray.exceptions.RayError):
             future.set_exception(WorkerLost(_get_first_line(error)))

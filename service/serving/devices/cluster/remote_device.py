@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 class RemoteLoader:
     """`ModelLoader` for an actor. For a model that has never been loaded, it returns the estimator for a CPU."""
 
-    weight_copies = HOST_WEIGHT_COPIES
+    weight_copy_count = HOST_WEIGHT_COPIES
 
     def __init__(self, settings: Settings, context: RemoteContext) -> None:
         self._settings, self._context = settings, context
 
     def load(self, spec: ModelSpec) -> RemoteModel:
-        """Load a model in the actor. Raises the loading error, and the same errors as `ActorPool.run`."""
+        """Load a model in the actor. Raises any error that loading causes, and the same errors as `ActorPool.run`."""
         return RemoteModel(spec, self._context)
 
     def release_unused_memory(self) -> None:

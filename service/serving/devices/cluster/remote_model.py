@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RemoteContext(NamedTuple):
-    """The actor in which a model is loaded, the pool of its substitutes, and an allocator for results."""
+    """The actor in which a model is loaded, the pool of actors that can replace it, and an allocator for results."""
 
     actor: RemoteActor
     pool: ActorPool
@@ -32,7 +32,7 @@ class RemoteContext(NamedTuple):
 
 
 class RemoteModel:
-    """`DeviceModel` for a model in an actor. The constructor loads the model, and raises any loading error.
+    """`DeviceModel` for a model in an actor. The constructor loads the model, and raises the error if loading fails.
 
     If the actor is restarted, the model is loaded there again, as long as this object exists.
     """

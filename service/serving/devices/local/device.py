@@ -63,7 +63,7 @@ class LocalLoader:
         self._settings, self._load, self._context, self._may_tune = settings, load, context, may_tune
 
     @property
-    def weight_copies(self) -> int:
+    def weight_copy_count(self) -> int:
         """Number of copies of a model's weights in the device's memory."""
         return HOST_WEIGHT_COPIES if self._context.device.is_on_host else 1
 
@@ -76,7 +76,7 @@ class LocalLoader:
             if device.is_on_host:
                 warm_up()
             else:
-                # CUDA graphs must be replayed in the thread that recorded them.
+                # CUDA graphs must be replayed in the thread that captured them.
                 self._context.batcher.call(partial(contextvars.copy_context().run, warm_up))
         return model
 

@@ -43,7 +43,7 @@ class MallocTrimmer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread. May be called repeatedly, and without `start`."""
+        """Stop the thread. May be called repeatedly, even if `start` has not been called."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()

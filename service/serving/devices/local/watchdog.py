@@ -64,7 +64,7 @@ class Watchdog:
     ) -> None:
         self._watched_thread, self._on_exit, self._clock = watched_thread, on_exit, clock
         self._device, self._subject = device, f"{device[0].upper()}{device[1:]}"
-        self._batch_seconds, self._grace_seconds = settings.batch_seconds, settings.grace_seconds
+        self._max_batch_seconds, self._grace_seconds = settings.batch_seconds, settings.grace_seconds
         self._last_heartbeat: Hashable | None = None
         self._loss_reason = ""
         self._last_check_time = clock()
@@ -109,8 +109,8 @@ class Watchdog:
             return self._loss_reason
         if not self._watched_thread.is_alive:
             return f"The thread that owns {self._device} has died."
-        if self._stuck_seconds > self._batch_seconds:
-            return f"{self._subject} is stuck: a batch of windows has taken more than {self._batch_seconds:g} s."
+        if self._stuck_seconds > self._max_batch_seconds:
+            return f"{self._subject} is stuck: a batch of windows has taken more than {self._max_batch_seconds:g} s."
         return None
 
     def _loop(self) -> None:

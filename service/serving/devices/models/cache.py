@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 class Lease(Generic[T]):
     """A lease on a model, which lasts until `end` is called.
 
-    model_future  future that returns the loaded model or raises the loading error
+    model_future  future that returns the loaded model, or raises the error if loading fails
     """
 
     def __init__(self, release: Callable[[LoadedModel[T]], None]) -> None:
@@ -40,8 +40,8 @@ class ModelCache(Generic[T]):
     """A thread that loads models by name, one at a time, in the order in which they were requested.
 
     A model is never unloaded while a request uses it. If a model in use has to be evicted, no new leases on it are
-    granted, so that requests for the model to load are not starved. Later requests for the evicted model wait until it
-    is loaded again. A reloaded model replaces the previous version, which stays loaded until its leases end.
+    granted, so that requests for other models are not starved. Later requests for the evicted model wait until it is
+    loaded again. A reloaded model replaces the previous version, which stays loaded until its leases end.
 
     limit_bytes     memory limit for all loaded models
     load            loads a model and prepares it for running; called in the thread, without the lock of this object
@@ -71,7 +71,7 @@ class ModelCache(Generic[T]):
         # Value in `_pending_reloads` for the model that is being loaded.
         self._current_reload: tuple[Future[None], bool] | None = None
         self._problems: dict[str, str] = {}
-        self._closed = False
+        self._is_closed = False
         self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="load", daemon=True)
 
@@ -86,7 +86,7 @@ class ModelCache(Generic[T]):
     def close(self) -> None:
         """Stop loading models. Waiting leases fail with Cancelled."""
         with self._condition:
-            self._closed = True
+            self._is_closed = True
             leases = self._pop_waiting_leases(tuple(self._waiting_leases))
             reload_futures = [future for future, _ in self._pending_reloads.values()]
             self._pending_reloads.clear()
@@ -135,7 +135,7 @@ class ModelCache(Generic[T]):
         """Return a lease, which gets the model as soon as it is loaded. The model stays loaded until the lease ends."""
         lease: Lease[T] = Lease(self._end_use)
         with self._condition:
-            if self._closed or name in self._problems:
+            if self._is_closed or name in self._problems:
                 error = (
                     BrokenModel(self._problems[name])
                     if name in self._problems
@@ -151,13 +151,13 @@ class ModelCache(Generic[T]):
         return lease
 
     def reload(self, name: str, *, keep_previous: bool = True) -> Future[None]:
-        """Reload a model. The returned future completes when new leases get the new version, or with the loading error.
+        """Reload a model. The returned future completes when new leases get the new version, or fails with the error.
 
-        keep_previous  if loading fails, continue with the previous version; otherwise the model cannot be used
+        keep_previous  whether the previous version remains in use if loading fails, so that the model stays usable
         """
         future: Future[None] = Future()
         with self._condition:
-            if self._closed:
+            if self._is_closed:
                 _cancel_for_shutdown(future)
             else:
                 self._pending_reloads[name] = future, keep_previous
@@ -193,7 +193,7 @@ class ModelCache(Generic[T]):
         """Wait for the next step; return None when the cache is closed."""
         while True:
             with self._condition:
-                if self._closed:
+                if self._is_closed:
                     return None
                 step = self._choose_step()
                 granted_leases = self._grant_leases()
@@ -213,7 +213,7 @@ class ModelCache(Generic[T]):
         return _LoadingStep(removed_models, name)
 
     def _choose_next_model(self) -> str | None:
-        """Return the model to load next, and mark the models to evict for it."""
+        """Return the model to load next, and mark the models that must be evicted first."""
         for waiting_name, leases in list(self._waiting_leases.items()):
             if all(lease.model_future.cancelled() for lease in leases):
                 del self._waiting_leases[waiting_name]
@@ -223,7 +223,7 @@ class ModelCache(Generic[T]):
             or list(self._pending_reloads)
         )
         name = names_to_load[0] if names_to_load else None
-        self._memory.mark_for_eviction(name)
+        self._memory.mark_evictions_to_load(name)
         return name
 
     def _grant_leases(self) -> list[Lease[T]]:

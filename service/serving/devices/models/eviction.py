@@ -38,7 +38,7 @@ class LoadedModel(Generic[T]):
     model: T
     last_used: float
     active_request_count: int = 0
-    # Whether the model has to be evicted. It gets no new requests, because they could keep it loaded forever.
+    # Whether the model has to be evicted. If so, it gets no new requests, which could keep it loaded forever.
     must_evict: bool = False
 
     @property
@@ -87,8 +87,8 @@ class ModelMemory(Generic[T]):
             for name, entry in self.entries.items()
         }
 
-    def mark_for_eviction(self, name: str | None) -> None:
-        """Mark the models that have to be evicted to load the model `name`; None: unmark all models."""
+    def mark_evictions_to_load(self, name: str | None) -> None:
+        """Mark the models that must be evicted before the model `name` can be loaded; unmark all if it is None."""
         excess_bytes = 0 if name is None else self._count_used_bytes() + self._get_size(name) - self.limit_bytes
         # Evict unused models first. Within each group, evict the least recently used models first.
         for entry in sorted(self.entries.values(), key=lambda other: (other.active_request_count > 0, other.last_used)):

@@ -30,7 +30,7 @@ class ModelLoader(Protocol):
     """Loads models on a device, and provides estimators for models that have not been loaded."""
 
     @property
-    def weight_copies(self) -> int:
+    def weight_copy_count(self) -> int:
         """Number of copies of a model's weights in the device's memory."""
 
     def load(self, spec: ModelSpec) -> DeviceModel:
@@ -79,10 +79,10 @@ class ServedModels:
     def update(self, spec: ModelSpec, *, load: bool, keep_previous: bool) -> None:
         """Replace a model with a new version.
 
-        load           load the new version now, and wait until it is loaded
-        keep_previous  if the new version cannot be loaded, continue to serve the previous version
+        load           whether to load the new version now, and wait until it is loaded
+        keep_previous  whether to continue to serve the previous version if the new version cannot be loaded
 
-        Raises the loading error.
+        If loading fails, raises the error.
         """
         if not load:
             # Replace the spec before unloading the model, so that concurrent requests always find a spec.
@@ -102,7 +102,7 @@ class ServedModels:
         self._discard(name)
 
     def get_estimator(self, spec: ModelSpec) -> Estimator:
-        """Return the estimator of the model as last loaded on this device, or one that assumes the defaults."""
+        """Return the estimator from the last time the model was loaded, or a default estimator if there is none."""
         return self._estimators.get(spec.name) or self._loader.make_default_estimator(spec)
 
     def estimate_load_seconds(self, name: str) -> float:
@@ -122,7 +122,7 @@ class ServedModels:
         Return 0 if the model or its file is missing, which is reported when the model is loaded.
         """
         try:
-            return self._specs[name].weights_path.stat().st_size * self._loader.weight_copies
+            return self._specs[name].weights_path.stat().st_size * self._loader.weight_copy_count
         except (OSError, KeyError):
             return 0
 

@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class ModelState(NamedTuple):
-    """A model of the repository and its current state.
+    """A model in the repository, with its current state.
 
     state         "unloaded" until the model is requested for the first time
     spec          None if the folder cannot be read
     device_model  the loaded model, on the first device that has loaded it
-    problem       why the model has failed, or why the current content of its folder is not served
+    problem       reason why the model has failed, or why the current content of its folder is not served
     usage         usage of the model on each device that has loaded it, by device
     """
 

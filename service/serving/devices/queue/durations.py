@@ -76,7 +76,7 @@ class JobDurations:
         return window_count * self._seconds_per_window[model_name] * (1 + self._finishing_ratios.get(model_name, 0.0))
 
     def compute_progress(self, job: Job[Any]) -> Progress:
-        """Return the progress of a job in windows, where finishing counts as the equivalent number of windows."""
+        """Return the progress of a job in windows. The finishing phase counts as an equivalent number of windows."""
         done, total = job.progress if job.progress.total else Progress(0, job.window_count)
         finishing_ratio = self._finishing_ratios.get(job.model_name, ASSUMED_FINISHING_RATIO)
         finishing_windows = max(math.ceil(finishing_ratio * total), 1)

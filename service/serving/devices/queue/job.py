@@ -48,7 +48,7 @@ class Job(Generic[T]):
     model_name    name of the model; all jobs of a model are expected to take the same time per window
     work          function that runs in a thread of the queue, with the job as its argument. It polls `job.cancelled()`,
                   calls `job.advance(done, total)`, and returns the result or raises the exception for `future`
-    window_count  estimated number of windows; 0 if unknown, which the queue treats as a short job
+    window_count  estimated number of windows; 0 if unknown, in which case the queue treats the job as short
     needs         returns the required resources; called whenever the work could start
     is_ready      whether the work can start; a job that is not ready keeps its place in the queue until
                   `JobQueue.mark_ready` is called
@@ -75,7 +75,7 @@ class Job(Generic[T]):
         self.is_ready = is_ready
         # Deadline that `JobQueue` assigns, on the clock of the job.
         self.deadline = 0.0
-        # Device time of the job in seconds, and its share of the batch slots; 0 if unknown.
+        # Device time in seconds, and number of batch slots that the job has used; 0 if unknown.
         self.device_seconds = self.device_slots = 0.0
         # Set by the queue, which may start another job when this one progresses.
         self.on_advance: Callable[[], None] = lambda: None
@@ -129,7 +129,7 @@ class Job(Generic[T]):
             self._drop_work()
 
     def cancelled(self) -> bool:
-        """Return whether the job was cancelled. Its work may still be running."""
+        """Return whether the job was canceled. Its work may still be running."""
         return self._cancel_event.is_set()
 
     def advance(self, done: int, total: int) -> None:
@@ -144,7 +144,7 @@ class Job(Generic[T]):
         self.on_needs_changed(self, needs)
 
     def run(self) -> None:
-        """Run the work, unless the job was cancelled while it was waiting. The caller passes exceptions to `fail`."""
+        """Run the work, unless the job was canceled while it was waiting. The caller passes exceptions to `fail`."""
         if not self.future.set_running_or_notify_cancel():
             return
         self._start_time = self._clock()
@@ -164,7 +164,7 @@ class Job(Generic[T]):
         self.future.set_exception(error)
 
     def fail_before_start(self, error: BaseException) -> None:
-        """End a job that has not started with an error, unless it was cancelled."""
+        """End a job that has not started with an error, unless it was canceled."""
         if self.future.set_running_or_notify_cancel():
             self._drop_work()
             self.fail(error)

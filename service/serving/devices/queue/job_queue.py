@@ -22,17 +22,17 @@ REMAINING_WORK_FACTOR = 2
 class JobQueue:
     """A queue that is fair to owners, prefers short jobs, and prevents starvation.
 
-    Order: Owners take turns (round robin, Nagle 1987). The first job of every owner precedes the second job of any
-    owner; running jobs count as well. Within a turn, the job with the earliest deadline is first (Liu and Layland
+    Order: Owners are served in round-robin order (Nagle 1987). The first job of every owner precedes the second job of
+    any owner; running jobs count as well. Within a round, the job with the earliest deadline is first (Liu and Layland
     1973). The deadline of a job is its creation time plus its duration on an otherwise idle device. A small job
     therefore overtakes a large one that was queued shortly before. A large job can be overtaken only by jobs that are
     created within its own duration, which bounds its waiting time.
 
     Start: A job starts if fewer than `guaranteed_job_count` jobs are running, if the running jobs would soon leave the
-    device idle, or if it will be done long before the running jobs. In addition, enough memory must be free, unless no
-    other job is running. A job that waits for memory can be overtaken by jobs that fit.
+    device idle, or if it will be done long before the running jobs are. In addition, enough memory must be free, unless
+    no other job is running. A job that waits for memory can be overtaken by jobs that fit.
 
-    Capacity: If owners share the queue, an owner may use at most as many places as it leaves free (dynamic thresholds,
+    Capacity: If owners share the queue, an owner may use at most as many places as remain free (dynamic thresholds,
     Choudhury and Hahne 1998). A single owner gets up to half of the places, two owners a third each, and there is
     always a place for another owner.
 
@@ -58,7 +58,7 @@ class JobQueue:
         self._durations = JobDurations()
         self._waiting_jobs: list[Job[Any]] = []
         self._running_jobs: dict[Job[Any], ResourceNeeds] = {}
-        self._closed = False
+        self._is_closed = False
         self._condition = threading.Condition()
         # Whether a thread has been notified and has not searched for a job yet.
         self._has_notified_thread = False
@@ -96,7 +96,7 @@ class JobQueue:
     def check_admission(self, owner: str | None = None) -> None:
         """Raise the error that `offer` would raise now: NotReady, or QueueFull with the seconds until a retry."""
         with self._condition:
-            if self._closed:
+            if self._is_closed:
                 raise NotReady("The service is stopping. Send the request again after it has restarted.")
             if self.is_full(owner):
                 scope = " for requests with this API key" if self._is_shared else ""
@@ -129,7 +129,7 @@ class JobQueue:
     def take(self) -> Job[Any] | None:
         """Wait for the next job that may start; return None when the queue is closed and empty."""
         with self._condition:
-            while not (self._closed and not self._waiting_jobs):
+            while not (self._is_closed and not self._waiting_jobs):
                 self._has_notified_thread = False
                 if (job := self._find_next_job()) is not None:
                     self._waiting_jobs.remove(job)
@@ -142,7 +142,7 @@ class JobQueue:
             return None
 
     def update_needs(self, job: Job[Any], needs: ResourceNeeds) -> None:
-        """Change the resources of a running job; do nothing for other jobs."""
+        """Change the recorded resource needs of a running job; do nothing for other jobs."""
         with self._condition:
             if job in self._running_jobs:
                 self._running_jobs[job] = needs
@@ -150,7 +150,7 @@ class JobQueue:
     def close(self) -> None:
         """Stop accepting jobs. Waiting jobs still run."""
         with self._condition:
-            self._closed = True
+            self._is_closed = True
             self._condition.notify_all()
 
     def cancel_all(self) -> None:
@@ -193,18 +193,18 @@ class JobQueue:
             return self._durations.estimate_new_job_seconds(model_name, window_count)
 
     def get_progress(self, job: Job[Any]) -> Progress:
-        """Return the progress of a job in windows, where finishing counts as the equivalent number of windows."""
+        """Return the progress of a job in windows. The finishing phase counts as an equivalent number of windows."""
         return self._durations.compute_progress(job)
 
     def _sort(self) -> None:
-        """Order the waiting jobs by the turn of their owner, and within a turn by deadline."""
+        """Order the waiting jobs by round, and within a round by deadline."""
         if len(self._waiting_jobs) < 2:
             return
-        turns = Counter(job.owner for job in self._running_jobs)
+        rounds = Counter(job.owner for job in self._running_jobs)
         sort_keys: dict[Job[Any], tuple[int, float]] = {}
         for job in sorted(self._waiting_jobs, key=lambda job: job.deadline):
-            sort_keys[job] = turns[job.owner], job.deadline
-            turns[job.owner] += 1
+            sort_keys[job] = rounds[job.owner], job.deadline
+            rounds[job.owner] += 1
         self._waiting_jobs.sort(key=sort_keys.__getitem__)
 
     def _find_next_job(self) -> Job[Any] | None:
@@ -265,7 +265,7 @@ class JobQueue:
             self._durations.learn_from(job)
             self._sort()
             # When a thread takes a job, it notifies the next thread. But all threads must see that the queue is closed.
-            if self._closed:
+            if self._is_closed:
                 self._condition.notify_all()
             else:
                 self._notify()

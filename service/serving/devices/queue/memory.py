@@ -15,8 +15,8 @@ class JobMemory:
     Not thread-safe: `JobQueue` calls all methods with its lock held.
 
     query_free_memory  returns the free memory; it must not raise an exception, or jobs would wait forever
-    max_age_seconds    how long a measurement is reused, because each decision needs it several times; the needs of jobs
-                       that start in the meantime are still considered
+    max_age_seconds    time for which a measurement is reused, because each decision needs it several times; the needs
+                       of jobs that start in the meantime are still considered
     """
 
     def __init__(self, query_free_memory: Callable[[], FreeMemory] = FreeMemory, max_age_seconds: float = 0.0) -> None:
