@@ -130,10 +130,7 @@ def test_a_different_window_size_gives_the_result_of_a_model_with_that_window_si
     assert np.array_equal(single_batch.segmentation.pixels, expected.segmentation.pixels)
     assert len(runner._runners_by_window) == 1, "only the most recent runner is kept"
     assert segment(runner, volume, Options(roi_size=bands.input.roi_size)).notes == ()
-    assert (
-        runner.estimator.estimate(volume, options).windows
-        > runner.estimator.estimate(volume, Options()).windows
-    )
+    assert runner.estimator.estimate(volume, options).windows > runner.estimator.estimate(volume, Options()).windows
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -176,10 +177,14 @@ class TrainingManager:
             self._settings.trainings.waiting,
             self.trained_models,
         )
-        if models.count_models() + len(self.queue.unfinished_records) >= models.max_models:
+        counts = models.count_models() + Counter(record.owner for record in self.queue.unfinished_records)
+        # As for disk space, an owner of one of several keys may have at most as many models as it leaves free.
+        free_count = models.max_models - counts.total()
+        if free_count <= 0 or (len(self._settings.access.keys) > 1 and counts[owner] >= free_count):
             raise OutOfStorage(
-                f"The maximum of {models.max_models} trained models (trainings.models) has been reached. Delete trained"
-                " models with DELETE /models/NAME, which requires the API key that trained the model, or an admin key."
+                f"There are {counts.total()} trained models, {counts[owner]} of which are yours. The maximum for all"
+                f" users is {models.max_models} (trainings.models). Delete models with DELETE /models/NAME, which"
+                " requires the API key that trained the model, or an admin key."
             )
         if len(waiting_records) >= max_waiting:
             raise QueueFull("Too many training runs are waiting. Try again when one has ended.", RETRY_AFTER_SECONDS)
