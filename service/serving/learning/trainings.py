@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service.core.config import Settings
-from service.core.errors import BadParameter, FeatureDisabled, NotReady, OutOfStorage, QueueFull, StackSegError
-from service.core.errors import remove_folders as shorten_paths
+from service.core.errors import (
+    BadParameter,
+    FeatureDisabled,
+    NotReady,
+    OutOfStorage,
+    QueueFull,
+    StackSegError,
+    remove_host_details,
+)
 from service.models.repository import FILE_NAME
 from service.models.spec import check_trainable
 from service.serving.learning.annotation import Annotation, find_overlaps
@@ -206,7 +213,7 @@ class TrainingManager:
             try:
                 self._run(record)
             except StackSegError as error:
-                self.queue.end(record, "failed", shorten_paths(str(error)))
+                self.queue.end(record, "failed", remove_host_details(str(error)))
             except Exception:
                 log.exception("training run %s", record.id)
                 self.queue.end(record, "failed", INTERNAL_ERROR_MESSAGE)
