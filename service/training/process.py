@@ -24,8 +24,11 @@ from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage, StackSegError
 from service.core.hardware import devices
 from service.core.hardware.devices import translate_error
+from service.formats.sandbox.confinement import TRAINING_LAYERS, confine
 from service.models.repository import read_spec
 from service.training.fine_tune import FineTuningTask, ProgressCallback, StackFiles, fine_tune
+
+log = logging.getLogger(__name__)
 
 DISK_FULL_MESSAGE = (
     "The disk that contains the trained models (models.trained_folder) is full, so training could not finish. Ask the"
@@ -49,6 +52,8 @@ def main() -> None:
     output = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    for layer, reason in confine(layers=TRAINING_LAYERS).items():
+        log.warning("training runs without %s: %s", layer, reason)
     request: dict[str, Any] = json.loads(sys.stdin.readline())
     threading.Thread(target=_exit_with_service, daemon=True).start()
 

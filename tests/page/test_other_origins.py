@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, Thread
 from pathlib import Path
 from typing import Any
 
+import pytest
 from browsing import CHROMIUM_ARGUMENTS, CHROMIUM_PATH
 from fakes import FakeSegmenter
 from fastapi.routing import APIRoute
@@ -194,3 +195,15 @@ def test_web_ui_works_behind_a_proxy_with_another_host_name(browser: Browser, ba
                 page.goto("http://stackseg.example")
                 expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
                 assert page.evaluate(SEGMENT, ["/segment", list(STACK)]) == 200
+
+
+@pytest.mark.parametrize("kind", ["training", "job", "stack", "compare"])
+def test_link_with_a_path_as_id_leads_to_no_other_resource(fake: LiveServer, browser: Browser, kind: str) -> None:
+    page, paths = browser.new_page(), list[str]()
+    page.on("request", lambda request: paths.append(request.url.partition(str(fake.port))[2]))
+    page.goto(f"http://{fake.host}:{fake.port}/#{kind}=x/../../models/reload?,y")
+    expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
+    page.wait_for_function("!document.body.classList.contains('busy')")
+    page.close()
+    assert not any(path.startswith("/models/") for path in paths)
+    assert any("x%2F..%2F..%2Fmodels%2Freload" in path for path in paths)

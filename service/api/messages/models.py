@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel
 
 from service.api.messages.text import RedactedText
-from service.core.errors import remove_folders
+from service.core.errors import remove_host_details
 from service.inference.types import EngineReport
 from service.models.spec import Input, Lineage
 from service.serving.devices.models.state import ModelState
@@ -22,10 +22,10 @@ PICTURE_FILE = "example.png"
 
 def _remove_folders_from_report(report: EngineReport) -> EngineReport:
     trials = tuple(
-        replace(trial, verdict=trial.verdict._replace(detail=remove_folders(trial.verdict.detail)))
+        replace(trial, verdict=trial.verdict._replace(detail=remove_host_details(trial.verdict.detail)))
         for trial in report.trials
     )
-    return replace(report, warnings=tuple(map(remove_folders, report.warnings)), trials=trials)
+    return replace(report, warnings=tuple(map(remove_host_details, report.warnings)), trials=trials)
 
 
 RedactedEngineReport = Annotated[EngineReport, AfterValidator(_remove_folders_from_report)]

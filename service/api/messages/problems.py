@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from service.core import errors
-from service.core.errors import remove_folders
+from service.core.errors import remove_host_details
 from service.core.hardware.devices import translate_error
 from service.serving.parameters import describe_validation_errors
 
@@ -184,7 +184,7 @@ def handle_error(request: Request, error: Exception) -> Response:
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("%s: %s", type(error).__name__, error)
     response = build_problem_response(
-        request, status, error.slug, remove_folders(str(error)), **_get_extension_members(error)
+        request, status, error.slug, remove_host_details(str(error)), **_get_extension_members(error)
     )
     if (retry_after := getattr(error, "retry_after", None)) is not None:
         response.headers["Retry-After"] = str(retry_after)

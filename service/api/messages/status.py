@@ -270,7 +270,7 @@ def report_learning(trainings: TrainingManager, annotations: AnnotationStore) ->
         problem=problem,
         trainings=list(map(_report_progress, records)),
         annotations=annotations.measure_usage().stack_count,
-        models=trainings.trained_models.count_models(),
+        models=trainings.trained_models.count_models().total(),
         models_limit=trainings.trained_models.max_models,
     )
 

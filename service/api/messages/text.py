@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from service.core.errors import remove_folders
+from service.core.errors import remove_host_details
 
 # String that may contain an error message. Paths on the host are reduced to file names.
-RedactedText = Annotated[str, AfterValidator(remove_folders)]
+RedactedText = Annotated[str, AfterValidator(remove_host_details)]

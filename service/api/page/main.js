@@ -170,11 +170,13 @@ let viewAbort = new AbortController();
 
 /** @param {string} kind @param {string} id @param {string | null} model @param {AbortSignal} signal */
 async function openView(kind, id, model, signal) {
+  // Encoded, so that a link with an id such as `x/../../models/NAME` cannot lead to another resource.
+  const encodedId = encodeURIComponent(id);
   if (kind === "status") return openStatus(signal);
-  if (kind === "compare" && id) return openComparison(id.split(","), signal);
-  if (kind === "job" && id) return openJob(id);
-  if (kind === "stack" && id) return openStack(id, model);
-  if (kind === "training" && id) return openTrainingRun(id, signal);
+  if (kind === "compare" && id) return openComparison(id.split(",").map(encodeURIComponent), signal);
+  if (kind === "job" && id) return openJob(encodedId);
+  if (kind === "stack" && id) return openStack(encodedId, model);
+  if (kind === "training" && id) return openTrainingRun(encodedId, signal);
   return showStartView();
 }
 

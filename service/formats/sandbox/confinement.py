@@ -9,18 +9,21 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import socket
 import struct
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _CLONE_THREAD = 0x10000
 _CLONE_NEWIPC = 0x8000000
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 _PR_SET_NO_NEW_PRIVS = 38
+_CAPABILITY_VERSION = 0x20080522
 
 # Landlock: system call numbers (the same on all architectures), arguments, and number of file access types per version.
 _CREATE_RULESET = 444
@@ -41,17 +44,28 @@ _ALLOWED_CALLS = """
     rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack restart_syscall setitimer
     clock_gettime clock_nanosleep gettimeofday nanosleep getrandom getrusage getpid gettid uname sysinfo
 """
+# System calls that training never needs: access to other processes, mounts, modules and tracing. Training may start
+# programs, because torch.compile runs a compiler.
+_CALLS_DENIED_TO_TRAINING = """
+    ptrace process_vm_readv process_vm_writev pidfd_getfd kcmp perf_event_open bpf userfaultfd io_uring_setup
+    mount umount2 pivot_root chroot move_mount open_tree fsopen fsmount fspick mount_setattr unshare setns
+    init_module finit_module delete_module kexec_load kexec_file_load reboot swapon swapoff
+    add_key request_key keyctl open_by_handle_at name_to_handle_at
+"""
 _WRITE_FLAGS = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
 
 
-def confine(layers: Iterable[str] | None = None) -> dict[str, str]:
+def confine(
+    names: Iterable[str] | None = None, layers: Mapping[str, Callable[[], Iterator[None]]] | None = None
+) -> dict[str, str]:
     """Permanently drop all rights that parsing does not need. Call this after all imports and before starting threads.
 
-    `layers` contains keys of `LAYERS`; by default, all layers are applied. Returns the layers that could not be
-    applied, with reasons.
+    `layers` are the available layers, by default `LAYERS`. `names` selects some of them; by default, all layers are
+    applied. Returns the layers that could not be applied, with reasons.
     """
     missing_layers: dict[str, str] = {}
-    steps_by_layer = {layer: LAYERS[layer]() for layer in (LAYERS if layers is None else layers)}
+    layers = LAYERS if layers is None else layers
+    steps_by_layer = {name: layers[name]() for name in (layers if names is None else names)}
     for _ in ("prepare", "apply"):
         for layer, steps in steps_by_layer.items():
             with _record_failure(layer, missing_layers):
@@ -136,19 +150,46 @@ def _filter_system_calls() -> Iterator[None]:
     import pyseccomp as seccomp  # noqa: PLC0415
 
     call_filter = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))
-    call_filter.set_attr(seccomp.Attr.CTL_TSYNC, 1)
     rules: list[tuple[str, list[seccomp.Arg]]] = [(name, []) for name in _ALLOWED_CALLS.split()]
     rules.append(("open", [seccomp.Arg(1, seccomp.MASKED_EQ, _WRITE_FLAGS, 0)]))
     rules.append(("openat", [seccomp.Arg(2, seccomp.MASKED_EQ, _WRITE_FLAGS, 0)]))
     rules.append(("clone", [seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD)]))
     rules.append(("prlimit64", [seccomp.Arg(0, seccomp.EQ, 0)]))
+    _add_rules(call_filter, seccomp.ALLOW, rules)
+    yield
+    call_filter.load()
+
+
+def _deny_system_calls() -> Iterator[None]:
+    """Deny the calls in `_CALLS_DENIED_TO_TRAINING`, and all sockets except Unix domain sockets."""
+    import pyseccomp as seccomp  # noqa: PLC0415 - see above
+
+    call_filter = seccomp.SyscallFilter(seccomp.ALLOW)
+    rules: list[tuple[str, list[Any]]] = [(name, []) for name in _CALLS_DENIED_TO_TRAINING.split()]
+    rules.append(("socket", [seccomp.Arg(0, seccomp.NE, socket.AF_UNIX)]))
+    _add_rules(call_filter, seccomp.ERRNO(errno.EPERM), rules)
+    yield
+    call_filter.load()
+
+
+def _add_rules(call_filter: Any, action: int, rules: Iterable[tuple[str, Sequence[Any]]]) -> None:
+    """Add an action for system calls, given by name and conditions on the arguments, in all threads."""
+    import pyseccomp as seccomp  # noqa: PLC0415 - see above
+
+    call_filter.set_attr(seccomp.Attr.CTL_TSYNC, 1)
     for name, conditions in rules:
         number = seccomp.resolve_syscall(seccomp.Arch.NATIVE, name)
         # Older versions of libseccomp do not know newer calls, and some calls exist only on some architectures.
         if number >= 0:
-            call_filter.add_rule(seccomp.ALLOW, number, *conditions)
+            call_filter.add_rule(action, number, *conditions)
+
+
+def _drop_capabilities() -> Iterator[None]:
+    """Give up all capabilities of the user, such as those of root in a container."""
     yield
-    call_filter.load()
+    header = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITY_VERSION, 0), 8)
+    # Two sets of 32 effective, permitted and inheritable capabilities.
+    _raise_if_negative(_load_libc().capset(header, ctypes.create_string_buffer(24)))
 
 
 def _load_libc() -> ctypes.CDLL:
@@ -165,7 +206,13 @@ def _raise_if_negative(result: int) -> int:
     return result
 
 
-LAYERS: dict[str, Callable[[], Iterator[None]]] = {
+TRAINING_LAYERS: Mapping[str, Callable[[], Iterator[None]]] = {
+    "no_new_privs": _disable_new_privileges,
+    "capabilities": _drop_capabilities,
+    "seccomp": _deny_system_calls,
+}
+"""Layers for the process that trains models, which writes files, runs a compiler and uses the GPU."""
+LAYERS: Mapping[str, Callable[[], Iterator[None]]] = {
     "namespaces": _enter_new_namespaces,
     "no_new_privs": _disable_new_privileges,
     "landlock": _restrict_file_access,

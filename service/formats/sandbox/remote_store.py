@@ -9,6 +9,7 @@ other hosts. The contents are parsed in a child process of `sandbox.reader`.
 from __future__ import annotations
 
 import http.client
+import io
 import logging
 import os
 import socket
@@ -76,6 +77,8 @@ def check_url(url: str) -> str:
         is_plain = not (
             url_parts.query or url_parts.fragment or url_parts.username or url_parts.password or "@" in url_parts.netloc
         )
+        # Some servers treat a backslash like a slash, which would lead outside the store.
+        is_plain = is_plain and "\\" not in unquote(url)
         is_supported = url_parts.scheme in SCHEMES and url_parts.hostname is not None
         _ = url_parts.port
     except ValueError:
@@ -143,6 +146,38 @@ class RemoteStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _DeadlineReader(io.RawIOBase):
+    """The responses on a connection until a deadline, however many bytes and interim responses the server sends."""
+
+    def __init__(self, raw: io.RawIOBase, connection_socket: socket.socket, seconds: float) -> None:
+        self._raw, self._socket, self._deadline = raw, connection_socket, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read into a buffer. Raises TimeoutError."""
+        remaining_seconds = self._deadline - time.monotonic()
+        if remaining_seconds <= 0:
+            raise TimeoutError
+        self._socket.settimeout(min(RESPONSE_TIMEOUT_SECONDS, remaining_seconds))
+        count: int | None = self._raw.readinto(buffer)
+        return count
+
+    def close(self) -> None:
+        """Close the stream."""
+        self._raw.close()
+        super().close()
+
+
+class _LimitedResponse(http.client.HTTPResponse):
+    """A response that must be complete within `OBJECT_TIMEOUT_SECONDS`, including all interim responses."""
+
+    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
+        super().__init__(sock, *arguments, **options)
+        self.fp = io.BufferedReader(_DeadlineReader(self.fp.detach(), sock, OBJECT_TIMEOUT_SECONDS))
 
 
 class _WebServer:
@@ -214,21 +249,20 @@ class _WebServer:
             self._thread_local.connection = _CONNECTION_TYPES[self._url.scheme](
                 host, port, timeout=RESPONSE_TIMEOUT_SECONDS
             )
+            self._thread_local.connection.response_class = _LimitedResponse
             self._connections.append(self._thread_local.connection)
         connection: http.client.HTTPConnection = self._thread_local.connection
         return connection
 
 
 def _receive(response: http.client.HTTPResponse, file_range: FileRange) -> bytes:
-    """Receive a response, limited to the size of the range and to `OBJECT_TIMEOUT_SECONDS`."""
-    deadline, blocks, size = time.monotonic() + OBJECT_TIMEOUT_SECONDS, list[bytes](), 0
+    """Receive a response, limited to the size of the range."""
+    blocks, size = list[bytes](), 0
     while block := response.read1(_RECEIVE_CHUNK_BYTES):
         blocks.append(block)
         size += len(block)
         if size > file_range.size:
             raise BadFile(f"{file_range.key[:80]} in the Zarr store is larger than {file_range.size} bytes.")
-        if time.monotonic() > deadline:
-            raise TimeoutError
     if (file_range.start is not None and size != file_range.size) or response.length:
         raise _make_truncated_error(file_range.key)
     # Closing the response makes the connection available for the next request.

@@ -33,6 +33,7 @@ from service.serving.learning.annotation import (
     Region,
 )
 from service.serving.storage.disk import translate_disk_errors
+from service.serving.storage.record_cache import RecordCache
 from service.serving.storage.scratch import MARKER_FILE, delete_abandoned_folders, make_locked_folder
 
 RECORD_FILE = "annotation.json"
@@ -66,8 +67,7 @@ class AnnotationStore:
         self.folder, self.quota_bytes, self.max_stacks = folder, quota_bytes, max_stacks
         # Held from the check of the owner's quota until the new stack is stored.
         self._lock = threading.Lock()
-        # Inode and modification time of each record, and the annotated stack read from it, by folder name.
-        self._cached_annotations: dict[str, tuple[tuple[int, int], Annotation]] = {}
+        self._records = RecordCache(folder, RECORD_FILE, _read_stack)
 
     def clean_up(self) -> None:
         """Delete the incomplete folders of killed processes."""
@@ -75,7 +75,7 @@ class AnnotationStore:
 
     def measure_usage(self) -> AnnotationUsage:
         """Return the total usage of all owners."""
-        sizes = [annotation.nbytes for annotation in self._list_all()]
+        sizes = [annotation.nbytes for annotation in self._records.list()]
         return AnnotationUsage(len(sizes), sum(sizes))
 
     def check_space(self, owner: str | None) -> None:
@@ -115,7 +115,7 @@ class AnnotationStore:
 
     def find(self, annotation_id: str, owner: str | None, *, is_admin: bool = False) -> Annotation:
         """Return an annotated stack of this owner, or of any owner if `is_admin` is set. Raises UnknownAnnotation."""
-        annotation = _read_stack(self.folder / annotation_id) if _ID_PATTERN.fullmatch(annotation_id) else None
+        annotation = _read_stack(self.folder / annotation_id)
         if annotation is None or not (is_admin or annotation.owner == owner):
             raise UnknownAnnotation("There is no such annotated stack: the ID is wrong, or the stack was deleted.")
         return annotation
@@ -131,7 +131,7 @@ class AnnotationStore:
 
     def list_newest_first(self, owner: str | None, *, is_admin: bool = False) -> list[Annotation]:
         """Return the annotated stacks of this owner, or of all owners if `is_admin` is set, newest first."""
-        annotations = (annotation for annotation in self._list_all() if is_admin or annotation.owner == owner)
+        annotations = (annotation for annotation in self._records.list() if is_admin or annotation.owner == owner)
         return sorted(annotations, key=attrgetter("created"), reverse=True)
 
     def delete(self, annotation_id: str, owner: str | None, *, is_admin: bool = False) -> Annotation:
@@ -155,28 +155,11 @@ class AnnotationStore:
                 f" there is no space for another {nbytes:,} bytes. Delete some of them, or save a smaller stack."
             )
 
-    def _list_all(self) -> list[Annotation]:
-        """Return all annotated stacks. Only new or changed records are read, because there may be thousands."""
-        cached_entries, entries = self._cached_annotations, dict[str, tuple[tuple[int, int], Annotation]]()
-        with translate_disk_errors():
-            folder_names = [entry.name for entry in os.scandir(self.folder)] if self.folder.is_dir() else []
-        for name in filter(_ID_PATTERN.fullmatch, folder_names):
-            try:
-                file_status = os.stat(f"{self.folder}/{name}/{RECORD_FILE}")  # noqa: PTH116 - a Path doubles the time
-            except OSError:
-                continue
-            version = file_status.st_ino, file_status.st_mtime_ns
-            cached_entry = cached_entries.get(name)
-            if cached_entry is not None and cached_entry[0] == version:
-                entries[name] = cached_entry
-            elif (annotation := _read_stack(self.folder / name)) is not None:
-                entries[name] = version, annotation
-        self._cached_annotations = entries
-        return [annotation for _, annotation in entries.values()]
-
 
 def _read_stack(folder: Path) -> Annotation | None:
     """Return the annotated stack in a folder, or None if the folder contains no stack or a damaged record."""
+    if not _ID_PATTERN.fullmatch(folder.name):
+        return None
     try:
         content: dict[str, Any] = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
         z, y, x = content.pop("shape")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from service.core.errors import BadParameter
+from service.core.errors import BadParameter, TooLarge
 from service.core.quantities import VoxelSize
 from service.core.types import CancellationCheck, Selection
 from service.serving.learning.annotation import Annotation, LabelProvenance, NewAnnotation, Region
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from service.formats.sandbox.reader import Reader, Source
     from service.serving.learning.annotations import AnnotationStore
     from service.serving.storage.scratch import SpaceReservation
+
+
+# Maximum size of one plane of uint32 labels. The service holds a few planes in memory while it stores them.
+MAX_PLANE_BYTES = 2**28
 
 
 class Correction(NamedTuple):
@@ -57,6 +61,11 @@ def store_correction(
     if channels != 1:
         raise BadParameter.for_parameter(
             "channel", f"the stack has {channels} channels. Select the channel to which the labels belong."
+        )
+    if 4 * y * x > MAX_PLANE_BYTES:
+        raise TooLarge(
+            f"The planes have {y:,} x {x:,} pixels, but annotated stacks may have at most {MAX_PLANE_BYTES // 4:,}"
+            " pixels per plane. Crop the stack and the labels to the corrected region."
         )
     shape = (z, y, x)
     corrected_region = None if region is None else Region.parse(region, shape)

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -50,9 +51,9 @@ class TrainedModels:
         self._settings, self._models, self._queue, self._stopped = settings, models, queue, stopped
         self.folder, self.max_models = settings.trained_folder, settings.trainings.models
 
-    def count_models(self) -> int:
-        """Return the number of trained models."""
-        return len(list(self.folder.glob("[!.]*")))
+    def count_models(self) -> Counter[str | None]:
+        """Return the number of trained models by owner."""
+        return Counter(_read_owner(folder) for folder in self.folder.glob("[!.]*"))
 
     def check_name(self, name: str) -> None:
         """Raise BadParameter if a model or an unfinished training run has this name, or if the name is reserved."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from service.core.errors import remove_folders as shorten_paths
+from service.core.errors import remove_host_details
 from service.formats.sandbox.child_process import make_child_environment
 
 TRAINING_MODULE = "service.training.process"
@@ -88,7 +88,7 @@ class TrainingChild:
         output = self._error_output.read()[-MAX_LOGGED_OUTPUT_BYTES:].decode(errors="replace")
         log.error("training run %s ended with status %d: %s %s", self._training_id, exit_status, failure, output)
         if failure is not None:
-            return shorten_paths(failure)
+            return remove_host_details(failure)
         if self._has_timed_out:
             return TIMEOUT_MESSAGE
         return KILLED_MESSAGE if exit_status < 0 else INTERNAL_ERROR_MESSAGE

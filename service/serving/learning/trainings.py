@@ -9,14 +9,22 @@ import shutil
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service.core.config import Settings
-from service.core.errors import BadParameter, FeatureDisabled, NotReady, OutOfStorage, QueueFull, StackSegError
-from service.core.errors import remove_folders as shorten_paths
+from service.core.errors import (
+    BadParameter,
+    FeatureDisabled,
+    NotReady,
+    OutOfStorage,
+    QueueFull,
+    StackSegError,
+    remove_host_details,
+)
 from service.models.repository import FILE_NAME
 from service.models.spec import check_trainable
 from service.serving.learning.annotation import Annotation, find_overlaps
@@ -176,10 +184,14 @@ class TrainingManager:
             self._settings.trainings.waiting,
             self.trained_models,
         )
-        if models.count_models() + len(self.queue.unfinished_records) >= models.max_models:
+        counts = models.count_models() + Counter(record.owner for record in self.queue.unfinished_records)
+        # As for disk space, an owner of one of several keys may have at most as many models as it leaves free.
+        free_count = models.max_models - counts.total()
+        if free_count <= 0 or (len(self._settings.access.keys) > 1 and counts[owner] >= free_count):
             raise OutOfStorage(
-                f"The maximum of {models.max_models} trained models (trainings.models) has been reached. Delete trained"
-                " models with DELETE /models/NAME, which requires the API key used to train the model, or an admin key."
+                f"There are {counts.total()} trained models, {counts[owner]} of which are yours. The maximum for all"
+                f" users is {models.max_models} (trainings.models). Delete models with DELETE /models/NAME, which"
+                " requires the API key used to train the model, or an admin key."
             )
         if len(waiting_records) >= max_waiting:
             raise QueueFull("Too many training runs are waiting. Try again when one has ended.", RETRY_AFTER_SECONDS)
@@ -201,7 +213,7 @@ class TrainingManager:
             try:
                 self._run(record)
             except StackSegError as error:
-                self.queue.end(record, "failed", shorten_paths(str(error)))
+                self.queue.end(record, "failed", remove_host_details(str(error)))
             except Exception:
                 log.exception("unexpected failure of training run %s", record.id)
                 self.queue.end(record, "failed", INTERNAL_ERROR_MESSAGE)

@@ -117,7 +117,8 @@ class HostFiles:
                 return None
             url, subpath = allowed_urls[name], slash + subpath
         subpath = subpath.rstrip("/")
-        if not subpath or not all(map(_is_file_name, subpath.split("/")[1:])):
+        # Some servers treat a backslash like a slash.
+        if not subpath or "\\" in subpath or not all(map(_is_file_name, subpath.split("/")[1:])):
             raise BadParameter.for_parameter(
                 "input", f"the path from {url} to the store must consist of names separated by single slashes."
             )

@@ -14,7 +14,12 @@ from pathlib import Path
 
 from service.core.errors import OutOfStorage, UnknownStack
 from service.serving.storage.disk import translate_disk_errors
+from service.serving.storage.record_cache import RecordCache
 
+# Disk space of a stack in addition to its file: its folder, its record, and the unused part of the last block.
+ENTRY_BYTES = 2**14
+# Maximum number of stacks of one owner. A new stack evicts the least recently used ones.
+MAX_STACKS_PER_OWNER = 1000
 STACK_FILE = "upload.tif"
 RECORD_FILE = "stack.json"
 
@@ -51,14 +56,26 @@ class StackStore:
         quota_bytes: maximum size of all stacks; a new stack evicts the least recently used stacks of the owner who uses
             the most space
         keep_seconds: time for which a stack is retained after its last use
+        entry_bytes: disk space that every stack uses in addition to its file
+        max_stacks: maximum number of stacks of one owner
 
     deletion_callbacks  functions that are called with the ID of a stack after its file has been deleted
 
     Methods raise OutOfStorage if the disk is full, and StorageUnavailable for other disk errors.
     """
 
-    def __init__(self, folder: Path, *, quota_bytes: int, keep_seconds: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        quota_bytes: int,
+        keep_seconds: float,
+        entry_bytes: int = ENTRY_BYTES,
+        max_stacks: int = MAX_STACKS_PER_OWNER,
+    ) -> None:
         self._folder, self._quota_bytes, self._keep_seconds = folder, quota_bytes, keep_seconds
+        self._entry_bytes, self._max_stacks = entry_bytes, max_stacks
+        self._records = RecordCache(folder, RECORD_FILE, self._read_stack)
         # Held from checking the quota until the new stack is stored.
         self._lock = threading.Lock()
         self.deletion_callbacks: list[Callable[[str], object]] = []
@@ -94,7 +111,7 @@ class StackStore:
 
     def clean_up(self) -> None:
         """Delete expired stacks, and the remaining files of partly deleted stacks."""
-        for stack in self._list_stacks():
+        for stack in self._records.list():
             if stack.last_used < time.time() - self._keep_seconds:
                 self._delete_files(stack)
         for folder in self._list_folders():
@@ -104,16 +121,21 @@ class StackStore:
 
     @property
     def nbytes(self) -> int:
-        """Total size of all stacks in bytes."""
-        return sum(stack.nbytes for stack in self._list_stacks())
+        """Disk space of all stacks in bytes."""
+        return sum(map(self._count_bytes, self._records.list()))
+
+    def _count_bytes(self, stack: StoredStack) -> int:
+        return stack.nbytes + self._entry_bytes
 
     def _free_space(self, new_stack: StoredStack) -> None:
         """Delete older stacks to free space for a new stack. If this is impossible, raise OutOfStorage."""
-        stacks = sorted(self._list_stacks(), key=lambda stack: stack.last_used)
+        stacks = sorted(self._records.list(), key=lambda stack: stack.last_used)
+        own_stacks = [stack for stack in stacks if stack.owner == new_stack.owner]
+        evicted_stacks = own_stacks[: max(len(own_stacks) + 1 - self._max_stacks, 0)]
+        stacks = [stack for stack in stacks if stack not in evicted_stacks]
         used_bytes: Counter[str | None] = Counter()
         for stack in [*stacks, new_stack]:
-            used_bytes[stack.owner] += stack.nbytes
-        evicted_stacks: list[StoredStack] = []
+            used_bytes[stack.owner] += self._count_bytes(stack)
         while used_bytes.total() > self._quota_bytes:
             owner, _ = used_bytes.most_common(1)[0]
             oldest_stack = next((stack for stack in stacks if stack.owner == owner), None)
@@ -122,13 +144,10 @@ class StackStore:
                     "The stack does not fit into the disk space for stored stacks. Submit the stack with POST /jobs."
                 )
             stacks.remove(oldest_stack)
-            used_bytes[owner] -= oldest_stack.nbytes
+            used_bytes[owner] -= self._count_bytes(oldest_stack)
             evicted_stacks.append(oldest_stack)
         for stack in evicted_stacks:
             self._delete_files(stack)
-
-    def _list_stacks(self) -> list[StoredStack]:
-        return [stack for folder in self._list_folders() if (stack := self._read_stack(folder)) is not None]
 
     def _list_folders(self) -> list[Path]:
         with translate_disk_errors():

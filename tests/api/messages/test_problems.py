@@ -206,7 +206,7 @@ def test_killed_reader_process_is_reported(
     ],
 )
 def test_folders_are_removed_from_paths_in_messages(message: str, expected: str) -> None:
-    assert errors.remove_folders(message) == expected
+    assert errors.remove_host_details(message) == expected
 
 
 def test_responses_do_not_reveal_folders_of_the_host(bands_repository: Path, tmp_path: Path) -> None:
@@ -236,7 +236,11 @@ def test_responses_do_not_reveal_folders_of_the_host(bands_repository: Path, tmp
         for response in responses:
             assert str(tmp_path) not in response.text, response.url
             for text in list_strings(json.loads(response.text)) if response.text.startswith("{") else ():
-                assert text in {"/health", "/docs"} or text.startswith("/jobs/") or errors.remove_folders(text) == text
+                assert (
+                    text in {"/health", "/docs"}
+                    or text.startswith("/jobs/")
+                    or errors.remove_host_details(text) == text
+                )
 
 
 def list_strings(value: object) -> list[str]:

@@ -296,3 +296,15 @@ def test_annotations_folder_and_quota_are_configurable(bands_repository: Path, t
         assert service.client.get("/limits").json()["corrections"] is False
         stack = service.post("/stacks", as_tiff(PIXELS)).json()["id"]
         assert parse_problem(post_labels(service, encode_npy(), stack=stack)) == (403, "switched-off")
+
+
+def test_planes_that_would_fill_the_memory_are_rejected_before_decoding(service: Service) -> None:
+    service.caller = "ann"
+    edge = 8200
+    stack = as_tiff(np.zeros((1, edge, edge), np.uint8), compression="zlib")
+    stored = service.post("/stacks", stack).json()["id"]
+    labels = gzip.compress(encode_npy(np.zeros((1, edge, edge), np.uint8)))
+    response = post_labels(service, labels, {"Content-Type": "application/gzip"}, stack=stored)
+    assert parse_problem(response) == (413, "too-large")
+    assert "Crop the stack" in response.json()["detail"]
+    service.caller = None

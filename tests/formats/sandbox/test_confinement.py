@@ -133,3 +133,43 @@ def test_all_layers_are_applied_by_default() -> None:
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, timeout=60)
     assert completed.stdout == "True {}\n"
     assert list(confinement.LAYERS) == ["namespaces", "no_new_privs", "landlock", "seccomp"]
+
+
+CONFINE_TRAINING = """
+import json, os, socket, subprocess, threading
+from service.formats.sandbox.confinement import TRAINING_LAYERS, confine
+missing = confine(layers=TRAINING_LAYERS)
+def attempt(action):
+    try:
+        action()
+    except OSError as error:
+        return type(error).__name__
+    return ""
+outcomes = {
+    "internet": attempt(lambda: socket.socket(socket.AF_INET)),
+    "netlink": attempt(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)),
+    "unix": attempt(lambda: socket.socketpair()),
+    "namespace": attempt(lambda: os.unshare(os.CLONE_NEWUSER)) if hasattr(os, "unshare") else "PermissionError",
+    "program": attempt(lambda: subprocess.run(["true"], check=True)),
+}
+thread_outcomes = []
+thread = threading.Thread(target=lambda: thread_outcomes.append(attempt(lambda: socket.socket(socket.AF_INET))))
+thread.start()
+thread.join()
+status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines())
+restrictions = status["NoNewPrivs"], status["Seccomp"], int(status["CapEff"], 16)
+print(json.dumps([missing, outcomes, thread_outcomes, *restrictions]))
+"""
+
+
+def test_training_can_run_a_compiler_but_has_no_network_and_no_capabilities() -> None:
+    command = [sys.executable, "-P", "-c", CONFINE_TRAINING]
+    environment = child_process.make_child_environment()
+    completed = subprocess.run(command, capture_output=True, check=True, timeout=60, env=environment)
+    missing_layers, outcomes, thread_outcomes, *status = json.loads(completed.stdout)
+    if missing_layers:
+        pytest.skip(f"this host does not support all layers: {missing_layers}")
+    denied = "PermissionError"
+    assert outcomes == {"internet": denied, "netlink": denied, "unix": "", "namespace": denied, "program": ""}
+    assert thread_outcomes == [denied]
+    assert status == ["1", "2", 0]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from service.core.errors import BadFile, BadParameter, Cancelled, StackSegError,
 from service.core.quantities import VoxelSize
 from service.core.types import Selection
 from service.formats import stack_reader
+from service.formats.sandbox import remote_store
 from service.formats.sandbox.reader import Reader
 from service.formats.sandbox.remote_store import RemoteStore, check_url
 from service.formats.zarr import reader as zarr_reader
@@ -241,6 +244,42 @@ def test_compromised_child_cannot_fetch_forever(
         compromised_reader.inspect(store, Selection(), cancelled=lambda: time.monotonic() > deadline)
 
 
+@contextmanager
+def serve_forever(data: bytes, pause_seconds: float) -> Iterator[str]:
+    """Run a server that answers each connection with endless repetitions of `data`. Yield its URL."""
+    stopped = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.recv(1000)
+            while not stopped.wait(pause_seconds):
+                connection.sendall(data)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        stopped.set()
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("data", [b"HTTP/1.1 100 Continue\r\n\r\n", b"H", b"HTTP/1.1 200 OK\r\nX: y\r\n"])
+def test_endless_responses_end_at_the_time_limit_for_an_object(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_store, "OBJECT_TIMEOUT_SECONDS", 1.0)
+    start_time = time.monotonic()
+    with (
+        serve_forever(data, 0.05) as url,
+        RemoteStore(f"{url}/a.zarr") as store,
+        pytest.raises(StorageUnavailable, match=r"takes too long|failed"),
+    ):
+        store.read([FileRange(".zattrs", 100)])
+    assert time.monotonic() - start_time < 10
+
+
 def test_unreachable_server_is_reported(reader: Reader, tmp_path: Path) -> None:
     with (
         RemoteStore("http://127.0.0.1:9/a.zarr") as store,
@@ -276,7 +315,8 @@ def test_fetched_size_is_limited(prefix: str, server: ObjectServer) -> None:
     "url",
     [
         "ftp://host/a", "file:///etc", "s3:///a", "s3://key:secret@bucket/a", "https://user@host/a", "http://host/a?b=c",
-        "http://host/a#b", "http://host:port/a", "http://[::1/a", "gopher://host",
+        "http://host/a#b", "http://host:port/a", "http://[::1/a", "gopher://host", "http://host/a\\..\\b",
+        "http://host/a%5c..%5Cb",
     ],
 )  # fmt: skip
 def test_unsupported_urls_are_rejected(url: str) -> None:

@@ -16,6 +16,7 @@ from fakes import FakeSegmenter, wait_until
 from full_disk import full_disk
 from runtimes import get_loaded_segmenter, run_runtime, settings, submit_segmentation
 
+from service.api.access.keys import hash_key
 from service.core.config import Settings
 from service.core.errors import (
     BadParameter,
@@ -194,6 +195,20 @@ def test_model_of_a_training_run_cancelled_before_serving_is_deleted(service: Se
     assert record.state == "cancelled"
 
 
+def test_one_of_several_keys_cannot_use_up_the_maximum_number_of_models(service: Service) -> None:
+    keys = {name: hash_key(name) for name in ("ann", "bob")}
+    access = service.settings.access.model_copy(update={"keys": keys})
+    service.settings = service.settings.model_copy(update={"access": access})
+    service.set_limits(models=3)
+    for name in ("first", "second"):
+        assert service.train(name).state == "done"
+    with pytest.raises(OutOfStorage, match="2 trained models, 2 of which are yours"):
+        service.submit("third")
+    assert service.wait(service.submit("third", "bob"), "done", "failed").state == "done"
+    with pytest.raises(OutOfStorage, match="3 trained models, 1 of which"):
+        service.submit("fourth", "bob")
+
+
 def get_child_process(service: Service) -> subprocess.Popen[bytes]:
     child = service.trainings._child
     assert child is not None
@@ -255,7 +270,7 @@ def test_number_of_trained_models_is_limited(service: Service) -> None:
     service.set_limits(models=2)
     service.train("mine")
     waiting = service.hang()
-    with pytest.raises(OutOfStorage, match=r"2 trained models \(trainings\.models\)"):
+    with pytest.raises(OutOfStorage, match=r"maximum for all users is 2 \(trainings\.models\)"):
         service.submit("third")
     service.trainings.cancel(waiting.id, "ann")
 

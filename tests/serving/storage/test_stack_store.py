@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 
 from service.core.errors import OutOfStorage, UnknownStack
-from service.serving.storage.stack_store import RECORD_FILE, StackStore, StoredStack
+from service.serving.storage.stack_store import ENTRY_BYTES, RECORD_FILE, StackStore, StoredStack
 
 
 class StoreFixture:
     """A stack store, and uploads that are added to it. `idle_seconds` is the time since the last use of a stack."""
 
-    def __init__(self, path: Path, quota_bytes: int = 100) -> None:
+    def __init__(self, path: Path, quota_bytes: int = 100, **limits: int) -> None:
         self._path, self._number = path, 0
-        self.store = StackStore(path / "stacks", quota_bytes=quota_bytes, keep_seconds=60)
+        limits = {"entry_bytes": 0} | limits
+        self.store = StackStore(path / "stacks", quota_bytes=quota_bytes, keep_seconds=60, **limits)
 
     def add_stack(self, nbytes: int, owner: str | None = None, idle_seconds: float = 0) -> StoredStack:
         self._number += 1
@@ -69,6 +70,22 @@ def test_least_recently_used_stack_of_the_largest_owner_is_evicted(tmp_path: Pat
     new_stack = fixture.add_stack(20, "bob")
     assert fixture.ids() == {small_stack.id, newer_stack.id, new_stack.id}
     assert not older_stack.path.exists()
+
+
+def test_tiny_stacks_count_with_the_disk_space_that_they_use(tmp_path: Path) -> None:
+    fixture = StoreFixture(tmp_path, quota_bytes=10 * ENTRY_BYTES, entry_bytes=ENTRY_BYTES)
+    for number in range(20):
+        fixture.add_stack(1, "ann", idle_seconds=20 - number)
+    assert len(fixture.ids()) == 9
+    disk_bytes = sum(path.lstat().st_blocks * 512 for path in (tmp_path / "stacks").rglob("*"))
+    assert disk_bytes <= fixture.store.nbytes <= 10 * ENTRY_BYTES
+
+
+def test_owner_with_too_many_stacks_evicts_only_its_own(tmp_path: Path) -> None:
+    fixture = StoreFixture(tmp_path, max_stacks=3)
+    other_stack = fixture.add_stack(1, "bob", idle_seconds=100)
+    stacks = [fixture.add_stack(1, "ann", idle_seconds=10 - number) for number in range(5)]
+    assert fixture.ids() == {other_stack.id, *(stack.id for stack in stacks[2:])}
 
 
 @pytest.mark.parametrize("nbytes", [101, 60])
