@@ -42,7 +42,7 @@ class SeparateMemoryDriver:
     def __init__(self, free: int = 2**30, total: int = 2**30) -> None:
         self.free, self.total, self.is_healthy = free, total, True
 
-    def is_on_host(self, _device: torch.device) -> bool:
+    def uses_host_memory(self, _device: torch.device) -> bool:
         return False
 
     def is_working(self, _device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import rotate
 
 from service.core.quantities import Size
-from service.training.examples import Floats, Pair, Source, compute_median_extents, draw_zoom, zoom_pair
+from service.training.examples import Floats, Pair, StackSource, compute_median_extents, draw_zoom, zoom_pair
 
 # Maximum shape (Z, Y, X) of a resampled volume. Larger ones only cost time, because crops have an edge of 48 voxels.
 MAX_RESAMPLED_SHAPE = (72, 88, 88)
@@ -38,7 +38,7 @@ class PercentileNormalization:
         return (image.astype(np.float32) - np.float32(low)) / np.float32(max(high - low, 1e-6))
 
 
-def with_random_size(synthesize: Callable[[Generator, Size], Pair], max_width: int = 96) -> Source:
+def with_random_size(synthesize: Callable[[Generator, Size], Pair], max_width: int = 96) -> StackSource:
     """Return a source of synthetic stacks of random size, at most `max_width` voxels wide.
 
     One in five stacks has few planes, like many recorded stacks.
@@ -69,7 +69,7 @@ class AugmentedStacks:
         return zoom_pair(*_rotate(image, labels, angle), factors)
 
 
-def resample_to_diameter(source: Source, diameter: float, share: float) -> Source:
+def resample_to_diameter(source: StackSource, diameter: float, share: float) -> StackSource:
     """Return a source that resamples a fraction of the volumes, like requests that specify the object diameter.
 
     In a resampled volume, objects are `diameter` voxels wide, within a few percent. In two thirds of these volumes,
@@ -113,6 +113,6 @@ def _crop_around_object(image: NDArray[Any], labels: NDArray[Any], shape: NDArra
     return image[tuple(box)], labels[tuple(box)]
 
 
-def mix_sources(first: Source, second: Source, share: float) -> Source:
+def mix_sources(first: StackSource, second: StackSource, share: float) -> StackSource:
     """Return a source that draws from `second` with probability `share`, otherwise from `first`."""
     return lambda rng: second(rng) if rng.random() < share else first(rng)

@@ -32,7 +32,7 @@ from scripts.recipes.sources import (
     with_random_size,
 )
 from service.models.architectures import ShuffleUNet
-from service.training.examples import ExampleDataset, ExamplePool, Source, TargetFunction, draw_batch, read_pairs
+from service.training.examples import ExampleDataset, ExamplePool, StackSource, TargetFunction, draw_batch, read_pairs
 from service.training.instance_targets import compute_instance_targets, instance_loss
 from service.training.model_folder import save_weights
 from service.training.techniques import make_convolutions_safe, recompute_statistics, update_average
@@ -94,7 +94,7 @@ class Recipe(NamedTuple):
     loss               loss function
     """
 
-    synthetic: Source
+    synthetic: StackSource
     diameter: float
     widths: tuple[int, ...]
     steps_per_volume: int
@@ -243,7 +243,7 @@ def freeze_statistics(network: nn.Module) -> None:
             module.eval()
 
 
-def _make_source(recipe: Recipe, options: argparse.Namespace) -> Source:
+def _make_source(recipe: Recipe, options: argparse.Namespace) -> StackSource:
     """Return the source of training volumes that the command line specifies."""
     pairs = read_pairs(options.images, options.labels)
     source = mix_sources(recipe.synthetic, AugmentedStacks(pairs), options.share) if pairs else recipe.synthetic

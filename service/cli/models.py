@@ -14,7 +14,7 @@ from service.cli import import_model
 from service.cli.options import add_settings_options
 from service.core.config import Settings
 from service.core.errors import UnknownModel
-from service.models.repository import FILE_NAME, read_repository, read_spec, select_model
+from service.models.repository import MODEL_FILE_NAME, read_repository, read_spec, select_model
 from service.models.spec import ModelSpec
 
 
@@ -68,7 +68,9 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
 
 def run_remove(options: argparse.Namespace, settings: Settings) -> int:
     """Delete the folder of a trained model. Raises UnknownModel."""
-    trained_folders = {file.parent.name: file.parent for file in sorted(settings.trained_folder.glob(f"*/{FILE_NAME}"))}
+    trained_folders = {
+        file.parent.name: file.parent for file in sorted(settings.trained_folder.glob(f"*/{MODEL_FILE_NAME}"))
+    }
     if options.name not in trained_folders:
         raise UnknownModel(
             f"There is no trained model {options.name!r} in {settings.trained_folder}. Trained models:"
@@ -102,5 +104,5 @@ def choose_model(name: str | None, settings: Settings) -> ModelSpec:
 def _is_model_folder(folder: Path) -> bool:
     """Return whether a path is a model folder. Paths that are too long for the system are not model folders."""
     with suppress(OSError):
-        return (folder / FILE_NAME).is_file()
+        return (folder / MODEL_FILE_NAME).is_file()
     return False

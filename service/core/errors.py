@@ -336,15 +336,13 @@ class Cancelled(StackSegError):
     slug = "cancelled"
 
 
-# The address of an object in the representation that Python creates for it.
-_OBJECT_ADDRESS_PATTERN = re.compile(r" (?:object )?at 0x[0-9a-fA-F]+")
-# The folders of an absolute path, without its last component. URLs and relative paths do not match.
-_FOLDER_PATTERN = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"]+/)+")
+# The folders of an absolute path (not of URLs and relative paths), or the address of an object in its representation.
+_HOST_DETAILS_PATTERN = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"]+/)+| (?:object )?at 0x[0-9a-fA-F]+")
 
 
 def remove_host_details(message: str) -> str:
     """Remove the folders of absolute paths and the addresses of objects, so that clients do not learn them."""
-    return _OBJECT_ADDRESS_PATTERN.sub("", _FOLDER_PATTERN.sub("", message))
+    return _HOST_DETAILS_PATTERN.sub("", message)
 
 
 def get_validation_message(error: Mapping[str, Any]) -> str:

@@ -120,12 +120,12 @@ class Volume:
 class Objects:
     """Statistics of the N decoded objects in a label volume, as arrays [N] in the order of the labels.
 
-    voxels      int64, number of voxels of each object on the grid of the network
-    confidence  float32, mean foreground probability of the voxels of the object
-    peaks       float32, highest distance that the network predicted inside the object; 0 to 1 if it is normalized
+    voxel_counts  int64, number of voxels of each object on the grid of the network
+    confidence    float32, mean foreground probability of the voxels of the object
+    peaks         float32, highest distance that the network predicted inside the object; 0 to 1 if it is normalized
     """
 
-    voxels: NDArray[np.int64]
+    voxel_counts: NDArray[np.int64]
     confidence: NDArray[np.float32]
     peaks: NDArray[np.float32]
 
@@ -141,24 +141,24 @@ class Objects:
         return cls(*(np.concatenate([getattr(group, field.name) for group in object_groups]) for field in fields(cls)))
 
     def __len__(self) -> int:
-        return len(self.voxels)
+        return len(self.voxel_counts)
 
     @property
     def median_size(self) -> int:
         """Volume-weighted median of the object sizes in voxels. Requires at least one object."""
-        sizes = np.sort(self.voxels)
+        sizes = np.sort(self.voxel_counts)
         return int(sizes[np.searchsorted(sizes.cumsum(), sizes.sum() / 2)])
 
     @property
     def median_confidence(self) -> float:
         """Volume-weighted median of the confidence of the objects. Requires at least one object."""
         order = np.argsort(self.confidence, kind="stable")
-        sums = self.voxels[order].cumsum()
+        sums = self.voxel_counts[order].cumsum()
         return float(self.confidence[order[np.searchsorted(sums, sums[-1] / 2)]])
 
     def select(self, mask: NDArray[np.bool_]) -> Self:
         """Return the statistics of the objects for which `mask` [N] is True."""
-        return type(self)(self.voxels[mask], self.confidence[mask], self.peaks[mask])
+        return type(self)(self.voxel_counts[mask], self.confidence[mask], self.peaks[mask])
 
 
 @dataclass(frozen=True)

@@ -51,18 +51,19 @@ BACKENDS: dict[str, Backend] = {
 class BuiltNetwork(NamedTuple):
     """A network that was built and warmed up.
 
-    seconds                 time for building and the warm-up calls
-    nbytes                  size in bytes of the buffers of all streams, and of weights held in addition to the module's
-    accepts_any_batch_size  whether smaller batches give bit-identical scores in all streams
-    owns_scores             whether returned scores stay valid after the next call
-    score_bytes             size in bytes of one window's scores if a forward pass allocates nothing else outside the
-                            buffers of its stream; otherwise None
+    seconds                  time for building and the warm-up calls
+    nbytes                   size in bytes of the buffers of all streams, and of weights held in addition to the
+                             module's
+    accepts_partial_batches  whether smaller batches give bit-identical scores in all streams
+    owns_scores              whether returned scores stay valid after the next call
+    score_bytes              size in bytes of one window's scores if a forward pass allocates nothing else outside the
+                             buffers of its stream; otherwise None
     """
 
     network: Network
     seconds: float
     nbytes: int = 0
-    accepts_any_batch_size: bool = False
+    accepts_partial_batches: bool = False
     owns_scores: bool = False
     score_bytes: int | None = None
 
@@ -87,7 +88,7 @@ def list_configs(
     return tuple(configs)
 
 
-def list_default_order(configs: Sequence[EngineConfig], features: Sequence[str]) -> list[EngineConfig]:
+def list_quick_configs(configs: Sequence[EngineConfig], features: Sequence[str]) -> list[EngineConfig]:
     """Return the configurations that build within seconds and are usually fast, the fastest first.
 
     configs   configurations from `list_configs`
@@ -140,7 +141,7 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
         network = backend.build(transformed_module, example, config, settings)
         owns_scores = device_build.warm_up(network, example)
         may_accept_smaller_batches = backend.accepts_smaller_batches and config.compile_mode is None
-        accepts_any_batch_size = may_accept_smaller_batches and supports_smaller_batches(
+        accepts_partial_batches = may_accept_smaller_batches and supports_smaller_batches(
             network, example, config.streams
         )
     is_frozen = config.compile_mode is not None and settings.freeze and example.device.type == "cpu"
@@ -148,7 +149,7 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     nbytes = copy_count * module_bytes + device_build.count_buffer_bytes(network, config.streams)
     score_bytes = device_build.count_score_bytes(network)
     seconds = time.perf_counter() - start_time
-    return BuiltNetwork(network, seconds, nbytes, accepts_any_batch_size, owns_scores, score_bytes)
+    return BuiltNetwork(network, seconds, nbytes, accepts_partial_batches, owns_scores, score_bytes)
 
 
 def supports_smaller_batches(network: Network, example: Tensor, stream_count: int) -> bool:
@@ -167,7 +168,7 @@ def supports_smaller_batches(network: Network, example: Tensor, stream_count: in
 
     # The total number of threads comes last, because threads that have not yet read the setting use the last value.
     thread_counts = sorted({max(total_threads // count, 1) for count in range(1, stream_count + 1)})
-    with ThreadPoolExecutor(1, "accepts_any_batch_size") as executor:
+    with ThreadPoolExecutor(1, "accepts_partial_batches") as executor:
         check_results = list(executor.map(check_with_threads, thread_counts))
     return all(check_results)
 

@@ -14,7 +14,7 @@ from service.core.files.bundled import get_bundled_folder
 from service.models.documents import read_document
 from service.models.spec import ModelSpec
 
-FILE_NAME = "model.yaml"
+MODEL_FILE_NAME = "model.yaml"
 
 # The default model if none is configured, so that adding other models does not change the default.
 DEFAULT_NAME = "nuclei"
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 def read_spec(folder: Path) -> ModelSpec:
     """Read and check one model folder, including the SHA-256 of its weights. Raises BrokenModel if it is invalid."""
-    path = folder / FILE_NAME
+    path = folder / MODEL_FILE_NAME
     try:
         content = read_document(path)
     except (OSError, ValueError) as error:
@@ -54,11 +54,11 @@ def find_model_folders(root: Path | None, names: tuple[str, ...] = (), trained_r
         raise ConfigError(f"The model repository {root} is not a folder{location}; {FOLDER_HINT}.")
     folders = [root / name for name in names] or _list_folders(root)
     if not folders:
-        is_model = (root / FILE_NAME).is_file()
+        is_model = (root / MODEL_FILE_NAME).is_file()
         raise ConfigError(
             f"{root} is a single model; specify the folder that contains it, {root.resolve().parent}."
             if is_model
-            else f"The model repository {root} contains no folder with a {FILE_NAME} file; {FOLDER_HINT}."
+            else f"The model repository {root} contains no folder with a {MODEL_FILE_NAME} file; {FOLDER_HINT}."
         )
     return folders if trained_root is None else _append_new_folders(folders, _list_folders(trained_root))
 
@@ -71,7 +71,7 @@ def _append_new_folders(folders: list[Path], candidates: list[Path]) -> list[Pat
 
 def _list_folders(root: Path) -> list[Path]:
     """Return the folders in `root` that contain a model file, sorted by name, or none if `root` does not exist."""
-    return sorted(file.parent for file in root.glob(f"*/{FILE_NAME}"))
+    return sorted(file.parent for file in root.glob(f"*/{MODEL_FILE_NAME}"))
 
 
 def read_repository(
@@ -134,5 +134,5 @@ def check_weights(spec: ModelSpec) -> None:
     if digest != spec.weights.sha256:
         raise BrokenModel(
             f"{spec.weights_path}: the SHA-256 of the weights is {digest}, "
-            f"but {FILE_NAME} specifies {spec.weights.sha256}; restore the weights or correct the model file."
+            f"but {MODEL_FILE_NAME} specifies {spec.weights.sha256}; restore the weights or correct the model file."
         )

@@ -21,7 +21,7 @@ from service.core.types import Options, Selection, Volume
 from service.formats import stack_reader
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
-from service.models.repository import FILE_NAME, read_spec
+from service.models.repository import MODEL_FILE_NAME, read_spec
 from service.models.spec import Lineage, ModelSpec
 from service.training.evaluate import Scores, score
 from service.training.examples import MAX_DECODED_BYTES, Pair, compute_median_extents, zoom_pair
@@ -328,7 +328,7 @@ class _ProgressReporter:
 
 def _add_lineage(spec: ModelSpec, lineage: Lineage) -> ModelSpec:
     """Add the lineage to the model file, and return the updated spec."""
-    path = spec.folder / FILE_NAME
+    path = spec.folder / MODEL_FILE_NAME
     content = yaml.safe_load(path.read_text(encoding="utf-8")) | {"lineage": lineage.model_dump()}
     path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
     return read_spec(spec.folder)

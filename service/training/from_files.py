@@ -18,7 +18,7 @@ from service.engine import precision
 from service.inference.preprocessing.normalize import normalize_channel
 from service.models.architectures import build_network
 from service.models.loader import load_network
-from service.models.repository import FILE_NAME
+from service.models.repository import MODEL_FILE_NAME
 from service.models.spec import Architecture, ModelSpec, check_trainable
 from service.training.examples import Pair, read_pairs, split_pairs
 from service.training.model_folder import draft_content, write_model
@@ -105,7 +105,9 @@ def train_model(
     The device, threads, precision and training options are taken from the settings. Raises BadParameter, BadFile,
     BrokenModel and ConfigError.
     """
-    if (output_folder / FILE_NAME).exists() or (output_folder.exists() and any(output_folder.iterdir()) and not resume):
+    if (output_folder / MODEL_FILE_NAME).exists() or (
+        output_folder.exists() and any(output_folder.iterdir()) and not resume
+    ):
         raise BadParameter(
             f"{output_folder} is not empty. Choose another folder, or use --resume to continue unfinished training."
         )

@@ -19,7 +19,7 @@ from service.core.types import Options, Segmentation, Volume
 from service.formats.tiff import writer as tiff_writer
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
-from service.models.repository import FILE_NAME, read_spec
+from service.models.repository import MODEL_FILE_NAME, read_spec
 from service.models.spec import ModelSpec, Sample
 
 NEW_MODEL_CONTENT: dict[str, Any] = {
@@ -77,7 +77,7 @@ def write_model(
         model_content |= {"sample": Sample().model_dump()}
         _write_sample(ModelSpec.model_validate({**model_content, "folder": folder}), image, settings)
     document = yaml.safe_dump(model_content, sort_keys=False, allow_unicode=True)
-    (folder / FILE_NAME).write_text(document, encoding="utf-8")
+    (folder / MODEL_FILE_NAME).write_text(document, encoding="utf-8")
     return read_spec(folder)
 
 

@@ -79,7 +79,7 @@ def test_module_is_transformed_before_the_network_is_built(build_fake):
 
 
 @pytest.mark.parametrize(
-    ("network", "is_supported_by_engine", "accepts_any_batch_size"),
+    ("network", "is_supported_by_engine", "accepts_partial_batches"),
     [
         (lambda x: 2 * x, True, True),
         (lambda x: 2 * x, False, False),
@@ -88,17 +88,17 @@ def test_module_is_transformed_before_the_network_is_built(build_fake):
     ids=["smaller batches", "engine does not support it", "different scores"],
 )
 def test_accepting_smaller_batches_requires_equal_scores_in_smaller_batches(
-    build_fake, network, is_supported_by_engine, accepts_any_batch_size
+    build_fake, network, is_supported_by_engine, accepts_partial_batches
 ):
     assert (
-        build_fake(lambda _: network, accepts_smaller_batches=is_supported_by_engine).accepts_any_batch_size
-        == accepts_any_batch_size
+        build_fake(lambda _: network, accepts_smaller_batches=is_supported_by_engine).accepts_partial_batches
+        == accepts_partial_batches
     )
 
 
-@pytest.mark.parametrize(("streams", "accepts_any_batch_size"), [(1, True), (2, False)])
+@pytest.mark.parametrize(("streams", "accepts_partial_batches"), [(1, True), (2, False)])
 def test_accepting_smaller_batches_requires_equal_scores_with_the_threads_of_any_stream(
-    build_fake, streams, accepts_any_batch_size
+    build_fake, streams, accepts_partial_batches
 ):
     def network(x):
         # Mimic libraries that choose an algorithm based on the number of threads.
@@ -110,7 +110,7 @@ def test_accepting_smaller_batches_requires_equal_scores_with_the_threads_of_any
         built_network = build_fake(
             lambda _: network, replace(make_config("other"), streams=streams), accepts_smaller_batches=True
         )
-        assert built_network.accepts_any_batch_size == accepts_any_batch_size
+        assert built_network.accepts_partial_batches == accepts_partial_batches
         assert torch.get_num_threads() == 2
     finally:
         devices.set_torch_threads(thread_count_before)
@@ -157,7 +157,7 @@ def test_missing_engine_raises_its_installation_hint(build_fake):
     ids=["CPU", "CPU with BF16", "CPU with AMX", "GPU"],
 )
 def test_known_order_depends_on_the_hardware_and_excludes_compilation(device, precisions, features, expected):
-    configs = backends.list_default_order(list_configs(Engine(), device, precisions, 2), features)
+    configs = backends.list_quick_configs(list_configs(Engine(), device, precisions, 2), features)
     assert [f"{config.engine} {config.precision}" for config in configs] == expected
     assert {config.compile_mode for config in configs} == {None}
 

@@ -151,7 +151,7 @@ def test_a_window_size_that_the_model_does_not_support_is_rejected(bands, volume
 def test_a_smaller_batch_keeps_an_engine_that_supports_any_batch_size(bands, volume):
     runner, sizes = start_runner(bands, make_settings("winograd", streams=1)), []
     expected = segment(runner, volume, Options()).segmentation.pixels
-    assert runner._engine.window.accepts_any_batch_size
+    assert runner._engine.window.accepts_partial_batches
     runner.instrument(lambda call: lambda x: sizes.append(len(x)) or call(x))
     result = segment(runner, volume, Options(sw_batch_size=1))
     assert (result.notes, set(sizes)) == ((), {1})

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scripts.recipes.sources import AugmentedStacks, PercentileNormalization, mix_sources, resample_to_diameter
-from service.training.examples import Pair, Source, compute_median_extents
+from service.training.examples import Pair, StackSource, compute_median_extents
 
 
 def test_percentiles_are_mapped_to_0_and_1() -> None:
@@ -17,7 +17,7 @@ def test_percentiles_are_mapped_to_0_and_1() -> None:
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (1.0, 1)])
 def test_mix_draws_from_the_second_source_with_the_given_probability(share: float, expected: int) -> None:
-    def constant(value: int) -> Source:
+    def constant(value: int) -> StackSource:
         return lambda _rng: (np.full((1, 1, 1), value), np.full((1, 1, 1), value))
 
     image, _ = mix_sources(constant(0), constant(1), share)(np.random.default_rng(0))

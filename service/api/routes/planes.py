@@ -26,7 +26,7 @@ from service.serving.runtime import Runtime
 from service.serving.storage.disk import translate_disk_errors
 from service.serving.storage.memory_budget import FairMemoryBudget
 from service.serving.storage.threads import FILE_THREADS, run_in_thread
-from service.serving.storage.volume_cache import Reserve, VolumeKey
+from service.serving.storage.volume_cache import ReserveFunction, VolumeKey
 
 router = APIRouter()
 
@@ -57,7 +57,7 @@ async def get_stack_planes(
     """Get planes of an uploaded stack as raw pixel values, for display."""
     stored_stack = await run_in_thread(partial(get_stacks(request).find, stack, get_caller(request)))
 
-    def read(folder: Path, reserve: Reserve, cancelled: CancellationCheck) -> Volume:
+    def read(folder: Path, reserve: ReserveFunction, cancelled: CancellationCheck) -> Volume:
         return read_reserved(runtime.reader, stored_stack.path, selection, reserve, scratch=folder, cancelled=cancelled)
 
     volume = await _open_volume(request, runtime, VolumeKey(stack, selection), read)
@@ -75,7 +75,7 @@ async def get_label_planes(
     async_jobs = await get_async_jobs(request)
     file, metadata = await run_in_thread(partial(async_jobs.open_result, job, get_caller(request)))
 
-    def read(folder: Path, reserve: Reserve, cancelled: CancellationCheck) -> Volume:
+    def read(folder: Path, reserve: ReserveFunction, cancelled: CancellationCheck) -> Volume:
         read_file = partial(
             read_reserved,
             runtime.reader,
@@ -92,7 +92,10 @@ async def get_label_planes(
 
 
 async def _open_volume(
-    request: Request, runtime: Runtime, key: VolumeKey, read: Callable[[Path, Reserve, CancellationCheck], Volume]
+    request: Request,
+    runtime: Runtime,
+    key: VolumeKey,
+    read: Callable[[Path, ReserveFunction, CancellationCheck], Volume],
 ) -> Volume:
     """Return the cached volume for a key, or decode the volume in a decoder thread.
 
@@ -104,7 +107,7 @@ async def _open_volume(
         return volume
     cancelled = threading.Event()
 
-    def decode(reserve: Reserve) -> Volume:
+    def decode(reserve: ReserveFunction) -> Volume:
         folder = runtime.scratch.make_request_folder()
         try:
             return read(folder, reserve, cancelled.is_set)

@@ -111,7 +111,7 @@ class RequestRunner:
         """
         window = self._latest_input[0]
         batch_count, last_batch_windows = divmod(self.window_count, window.capacity)
-        if last_batch_windows and not window.accepts_any_batch_size:
+        if last_batch_windows and not window.accepts_partial_batches:
             batch_count, last_batch_windows = batch_count + 1, 0
         batches_per_stream, remaining_batches = divmod(batch_count, window.streams)
         if window.streams > 1:

@@ -51,7 +51,7 @@ _OUT_OF_MEMORY_MESSAGES = (
 class Driver(Protocol):
     """Health and memory queries for a device. This module implements the protocol; fakes in tests inject faults."""
 
-    def is_on_host(self, device: torch.device) -> bool: ...
+    def uses_host_memory(self, device: torch.device) -> bool: ...
 
     def is_working(self, device: torch.device) -> bool: ...
 
@@ -162,7 +162,7 @@ def get_device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else host.query_host().name
 
 
-def is_on_host(device: torch.device) -> bool:
+def uses_host_memory(device: torch.device) -> bool:
     """Return whether the device uses the memory of the host."""
     return device.type == "cpu"
 
@@ -216,7 +216,7 @@ def translate_error(error: BaseException) -> BaseException:
 
 def find_device_loss(device: torch.device, error: BaseException, driver: Driver) -> DeviceLost | None:
     """Check the device after an error: return DeviceLost if the device has stopped working, else None."""
-    if isinstance(error, StackSegError) or driver.is_on_host(device) or is_out_of_memory(error):
+    if isinstance(error, StackSegError) or driver.uses_host_memory(device) or is_out_of_memory(error):
         return error if isinstance(error, DeviceLost) else None
     if driver.is_working(device):
         return None

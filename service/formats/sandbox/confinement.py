@@ -140,17 +140,23 @@ def _find_shared_library_folders() -> set[Path]:
     return {path.parent for path in mapped_paths if ".so" in path.suffixes}
 
 
+def _import_seccomp() -> Any:
+    # pyseccomp needs the system's libseccomp, and runs programs to find it.
+    import pyseccomp  # noqa: PLC0415
+
+    return pyseccomp
+
+
 def _filter_system_calls() -> Iterator[None]:
     """Allow the calls in `_ALLOWED_CALLS`, and a few other calls only with certain arguments.
 
     With these arguments, a call can open a file for reading, create a thread, or change the resource limits of this
     process. All other calls fail as if the kernel did not support them, which libraries can handle.
     """
-    # pyseccomp needs the system's libseccomp, and runs programs to find it.
-    import pyseccomp as seccomp  # noqa: PLC0415
+    seccomp = _import_seccomp()
 
     call_filter = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))
-    rules: list[tuple[str, list[seccomp.Arg]]] = [(name, []) for name in _ALLOWED_CALLS.split()]
+    rules: list[tuple[str, list[Any]]] = [(name, []) for name in _ALLOWED_CALLS.split()]
     rules.append(("open", [seccomp.Arg(1, seccomp.MASKED_EQ, _WRITE_FLAGS, 0)]))
     rules.append(("openat", [seccomp.Arg(2, seccomp.MASKED_EQ, _WRITE_FLAGS, 0)]))
     rules.append(("clone", [seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD)]))
@@ -162,7 +168,7 @@ def _filter_system_calls() -> Iterator[None]:
 
 def _deny_system_calls() -> Iterator[None]:
     """Deny the calls in `_CALLS_DENIED_TO_TRAINING`, and all sockets except Unix domain sockets."""
-    import pyseccomp as seccomp  # noqa: PLC0415 - see above
+    seccomp = _import_seccomp()
 
     call_filter = seccomp.SyscallFilter(seccomp.ALLOW)
     rules: list[tuple[str, list[Any]]] = [(name, []) for name in _CALLS_DENIED_TO_TRAINING.split()]
@@ -174,7 +180,7 @@ def _deny_system_calls() -> Iterator[None]:
 
 def _add_rules(call_filter: Any, action: int, rules: Iterable[tuple[str, Sequence[Any]]]) -> None:
     """Add an action for system calls, given by name and conditions on the arguments, in all threads."""
-    import pyseccomp as seccomp  # noqa: PLC0415 - see above
+    seccomp = _import_seccomp()
 
     call_filter.set_attr(seccomp.Attr.CTL_TSYNC, 1)
     for name, conditions in rules:

@@ -9,12 +9,10 @@ other hosts. The contents are parsed in a child process of `sandbox.reader`.
 from __future__ import annotations
 
 import http.client
-import io
 import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -24,12 +22,9 @@ from urllib.parse import quote, unquote, urlsplit
 
 from service.core.errors import BadFile, BadParameter, Cancelled, StackSegError, StorageUnavailable, TooLarge
 from service.core.types import CancellationCheck, never_cancelled
+from service.formats.sandbox.limited_response import OBJECT_TIMEOUT_SECONDS, RESPONSE_TIMEOUT_SECONDS, LimitedResponse
 from service.formats.zarr.store import FileRange, resolve_range, split_key
 
-# Time limit for receiving one object.
-OBJECT_TIMEOUT_SECONDS = 60.0
-# Time limit for connecting, and for each response from a server.
-RESPONSE_TIMEOUT_SECONDS = 10.0
 # Interval between checks for cancellation.
 POLL_SECONDS = 0.2
 # Maximum number of objects that are requested from a store concurrently.
@@ -148,38 +143,6 @@ class RemoteStore:
         self.close()
 
 
-class _DeadlineReader(io.RawIOBase):
-    """The responses on a connection until a deadline, however many bytes and interim responses the server sends."""
-
-    def __init__(self, raw: io.RawIOBase, connection_socket: socket.socket, seconds: float) -> None:
-        self._raw, self._socket, self._deadline = raw, connection_socket, time.monotonic() + seconds
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        """Read into a buffer. Raises TimeoutError."""
-        remaining_seconds = self._deadline - time.monotonic()
-        if remaining_seconds <= 0:
-            raise TimeoutError
-        self._socket.settimeout(min(RESPONSE_TIMEOUT_SECONDS, remaining_seconds))
-        count: int | None = self._raw.readinto(buffer)
-        return count
-
-    def close(self) -> None:
-        """Close the stream."""
-        self._raw.close()
-        super().close()
-
-
-class _LimitedResponse(http.client.HTTPResponse):
-    """A response that must be complete within `OBJECT_TIMEOUT_SECONDS`, including all interim responses."""
-
-    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
-        super().__init__(sock, *arguments, **options)
-        self.fp = io.BufferedReader(_DeadlineReader(self.fp.detach(), sock, OBJECT_TIMEOUT_SECONDS))
-
-
 class _WebServer:
     """Files below an HTTP URL. Each thread has its own connection."""
 
@@ -249,7 +212,7 @@ class _WebServer:
             self._thread_local.connection = _CONNECTION_TYPES[self._url.scheme](
                 host, port, timeout=RESPONSE_TIMEOUT_SECONDS
             )
-            self._thread_local.connection.response_class = _LimitedResponse
+            self._thread_local.connection.response_class = LimitedResponse
             self._connections.append(self._thread_local.connection)
         connection: http.client.HTTPConnection = self._thread_local.connection
         return connection

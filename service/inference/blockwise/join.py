@@ -122,7 +122,7 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
     run.folder.write_array("offsets.npy", np.array([tiles.numbers, tiles.offsets[:-1]]))
     final_objects = objects.select(is_kept)
     run.folder.write_array(
-        "objects.npy", np.stack([final_objects.voxels, final_objects.confidence, final_objects.peaks])
+        "objects.npy", np.stack([final_objects.voxel_counts, final_objects.confidence, final_objects.peaks])
     )
     return {"objects": num_objects, "pieces": tiles.num_pieces, "basins": len(heights), "passes": num_passes}
 
@@ -135,7 +135,7 @@ def _choose_objects(
     object_of_basin, heights  for each basin, the number of its object, and the height of its maximum as a distance
     """
     objects = gather_objects(object_of_basin, sums.voxels, sums.foreground, heights)
-    is_kept = objects.voxels >= max(decoding.minimum_size, 1)
+    is_kept = objects.voxel_counts >= max(decoding.minimum_size, 1)
     if decoding.border == "drop":
         is_kept[object_of_basin[sums.touches_face]] = False
     selected_objects = objects.select(is_kept)
@@ -143,7 +143,7 @@ def _choose_objects(
         run.spec.input.diameter or math.inf, decoding, selected_objects, run.plan.layout.size
     )
     is_kept &= (objects.confidence >= compute_min_object_confidence(decoding, selected_objects)) & (
-        objects.voxels >= voxel_limit
+        objects.voxel_counts >= voxel_limit
     )
     if run.plan.layout.size != run.plan.size:
         stack_voxels = np.zeros(len(objects), np.int64)

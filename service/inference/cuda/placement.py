@@ -21,7 +21,7 @@ from service.inference.windows.sliding_window import Image
 class DevicePlacement:
     """Placement in a device's own memory. `driver` reports how much memory is free."""
 
-    is_on_host = False
+    uses_host_memory = False
 
     def __init__(self, device: torch.device, driver: Driver) -> None:
         self._device, self._driver = device, driver
@@ -30,7 +30,7 @@ class DevicePlacement:
     def total_bytes(self) -> int | None:
         return self._driver.query_total_bytes(self._device)
 
-    def free_bytes(self) -> int | None:
+    def query_free_bytes(self) -> int | None:
         return self._driver.query_free_bytes(self._device)
 
     def upload(self, volume: Volume, /) -> UploadedVolume | None:

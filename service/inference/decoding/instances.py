@@ -129,7 +129,7 @@ class InstanceDecoder:
         """Return a mask of the objects that are neither fragments nor background."""
         is_confident = objects.confidence >= compute_min_object_confidence(self._decoding, objects)
         return is_confident & (
-            objects.voxels >= compute_min_object_voxels(self._diameter, self._decoding, objects, self._size)
+            objects.voxel_counts >= compute_min_object_voxels(self._diameter, self._decoding, objects, self._size)
         )
 
 

@@ -50,7 +50,7 @@ def label_basins(  # noqa: PLR0913
         persistence.to_distances(basins.peaks).cpu().numpy(),
     )
     objects = gather_objects(object_of_basin, basins.voxels.numpy(), basins.foreground.numpy(), peaks)
-    is_kept = objects.voxels >= max(minimum_size, 1)
+    is_kept = objects.voxel_counts >= max(minimum_size, 1)
     if drop_border:
         is_kept[object_of_basin[_find_basins_at_faces(basins).numpy()]] = False
     objects = objects.select(is_kept)

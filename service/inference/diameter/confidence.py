@@ -48,9 +48,9 @@ class Features(NamedTuple):
     @classmethod
     def measure(cls, objects: Objects, expected_diameter: float) -> Features:
         """Compute the features of one or more objects. The expected diameter is the model's, in voxels."""
-        voxel_share = objects.voxels / objects.voxels.sum()
+        voxel_share = objects.voxel_counts / objects.voxel_counts.sum()
         confidence = min(float((voxel_share * objects.confidence).sum()), MAX_FOREGROUND_PROBABILITY)
-        diameters = np.cbrt(6 / np.pi * objects.voxels)
+        diameters = np.cbrt(6 / np.pi * objects.voxel_counts)
         return cls(
             math.log(confidence / (1 - confidence)),
             float((voxel_share * np.nan_to_num(objects.peaks)).sum()),

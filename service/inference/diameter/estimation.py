@@ -246,7 +246,7 @@ class DiameterEstimator:
             return probe
         objects = Objects.concatenate([objects for _, objects in decoded_windows])
         confidence = predict_confidence(objects, self._expected_diameter, self._spec.confidence)
-        return probe._replace(confidence=confidence, num_object_voxels=int(objects.voxels.sum()))
+        return probe._replace(confidence=confidence, num_object_voxels=int(objects.voxel_counts.sum()))
 
     def _score_boxes(self, boxes: Sequence[Box], inner_size: Sequence[int]) -> Tensor:
         """Return the scores [N, K, *inner_size] of boxes of the image, each resampled to `inner_size` voxels."""

@@ -105,7 +105,7 @@ class EngineBuilder:
             built_network = backends.build(module, window.batch, config, self._settings.engine)
         window = window.with_network(
             built_network.network,
-            accepts_any_batch_size=built_network.accepts_any_batch_size,
+            accepts_partial_batches=built_network.accepts_partial_batches,
             owns_scores=built_network.owns_scores,
         )
         engine = ReadyEngine(window, module, config, built_network.seconds, warnings)
@@ -151,13 +151,13 @@ class EngineBuilder:
         On devices other than the CPU, the scores of a full batch are also compared. There, the reference computes one
         window at a time, because some library bugs affect only large batches.
         """
-        is_on_host = self._driver.is_on_host(self._device)
-        num_windows = self._batch_size if is_on_host else 1
+        uses_host_memory = self._driver.uses_host_memory(self._device)
+        num_windows = self._batch_size if uses_host_memory else 1
         return LabelAgreement(
             self._spec,
             self._device,
             lambda: self.make_reference(num_windows),
-            compares_full_batch=not is_on_host,
+            compares_full_batch=not uses_host_memory,
         )
 
     def with_window(self, spec: ModelSpec, window_bytes: int) -> Self:
@@ -175,7 +175,7 @@ class EngineBuilder:
         Raises one of `backends.ENGINE_ERRORS` if the network does not run eagerly either.
         """
         engine = self._rebuild(config, batch_size)
-        if engine.config.precision == "fp32" or self._driver.is_on_host(self._device):
+        if engine.config.precision == "fp32" or self._driver.uses_host_memory(self._device):
             return engine
         difference = self.make_label_agreement().compute_batch_difference(engine.window)
         if difference <= MAX_WRONG_FRACTION:

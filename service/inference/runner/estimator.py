@@ -127,33 +127,33 @@ def _needs_diameter_estimate(spec: ModelSpec, options: Options) -> bool:
 class Estimator:
     """Plans requests for one model, both before and after the model is loaded.
 
-    sw_batch_size           number of windows per call if the operator has not configured it
-    window_bytes            bytes of activations for one window; None: use the estimate for a typical network
-    score_bytes             bytes of memory per window in batches of exactly `sw_batch_size` windows; None: same as
-                            `window_bytes`
-    accepts_any_batch_size  whether the network, which was built for `sw_batch_size` windows, also accepts fewer; None:
-                            the network runs eagerly with any number of windows, and batches of fewer than
-                            `sw_batch_size` windows run in a single stream
-    is_on_host              whether the device uses the host's memory
-    streams                 number of concurrent batches of `sw_batch_size` windows
-    device_memory           size of the device's own memory in bytes; None: unknown, or the device uses host memory
+    sw_batch_size            number of windows per call if the operator has not configured it
+    window_bytes             bytes of activations for one window; None: use the estimate for a typical network
+    score_bytes              bytes of memory per window in batches of exactly `sw_batch_size` windows; None: same as
+                             `window_bytes`
+    accepts_partial_batches  whether the network, which was built for `sw_batch_size` windows, also accepts fewer; None:
+                             the network runs eagerly with any number of windows, and batches of fewer than
+                             `sw_batch_size` windows run in a single stream
+    uses_host_memory         whether the device uses the host's memory
+    streams                  number of concurrent batches of `sw_batch_size` windows
+    device_memory_bytes      size of the device's own memory in bytes; None: unknown, or the device uses host memory
     """
 
     spec: ModelSpec
     settings: Settings
     sw_batch_size: int = UNTUNED_BATCH_SIZE
     window_bytes: int | None = None
-    is_on_host: bool = True
+    uses_host_memory: bool = True
     streams: int = 1
     score_bytes: int | None = None
-    accepts_any_batch_size: bool | None = None
-    device_memory: int | None = None
+    accepts_partial_batches: bool | None = None
+    device_memory_bytes: int | None = None
 
     def fit_batch_size(self, batch_size: int) -> int:
         """Return the number of windows per call for a requested batch size, depending on how the network was built."""
-        if self.accepts_any_batch_size is None:
+        if self.accepts_partial_batches is None:
             return batch_size
-        return min(batch_size, self.sw_batch_size) if self.accepts_any_batch_size else self.sw_batch_size
+        return min(batch_size, self.sw_batch_size) if self.accepts_partial_batches else self.sw_batch_size
 
     def with_window_size(self, options: Options) -> Estimator:
         """Return the estimator for the requested window size. Raises BadParameter like `replace_window_size`."""
@@ -202,8 +202,8 @@ class Estimator:
         window_memory = self._get_window_memory(plan)
         request_estimate = estimate_request(self.spec, volume, plan, window_memory)
         if (
-            self.device_memory is not None
-            and request_estimate.device_bytes > MAX_DEVICE_MEMORY_FRACTION * self.device_memory
+            self.device_memory_bytes is not None
+            and request_estimate.device_bytes > MAX_DEVICE_MEMORY_FRACTION * self.device_memory_bytes
         ):
             plan = plan._replace(decode_on_host=True)
             request_estimate = estimate_request(self.spec, volume, plan, window_memory)
@@ -223,14 +223,14 @@ class Estimator:
         window_bytes, streams = self.window_bytes, self.streams
         if window_bytes is None:
             window_bytes = estimate_activation_bytes((1, self.spec.input.channels, *self.spec.input.roi_size))
-        if plan.sw_batch_size < self.sw_batch_size and self.accepts_any_batch_size is None:
+        if plan.sw_batch_size < self.sw_batch_size and self.accepts_partial_batches is None:
             streams = 1
         elif plan.sw_batch_size == self.sw_batch_size and self.score_bytes is not None:
             window_bytes = self.score_bytes
         if plan.views:
             voxels = math.prod(self.spec.input.roi_size)
             window_bytes += count_view_bytes(self.spec.input.channels, len(self.spec.outputs), voxels)
-        return WindowMemory(window_bytes, streams, self.is_on_host)
+        return WindowMemory(window_bytes, streams, self.uses_host_memory)
 
     def _add_monai_bytes(self, request_estimate: Estimate) -> Estimate:
         """Add the size of the float32 arrays that MONAI holds in addition to the windows: image, scores and weights."""
@@ -241,9 +241,9 @@ class Estimator:
         )
         host_total, device_total = (
             request_estimate.host_bytes + image_bytes,
-            request_estimate.device_bytes + (0 if self.is_on_host else image_bytes),
+            request_estimate.device_bytes + (0 if self.uses_host_memory else image_bytes),
         )
-        if self.is_on_host or self.settings.windows.device == "cpu":
+        if self.uses_host_memory or self.settings.windows.device == "cpu":
             return replace(request_estimate, host_bytes=host_total + score_volume_bytes, device_bytes=device_total)
         return replace(request_estimate, host_bytes=host_total, device_bytes=device_total + score_volume_bytes)
 

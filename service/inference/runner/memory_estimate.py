@@ -27,14 +27,14 @@ from service.models.spec import ModelSpec
 class WindowMemory(NamedTuple):
     """Memory that running the network on windows needs.
 
-    window_bytes  bytes that the network needs per window
-    streams       number of concurrent batches
-    is_on_host    whether the windows are in the host's memory
+    window_bytes      bytes that the network needs per window
+    streams           number of concurrent batches
+    uses_host_memory  whether the windows are in the host's memory
     """
 
     window_bytes: int
     streams: int = 1
-    is_on_host: bool = True
+    uses_host_memory: bool = True
 
 
 def estimate_request(
@@ -44,24 +44,22 @@ def estimate_request(
 
     kernels  C++ kernels that blend windows on the CPU, if they are available
     """
-    size, stored_size, channels = (
-        compute_working_size(volume, spec, plan.diameter),
-        as_size(volume.shape[1:]),
-        spec.input.channels,
-    )
+    size, stored_size = compute_working_size(volume, spec, plan.diameter), as_size(volume.shape[1:])
+    channels = spec.input.channels
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
     source_shape = _count_source_voxels(grid, stored_size)
     num_active_windows = min(memory.streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
     decoding_memory, device_decoding_bytes = estimate_decoding_memory(spec, plan.output, size), 0
-    if plan.output == "labels" and not (memory.is_on_host or plan.decode_on_host):
+    if plan.output == "labels" and not (memory.uses_host_memory or plan.decode_on_host):
         # For each voxel, the host receives the index of its watershed piece, and converts it to a label.
         decoding_memory, device_decoding_bytes = DecodingMemory(8 * math.prod(size)), estimate_watershed_bytes(size)
     # If the result is stored on disk, the planes from which a layer of windows is cut are still held in memory.
     host_bytes, device_bytes = decoding_memory.host_bytes, 0
     if decoding_memory.disk_bytes:
         host_bytes += 4 * volume.shape[0] * math.prod(volume.shape[2:]) * source_shape[0]
-    num_floats = count_buffered_floats(grid, len(spec.outputs), uses_kernel=memory.is_on_host and kernels.supports(CPU))
-    if memory.is_on_host:
+    uses_kernel = memory.uses_host_memory and kernels.supports(CPU)
+    num_floats = count_buffered_floats(grid, len(spec.outputs), uses_kernel=uses_kernel)
+    if memory.uses_host_memory:
         if size != stored_size:
             # Each stream normalizes the pixels of a window when it reads them, and interpolates one axis after another,
             # which takes two buffers.

@@ -67,8 +67,8 @@ class ModelRunner:
     def __init__(self, spec: ModelSpec, settings: Settings, driver: Driver = devices) -> None:
         self.spec, self.device = spec, devices.choose_device(settings.device.name)
         self._settings, self._driver = settings, driver
-        is_on_host = driver.is_on_host(self.device)
-        self.placement: Placement = HostPlacement() if is_on_host else DevicePlacement(self.device, driver)
+        uses_host_memory = driver.uses_host_memory(self.device)
+        self.placement: Placement = HostPlacement() if uses_host_memory else DevicePlacement(self.device, driver)
         self.allocate = make_allocator(settings.server.scratch_folder)
         if self.device.type == "cpu":
             devices.set_torch_threads(settings.device.threads)
@@ -77,7 +77,7 @@ class ModelRunner:
         with step("reading weights"):
             network = load_network(spec, self._measure_first_pass)
         # The loaded weights are kept on the host, because scores may have to be recomputed in float32.
-        self._loaded_bytes = count_weight_bytes(network) if is_on_host else 0
+        self._loaded_bytes = count_weight_bytes(network) if uses_host_memory else 0
         self._selector = EngineSelector(spec, settings, self.device, network, self._window_bytes, driver=driver)
         self._switch_engine(None)
         self.diameter_cache = DiameterCache()
@@ -119,13 +119,13 @@ class ModelRunner:
             self._settings,
             config.sw_batch_size,
             window_bytes=self._window_bytes * backends.get_batch_dtype(config).itemsize // 4,
-            is_on_host=self.placement.is_on_host,
-            device_memory=self.placement.total_bytes,
+            uses_host_memory=self.placement.uses_host_memory,
+            device_memory_bytes=self.placement.total_bytes,
             streams=config.streams,
             score_bytes=None if engine is None else engine.score_bytes,
-            accepts_any_batch_size=None
+            accepts_partial_batches=None
             if engine is None or config.engine == "eager"
-            else engine.window.accepts_any_batch_size,
+            else engine.window.accepts_partial_batches,
         )
         self.score_computer = ScoreComputer(self._selector, config, engine, self.estimator.fit_batch_size)
 
@@ -143,7 +143,7 @@ class ModelRunner:
             window = self._engine.window
             wrapped_window = window.with_network(
                 wrap(window.network),
-                accepts_any_batch_size=window.accepts_any_batch_size,
+                accepts_partial_batches=window.accepts_partial_batches,
                 owns_scores=window.owns_scores,
             )
             self._switch_engine(replace(self._engine, window=wrapped_window))
@@ -156,7 +156,7 @@ class ModelRunner:
 
     def check_memory(self, estimate: Estimate) -> None:
         """Raise OutOfMemory if the host or the device has less free memory than estimated."""
-        check_memory(estimate, host.query_available_memory(), self.placement.free_bytes())
+        check_memory(estimate, host.query_available_memory(), self.placement.query_free_bytes())
 
     def find_device_loss(self, error: BaseException) -> DeviceLost | None:
         """Return the error to raise if `error` means that the device was lost, or None otherwise."""

@@ -16,14 +16,14 @@ class Placement(Protocol):
     """Strategy for placing the windows and scores of requests in the host's memory or in the device's own memory."""
 
     @property
-    def is_on_host(self) -> bool:
+    def uses_host_memory(self) -> bool:
         """Whether the device uses the host's memory."""
 
     @property
     def total_bytes(self) -> int | None:
         """Size of the device's own memory in bytes, or None if it is unknown or the device uses the host's memory."""
 
-    def free_bytes(self) -> int | None:
+    def query_free_bytes(self) -> int | None:
         """Return the free bytes of the device's own memory, or None under the same conditions as `total_bytes`."""
 
     def upload(self, volume: Volume, /) -> DevicePixels | None:
@@ -48,10 +48,10 @@ class Placement(Protocol):
 class HostPlacement:
     """Placement in the host's memory."""
 
-    is_on_host = True
+    uses_host_memory = True
     total_bytes = None
 
-    def free_bytes(self) -> None:
+    def query_free_bytes(self) -> None:
         return None
 
     def upload(self, _volume: Volume, /) -> None:

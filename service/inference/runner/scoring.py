@@ -150,7 +150,7 @@ class ScoreComputer:
             if averaging_window is None:
                 network = ViewAveragingNetwork(window.network, views)
                 averaging_window = window.with_network(
-                    network, accepts_any_batch_size=window.accepts_any_batch_size, owns_scores=True
+                    network, accepts_partial_batches=window.accepts_partial_batches, owns_scores=True
                 )
                 self._averaging_windows[window] = averaging_window
             return averaging_window

@@ -217,7 +217,7 @@ class EngineSelector(EngineBuilder):
 
     def _list_known_order(self) -> list[EngineConfig]:
         features = host.query_host().features if self._device.type == "cpu" else ()
-        return backends.list_default_order(self._list_candidates(), features)
+        return backends.list_quick_configs(self._list_candidates(), features)
 
     def _make_tuner(
         self,
@@ -232,7 +232,7 @@ class EngineSelector(EngineBuilder):
             engine = self.build(config)
             num_windows = max(COMPARISON_WINDOWS // config.sw_batch_size, 1) * config.sw_batch_size
             # On a GPU, the network is so fast that decoding would dominate the measured time.
-            run = agreement.segment if self._driver.is_on_host(self._device) else compute_and_discard_scores
+            run = agreement.segment if self._driver.uses_host_memory(self._device) else compute_and_discard_scores
             call = _run_in_all_streams(engine.window, partial(run, engine.window, agreement.repeat_image(num_windows)))
             return Candidate(
                 call, num_windows * config.streams, lambda: agreement.compute_difference(engine.window), engine

@@ -97,14 +97,14 @@ class _StreamBuffer:
 class SlidingWindow:
     """Runs one network over volumes of any size in batches of fixed shape.
 
-    network                 function that maps windows [B, C, *roi] of `dtype` to scores [B, K, *roi] of any
-                            floating-point dtype
-    batch_size              maximum number of windows per call, B; available as `capacity`
-    device                  device of the batches, blending weights and scores
-    streams                 number of threads that may call the network concurrently, each with its own batch buffer
-    kernels                 C++ kernels, used for blending on the devices that they support
-    accepts_any_batch_size  whether the network also accepts fewer windows, and returns bitwise equal scores for them
-    owns_scores             whether the scores remain valid after the next call to the network
+    network                  function that maps windows [B, C, *roi] of `dtype` to scores [B, K, *roi] of any
+                             floating-point dtype
+    batch_size               maximum number of windows per call, B; available as `capacity`
+    device                   device of the batches, blending weights and scores
+    streams                  number of threads that may call the network concurrently, each with its own batch buffer
+    kernels                  C++ kernels, used for blending on the devices that they support
+    accepts_partial_batches  whether the network also accepts fewer windows, and returns bitwise equal scores for them
+    owns_scores              whether the scores remain valid after the next call to the network
     """
 
     def __init__(  # noqa: PLR0913
@@ -120,11 +120,11 @@ class SlidingWindow:
         memory_format: torch.memory_format = torch.contiguous_format,
         streams: int = 1,
         kernels: WindowKernels = window_kernels,
-        accepts_any_batch_size: bool = False,
+        accepts_partial_batches: bool = False,
         owns_scores: bool = False,
     ) -> None:
         self.network, self.capacity = network, batch_size
-        self.accepts_any_batch_size, self.owns_scores = accepts_any_batch_size, owns_scores
+        self.accepts_partial_batches, self.owns_scores = accepts_partial_batches, owns_scores
         self._kernels = kernels
         self._roi = roi
         self._blending = blending
@@ -148,11 +148,11 @@ class SlidingWindow:
         return len(self._streams)
 
     def with_network(
-        self, network: Network, *, accepts_any_batch_size: bool = False, owns_scores: bool = False
+        self, network: Network, *, accepts_partial_batches: bool = False, owns_scores: bool = False
     ) -> SlidingWindow:
         """Return a copy that runs another network and shares the batch buffers of this object."""
         other = copy.copy(self)
-        other.network, other.accepts_any_batch_size, other.owns_scores = network, accepts_any_batch_size, owns_scores
+        other.network, other.accepts_partial_batches, other.owns_scores = network, accepts_partial_batches, owns_scores
         return other
 
     def with_capacity(self, batch_size: int) -> SlidingWindow:
@@ -163,7 +163,7 @@ class SlidingWindow:
 
     def get_batch_size(self, num_windows: int) -> int:
         """Return the size of the batch that is used for this number of windows."""
-        return num_windows if self.accepts_any_batch_size else self.capacity
+        return num_windows if self.accepts_partial_batches else self.capacity
 
     @torch.inference_mode()
     def run(

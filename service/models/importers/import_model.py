@@ -25,7 +25,7 @@ from service.models.importers.archives import unpack
 from service.models.importers.checkpoint import fit_tensors, read_checkpoint
 from service.models.importers.draft import MAX_PACKAGE_BYTES, Draft, PackageTest
 from service.models.loader import load_network
-from service.models.repository import FILE_NAME, read_spec
+from service.models.repository import MODEL_FILE_NAME, read_spec
 from service.models.spec import Architecture, ModelSpec
 
 # Maximum difference from the expected output of a test, relative to the largest absolute value in the expected output,
@@ -116,7 +116,7 @@ def _write_model_folder(
         folder.mkdir()
         content["weights"] = _store_weights(draft, content.get("architecture"), folder)
         yaml_text = yaml.safe_dump({"format": 1, **content}, sort_keys=False, allow_unicode=True)
-        (folder / FILE_NAME).write_text(yaml_text, encoding="utf-8")
+        (folder / MODEL_FILE_NAME).write_text(yaml_text, encoding="utf-8")
         notes = _check_and_document(draft, folder, prepare, override_notes)
         folder.rename(target)
     return ImportResult(read_spec(target), notes)

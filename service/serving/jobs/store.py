@@ -37,7 +37,7 @@ from service.serving.jobs.database import JobDatabase
 from service.serving.jobs.failure import decode_failure, encode_failure
 from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.results.metadata import AnswerMetadata
-from service.serving.storage.disk import translate_disk_errors
+from service.serving.storage.disk import get_file_size, translate_disk_errors
 
 INPUT_NAME = "upload.tif"
 RESULT_NAME = "result"
@@ -222,10 +222,10 @@ class JobStore:
             shutil.rmtree(self._incoming_folder)
             self._incoming_folder.mkdir(mode=0o700)
         for record in self._select("SELECT * FROM jobs WHERE state = 'done'"):
-            if _get_size(self.get_result_path(record.id)) != record.result_bytes:
+            if get_file_size(self.get_result_path(record.id)) != record.result_bytes:
                 self._expire(record.id)
         for record in self.list_unfinished():
-            if _get_size(self.get_input_path(record.id)) != record.input_bytes:
+            if get_file_size(self.get_input_path(record.id)) != record.input_bytes:
                 self.fail(record.id, InternalError("The input of the job was lost. Submit the job again."))
             elif record.state == "running" and record.attempts >= self._max_attempts:
                 times = "once" if record.attempts == 1 else f"{record.attempts} times"
@@ -333,15 +333,6 @@ class JobStore:
 
     def _select(self, statement: str, *values: object) -> list[JobRecord]:
         return [_decode_row(row) for row in self._database.query(statement, *values)]
-
-
-def _get_size(path: Path) -> int:
-    """Return the size of a file in bytes, or -1 if it does not exist."""
-    with translate_disk_errors():
-        try:
-            return path.stat().st_size
-        except FileNotFoundError:
-            return -1
 
 
 def _decode_row(row: sqlite3.Row) -> JobRecord:

@@ -32,8 +32,7 @@ from service.serving.learning.annotation import (
     NewAnnotation,
     Region,
 )
-from service.serving.storage.disk import translate_disk_errors
-from service.serving.storage.record_cache import RecordCache
+from service.serving.storage.disk import RecordCache, translate_disk_errors
 from service.serving.storage.scratch import MARKER_FILE, delete_abandoned_folders, make_locked_folder
 
 RECORD_FILE = "annotation.json"

@@ -25,7 +25,7 @@ from service.core.errors import (
     StackSegError,
     remove_host_details,
 )
-from service.models.repository import FILE_NAME
+from service.models.repository import MODEL_FILE_NAME
 from service.models.spec import check_trainable
 from service.serving.learning.annotation import Annotation, find_overlaps
 from service.serving.learning.trained_models import WORK_FOLDER_PREFIX, TrainedModels, write_owner
@@ -275,7 +275,7 @@ class TrainingManager:
                 self._child = None
                 if self._interrupt_if_stopping(record):
                     return record.message
-            if failure is None and (model_folder / FILE_NAME).is_file() and record.after is not None:
+            if failure is None and (model_folder / MODEL_FILE_NAME).is_file() and record.after is not None:
                 return None
             return child.explain_failure(failure)
 

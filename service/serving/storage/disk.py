@@ -1,4 +1,4 @@
-"""Disk usage, file existence checks, and translation of disk errors."""
+"""Disk usage, file existence checks, cached records, and translation of disk errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from service.core.errors import OutOfStorage, StorageUnavailable
+from service.core.errors import BadParameter, OutOfStorage, StorageUnavailable
+
+R = TypeVar("R")
 
 # A file that exceeds the size limit of the process (EFBIG) is treated like a full disk.
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -82,3 +84,89 @@ def translate_disk_errors() -> Iterator[None]:
                 f"The service cannot access one of its files ({error.strerror}). Try again later."
             ) from error
         raise
+
+
+@contextmanager
+def translate_host_errors(parameter: str, location: str) -> Iterator[None]:
+    """Translate an OSError for a location on the host to BadParameter or OutOfStorage.
+
+    The system message is omitted, because it may contain paths.
+    """
+    try:
+        yield
+    except OSError as error:
+        match error.errno:
+            case errno.ELOOP | errno.ENOTDIR:
+                problem = "contains a link or a file where a folder is expected. Links are not followed"
+            case errno.ENOENT:
+                problem = (
+                    "does not exist" if parameter == "input" else "is in a folder that does not exist. Create it first"
+                )
+            case errno.EACCES | errno.EPERM:
+                problem = "cannot be opened, because the service has no permission"
+            case errno.EISDIR | errno.ENOTEMPTY | errno.EROFS | errno.ENAMETOOLONG | errno.EBUSY | errno.ETXTBSY:
+                problem = f"cannot be used: {os.strerror(error.errno)}"
+            case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+                raise make_disk_full_error(location) from error
+            case _:
+                raise
+        raise BadParameter.for_parameter(parameter, f"{location} {problem}.") from None
+
+
+def make_disk_full_error(location: str) -> OutOfStorage:
+    """Return the error for a full disk with an output folder on the host."""
+    return OutOfStorage(
+        f"output_to: the disk that contains {location} is full. Try again later, or choose another folder.",
+        parameter="output_to",
+    )
+
+
+def get_file_size(path: Path) -> int:
+    """Return the size of a file in bytes, or -1 if it does not exist."""
+    with translate_disk_errors():
+        try:
+            return path.stat().st_size
+        except FileNotFoundError:
+            return -1
+
+
+class _CachedRecord(NamedTuple, Generic[R]):
+    """A record, and the inode and modification time of the file from which it was read."""
+
+    version: tuple[int, int]
+    record: R
+
+
+class RecordCache(Generic[R]):
+    """The records in the subfolders of a folder. Thread-safe.
+
+    Args:
+        folder: folder that may not exist yet
+        file_name: name of the file that contains a record
+        read: reads the record of a subfolder; None if the subfolder contains no valid record
+    """
+
+    def __init__(self, folder: Path, file_name: str, read: Callable[[Path], R | None]) -> None:
+        self._folder, self._file_name, self._read = folder, file_name, read
+        self._cached_records: dict[str, _CachedRecord[R]] = {}
+
+    def list(self) -> list[R]:
+        """Return all records. Subfolders whose names begin with a period are ignored."""
+        cached_records, records = self._cached_records, dict[str, _CachedRecord[R]]()
+        with translate_disk_errors():
+            names = [entry.name for entry in os.scandir(self._folder)] if self._folder.is_dir() else []
+        for name in names:
+            if name.startswith("."):
+                continue
+            try:
+                file_status = os.stat(f"{self._folder}/{name}/{self._file_name}")  # noqa: PTH116 - a Path doubles the time
+            except OSError:
+                continue
+            version = file_status.st_ino, file_status.st_mtime_ns
+            cached_record = cached_records.get(name)
+            if cached_record is not None and cached_record.version == version:
+                records[name] = cached_record
+            elif (record := self._read(self._folder / name)) is not None:
+                records[name] = _CachedRecord(version, record)
+        self._cached_records = records
+        return [cached_record.record for cached_record in records.values()]

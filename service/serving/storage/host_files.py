@@ -6,7 +6,6 @@ links. Concurrent renames and links therefore cannot redirect a request to a dif
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import quote, unquote
 
-from service.core.errors import BadParameter, ConfigError, OutOfStorage
+from service.core.errors import BadParameter, ConfigError
 from service.core.files.atomic_files import make_descriptor_path, open_folder_by_path, open_subfolder
 from service.core.sections.serving import ReferenceFolder, References
 from service.core.types import CancellationCheck, never_cancelled
@@ -23,6 +22,7 @@ from service.formats.sandbox.remote_store import RemoteStore, check_url, is_url
 from service.formats.zarr.store import is_store_name, is_zarr_folder
 from service.serving.storage import delivery
 from service.serving.storage.delivery import DeliveryTarget
+from service.serving.storage.disk import make_disk_full_error, translate_host_errors
 from service.serving.storage.host_folder import list_files
 from service.serving.storage.result_folder import ResultFolder, lock_results
 
@@ -87,7 +87,7 @@ class HostFiles:
                 check_target = delivery.check_store if is_zarr else delivery.check_file
                 check_target(target)
                 if os.fstatvfs(target.folder_fd).f_bavail == 0:
-                    raise _make_disk_full_error(output)
+                    raise make_disk_full_error(output)
 
     @contextmanager
     def open_input(self, location: str, caller: str | None) -> Iterator[Source | RemoteSource]:
@@ -133,7 +133,7 @@ class HostFiles:
         root, parts = _parse_location("input", location, self._inputs, caller)
         with _open_below_root("input", root, parts[:-1], location) as folder_fd:
             # Open with O_PATH first, because opening a pipe or a device for reading has side effects.
-            with _translate_os_errors("input", location):
+            with translate_host_errors("input", location):
                 path_fd = os.open(parts[-1], os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
             try:
                 mode = os.fstat(path_fd).st_mode
@@ -145,7 +145,7 @@ class HostFiles:
                         f"{location} is a folder, a link or a device, not a file. A folder must be an OME-Zarr image."
                         " Use POST /jobs for a folder of stacks.",
                     )
-                with _translate_os_errors("input", location):
+                with translate_host_errors("input", location):
                     file_fd = os.open(f"/proc/self/fd/{path_fd}", os.O_RDONLY | os.O_CLOEXEC)
             finally:
                 os.close(path_fd)
@@ -172,7 +172,7 @@ class HostFiles:
         """Context manager that opens and locks a results folder. If only its parent exists, the folder is created."""
         root, parts = _parse_location("output_to", location.removesuffix("/"), self._outputs, caller, allow_root=True)
         with _open_below_root("output_to", root, parts[:-1], location) as parent_fd, ExitStack() as stack:
-            with _translate_os_errors("output_to", location):
+            with translate_host_errors("output_to", location):
                 folder_fd = stack.enter_context(open_subfolder(parent_fd, parts[-1:], create_missing=True))
                 results = stack.enter_context(lock_results(folder_fd))
             yield results
@@ -198,7 +198,7 @@ class HostFiles:
                 raise BadParameter.for_parameter(
                     "output_to", f"{output} is the input folder. Choose another folder for the results."
                 )
-            with _translate_os_errors("input", location):
+            with translate_host_errors("input", location):
                 return list_files(folder.path, glob or "*", results_status, cancelled)
 
     def put(self, file: Path, location: str, caller: str | None, ticket: str, *, overwrite: bool = False) -> None:
@@ -208,7 +208,7 @@ class HostFiles:
         delivered file. Raises OSError, OutOfStorage, and OutputExists if another file exists and `overwrite` is False.
         """
         target_context = self._open_target(location, caller, ticket, overwrite=overwrite)
-        with target_context as target, _translate_os_errors("output_to", location):
+        with target_context as target, translate_host_errors("output_to", location):
             delivery.put_file(file, target)
 
     def is_zarr(self, location: str, caller: str | None) -> bool:
@@ -244,7 +244,7 @@ class HostFiles:
         """
         is_in_image = self.find_image_format(location, caller) is not None
         target_context = self._open_target(location, caller, ticket, overwrite=overwrite)
-        with target_context as target, _translate_os_errors("output_to", location):
+        with target_context as target, translate_host_errors("output_to", location):
             delivery.put_store(store, target, cancelled)
             try:
                 if is_in_image:
@@ -324,37 +324,6 @@ def _open_below_root(parameter: str, root: ReferenceFolder, parts: Sequence[str]
     """Context manager that opens the folder with the path components `parts` below a root folder."""
     with ExitStack() as stack:
         # The root folder itself may be a link.
-        with _translate_os_errors(parameter, location), open_folder_by_path(root.folder) as root_fd:
+        with translate_host_errors(parameter, location), open_folder_by_path(root.folder) as root_fd:
             folder_fd = stack.enter_context(open_subfolder(root_fd, parts))
         yield folder_fd
-
-
-@contextmanager
-def _translate_os_errors(parameter: str, location: str) -> Iterator[None]:
-    """Translate an OSError to BadParameter or OutOfStorage. Omit the system message, which may contain paths."""
-    try:
-        yield
-    except OSError as error:
-        match error.errno:
-            case errno.ELOOP | errno.ENOTDIR:
-                problem = "contains a link or a file where a folder is expected. Links are not followed"
-            case errno.ENOENT:
-                problem = (
-                    "does not exist" if parameter == "input" else "is in a folder that does not exist. Create it first"
-                )
-            case errno.EACCES | errno.EPERM:
-                problem = "cannot be opened, because the service has no permission"
-            case errno.EISDIR | errno.ENOTEMPTY | errno.EROFS | errno.ENAMETOOLONG | errno.EBUSY | errno.ETXTBSY:
-                problem = f"cannot be used: {os.strerror(error.errno)}"
-            case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-                raise _make_disk_full_error(location) from error
-            case _:
-                raise
-        raise BadParameter.for_parameter(parameter, f"{location} {problem}.") from None
-
-
-def _make_disk_full_error(location: str) -> OutOfStorage:
-    return OutOfStorage(
-        f"output_to: the disk that contains {location} is full. Try again later, or choose another folder.",
-        parameter="output_to",
-    )

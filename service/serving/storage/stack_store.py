@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from service.core.errors import OutOfStorage, UnknownStack
-from service.serving.storage.disk import translate_disk_errors
-from service.serving.storage.record_cache import RecordCache
+from service.serving.storage.disk import RecordCache, translate_disk_errors
 
 # Disk space of a stack in addition to its file: its folder, its record, and the unused part of the last block.
 ENTRY_BYTES = 2**14

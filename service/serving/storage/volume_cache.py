@@ -20,9 +20,9 @@ MAX_CLIENT_VOLUMES = 16
 CACHE_CLIENT = "volume cache"
 
 
-Reserve = Callable[[int], None]
+ReserveFunction = Callable[[int], None]
 """Function that reserves disk space, in bytes. Raises the errors of `SpaceReservation.reserve`."""
-ReadVolumeFunction = Callable[[Reserve], Volume]
+ReadVolumeFunction = Callable[[ReserveFunction], Volume]
 """Function that reads a volume, and reserves space for its decoded pixels, if possible before decoding them."""
 
 

@@ -115,7 +115,7 @@ def test_bare_loop_ends_with_a_smaller_batch_if_the_network_allows_it(bands, tmp
         device.call(model_runner.warm_up)
         window = model_runner._engine.window
         count_calls = window.with_network(
-            lambda batch: calls.append(len(batch)) or window.network(batch), accepts_any_batch_size=True
+            lambda batch: calls.append(len(batch)) or window.network(batch), accepts_partial_batches=True
         )
         model_runner._switch_engine(replace(model_runner._engine, window=count_calls))
         requests.write_stack(bands, (16, 40, 70), tmp_path / "stack.tif")

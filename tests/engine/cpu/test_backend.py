@@ -33,7 +33,7 @@ def test_winograd_engine_accepts_any_batch_size_and_returns_scores_in_its_precis
     built_network = build(
         module, example, make_config("winograd", precision, memory_format="channels_last_3d"), Engine()
     )
-    assert built_network.accepts_any_batch_size
+    assert built_network.accepts_partial_batches
     scores, expected = built_network.network(example), module.float()(example.float())
     assert scores.dtype == DTYPES[precision]
     assert (scores.float() - expected).abs().max() <= {"bf16": 0.02, "fp32": 1e-5}[precision] * expected.abs().max()

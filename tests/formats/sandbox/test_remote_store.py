@@ -23,7 +23,7 @@ from service.core.errors import BadFile, BadParameter, Cancelled, StackSegError,
 from service.core.quantities import VoxelSize
 from service.core.types import Selection
 from service.formats import stack_reader
-from service.formats.sandbox import remote_store
+from service.formats.sandbox import limited_response
 from service.formats.sandbox.reader import Reader
 from service.formats.sandbox.remote_store import RemoteStore, check_url
 from service.formats.zarr import reader as zarr_reader
@@ -269,7 +269,7 @@ def serve_forever(data: bytes, pause_seconds: float) -> Iterator[str]:
 
 @pytest.mark.parametrize("data", [b"HTTP/1.1 100 Continue\r\n\r\n", b"H", b"HTTP/1.1 200 OK\r\nX: y\r\n"])
 def test_endless_responses_end_at_the_time_limit_for_an_object(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_store, "OBJECT_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(limited_response, "OBJECT_TIMEOUT_SECONDS", 1.0)
     start_time = time.monotonic()
     with (
         serve_forever(data, 0.05) as url,

@@ -84,7 +84,7 @@ def test_removed_objects_get_no_label_and_the_remaining_objects_keep_their_order
     expected = keep_objects(Segmentation(labels, "labels", None, len(objects), objects=objects), is_kept)
 
     def select(found: Objects) -> Array:
-        assert np.array_equal(found.voxels, objects.voxels)
+        assert np.array_equal(found.voxel_counts, objects.voxel_counts)
         return is_kept
 
     watershed = make_watershed(implementation, heights, along_y=along_y)
@@ -168,7 +168,7 @@ def test_the_decoder_filters_objects_like_finished_labels(
     assert unfiltered.objects is not None
     criteria = Instances.model_validate({"kind": "instances", "persistence": 0.05} | decoding)
     is_kept = unfiltered.objects.confidence >= compute_min_object_confidence(criteria, unfiltered.objects)
-    is_kept &= unfiltered.objects.voxels >= compute_min_object_voxels(
+    is_kept &= unfiltered.objects.voxel_counts >= compute_min_object_voxels(
         diameter or np.inf, criteria, unfiltered.objects, size
     )
     expected = keep_objects(unfiltered, is_kept)

@@ -46,7 +46,7 @@ def assert_implementations_agree(kernel: WatershedKernel, heights: Array, persis
         for implementation in ({}, {"whole": True}, {"kernel": kernel})
     )
     assert len(objects) == len(torch_objects) == labels.max(initial=0)
-    assert np.array_equal(objects.voxels, torch_objects.voxels)
+    assert np.array_equal(objects.voxel_counts, torch_objects.voxel_counts)
     assert np.array_equal(objects.confidence, torch_objects.confidence)
     assert np.allclose(objects.peaks, torch_objects.peaks, rtol=1e-6)
     assert labels.dtype == whole_labels.dtype == expected.dtype
@@ -152,7 +152,7 @@ def test_objects_have_their_size_confidence_and_peak(kernel: WatershedKernel, *,
     probability = 1 / (1 + np.exp(-heights))
     numbers = np.arange(1, labels.max() + 1)
     assert len(objects) == len(numbers) > 3
-    assert np.array_equal(objects.voxels, np.bincount(labels.ravel())[1:])
+    assert np.array_equal(objects.voxel_counts, np.bincount(labels.ravel())[1:])
     assert objects.confidence == pytest.approx(ndimage.mean(probability, labels, numbers), abs=0.005)
     assert objects.peaks == pytest.approx(ndimage.maximum(probability, labels, numbers), abs=1e-4)
 

@@ -142,7 +142,7 @@ def test_memory_is_counted_for_the_device_or_the_host(random_nuclei):
     # The kernel on the host needs a third of the memory that torch needs on a device.
     plan = Plan("labels", 2, 0.25)
     host = estimate_request(random_nuclei, describe(32, 64, 64), plan, WindowMemory(1000))
-    device = estimate_request(random_nuclei, describe(32, 64, 64), plan, WindowMemory(1000, is_on_host=False))
+    device = estimate_request(random_nuclei, describe(32, 64, 64), plan, WindowMemory(1000, uses_host_memory=False))
     assert host.device_bytes == 0
     assert device.device_bytes > 2 * 1000 + 4 * 32 * 64 * 64
     assert host.host_bytes > device.host_bytes > 0
@@ -152,7 +152,9 @@ def test_device_memory_does_not_grow_with_depth_if_scores_are_decoded_on_the_hos
     monkeypatch.setattr(device_image, "MAX_WHOLE_IMAGE_BYTES", 0)
 
     def plan(depth, memory):
-        estimator = Estimator(random_nuclei, SETTINGS, is_on_host=False, window_bytes=1000, device_memory=memory)
+        estimator = Estimator(
+            random_nuclei, SETTINGS, uses_host_memory=False, window_bytes=1000, device_memory_bytes=memory
+        )
         return estimator.plan_request(describe(depth, 640, 640), Options())
 
     with_enough, with_little = plan(640, 2**40), plan(640, 2**30)
@@ -168,7 +170,7 @@ def test_stored_pixels_count_as_device_memory_only_up_to_a_limit(random_nuclei):
 
     def device_bytes(depth):
         return estimate_request(
-            random_nuclei, describe(depth, 1024, 1024), plan, WindowMemory(0, is_on_host=False)
+            random_nuclei, describe(depth, 1024, 1024), plan, WindowMemory(0, uses_host_memory=False)
         ).device_bytes
 
     # Stored pixels and float32 pixels. For a larger volume, only the float32 pixels of one layer of windows count.

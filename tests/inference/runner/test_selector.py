@@ -329,8 +329,8 @@ def test_comparison_runs_all_streams_concurrently(bands, settings, limit_engines
     assert all(trial.verdict.outcome != "failed" for trial in ready.plan.trials)
 
 
-@pytest.mark.parametrize("is_on_host", [True, False])
-def test_comparison_includes_decoding_only_if_it_shares_the_cores_of_the_network(bands, settings, is_on_host):
+@pytest.mark.parametrize("uses_host_memory", [True, False])
+def test_comparison_includes_decoding_only_if_it_shares_the_cores_of_the_network(bands, settings, uses_host_memory):
     batches = []
 
     class Counting(WrongNetwork):
@@ -340,12 +340,12 @@ def test_comparison_includes_decoding_only_if_it_shares_the_cores_of_the_network
 
     chosen_settings, driver = (
         settings({"sw_batch_size": 2}, kind="eager"),
-        devices if is_on_host else SeparateMemoryDriver(),
+        devices if uses_host_memory else SeparateMemoryDriver(),
     )
     selector = EngineSelector(bands, chosen_settings, CPU, Counting(), 1000, frozenset({torch.float32}), driver)
     candidate = selector._make_tuner()._build(replace(selector.get_initial_config(), streams=1))
     del batches[:]
-    assert isinstance(candidate.call(), Segmentation if is_on_host else NoneType)
+    assert isinstance(candidate.call(), Segmentation if uses_host_memory else NoneType)
     assert sum(batches) == candidate.window_count == 4
 
 
@@ -457,8 +457,8 @@ def test_different_window_size_is_checked_with_a_full_batch(
     ready = selector.rebuild(OTHER, LARGE_BATCH)
     assert (ready.config.engine, ready.config.precision) == expected
     # No check is needed on the host, nor in fp32.
-    is_on_host = EngineSelector(bands, settings(**engine), CPU, load_network(bands), 1000, BOTH_DTYPES)
-    assert is_on_host.rebuild(OTHER, LARGE_BATCH).config == OTHER
+    uses_host_memory = EngineSelector(bands, settings(**engine), CPU, load_network(bands), 1000, BOTH_DTYPES)
+    assert uses_host_memory.rebuild(OTHER, LARGE_BATCH).config == OTHER
     in_fp32 = replace(OTHER, precision="fp32")
     assert make_separate(bands, settings()).rebuild(in_fp32, LARGE_BATCH).config == in_fp32
     assert ready.window.batch.shape == (LARGE_BATCH, 1, 16, 32, 48)

@@ -162,13 +162,13 @@ def test_network_that_accepts_any_batch_size_gets_only_the_remaining_windows():
 
     image = torch.rand(1, 1, 4, 4, 12)
     fixed_batch_size = make_window(network, (4, 4, 4), batch_size=2)
-    accepts_any_batch_size = fixed_batch_size.with_network(network, accepts_any_batch_size=True)
+    accepts_partial_batches = fixed_batch_size.with_network(network, accepts_partial_batches=True)
     expected = join_slabs(fixed_batch_size.run(image, 0.0))
     assert lengths == [2, 2]
-    assert torch.equal(join_slabs(accepts_any_batch_size.run(image, 0.0)), expected)
+    assert torch.equal(join_slabs(accepts_partial_batches.run(image, 0.0)), expected)
     assert lengths == [2, 2, 2, 1]
-    assert (fixed_batch_size.get_batch_size(1), accepts_any_batch_size.get_batch_size(1)) == (2, 1)
-    assert not accepts_any_batch_size.with_network(network).accepts_any_batch_size, (
+    assert (fixed_batch_size.get_batch_size(1), accepts_partial_batches.get_batch_size(1)) == (2, 1)
+    assert not accepts_partial_batches.with_network(network).accepts_partial_batches, (
         "the property belongs to the network"
     )
 

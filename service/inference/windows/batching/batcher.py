@@ -328,7 +328,7 @@ class WindowBatcher:
 def open_batcher(settings: Settings) -> Iterator[WindowBatcher]:
     """Run a batcher for `settings.device.name` outside the service. Raises ConfigError if there is no such device."""
     device = devices.choose_device(settings.device.name)
-    batcher = make_batcher(settings, device, is_on_host=device.type == "cpu")
+    batcher = make_batcher(settings, device, uses_host_memory=device.type == "cpu")
     batcher.start()
     try:
         yield batcher
@@ -337,14 +337,14 @@ def open_batcher(settings: Settings) -> Iterator[WindowBatcher]:
         batcher.join(CLOSE_TIMEOUT_SECONDS)
 
 
-def make_batcher(settings: Settings, device: torch.device, *, is_on_host: bool) -> WindowBatcher:
+def make_batcher(settings: Settings, device: torch.device, *, uses_host_memory: bool) -> WindowBatcher:
     """Create a batcher with as many streams as any model may use. Active streams share the cores."""
     cores = settings.device.threads or host.count_usable_cores()
     max_streams = min(cores, MAX_STREAMS) if settings.engine.streams == "auto" else settings.engine.streams
     return WindowBatcher(
         "device",
-        max_streams if is_on_host else 1,
+        max_streams if uses_host_memory else 1,
         lambda streams: devices.set_torch_threads(max(cores // streams, 1)),
-        None if is_on_host else partial(record_end, device),
+        None if uses_host_memory else partial(record_end, device),
         make_timer=partial(CudaTimer, device) if device.type == "cuda" else lambda: None,
     )

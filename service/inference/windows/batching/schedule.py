@@ -56,4 +56,6 @@ def can_start(
     max_streams = min([window.streams, *[batch.window.streams for batch in running_batches]])
     if len(running_batches) >= max_streams * max_stream_batches:
         return False
-    return window.accepts_any_batch_size or sum([request.scan.num_remaining for request in requests]) >= window.capacity
+    return (
+        window.accepts_partial_batches or sum([request.scan.num_remaining for request in requests]) >= window.capacity
+    )

@@ -65,7 +65,7 @@ class LocalLoader:
     @property
     def weight_copy_count(self) -> int:
         """Number of copies of a model's weights in the device's memory."""
-        return HOST_WEIGHT_COPIES if self._context.device.is_on_host else 1
+        return HOST_WEIGHT_COPIES if self._context.device.uses_host_memory else 1
 
     def load(self, spec: ModelSpec) -> LocalModel:
         """Load a model and warm it up. Raises DeviceLost and the same errors as `ModelRunner`."""
@@ -73,7 +73,7 @@ class LocalLoader:
         with device.report_loss():
             model = self._load(spec, self._settings, self._context)
             warm_up = partial(model.segmenter.warm_up, tune=self._may_tune(spec.name))
-            if device.is_on_host:
+            if device.uses_host_memory:
                 warm_up()
             else:
                 # CUDA graphs must be replayed in the thread that captured them.
@@ -107,14 +107,14 @@ class LocalDevice:
     ) -> None:
         device = TorchDevice(settings.device.name, driver, self._report_loss)
         self.name = name or str(device.device)
-        self._batcher = make_batcher(settings, device.device, is_on_host=device.is_on_host)
+        self._batcher = make_batcher(settings, device.device, uses_host_memory=device.uses_host_memory)
         subject = "the device" if name is None else f"the device {name}"
         self.watchdog = Watchdog(self._batcher, settings.watchdog, device=subject)
         context = DeviceContext(device, self._batcher, JobCounters(shared_resources.metrics, self.name))
         loader = LocalLoader(settings, shared_resources.load, context, self._is_loading_at_startup)
         memory = JobMemory(device.query_free_memory, FREE_MEMORY_MAX_AGE_SECONDS)
         self.scheduler = Scheduler(
-            make_queue(settings, memory, guaranteed_job_count=1 if device.is_on_host else GUARANTEED_GPU_JOBS),
+            make_queue(settings, memory, guaranteed_job_count=1 if device.uses_host_memory else GUARANTEED_GPU_JOBS),
             ServedModels(
                 self.name, settings.models.memory_bytes, loader, shared_resources.metrics, shared_resources.loading_lock
             ),

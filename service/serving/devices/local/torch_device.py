@@ -24,7 +24,7 @@ class TorchDevice:
 
     def __init__(self, name: str, driver: Driver, on_loss: Callable[[str], None]) -> None:
         self.device = devices.choose_device(name)
-        self.driver, self.is_on_host = driver, driver.is_on_host(self.device)
+        self.driver, self.uses_host_memory = driver, driver.uses_host_memory(self.device)
         self._on_loss = on_loss
         # Held while a thread checks whether the device still works.
         self._probe_lock = threading.Lock()
@@ -32,12 +32,12 @@ class TorchDevice:
     @property
     def total_bytes(self) -> int | None:
         """Total memory of the device in bytes; None if it shares the memory of the host."""
-        return None if self.is_on_host else self.driver.query_total_bytes(self.device)
+        return None if self.uses_host_memory else self.driver.query_total_bytes(self.device)
 
     def query_free_memory(self) -> FreeMemory:
         """Return the free memory of the host and the device. Never raises: if the device fails, its memory is None."""
         try:
-            device_bytes = None if self.is_on_host else self.driver.query_free_bytes(self.device)
+            device_bytes = None if self.uses_host_memory else self.driver.query_free_bytes(self.device)
         except RuntimeError as error:
             # The queue calls this method with its lock held, so do not wait here for a device that may never respond.
             # Jobs on a lost device fail on their own.

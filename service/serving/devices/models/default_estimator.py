@@ -22,7 +22,7 @@ def make_default_estimator(spec: ModelSpec, settings: Settings, device_memory_by
         spec,
         settings,
         choose_default_batch_size(settings, device),
-        is_on_host=device_memory_bytes is None,
+        uses_host_memory=device_memory_bytes is None,
         streams=choose_default_streams(settings, device),
-        device_memory=device_memory_bytes,
+        device_memory_bytes=device_memory_bytes,
     )

@@ -112,13 +112,13 @@ def make_windows(
     capacity: int = 4,
     streams: int = 1,
     *,
-    accepts_any_batch_size: bool = False,
+    accepts_partial_batches: bool = False,
     owns_scores: bool = False,
 ) -> SlidingWindow:
     batches = SlidingWindow(
         network, 1, ROI, capacity, blending=Blending("constant"), device=torch.device("cpu"), streams=streams
     )
-    return batches.with_network(network, accepts_any_batch_size=accepts_any_batch_size, owns_scores=owns_scores)
+    return batches.with_network(network, accepts_partial_batches=accepts_partial_batches, owns_scores=owns_scores)
 
 
 def concatenate(slabs: Iterator[Slab]) -> Tensor:
@@ -343,9 +343,9 @@ class ReusedOutput:
         return answer[: len(batch)].copy_(batch)
 
 
-@pytest.mark.parametrize("accepts_any_batch_size", [False, True])
-def test_several_streams_return_the_same_scores_as_one(multi_stream: Requests, accepts_any_batch_size: bool) -> None:
-    window = make_windows(ReusedOutput(), 2, streams=3, accepts_any_batch_size=accepts_any_batch_size)
+@pytest.mark.parametrize("accepts_partial_batches", [False, True])
+def test_several_streams_return_the_same_scores_as_one(multi_stream: Requests, accepts_partial_batches: bool) -> None:
+    window = make_windows(ReusedOutput(), 2, streams=3, accepts_partial_batches=accepts_partial_batches)
     multi_stream.device.start()
     sizes = [(1, 1, 1), (3, 9, 5), (40, 4, 4), (9, 9, 9), (4, 4, 30), (2, 20, 2), (17, 12, 11), (4, 4, 4)]
     images = [torch.rand(1, 1, *size) for size in sizes]
@@ -430,7 +430,7 @@ def test_partly_filled_batch_does_not_wait_if_the_network_accepts_any_batch_size
         return batch
 
     multi_stream.device.start()
-    window, requests = make_windows(network, 2, streams=3, accepts_any_batch_size=True), list[Future[Tensor]]()
+    window, requests = make_windows(network, 2, streams=3, accepts_partial_batches=True), list[Future[Tensor]]()
     for value in (1, 2, 3):
         requests.append(multi_stream.submit(window, make_image(1, value)))
         # Requests that arrive together may share a batch.
@@ -558,8 +558,8 @@ def test_all_requests_finish_for_random_mixes_of_requests_and_calls(multi_stream
     device.start()
     kinds = [(1, 1, False), (2, 3, False), (1, 3, True), (3, 2, True)]
     choices = [
-        make_windows(RecordingNetwork(), capacity, streams, accepts_any_batch_size=accepts_any_batch_size)
-        for capacity, streams, accepts_any_batch_size in kinds
+        make_windows(RecordingNetwork(), capacity, streams, accepts_partial_batches=accepts_partial_batches)
+        for capacity, streams, accepts_partial_batches in kinds
     ]
 
     def run_slowly(window: SlidingWindow, size: int, pause: float, checks: int) -> None:

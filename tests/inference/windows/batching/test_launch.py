@@ -157,9 +157,9 @@ def test_call_waits_for_launched_batches(device: WindowBatcher, async_device: As
 
 
 def test_only_devices_with_their_own_memory_get_batches_in_advance() -> None:
-    assert make_batcher(Settings(), CPU, is_on_host=True)._mark is None
-    assert make_batcher(Settings(), CPU, is_on_host=True)._max_stream_batches == 1
-    assert make_batcher(Settings(), CPU, is_on_host=False)._max_stream_batches == 2
+    assert make_batcher(Settings(), CPU, uses_host_memory=True)._mark is None
+    assert make_batcher(Settings(), CPU, uses_host_memory=True)._max_stream_batches == 1
+    assert make_batcher(Settings(), CPU, uses_host_memory=False)._max_stream_batches == 2
 
 
 class FakeTimer:
@@ -226,7 +226,7 @@ def test_launching_batches_never_synchronizes_with_the_device() -> None:
     cuda = torch.device("cuda", torch.cuda.current_device())
     network = torch.nn.Conv3d(1, 1, 3, padding=1).to(cuda).requires_grad_(requires_grad=False)
     window = SlidingWindow(network, 1, (32, 32, 32), 2, blending=Blending(), device=cuda)
-    device = make_batcher(Settings(), cuda, is_on_host=False)
+    device = make_batcher(Settings(), cuda, uses_host_memory=False)
     image = torch.rand(1, 1, 64, 96, 96, device=cuda)
     expected = [slab.scores for slab in window.run(image, 0.25)]
     device.start()
