@@ -248,7 +248,8 @@ def estimate_background(sample: NDArray[Any]) -> float:
     """Estimate the gray value up to which voxels are background, from a sample of the voxels.
 
     The mode of the sample is the typical background, and the spread of the values below it is the noise. The result
-    is the mode plus `NOISE_SIGMAS` times the noise, but at most `MAX_BACKGROUND_FRACTION` of the intensity range.
+    is the mode plus `NOISE_SIGMAS` times the noise, but at most the low end of the intensity range plus
+    `MAX_BACKGROUND_FRACTION` of its width.
     """
     low, median, high = (
         float(value)
