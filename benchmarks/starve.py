@@ -13,6 +13,8 @@ An attack is a function from the server's port to a context manager, and lasts a
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import socket
 import sys
 import tempfile
@@ -211,13 +213,105 @@ def send_ahead(port: int) -> AbstractContextManager[None]:
     return repeat(step)
 
 
+def upload(port: int, body: bytes) -> str:
+    """Upload a stack as the attacker, and return its id."""
+    status, content = request(port, "POST", "/stacks", body, {"X-API-Key": "attacker"})
+    if status != 201:
+        raise OSError(f"{status} {content[:200]!r}")
+    return str(json.loads(content)["id"])
+
+
+def send_get(port: int, path: str) -> socket.socket:
+    """Send a GET request as the attacker; return the connection."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nX-API-Key: attacker\r\n\r\n".encode())
+    return connection
+
+
+def view_huge_planes(port: int) -> AbstractContextManager[None]:
+    """Request a few pixels of planes of half a gigabyte."""
+    stacks = [upload(port, make_bomb(1, (16_384, 32_768))) for _ in range(4)]
+    paths = iter([f"/stacks/{stack}/planes?axes=YX&step=1,9999,9999" for stack in stacks] * 100_000)
+
+    def step() -> None:
+        with send_get(port, next(paths)) as connection:
+            connection.recv(1000)
+
+    return repeat(step)
+
+
+def view_many_volumes(port: int) -> AbstractContextManager[None]:
+    """View thousands of time points, each of which is a volume of its own."""
+    stack = upload(port, make_bomb(3000, (8, 8), "none"))
+    times = itertools.cycle(range(3000))
+
+    def step() -> None:
+        with send_get(port, f"/stacks/{stack}/planes?axes=TYX&time={next(times)}") as connection:
+            connection.recv(1000)
+
+    return repeat(step)
+
+
+def view_across_planes(port: int) -> AbstractContextManager[None]:
+    """Request planes perpendicular to 300,000 stored planes, and disconnect after a second."""
+    stack = upload(port, make_bomb(300_000, (8, 8), "none"))
+
+    def step() -> None:
+        with send_get(port, f"/stacks/{stack}/planes?axes=ZYX&axis=x&to=1"):
+            time.sleep(1)
+
+    return repeat(step)
+
+
+def leave_planes(port: int) -> AbstractContextManager[None]:
+    """Request as many bytes of planes as possible, and do not read them."""
+    stack = upload(port, make_bomb(32, (1024, 1024), "none"))
+
+    def step() -> None:
+        with send_get(port, f"/stacks/{stack}/planes?axes=ZYX"):
+            time.sleep(60)
+
+    return repeat(step)
+
+
+def search_folders(port: int) -> AbstractContextManager[None]:
+    """Search a folder with 20,000 files for a pattern with dozens of recursive components."""
+    path = f"/jobs?input=tree&output_to=results/none&glob={'/'.join([*(28 * ['**', '*b*'])[:28], '*.tif'])}"
+
+    def step() -> None:
+        with send_request(port, path, b"") as connection:
+            connection.recv(1000)
+
+    return repeat(step)
+
+
+def store_tiny_stacks(port: int) -> AbstractContextManager[None]:
+    """Store stacks of one byte."""
+
+    def step() -> None:
+        with send_request(port, "/stacks", b"x") as connection:
+            connection.recv(1000)
+
+    return repeat(step)
+
+
 ATTACKS: dict[str, Attack] = {
     "nothing": lambda _: nullcontext(),
     **{attack.__name__: attack for attack in (
         decode_gigabytes, decode_megabytes, parse_pages, submit_gigabytes, fill_queue, stall_uploads, leave_results,
-        hold_connections, drip_heads, drip_bodies, leave_answers, misname_parameters, send_ahead,
+        hold_connections, drip_heads, drip_bodies, leave_answers, misname_parameters, send_ahead, view_huge_planes,
+        view_many_volumes, view_across_planes, leave_planes, search_folders, store_tiny_stacks,
     )},
 }  # fmt: skip
+
+
+def make_tree(folder: Path) -> None:
+    """Create 20,000 empty files in 200 nested and sibling folders."""
+    for number in range(200):
+        parent = folder.joinpath(*(f"ab{level}" for level in range(number % 20)), f"b{number}")
+        parent.mkdir(parents=True)
+        for file_number in range(100):
+            (parent / f"{file_number}.txt").touch()
 
 
 class Latencies:
@@ -272,13 +366,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "models")
-        config = folder / "config.yaml"
+        config, tree = folder / "config.yaml", folder / "tree"
+        make_tree(tree)
         sections = {
             "models": {"folder": str(folder / "models")},
             "engine": {"kind": "eager"},
             "access": {"keys": {key: hash_key(key) for key in ("attacker", "other")}},
             "limits": {"cache_bytes": 0, "windows": 500_000},
             "server": {"scratch_folder": name, "connections": CONNECTIONS},
+            "references": {"inputs": {"tree": str(tree)}, "outputs": {"results": name}},
         }
         config.write_text(yaml.safe_dump(sections), encoding="utf-8")
         for attack in options.attack or ATTACKS:
