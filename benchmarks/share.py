@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run all repeats, alternating between large and small stacks, after a large stack that warms up the server."""
     spec = read_spec(options.model)
     large = synthetic_nuclei(tuple(options.shape))
-    windows = Grid.cover(large.shape, spec.input.roi_size, options.overlap).count
+    windows = Grid.cover(large.shape, spec.input.roi_size, options.overlap).num_windows
     small_stacks = [encode_tiff(synthetic_nuclei(spec.input.roi_size, seed)) for seed in range(1, STACKS + 1)]
     stacks_per_client = -(-windows // options.clients)
     client_stacks = [

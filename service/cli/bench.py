@@ -18,9 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg bench`."""
     parser.add_argument(
         "--model",
-        help="Name or folder of the model (default: the setting models.default, or 'nuclei' if it is not set)",
+        help="Name or folder of the model (default: the models.default setting, or 'nuclei' if it is not set)",
     )
-    parser.add_argument("--device", help="Device: 'auto', 'cpu', 'cuda' or 'cuda:N' (default: the setting device.name)")
+    parser.add_argument("--device", help="Device: 'auto', 'cpu', 'cuda' or 'cuda:N' (default: the device.name setting)")
     parser.add_argument(
         "--shape",
         type=int,

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
-        help="Name or folder of the model (default: the setting models.default, or 'nuclei' if it is not set)",
+        help="Name or folder of the model (default: the models.default setting, or 'nuclei' if it is not set)",
     )
     parser.add_argument("--channel", help="Name or zero-based index of the channel, if there are several channels")
     parser.add_argument(

@@ -27,7 +27,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def add_settings_options(command: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add `--config` and `--models`. The default `argparse.SUPPRESS` preserves values that precede a subcommand."""
+    """Add `--config` and `--models`. Pass `default=argparse.SUPPRESS` to preserve values given before a subcommand."""
     command.add_argument(
         "--config",
         type=Path,
@@ -40,7 +40,7 @@ def add_settings_options(command: argparse.ArgumentParser, default: str | None =
         type=Path,
         default=default,
         metavar="FOLDER",
-        help="Folder with one subfolder per model (default: the setting models.folder, or the bundled models if it is"
+        help="Folder with one subfolder per model (default: the models.folder setting, or the bundled models if it is"
         " not set)",
     )
 

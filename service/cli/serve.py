@@ -18,12 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg serve`."""
     server = Server()
     parser.add_argument(
-        "--host", help=f"Address to listen on (default: the setting server.host, or {server.host} if it is not set)"
+        "--host", help=f"Address to listen on (default: the server.host setting, or {server.host} if it is not set)"
     )
     parser.add_argument(
         "--port",
         type=int,
-        help="Port to listen on, or 0 for any free port (default: the setting server.port, or"
+        help="Port to listen on, or 0 for any free port (default: the server.port setting, or"
         f" {server.port} if it is not set)",
     )
     for name, meaning in (("keyfile", "Private key"), ("certfile", "Certificate")):
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--ssl-{name}",
             type=Path,
             metavar="PEM",
-            help=f"{meaning} for HTTPS in PEM format (default: the setting server.ssl_{name}, or plain HTTP if it is"
+            help=f"{meaning} for HTTPS in PEM format (default: the server.ssl_ setting{name}, or plain HTTP if it is"
             " not set)",
         )
     parser.set_defaults(run=run)

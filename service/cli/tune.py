@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     selection = parser.add_mutually_exclusive_group()
     selection.add_argument(
         "--model",
-        help="Name or folder of the model (default: the setting models.default, or 'nuclei' if it is not set)",
+        help="Name or folder of the model (default: the models.default setting, or 'nuclei' if it is not set)",
     )
     selection.add_argument("--all", action="store_true", help="Tune all served models, one after the other")
     parser.add_argument(
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Time limit per model in minutes; no new measurement starts after this time (default: the setting"
         " engine.tune_seconds, converted to minutes)",
     )
-    parser.add_argument("--device", help="Device: 'auto', 'cpu', 'cuda' or 'cuda:N' (default: the setting device.name)")
+    parser.add_argument("--device", help="Device: 'auto', 'cpu', 'cuda' or 'cuda:N' (default: the device.name setting)")
     parser.set_defaults(run=run)
 
 

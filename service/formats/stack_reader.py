@@ -31,18 +31,18 @@ Source = Path | int | Store
 """Path of a file or folder, descriptor of an open file, or a Zarr store."""
 
 
-def inspect(file: Source, selection: Selection, limit_bytes: int, *, keep_open: bool = False) -> Description:
+def inspect(file: Source, selection: Selection, max_volume_bytes: int, *, keep_open: bool = False) -> Description:
     """Describe a file and the selected part without decoding pixels.
 
     A descriptor is closed unless `keep_open` is set. If the file has several time points and none is selected, this is
     reported in `Description.problem`.
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
-    with _open(file, selection, limit_bytes, keep_open=keep_open) as stack:
+    with _open(file, selection, max_volume_bytes, keep_open=keep_open) as stack:
         return stack.describe(selection)
 
 
-def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Path | None = None) -> Volume:
+def read(path: Path | Store, selection: Selection, max_volume_bytes: int, scratch: Path | None = None) -> Volume:
     """Read the selected channels and time point as a volume [C, Z, Y, X].
 
     The dtype is the stored one in native byte order, or uint8 for 1-bit pixels. Uncompressed pixels with
@@ -51,8 +51,8 @@ def read(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Pa
     Raises UnsupportedMedia, BadFile, AmbiguousAxes, BadParameter, TooLarge.
     """
     if scratch is not None:
-        return _read_to_file(path, selection, limit_bytes, scratch)
-    with _open(path, selection, limit_bytes) as stack:
+        return _read_to_file(path, selection, max_volume_bytes, scratch)
+    with _open(path, selection, max_volume_bytes) as stack:
         placement = stack.placement
         if placement is not None and isinstance(path, Path):
             return placement.map_volume(map_file(path), *stack.get_volume_metadata(selection))
@@ -73,7 +73,7 @@ def open_blocks(path: Path, selection: Selection) -> Iterator[ZarrStack]:
 
 
 def extract(
-    file: Source, selection: Selection, limit_bytes: int, make_output: Callable[[int], int], max_decoded_bytes: int
+    file: Source, selection: Selection, max_volume_bytes: int, make_output: Callable[[int], int], max_decoded_bytes: int
 ) -> VolumeLocation | Description:
     """Locate the selected pixels in the file, or decode them to another file.
 
@@ -82,17 +82,17 @@ def extract(
     `max_decoded_bytes` would have to be decoded, nothing is decoded and the description is returned. Raises the same
     errors as `read` and `make_output`.
     """
-    with _open(file, selection, limit_bytes) as stack:
+    with _open(file, selection, max_volume_bytes) as stack:
         if stack.placement is None and stack.decoded_bytes > max_decoded_bytes:
             return stack.describe(selection)
         return _extract(stack, selection, make_output)
 
 
-def extract_unlimited(
-    file: Source, selection: Selection, limit_bytes: int, make_output: Callable[[int], int]
+def extract_any_size(
+    file: Source, selection: Selection, max_volume_bytes: int, make_output: Callable[[int], int]
 ) -> VolumeLocation:
     """Locate or decode the selected pixels like `extract`, without a limit on the size of the decoded pixels."""
-    with _open(file, selection, limit_bytes) as stack:
+    with _open(file, selection, max_volume_bytes) as stack:
         return _extract(stack, selection, make_output)
 
 
@@ -115,7 +115,7 @@ def _extract(stack: OpenStack, selection: Selection, make_output: Callable[[int]
     return VolumeLocation(placement, *metadata, is_decoded=True)
 
 
-def _read_to_file(path: Path | Store, selection: Selection, limit_bytes: int, scratch: Path) -> Volume:
+def _read_to_file(path: Path | Store, selection: Selection, max_volume_bytes: int, scratch: Path) -> Volume:
     with ExitStack() as files:
         outputs = []
 
@@ -123,7 +123,7 @@ def _read_to_file(path: Path | Store, selection: Selection, limit_bytes: int, sc
             outputs.append(files.enter_context(make_temporary_file(scratch, nbytes)))
             return os.dup(outputs[0].fileno())
 
-        with _open(path, selection, limit_bytes) as stack:
+        with _open(path, selection, max_volume_bytes) as stack:
             location = _extract(stack, selection, make_output)
         content = map_file(path if isinstance(path, Path) and not location.is_decoded else outputs[0].fileno())
     return location.placement.map_volume(content, location.voxel_size, location.channels, location.notes)
@@ -137,15 +137,15 @@ def _write_all(descriptor: int, block: Array, offset: int) -> None:
 
 
 @contextmanager
-def _open(file: Source, selection: Selection, limit_bytes: int, *, keep_open: bool = False) -> Iterator[OpenStack]:
+def _open(file: Source, selection: Selection, max_volume_bytes: int, *, keep_open: bool = False) -> Iterator[OpenStack]:
     """Detect the format of a file or folder from its content, and open it as a stack."""
     with ExitStack() as files:
         source = _open_source(file, files, keep_open=keep_open)
         store = _open_archive(source) if isinstance(source, BufferedReader) else source
         if store is not None:
-            yield zarr_reader.open_stack(store, selection, limit_bytes)
+            yield zarr_reader.open_stack(store, selection, max_volume_bytes)
         elif isinstance(source, BufferedReader):
-            yield tiff_reader.open_stack(source, selection, limit_bytes)
+            yield tiff_reader.open_stack(source, selection, max_volume_bytes)
 
 
 def _open_source(file: Source, files: ExitStack, *, keep_open: bool) -> Store | BufferedReader:

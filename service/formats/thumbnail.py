@@ -6,7 +6,7 @@ import numpy as np
 from imagecodecs import png_encode
 
 from service.core.types import Segmentation, Volume
-from service.formats.tiff.imagej_writer import make_label_colors
+from service.formats.tiff.imagej_metadata import make_label_colors
 
 MAX_EDGE_PIXELS = 256
 

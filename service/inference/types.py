@@ -172,7 +172,7 @@ class SkippedWindows(NamedTuple):
 
     windows  number of skipped windows
     total    number of windows of the image
-    limits   highest gray value in the skipped windows, per channel
+    limits   highest gray value that a skipped window may contain, per channel
     """
 
     windows: int

@@ -31,7 +31,7 @@ def space_to_depth(x: Tensor, block: Sequence[int]) -> Tensor:
 def depth_to_space(x: Tensor, block: Sequence[int]) -> Tensor:
     """Invert `space_to_depth`: [B, K * prod(block), z, y, x] -> [B, K, z * bz, y * by, x * bx].
 
-    This is the sub-pixel shuffle of Shi et al. 2016, extended to three dimensions.
+    This is the pixel shuffle of Shi et al. 2016, extended to three dimensions.
     """
     batch, channels, z, y, w = x.shape
     bz, by, bx = block
@@ -120,11 +120,11 @@ class ShuffleUNet(nn.Module):
         features = [self.stem(self.unfold(x))]
         for down in self.down:
             features.append(down(features[-1]))
-        top = features.pop()
+        decoded = features.pop()
         for up, merge in zip(reversed(self.up), reversed(self.merge), strict=True):
             # Add in place, because allocating memory for the sum takes longer than the addition.
-            top = merge(up(top).add_(features.pop()))
-        scores: Tensor = self.fold(self.head(top))
+            decoded = merge(up(decoded).add_(features.pop()))
+        scores: Tensor = self.fold(self.head(decoded))
         return scores
 
 
@@ -168,7 +168,7 @@ def describe_tensors(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in build_network(architecture).state_dict().items()}
 
 
-def count_parameters(architecture: Architecture) -> int:
+def count_tensor_elements(architecture: Architecture) -> int:
     """Return the number of elements in a network's tensors, without allocating the tensors.
 
     Raises the same errors as `build_network`.

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
-from service.models.architectures import build_network, count_parameters
+from service.models.architectures import build_network, count_tensor_elements
 from service.models.network import MAX_ELEMENTS, observe_calls
 from service.models.spec import Architecture, ModelSpec
 
@@ -66,9 +66,9 @@ def _read_network(spec: ModelSpec) -> nn.Module:
 
 def _build_with_weights(architecture: Architecture, spec: ModelSpec) -> nn.Module:
     # Check before allocating memory, because the arguments in a model file could describe a network of any size.
-    if count_parameters(architecture) > spec.weights_path.stat().st_size:
+    if count_tensor_elements(architecture) > spec.weights_path.stat().st_size:
         raise BrokenModel(
-            f"{spec.weights_path}: the weights do not fit {architecture.name}, which has more elements than"
+            f"{spec.weights_path}: the weights do not match {architecture.name}, which has more elements than"
             " the file has bytes."
         )
     network = build_network(architecture)
@@ -77,7 +77,7 @@ def _build_with_weights(architecture: Architecture, spec: ModelSpec) -> nn.Modul
         network.load_state_dict(state)
     except (OSError, SafetensorError, RuntimeError) as error:
         summary = _summarize_error(error)
-        raise BrokenModel(f"{spec.weights_path}: the weights do not fit {architecture.name}: {summary}") from error
+        raise BrokenModel(f"{spec.weights_path}: the weights do not match {architecture.name}: {summary}") from error
     return network
 
 

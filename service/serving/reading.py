@@ -35,7 +35,7 @@ class Pixels(NamedTuple):
     measurement_input: Volume | None
 
 
-class LargePixels(NamedTuple):
+class DeferredPixels(NamedTuple):
     """A file that is too large to be decoded immediately.
 
     segmentation_input  shape and voxel size of the volume to segment
@@ -50,21 +50,21 @@ class LargePixels(NamedTuple):
 class PixelSource:
     """A file and the part of it that a request selects.
 
-    read              reads a selection
-    read_small        reads a selection if it is small, otherwise describes it
-    inspect           describes a selection
-    link              how objects are linked across time points; None if they are not linked
-    has_measurements  whether objects are measured, in every channel of the file
-    delete_decoded    deletes decoded pixels if the request was canceled
+    read                   reads a selection
+    read_if_small          reads a selection if it is small, otherwise describes it
+    inspect                describes a selection
+    link                   how objects are linked across time points; None if they are not linked
+    has_measurements       whether objects are measured, in every channel of the file
+    delete_decoded_pixels  deletes decoded pixels if the request was canceled
     """
 
     read: Callable[[Selection], Volume]
-    read_small: Callable[[Selection], Volume | Description]
+    read_if_small: Callable[[Selection], Volume | Description]
     inspect: Callable[[Selection], Description]
     selection: Selection
     link: Linking | None
     has_measurements: bool
-    delete_decoded: Callable[[], None] = lambda: None
+    delete_decoded_pixels: Callable[[], None] = lambda: None
 
     @classmethod
     def from_sandbox(cls, reader: Reader, request: SegmentationRequest, source: Source) -> PixelSource:
@@ -75,7 +75,7 @@ class PixelSource:
         query, folder, cancelled = request.query, request.folder, request.cancelled
         is_on_host = query.input is not None
 
-        def delete_decoded() -> None:
+        def delete_decoded_pixels() -> None:
             # The folder may have been deleted when the request was canceled, and then created again by the reader.
             if cancelled():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -87,7 +87,7 @@ class PixelSource:
             query.selection,
             query.link,
             query.measurements is not None,
-            delete_decoded,
+            delete_decoded_pixels,
         )
 
     def read_pixels(self) -> Pixels:
@@ -101,17 +101,17 @@ class PixelSource:
         segmentation_input, measurement_input = self._read_both_inputs(self.read, self.selection)
         return Pixels(segmentation_input, measurement_input if self.has_measurements else None)
 
-    def read_small_pixels(self) -> Pixels | LargePixels:
+    def read_small_pixels(self) -> Pixels | DeferredPixels:
         """Read the pixels as `read_pixels` does if they are small; otherwise return their size."""
         if isinstance(self.selection.time, TimeRange):
             description = self.inspect(self.selection)
             channel_count = len(description.channels) if self.has_measurements else 1
             series = Series.from_description(description, self._read_time_point, self.link)
-            return LargePixels(series, description.nbytes * channel_count + _LABEL_BYTES * series.voxel_count)
-        segmentation_input, measurement_input = self._read_both_inputs(self.read_small, self.selection)
+            return DeferredPixels(series, description.nbytes * channel_count + _LABEL_BYTES * series.voxel_count)
+        segmentation_input, measurement_input = self._read_both_inputs(self.read_if_small, self.selection)
         if isinstance(segmentation_input, Volume) and isinstance(measurement_input, Volume):
             return Pixels(segmentation_input, measurement_input if self.has_measurements else None)
-        return LargePixels(
+        return DeferredPixels(
             segmentation_input,
             measurement_input.nbytes + (0 if measurement_input is segmentation_input else segmentation_input.nbytes),
         )
@@ -127,11 +127,11 @@ class PixelSource:
         try:
             volume, measurement_input = self._read_both_inputs(self.read, replace(self.selection, time=time))
         finally:
-            self.delete_decoded()
+            self.delete_decoded_pixels()
         return volume, measurement_input if self.has_measurements else None
 
 
-def read_reserved(  # noqa: PLR0913
+def read_with_reservation(  # noqa: PLR0913
     reader: Reader,
     source: Source,
     selection: Selection,

@@ -143,10 +143,10 @@ class Runtime:
 
     def list_degradations(self) -> tuple[str, ...]:
         """Return problems that do not make the service unready, one sentence each."""
-        missing_layers = (
+        sandbox_warnings = (
             f"Files are read without {layer}: {reason}." for layer, reason in self.reader.missing_layers.items()
         )
-        return (*self.models.list_degradations(), *self.devices.list_degradations(), *missing_layers)
+        return (*self.models.list_degradations(), *self.devices.list_degradations(), *sandbox_warnings)
 
     def measure_disks(self) -> dict[str, DiskUsage]:
         """Return the disk usage by kind of file. Kinds that cannot be measured are omitted."""

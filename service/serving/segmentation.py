@@ -25,7 +25,7 @@ from service.core.telemetry import Stages
 from service.core.types import Options, Volume
 from service.inference.types import Series
 from service.serving.devices.queue.job import Job
-from service.serving.reading import LargePixels, Pixels, PixelSource
+from service.serving.reading import DeferredPixels, Pixels, PixelSource
 from service.serving.results.answers import (
     Answer,
     compute_fingerprint,
@@ -223,7 +223,7 @@ class SegmentationTask:
 
         return read_in_turn
 
-    def _reserve_disk_space(self, pixels: LargePixels) -> None:
+    def _reserve_disk_space(self, pixels: DeferredPixels) -> None:
         """Reserve disk space for decoded pixels, after checking that the volume can be segmented."""
         self._runtime.estimate(self._spec, pixels.segmentation_input, self._request.query.options)
         self._stack.space.reserve(pixels.nbytes)

@@ -17,7 +17,7 @@ from service.models.architectures import (
     ARCHITECTURES,
     ShuffleUNet,
     build_network,
-    count_parameters,
+    count_tensor_elements,
     depth_to_space,
     space_to_depth,
 )
@@ -68,7 +68,7 @@ def test_architecture_preserves_the_shape_and_its_parameters_are_counted(name: s
         scores = network(torch.rand(2, 2, 16, 32, 32))
     assert scores.shape == (2, 3, 16, 32, 32)
     assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
-    assert count_parameters(architecture) == sum(tensor.numel() for tensor in network.state_dict().values()) > 0
+    assert count_tensor_elements(architecture) == sum(tensor.numel() for tensor in network.state_dict().values()) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -113,7 +113,7 @@ def test_error_for_an_unknown_architecture_lists_the_known_ones() -> None:
 def test_invalid_arguments_are_rejected(name: str, arguments: dict[str, Any]) -> None:
     all_arguments = ARGUMENTS[name] | arguments if arguments else {}
     with pytest.raises(BrokenModel, match=f"^{name} does not accept the arguments in the model file: "):
-        count_parameters(Architecture(name=name, arguments=all_arguments))
+        count_tensor_elements(Architecture(name=name, arguments=all_arguments))
     assert torch.is_grad_enabled()
 
 
@@ -121,9 +121,9 @@ def test_counting_parameters_does_not_import_torchs_compiler() -> None:
     """An import under the modes of the construction would be incomplete on a host with a GPU."""
     program = (
         "import sys\n"
-        "from service.models.architectures import count_parameters\n"
+        "from service.models.architectures import count_tensor_elements\n"
         "from service.models.spec import Architecture\n"
-        f"count_parameters(Architecture(name='DynUNet', arguments={ARGUMENTS['DynUNet']!r}))\n"
+        f"count_tensor_elements(Architecture(name='DynUNet', arguments={ARGUMENTS['DynUNet']!r}))\n"
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -86,7 +86,7 @@ class Upload:
         self._pending_blocks.append(data)
         self._pending_bytes += len(data)
 
-    async def flush(self, nbytes: int) -> None:
+    async def write_full_blocks(self, nbytes: int) -> None:
         """Write pending bytes in a thread if necessary. Call this method after parsing the next `nbytes` of the body.
 
         A full block is written while more data arrives. If the memory budget is exhausted, all pending bytes are
@@ -100,7 +100,7 @@ class Upload:
         await self.wait_for_write()
         reserved_bytes, self._reserved_memory_bytes = self._reserved_memory_bytes, 0
         self._write_task = asyncio.create_task(run_in_thread(partial(self._write, self._take_pending_blocks())))
-        # Release the memory in a callback, because a task that is cancelled before it starts runs none of its code.
+        # Release the memory in a callback, because a task that is canceled before it starts runs none of its code.
         self._write_task.add_done_callback(lambda _: self._budget.release(reserved_bytes))
         if not is_memory_reserved:
             await self.wait_for_write()
@@ -236,7 +236,7 @@ async def _receive_chunks(request: Request, feed: Callable[[bytes], None], files
         for file, previous_bytes in zip(files, previous_sizes, strict=True):
             # A chunk may contain the end of one file and the beginning of another.
             if file.received_bytes > previous_bytes:
-                await file.flush(nbytes)
+                await file.write_full_blocks(nbytes)
 
 
 def _feed_chunk(feed: Callable[[bytes], None], message: Message) -> tuple[int, bool]:

@@ -42,7 +42,7 @@ _FORM_FIELDS = {
 }
 
 # OpenAPI description of a request with a stack. FastAPI could derive the parameters from a pydantic model, but it would
-# then also parse them for every request, which takes longer than all other steps before the body.
+# then also parse them for every request, which takes longer than all other steps before the body combined.
 STACK_REQUEST: dict[str, Any] = {
     "parameters": [
         {"name": name, "in": "query", "required": False, "schema": schema, "description": schema["description"]}
@@ -68,7 +68,7 @@ PREFER_HEADER = {
     "in": "header",
     "required": False,
     "schema": {"anyOf": [{"type": "string"}, {"type": "null"}], "examples": [RESPOND_ASYNC]},
-    "description": f"`{RESPOND_ASYNC}`: create a job and return its report immediately, without waiting for the result"
+    "description": f"`{RESPOND_ASYNC}`: create a job and return its status immediately, without waiting for the result"
     " (RFC 7240).",
 }
 

@@ -32,13 +32,13 @@ async def build_stack_response(request: Request, runtime: Runtime, stack: StackR
     else:
         async with response.resources:
             file = await run_in_thread(response.open)
-            response = await build_part_response(request, runtime, file, stack.metadata, media_type)
+            response = await build_converted_response(request, runtime, file, stack.metadata, media_type)
     if stack.cache_status is not None:
         response.headers["X-Cache"] = stack.cache_status
     return response
 
 
-async def build_part_response(
+async def build_converted_response(
     request: Request, runtime: Runtime, file: BinaryIO, metadata: AnswerMetadata, media_type: str
 ) -> ResultResponse:
     """Return the response with one file from a result archive, or with the labels converted to another format.

@@ -17,7 +17,7 @@ from service.api.messages.jobs import JobList, JobReport, report_job
 from service.api.messages.results import RESULT_RESPONSES, ResultResponse, build_response
 from service.api.requests.admission import STACK_REQUEST, AdmittedQuery
 from service.api.requests.jobs import ACCEPTED_RESPONSES, accept_job
-from service.api.requests.responses import build_part_response
+from service.api.requests.responses import build_converted_response
 from service.core.errors import StorageUnavailable, UnknownJob
 from service.core.files.atomic_files import make_descriptor_path
 from service.serving.jobs.active_job import JobView
@@ -109,7 +109,7 @@ async def download_result(
     file, metadata = await run_in_thread(partial(async_jobs.open_result, job, get_caller(request)))
     media_type = choose_media_type(request.headers.get("accept", ""), metadata)
     if media_type != metadata.media_type:
-        return await build_part_response(request, runtime, file, metadata, media_type)
+        return await build_converted_response(request, runtime, file, metadata, media_type)
     # The file is already open, so it is sent completely even if the result is deleted in the meantime.
     with ExitStack() as exit_stack:
         exit_stack.callback(file.close)

@@ -19,7 +19,7 @@ from service.api.http.waiting import run_while_connected
 from service.api.messages.planes import PLANES_RESPONSES, PlaneRangeQuery, PlanesResponse, SelectionQuery
 from service.core.errors import RateLimited
 from service.core.types import CancellationCheck, Selection, Volume
-from service.serving.reading import read_reserved
+from service.serving.reading import read_with_reservation
 from service.serving.results.media_types import read_labels
 from service.serving.results.planes import PLANE_MEMORY_BUDGET, PlaneRange, PlaneSelection
 from service.serving.runtime import Runtime
@@ -58,7 +58,9 @@ async def get_stack_planes(
     stored_stack = await run_in_thread(partial(get_stacks(request).find, stack, get_caller(request)))
 
     def read(folder: Path, reserve: ReserveFunction, cancelled: CancellationCheck) -> Volume:
-        return read_reserved(runtime.reader, stored_stack.path, selection, reserve, scratch=folder, cancelled=cancelled)
+        return read_with_reservation(
+            runtime.reader, stored_stack.path, selection, reserve, scratch=folder, cancelled=cancelled
+        )
 
     volume = await _open_volume(request, runtime, VolumeKey(stack, selection), read)
     return await _send_planes(request, runtime, volume, plane_range)
@@ -77,7 +79,7 @@ async def get_label_planes(
 
     def read(folder: Path, reserve: ReserveFunction, cancelled: CancellationCheck) -> Volume:
         read_file = partial(
-            read_reserved,
+            read_with_reservation,
             runtime.reader,
             selection=Selection(time=time),
             scratch=folder,

@@ -26,7 +26,7 @@ _TABLE_SUFFIXES = (".csv",)
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
-    """Segment one file or folder, and print the number of objects and the seconds of each stage."""
+    """Segment one file or folder, and print the number of objects and the duration of each stage."""
     query = _parse_query(options)
     if (options.result is None) == (options.out is None):
         raise BadParameter("Specify the result exactly once: stackseg segment IN OUT.")
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
 
 def _run_single_stack(options: argparse.Namespace, query: Query, settings: Settings) -> int:
     """Segment one file, or an open remote store."""
-    _check_result_names(options)
+    _check_results(options)
     spec = choose_model(options.model, settings)
     if options.workers is None:
         return segment_stack.run(options, query, spec, settings)
@@ -68,7 +68,7 @@ def _check_block_options(options: argparse.Namespace, *, is_zarr_input: bool) ->
             raise BadParameter(f"--{name} requires block-wise segmentation. Set --workers as well.")
 
 
-def _check_result_names(options: argparse.Namespace) -> None:
+def _check_results(options: argparse.Namespace) -> None:
     """Raise BadParameter if a result cannot be written to its path."""
     suffixes = _LABEL_SUFFIXES if options.workers is None else (".zarr",)
     suffixes_by_path: dict[Path, tuple[str, ...]] = {options.result: suffixes}

@@ -10,7 +10,7 @@ from service.core.errors import StackSegError
 PARAMETERS = {
     "model": (
         "MODEL",
-        "Name or folder of the model (default: the setting models.default, or 'nuclei' if it is not set)",
+        "Name or folder of the model (default: the models.default setting, or 'nuclei' if it is not set)",
     ),
     "channel": (
         "CHANNEL",
@@ -45,7 +45,7 @@ PARAMETERS = {
     "skip_below": (
         "INTENSITY",
         "Skip windows that have no voxel brighter than this value; 'auto' uses the background level, and 'none'"
-        " processes all windows (default: the setting windows.skip_below, or 'none' if it is not set)",
+        " processes all windows (default: the windows.skip_below setting, or 'none' if it is not set)",
     ),
     "threshold": (
         "PROBABILITY",
@@ -78,7 +78,7 @@ PARAMETERS = {
     ),
     "sw_batch_size": (
         "N",
-        "Number of windows per batch (default: the setting windows.sw_batch_size, or a number chosen for the device)",
+        "Number of windows per batch (default: the windows.sw_batch_size setting, or a number chosen for the device)",
     ),
     "roi_size": (
         "Z,Y,X",
@@ -92,7 +92,7 @@ PARAMETERS = {
     ),
     "overlap": (
         "FRACTION",
-        "Overlap of neighboring windows as a fraction of the window (default: the setting windows.overlap, or 0.25"
+        "Overlap of neighboring windows as a fraction of the window (default: the windows.overlap setting, or 0.25"
         " if it is not set)",
     ),
 }

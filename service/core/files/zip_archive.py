@@ -19,7 +19,7 @@ from typing import IO, NamedTuple
 # Maximum nesting depth of an entry.
 MAX_DEPTH = 32
 # Maximum total size of the compressed members after decompression. PyTorch compresses only code, which is small.
-MAX_COMPRESSED_BYTES = 2**26
+MAX_DECOMPRESSED_BYTES = 2**26
 
 # Sizes of the records of the zip format, excluding names, extra fields and comments.
 LOCAL_HEADER_BYTES = 30
@@ -79,9 +79,9 @@ def open_torch_archive(path: Path) -> Iterator[zipfile.ZipFile]:
 def copy_members(archive: zipfile.ZipFile) -> io.BytesIO:
     """Return an uncompressed archive with the same members, so that PyTorch reads the bytes that have been validated.
 
-    Raises zipfile.BadZipFile if the compressed members exceed `MAX_COMPRESSED_BYTES`.
+    Raises zipfile.BadZipFile if the compressed members exceed `MAX_DECOMPRESSED_BYTES`.
     """
-    _check_compressed_size(archive)
+    _check_decompressed_size(archive)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as copied_archive:
         for entry in archive.infolist():
@@ -90,10 +90,10 @@ def copy_members(archive: zipfile.ZipFile) -> io.BytesIO:
     return buffer
 
 
-def _check_compressed_size(archive: zipfile.ZipFile) -> None:
+def _check_decompressed_size(archive: zipfile.ZipFile) -> None:
     """Raise zipfile.BadZipFile if compressed members are too large. No decompressed member exceeds its `file_size`."""
     compressed_entries = [entry for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-    if sum(entry.file_size for entry in compressed_entries) > MAX_COMPRESSED_BYTES:
+    if sum(entry.file_size for entry in compressed_entries) > MAX_DECOMPRESSED_BYTES:
         largest_entry = max(compressed_entries, key=lambda entry: entry.file_size)
         raise zipfile.BadZipFile(
             f"{largest_entry.filename} is compressed and too large; PyTorch compresses only the code of a network."

@@ -157,7 +157,7 @@ class Server(Section):
     ssl_keyfile     private key (PEM); with `ssl_certfile`, the service uses HTTPS
     ssl_certfile    certificate (PEM)
     scratch_folder  folder for uploads and results of requests; None: the system's temporary folder
-    drain_seconds   time limit for running requests to finish at shutdown
+    drain_seconds   maximum time to wait at shutdown for active requests to finish
     connections     maximum number of connections; if it is reached, connections that wait for data from clients are
                     closed to admit new ones
     """
@@ -183,7 +183,8 @@ class Access(Section):
     keys                 name of an API key -> its hash, as printed by `stackseg key NAME`; empty: no key is required
     admins               names of the keys that may reload models and see the status; if `keys` is empty, all clients on
                          this host may do so
-    trainers             names of further keys that may train models if `trainings.enabled` is true
+    trainers             names of the keys, in addition to `admins`, that may train models if `trainings.enabled` is
+                         true
     requests_per_minute  maximum request rate of one key; 0: no limit
     requests_at_once     maximum number of concurrent POST requests of one key; 0: no limit
     hosts                host names that a Host header may contain; `*.example.org` matches all subdomains. If `keys` is

@@ -93,7 +93,7 @@ class StridedConvolution(nn.Module):
         """Return the weights of a torch layer in the order in which the kernel reads them."""
         bz, by, bx = self.block
         if self.is_transposed:
-            # Shape [runs of the result, inputs, columns].
+            # Shape [rows of the output block, input channels, columns].
             runs = weight.permute(2, 3, 0, 4, 1).reshape(bz * by, self.in_channels, bx * self.out_channels)
         else:
             runs = weight.permute(2, 3, 4, 1, 0).reshape(1, bz * by * bx * self.in_channels, self.out_channels)

@@ -142,7 +142,7 @@ class ReaderProcess:
             self.missing_layers = self._receive(time.monotonic() + STARTUP_TIMEOUT_SECONDS)["missing"]
         except (EOFError, ConnectionError, TimeoutError):
             self._log_exit()
-            raise NotReady("The process that reads files did not start. See the log of the service.") from None
+            raise NotReady("The process that reads files did not start. See the service log.") from None
         self._is_ready = True
         for layer, reason in self.missing_layers.items():
             _warn_about_missing_layer(layer, reason)

@@ -47,7 +47,7 @@ def _extract_tiff(file: int, shape: Size, make_output: Callable[[int], int]) -> 
     limit_bytes = 4 * math.prod(shape)
     try:
         selection = _choose_axes(file, shape, limit_bytes)
-        location = stack_reader.extract_unlimited(file, selection, limit_bytes, make_output)
+        location = stack_reader.extract_any_size(file, selection, limit_bytes, make_output)
     except TooLarge as error:
         raise BadParameter(
             f"The labels are larger than the stack of shape {'x'.join(map(str, shape))} (ZYX), or have more than 32"

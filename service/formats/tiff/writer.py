@@ -22,7 +22,7 @@ from service.core.files.atomic_files import write_atomically
 from service.core.hardware import host
 from service.core.quantities import TimeInterval, VoxelSize
 from service.core.types import Array, OutputKind, Segmentation, Volume
-from service.formats.tiff import imagej_writer
+from service.formats.tiff import imagej_metadata
 
 NO_PROVENANCE: Mapping[str, str] = MappingProxyType({})
 PROVENANCE_NAMESPACE = "stackseg/origin"
@@ -108,7 +108,7 @@ def _write_segmentation(file: BinaryIO, segmentation: Segmentation, provenance: 
         segmentation.names,
         segmentation.time_interval,
     )
-    description = imagej_writer.make_description(segmentation) + imagej_writer.make_provenance_lines(provenance)
+    description = imagej_metadata.make_description(segmentation) + imagej_metadata.make_provenance_lines(provenance)
     _write_pages(file, layout, _iterate_planes(pixels), _remove_control_characters(provenance), description)
 
 
@@ -146,8 +146,8 @@ def _write_pages(
         # The tag is given by name because tifffile reserves the tag number for the description that it writes itself.
         tags.append(("ImageDescription", "s", 0, description, True))
     if layout.kind in {"labels", "classes"}:
-        colors = imagej_writer.make_label_colors()
-        tags.append((imagej_writer.COLOR_MAP_TAG, "H", len(colors), colors, True))
+        colors = imagej_metadata.make_label_colors()
+        tags.append((imagej_metadata.COLOR_MAP_TAG, "H", len(colors), colors, True))
     with TiffWriter(file, ome=True, bigtiff=layout.nbytes > _MAX_CLASSIC_TIFF_BYTES) as writer:
         writer.write(
             _compress_planes(planes, layout),

@@ -117,7 +117,7 @@ def blend_tile(run: OpenRun, tile: int, scores: GroupScores, blending: Blending,
     grid = layout.make_subgrid(windows)
     origin = list_window_positions(layout, windows)[0]
     first_scores = scores.read(origin)
-    if layout.grid.count == 1:
+    if layout.grid.num_windows == 1:
         valid_slices = tuple(slice(start, start + n) for start, n in zip(grid.pad_before, grid.size, strict=True))
         return first_scores[(slice(None), *valid_slices)]
     blender = make_blender(grid, len(first_scores), BlendingSetup(blending, device))

@@ -21,7 +21,7 @@ MIN_DEPTH = float(np.finfo(np.float32).tiny)
 
 
 class Persistence(NamedTuple):
-    """Depth of a pass below the lower of two peaks at which the peaks become separate objects.
+    """How far a pass must lie below the lower of two peaks for the peaks to become separate objects.
 
     persistence         this depth, in units of the distance
     heights_are_logits  whether heights are logits of the distance, which have the same order and save a sigmoid per
@@ -53,7 +53,7 @@ class Persistence(NamedTuple):
 
 
 def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:
-    """Merge each basin into a higher neighbor if its peak is less than the persistence above the pass to this neighbor.
+    """Merge each basin into a higher neighbor if its peak rises above their pass by less than the persistence.
 
     Returns the object of every basin, int64 [R], numbered from 0. Passes are processed from the highest to the lowest,
     as in the merge tree of a height function (Edelsbrunner, Letscher and Zomorodian 2002). Passes that are too deep are
@@ -67,7 +67,9 @@ def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np
 def join_basins(
     peaks: NDArray[Any], first: NDArray[Any], second: NDArray[Any], height: NDArray[Any], depth: float
 ) -> NDArray[np.int64]:
-    """Join pairs of basins [E] in order, if the `height` [E] of their pass is less than `depth` below the lower peak.
+    """Join pairs of basins [E] in order, if the lower peak rises above their pass by less than `depth`.
+
+    `height` [E] contains the heights of the passes.
 
     Returns for each basin the number of the highest basin in its group, int64 [R]. If several basins are equally high,
     this is the first basin of the pair that joined them.
@@ -116,7 +118,9 @@ class MergeForest:
 
 
 class ShallowPasses(NamedTuple):
-    """Passes that are shallow for the lower of two peaks, from the highest to the lowest, on the device of the basins.
+    """Passes that are shallow relative to the lower of the two peaks, from the highest to the lowest.
+
+    The arrays are on the device of the basins.
 
     first, second  pair of basins, int64 [E] each, with the lower number first; pairs are unique
     height         distance at the highest pass of the pair, float64 [E]

@@ -96,13 +96,13 @@ class EmptyWindowFilter:
             survey = survey_intensities(volume, self._grid)
         limits = _choose_limits(survey, limit)
         if limits is None:
-            skipped = SkippedWindows(0, self._grid.count, ())
+            skipped = SkippedWindows(0, self._grid.num_windows, ())
             return SkipResult(
                 self._image, skipped, ("No window was skipped, because too few pixels have finite values.",)
             )
         excess = (survey.window_maxima - np.reshape(limits, (-1, 1, 1, 1))).max(0)
         indices = self._choose_windows(excess <= 0)
-        skipped = SkippedWindows(0, self._grid.count, limits)
+        skipped = SkippedWindows(0, self._grid.num_windows, limits)
         # Scoring the brightest windows costs one batch.
         if len(indices) <= self._batch_size:
             return SkipResult(self._image, skipped)
@@ -138,7 +138,7 @@ class EmptyWindowFilter:
 
     def _read_windows(self, indices: NDArray[np.intp]) -> Tensor:
         """Read windows, float32 [N, C, *roi] on the host."""
-        windows = torch.zeros((len(indices), self._spec.input.channels, *self._grid.roi))
+        windows = torch.zeros((len(indices), self._spec.input.channels, *self._grid.window_size))
         scan = WindowScan(self._image, self._grid, BlendingSetup(Blending(), windows.device))
         for window, index in zip(windows, indices, strict=True):
             scan.fill_slot(WindowSlot(window), self._get_position(index))
@@ -235,7 +235,7 @@ def _update_window_maxima(
 
 def _find_spans(grid: Grid, axis: int, length: int) -> list[slice]:
     """Return, for each window along an axis, the range of its voxels in a volume of this length."""
-    grid_length, pad_before, window_length = grid.size[axis], grid.pad_before[axis], grid.roi[axis]
+    grid_length, pad_before, window_length = grid.size[axis], grid.pad_before[axis], grid.window_size[axis]
     factor, spans = length / grid_length, list[slice]()
     for start in grid.starts[axis]:
         first, last = max(start - pad_before, 0), min(start - pad_before + window_length, grid_length) - 1

@@ -48,7 +48,7 @@ def estimate_request(
     channels = spec.input.channels
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
     source_shape = _count_source_voxels(grid, stored_size)
-    num_active_windows = min(memory.streams, -(-grid.count // plan.sw_batch_size)) * plan.sw_batch_size
+    num_active_windows = min(memory.streams, -(-grid.num_windows // plan.sw_batch_size)) * plan.sw_batch_size
     decoding_memory, device_decoding_bytes = estimate_decoding_memory(spec, plan.output, size), 0
     if plan.output == "labels" and not (memory.uses_host_memory or plan.decode_on_host):
         # For each voxel, the host receives the index of its watershed piece, and converts it to a label.
@@ -63,8 +63,8 @@ def estimate_request(
         if size != stored_size:
             # Each stream normalizes the pixels of a window when it reads them, and interpolates one axis after another,
             # which takes two buffers.
-            num_readers = min(memory.streams, grid.count)
-            host_bytes += 4 * channels * num_readers * (2 * math.prod(source_shape) + 3 * math.prod(grid.roi))
+            num_readers = min(memory.streams, grid.num_windows)
+            host_bytes += 4 * channels * num_readers * (2 * math.prod(source_shape) + 3 * math.prod(grid.window_size))
         host_bytes += (
             4 * (num_floats + _count_slab_floats(spec, grid, plan, num_active_windows))
             + num_active_windows * memory.window_bytes
@@ -72,7 +72,7 @@ def estimate_request(
     else:
         host_bytes += 2 * count_buffer_bytes(size) + (4 * channels * math.prod(size) if size != stored_size else 0)
         # Slabs of three batches may exist at the same time: two launched batches, and one that is being delivered.
-        num_waiting_windows = min(3 * num_active_windows, grid.count)
+        num_waiting_windows = min(3 * num_active_windows, grid.num_windows)
         running_bytes = (
             4 * (num_floats + _count_slab_floats(spec, grid, plan, num_waiting_windows))
             + num_active_windows * memory.window_bytes
@@ -81,14 +81,14 @@ def estimate_request(
             device_decoding_bytes
             + running_bytes
             + count_uploaded_bytes(volume.shape)
-            + count_image_bytes(channels, size, grid.roi[0])
+            + count_image_bytes(channels, size, grid.window_size[0])
         )
-    return Estimate(grid.count * plan.num_views, plan.sw_batch_size, plan.overlap, size, host_bytes, device_bytes)
+    return Estimate(grid.num_windows * plan.num_views, plan.sw_batch_size, plan.overlap, size, host_bytes, device_bytes)
 
 
 def _count_source_voxels(grid: Grid, stored_size: Size) -> list[int]:
     """Return, for each axis, the number of voxels of the volume from which one window is interpolated."""
-    axes = zip(grid.roi, stored_size, grid.size, strict=True)
+    axes = zip(grid.window_size, stored_size, grid.size, strict=True)
     return [
         min(-(-window_length * stored_length // working_length) + 2 * (stored_length != working_length), stored_length)
         for window_length, stored_length, working_length in axes
@@ -104,9 +104,9 @@ def _count_slab_floats(spec: ModelSpec, grid: Grid, plan: Plan, num_active_windo
         num_skipped = grid.compute_max_skipped_rows(len(spec.outputs), plan.sw_batch_size)
         num_slabs += min(num_active_windows * (num_skipped + 1) + num_skipped, grid.num_rows)
     # All slabs are one step high, except for the last one, which is as high as a window.
-    (depth, height, _), (_, _, width) = grid.roi, grid.padded_size
+    (depth, height, _), (_, _, width) = grid.window_size, grid.padded_size
     step = max((next_start - start for start, next_start in itertools.pairwise(grid.starts[1])), default=height)
-    num_rows = height if grid.count == 1 else height + (num_slabs - 1) * step
+    num_rows = height if grid.num_windows == 1 else height + (num_slabs - 1) * step
     return len(spec.outputs) * depth * width * num_rows
 
 

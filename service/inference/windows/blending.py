@@ -115,10 +115,10 @@ def make_blender(grid: Grid, num_outputs: int, setup: BlendingSetup) -> Blender:
 
 def count_buffered_floats(grid: Grid, num_outputs: int, *, uses_kernel: bool) -> int:
     """Return the number of float32 values that a blender holds in addition to its slabs, or 0 for a single window."""
-    if grid.count == 1:
+    if grid.num_windows == 1:
         return 0
     (depth, height, width), (_, padded_height, padded_width), (shared_depth, shared_height, shared_width) = (
-        grid.roi,
+        grid.window_size,
         grid.padded_size,
         grid.max_overlap,
     )
@@ -139,7 +139,7 @@ class _KernelBlender(Blender):
 
     def __init__(self, grid: Grid, num_outputs: int, blending: Blending, kernels: WindowKernels) -> None:
         super().__init__(grid)
-        z, y, x = (_compute_axis_importance(length, blending, torch.device("cpu")) for length in grid.roi)
+        z, y, x = (_compute_axis_importance(length, blending, torch.device("cpu")) for length in grid.window_size)
         self._kernels, self._num_columns = kernels, len(grid.starts[2])
         self._sums = OverlapSums(num_outputs, grid.padded_size, (z, y, x), MIN_WEIGHT, grid.starts)
         self._means: Tensor | None = None
@@ -178,8 +178,8 @@ class _TorchBlender(Blender):
     ) -> None:
         super().__init__(grid)
         self._check_scores = check_scores
-        self._importance = compute_importance_map(grid.roi, blending, device)
-        depth, height, width = grid.roi
+        self._importance = compute_importance_map(grid.window_size, blending, device)
+        depth, height, width = grid.window_size
         self._row_weights = torch.zeros((depth, height, grid.padded_size[2]), device=device)
         for start in grid.starts[2]:
             self._row_weights[:, :, start : start + width] += self._importance
@@ -206,7 +206,7 @@ class _TorchBlender(Blender):
         """Add the scores [B, K, *roi] of consecutive windows to the current row."""
         weighted_scores = torch.empty(scores.shape, device=scores.device)
         torch.mul(scores, self._importance, out=weighted_scores)
-        first_column, width = run.start[2], self._grid.roi[2]
+        first_column, width = run.start[2], self._grid.window_size[2]
         # Each window overlaps only with neighbors that are fewer than `spacing` windows away.
         spacing = -(-width // run.step)
         if spacing > 2:
@@ -229,7 +229,7 @@ class _TorchBlender(Blender):
         )
         if z.num_shared:
             sums[:, : z.num_shared] += shared_layer_sums[:, : z.num_shared]
-        shared_layer_sums[:, : self._grid.roi[0] - z.num_final].copy_(sums[:, z.num_final :])
+        shared_layer_sums[:, : self._grid.window_size[0] - z.num_final].copy_(sums[:, z.num_final :])
         return self._check_scores(sums[:-1, : z.num_final] / sums[-1, : z.num_final])
 
 

@@ -48,38 +48,40 @@ class Run(NamedTuple):
 class Grid:
     """Positions of the windows on a volume of `size` (Z, Y, X), which is padded to at least the size of a window.
 
-    roi          edge lengths of a window
+    window_size  edge lengths of a window
     pad_before   number of padding voxels before the first voxel along each axis
     padded_size  edge lengths of the padded volume
     starts       first voxels of the windows along each axis of the padded volume
     """
 
     size: Size
-    roi: Size
+    window_size: Size
     pad_before: Size
     padded_size: Size
     starts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
     @classmethod
-    def cover(cls, size: Size, roi: Size, overlap: float) -> Grid:
+    def cover(cls, size: Size, window_size: Size, overlap: float) -> Grid:
         """Return the window positions that MONAI uses for this overlap, a fraction of the window (0 <= overlap < 1)."""
-        padding = [max(window_length - length, 0) for window_length, length in zip(roi, size, strict=True)]
+        padding = [max(window_length - length, 0) for window_length, length in zip(window_size, size, strict=True)]
         padded_size = as_size([length + pad_length for length, pad_length in zip(size, padding, strict=True)])
         z, y, x = (
             _compute_starts(length, window_length, overlap)
-            for length, window_length in zip(padded_size, roi, strict=True)
+            for length, window_length in zip(padded_size, window_size, strict=True)
         )
-        return cls(size, roi, as_size([pad_length // 2 for pad_length in padding]), padded_size, (z, y, x))
+        return cls(size, window_size, as_size([pad_length // 2 for pad_length in padding]), padded_size, (z, y, x))
 
     @property
     def valid_region(self) -> tuple[slice, slice, slice]:
         """Voxels of a window that are not padding. A volume that is shorter than the window is centered in it."""
-        lengths = (min(window_length, length) for window_length, length in zip(self.roi, self.size, strict=True))
+        lengths = (
+            min(window_length, length) for window_length, length in zip(self.window_size, self.size, strict=True)
+        )
         z, y, x = (slice(first, first + n) for first, n in zip(self.pad_before, lengths, strict=True))
         return z, y, x
 
     @property
-    def count(self) -> int:
+    def num_windows(self) -> int:
         """Number of windows."""
         return self.num_rows * len(self.starts[2])
 
@@ -93,7 +95,7 @@ class Grid:
         """Overlaps of the windows along each axis, keyed by the first voxel of the window."""
         z, y, x = (
             _compute_overlaps(starts, window_length)
-            for starts, window_length in zip(self.starts, self.roi, strict=True)
+            for starts, window_length in zip(self.starts, self.window_size, strict=True)
         )
         return z, y, x
 
@@ -107,7 +109,7 @@ class Grid:
 
         The limit keeps the slabs of these rows within `MAX_SKIPPED_SLAB_BYTES`.
         """
-        row_bytes = 4 * num_outputs * self.roi[0] * self.roi[1] * self.padded_size[2]
+        row_bytes = 4 * num_outputs * self.window_size[0] * self.window_size[1] * self.padded_size[2]
         return max(MAX_SKIPPED_SLAB_BYTES // (row_bytes * batch_size), 1)
 
     def positions(self) -> Iterator[Size]:

@@ -41,7 +41,7 @@ class MonaiInferer:
     ) -> Iterator[Slab]:
         """Yield the scores of `image`, float32 [1, C, Z, Y, X], as one slab. Propagates exceptions from `run`."""
         settings, roi, num_scored = self._settings, as_size(window.batch.shape[2:]), 0
-        total = Grid.cover(as_size(image.shape[2:]), roi, overlap).count
+        total = Grid.cover(as_size(image.shape[2:]), roi, overlap).num_windows
 
         def compute_slabs(stack: Tensor) -> Iterator[Tensor]:
             slabs = self._run(window, stack, 0.0, cancelled=cancelled, progress=lambda _done, _total: None)

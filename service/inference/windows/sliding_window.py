@@ -259,7 +259,7 @@ class WindowScan:
         if isinstance(image, SparseImage):
             skipped, self._skipped_scores = (
                 image.skipped_positions,
-                image.scores.view(1, -1, 1, 1, 1).expand(-1, -1, *grid.roi),
+                image.scores.view(1, -1, 1, 1, 1).expand(-1, -1, *grid.window_size),
             )
             image = image.image
         self._image, self._grid = image, grid
@@ -270,12 +270,12 @@ class WindowScan:
         self._positions = (position for position in positions if position not in skipped) if skipped else positions
         self._positions_to_blend = grid.positions()
         self._blender: Blender | None = None
-        self._is_padded, self._is_single_window = grid.padded_size != grid.size, grid.count == 1
+        self._is_padded, self._is_single_window = grid.padded_size != grid.size, grid.num_windows == 1
         # Reading a row of an image that is computed on access would need memory for the whole row.
         can_read_rows = self._direct_image is None and (isinstance(image, Tensor) or setup.device.type != "cpu")
         self._can_copy_runs = can_read_rows and not self._is_padded
         self._valid_region = (slice(None), *grid.valid_region)
-        self.num_windows = self.num_remaining = grid.count - len(skipped)
+        self.num_windows = self.num_remaining = grid.num_windows - len(skipped)
         self._has_skipped_windows = bool(skipped)
         self.num_blended = 0
 
@@ -292,7 +292,7 @@ class WindowScan:
                 self.fill_slot(slot, position)
             return
         # On a GPU, copying many windows at a time is faster than launching one copy per window.
-        first, window_width = 0, self._grid.roi[2]
+        first, window_width = 0, self._grid.window_size[2]
         for run in split_runs(positions):
             row = self._image[self._get_box(run.start, window_width + (run.num_windows - 1) * run.step)]
             windows = row.unfold(3, window_width, run.step).permute(3, 0, 1, 2, 4)
@@ -300,12 +300,12 @@ class WindowScan:
             first += run.num_windows
 
     def _get_box(self, position: Size, width: int) -> Box:
-        (z, y, x), (depth, height, _) = position, self._grid.roi
+        (z, y, x), (depth, height, _) = position, self._grid.window_size
         return (0, slice(None), slice(z, z + depth), slice(y, y + height), slice(x, x + width))
 
     def fill_slot(self, slot: WindowSlot, position: Size) -> None:
         """Copy the window at `position` into a slot of a batch."""
-        box = self._get_box(position, self._grid.roi[2])
+        box = self._get_box(position, self._grid.window_size[2])
         if self._is_padded:
             # The padding may still contain voxels of an earlier window.
             slot.memory.zero_()

@@ -1,4 +1,4 @@
-"""Convert calls in a graph to modules for layers, which engines can replace and fuse.
+"""Replace the calls in a graph that make up layers with layer modules, which engines can replace and fuse.
 
 A finder recognizes one kind of layer by a call to an ATen operator or to the function that implements an ONNX operator.
 Consecutive layers become an `nn.Sequential` if no other call reads the value between them, so that engines know the
@@ -47,17 +47,17 @@ LayerFinder = Callable[[GraphModule, Node, Shapes], Layer | None]
 
 
 def add_layers(
-    network: GraphModule, window: Sequence[int], finders: Mapping[Any, LayerFinder], additions: Set[Any]
+    network: GraphModule, window_shape: Sequence[int], finders: Mapping[Any, LayerFinder], add_functions: Set[Any]
 ) -> GraphModule:
-    """Return the network with modules for its layers, and with sequences for consecutive layers.
+    """Return the network with layer modules, and with sequences for consecutive layers.
 
-    window     shape [C, z, y, x] of the windows that the network processes
-    finders    finder of each kind of layer, by a function that such a layer calls
-    additions  functions that each add two values
+    window_shape   shape [C, z, y, x] of the windows that the network processes
+    finders        maps the function called by each kind of layer to the finder for that layer
+    add_functions  functions that each add two values
     """
     graph = network.graph
     graph.eliminate_dead_code()
-    shapes = infer_shapes(network, (1, *window))
+    shapes = infer_shapes(network, (1, *window_shape))
     for node in list(graph.nodes):
         find_layer = finders.get(node.target) if node.op == "call_function" else None
         layer = find_layer(network, node, shapes) if find_layer is not None else None
@@ -65,7 +65,7 @@ def add_layers(
             shapes[_insert_layer(network, layer)] = shapes.get(layer.result, ())
     graph.eliminate_dead_code()
     _join_layers(network)
-    _add_in_place(network, additions)
+    _add_in_place(network, add_functions)
     graph.lint()
     # A new module has only the attributes that its nodes use.
     return GraphModule(network, graph)
@@ -96,7 +96,7 @@ def get_only_user(node: Node, functions: Set[Any]) -> Node | None:
 
 
 def read_arguments(network: GraphModule, node: Node) -> dict[str, Any]:
-    """Return the arguments of a call, including defaults, by ATen's names. Nodes of constants become tensors."""
+    """Return the arguments of a call, including defaults, keyed by ATen's names. Nodes of constants become tensors."""
     if isinstance(node.target, OpOverload):
         schema = node.target._schema.arguments
         arguments = {
@@ -228,10 +228,10 @@ def _make_shuffle(shape: Shape, split_shape: Shape, axes: tuple[Any, ...]) -> Sp
     spatial_size = shape[2:]
     if axes == SPACE_TO_DEPTH_AXES:
         block = split_shape[3::2]
-        voxels = tuple(
+        split_sizes = tuple(
             size for length, step in zip(spatial_size, block, strict=True) for size in (length // step, step)
         )
-        return SpaceToDepth(block) if split_shape == (*shape[:2], *voxels) else None
+        return SpaceToDepth(block) if split_shape == (*shape[:2], *split_sizes) else None
     if axes == DEPTH_TO_SPACE_AXES:
         return (
             DepthToSpace(split_shape[2:5]) if (split_shape[0], *split_shape[5:]) == (shape[0], *spatial_size) else None
@@ -254,20 +254,23 @@ def _join_layers(network: GraphModule) -> None:
         network.graph.erase_node(node)
 
 
-def _add_in_place(network: GraphModule, additions: Set[Any]) -> None:
+def _add_in_place(network: GraphModule, add_functions: Set[Any]) -> None:
     """Compute sums in place if only the sum reads its later term, because allocating memory for a sum takes time."""
     order = {node: index for index, node in enumerate(network.graph.nodes)}
     for node in network.graph.nodes:
         terms = sorted(node.all_input_nodes, key=order.__getitem__)
         # Sums with additional arguments, such as a factor of one term, cannot be replaced.
-        if node.target in additions and len(terms) == len({*node.args, *node.kwargs.values()}) == 2:
+        if node.target in add_functions and len(terms) == len({*node.args, *node.kwargs.values()}) == 2:
             earlier_term, later_term = terms
             if len(later_term.users) == 1 and _owns_result(network, later_term):
                 node.target, node.args, node.kwargs = add_into, (later_term, earlier_term), {}
 
 
 def _owns_result(network: GraphModule, node: Node) -> bool:
-    """Return whether a node is a layer whose result does not share memory with its input, as some shuffles do."""
+    """Return whether a node is a layer whose result does not share memory with its input.
+
+    The results of some shuffles share memory with their inputs.
+    """
     if node.op != "call_module":
         return False
     module = network.get_submodule(str(node.target))

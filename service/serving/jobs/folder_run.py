@@ -150,10 +150,10 @@ class FolderRun:
         host_files, paths = self._runtime.host_files, self._paths
         estimator = self._runtime.get_estimator(self._spec)
         needs_estimate = estimator.plan(self._query.options).needs_diameter_estimate
-        has_measurements = estimator.get_output_kind(self._query.options) == "labels"
+        needs_measurements = estimator.get_output_kind(self._query.options) == "labels"
         callbacks = StackCallbacks(
             open=self._open_stack,
-            read=partial(self._read_stack, has_measurements=has_measurements),
+            read=partial(self._read_stack, has_measurements=needs_measurements),
             segment=self._segment,
             estimate_diameter=self._estimate_diameter if needs_estimate else None,
             begin=self._begin_stack,

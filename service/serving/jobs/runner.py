@@ -28,7 +28,7 @@ from service.serving.jobs.failure import to_public_error
 from service.serving.jobs.folder_run import FolderRun
 from service.serving.jobs.folder_work import FolderOutcome
 from service.serving.parameters import SegmentationRequest
-from service.serving.reading import LargePixels, Pixels, PixelSource
+from service.serving.reading import DeferredPixels, Pixels, PixelSource
 from service.serving.results.answers import RECEIPT_FILE, confirm_delivery, describe_answer, write_answer
 from service.serving.results.provenance import hash_file
 from service.serving.storage.disk import translate_disk_errors
@@ -46,7 +46,7 @@ STORAGE_RETRY_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
 
-P = TypeVar("P", Pixels, Pixels | LargePixels)
+P = TypeVar("P", Pixels, Pixels | DeferredPixels)
 
 
 class JobRunner:

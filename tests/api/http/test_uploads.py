@@ -120,7 +120,7 @@ def test_received_bytes_of_stalled_uploads_count_against_the_memory_budget(tmp_p
         for data in (b"II*\0", b"rest"):
             for upload in uploads:
                 upload.add_data(data)
-                await upload.flush(len(data))
+                await upload.write_full_blocks(len(data))
 
     asyncio.run(arrive())
     on_disk = [upload for upload in uploads if upload.path.exists()]
@@ -350,7 +350,7 @@ def test_memory_is_released_if_a_request_ends_before_its_block_is_written(tmp_pa
     async def send(upload: Upload) -> None:
         for _ in range(2):
             upload.add_data(bytes(BLOCK_BYTES))
-            await upload.flush(BLOCK_BYTES)
+            await upload.write_full_blocks(BLOCK_BYTES)
 
     async def end_early() -> None:
         upload = Upload(tmp_path / "upload.tif", 2**30, make_quota(), budget)

@@ -16,7 +16,7 @@ from hostile_archives import encode_members, make_ambiguous_archive
 from torch import nn
 
 from service.core.files.zip_archive import (
-    MAX_COMPRESSED_BYTES,
+    MAX_DECOMPRESSED_BYTES,
     MAX_DEPTH,
     TORCH_LIMITS,
     ZipLimits,
@@ -106,9 +106,9 @@ HOSTILE = {
         ),
         "the central directory is larger",
     ),
-    "bomb": (make_archive({"a/code/net.py": bytes(MAX_COMPRESSED_BYTES + 1)}, zipfile.ZIP_DEFLATED), "is compressed"),
+    "bomb": (make_archive({"a/code/net.py": bytes(MAX_DECOMPRESSED_BYTES + 1)}, zipfile.ZIP_DEFLATED), "is compressed"),
     "many bombs": (
-        make_archive({f"{n}": bytes(MAX_COMPRESSED_BYTES // 4) for n in range(5)}, zipfile.ZIP_DEFLATED),
+        make_archive({f"{n}": bytes(MAX_DECOMPRESSED_BYTES // 4) for n in range(5)}, zipfile.ZIP_DEFLATED),
         "is compressed",
     ),
     "larger than its specified size": (

@@ -41,7 +41,7 @@ def make_pixels(dtype: str) -> Array:
 def boxes(overlap: float, depth: int = 4) -> list[tuple[Any, ...]]:
     grid = Grid.cover((11, 6, 7), (depth, 4, 4), overlap)
     return [
-        (0, slice(None), *(slice(start, start + edge) for start, edge in zip(position, grid.roi, strict=True)))
+        (0, slice(None), *(slice(start, start + edge) for start, edge in zip(position, grid.window_size, strict=True)))
         for position in grid.positions()
     ]
 

@@ -92,7 +92,7 @@ def test_slabs_of_skipped_rows_are_part_of_the_estimate(bands):
     volume, plans = describe(64, 512, 512), [Plan("classes", 2, 0.25), Plan("classes", 2, 0.25, skip_below=0)]
     default, skipping = (estimate_request(bands, volume, plan, WindowMemory(2**20)).host_bytes for plan in plans)
     grid = Grid.cover((64, 512, 512), bands.input.roi_size, 0.25)
-    (depth, height, _), skipped = grid.roi, grid.compute_max_skipped_rows(len(bands.outputs), 2)
+    (depth, height, _), skipped = grid.window_size, grid.compute_max_skipped_rows(len(bands.outputs), 2)
     rows = min(2 * (skipped + 1) + skipped, grid.num_rows)
     assert skipping - default == 4 * len(bands.outputs) * depth * (0.75 * height) * 512 * rows
     assert 0 < skipping - default <= 1.5 * MAX_SKIPPED_SLAB_BYTES

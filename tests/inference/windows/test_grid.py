@@ -19,7 +19,7 @@ def test_windows_cover_every_voxel_and_stay_inside(size, roi, overlap):
         assert all(0 <= start <= edge - r for start, edge, r in zip(position, grid.padded_size, roi, strict=True))
         seen[tuple(slice(start, start + edge) for start, edge in zip(position, roi, strict=True))] += 1
     assert seen.min() >= 1
-    assert grid.count == len(list(grid.positions())) == len(set(grid.positions()))
+    assert grid.num_windows == len(list(grid.positions())) == len(set(grid.positions()))
 
 
 def test_slabs_of_consecutive_skipped_rows_are_limited_in_size():

@@ -64,7 +64,7 @@ def test_kernel_blends_like_torch_and_detects_a_non_finite_score(
 ):
     torch.manual_seed(seed)
     grid = Grid.cover(*shape, overlap)
-    windows = torch.randn(grid.count, outputs, *grid.roi)
+    windows = torch.randn(grid.num_windows, outputs, *grid.window_size)
     if fault is not None:
         # An axis with a single window may be padded, and scores in the padding are ignored.
         valid_scores = windows[(slice(None), slice(None), *grid.valid_region)]
@@ -95,7 +95,7 @@ def test_kernel_blends_like_torch_and_detects_a_non_finite_score(
 def test_torch_blending_is_bitwise_the_same_for_any_split_into_batches(seed, size, roi, overlap, lengths):
     torch.manual_seed(seed)
     grid = Grid.cover(size, roi, overlap)
-    windows, positions = torch.randn(grid.count, 2, *roi), list(grid.positions())
+    windows, positions = torch.randn(grid.num_windows, 2, *roi), list(grid.positions())
     expected = blend(bind_to_variants(window_kernels), grid, windows, GAUSSIAN)
     blender, found = make_blender(grid, 2, BlendingSetup(GAUSSIAN, CPU, bind_to_variants(window_kernels))), list[Slab]()
     first, ends = 0, itertools.cycle(lengths)
@@ -112,7 +112,7 @@ def test_slabs_reuse_the_memory_of_released_slabs(kernel):
     blender = make_blender(grid, 2, BlendingSetup(Blending(), CPU, kernel))
     positions, last, rows = set(), None, 0
     for position in grid.positions():
-        for slab in blender.add([position], torch.ones(1, 2, *grid.roi)):
+        for slab in blender.add([position], torch.ones(1, 2, *grid.window_size)):
             # Two slabs exist: this one and the previous one.
             assert last is None or last.scores.data_ptr() != slab.scores.data_ptr()
             last, rows = slab, rows + 1
@@ -125,7 +125,7 @@ def test_slabs_reuse_the_memory_of_released_slabs(kernel):
 @pytest.mark.parametrize("thread_count", [2, 5])
 def test_blending_is_bitwise_the_same_for_any_number_of_threads(kernel, thread_count, overlap):
     grid = Grid.cover((9, 11, 50), (4, 6, 20), overlap)
-    windows = torch.randn(grid.count, 3, *grid.roi)
+    windows = torch.randn(grid.num_windows, 3, *grid.window_size)
     expected = blend(kernel, grid, windows, GAUSSIAN)
     previous_thread_count = torch.get_num_threads()
     torch.set_num_threads(thread_count)

@@ -185,13 +185,13 @@ def test_another_network_uses_the_same_batch_buffer():
 
 def blend_reference(image: Tensor, grid: Grid, skipped: frozenset, scores: Tensor, blending: Blending) -> Tensor:
     """Return the blended scores [1, K, Z, Y, X] of an identity network, with `scores` [K] in skipped windows."""
-    importance = compute_importance_map(grid.roi, blending, CPU)
+    importance = compute_importance_map(grid.window_size, blending, CPU)
     edges = zip(grid.pad_before, grid.padded_size, grid.size, strict=True)
     padding = [(before, edge - length - before) for before, edge, length in edges]
     padded = nn.functional.pad(image[0], [amount for pair in reversed(padding) for amount in pair])
     sums, weights = torch.zeros_like(padded), torch.zeros(grid.padded_size)
     for position in grid.positions():
-        box = tuple(slice(start, start + edge) for start, edge in zip(position, grid.roi, strict=True))
+        box = tuple(slice(start, start + edge) for start, edge in zip(position, grid.window_size, strict=True))
         region = (slice(None), *box)
         sums[region] += importance * (scores[:, None, None, None] if position in skipped else padded[region])
         weights[box] += importance
@@ -205,7 +205,7 @@ def blend_reference(image: Tensor, grid: Grid, skipped: frozenset, scores: Tenso
 def test_skipped_windows_contribute_their_scores_and_weights(kernel, data, size, roi, overlap, blending):
     batch_size, random = data.draw(st.integers(1, 4)), data.draw(st.randoms(use_true_random=False))
     grid = Grid.cover(size, roi, overlap)
-    computed = random.sample(list(grid.positions()), random.randint(1, grid.count))
+    computed = random.sample(list(grid.positions()), random.randint(1, grid.num_windows))
     skipped = frozenset(grid.positions()) - set(computed)
     image, scores, calls = torch.rand(1, 2, *size), torch.tensor([0.25, -3.0]), []
 

@@ -66,14 +66,14 @@ export function measureObjects(labels, image, ids, voxelSize) {
 /** Call a function for each run of voxels along x that belong to the same object. @param {Volume} labels @param {(id: number, z: number, y: number, x: number, length: number, start: number) => void} visit */
 function forEachRun({ data, shape }, visit) {
   const [, height, width] = shape;
-  for (let row = 0; row < data.length; row += width) {
-    const [z, y] = [Math.floor(row / (width * height)), (row / width) % height];
-    const end = row + width;
-    for (let start = row; start < end; ) {
+  for (let rowStart = 0; rowStart < data.length; rowStart += width) {
+    const [z, y] = [Math.floor(rowStart / (width * height)), (rowStart / width) % height];
+    const end = rowStart + width;
+    for (let start = rowStart; start < end; ) {
       const id = data[start];
       let stop = start + 1;
       while (stop < end && data[stop] === id) stop += 1;
-      if (id) visit(id, z, y, start - row, stop - start, start);
+      if (id) visit(id, z, y, start - rowStart, stop - start, start);
       start = stop;
     }
   }

@@ -264,10 +264,14 @@ class WindowBatcher:
         return requests if requests and can_start(requests, self._batches.values(), self._max_stream_batches) else []
 
     def _start_next_batch(self, requests: Sequence[WindowRequest]) -> Batch:
-        window = requests[0].window
+        window = requests[0].sliding_window
         # Include requests whose threads still have to take slabs, because these requests will be ready soon.
         num_remaining = sum(
-            [item.scan.num_remaining for item in self._requests if item.window is window and not item.has_failed]
+            [
+                item.scan.num_remaining
+                for item in self._requests
+                if item.sliding_window is window and not item.has_failed
+            ]
         )
         num_streams = min(window.streams, len(self._threads), len(self._batches) + -(-num_remaining // window.capacity))
         # On an asynchronous device, successive batches share the only stream.
@@ -298,7 +302,7 @@ class WindowBatcher:
             seconds = now - max(launch.start_time, self._last_finish_time)
         self._last_finish_time = now
         window_count = sum([batch_slice.num_windows for batch_slice, _ in outcomes])
-        num_slots = outcomes[0][0].request.window.get_batch_size(window_count)
+        num_slots = outcomes[0][0].request.sliding_window.get_batch_size(window_count)
         for batch_slice, outcome in outcomes:
             fraction = batch_slice.num_windows / window_count
             batch_slice.share = BatchShare(batch_slice.num_windows, fraction * num_slots, fraction * seconds)
@@ -309,7 +313,10 @@ class WindowBatcher:
         """Compute and blend a batch. Return False on an error, which is delivered if there is only one request."""
         start_time = time.monotonic()
         batch_slices = batch.batch_slices
-        window, total = batch_slices[0].request.window, sum([batch_slice.num_windows for batch_slice in batch_slices])
+        window, total = (
+            batch_slices[0].request.sliding_window,
+            sum([batch_slice.num_windows for batch_slice in batch_slices]),
+        )
         try:
             scores = window.forward([batch_slice.window_slice for batch_slice in batch_slices], batch.stream)
         except Exception as error:  # noqa: BLE001 - raised again in the thread of the request

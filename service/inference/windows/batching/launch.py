@@ -22,7 +22,7 @@ class Timer(Protocol):
     """Timer for the networks that run on a device, such as `CudaTimer`."""
 
     def measure(self) -> AbstractContextManager[object]:
-        """Return a context manager that measures the networks launched within it."""
+        """Return a context manager that times the networks launched within it."""
 
     @property
     def seconds(self) -> float:
@@ -32,7 +32,7 @@ class Timer(Protocol):
 class LaunchedBatch:
     """One batch on a device, launched by the constructor. Create it in torch's inference mode.
 
-    start_time      time of the launch, in seconds of `time.monotonic`
+    start_time      time of the launch, as returned by `time.monotonic`
     device_seconds  run time of the network, measured by the device's clock; set by `wait`, or None without a timer
 
     Each batch slice must be the next one of its request in blending order.
@@ -67,9 +67,11 @@ class LaunchedBatch:
 
 def _enqueue_batch(batch_slices: Sequence[BatchSlice], stream: int, measure: Measure) -> Outcomes:
     """Queue the computation and blending of a batch on the device. If the batch fails, queue each slice separately."""
-    window = batch_slices[0].request.window
+    sliding_window = batch_slices[0].request.sliding_window
     try:
-        scores = window.forward([batch_slice.window_slice for batch_slice in batch_slices], stream, measure=measure)
+        scores = sliding_window.forward(
+            [batch_slice.window_slice for batch_slice in batch_slices], stream, measure=measure
+        )
     except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
         if len(batch_slices) == 1:
             return [(batch_slices[0], error)]

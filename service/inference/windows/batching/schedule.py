@@ -40,7 +40,7 @@ def choose_requests(all_requests: Sequence[WindowRequest], batch_number: int) ->
         requests.sort(key=lambda request: (request.scan.num_remaining, request.due_time))
     else:
         requests.sort(key=lambda request: request.due_time)
-    return [request for request in requests if request.window is requests[0].window]
+    return [request for request in requests if request.sliding_window is requests[0].sliding_window]
 
 
 def can_start(
@@ -52,7 +52,7 @@ def can_start(
     """
     if not running_batches:
         return True
-    window = requests[0].window
+    window = requests[0].sliding_window
     max_streams = min([window.streams, *[batch.window.streams for batch in running_batches]])
     if len(running_batches) >= max_streams * max_stream_batches:
         return False

@@ -55,7 +55,7 @@ class WindowRequest:
         *,
         is_asynchronous: bool = False,
     ) -> None:
-        self.window, self.due_time, self.cancelled = window, due_time, cancelled
+        self.sliding_window, self.due_time, self.cancelled = window, due_time, cancelled
         self.progress, self.report_share = progress, report_share
         # On an asynchronous device, the scores are checked for NaN and infinity once a batch has finished.
         self.finite_flag = FiniteFlag(window.batch.device) if is_asynchronous else None
@@ -76,7 +76,7 @@ class WindowRequest:
     def is_ready(self) -> bool:
         """Whether windows remain, the thread has taken enough slabs, and not too many slices wait to be blended."""
         is_keeping_up = (
-            self.num_pending_slabs <= self.max_pending_slabs and len(self.batch_slices) <= self.window.streams
+            self.num_pending_slabs <= self.max_pending_slabs and len(self.batch_slices) <= self.sliding_window.streams
         )
         return self.scan.num_remaining > 0 and not self.has_failed and is_keeping_up
 
@@ -178,7 +178,7 @@ class OrderedBlender:
         """Store the outcome of a slice, and blend all slices that are next in window order."""
         request = batch_slice.request
         must_store_scores = request.is_blending or request.batch_slices[0] is not batch_slice
-        if must_store_scores and isinstance(outcome, Tensor) and not request.window.owns_scores:
+        if must_store_scores and isinstance(outcome, Tensor) and not request.sliding_window.owns_scores:
             # The next batch of this stream may overwrite the scores before they are blended.
             outcome = copy_scores(outcome)
         with self._lock:

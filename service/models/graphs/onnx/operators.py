@@ -204,7 +204,7 @@ def reduce_axes(
 def multiply_sizes(x: Value, _axes: Value = None, *, keepdims: int = 1) -> Value:
     """Return the product of a tuple of sizes."""
     if isinstance(x, Tensor):
-        raise UnsupportedCall("data: only shape values are supported, not tensors.")
+        raise UnsupportedCall("data: only the dimensions of a shape are supported, not other tensors.")
     product = reduce(multiply, x, 1)
     return (product,) if keepdims else product
 

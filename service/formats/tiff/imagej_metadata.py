@@ -25,8 +25,8 @@ def make_description(segmentation: Segmentation) -> str:
     """
     pixels = segmentation.pixels
     lines = ["ImageJ=1.54f", f"slices={pixels.shape[-3]}"]
-    lengths = dict(zip(segmentation.axes, pixels.shape, strict=True))
-    lines += [f"{key}={lengths[axis]}" for axis, key in (("C", "channels"), ("T", "frames")) if axis in lengths]
+    axis_sizes = dict(zip(segmentation.axes, pixels.shape, strict=True))
+    lines += [f"{key}={axis_sizes[axis]}" for axis, key in (("C", "channels"), ("T", "frames")) if axis in axis_sizes]
     if pixels.ndim > 3:
         lines += ["hyperstack=true", "mode=grayscale", "order=zct"]
     interval = segmentation.time_interval
