@@ -266,13 +266,8 @@ class WindowBatcher:
     def _start_next_batch(self, requests: Sequence[WindowRequest]) -> Batch:
         window = requests[0].sliding_window
         # Include requests whose threads still have to take slabs, because these requests will be ready soon.
-        num_remaining = sum(
-            [
-                item.scan.num_remaining
-                for item in self._requests
-                if item.sliding_window is window and not item.has_failed
-            ]
-        )
+        active_requests = [item for item in self._requests if item.sliding_window is window and not item.has_failed]
+        num_remaining = sum([item.scan.num_remaining for item in active_requests])
         num_streams = min(window.streams, len(self._threads), len(self._batches) + -(-num_remaining // window.capacity))
         # On an asynchronous device, successive batches share the only stream.
         free_streams = set(range(len(self._threads))) - {running.stream for running in self._batches.values()}
@@ -313,10 +308,8 @@ class WindowBatcher:
         """Compute and blend a batch. Return False on an error, which is delivered if there is only one request."""
         start_time = time.monotonic()
         batch_slices = batch.batch_slices
-        window, total = (
-            batch_slices[0].request.sliding_window,
-            sum([batch_slice.num_windows for batch_slice in batch_slices]),
-        )
+        window = batch_slices[0].request.sliding_window
+        total = sum([batch_slice.num_windows for batch_slice in batch_slices])
         try:
             scores = window.forward([batch_slice.window_slice for batch_slice in batch_slices], batch.stream)
         except Exception as error:  # noqa: BLE001 - raised again in the thread of the request
