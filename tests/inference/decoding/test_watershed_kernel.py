@@ -52,7 +52,7 @@ def assert_implementations_agree(kernel: WatershedKernel, heights: Array, persis
     assert labels.dtype == whole_labels.dtype == expected.dtype
     assert np.array_equal(labels, expected)
     assert np.array_equal(whole_labels, expected)
-    for name in ("voxels", "confidence", "peaks"):
+    for name in ("voxel_counts", "confidence", "peaks"):
         assert np.allclose(getattr(whole_objects, name), getattr(objects, name), rtol=1e-6, atol=0)
     return labels
 
