@@ -18,7 +18,7 @@ from service.core.telemetry import step
 from service.core.types import Segmentation
 from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.estimator import Estimator
-from service.inference.types import EngineReport, Estimate, PlannedRequest, Result
+from service.inference.types import EngineReport, PlannedRequest, ResourceEstimate, Result
 
 Functions = TypeVar("Functions", bound=CppFunctions)
 
@@ -63,7 +63,9 @@ class FakeEstimator(Estimator):
 
     def plan_request(self, volume: Any, options: Any) -> PlannedRequest:
         plan = self.plan(options)
-        return PlannedRequest(plan, Estimate(NUM_WINDOWS, plan.sw_batch_size, plan.overlap, volume.shape[1:], 1000, 0))
+        return PlannedRequest(
+            plan, ResourceEstimate(NUM_WINDOWS, plan.sw_batch_size, plan.overlap, volume.shape[1:], 1000, 0)
+        )
 
 
 class FakeSegmenter:

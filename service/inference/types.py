@@ -60,7 +60,7 @@ class Plan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Estimate:
+class ResourceEstimate:
     """Number of windows and peak memory of a request.
 
     The byte counts exclude the loaded model. On the CPU, all memory is host memory. A window counts once for each view
@@ -80,7 +80,7 @@ class PlannedRequest(NamedTuple):
     """The plan of a request and its estimate."""
 
     plan: Plan
-    estimate: Estimate
+    estimate: ResourceEstimate
 
 
 class DiameterTrial(NamedTuple):

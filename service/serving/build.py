@@ -23,7 +23,7 @@ from service.serving.learning.annotations import AnnotationStore
 from service.serving.learning.trainings import TrainingManager
 from service.serving.metrics import Metrics
 from service.serving.results.cache import ResultCache
-from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.metadata import ResultMetadata
 from service.serving.runtime import Runtime, StorageServices
 from service.serving.storage.disk import count_bytes, measure_disk
 from service.serving.storage.host_files import HostFiles
@@ -86,7 +86,7 @@ def build_runtime(settings: Settings, factories: ServiceFactories = DEFAULT_FACT
     devices = DevicePool(local_devices, [device.watchdog for device in local_devices], cluster)
     models = ModelRegistry(settings.models, devices.all, settings.trained_folder)
     scratch = ScratchFolder(settings.server.scratch_folder)
-    cache: ResultCache[tuple[AnswerMetadata, str]] = ResultCache(scratch.results_folder, settings.limits.cache_bytes)
+    cache: ResultCache[tuple[ResultMetadata, str]] = ResultCache(scratch.results_folder, settings.limits.cache_bytes)
     runtime = Runtime(
         settings,
         devices,

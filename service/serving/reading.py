@@ -72,18 +72,18 @@ class PixelSource:
 
         Decoded pixels are stored in the folder of the request.
         """
-        query, folder, cancelled = request.query, request.folder, request.cancelled
+        query, folder, is_canceled = request.query, request.folder, request.cancelled
         is_on_host = query.input is not None
 
         def delete_decoded_pixels() -> None:
             # The folder may have been deleted when the request was canceled, and then created again by the reader.
-            if cancelled():
+            if is_canceled():
                 shutil.rmtree(folder, ignore_errors=True)
 
         return cls(
-            partial(reader.read, source, scratch=folder, is_shared=is_on_host, cancelled=cancelled),
-            partial(reader.read_small, source, scratch=folder, is_shared=is_on_host, cancelled=cancelled),
-            partial(reader.inspect, source, is_shared=is_on_host, cancelled=cancelled),
+            partial(reader.read, source, scratch=folder, is_shared=is_on_host, cancelled=is_canceled),
+            partial(reader.read_small, source, scratch=folder, is_shared=is_on_host, cancelled=is_canceled),
+            partial(reader.inspect, source, is_shared=is_on_host, cancelled=is_canceled),
             query.selection,
             query.link,
             query.measurements is not None,

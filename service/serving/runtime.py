@@ -22,13 +22,13 @@ from service.serving.storage.scratch import ScratchFolder, ScratchSpace
 if TYPE_CHECKING:
     from service.formats.sandbox.reader import Reader
     from service.inference.runner.estimator import Estimator
-    from service.inference.types import Estimate
+    from service.inference.types import ResourceEstimate
     from service.models.spec import ModelSpec
     from service.serving.devices.model_registry import ModelRegistry
     from service.serving.devices.pool import DevicePool
     from service.serving.metrics import Metrics
     from service.serving.results.cache import ResultCache
-    from service.serving.results.metadata import AnswerMetadata
+    from service.serving.results.metadata import ResultMetadata
     from service.serving.storage.host_files import HostFiles
     from service.serving.storage.readers import FileReaders
     from service.serving.storage.volume_cache import VolumeCache
@@ -45,7 +45,7 @@ class StorageServices(NamedTuple):
 
     host_files: HostFiles
     scratch: ScratchFolder
-    result_cache: ResultCache[tuple[AnswerMetadata, str]]
+    result_cache: ResultCache[tuple[ResultMetadata, str]]
     volume_cache: VolumeCache
     readers: FileReaders
 
@@ -161,7 +161,7 @@ class Runtime:
         loaded_model = self.models.get_loaded_model(spec.name)
         return loaded_model.estimator if loaded_model else self.devices.all[0].scheduler.models.get_estimator(spec)
 
-    def estimate(self, spec: ModelSpec, volume: Extent, options: Options) -> Estimate:
+    def estimate(self, spec: ModelSpec, volume: Extent, options: Options) -> ResourceEstimate:
         """Estimate the number of windows and the memory of a segmentation. Raises BadParameter and TooLarge."""
         return self.get_estimator(spec).estimate(volume, options)
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from service.models.spec import ModelSpec
     from service.serving.devices.reservation import Reservation
     from service.serving.parameters import SegmentationRequest
-    from service.serving.results.metadata import AnswerMetadata
+    from service.serving.results.metadata import ResultMetadata
     from service.serving.runtime import Runtime
     from service.serving.storage.scratch import SpaceReservation
 
@@ -135,7 +135,7 @@ class StackResult(NamedTuple):
     """
 
     path: Path
-    metadata: AnswerMetadata
+    metadata: ResultMetadata
     content: bytes | None = None
     file_status: os.stat_result | None = None
     cache_key: str | None = None

@@ -23,11 +23,11 @@ from service.serving.jobs import database as job_database
 from service.serving.jobs import store as job_store
 from service.serving.jobs.record import JobRequest
 from service.serving.jobs.store import INPUT_NAME, RESULT_NAME, JobStore
-from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.metadata import ResultMetadata
 
 TRACED_FILES = {job_store.__file__, job_database.__file__}
 REQUEST = JobRequest("nuclei", {}, "embryo.tif", window_count=8)
-ANSWER = AnswerMetadata("nuclei/1", "image/tiff", "embryo_labels.ome.tif", "labels", {})
+ANSWER = ResultMetadata("nuclei/1", "image/tiff", "embryo_labels.ome.tif", "labels", {})
 # Allowed states of a job after its last reported event.
 ALLOWED_STATES = {
     "accepted": {"waiting", "failed", "done", "cancelled"},

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.core.files.atomic_files import make_descriptor_path
 from service.serving.results.answers import SavedResult
-from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.metadata import ResultMetadata
 
 # Notes longer than this are truncated in the header `X-StackSeg-Note`.
 MAX_NOTE_CHARS = 2000
@@ -116,7 +116,7 @@ class ResultResponse(FileResponse):
     def __init__(
         self,
         path: Path,
-        metadata: AnswerMetadata,
+        metadata: ResultMetadata,
         content: bytes | None = None,
         stat_result: os.stat_result | None = None,
         headers: dict[str, str] | None = None,
@@ -146,7 +146,7 @@ class ResultResponse(FileResponse):
 
 
 def build_response(
-    path: Path, metadata: AnswerMetadata, content: bytes | None = None, stat_result: os.stat_result | None = None
+    path: Path, metadata: ResultMetadata, content: bytes | None = None, stat_result: os.stat_result | None = None
 ) -> ResultResponse:
     """Build the response with a result file and the metadata of the result.
 
@@ -172,7 +172,7 @@ def describe_attachment(name: str) -> str:
     return header if ascii_name == name else f"{header}; filename*=UTF-8''{quote(name, safe='')}"
 
 
-def build_headers(metadata: AnswerMetadata) -> dict[str, str]:
+def build_headers(metadata: ResultMetadata) -> dict[str, str]:
     """Build the response headers that contain the metadata of a result."""
     headers = {
         "Cache-Control": "no-store",

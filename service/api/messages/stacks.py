@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from service.api.messages.text import RedactedText
 from service.core.types import Description, OutputKind
-from service.inference.types import Estimate
+from service.inference.types import ResourceEstimate
 
 
 class Inspection(BaseModel):
@@ -30,7 +30,7 @@ class Inspection(BaseModel):
     output: OutputKind | None
     normalisation: dict[str, Any]
     diameter: str | None
-    estimate: Estimate | None
+    estimate: ResourceEstimate | None
     seconds: float | None
     problem: RedactedText | None
 

@@ -13,7 +13,7 @@ from service.api.dependencies import get_quota_name
 from service.api.messages.headers import get_header
 from service.api.messages.results import ResultResponse, build_response
 from service.serving.results.media_types import choose_media_type, convert_result
-from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.metadata import ResultMetadata
 from service.serving.runtime import Runtime
 from service.serving.segmentation import StackResult
 from service.serving.storage.disk import translate_disk_errors
@@ -39,7 +39,7 @@ async def build_stack_response(request: Request, runtime: Runtime, stack: StackR
 
 
 async def build_converted_response(
-    request: Request, runtime: Runtime, file: BinaryIO, metadata: AnswerMetadata, media_type: str
+    request: Request, runtime: Runtime, file: BinaryIO, metadata: ResultMetadata, media_type: str
 ) -> ResultResponse:
     """Return the response with one file from a result archive, or with the labels converted to another format.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from service.inference.types import Estimate
+from service.inference.types import ResourceEstimate
 from service.inference.windows.blending import Slab
 from service.inference.windows.sliding_window import Image, SlidingWindow
 
@@ -49,7 +49,7 @@ class Callbacks(NamedTuple):
     run: RunWindows = SlidingWindow.run
     cancelled: IsCancelled = lambda: False
     progress: ReportProgress = lambda _done, _total: None
-    on_new_estimate: Callable[[Estimate], object] = lambda _estimate: None
+    on_new_estimate: Callable[[ResourceEstimate], object] = lambda _estimate: None
 
     @property
     def probe(self) -> ComputeSlabs:

@@ -12,7 +12,7 @@ from service.core.sections.serving import Limits
 from service.core.types import Description, Extent, Options, OutputKind, Volume
 from service.inference.decoding.postprocessing import check_postprocessing, compute_min_voxels
 from service.inference.runner.memory_estimate import WindowMemory, estimate_activation_bytes, estimate_request
-from service.inference.types import Estimate, Plan, PlannedRequest
+from service.inference.types import Plan, PlannedRequest, ResourceEstimate
 from service.inference.windows.views import BEST_QUALITY_VIEWS, count_view_bytes
 from service.models.spec import Instances, ModelSpec
 
@@ -185,7 +185,7 @@ class Estimator:
         plan = self.plan(options)
         return "auto" if plan.needs_diameter_estimate else plan.diameter or "none"
 
-    def estimate(self, volume: Extent, options: Options) -> Estimate:
+    def estimate(self, volume: Extent, options: Options) -> ResourceEstimate:
         """Return the estimate without the plan. Raises the same errors as `plan_request`."""
         return self.plan_request(volume, options).estimate
 
@@ -232,7 +232,7 @@ class Estimator:
             window_bytes += count_view_bytes(self.spec.input.channels, len(self.spec.outputs), voxels)
         return WindowMemory(window_bytes, streams, self.uses_host_memory)
 
-    def _add_monai_bytes(self, request_estimate: Estimate) -> Estimate:
+    def _add_monai_bytes(self, request_estimate: ResourceEstimate) -> ResourceEstimate:
         """Add the size of the float32 arrays that MONAI holds in addition to the windows: image, scores and weights."""
         voxel_bytes = 4 * math.prod(request_estimate.working_size)
         image_bytes, score_volume_bytes = (

@@ -10,10 +10,10 @@ import torch
 from service.core.errors import OutOfMemory, StackSegError
 from service.core.hardware import devices
 from service.core.hardware.devices import Driver, find_device_loss, is_out_of_memory
-from service.inference.types import Estimate
+from service.inference.types import ResourceEstimate
 
 
-def check_memory(estimate: Estimate, free_host_bytes: int | None, free_device_bytes: int | None = None) -> None:
+def check_memory(estimate: ResourceEstimate, free_host_bytes: int | None, free_device_bytes: int | None = None) -> None:
     """Raise OutOfMemory if the host or the device has fewer free bytes than estimated. None means unknown."""
     _check_free_bytes(estimate.host_bytes, free_host_bytes, "memory")
     _check_free_bytes(estimate.device_bytes, free_device_bytes, "device memory")
@@ -30,7 +30,7 @@ def _check_free_bytes(needed_bytes: int, free_bytes: int | None, memory_kind: st
 
 
 @contextmanager
-def translate_errors(estimate: Estimate, device: torch.device, driver: Driver = devices) -> Iterator[None]:
+def translate_errors(estimate: ResourceEstimate, device: torch.device, driver: Driver = devices) -> Iterator[None]:
     """Translate out-of-memory errors from libraries to OutOfMemory, and errors from a lost device to DeviceLost."""
     try:
         yield

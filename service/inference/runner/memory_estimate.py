@@ -16,7 +16,7 @@ from service.inference.cuda.watershed import estimate_watershed_bytes
 from service.inference.decoding.decoders import DecodingMemory, estimate_decoding_memory
 from service.inference.decoding.watershed_kernel import CPU
 from service.inference.preprocessing.resample import compute_working_size
-from service.inference.types import Estimate, Plan
+from service.inference.types import Plan, ResourceEstimate
 from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import WindowKernels, window_kernels
@@ -39,7 +39,7 @@ class WindowMemory(NamedTuple):
 
 def estimate_request(
     spec: ModelSpec, volume: Extent, plan: Plan, memory: WindowMemory, kernels: WindowKernels = window_kernels
-) -> Estimate:
+) -> ResourceEstimate:
     """Estimate the number of windows and the memory requirements for a volume of this shape and voxel size.
 
     kernels  C++ kernels that blend windows on the CPU, if they are available
@@ -83,7 +83,9 @@ def estimate_request(
             + count_uploaded_bytes(volume.shape)
             + count_image_bytes(channels, size, grid.window_size[0])
         )
-    return Estimate(grid.num_windows * plan.num_views, plan.sw_batch_size, plan.overlap, size, host_bytes, device_bytes)
+    return ResourceEstimate(
+        grid.num_windows * plan.num_views, plan.sw_batch_size, plan.overlap, size, host_bytes, device_bytes
+    )
 
 
 def _count_source_voxels(grid: Grid, stored_size: Size) -> list[int]:

@@ -33,7 +33,7 @@ from service.inference.runner.memory_estimate import measure_activations
 from service.inference.runner.placement import HostPlacement, Placement
 from service.inference.runner.scoring import ScoreComputer
 from service.inference.runner.selector import EngineSelector
-from service.inference.types import EngineReport, Estimate, Plan
+from service.inference.types import EngineReport, Plan, ResourceEstimate
 from service.inference.windows.kernels import window_kernels
 from service.models.loader import load_network
 from service.models.network import Network, count_weight_bytes
@@ -149,12 +149,12 @@ class ModelRunner:
             self._switch_engine(replace(self._engine, window=wrapped_window))
 
     @contextmanager
-    def inference_context(self, estimate: Estimate) -> Iterator[None]:
+    def inference_context(self, estimate: ResourceEstimate) -> Iterator[None]:
         """Return a context manager that disables gradients, and translates errors to OutOfMemory and DeviceLost."""
         with torch.inference_mode(), translate_errors(estimate, self.device, self._driver):
             yield
 
-    def check_memory(self, estimate: Estimate) -> None:
+    def check_memory(self, estimate: ResourceEstimate) -> None:
         """Raise OutOfMemory if the host or the device has less free memory than estimated."""
         check_memory(estimate, host.query_available_memory(), self.placement.query_free_bytes())
 
@@ -181,7 +181,7 @@ class ModelRunner:
         """Return a function that computes the scores of a few windows of a request. Each window is scored once."""
         return partial(self.score_computer.score_windows, plan=plan, run=compute_slabs)
 
-    def with_window(self, options: Options, estimate: Estimate) -> ModelRunner:
+    def with_window(self, options: Options, estimate: ResourceEstimate) -> ModelRunner:
         """Return a runner for the window size that a request specifies. Only the latest runner is cached.
 
         Raises BadParameter if the network does not support the window size, OutOfMemory if there is not enough memory,

@@ -26,7 +26,7 @@ from service.serving.jobs.folder_work import (
 )
 from service.serving.parameters import Query, SegmentationRequest
 from service.serving.reading import Pixels, PixelSource
-from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.metadata import ResultMetadata
 from service.serving.segmentation import DeviceRequest, queue_work
 from service.serving.storage.host_files import HostFiles, Source
 
@@ -167,7 +167,7 @@ class FolderRun:
             self.progress = Progress(0, len(stacks))
             return FolderSegmentation(results, self._spec, callbacks, Path(scratch)).run(stacks, self._query)
 
-    def describe(self, outcome: FolderOutcome, name: str, seconds: dict[str, float]) -> tuple[AnswerMetadata, str]:
+    def describe(self, outcome: FolderOutcome, name: str, seconds: dict[str, float]) -> tuple[ResultMetadata, str]:
         """Return the metadata and the JSON content of the result. Raises BadFile if every stack failed."""
         failures, confidence_warnings = outcome.failures, outcome.confidence_warnings
         if len(failures) == len(outcome.records):
@@ -179,7 +179,7 @@ class FolderRun:
             *warnings[:MAX_WARNINGS],
             *([f"{REPORT_FILE} lists {omitted_count} more warnings."] if omitted_count > 0 else []),
         ]
-        metadata = AnswerMetadata(
+        metadata = ResultMetadata(
             model=self._spec.identifier,
             media_type="application/json",
             file_name=f"{name}_saved.json",

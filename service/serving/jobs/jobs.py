@@ -26,7 +26,7 @@ from service.serving.storage.threads import start_threads
 
 if TYPE_CHECKING:
     from service.serving.parameters import SegmentationRequest
-    from service.serving.results.metadata import AnswerMetadata
+    from service.serving.results.metadata import ResultMetadata
 
 WRITE_THREAD_COUNT = 2
 # Maximum number of concurrent jobs on folders. Each of these jobs submits one stack at a time to a device.
@@ -206,7 +206,7 @@ class JobManager:
         if (active_job := self.runner.find(job_id)) is not None:
             active_job.job.cancel()
 
-    def open_result(self, job_id: str, owner: str | None) -> tuple[BinaryIO, AnswerMetadata]:
+    def open_result(self, job_id: str, owner: str | None) -> tuple[BinaryIO, ResultMetadata]:
         """Return the open result file and its metadata. The file stays readable if the job is deleted.
 
         Raises UnknownJob, JobNotFinished and ResultUnavailable. Raises the stored error if the job failed without a

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from service.core.errors import StackSegError
-from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.metadata import ResultMetadata
 
 JobState = Literal["waiting", "running", "done", "failed", "cancelled", "expired"]
 
@@ -55,7 +55,7 @@ class JobRecord:
     attempts: int
     input_bytes: int
     result_bytes: int
-    result_metadata: AnswerMetadata | None
+    result_metadata: ResultMetadata | None
     failure: StackSegError | None
 
     @property

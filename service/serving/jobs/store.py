@@ -36,7 +36,7 @@ from service.core.files.atomic_files import sync_to_disk
 from service.serving.jobs.database import JobDatabase
 from service.serving.jobs.failure import decode_failure, encode_failure
 from service.serving.jobs.record import JobRecord, JobRequest
-from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.metadata import ResultMetadata
 from service.serving.storage.disk import get_file_size, translate_disk_errors
 
 INPUT_NAME = "upload.tif"
@@ -47,7 +47,7 @@ UNFINISHED_CONDITION = "state IN ('waiting', 'running')"
 UPDATE_TEMPLATE = "UPDATE jobs SET {} WHERE id = ? AND {}"
 # Maximum number of failed, canceled and expired jobs per owner. They have no files, so the quota does not limit them.
 MAX_JOBS_WITHOUT_RESULT = 1000
-_ANSWER_ADAPTER = TypeAdapter(AnswerMetadata)
+_ANSWER_ADAPTER = TypeAdapter(ResultMetadata)
 
 
 class JobStore:
@@ -162,7 +162,7 @@ class JobStore:
         changes = "state = 'waiting', started = NULL, attempts = attempts - 1"
         return self._update(job_id, "state = 'running'", changes)
 
-    def finish(self, job_id: str, file: Path, metadata: AnswerMetadata, failure: StackSegError | None = None) -> bool:
+    def finish(self, job_id: str, file: Path, metadata: ResultMetadata, failure: StackSegError | None = None) -> bool:
         """Change the state to done, and store `file` as the result. Return False if the job had already ended.
 
         `file` is in the folder of the job. `failure` is the error that made the result incomplete, or None.

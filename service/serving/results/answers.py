@@ -19,7 +19,7 @@ from service.core.telemetry import Stages
 from service.core.types import Segmentation, Volume
 from service.formats.tiff import writer as tiff_writer
 from service.inference import measurements
-from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.metadata import ResultMetadata
 from service.serving.results.provenance import describe_provenance
 
 if TYPE_CHECKING:
@@ -209,9 +209,9 @@ def measure_objects(result: Result, measurement_input: Volume | None) -> Table |
     return measurements.measure_objects(result.segmentation, measurement_input)
 
 
-def describe_answer(name: str, answer: Answer, result: Result, seconds: Mapping[str, float]) -> AnswerMetadata:
+def describe_answer(name: str, answer: Answer, result: Result, seconds: Mapping[str, float]) -> ResultMetadata:
     """Return the metadata of a result. `name` is the name of the uploaded file."""
-    return AnswerMetadata(
+    return ResultMetadata(
         model=result.model,
         media_type=answer.media_type,
         file_name=make_answer_name(name, answer.suffix),

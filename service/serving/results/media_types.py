@@ -16,7 +16,7 @@ from service.core.types import Segmentation, Selection, Volume
 from service.formats import npy_nifti
 from service.formats.sandbox.reader import Reader
 from service.serving.results.answers import LABELS_FILE, MEASUREMENTS_FILE, MEDIA_TYPES, check_zarr_extra
-from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.metadata import ResultMetadata
 
 ARCHIVE_TYPE = MEDIA_TYPES["zip"]
 TABLE_TYPE = MEDIA_TYPES["csv"]
@@ -45,7 +45,7 @@ LABEL_FORMATS = {
 }
 
 
-def choose_media_type(accept_header: str, metadata: AnswerMetadata) -> str:
+def choose_media_type(accept_header: str, metadata: ResultMetadata) -> str:
     """Return the media type that is available for a result and preferred by an Accept header.
 
     If the header accepts none of the available media types, return the stored media type. Preferences follow RFC 9110,
@@ -91,8 +91,8 @@ def _get_rank(media_type: str, ranks: dict[str, tuple[float, int]]) -> tuple[flo
 
 
 def convert_result(
-    reader: Reader, file: BinaryIO, metadata: AnswerMetadata, media_type: str, folder: Path
-) -> tuple[Path, AnswerMetadata]:
+    reader: Reader, file: BinaryIO, metadata: ResultMetadata, media_type: str, folder: Path
+) -> tuple[Path, ResultMetadata]:
     """Write all or part of a result in a different format to an empty folder. Return the path and the new metadata.
 
     `media_type` must come from `choose_media_type` and differ from the stored media type. Raises the errors of
@@ -111,7 +111,7 @@ def convert_result(
     return path, replace(metadata, media_type=media_type, file_name=stem + label_format.suffix)
 
 
-def read_labels(read_file: Callable[[Path], Volume], file: BinaryIO, metadata: AnswerMetadata, folder: Path) -> Volume:
+def read_labels(read_file: Callable[[Path], Volume], file: BinaryIO, metadata: ResultMetadata, folder: Path) -> Volume:
     """Read the labels of a result with `read_file`.
 
     Raises BadParameter if the result has no labels, and the errors of `read_file`.

@@ -10,7 +10,7 @@ from service.core.types import OutputKind
 
 
 @dataclass(frozen=True)
-class AnswerMetadata:
+class ResultMetadata:
     """The metadata of a result. The field names are stored, so renaming a field would break stored jobs.
 
     model        name and version of the model

@@ -8,9 +8,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from service.api.messages.results import build_response
-from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.metadata import ResultMetadata
 
-METADATA = AnswerMetadata("bands/1", "image/tiff", "stack_labels.ome.tif", "labels", {"total": 0.25})
+METADATA = ResultMetadata("bands/1", "image/tiff", "stack_labels.ome.tif", "labels", {"total": 0.25})
 
 
 @pytest.mark.parametrize("length", [0, 10, 2**20])

@@ -27,7 +27,7 @@ from service.core.quantities import VoxelSize
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
 from service.serving.results.answers import compute_fingerprint, make_answer_name
-from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.metadata import ResultMetadata
 from service.serving.storage.readers import SMALL_FILE_READER_COUNT
 
 ONES = np.ones((3, 8, 8))
@@ -426,9 +426,9 @@ def test_host_file_that_is_not_a_stack_is_rejected(host: Service) -> None:
     assert parse_problem(host.segment(b"", input="scans/notes.txt")) == (415, "unsupported-media")
 
 
-def make_metadata(**members: Any) -> AnswerMetadata:
+def make_metadata(**members: Any) -> ResultMetadata:
     seconds = members.pop("seconds", {})
-    return AnswerMetadata("nuclei/1", "image/tiff", "stack_labels.ome.tif", "labels", seconds, **members)
+    return ResultMetadata("nuclei/1", "image/tiff", "stack_labels.ome.tif", "labels", seconds, **members)
 
 
 def test_notes_are_sent_as_printable_ascii() -> None:

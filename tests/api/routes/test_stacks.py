@@ -20,7 +20,7 @@ from service.api.routes.planes import build_planes_response
 from service.core.errors import BadParameter, RateLimited
 from service.core.types import Volume
 from service.serving.results.media_types import choose_media_type
-from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.metadata import ResultMetadata
 from service.serving.results.planes import PlaneRange
 from service.serving.storage.memory_budget import FairMemoryBudget
 from service.serving.storage.volume_cache import MAX_CLIENT_VOLUMES
@@ -234,11 +234,11 @@ def test_accept_header_selects_the_file_format_of_labels(service: Service, direc
     ],
 )
 def test_preferred_media_type_is_chosen(accepted: str, chosen: str) -> None:
-    assert choose_media_type(accepted, AnswerMetadata("bands/1", "application/zip", "a.zip", "labels", {})) == chosen
+    assert choose_media_type(accepted, ResultMetadata("bands/1", "application/zip", "a.zip", "labels", {})) == chosen
 
 
 def test_probabilities_and_time_series_are_always_tiff() -> None:
-    metadata = AnswerMetadata("bands/1", "image/tiff", "a.ome.tif", "labels", {})
+    metadata = ResultMetadata("bands/1", "image/tiff", "a.ome.tif", "labels", {})
     for media_type in MEDIA_TYPES:
         assert choose_media_type(media_type, metadata) == media_type
         assert choose_media_type(media_type, replace(metadata, kind="probabilities")) == "image/tiff"

@@ -31,10 +31,10 @@ from service.core.quantities import VoxelSize
 from service.serving.jobs.failure import UNEXPECTED_FAILURE_MESSAGE
 from service.serving.jobs.record import JobRequest
 from service.serving.jobs.store import INPUT_NAME, JobStore
-from service.serving.results.metadata import AnswerMetadata
+from service.serving.results.metadata import ResultMetadata
 
 REQUEST = JobRequest("nuclei", {"overlap": 0.5}, "embryo.tif", window_count=8, receive_seconds=0.25)
-ANSWER = AnswerMetadata(
+ANSWER = ResultMetadata(
     "nuclei/1",
     "image/tiff",
     "embryo_labels.ome.tif",

@@ -19,7 +19,7 @@ from service.serving.devices.queue.job import Job
 if TYPE_CHECKING:
     from service.inference.runner.callbacks import RunWindows
     from service.inference.runner.estimator import Estimator
-    from service.inference.types import DiameterEstimate, EngineReport, Estimate, PlannedRequest, Result
+    from service.inference.types import DiameterEstimate, EngineReport, PlannedRequest, ResourceEstimate, Result
     from service.serving.devices.local.torch_device import DeviceContext
 
 
@@ -66,7 +66,7 @@ class LocalModel:
     ) -> Result:
         """Segment a volume [C, Z, Y, X] for a job, and count the result in the metrics."""
 
-        def update_needs(estimate: Estimate) -> None:
+        def update_needs(estimate: ResourceEstimate) -> None:
             job.update_needs(make_resource_needs(estimate))
 
         with self._context.device.report_loss():

@@ -13,7 +13,7 @@ from service.serving.metrics import Metrics
 
 if TYPE_CHECKING:
     from service.inference.runner.estimator import Estimator
-    from service.inference.types import DiameterEstimate, EngineReport, Estimate, PlannedRequest, Result
+    from service.inference.types import DiameterEstimate, EngineReport, PlannedRequest, ResourceEstimate, Result
     from service.inference.windows.batching.window_request import BatchShare
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class DeviceModel(Protocol):
         """
 
 
-def make_resource_needs(estimate: Estimate) -> ResourceNeeds:
+def make_resource_needs(estimate: ResourceEstimate) -> ResourceNeeds:
     """Return the resources that a job with this estimate needs."""
     return ResourceNeeds(estimate.host_bytes, estimate.device_bytes, estimate.sw_batch_size)
 
