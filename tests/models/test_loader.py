@@ -47,7 +47,7 @@ def test_weights_of_a_different_network_or_without_a_layer_are_rejected(
 ) -> None:
     copied_spec = random_nuclei.model_copy(update={"folder": tmp_path})
     save_file(ShuffleUNet(1, 2, (8, 16)).state_dict(), tmp_path / "weights.safetensors")
-    with pytest.raises(BrokenModel, match=r"weights\.safetensors: the weights do not fit ShuffleUNet: .* more\)$"):
+    with pytest.raises(BrokenModel, match=r"weights\.safetensors: the weights do not match ShuffleUNet: .* more\)$"):
         load_network(copied_spec)
     state = load_network(random_nuclei).state_dict()
     state.pop("head.bias")
@@ -62,14 +62,14 @@ def test_weights_other_than_safetensors_are_rejected_without_unpickling(
 ) -> None:
     (tmp_path / "weights.safetensors").write_bytes(content)
     weights = Weights(sha256=hashlib.sha256(content).hexdigest())
-    with pytest.raises(BrokenModel, match="the weights do not fit"):
+    with pytest.raises(BrokenModel, match="the weights do not match"):
         load_network(random_nuclei.model_copy(update={"folder": tmp_path, "weights": weights}))
 
 
 @pytest.mark.parametrize(
     ("key", "updates", "reason"),
     [
-        ("architecture", HUGE_ARCHITECTURE, "do not fit ShuffleUNet, which has more elements than"),
+        ("architecture", HUGE_ARCHITECTURE, "do not match ShuffleUNet, which has more elements than"),
         ("input", {"roi_size": (2**12,) * 3}, r"input\.roi_size: a window of shape \(1, 1, 4096, 4096, 4096\) is too"),
         ("input", {"roi_size": (16, 15, 16)}, r"does not accept a window of shape \(1, 1, 16, 15, 16\)"),
     ],
