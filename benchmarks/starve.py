@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -228,28 +228,27 @@ def send_get(port: int, path: str) -> socket.socket:
     return connection
 
 
-def view_huge_planes(port: int) -> AbstractContextManager[None]:
-    """Request a few pixels of planes of half a gigabyte."""
-    stacks = [upload(port, make_bomb(1, (16_384, 32_768))) for _ in range(4)]
-    paths = iter([f"/stacks/{stack}/planes?axes=YX&step=1,9999,9999" for stack in stacks] * 100_000)
+def repeat_gets(port: int, paths: Iterable[str]) -> AbstractContextManager[None]:
+    """Request these paths in turn, and read the beginning of each response."""
+    endless_paths = itertools.cycle(paths)
 
     def step() -> None:
-        with send_get(port, next(paths)) as connection:
+        with send_get(port, next(endless_paths)) as connection:
             connection.recv(1000)
 
     return repeat(step)
+
+
+def view_huge_planes(port: int) -> AbstractContextManager[None]:
+    """Request a few pixels of planes of half a gigabyte."""
+    stacks = [upload(port, make_bomb(1, (16_384, 32_768))) for _ in range(4)]
+    return repeat_gets(port, [f"/stacks/{stack}/planes?axes=YX&step=1,9999,9999" for stack in stacks])
 
 
 def view_many_volumes(port: int) -> AbstractContextManager[None]:
     """View thousands of time points, each of which is a volume of its own."""
     stack = upload(port, make_bomb(3000, (8, 8), "none"))
-    times = itertools.cycle(range(3000))
-
-    def step() -> None:
-        with send_get(port, f"/stacks/{stack}/planes?axes=TYX&time={next(times)}") as connection:
-            connection.recv(1000)
-
-    return repeat(step)
+    return repeat_gets(port, [f"/stacks/{stack}/planes?axes=TYX&time={time}" for time in range(3000)])
 
 
 def view_across_planes(port: int) -> AbstractContextManager[None]:
@@ -263,20 +262,19 @@ def view_across_planes(port: int) -> AbstractContextManager[None]:
     return repeat(step)
 
 
-def leave_planes(port: int) -> AbstractContextManager[None]:
+@contextmanager
+def leave_planes(port: int) -> Iterator[None]:
     """Request as many bytes of planes as possible, and do not read them."""
     stack = upload(port, make_bomb(32, (1024, 1024), "none"))
-
-    def step() -> None:
-        with send_get(port, f"/stacks/{stack}/planes?axes=ZYX"):
-            time.sleep(60)
-
-    return repeat(step)
+    with ExitStack() as connections:
+        for _ in range(2 * CLIENTS):
+            connections.enter_context(send_get(port, f"/stacks/{stack}/planes?axes=ZYX"))
+        yield
 
 
 def search_folders(port: int) -> AbstractContextManager[None]:
     """Search a folder with 20,000 files for a pattern with dozens of recursive components."""
-    path = f"/jobs?input=tree&output_to=results/none&glob={'/'.join([*(28 * ['**', '*b*'])[:28], '*.tif'])}"
+    path = f"/jobs?input=tree&output_to=results/none&glob={14 * '**/*b*/'}*.tif"
 
     def step() -> None:
         with send_request(port, path, b"") as connection:

@@ -14,12 +14,12 @@ import stat
 import tempfile
 import threading
 import uuid
-from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
 from service.core.errors import ConfigError, OutOfStorage, RateLimited, TooLarge
+from service.serving.storage.memory_budget import ClientShares
 
 FOLDER_PREFIX = "stackseg-"
 # Folders without this file are not deleted, because other programs may use the same prefix.
@@ -136,21 +136,17 @@ def _has_marker(folder_fd: int) -> bool:
 
 
 class ScratchSpace:
-    """A limited amount of disk space that clients share. Thread-safe.
-
-    A client cannot reserve more space than it leaves free for other clients (dynamic thresholds, Choudhury and Hahne
-    1998). A single client gets at most half of the space, so there is always space for another client.
-    """
+    """A limited amount of disk space that clients share, see `ClientShares`. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._used_bytes: Counter[str] = Counter()
+        self._shares = ClientShares(limit_bytes)
         self._lock = threading.Lock()
 
     @property
     def used_bytes(self) -> int:
         """Bytes reserved by all clients."""
-        return self._used_bytes.total()
+        return self._shares.used_bytes.total()
 
     @property
     def max_client_bytes(self) -> int:
@@ -168,29 +164,23 @@ class ScratchSpace:
                 self._check_limits(reservation.client, nbytes)
             if not reservation.is_closed:
                 reservation.nbytes += nbytes
-                self._add_used_bytes(reservation.client, nbytes)
+                self._shares.add(reservation.client, nbytes)
 
     def release(self, reservation: SpaceReservation) -> None:
         """Close a reservation."""
         with self._lock:
-            self._add_used_bytes(reservation.client, -reservation.nbytes)
+            self._shares.add(reservation.client, -reservation.nbytes)
             reservation.nbytes, reservation.is_closed = 0, True
 
-    def _add_used_bytes(self, client: str, nbytes: int) -> None:
-        self._used_bytes[client] += nbytes
-        if not self._used_bytes[client]:
-            del self._used_bytes[client]
-
     def _check_limits(self, client: str, nbytes: int) -> None:
-        free_bytes, client_bytes = self.limit_bytes - self._used_bytes.total() - nbytes, self._used_bytes[client]
-        if client_bytes + nbytes <= free_bytes:
+        if self._shares.has_room(client, nbytes):
             return
         if 2 * nbytes > self.limit_bytes:
             raise TooLarge(
                 f"The request needs {nbytes:,} bytes of disk space on the service, but a client can use at most"
                 f" {self.max_client_bytes:,} bytes. Select a channel or a time point, crop the stack, or downsample it."
             )
-        if client_bytes:
+        if client_bytes := self._shares.used_bytes[client]:
             raise RateLimited(
                 f"Your other requests use {client_bytes:,} bytes of disk space on the service, and {nbytes:,} more"
                 " would leave too little for other users. Fetch the results of those requests, or wait until one of"
