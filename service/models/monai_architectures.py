@@ -1,7 +1,8 @@
 """MONAI's networks. `service.models.architectures` imports this module only when one of these networks is built.
 
-`import monai` also imports optional libraries for plots, filters and files, which takes several seconds and 100 MiB.
-The networks do not need these libraries, so they are hidden from MONAI, which then treats them as not installed.
+`import monai` also imports optional libraries for plots, filters, files and language models, which takes several
+seconds and 100 MiB. The networks do not need these libraries, so they are hidden from MONAI, which then treats them as
+not installed.
 """
 
 from __future__ import annotations
@@ -17,26 +18,48 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# Packages that `monai.utils.optional_import` imports if they are installed.
-HIDDEN_PACKAGES = frozenset(["IPython", "PIL", "jsonschema", "matplotlib", "pandas", "requests", "scipy", "skimage"])
+# The packages that MONAI's networks need, with the dependencies of PyTorch. All others are hidden. A list of hidden
+# packages would not be sufficient: a library that is not listed, such as transformers, imports torch._dynamo and then a
+# hidden package. MONAI ignores the error, but torch._dynamo remains partly imported, and torch.compile fails.
+REQUIRED_PACKAGES = frozenset(
+    [
+        "functorch",
+        "monai",
+        "mpmath",
+        "networkx",
+        "numpy",
+        "packaging",
+        "sympy",
+        "torch",
+        "torchgen",
+        "triton",
+        "typing_extensions",
+    ]
+)
 
 
 class _HidingFinder(MetaPathFinder):
     """An import finder that hides packages from one thread. Other threads can still import them."""
 
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names, self._thread = names, threading.get_ident()
+    def __init__(self, visible_names: frozenset[str]) -> None:
+        self._visible_names, self._thread = visible_names | sys.stdlib_module_names, threading.get_ident()
 
     def find_spec(self, fullname: str, _path: Sequence[str] | None, _target: object = None, /) -> None:
         """Raise ModuleNotFoundError for hidden packages. Return None otherwise, so that other finders are used."""
-        if fullname.partition(".")[0] in self._names and threading.get_ident() == self._thread:
+        name = fullname.partition(".")[0]
+        # Some private modules of the standard library have names that depend on the platform.
+        is_visible = name in self._visible_names or name.startswith("_")
+        if not is_visible and threading.get_ident() == self._thread:
             raise ModuleNotFoundError(f"{fullname} is hidden", name=fullname)
 
 
 @contextmanager
-def hide_packages(names: frozenset[str]) -> Iterator[None]:
-    """Hide packages from imports of this thread within the context, unless they are already imported."""
-    finder = _HidingFinder(names)
+def hide_packages_except(visible_names: frozenset[str]) -> Iterator[None]:
+    """Hide all packages from imports of this thread within the context, except those listed and the standard library.
+
+    Modules that have already been imported remain available.
+    """
+    finder = _HidingFinder(visible_names)
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -44,7 +67,7 @@ def hide_packages(names: frozenset[str]) -> Iterator[None]:
         sys.meta_path.remove(finder)
 
 
-with hide_packages(HIDDEN_PACKAGES):
+with hide_packages_except(REQUIRED_PACKAGES):
     from monai.networks.nets.basic_unet import BasicUNet, UpCat
     from monai.networks.nets.dynunet import DynUNet
     from monai.networks.nets.segresnet import SegResNet

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -31,10 +33,23 @@ def test_basic_unet_matches_monais_and_compiles_to_one_graph(edges):
 def test_packages_are_hidden_only_from_the_importing_thread(tmp_path, monkeypatch):
     (tmp_path / "plotter_of_nothing.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    with monai_architectures.hide_packages(frozenset(["plotter_of_nothing"])):
+    with monai_architectures.hide_packages_except(frozenset(["plotter_of_everything"])):
         with pytest.raises(ModuleNotFoundError, match="plotter_of_nothing"):
             import_module("plotter_of_nothing.colors")
         with ThreadPoolExecutor(1) as executor:
             assert executor.submit(import_module, "plotter_of_nothing").result().__name__ == "plotter_of_nothing"
     assert find_spec("plotter_of_nothing") is not None
     del sys.modules["plotter_of_nothing"]
+
+
+def test_optional_library_does_not_leave_the_compiler_partly_imported(tmp_path):
+    # As on a host with transformers, which MONAI imports and which imports PyTorch's compiler.
+    (tmp_path / "transformers.py").write_text("import torch._dynamo\nimport torch._inductor\n")
+    code = """
+import sys
+import service.models.monai_architectures
+assert "transformers" not in sys.modules
+assert "torch._dynamo" not in sys.modules
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
