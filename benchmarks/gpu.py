@@ -21,8 +21,10 @@ loads    requests alternate between two models that do not fit into memory toget
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import math
+import multiprocessing
 import platform
 import signal
 import statistics
@@ -35,10 +37,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from common import ROOT, request, run_server
+from common import ROOT, TIFF, parse_server_timing, request, run_server
 from end_to_end import read_metrics
 from gpu_checks import load, make_settings, plain_settings, run_checks
 
@@ -74,6 +76,7 @@ MAX_PAIR_SECONDS = 4.0
 # Number of rows in each table of the profile.
 PROFILE_ROWS = 30
 # Do not wait for the last requests when the server is stopped.
+FRESH_RESULTS = {"STACKSEG_LIMITS__CACHE_BYTES": "0"}
 FAST_SHUTDOWN = {"STACKSEG_SERVER__DRAIN_SECONDS": "1"}
 
 
@@ -230,53 +233,80 @@ def serve_clients(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
         write_stack(read_spec(ROOT / "models" / "nuclei"), tuple(options.shape), folder / "stack.tif")
-        body = (folder / "stack.tif").read_bytes()
-        with run_server(folder, "--config", options.config, STACKSEG_DEVICE__NAME=options.device, **FAST_SHUTDOWN) as (
+        with run_server(
+            folder, "--config", options.config, STACKSEG_DEVICE__NAME=options.device, **FRESH_RESULTS, **FAST_SHUTDOWN
+        ) as (
             _pid,
             port,
         ):
             print_header(
-                "clients", "stacks", "stacks/s", "median s", "network", "GPU utilization (driver)", "other responses"
+                "clients",
+                "stacks",
+                "stacks/s",
+                "median s",
+                "network",
+                "GPU utilization (driver)",
+                "stages, median ms",
+                "other responses",
             )
             for clients in (1, CLIENTS):
-                print_row(clients, *measure_clients(port, body, clients, options.seconds))
+                print_row(clients, *measure_clients(port, folder / "stack.tif", clients, options.seconds))
     return 0
 
 
-def measure_clients(port: int, body: bytes, clients: int, seconds: float) -> Sequence[object]:
-    """Send requests from this number of clients for `seconds`; return the cells of their row."""
-    latencies, other_statuses, utilization = list[float](), Counter[int](), list[int]()
-    stop_event = threading.Event()
-
-    def post() -> None:
-        while not stop_event.is_set():
-            began = time.perf_counter()
-            status, _ = request(port, "POST", "/segment?diameter=none", body)
-            if status == 200:
-                latencies.append(time.perf_counter() - began)
-            else:
-                other_statuses[status] += 1
-
-    request(port, "POST", "/segment?diameter=none", body)
-    before, began = busy_seconds(port), time.perf_counter()
-    with run_threads(post, clients, stop_event):
-        while time.perf_counter() - began < seconds:
+def measure_clients(port: int, stack: Path, clients: int, seconds: float) -> Sequence[object]:
+    """Send requests from this number of processes for `seconds`; return the cells of their row."""
+    post_stack(port, stack, time.monotonic())
+    utilization = list[int]()
+    before, began = busy_seconds(port), time.monotonic()
+    # Threads of one process would wait for each other while they send and receive.
+    with multiprocessing.get_context("fork").Pool(clients) as pool:
+        pending = pool.starmap_async(post_stack, [(port, stack, began + seconds)] * clients)
+        while not pending.ready():
             time.sleep(0.2)
             utilization += [
                 gpu.utilisation_percent for gpu in gpus.query_gpus()[:1] if gpu.utilisation_percent is not None
             ]
-    wall = time.perf_counter() - began
+        responses = [response for client in pending.get() for response in client]
+    wall = time.monotonic() - began
     share = (busy_seconds(port) - before) / wall
-    driver = f"{statistics.mean(utilization):.0f} %" if utilization else "unknown"
-    median = f"{statistics.median(latencies):.3f}" if latencies else ""
+    answered = [response for response in responses if response.status == 200]
+    stages = {
+        name: statistics.median(response.stages[name] for response in answered)
+        for name in (answered[0].stages if answered else ())
+    }
     return (
-        len(latencies),
-        f"{len(latencies) / wall:.1f}",
-        median,
+        len(answered),
+        f"{len(answered) / wall:.1f}",
+        f"{statistics.median(response.seconds for response in answered):.3f}" if answered else "",
         f"{share:.2f}",
-        driver,
-        dict(other_statuses) or "none",
+        f"{statistics.mean(utilization):.0f} %" if utilization else "unknown",
+        ", ".join(f"{name} {1000 * value:.0f}" for name, value in stages.items()),
+        dict(Counter(response.status for response in responses if response.status != 200)) or "none",
     )
+
+
+class TimedResponse(NamedTuple):
+    """Status of a response, seconds until it was received, and seconds of each stage on the server."""
+
+    status: int
+    seconds: float
+    stages: dict[str, float]
+
+
+def post_stack(port: int, stack: Path, deadline: float) -> list[TimedResponse]:
+    """Post a stack over one connection until `deadline`, as returned by `time.monotonic`, but at least once."""
+    body, responses = stack.read_bytes(), list[TimedResponse]()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    while not responses or time.monotonic() < deadline:
+        began = time.monotonic()
+        connection.request("POST", "/segment?diameter=none", body, TIFF)
+        response = connection.getresponse()
+        response.read()
+        timing = response.headers.get("Server-Timing")
+        stages = {} if timing is None else parse_server_timing(timing)
+        responses.append(TimedResponse(response.status, time.monotonic() - began, stages))
+    return responses
 
 
 def busy_seconds(port: int) -> float:
