@@ -7,6 +7,7 @@ Each command imports heavy dependencies only when it runs. torch and MONAI take 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = load_settings(options)
         telemetry.configure_logging(settings.logging.level, settings.logging.format)
         status: int = options.run(options, settings)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of the output has ended, such as `head`. Python would report the same error when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (StackSegError, OSError) as error:
         # str(error) would begin with "[Errno 2]".
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error

@@ -53,6 +53,12 @@ def test_models_command_lists_models(config: Path, run_stackseg: Any) -> None:
     assert (model["name"], model["outputs"]) == ("bands", ["background", "dim", "bright"])
 
 
+def test_command_whose_output_is_not_read_ends_without_a_traceback() -> None:
+    command = f"{sys.executable} -m service models | true"
+    run = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not run.stderr
+
+
 def test_file_is_segmented_without_a_service(
     config: Path, stack: Path, phantom: Any, tmp_path: Path, run_stackseg: Any
 ) -> None:

@@ -243,7 +243,7 @@ def _explain_missing_keys(
     options: argparse.Namespace,
     folder: Path,
     package_description: str,
-    problems: Mapping[str, str],
+    problems: Mapping[str, str | None],
     option_values: Mapping[str, str],
 ) -> str:
     """Return a message with the missing keys and an example command that specifies them."""
@@ -263,13 +263,13 @@ def _explain_missing_keys(
     return "\n".join(lines)
 
 
-def _explain_problems(missing_questions: Collection[Question], problems: Mapping[str, str]) -> Iterator[str]:
+def _explain_problems(missing_questions: Collection[Question], problems: Mapping[str, str | None]) -> Iterator[str]:
     """Yield lines about missing options, and about missing keys that have no option."""
     yield from (f"  {question.option} ({question.key}): {question.meaning}" for question in missing_questions)
     missing_problems = [problems[question.key] for question in missing_questions]
-    yield from (f"    {problem}" for problem in missing_problems if "files do not contain it" not in problem)
+    yield from (f"    {problem}" for problem in missing_problems if problem is not None)
     other_keys = problems.keys() - {question.key for question in QUESTIONS}
-    yield from (f"  {key}: {problem}" for key, problem in problems.items() if key in other_keys)
+    yield from (f"  {key}: {problem or 'missing'}" for key, problem in problems.items() if key in other_keys)
 
 
 def _format_command(options: argparse.Namespace, folder: Path, option_values: Mapping[str, str]) -> str:

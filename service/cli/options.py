@@ -33,7 +33,7 @@ def add_settings_options(command: argparse.ArgumentParser, default: str | None =
         type=Path,
         default=default,
         metavar="FILE",
-        help="Configuration file, or a bundled preset: 'cpu', 'default' or 'gpu' (default: the preset 'default')",
+        help="Configuration file, or a bundled preset: 'cluster', 'cpu', 'default' or 'gpu' (default: 'default')",
     )
     command.add_argument(
         "--models",

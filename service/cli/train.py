@@ -11,6 +11,19 @@ from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.core.sections.computing import Training
 
+# Options that override a setting in the section `training`, with their types and descriptions.
+TRAINING_OPTIONS = (
+    ("--steps", int, "Number of training steps"),
+    ("--minutes", float, "Stop after this number of minutes, even if --steps has not been reached"),
+    ("--learning-rate", float, "Maximum learning rate"),
+    ("--batch-size", int, "Number of crops per step"),
+    ("--edge", int, "Edge length of a crop in voxels"),
+    ("--validation", float, "Fraction of every stack that is reserved for validation"),
+    ("--patience", int, "Stop after this number of validations without improvement"),
+    ("--workers", int, "Number of processes for augmentation; 0 uses a thread instead"),
+    ("--seed", int, "Random seed; the same seed produces the same model"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg train`. The defaults are the settings under `training`."""
@@ -22,19 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, help="Folder for the new model, for example models/mine")
     parser.add_argument("--from", dest="base", metavar="MODEL", help="Name or folder of the model to start from")
-    parser.add_argument("--steps", type=int, help="Number of training steps")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        help="Stop after this number of minutes, even if --steps has not been reached",
-    )
-    parser.add_argument("--learning-rate", type=float, help="Maximum learning rate")
-    parser.add_argument("--batch-size", type=int, help="Number of crops per step")
-    parser.add_argument("--edge", type=int, help="Edge length of a crop in voxels")
-    parser.add_argument("--validation", type=float, help="Fraction of every stack that is reserved for validation")
-    parser.add_argument("--patience", type=int, help="Stop after this number of validations without improvement")
-    parser.add_argument("--workers", type=int, help="Number of processes for augmentation; 0 uses a thread instead")
-    parser.add_argument("--seed", type=int, help="Random seed; the same seed produces the same model")
+    defaults = Training()
+    for option, value_type, description in TRAINING_OPTIONS:
+        default = getattr(defaults, option.removeprefix("--").replace("-", "_"))
+        parser.add_argument(
+            option, type=value_type, help=f"{description} (default: {'none' if default is None else default})"
+        )
     parser.add_argument("--resume", action="store_true", help="Resume from the checkpoint in --out")
     parser.add_argument(
         "--benchmark",

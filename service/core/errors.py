@@ -308,12 +308,12 @@ class UnsupportedPackage(ModelError):
 
 
 class MissingKeys(UnsupportedPackage):
-    """A model package lacks keys that `model.yaml` requires; `problems` contains the reason for each key."""
+    """A model package lacks keys of `model.yaml`; `problems` has the reason for each, or None if it is only absent."""
 
     slug = "missing-keys"
 
-    def __init__(self, package: str, problems: Mapping[str, str]) -> None:
-        reasons = "; ".join(f"{key}: {problem}" for key, problem in problems.items())
+    def __init__(self, package: str, problems: Mapping[str, str | None]) -> None:
+        reasons = "; ".join(key if problem is None else f"{key}: {problem}" for key, problem in problems.items())
         super().__init__(f"The package lacks required information. Set these keys of model.yaml: {reasons}")
         self.package, self.problems = package, problems
 

@@ -315,8 +315,8 @@ def describe_validation_errors(
             )
         else:
             sentences.append(f"{format_name(name)}: {get_validation_message(error)}.")
-    if len(errors) > MAX_REPORTED_ERRORS:
-        sentences.append(f"There are {len(errors) - MAX_REPORTED_ERRORS} more errors.")
+    if (num_omitted := len(errors) - MAX_REPORTED_ERRORS) > 0:
+        sentences.append("There is 1 more error." if num_omitted == 1 else f"There are {num_omitted} more errors.")
     return BadParameter(" ".join(sentences), parameter=_find_parameter_name(errors[0]["loc"]) if errors else None)
 
 

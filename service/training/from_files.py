@@ -86,10 +86,8 @@ def _check_crop_size(network: nn.Module, edge: int) -> None:
 
     if not is_supported(edge):
         supported_lengths = ", ".join(str(length) for length in range(8, 129, 8) if is_supported(length))
-        raise BadParameter(
-            f"--edge {edge}: the network does not support cubes with edges of {edge} voxels. Use one of"
-            f" {supported_lengths}."
-        )
+        advice = f"Use one of {supported_lengths}." if supported_lengths else "It supports no cubes up to 128 voxels."
+        raise BadParameter(f"--edge {edge}: the network does not support cubes with edges of {edge} voxels. {advice}")
 
 
 def train_model(

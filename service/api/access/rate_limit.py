@@ -35,8 +35,7 @@ class RateLimit:
         self._refilled_at = now
         if self._tokens < 1:
             message = (
-                f"Too many requests: this key may send {self._per_minute} requests per minute. Wait a moment, then try"
-                " again."
+                f"Too many requests: at most {self._per_minute} per minute are allowed. Wait a moment, then try again."
             )
             raise RateLimited(message, math.ceil((1 - self._tokens) / tokens_per_second))
         self._tokens -= 1
@@ -46,7 +45,7 @@ class RateLimit:
         """Count one running request for the duration of the block. Raises RateLimited if too many are running."""
         if self._max_concurrent and self._running_count >= self._max_concurrent:
             message = (
-                f"This key already has {self._running_count} requests in progress, which is the maximum. Wait until one"
+                f"{self._running_count} requests are already in progress, which is the maximum. Wait until one"
                 " of them has finished, then try again."
             )
             raise RateLimited(message, 1)

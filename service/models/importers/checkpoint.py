@@ -232,4 +232,8 @@ def _list_mismatches(found_shapes: Mapping[str, Shape], expected_shapes: Mapping
         ("not in the network", [name for name in found_shapes if name not in expected_shapes]),
         ("of a different shape", wrong_shapes),
     )
-    return [f"{len(names)} tensors are {problem} ({', '.join(names[:2])})" for problem, names in mismatches if names]
+    return [
+        f"{len(names)} {'tensors are' if len(names) > 1 else 'tensor is'} {problem} ({', '.join(names[:2])})"
+        for problem, names in mismatches
+        if names
+    ]

@@ -34,7 +34,6 @@ TEST_TOLERANCE = 1e-3
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # Errors that readers raise if values in a description have unexpected types or sizes.
 _READ_ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
-FORMAT_NAMES = {"state dict": "torch.save", "torchscript": "TorchScript", "exported": "torch.export", "onnx": "ONNX"}
 WEIGHTS_SUFFIXES = {"torchscript": ".ts", "exported": ".pt2", "onnx": ".onnx"}
 
 ImagePreparer = Callable[[Volume, ModelSpec], Tensor]
@@ -99,7 +98,7 @@ def _write_model_folder(
 ) -> ImportResult:
     """Write a model folder to a temporary folder inside `models_folder`, check it, and move it to its final path."""
     content = _make_content(draft, overrides)
-    problems = dict.fromkeys(draft.missing_keys, f"{FORMAT_NAMES[draft.kind]} files do not contain it") | draft.problems
+    problems: dict[str, str | None] = {**dict.fromkeys(draft.missing_keys), **draft.problems}
     unresolved_problems = {key: problem for key, problem in problems.items() if not _has_key(overrides, key)}
     if unresolved_problems:
         raise MissingKeys(f"{draft.weights_path.name} is {draft.description}", unresolved_problems)

@@ -189,5 +189,5 @@ def test_weights_of_a_different_network_are_rejected_with_the_differences() -> N
     )
     with pytest.raises(BrokenModel, match=r"tensors are missing \(down\.1\."):
         fit_tensors(state, deeper_architecture)
-    with pytest.raises(BrokenModel, match=r"1 tensors are not in the network \(extra\)"):
+    with pytest.raises(BrokenModel, match=r"1 tensor is not in the network \(extra\)"):
         fit_tensors(state | {"extra": torch.ones(1)}, SMALL_ARCHITECTURE)
