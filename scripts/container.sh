@@ -157,9 +157,9 @@ check_segmentation() {
   grep -q '^HTTP/1.1 200' "$work/headers" || fail "$(cat "$work/headers" "$work/labels.tif")"
   in_container python -c '
 import io, sys, tifffile
-from service.core.files.bundled import bundled_folder
+from service.core.files.bundled import get_bundled_folder
 labels = tifffile.imread(io.BytesIO(sys.stdin.buffer.read()))
-expected = tifffile.imread(bundled_folder("models") / "nuclei" / "expected.tif")
+expected = tifffile.imread(get_bundled_folder("models") / "nuclei" / "expected.tif")
 agreement = ((labels > 0) == (expected > 0)).mean()
 print(f"{labels.shape}, {labels.dtype}, {labels.max()} objects, foreground matches in {agreement:.2%} of the voxels")
 sys.exit(int(labels.max() == 0 or agreement < 0.99))

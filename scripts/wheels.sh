@@ -38,5 +38,5 @@ cd "$work"
 empty() { env -i PATH=/nowhere HOME="$work" "$work/empty/bin/$1" "${@:2}"; }
 empty python -c 'from service.core.native.library import load_library; print(load_library()._name)'
 empty stackseg models
-sample=$(empty python -c 'from service.core.files.bundled import bundled_folder; print(bundled_folder("models") / "nuclei/sample.tif")')
+sample=$(empty python -c 'from service.core.files.bundled import get_bundled_folder; print(get_bundled_folder("models") / "nuclei/sample.tif")')
 empty stackseg segment --config cpu "$sample" labels.tif
