@@ -14,7 +14,7 @@ CHAOS_MINUTES ?= 2
 
 # One stamp per set of dependencies (run, demo, dev, ray). Changes of the pins or of the setup script make them stale.
 STAMP := .venv/stamp-
-$(STAMP)%: pyproject.toml constraints.txt scripts/setup.sh
+$(STAMP)%: pyproject.toml hashes.txt scripts/setup.sh scripts/install.sh
 	scripts/setup.sh $*
 
 .PHONY: help
@@ -57,10 +57,10 @@ lint: $(STAMP)dev ## check style, types, import rules, dependencies, shell scrip
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.cpu.yaml
 	@if command -v npm >/dev/null; then $(MAKE) lint-page; else echo "npm is not installed; the web UI is not checked." >&2; fi
 
-# package.json pins exact versions of packages that depend only on their own binaries, so no lock file is needed.
+# npm refuses packages whose hash is not the one in package-lock.json.
 PAGE_TOOLS := node_modules/.stamp
-$(PAGE_TOOLS): package.json
-	npm install --no-package-lock --ignore-scripts --no-audit --no-fund
+$(PAGE_TOOLS): package.json package-lock.json
+	npm ci --ignore-scripts --no-audit --no-fund
 	@touch $@
 
 .PHONY: lint-page
@@ -87,12 +87,24 @@ CRDS ?=
 .PHONY: manifests
 manifests: ## validate the Kubernetes manifests (needs kubectl; CRDS="ray.io_rayclusters.yaml ..." for custom resources)
 	python3 -m venv .cache/manifests
-	.cache/manifests/bin/pip install --quiet kubernetes-validate==1.37.0
+	scripts/install.sh .cache/manifests/bin/python --quiet kubernetes-validate
 	.cache/manifests/bin/python scripts/manifests.py $(CRDS)
 
 .PHONY: constraints
-constraints: ## pin the newest versions that pyproject.toml allows (needs uv)
+constraints: ## pin the newest versions that pyproject.toml allows, with their hashes (needs uv)
 	scripts/constraints.sh
+
+# The hashes are stored without the address of the registry.
+.PHONY: page-lock
+page-lock: ## record the hashes of the packages in package.json (needs npm)
+	rm -f package-lock.json
+	npm install --package-lock-only --omit-lockfile-registry-resolved --ignore-scripts --no-audit --no-fund
+
+.PHONY: base-image
+base-image: ## pin the current base image of docker/Dockerfile by its digest (needs docker and a network)
+	docker pull --quiet debian:bookworm-slim
+	digest=$$(docker image inspect --format '{{index .RepoDigests 0}}' debian:bookworm-slim) && \
+		sed -i "s|^ARG BASE=.*|ARG BASE=debian:bookworm-slim@$${digest#*@}|" docker/Dockerfile
 
 .PHONY: clean
 clean: ## remove the virtual environment, caches and build outputs

@@ -99,7 +99,8 @@ def get_build_hook() -> type:
                 else:
                     self._folder = tempfile.TemporaryDirectory()
                     libraries = compile_kernels(VARIANTS["list_variants"](), Path(self._folder.name))
-                    build_data["force_include"] |= {str(file): f"service/core/{file.name}" for file in libraries}
+                    target = VARIANTS["LIBRARY_FOLDER"].relative_to(ROOT)
+                    build_data["force_include"] |= {str(file): str(target / file.name) for file in libraries}
                     platform = sysconfig.get_platform().translate(str.maketrans("-.", "__"))
                     build_data["pure_python"], build_data["tag"] = False, f"py3-none-{platform}"
             except OSError as error:

@@ -22,7 +22,8 @@ case $variant in
 esac
 
 image=localhost/stackseg:$variant
-base=debian:bookworm-slim
+base=$(sed -n 's/^ARG BASE=//p' docker/Dockerfile)
+local_base=localhost/stackseg-base:bookworm
 sample=models/nuclei/sample.tif
 work=$(mktemp -d)
 volume=stackseg-$$
@@ -64,7 +65,10 @@ use_podman() {
   export CONTAINERS_CONF=$work/containers.conf
   # Only Docker's image format supports HEALTHCHECK and STOPSIGNAL.
   build_options+=(--format docker)
-  podman image exists "$base" || podman pull --quiet "$base" >/dev/null 2>&1 || make_base
+  if ! podman image exists "$base" && ! podman pull --quiet "$base" >/dev/null 2>&1; then
+    podman image exists "$local_base" || make_base
+    build_options+=(--build-arg "BASE=$local_base")
+  fi
   path=${PIP_FIND_LINKS:-}
   if [ -d "$path" ]; then build_options+=(--volume "$path:$path:ro"); fi
   if [ -n "${PIP_CERT:-}" ]; then
@@ -72,7 +76,8 @@ use_podman() {
   fi
 }
 
-# Build the base image from Debian packages if no registry is reachable. Its size is similar to the published image.
+# Build the base image from Debian packages if no registry is reachable. debootstrap checks their signatures. The size is
+# similar to that of the published image.
 make_base() {
   command -v debootstrap >/dev/null && [ "$(id -u)" -eq 0 ] ||
     fail "$base cannot be pulled. To build it from Debian packages, run as root, and: apt-get install debootstrap"
@@ -82,7 +87,7 @@ make_base() {
   # As in the published image, make apt delete the package files after each installation.
   echo 'DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb /var/cache/apt/*.bin || true"; };' \
     >"$work/rootfs/etc/apt/apt.conf.d/docker-clean"
-  tar -C "$work/rootfs" -c . | podman import - "docker.io/library/$base" >/dev/null 2>&1
+  tar -C "$work/rootfs" -c . | podman import - "$local_base" >/dev/null 2>&1
   rm -rf "$work/rootfs"
 }
 
@@ -152,9 +157,9 @@ check_segmentation() {
   grep -q '^HTTP/1.1 200' "$work/headers" || fail "$(cat "$work/headers" "$work/labels.tif")"
   in_container python -c '
 import io, sys, tifffile
-from service.core.files.bundled import bundled_folder
+from service.core.files.bundled import get_bundled_folder
 labels = tifffile.imread(io.BytesIO(sys.stdin.buffer.read()))
-expected = tifffile.imread(bundled_folder("models") / "nuclei" / "expected.tif")
+expected = tifffile.imread(get_bundled_folder("models") / "nuclei" / "expected.tif")
 agreement = ((labels > 0) == (expected > 0)).mean()
 print(f"{labels.shape}, {labels.dtype}, {labels.max()} objects, foreground matches in {agreement:.2%} of the voxels")
 sys.exit(int(labels.max() == 0 or agreement < 0.99))

