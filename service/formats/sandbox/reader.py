@@ -8,8 +8,8 @@ replaced. `confinement` describes the restrictions of a child.
 
 from __future__ import annotations
 
+import copy
 import os
-import queue
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +32,7 @@ from service.core.errors import (
 from service.core.quantities import Size
 from service.core.types import CancellationCheck, Description, Selection, Volume, never_cancelled
 from service.formats.placement import VolumeLocation, map_file
+from service.formats.sandbox.child_pool import ChildPool
 from service.formats.sandbox.child_process import ReaderProcess
 from service.formats.sandbox.remote_store import RemoteStore
 from service.formats.sandbox.request_files import INVALID_REPLY_MESSAGE, RequestFiles, make_unnamed_file
@@ -87,12 +88,19 @@ class Reader:
         self._children = [
             ReaderProcess(module, memory_bytes, max_bytes, time_limit_seconds) for _ in range(process_count)
         ]
-        # The child that became idle most recently is used first.
-        self._idle_children: queue.LifoQueue[ReaderProcess] = queue.LifoQueue()
-        for rank, child in enumerate(reversed(self._children), 1 + NUM_PRESTARTED_PROCESSES - process_count):
-            if rank > 0:
-                child.restart()
-            self._idle_children.put(child)
+        self._pool = ChildPool(self._children, NUM_PRESTARTED_PROCESSES)
+        self._client: str | None = None
+
+    def for_client(self, client: str) -> Reader:
+        """Return a reader with the same child processes for the files of one client.
+
+        A process that has read a file of one client never reads a file of another client. The reader on which this
+        method is called reads each file in a new process. Starting a process takes about 10 ms of CPU time, which
+        is avoided if the process has already read a file of the same client.
+        """
+        reader = copy.copy(self)
+        reader._client = client
+        return reader
 
     def inspect(
         self,
@@ -176,19 +184,16 @@ class Reader:
 
     def wait_until_ready(self) -> None:
         """Wait until a child is ready, and restart it if it has ended. Raises NotReady if it does not start."""
-        child = self._idle_children.get()
-        try:
+        with self._pool.borrow(None) as child:
             child.wait_until_ready()
-        finally:
-            self._idle_children.put(child)
 
     def close(self) -> None:
         """Stop the child processes. Callers that are still waiting for a reply get NotReady."""
         for child in self._children:
             child.shut_down()
-        for child in [self._idle_children.get() for _ in self._children]:
+        self._pool.wait_for_all()
+        for child in self._children:
             child.kill()
-            self._idle_children.put(child)
 
     def __enter__(self) -> Self:
         return self
@@ -241,20 +246,17 @@ class Reader:
 
         A child that sends an invalid reply is restarted, because the file may have compromised it.
         """
-        child = self._idle_children.get()
-        try:
+        with self._pool.borrow(self._client) as child:
             try:
-                reply = child.call(request, files, cancelled)
+                reply = child.call(request, files, self._client, cancelled)
             except ReaderKilled:
-                reply = child.call(request, files, cancelled)
+                reply = child.call(request, files, self._client, cancelled)
             try:
                 _raise_error(reply)
                 return parse_result(reply["result"])
             except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
                 child.restart()
                 raise BadFile(INVALID_REPLY_MESSAGE) from error
-        finally:
-            self._idle_children.put(child)
 
 
 @contextmanager
