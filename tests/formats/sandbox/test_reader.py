@@ -480,6 +480,47 @@ INVALID_REPLIES: list[dict[str, Any]] = [
     {"result": LOCATION | {"offset": math.inf}},
     {"result": LOCATION | {"channels": [{}]}},
     {"result": LOCATION | {"voxel_size": 3}},
+    {"result": LOCATION | {"voxel_size": {"z": -1, "y": 1, "x": 1}}},
+    {"result": LOCATION | {"channels": ["a"] * 2}},
+    {"result": LOCATION | {"notes": ["a" * (2**16 + 1)]}},
+    {"result": LOCATION | {"notes": ["a" * 2**16] * 65}},
+    {"errno": 10**6, "message": ""},
+    {"errno": "1", "message": ""},
+    {"error": "bad-file"},
+    {"error": "bad-file", "message": "a" * (2**16 + 1)},
+    {"error": "bad-file", "message": "", "parameter": 1},
+    {"error": "bad-file", "message": "", "suggested": {"axes": []}},
+]
+DESCRIPTION = {
+    "container": "TIFF",
+    "axes": "ZYX",
+    "stored_shape": [6, 40, 50],
+    "shape": [1, 6, 40, 50],
+    "dtype": "uint16",
+    "voxel_size": None,
+    "voxel_size_from": "",
+    "channels": ["a"],
+    "times": 1,
+}
+INVALID_DESCRIPTIONS: list[dict[str, Any]] = [
+    {"dtype": "none"},
+    {"dtype": "O"},
+    {"shape": [1, 6, 40]},
+    {"shape": [1, 6, -40, 50]},
+    {"shape": [2**30] * 4},
+    {"shape": [1, 6, 40, 1e400]},
+    {"stored_shape": [6, 40]},
+    {"stored_shape": [-6, 40, 50]},
+    {"stored_shape": [1] * 33, "axes": "Z" * 33},
+    {"times": 0},
+    {"times": 10**30},
+    {"time_points": [0, 2]},
+    {"time_points": [-1, 1]},
+    {"channels": [1]},
+    {"channels": ["a" * (2**16 + 1)]},
+    {"notes": ["a" * 2**16] * 65},
+    {"voxel_size": {"z": 0, "y": 1, "x": 1}},
+    {"container": None},
 ]
 
 
@@ -531,3 +572,21 @@ def test_child_with_an_invalid_reply_is_replaced(
         with pytest.raises(BadFile, match="invalid result"):
             call(path, Selection())
         assert reader._children[0]._process is not process, "a new child reads the next file"
+
+
+@pytest.mark.parametrize("change", [{}, *INVALID_DESCRIPTIONS])
+def test_child_with_an_invalid_description_is_replaced(
+    make_compromised_reader: Callable[..., Reader], tmp_path: Path, stack: np.ndarray, change: dict[str, Any]
+) -> None:
+    path = write_ome_tiff(tmp_path / "stack.tif", stack)
+    description = DESCRIPTION | change
+    for call, result in (("inspect", description), ("read_small", {"description": description})):
+        reader = make_compromised_reader(repr(child_main.encode_message({"result": result})))
+        process = reader._children[0]._process
+        arguments = (path, Selection()) if call == "inspect" else (path, Selection(), tmp_path / "scratch")
+        if not change:
+            assert getattr(reader, call)(*arguments).shape == (1, 6, 40, 50)
+            continue
+        with pytest.raises(BadFile, match="invalid result"):
+            getattr(reader, call)(*arguments)
+        assert reader._children[0]._process is not process
