@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -138,6 +139,12 @@ class FakeSegmenterFactory(list[FakeSegmenter]):
 def close_gate(fake: FakeSegmenter) -> None:
     """Close the gate of a fake segmenter, so that its work waits."""
     fake.gate.clear()
+
+
+def find_forked_process(pid: int) -> int:
+    """Return the ID of the only child of a process of the sandbox, which reads files."""
+    (forked_pid,) = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    return int(forked_pid)
 
 
 def wait_until(condition: Any, seconds: float = 20) -> None:

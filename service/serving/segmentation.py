@@ -217,7 +217,8 @@ class SegmentationTask:
         def read_in_turn() -> T:
             self._check_cancelled()
             try:
-                return read(PixelSource.from_sandbox(self._runtime.reader, self._request, self._stack.source))
+                reader = self._runtime.reader.for_client(self._stack.space.client)
+                return read(PixelSource.from_sandbox(reader, self._request, self._stack.source))
             finally:
                 self._stages.add("read", time.perf_counter() - queue_time)
 

@@ -26,8 +26,11 @@ def make_compromised_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
         def make_reader(reply: str, seconds: float = 20) -> Reader:
             (tmp_path / "compromised.py").write_text(
-                "import socket\nchannel = socket.socket(fileno=0)\nchannel.sendall(b'{\"missing\": {}}\\n')\n"
-                f"while channel.recv(2**16):\n    channel.sendall({reply})\n",
+                "import socket\ncontrol = socket.socket(fileno=0)\n"
+                "while descriptors := socket.recv_fds(control, 1, 1)[1]:\n"
+                "    channel = socket.socket(fileno=descriptors[0])\n"
+                "    channel.sendall(b'{\"missing\": {}}\\n')\n"
+                f"    while channel.recv(2**16):\n        channel.sendall({reply})\n",
                 encoding="ascii",
             )
             compromised = Reader(

@@ -171,7 +171,8 @@ async def inspect_file(runtime: Runtime, file: ReceivedFile) -> Description:
     def complete_and_inspect() -> Description:
         file.complete()
         selection = file.request.query.selection
-        return runtime.reader.inspect(file.source, selection, is_shared=file.is_host_file, cancelled=cancelled.is_set)
+        reader = runtime.reader.for_client(file.space.client)
+        return reader.inspect(file.source, selection, is_shared=file.is_host_file, cancelled=cancelled.is_set)
 
     return await run_in_thread(complete_and_inspect, runtime.read_threads.for_client(file.space.client), cancelled)
 

@@ -1,6 +1,8 @@
 """Child process that parses and decodes stacks for `Reader`. A process that has ended is replaced.
 
-Requests and replies are lines of JSON on a socket. Files are passed on the same socket as open descriptors.
+The child process imports the modules that read files, and forks a process for each client. A forked process that has
+read a file of one client never reads a file of another client. Requests and replies are lines of JSON on a socket, and
+each forked process has its own socket. Files are passed on the same socket as open descriptors.
 """
 
 from __future__ import annotations
@@ -61,20 +63,45 @@ class ReaderProcess:
         self.missing_layers: dict[str, str] | None = None
         self.kill_count = 0
         self._process: subprocess.Popen[bytes] | None = None
-        # Files that stay open while the process runs.
-        self._files = ExitStack()
+        self._control: socket.socket
+        # Socket to the forked process.
+        self._channel: socket.socket
+        # Whether the forked process has not received a file yet, and the client whose files it may read.
+        self.is_unused = True
+        self._client: str | None = None
+        # Files that stay open while the process or the forked process runs.
+        self._files, self._fork_files = ExitStack(), ExitStack()
         self._is_ready = False
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a process has been started."""
+        return self._process is not None
 
     def restart(self) -> None:
         """Start a new process without waiting for it, so that it is ready sooner when the next caller needs it."""
         self.kill()
-        self._process, self._is_ready = self._start(), False
+        self._process = self._start()
+        self._fork()
 
-    def call(self, request: dict[str, Any], files: RequestFiles, cancelled: CancellationCheck) -> dict[str, Any]:
-        """Send a request with the descriptor of its file, and wait for the reply. Restart the process on errors."""
+    def has_client(self, client: str | None) -> bool:
+        """Return whether the forked process has read files of this client, so that it may read more of them."""
+        return client is not None and self._client == client
+
+    def call(
+        self, request: dict[str, Any], files: RequestFiles, client: str | None, cancelled: CancellationCheck
+    ) -> dict[str, Any]:
+        """Send a request with the descriptor of a client's file, and wait for the reply. Restart the process on errors.
+
+        If the forked process has read files of a different client, it is killed and replaced first. If `client` is
+        None, it is replaced before and after reading the file.
+        """
+        if self.is_started and not self.is_unused and not self.has_client(client):
+            self._fork()
         self.wait_until_ready()
+        self.is_unused, self._client = False, client
         try:
-            return self._exchange_messages(request, files, cancelled)
+            reply = self._exchange_messages(request, files, cancelled)
         except TimeoutError:
             self.restart()
             raise TooLarge(
@@ -91,6 +118,9 @@ class ReaderProcess:
         except BaseException:
             self.restart()
             raise
+        if client is None:
+            self._fork()
+        return reply
 
     def shut_down(self) -> None:
         """Kill the process and do not start another one. Callers that are waiting for a reply get NotReady."""
@@ -103,6 +133,7 @@ class ReaderProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+        self._fork_files.close()
         self._files.close()
 
     def _exchange_messages(
@@ -134,7 +165,7 @@ class ReaderProcess:
         """Wait until the process is ready, and restart it if it has ended. Raises NotReady."""
         if self._is_shut_down:
             raise NotReady("The service is stopping.")
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or self._has_ended():
             self.restart()
         if self._is_ready:
             return
@@ -150,8 +181,8 @@ class ReaderProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         with ExitStack() as open_files:
             self._error_output = open_files.enter_context(tempfile.TemporaryFile())
-            self._channel, child_socket = socket.socketpair()
-            open_files.enter_context(self._channel)
+            self._control, child_socket = socket.socketpair()
+            open_files.enter_context(self._control)
             with child_socket:
                 process = subprocess.Popen(  # noqa: S603 - this interpreter with a module of this package
                     # -P: do not import modules from the working directory, to which other users may be able to write.
@@ -163,6 +194,26 @@ class ReaderProcess:
                 )
             self._files = open_files.pop_all()
         return process
+
+    def _fork(self) -> None:
+        """Let the process replace its forked process, without waiting for it. Kill both on errors."""
+        self._fork_files.close()
+        self._is_ready, self.is_unused, self._client = False, True, None
+        try:
+            self._channel, forked_socket = socket.socketpair()
+            self._fork_files.enter_context(self._channel)
+            with forked_socket:
+                socket.send_fds(self._control, [b"f"], [forked_socket.fileno()])
+        except OSError:
+            self.kill()
+
+    def _has_ended(self) -> bool:
+        """Return whether the process or the forked process has ended."""
+        if self._process is None or self._process.poll() is not None:
+            return True
+        poll = select.poll()
+        poll.register(self._channel, 0)
+        return bool(poll.poll(0))
 
     def _send(self, message: dict[str, Any], file: int | None) -> None:
         line = json.dumps(message, default=vars).encode() + b"\n"
@@ -211,6 +262,8 @@ class ReaderProcess:
         process = self._process
         if process is None:
             raise RuntimeError("no process was started")
+        # The process then exits with the status of the forked process.
+        self._control.close()
         try:
             status = process.wait(EXIT_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:

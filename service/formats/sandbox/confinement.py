@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 import socket
 import struct
 import sys
@@ -22,6 +23,7 @@ _CLONE_THREAD = 0x10000
 _CLONE_NEWIPC = 0x8000000
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION = 0x20080522
 
@@ -55,22 +57,51 @@ _CALLS_DENIED_TO_TRAINING = """
 _WRITE_FLAGS = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
 
 
+class Confinement:
+    """Layers of confinement that are prepared once, before a process is forked, and applied in each forked process.
+
+    `layers` are the available layers, by default `LAYERS`. `names` selects some of them; by default, all layers are
+    applied. Create this object after all imports.
+    """
+
+    def __init__(
+        self, names: Iterable[str] | None = None, layers: Mapping[str, Callable[[], Iterator[None]]] | None = None
+    ) -> None:
+        layers = LAYERS if layers is None else layers
+        self._missing_layers: dict[str, str] = {}
+        self._steps_by_layer = {name: layers[name]() for name in (layers if names is None else names)}
+        self._run_next_steps()
+
+    def apply(self) -> dict[str, str]:
+        """Permanently drop all rights that parsing does not need. Call this before starting threads.
+
+        Returns the layers that could not be applied, with reasons.
+        """
+        self._run_next_steps()
+        return self._missing_layers
+
+    def _run_next_steps(self) -> None:
+        for layer, steps in self._steps_by_layer.items():
+            with _record_failure(layer, self._missing_layers):
+                next(steps, None)
+
+
 def confine(
     names: Iterable[str] | None = None, layers: Mapping[str, Callable[[], Iterator[None]]] | None = None
 ) -> dict[str, str]:
-    """Permanently drop all rights that parsing does not need. Call this after all imports and before starting threads.
+    """Prepare and apply layers of confinement in this process. The arguments are those of `Confinement`.
 
-    `layers` are the available layers, by default `LAYERS`. `names` selects some of them; by default, all layers are
-    applied. Returns the layers that could not be applied, with reasons.
+    Call this after all imports and before starting threads. Returns the layers that could not be applied, with reasons.
     """
-    missing_layers: dict[str, str] = {}
-    layers = LAYERS if layers is None else layers
-    steps_by_layer = {name: layers[name]() for name in (layers if names is None else names)}
-    for _ in ("prepare", "apply"):
-        for layer, steps in steps_by_layer.items():
-            with _record_failure(layer, missing_layers):
-                next(steps, None)
-    return missing_layers
+    return Confinement(names, layers).apply()
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Let the kernel kill this process as soon as its parent exits. Call this before `Confinement.apply`."""
+    _raise_if_negative(_load_libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    # The parent may have exited before the call.
+    if os.getppid() != parent_pid:
+        os._exit(1)
 
 
 @contextmanager

@@ -37,6 +37,14 @@ CREATE TABLE jobs (
 ) STRICT
 """
 CREATE_INDEX = "CREATE INDEX jobs_by_state ON jobs (state, ended)"
+# SQL template with placeholders for the assignments and the condition.
+UPDATE_TEMPLATE = "UPDATE jobs SET {} WHERE id = ? AND {}"
+# SQL template, with a placeholder for states, that selects all except the newest jobs of each owner.
+OLD_JOBS_TEMPLATE = (
+    "SELECT id FROM ("
+    "SELECT id, ROW_NUMBER() OVER (PARTITION BY owner ORDER BY number DESC) AS place FROM jobs WHERE state IN ({})"
+    ") WHERE place > ?"
+)
 # Time for which a call waits for a lock held by another program. While a call waits, all other calls wait too.
 LOCK_TIMEOUT_SECONDS = 1.0
 # SQLite error codes that indicate a damaged database.

@@ -33,7 +33,7 @@ from service.core.errors import (
     UnknownJob,
 )
 from service.core.files.atomic_files import sync_to_disk
-from service.serving.jobs.database import JobDatabase
+from service.serving.jobs.database import OLD_JOBS_TEMPLATE, UPDATE_TEMPLATE, JobDatabase
 from service.serving.jobs.failure import decode_failure, encode_failure
 from service.serving.jobs.record import JobRecord, JobRequest
 from service.serving.results.metadata import ResultMetadata
@@ -43,10 +43,11 @@ INPUT_NAME = "upload.tif"
 RESULT_NAME = "result"
 # SQL condition for jobs that are waiting or running.
 UNFINISHED_CONDITION = "state IN ('waiting', 'running')"
-# SQL template with placeholders for the assignments and the condition.
-UPDATE_TEMPLATE = "UPDATE jobs SET {} WHERE id = ? AND {}"
 # Maximum number of failed, canceled and expired jobs per owner. They have no files, so the quota does not limit them.
 MAX_JOBS_WITHOUT_RESULT = 1000
+# Maximum number of jobs with a result per owner. The quota limits the bytes of the results, but not the number of rows
+# and folders.
+MAX_JOBS_WITH_RESULT = 10_000
 _ANSWER_ADAPTER = TypeAdapter(ResultMetadata)
 
 
@@ -239,19 +240,22 @@ class JobStore:
             self.delete_unneeded_files(job_id)
         return self.list_unfinished()
 
-    def clean_up(self, max_jobs_without_result: int = MAX_JOBS_WITHOUT_RESULT) -> None:
+    def clean_up(
+        self,
+        max_jobs_without_result: int = MAX_JOBS_WITHOUT_RESULT,
+        max_jobs_with_result: int = MAX_JOBS_WITH_RESULT,
+    ) -> None:
         """Delete jobs that ended more than `keep_seconds` ago, and files that remain after errors.
 
-        For each owner, retain only the newest `max_jobs_without_result` jobs without a result.
+        For each owner, retain only the newest `max_jobs_without_result` jobs without a result, and the newest
+        `max_jobs_with_result` jobs with a result.
         """
-        statement = (
-            "SELECT id FROM ("
-            "SELECT id, ROW_NUMBER() OVER (PARTITION BY owner ORDER BY number DESC) AS place FROM jobs"
-            " WHERE state IN ('failed', 'cancelled', 'expired')"
-            ") WHERE place > ?"
-        )
-        for (job_id,) in self._database.query(statement, max_jobs_without_result):
-            self.delete(job_id)
+        for states, max_jobs in (
+            ("'failed', 'cancelled', 'expired'", max_jobs_without_result),
+            ("'done'", max_jobs_with_result),
+        ):
+            for (job_id,) in self._database.query(OLD_JOBS_TEMPLATE.format(states), max_jobs):
+                self.delete(job_id)
         for record in self._select("SELECT * FROM jobs WHERE ended < ?", time.time() - self._keep_seconds):
             if record.has_ended:
                 self.delete(record.id)

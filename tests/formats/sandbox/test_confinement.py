@@ -13,6 +13,7 @@ import hanging_reader
 import numpy as np
 import pytest
 import tifffile
+from fakes import find_forked_process
 
 from service.core.types import Selection
 from service.formats.sandbox import child_process, confinement
@@ -85,7 +86,7 @@ def test_attacks_succeed_without_confinement(tmp_path: Path) -> None:
 def test_reported_layers_match_the_process(tmp_path: Path) -> None:
     with Reader(memory_bytes=2**29, time_limit_seconds=10, max_decoded_bytes=2**20, process_count=1) as reader:
         reader.wait_until_ready()
-        process = Path(f"/proc/{reader._children[0]._process.pid}")
+        process = Path(f"/proc/{find_forked_process(reader._children[0]._process.pid)}")
         status = dict(line.split(":\t") for line in (process / "status").read_text(encoding="ascii").splitlines())
         layers_in_force = {
             "no_new_privs": status["NoNewPrivs"] == "1",

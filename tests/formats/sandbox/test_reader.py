@@ -20,12 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import compromised_reader
 import hanging_reader
 import numpy as np
 import pytest
 import tifffile
 from common import make_bomb
-from fakes import wait_until
+from fakes import find_forked_process, wait_until
 from paths import SHARED_DATA
 
 from service.core.errors import (
@@ -67,17 +68,21 @@ def first_child(reader: Reader) -> subprocess.Popen[bytes]:
     return process
 
 
+def stop_forked_process(reader: Reader) -> int:
+    """Stop the process that will read the next file, and return its ID once it is stopped."""
+    reader.wait_until_ready()
+    forked_pid = find_forked_process(first_child(reader).pid)
+    os.kill(forked_pid, signal.SIGSTOP)
+    status_file = Path(f"/proc/{forked_pid}/status")
+    wait_until(lambda: "State:\tT" in status_file.read_text(encoding="ascii"))
+    return forked_pid
+
+
 def has_pending_request(reader: Reader) -> bool:
     """Return whether a request waits in the socket of the only child, which is stopped."""
     (process,), pending_bytes = reader._children, array("i", [0])
     fcntl.ioctl(process._channel.fileno(), termios.TIOCOUTQ, pending_bytes)
     return pending_bytes[0] > 0
-
-
-def stop_process(pid: int) -> None:
-    """Stop a child process and wait until it is stopped."""
-    os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED)
 
 
 def write_ome_tiff(path: Path, stack: np.ndarray, **options: Any) -> Path:
@@ -199,12 +204,11 @@ def test_crash_is_a_bad_file_and_external_kill_is_retried(
     path = write_ome_tiff(tmp_path / "stack.tif", stack)
     with make_single_child_reader() as reader, ThreadPoolExecutor(1) as pool:
         reader.inspect(path, Selection())
-        child = first_child(reader)
-        stop_process(child.pid)
+        forked_pid = stop_forked_process(reader)
         future = pool.submit(reader.inspect, path, Selection())
         wait_until(lambda: has_pending_request(reader))
-        os.kill(child.pid, signal_number)
-        os.kill(child.pid, signal.SIGCONT)
+        os.kill(forked_pid, signal_number)
+        os.kill(forked_pid, signal.SIGCONT)
         if signal_number == signal.SIGSEGV:
             with pytest.raises(BadFile, match="crashed"):
                 future.result()
@@ -234,7 +238,7 @@ def test_timeout_is_too_large_and_the_next_request_succeeds(tmp_path: Path, stac
     with make_single_child_reader(time_limit_seconds=2) as reader:
         reader.inspect(path, Selection())
         # Stopping the child makes the test independent of the speed of the machine.
-        stop_process(first_child(reader).pid)
+        stop_forked_process(reader)
         start = time.perf_counter()
         with pytest.raises(TooLarge, match=r"more than 2 seconds"):
             reader.inspect(path, Selection())
@@ -298,7 +302,7 @@ def test_close_answers_waiting_callers(tmp_path: Path, stack: np.ndarray) -> Non
     reader = make_single_child_reader()
     reader.inspect(path, Selection())
     # Prevent the child from replying before `close`.
-    stop_process(first_child(reader).pid)
+    stop_forked_process(reader)
     with ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(reader.inspect, path, Selection()) for _ in range(3)]
         wait_until(lambda: has_pending_request(reader))
@@ -326,11 +330,14 @@ def test_child_exits_with_its_parent_and_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
     parent_socket, child_socket = socket.socketpair()
+    channel, forked_socket = socket.socketpair()
     command = [sys.executable, "-m", child_main.__name__, str(2**29), str(LIMIT), "10"]
     child = subprocess.Popen(command, stdin=child_socket.fileno(), stderr=subprocess.PIPE)
     child_socket.close()
-    with parent_socket:
-        assert parent_socket.recv(1000).startswith(b'{"missing": {')
+    with parent_socket, channel:
+        socket.send_fds(parent_socket, [b"f"], [forked_socket.fileno()])
+        forked_socket.close()
+        assert channel.recv(1000).startswith(b'{"missing": {')
     assert child.communicate(timeout=60) == (None, b"")
     assert child.returncode == 0
 
@@ -405,7 +412,7 @@ def test_cancellation_kills_the_child_and_the_next_file_is_read(tmp_path: Path, 
             reader.inspect(path, Selection())
             child = first_child(reader)
             # Stopping the child makes the test independent of the speed of the machine.
-            stop_process(child.pid)
+            forked_pid = stop_forked_process(reader)
             future = pool.submit(call, path, Selection(), cancelled=cancelled.is_set)
             wait_until(lambda: has_pending_request(reader))
             assert not future.done()
@@ -413,8 +420,49 @@ def test_cancellation_kills_the_child_and_the_next_file_is_read(tmp_path: Path, 
             with pytest.raises(Cancelled):
                 future.result(20)
             assert child.poll() is not None
+            wait_until(lambda pid=forked_pid: not Path(f"/proc/{pid}").exists())
             cancelled.clear()
         np.testing.assert_array_equal(reader.read(path, Selection(), tmp_path).read_all(), stack)
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_compromised_process_never_reads_a_file_of_another_client(
+    tmp_path: Path, stack: np.ndarray, monkeypatch: pytest.MonkeyPatch, has_keys: bool
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(compromised_reader.__file__).parent))
+    hostile, honest = write_ome_tiff(tmp_path / "hostile.tif", stack), write_ome_tiff(tmp_path / "honest.tif", stack)
+    with hostile.open("ab") as file:
+        file.write(compromised_reader.MARKER)
+    with make_single_child_reader(module=compromised_reader.__name__) as reader:
+        ada, bob = (reader.for_client("ada"), reader.for_client("bob")) if has_keys else (reader, reader)
+        assert ada.inspect(honest, Selection()).stored_shape == stack.shape
+        ada.inspect(hostile, Selection())
+        if has_keys:
+            assert ada.inspect(honest, Selection()).stored_shape == compromised_reader.WRONG_SHAPE
+        for _ in range(2):
+            assert bob.inspect(honest, Selection()).stored_shape == stack.shape
+            np.testing.assert_array_equal(bob.read(honest, Selection(), tmp_path).read_all(), stack)
+        assert ada.inspect(honest, Selection()).stored_shape == stack.shape
+
+
+def test_clients_have_their_own_processes(tmp_path: Path, stack: np.ndarray) -> None:
+    path, clients = write_ome_tiff(tmp_path / "stack.tif", stack), ("ada", "bob", "eve")
+    with make_single_child_reader(process_count=3) as reader:
+
+        def list_forked_processes() -> list[int]:
+            processes = [child._process for child in reader._children]
+            return [find_forked_process(process.pid) for process in processes if process is not None]
+
+        for client in clients:
+            reader.for_client(client).inspect(path, Selection())
+        forked_pids = list_forked_processes()
+        assert len({*forked_pids}) == 3
+        for client in clients:
+            reader.for_client(client).inspect(path, Selection())
+        assert list_forked_processes() == forked_pids
+        # The process that has been idle for the longest time is replaced.
+        reader.for_client("dan").inspect(path, Selection())
+        assert [pid in forked_pids for pid in list_forked_processes()].count(False) == 1
 
 
 PLACEMENT = {"dtype": "<u1", "offset": 0, "shape": [1, 1, 4, 4], "strides": [16, 16, 4, 1]}
@@ -432,6 +480,47 @@ INVALID_REPLIES: list[dict[str, Any]] = [
     {"result": LOCATION | {"offset": math.inf}},
     {"result": LOCATION | {"channels": [{}]}},
     {"result": LOCATION | {"voxel_size": 3}},
+    {"result": LOCATION | {"voxel_size": {"z": -1, "y": 1, "x": 1}}},
+    {"result": LOCATION | {"channels": ["a"] * 2}},
+    {"result": LOCATION | {"notes": ["a" * (2**16 + 1)]}},
+    {"result": LOCATION | {"notes": ["a" * 2**16] * 65}},
+    {"errno": 10**6, "message": ""},
+    {"errno": "1", "message": ""},
+    {"error": "bad-file"},
+    {"error": "bad-file", "message": "a" * (2**16 + 1)},
+    {"error": "bad-file", "message": "", "parameter": 1},
+    {"error": "bad-file", "message": "", "suggested": {"axes": []}},
+]
+DESCRIPTION = {
+    "container": "TIFF",
+    "axes": "ZYX",
+    "stored_shape": [6, 40, 50],
+    "shape": [1, 6, 40, 50],
+    "dtype": "uint16",
+    "voxel_size": None,
+    "voxel_size_from": "",
+    "channels": ["a"],
+    "times": 1,
+}
+INVALID_DESCRIPTIONS: list[dict[str, Any]] = [
+    {"dtype": "none"},
+    {"dtype": "O"},
+    {"shape": [1, 6, 40]},
+    {"shape": [1, 6, -40, 50]},
+    {"shape": [2**30] * 4},
+    {"shape": [1, 6, 40, 1e400]},
+    {"stored_shape": [6, 40]},
+    {"stored_shape": [-6, 40, 50]},
+    {"stored_shape": [1] * 33, "axes": "Z" * 33},
+    {"times": 0},
+    {"times": 10**30},
+    {"time_points": [0, 2]},
+    {"time_points": [-1, 1]},
+    {"channels": [1]},
+    {"channels": ["a" * (2**16 + 1)]},
+    {"notes": ["a" * 2**16] * 65},
+    {"voxel_size": {"z": 0, "y": 1, "x": 1}},
+    {"container": None},
 ]
 
 
@@ -483,3 +572,21 @@ def test_child_with_an_invalid_reply_is_replaced(
         with pytest.raises(BadFile, match="invalid result"):
             call(path, Selection())
         assert reader._children[0]._process is not process, "a new child reads the next file"
+
+
+@pytest.mark.parametrize("change", [{}, *INVALID_DESCRIPTIONS])
+def test_child_with_an_invalid_description_is_replaced(
+    make_compromised_reader: Callable[..., Reader], tmp_path: Path, stack: np.ndarray, change: dict[str, Any]
+) -> None:
+    path = write_ome_tiff(tmp_path / "stack.tif", stack)
+    description = DESCRIPTION | change
+    for call, result in (("inspect", description), ("read_small", {"description": description})):
+        reader = make_compromised_reader(repr(child_main.encode_message({"result": result})))
+        process = reader._children[0]._process
+        arguments = (path, Selection()) if call == "inspect" else (path, Selection(), tmp_path / "scratch")
+        if not change:
+            assert getattr(reader, call)(*arguments).shape == (1, 6, 40, 50)
+            continue
+        with pytest.raises(BadFile, match="invalid result"):
+            getattr(reader, call)(*arguments)
+        assert reader._children[0]._process is not process

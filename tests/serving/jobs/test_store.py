@@ -322,6 +322,18 @@ def test_only_the_newest_jobs_without_a_result_are_kept(store: JobStore) -> None
     assert [record.id for record in store.list_newest("bob", 9)] == jobs["bob"][::-1]
 
 
+def test_only_the_newest_jobs_with_a_result_are_kept(store: JobStore) -> None:
+    jobs = {owner: [accept(store, owner=owner) for _ in range(3)] for owner in ("ada", "bob", None)}
+    for job_id in [*jobs["ada"], *jobs["bob"][:2], *jobs[None]]:
+        finish(store, job_id)
+    store.clean_up(max_jobs_with_result=2)
+    assert [record.id for record in store.list_newest("ada", 9)] == jobs["ada"][:0:-1]
+    assert [record.id for record in store.list_newest("bob", 9)] == jobs["bob"][::-1]
+    assert [record.id for record in store.list_newest(None, 9)] == jobs[None][:0:-1]
+    assert not store.get_input_path(jobs["ada"][0]).parent.exists()
+    assert store.get_result_path(jobs["ada"][1]).exists()
+
+
 # Runs a store without root privileges, and makes its parent folder inaccessible for a while.
 INACCESSIBLE_FOLDER_SCRIPT = """
 import os, sys
