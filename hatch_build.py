@@ -92,19 +92,25 @@ def get_build_hook() -> type:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface  # noqa: PLC0415
 
     class KernelHook(BuildHookInterface):
+        folder: tempfile.TemporaryDirectory[str] | None = None
+
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
             try:
                 if version == "editable":
                     compile_in_place(VARIANTS["list_supported_variants"]()[:1])
                 else:
-                    self._folder = tempfile.TemporaryDirectory()
-                    libraries = compile_kernels(VARIANTS["list_variants"](), Path(self._folder.name))
+                    self.folder = tempfile.TemporaryDirectory()
+                    libraries = compile_kernels(VARIANTS["list_variants"](), Path(self.folder.name))
                     target = VARIANTS["LIBRARY_FOLDER"].relative_to(ROOT)
                     build_data["force_include"] |= {str(file): str(target / file.name) for file in libraries}
                     platform = sysconfig.get_platform().translate(str.maketrans("-.", "__"))
                     build_data["pure_python"], build_data["tag"] = False, f"py3-none-{platform}"
             except OSError as error:
                 self.app.display_warning(format_warning(error))
+
+        def finalize(self, _version: str, _build_data: dict[str, Any], _artifact_path: str) -> None:
+            if self.folder is not None:
+                self.folder.cleanup()
 
     return KernelHook
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from paths import ROOT
@@ -56,3 +58,14 @@ def test_failed_build_reports_the_reason_and_deletes_outdated_libraries(clone: P
     (clone / "service" / "one.cpp").write_text("no C++")
     assert "g++ failed" in build(clone)
     assert not list(clone.glob("service/core/native/*.so"))
+
+
+def test_wheel_has_the_libraries_where_the_service_loads_them(clone: Path) -> None:
+    script = runpy.run_path(str(clone / "hatch_build.py"))
+    hook = script["get_build_hook"]()(str(clone), {}, None, None, str(clone), "wheel")
+    build_data: dict[str, Any] = {"force_include": {}}
+    hook.initialize("standard", build_data)
+    hook.finalize("standard", build_data, "")
+    expected = {str(variant.library_path.relative_to(clone)) for variant in script["VARIANTS"]["list_variants"]()}
+    assert set(build_data["force_include"].values()) == expected
+    assert all(Path(target).parent == Path("service/core/native") for target in expected)
