@@ -101,7 +101,8 @@ def read_micromanager_positions(
     names |= {"Z": ("z", "SliceIndex"), "C": ("channel", "ChannelIndex")}
     values = []
     for page in pages:
-        tags = page.aspage().tags.valueof(_MICROMANAGER_TAG) or {}
+        page_metadata = page.aspage().tags.valueof(_MICROMANAGER_TAG)
+        tags = page_metadata if isinstance(page_metadata, dict) else {}
         named = tags.get("Axes") or {}
         values.append([named.get(names[axis][0], tags.get(names[axis][1], 0)) for axis in axes])
     positions = np.zeros((len(pages), len(axes)), np.int64)

@@ -28,6 +28,7 @@ from service.formats.tiff.planes.stored_image import (
     add_metadata,
     arrange_planes,
     count_stored_planes,
+    is_in_page_order,
     list_stored_planes,
     load_pages_at,
     make_choice_notes,
@@ -163,14 +164,16 @@ def _read_series(tiff: TiffFile, structure: Structure, kind: str, expected_count
         return replace(image, container=metadata.CONTAINER_NAMES[kind], metadata_problem=metadata_problem)
     series = max(candidates, key=lambda series: math.prod(series.shape))
     is_contiguous = series.dataoffset is not None
+    pages = (series.keyframe,) if is_contiguous else _require_all_pages(list(series))
     axes, shape = _get_dimensions(series)
+    if is_contiguous and len(structure.offsets) == expected_count and not is_in_page_order(tiff, structure):
+        is_contiguous, pages = False, page_loader.load_pages(tiff, structure, range(expected_count))
     image = StoredImage(
         container=metadata.CONTAINER_NAMES[kind],
         axes=axes,
         shape=shape,
-        pages=(series.keyframe,) if is_contiguous else _require_all_pages(list(series)),
+        pages=pages,
         is_contiguous=is_contiguous,
-        metadata_problem=metadata_problem if kind == "imagej" and 1 < expected_count < len(structure.offsets) else "",
         notes=make_choice_notes(len(candidates), series.name),
     )
     return add_metadata(image, tiff, kind)

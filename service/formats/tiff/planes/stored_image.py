@@ -165,7 +165,10 @@ def needs_own_order(tiff: TiffFile, structure: Structure, declared: DeclaredStac
     """
     if len(set(structure.layouts.values())) > 1:
         return declared.kind == "imagej" or tiff.pages.first.subifds is None
-    return declared.kind == "shaped" and 1 < len(structure.offsets) != declared.plane_count
+    page_count = len(structure.offsets)
+    if declared.kind == "shaped":
+        return 1 < page_count != declared.plane_count
+    return 1 < declared.plane_count < page_count
 
 
 def read_separate_pages(
@@ -183,10 +186,12 @@ def read_separate_pages(
     image_count, remainder = divmod(plane_count, expected_count)
     if plane_count == expected_count:
         image = replace(image, axes=axes + page_axes, shape=shape + page_shape)
-    elif len(described_counts) == 1 and expected_count > 1 and not remainder and selection.axes != "Z" + page_axes:
+    elif (
+        headers and described_counts == {expected_count} != {1} and not remainder and selection.axes != "Z" + page_axes
+    ):
         image = replace(image, axes=f"I{axes}{page_axes}", shape=(image_count, *shape, *page_shape))
     elif described_counts != {1}:
-        problem = f"its metadata ({container}) describes only a part of its {plane_count} planes"
+        problem = f"its metadata ({container}) contradicts its pages, because it describes only a part of them"
         image = replace(image, metadata_problem=problem)
     return add_metadata(image, tiff, kind)
 
@@ -234,6 +239,18 @@ def read_micromanager_pages(tiff: TiffFile, structure: Structure, selection: Sel
         image = add_metadata(read_plain_pages(tiff, structure), tiff, "mmstack")
         return replace(image, metadata_problem=problem)
     return arrange_planes(tiff, DeclaredStack("mmstack", axes, shape), positions, pages, selection)
+
+
+def is_in_page_order(tiff: TiffFile, structure: Structure) -> bool:
+    """Return whether the pixels of the last page are where they are in a file with contiguous pixels.
+
+    tifffile does not read the positions of the pages of large stacks.
+    """
+    if len(structure.offsets) == 1:
+        return True
+    first_page, last_index = tiff.pages.first, len(structure.offsets) - 1
+    (last_page,) = page_loader.load_pages(tiff, structure, [last_index])
+    return bool(last_page.dataoffsets[:1] == (first_page.dataoffsets[0] + last_index * first_page.nbytes,))
 
 
 def load_pages_at(tiff: TiffFile, structure: Structure, offsets: Sequence[int]) -> tuple[Page, ...]:

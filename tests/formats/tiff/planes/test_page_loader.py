@@ -76,6 +76,22 @@ def test_strips_of_a_page_may_be_scattered(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_pixels(path)[0], stack)
 
 
+@pytest.mark.parametrize("container", [{"imagej": True}, {}])
+def test_pixels_may_be_stored_in_another_order_than_the_pages(tmp_path: Path, container: dict[str, Any]) -> None:
+    path, stack = tmp_path / "stack.tif", noise(6, 8, 11)
+    tifffile.imwrite(path, stack, **container, photometric="minisblack", metadata={"axes": "ZYX"})
+    with tifffile.TiffFile(path) as tiff:
+        positions = [page.aspage().tags["StripOffsets"].valueoffset for page in tiff.pages]
+        offsets = [page.dataoffsets[0] for page in tiff.pages]
+        byteorder = tiff.byteorder
+    content = bytearray(path.read_bytes())
+    for position, offset in zip(positions[1:], offsets[:0:-1], strict=True):
+        content[position : position + 4] = np.array([offset], f"{byteorder}u4").tobytes()
+    path.write_bytes(content)
+
+    np.testing.assert_array_equal(read_pixels(path)[0], stack[[0, 5, 4, 3, 2, 1]])
+
+
 @pytest.mark.parametrize("other", [np.zeros((8, 16), np.uint16), np.zeros((8, 11), np.int16), noise(8, 11, 3)])
 @pytest.mark.parametrize("metadata", [{"metadata": None}, {}])
 def test_pages_of_another_size_or_type_are_named(tmp_path: Path, other: NDArray[Any], metadata: dict[str, Any]) -> None:
