@@ -42,16 +42,18 @@ def never_cancelled() -> bool:
 class Selection:
     """Part of a file to read, and overrides for its metadata.
 
-    channel     index or name; None: the only channel, or all channels that the model requires
-    time        index or range; None: the only time point. The time points of a range are read one at a time
-    axes        one letter from TZCYXS per dimension of the stored array; overrides the metadata of the file
-    voxel_size  overrides the metadata of the file
+    channel           index or name; None: the only channel, or all channels that the model requires
+    time              index or range; None: the only time point. The time points of a range are read one at a time
+    axes              one letter from TZCYXS per dimension of the stored array; overrides the metadata of the file
+    voxel_size        overrides the metadata of the file
+    allow_incomplete  whether to read files that have fewer planes than their metadata declares
     """
 
     channel: int | str | None = None
     time: int | TimeRange | None = None
     axes: str | None = None
     voxel_size: VoxelSize | None = None
+    allow_incomplete: bool = False
 
 
 class Extent(Protocol):

@@ -75,6 +75,11 @@ class Query(BaseModel):
         description="Voxel size Z,Y,X in micrometers. Overrides the metadata of the file.",
         examples=["0.5,0.2,0.2"],
     )
+    allow_incomplete: bool | None = Field(
+        default=None,
+        description="Whether to read a file that has fewer planes than its metadata declares, for example because the "
+        "acquisition was stopped early. A note then contains both numbers. Default: `false`.",
+    )
     sw_batch_size: int | None = Field(
         default=None, ge=1, description="Number of windows per batch. Default: the setting of the operator."
     )
@@ -246,7 +251,8 @@ class Query(BaseModel):
         channel = int(channel_name) if channel_name is not None and is_index(channel_name) else channel_name
         voxel_size = None if self.voxel_size is None else _parse_voxel_size(self.voxel_size)
         time = None if self.time is None else parse_time(self.time)
-        return Selection(channel, time, self.axes.upper() if self.axes else None, voxel_size)
+        axes = self.axes.upper() if self.axes else None
+        return Selection(channel, time, axes, voxel_size, bool(self.allow_incomplete))
 
     @cached_property
     def canonical_json(self) -> str:
@@ -264,16 +270,8 @@ class Query(BaseModel):
         )
         roi_size = None if self.roi_size is None else parse_roi_size(self.roi_size)
         window_options = self.sw_batch_size, self.overlap
-        return Options(
-            self.output,
-            *window_options,
-            diameter,
-            skip_below,
-            postprocessing,
-            roi_size,
-            bool(self.strict),
-            self.quality,
-        )
+        strict, quality = bool(self.strict), self.quality
+        return Options(self.output, *window_options, diameter, skip_below, postprocessing, roi_size, strict, quality)
 
 
 class SegmentationRequest(NamedTuple):

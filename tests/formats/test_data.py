@@ -45,6 +45,7 @@ EXPECTED_ERRORS: dict[str, type[RequestError]] = {
     "ome/181003_multi_pos_time_course_1_MMStack.ome.tif": AmbiguousAxes,
     "ome/multifile_companion/multifile.companion.ome": UnsupportedMedia,
     "stacks/plantseg_rgb_3D_c_raw_CZYX_as_QQYX.tif": AmbiguousAxes,
+    "stacks/shapes_multi_color.tif": BadFile,
     "stacks/shapes_tiled_multi.tif": AmbiguousAxes,
 }
 

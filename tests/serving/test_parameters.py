@@ -22,6 +22,8 @@ from service.serving.parameters import Query, describe_validation_errors
             Selection(2, 1, "TZCYX", VoxelSize(0.5, 0.2, 0.2)),
         ),
         ({"channel": "0"}, Selection(channel=0)),
+        ({"allow_incomplete": "true"}, Selection(allow_incomplete=True)),
+        ({"allow_incomplete": "false"}, Selection()),
         *(({"channel": name}, Selection(channel=name)) for name in ("DAPI", "-1", "²", "٣")),
         ({"channel": "all"}, Selection()),
         *(({"time": time}, Selection(time=3)) for time in ("3", 3)),

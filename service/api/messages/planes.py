@@ -82,9 +82,12 @@ def parse_selection(
             max_length=16, description="Axes of the stored array, such as TZCYX. Overrides the metadata of the file."
         ),
     ] = None,
+    allow_incomplete: Annotated[
+        bool | None, Query(description="Whether to read a file that has fewer planes than its metadata declares.")
+    ] = None,
 ) -> Selection:
     """Parse the query parameters that select the part of the file to read."""
-    return Selection(channel, time, axes.upper() if axes else None)
+    return Selection(channel, time, axes.upper() if axes else None, allow_incomplete=bool(allow_incomplete))
 
 
 SelectionQuery = Annotated[Selection, Depends(parse_selection)]

@@ -36,6 +36,10 @@ PARAMETERS = {
         "Z,Y,X",
         "Voxel size in micrometers, for example 0.5,0.2,0.2 (default: the voxel size in the metadata of the file)",
     ),
+    "allow_incomplete": (
+        "true|false",
+        "Read files that have fewer planes than their metadata declares (default: 'false')",
+    ),
     "diameter": (
         "DIAMETER",
         "Object diameter, for example 15px, 6.5um, or 7,15,15px along z, y, x; 'auto' estimates the diameter, and"

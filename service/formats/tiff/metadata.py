@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tifffile import TiffFile, TiffPage
+import numpy as np
+from tifffile import TiffFile, TiffFrame, TiffPage
 from tifffile.tifffile import shaped_description_metadata
 
 from service.core.quantities import TimeInterval
+from service.core.types import Array
 from service.formats import sampling
 from service.formats.sampling import Calibration, Resolution
 
@@ -23,17 +25,119 @@ CONTAINER_NAMES = {
     "scanimage": "ScanImage TIFF",
 }
 
+# Tag in which Micro-Manager stores the metadata of a plane.
+_MICROMANAGER_TAG = 51123
 
-def count_expected_planes(tiff: TiffFile, kind: str) -> int:
-    """Return the number of planes that the metadata declares, or 0 if it declares none."""
-    page = tiff.pages.first
-    if kind == "imagej":
-        metadata = tiff.imagej_metadata or {}
-        channels, slices, frames = (int(metadata.get(key, 1)) for key in ("channels", "slices", "frames"))
-        return slices * frames * (1 if channels == page.samplesperpixel else channels)
-    if kind == "shaped":
-        return int(math.prod(_read_shaped_metadata(page).get("shape", ()))) // max(1, page.size)
-    return 0
+
+def read_declared_dimensions(tiff: TiffFile, kind: str) -> tuple[str, tuple[int, ...]]:
+    """Return axes and lengths of the planes that the metadata declares, slowest first. ("", ()) if it declares none."""
+    match kind:
+        case "imagej":
+            return _read_imagej_dimensions(tiff)
+        case "shaped":
+            return _read_shaped_dimensions(tiff.pages.first)
+        case "mmstack":
+            return _read_micromanager_dimensions(tiff)
+        case _:
+            return "", ()
+
+
+def _read_imagej_dimensions(tiff: TiffFile) -> tuple[str, tuple[int, ...]]:
+    """Read the dimensions of a hyperstack. Channels that are samples of a pixel are not counted."""
+    metadata, page = tiff.imagej_metadata or {}, tiff.pages.first
+    lengths = {axis: int(metadata.get(key, 1)) for axis, key in (("T", "frames"), ("Z", "slices"), ("C", "channels"))}
+    if lengths["C"] == page.samplesperpixel:
+        lengths["C"] = 1
+    # ImageJ names the fastest axis first.
+    order = str(metadata.get("order", "czt")).upper()
+    axes = order[::-1] if sorted(order) == sorted("CZT") else "TZC"
+    return axes, tuple(lengths[axis] for axis in axes)
+
+
+def _read_shaped_dimensions(page: TiffPage) -> tuple[str, tuple[int, ...]]:
+    metadata = _read_shaped_metadata(page)
+    shape = tuple(int(n) for n in metadata.get("shape", ()))
+    axes = str(metadata.get("axes", ""))
+    axes = axes if len(axes) == len(shape) else "Q" * len(shape)
+    for count in range(len(shape) + 1):
+        if math.prod(shape[count:]) == page.size:
+            return axes[:count], shape[:count]
+    return "Q", (math.prod(shape) // max(1, page.size),)
+
+
+def _read_micromanager_dimensions(tiff: TiffFile) -> tuple[str, tuple[int, ...]]:
+    """Read the dimensions of a Micro-Manager stack. Only the positions on the stage that the file has are counted."""
+    axes = _get_micromanager_axes(tiff)
+    positions, _ = read_micromanager_index(tiff, axes)
+    return axes, _get_micromanager_shape(tiff, axes, positions)
+
+
+def _get_micromanager_axes(tiff: TiffFile) -> str:
+    """Return the axes of a Micro-Manager acquisition, slowest first, where R is the position on the stage."""
+    summary = read_micromanager_summary(tiff)
+    time_and_position = "TR" if summary.get("TimeFirst", True) else "RT"
+    return time_and_position + ("ZC" if summary.get("SlicesFirst", True) else "CZ")
+
+
+def _get_micromanager_shape(tiff: TiffFile, axes: str, positions: Array) -> tuple[int, ...]:
+    """Return the declared lengths, or the positions of the planes that the file has if they exceed them."""
+    summary = read_micromanager_summary(tiff)
+    intended = summary.get("IntendedDimensions") or {}
+    found = positions.max(axis=0, initial=-1) + 1
+    keys = {"T": ("time", "Frames"), "Z": ("z", "Slices"), "C": ("channel", "Channels")}
+    lengths = {axis: int(intended.get(ndtiff_key) or summary.get(key) or 1) for axis, (ndtiff_key, key) in keys.items()}
+    return tuple(max(lengths.get(axis, 1), int(length), 1) for axis, length in zip(axes, found, strict=True))
+
+
+def read_micromanager_positions(
+    tiff: TiffFile, pages: Sequence[TiffPage | TiffFrame]
+) -> tuple[str, tuple[int, ...], Array | None]:
+    """Read the position of each page from its own metadata: an NDTiff, or a file without an index of its planes.
+
+    Returns axes, declared lengths, and positions [n, axes], or None if pages have no positions or the same position.
+    """
+    axes = _get_micromanager_axes(tiff)
+    names = {"T": ("time", "FrameIndex"), "R": ("position", "PositionIndex")}
+    names |= {"Z": ("z", "SliceIndex"), "C": ("channel", "ChannelIndex")}
+    values = []
+    for page in pages:
+        page_metadata = page.aspage().tags.valueof(_MICROMANAGER_TAG)
+        tags = page_metadata if isinstance(page_metadata, dict) else {}
+        named = tags.get("Axes") or {}
+        values.append([named.get(names[axis][0], tags.get(names[axis][1], 0)) for axis in axes])
+    positions = np.zeros((len(pages), len(axes)), np.int64)
+    for axis, column in enumerate(zip(*values, strict=True)):
+        # Channels and stage positions may have names. Planes may have negative numbers.
+        numbers = {value: number for number, value in enumerate(dict.fromkeys(column))}
+        is_numeric = all(isinstance(value, int) for value in column)
+        first = min(column) if is_numeric and (min(column) < 0 or axes[axis] == "R") else 0
+        positions[:, axis] = [value - first if is_numeric else numbers[value] for value in column]
+    has_own_positions = len(np.unique(positions, axis=0)) == len(pages)
+    return axes, _get_micromanager_shape(tiff, axes, positions), positions if has_own_positions else None
+
+
+def read_micromanager_index(tiff: TiffFile, axes: str) -> tuple[Array, list[int]]:
+    """Return the positions [n, axes] of the planes in a Micro-Manager file, and the offsets of their pages.
+
+    The positions on the stage (R) are numbered from the first one in the file.
+    """
+    index_map = (tiff.micromanager_metadata or {}).get("IndexMap", np.empty((0, 5), np.uint32))
+    positions = index_map[:, ["CZTR".index(axis) for axis in axes]].astype(np.int64)
+    if "R" in axes and len(positions):
+        positions[:, axes.index("R")] -= positions[:, axes.index("R")].min()
+    return positions, index_map[:, 4].tolist()
+
+
+def read_shaped_headers(pages: Iterable[TiffPage | TiffFrame]) -> list[dict[str, Any]]:
+    """Read the description that tifffile wrote for an image, from each page that has one."""
+    headers = [_read_shaped_metadata(page.aspage()) for page in pages]
+    return [header for header in headers if "shape" in header]
+
+
+def get_container_name(tiff: TiffFile, kind: str) -> str:
+    """Return the name of a container."""
+    is_ndtiff = kind == "mmstack" and (tiff.micromanager_metadata or {}).get("MajorVersion")
+    return "NDTiff" if is_ndtiff else CONTAINER_NAMES[kind]
 
 
 def _read_shaped_metadata(page: TiffPage) -> dict[str, Any]:
@@ -82,12 +186,13 @@ def _read_metamorph_calibration(tiff: TiffFile) -> Calibration:
 
 
 def _read_micromanager_calibration(tiff: TiffFile) -> Calibration:
-    summary = _read_micromanager_summary(tiff)
+    summary = read_micromanager_summary(tiff)
     sizes = [summary.get(key) or None for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
     return sampling.parse_calibration(sizes, "um", "Micro-Manager metadata")
 
 
-def _read_micromanager_summary(tiff: TiffFile) -> Mapping[str, Any]:
+def read_micromanager_summary(tiff: TiffFile) -> Mapping[str, Any]:
+    """Return the summary of a Micro-Manager acquisition, or an empty mapping."""
     summary: Mapping[str, Any] = (tiff.micromanager_metadata or {}).get("Summary", {})
     return summary
 
@@ -106,7 +211,7 @@ def find_time_interval(tiff: TiffFile, kind: str) -> TimeInterval | None:
         case "lsm":
             return sampling.parse_time_interval((tiff.lsm_metadata or {}).get("TimeIntervall"), "s")
         case "mmstack":
-            summary = _read_micromanager_summary(tiff)
+            summary = read_micromanager_summary(tiff)
             return sampling.parse_time_interval(summary.get("Interval_ms"), "ms")
         case _:
             return None
@@ -118,7 +223,7 @@ def read_channel_names(tiff: TiffFile, kind: str) -> tuple[str, ...]:
     if kind == "lsm":
         names = _read_lsm_channels(tiff).get("ColorNames", ())
     if kind == "mmstack":
-        names = _read_micromanager_summary(tiff).get("ChNames", ())
+        names = read_micromanager_summary(tiff).get("ChNames", ())
     return tuple(str(name) for name in names) if isinstance(names, list | tuple) else ()
 
 
@@ -140,7 +245,7 @@ def _read_colors(tiff: TiffFile, kind: str) -> tuple[str, ...]:
             return tuple(_format_color(color[:3]) for color in _read_lsm_channels(tiff).get("Colors", ()))
         case "mmstack":
             # Signed 32-bit integers that consist of alpha, red, green and blue, from the highest to the lowest byte.
-            colors = _read_micromanager_summary(tiff).get("ChColors", ())
+            colors = read_micromanager_summary(tiff).get("ChColors", ())
             return tuple(f"#{int(color) & 0xFFFFFF:06x}" for color in colors)
         case _:
             return ()

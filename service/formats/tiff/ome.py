@@ -7,13 +7,21 @@ document type declarations, and never follows references to other files.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element, ParseError
 
+import numpy as np
 from defusedxml import DefusedXmlException  # type: ignore[import-untyped]
 from defusedxml.ElementTree import fromstring  # type: ignore[import-untyped]
+from tifffile import TiffPage
 
 from service.core.errors import BadFile
+from service.formats.tiff.planes import missing
+
+
+class InconsistentOme(BadFile):
+    """OME-XML that contradicts itself or the pages. Planes can be read without it if the request specifies axes."""
 
 
 class UnusableOme(Exception):
@@ -28,6 +36,8 @@ class OmeImage:
     shape                lengths along these axes; the length along C does not include the samples of a pixel
     samples_per_pixel    number of samples per pixel (3 for RGB)
     page_indices         index of the page of each plane, in C order of `shape`
+    declared_count       number of planes that the metadata declares
+    stored_count         number of planes that the file has; if it is smaller, `shape` is the complete part of the stack
     channel_names        name of each channel, or ""
     colors               Color attribute of each channel as written, or ""
     physical_sizes       PhysicalSizeZ, PhysicalSizeY and PhysicalSizeX as written, or ""
@@ -42,15 +52,39 @@ class OmeImage:
     size_x: int
     samples_per_pixel: int
     page_indices: tuple[int, ...]
+    declared_count: int
+    stored_count: int
     channel_names: tuple[str, ...]
     colors: tuple[str, ...]
     physical_sizes: tuple[str, ...]
     physical_size_units: tuple[str, ...]
     time_increment: tuple[str, str]
 
+    @property
+    def page_lengths(self) -> dict[str, int]:
+        """Declared lengths along the axes of a page."""
+        return {"Y": self.size_y, "X": self.size_x, "S": self.samples_per_pixel}
 
-def parse(ome_xml: str, page_count: int) -> list[OmeImage]:
+    def matches(self, page: TiffPage) -> bool:
+        """Return whether a page has the declared size."""
+        stored_lengths = dict(zip(page.axes, page.shape, strict=True))
+        return all(stored_lengths.get(axis, 1) == length for axis, length in self.page_lengths.items())
+
+
+def are_single_planes(images: Sequence[OmeImage]) -> bool:
+    """Return whether there are several images that consist of one plane each, and all have the same size."""
+    sizes = {(image.size_y, image.size_x, image.samples_per_pixel) for image in images}
+    return len(images) > 1 and len(sizes) == 1 and all(image.declared_count == 1 for image in images)
+
+
+def parse(ome_xml: str, page_count: int, page_samples: int = 1, *, allow_incomplete: bool = False) -> list[OmeImage]:
     """Parse the images of an OME-XML document, in document order.
+
+    Args:
+        ome_xml: the document
+        page_count: number of pages in the file
+        page_samples: samples per pixel of the first page, because the document does not have to specify them
+        allow_incomplete: whether the file may have fewer planes than the document declares
 
     Raises BadFile if the XML declares entities, contradicts itself, or declares planes that the file does not have.
     Raises UnusableOme if the XML is malformed, points to another file, or describes planes in other files.
@@ -66,10 +100,20 @@ def parse(ome_xml: str, page_count: int) -> list[OmeImage]:
             "its OME-XML describes a set of several files, and referenced files are never opened. To segment the"
             " whole image, export the set as one file"
         )
-    images = [_parse_image(element, page_count) for element in root if _get_local_name(element) == "Image"]
+    pages = _Pages(page_count, page_samples, allow_incomplete)
+    images = [_parse_image(element, pages) for element in root if _get_local_name(element) == "Image"]
     if not images:
         raise UnusableOme("its OME-XML does not describe an image")
     return images
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """Pages of the file, and whether there may be fewer of them than planes."""
+
+    count: int
+    samples: int
+    may_be_incomplete: bool
 
 
 def _parse_root(ome_xml: str) -> Element:
@@ -111,36 +155,41 @@ def _parse_integer(element: Element, attribute: str, default: int | None = None)
     except ValueError:
         value = -1
     if value < 0:
-        raise BadFile(
+        raise InconsistentOme(
             f"The OME-XML is damaged: {_get_local_name(element)} has the invalid value {attribute}={text!r}."
             " Export the file again."
         )
     return value
 
 
-def _parse_image(element: Element, page_count: int) -> OmeImage:
+def _parse_image(element: Element, pages: _Pages) -> OmeImage:
     children = _find_children(element, "Pixels")
     if len(children) != 1:
-        raise BadFile(
+        raise InconsistentOme(
             "The OME-XML is damaged: an Image element must have exactly one Pixels element. Export the file again."
         )
     pixels = children[0]
     order = pixels.get("DimensionOrder", "")
     if sorted(order) != sorted("XYZCT") or order[:2] != "XY":
-        raise BadFile(f"The OME-XML is damaged: DimensionOrder={order!r} is not valid. Export the file again.")
+        raise InconsistentOme(f"The OME-XML is damaged: DimensionOrder={order!r} is not valid. Export the file again.")
     channels = _find_children(pixels, "Channel")
-    samples_per_pixel = _count_samples(channels)
+    samples_per_pixel = _count_samples(channels, _parse_integer(pixels, "SizeC"), pages.samples)
     axes = order[:1:-1]
     shape = tuple(_parse_integer(pixels, f"Size{axis}") // (samples_per_pixel if axis == "C" else 1) for axis in axes)
-    _check_plane_count(math.prod(shape), page_count)
+    declared_count = math.prod(shape)
+    _check_plane_count(declared_count, pages)
+    page_by_plane = _parse_pages(_find_children(pixels, "TiffData"), axes, shape, pages)
+    used_shape, page_indices = _arrange_pages(page_by_plane, axes, shape, pages)
     return OmeImage(
         name=element.get("Name", ""),
         axes=axes,
-        shape=shape,
+        shape=used_shape,
         size_y=_parse_integer(pixels, "SizeY"),
         size_x=_parse_integer(pixels, "SizeX"),
         samples_per_pixel=samples_per_pixel,
-        page_indices=_parse_pages(_find_children(pixels, "TiffData"), axes, shape, page_count),
+        page_indices=page_indices,
+        declared_count=declared_count,
+        stored_count=len(page_by_plane),
         channel_names=tuple(channel.get("Name", "") for channel in channels),
         colors=tuple(channel.get("Color", "") for channel in channels),
         physical_sizes=tuple(pixels.get(f"PhysicalSize{axis}", "") for axis in "ZYX"),
@@ -149,56 +198,76 @@ def _parse_image(element: Element, page_count: int) -> OmeImage:
     )
 
 
-def _check_plane_count(plane_count: int, page_count: int) -> None:
+def _check_plane_count(plane_count: int, pages: _Pages) -> None:
     if plane_count == 0:
-        raise BadFile("The OME-XML is damaged: an image has no planes. Export the file again.")
-    if plane_count > page_count:
-        raise BadFile(
-            f"The OME-XML declares {plane_count} planes, but the file has {page_count} pages. The file is truncated"
-            " or is one of several files. Export the whole image as one file."
-        )
+        raise InconsistentOme("The OME-XML is damaged: an image has no planes. Export the file again.")
+    if plane_count > pages.count and not pages.may_be_incomplete:
+        raise missing.make_incomplete_error("OME-XML", plane_count, pages.count)
 
 
-def _count_samples(channels: list[Element]) -> int:
-    """Return the number of samples per pixel. Raises UnusableOme if channels have different numbers of samples."""
+def _count_samples(channels: list[Element], size_c: int, page_samples: int) -> int:
+    """Return the number of samples per pixel. Raises UnusableOme if channels have different numbers of samples.
+
+    SamplesPerPixel is optional. If no channel has more than one sample according to the document, the pages decide.
+    """
     sample_counts = {_parse_integer(channel, "SamplesPerPixel", 1) for channel in channels} or {1}
     if len(sample_counts) > 1:
         raise UnusableOme("its OME-XML has channels with different numbers of samples")
-    return max(1, *sample_counts)
+    sample_count = max(1, *sample_counts)
+    return page_samples if sample_count == 1 < page_samples and size_c % page_samples == 0 else sample_count
 
 
-def _parse_pages(elements: list[Element], axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, ...]:
-    """Return the index of the page of each plane. Raises BadFile unless each plane is assigned exactly one page."""
+def _parse_pages(elements: list[Element], axes: str, shape: tuple[int, ...], pages: _Pages) -> dict[int, int]:
+    """Return the index of the page of each plane. Raises BadFile if a plane is assigned two pages, or none."""
     plane_count = math.prod(shape)
-    if not elements and plane_count == page_count:
-        return tuple(range(plane_count))
-    pages: dict[int, int] = {}
+    if not elements and (plane_count == pages.count or pages.may_be_incomplete):
+        return {index: index for index in range(min(plane_count, pages.count))}
+    page_by_plane: dict[int, int] = {}
     for element in elements:
-        first_plane, first_page, count = _parse_tiff_data(element, axes, shape, page_count)
+        first_plane, first_page, count = _parse_tiff_data(element, axes, shape, pages)
         for plane in range(first_plane, first_plane + count):
-            if plane in pages:
-                raise BadFile(f"The OME-XML assigns plane {plane} to two pages. Export the file again.")
-            pages[plane] = first_page + plane - first_plane
-    if len(pages) < plane_count:
-        raise BadFile(
-            f"The OME-XML declares {plane_count} planes but assigns pages to {len(pages)} of them. Export the file"
-            " again."
+            if plane in page_by_plane:
+                raise InconsistentOme(f"The OME-XML assigns plane {plane} to two pages. Export the file again.")
+            page_by_plane[plane] = first_page + plane - first_plane
+    if len(page_by_plane) < plane_count and not pages.may_be_incomplete:
+        raise InconsistentOme(
+            f"The OME-XML declares {plane_count} planes but assigns pages to {len(page_by_plane)} of them. Export the"
+            " file again, or set allow_incomplete=true to use these planes.",
+            parameter="allow_incomplete",
+            suggested={"allow_incomplete": "true"},
         )
-    return tuple(pages[plane] for plane in range(plane_count))
+    return page_by_plane
 
 
-def _parse_tiff_data(element: Element, axes: str, shape: tuple[int, ...], page_count: int) -> tuple[int, int, int]:
+def _arrange_pages(
+    page_by_plane: dict[int, int], axes: str, shape: tuple[int, ...], pages: _Pages
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of the complete part of the stack, and the pages of its planes."""
+    plane_numbers = np.array(sorted(page_by_plane), np.int64)
+    lengths = shape
+    if len(plane_numbers) < math.prod(shape):
+        positions = np.stack(np.unravel_index(plane_numbers, shape), axis=1)
+        lengths = missing.crop_to_complete(axes, shape, positions)
+        if not all(lengths):
+            raise missing.make_incomplete_error("OME-XML", math.prod(shape), min(len(plane_numbers), pages.count))
+        plane_numbers = plane_numbers[(positions < np.array(lengths)).all(axis=1)]
+    return lengths, tuple(page_by_plane[plane] for plane in plane_numbers.tolist())
+
+
+def _parse_tiff_data(element: Element, axes: str, shape: tuple[int, ...], pages: _Pages) -> tuple[int, int, int]:
     """Return the first plane, its page, and the number of consecutive planes. Raises BadFile."""
     plane_count, first_plane = math.prod(shape), _parse_first_plane(element, axes, shape)
     first_page = _parse_integer(element, "IFD", 0)
     count = _parse_integer(
         element, "PlaneCount", _parse_integer(element, "NumPlanes", 0 if element.get("IFD") is None else 1)
     )
-    count = count or min(plane_count - first_plane, page_count - first_page)
-    if first_plane + count > plane_count or first_page + count > page_count:
-        raise BadFile(
+    count = count or min(plane_count - first_plane, pages.count - first_page)
+    if pages.may_be_incomplete and first_plane + count <= plane_count:
+        count = max(0, min(count, pages.count - first_page))
+    if first_plane + count > plane_count or count > max(0, pages.count - first_page):
+        raise InconsistentOme(
             f"The OME-XML assigns planes {first_plane} to {first_plane + count - 1} (of {plane_count}) to pages"
-            f" {first_page} to {first_page + count - 1}, but the file has {page_count} pages. The file is truncated or"
+            f" {first_page} to {first_page + count - 1}, but the file has {pages.count} pages. The file is truncated or"
             " damaged. Export it again."
         )
     return first_plane, first_page, count
@@ -209,7 +278,7 @@ def _parse_first_plane(element: Element, axes: str, shape: tuple[int, ...]) -> i
     for axis, length in zip(axes, shape, strict=True):
         index = _parse_integer(element, f"First{axis}", 0)
         if index >= length:
-            raise BadFile(
+            raise InconsistentOme(
                 f"The OME-XML is damaged: First{axis}={index}, but the length along {axis} is {length}."
                 " Export the file again."
             )

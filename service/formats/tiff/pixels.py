@@ -21,7 +21,8 @@ from service.formats import axes
 from service.formats.axes import Layout, StackPart
 from service.formats.placement import Placement, StoreBlock, check_size, get_native_dtype
 from service.formats.tiff.ifd import Structure
-from service.formats.tiff.series import Page, StoredImage, translate_errors
+from service.formats.tiff.planes.page_loader import Page, get_keyframe
+from service.formats.tiff.planes.stored_image import StoredImage, translate_errors
 
 _STRIP_BYTE_COUNTS_TAG = 279
 _TILE_BYTE_COUNTS_TAG = 325
@@ -43,7 +44,7 @@ def check_image(image: StoredImage, structure: Structure, layout: Layout, part: 
             "The planes in the file do not match the size of the stack in its metadata. Export the file again."
         )
     for index, page in enumerate(image.pages):
-        _check_page(image, page, index, structure)
+        _check_page(page, index, structure)
     # All time points have the same layout, so it is enough to check one.
     if locate(image, layout, replace(part, time=part.time or 0)) is None:
         _check_axes(image, layout)
@@ -61,16 +62,17 @@ def _check_axes(image: StoredImage, layout: Layout) -> None:
         )
 
 
-def _check_page(image: StoredImage, page: Page, index: int, structure: Structure) -> None:
-    if page is image.page and 0 in _read_byte_counts(page):
+def _check_page(page: Page, index: int, structure: Structure) -> None:
+    keyframe = get_keyframe(page)
+    if page is keyframe and 0 in _read_byte_counts(keyframe):
         raise BadFile(f"Plane {index} has no pixels in the file: its byte count is 0. Export the file again.")
-    if image.page.is_contiguous:
+    if keyframe.is_contiguous:
         if not page.dataoffsets:
             raise BadFile(f"Plane {index} has no pixels in the file. Export the file again.")
         byte_count = max(page.databytecounts[:1], default=0) if len(page.dataoffsets) == 1 else 0
-        _check_inside_file(page.dataoffsets[0] + max(image.page.nbytes, byte_count), structure, index)
+        _check_inside_file(page.dataoffsets[0] + max(keyframe.nbytes, byte_count), structure, index)
         return
-    segment_count = math.prod(image.page.chunked)
+    segment_count = math.prod(keyframe.chunked)
     if min(len(page.dataoffsets), len(page.databytecounts)) < segment_count or 0 in page.dataoffsets[:segment_count]:
         raise BadFile(
             f"Some of the {segment_count} strips or tiles of plane {index} are missing. Export the file again."
@@ -97,7 +99,8 @@ def _check_inside_file(end: int, structure: Structure, index: int) -> None:
 
 def locate(image: StoredImage, layout: Layout, part: StackPart) -> Placement | None:
     """Locate the selected pixels in the file. Return None if they are compressed or do not have constant strides."""
-    if part.time is None or not image.page.is_final or image.dtype.kind not in "uif":
+    is_final = all(page.is_final for page in image.keyframes)
+    if part.time is None or not is_final or image.dtype.kind not in "uif":
         return None
     page_offsets = [page.dataoffsets[0] for page in image.pages]
     page_distance = _find_page_distance(page_offsets)
@@ -118,11 +121,14 @@ def count_decoded_bytes(image: StoredImage, layout: Layout, part: StackPart) -> 
     """Return the number of bytes that `decode` decompresses or copies: whole tiles or pages."""
     if image.is_contiguous:
         return math.prod(layout.shape) * image.dtype.itemsize
-    page = image.page
-    # A page can be much smaller than its tiles.
-    tile_bytes = math.prod(page.chunked) * math.prod(page.chunks) * image.dtype.itemsize
-    page_bytes = tile_bytes if page.is_tiled else page.nbytes
+    page_bytes = max(_count_page_bytes(page) for page in image.keyframes)
     return page_bytes * sum(1 for _ in _iterate_pages(layout, part, _count_outer_axes(image, layout)))
+
+
+def _count_page_bytes(page: TiffPage) -> int:
+    # A page can be much smaller than its tiles.
+    tile_bytes = math.prod(page.chunked) * math.prod(page.chunks) * np.dtype(page.dtype).itemsize
+    return tile_bytes if page.is_tiled else page.nbytes
 
 
 def _find_page_distance(page_offsets: Sequence[int]) -> int | None:

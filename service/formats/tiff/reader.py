@@ -16,7 +16,7 @@ from service.formats.axes import Layout
 from service.formats.open_stack import OpenStack
 from service.formats.placement import Placement, StoreBlock
 from service.formats.tiff import ifd, metadata, pixels, series
-from service.formats.tiff.series import StoredImage
+from service.formats.tiff.planes.stored_image import StoredImage, translate_errors
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def open_stack(stream: BinaryIO, selection: Selection, limit_bytes: int) -> Open
     """
     structure = ifd.scan(stream)
     stream.seek(0)
-    with series.translate_errors("reading the tags"):
+    with translate_errors("reading the tags"):
         tiff = series.open_pages(stream)
-        image = series.find_image(tiff, structure, use_metadata=selection.axes is None)
+        image = series.find_image(tiff, structure, selection)
         layout = axes.resolve_axes(image.axes, image.shape, selection.axes, image.metadata_problem)
         channel_names = _get_channel_names(image, layout)
         part = axes.select_part(layout, channel_names, selection)
@@ -74,6 +74,8 @@ def _get_channel_colors(image: StoredImage, layout: Layout) -> tuple[str, ...]:
 def _get_channel_names(image: StoredImage, layout: Layout) -> tuple[str, ...]:
     """Return one name per channel and color sample, such as "DAPI" or "GFP red", or "" if the file has none."""
     channel_count, sample_count = layout.get_length("C"), layout.get_length("S")
+    if len(image.channel_names) == channel_count * sample_count and any(image.channel_names):
+        return image.channel_names
     channel_names = image.channel_names if len(image.channel_names) == channel_count else ("",) * channel_count
     sample_names = metadata.get_sample_names(image.page, sample_count) if sample_count > 1 else ("",)
     return tuple(f"{channel} {sample}".strip() for channel in channel_names for sample in sample_names)

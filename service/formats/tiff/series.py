@@ -8,96 +8,38 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import BinaryIO
 
 import numpy as np
-from tifffile import TIFF, TiffFile, TiffFrame, TiffPage, TiffPageSeries
+from tifffile import TIFF, TiffFile, TiffPage, TiffPageSeries
 
-from service.core.errors import BadFile, TooLarge
-from service.core.quantities import TimeInterval
+from service.core.errors import BadFile
+from service.core.types import Selection
 from service.formats import sampling
-from service.formats.sampling import Calibration
 from service.formats.tiff import metadata, ome
 from service.formats.tiff.ifd import Structure
-
-Page = TiffPage | TiffFrame
+from service.formats.tiff.planes import missing, page_loader
+from service.formats.tiff.planes.page_loader import Page, get_keyframe
+from service.formats.tiff.planes.stored_image import (
+    DeclaredStack,
+    StoredImage,
+    add_metadata,
+    arrange_planes,
+    count_stored_planes,
+    is_in_page_order,
+    list_stored_planes,
+    load_pages_at,
+    make_choice_notes,
+    needs_own_order,
+    read_micromanager_pages,
+    read_plain_pages,
+    read_separate_pages,
+)
 
 # tifffile logs defects and works around them. This module rejects files with defects instead.
 logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)
-
-# Errors that tifffile, its codecs and NumPy raise for damaged files.
-_DECODING_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    struct.error,
-)
-
-
-@dataclass(frozen=True)
-class StoredImage:
-    """One image as stored in the file.
-
-    axes              one letter per stored dimension, slowest first, including dimensions of length 1
-    shape             length of each stored dimension
-    pages             pages in C order of the leading dimensions, all with the same layout
-    is_contiguous     whether all pixels follow the first page's offset without gaps; if so, `pages` has only that page
-    metadata_problem  clause that explains why the container's metadata cannot be used, or ""
-    channel_names     channel names in the file; there may be fewer or more names than channels
-    colors            channel colors as in `Description.colours`; there may be fewer or more colors than channels
-    """
-
-    container: str
-    axes: str
-    shape: tuple[int, ...]
-    pages: tuple[Page, ...]
-    is_contiguous: bool = False
-    metadata_problem: str = ""
-    channel_names: tuple[str, ...] = ()
-    colors: tuple[str, ...] = ()
-    calibration: Calibration = sampling.UNKNOWN_CALIBRATION
-    time_interval: TimeInterval | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def page(self) -> TiffPage:
-        """Page whose tags apply to all pages."""
-        return _get_keyframe(self.pages)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of the pixels, in the byte order of the file."""
-        return np.dtype(self.page.dtype).newbyteorder(self.page.parent.byteorder)
-
-
-def _get_keyframe(pages: Sequence[Page]) -> TiffPage:
-    page = pages[0].keyframe
-    if page is None:
-        raise BadFile("The file is damaged: a page has no tags. Export it again.")
-    return page
-
-
-@contextmanager
-def translate_errors(activity: str) -> Iterator[None]:
-    """Translate errors from tifffile, its codecs and NumPy to BadFile, and MemoryError to TooLarge."""
-    try:
-        yield
-    except MemoryError as error:
-        raise TooLarge(
-            f"{activity.capitalize()} exceeds the memory limit for one file. Crop or downsample the stack."
-        ) from error
-    except _DECODING_ERRORS as error:
-        reason = " ".join(str(error).split())[:160]
-        raise BadFile(f"The file is damaged or not supported: {activity} failed ({reason or error!r}).") from error
 
 
 def open_pages(stream: BinaryIO) -> TiffFile:
@@ -106,46 +48,76 @@ def open_pages(stream: BinaryIO) -> TiffFile:
     return TiffFile(stream, name="stack.tif", is_ome=False, is_ndtiff=False, is_ndpi=False, is_eer=False)
 
 
-def find_image(tiff: TiffFile, structure: Structure, *, use_metadata: bool = True) -> StoredImage:
+def find_image(tiff: TiffFile, structure: Structure, selection: Selection) -> StoredImage:
     """Find the image in a file. If there are several, choose the largest, or the first of several equally large ones.
 
-    If `use_metadata` is false, a container whose metadata cannot be used is read as plain pages. Calls must be
+    If the selection has axes, a container whose metadata cannot be used is read as plain pages. Calls must be
     wrapped in `translate_errors`. Raises BadFile if planes are missing or differ, or the pixel type is not supported.
     """
-    image = _read_container(tiff, structure)
-    if image.metadata_problem and not use_metadata:
-        image = replace(_read_plain_pages(tiff, structure), container=image.container)
-    _check_same_layout([page.offset for page in image.pages], structure)
-    _check_decodable(image.page)
-    return replace(image, notes=(*image.notes, *metadata.get_pixel_value_notes(image.page)))
+    image = _read_container(tiff, structure, selection)
+    if image.metadata_problem and selection.axes is not None:
+        image = replace(read_plain_pages(tiff, structure), container=image.container)
+    if not image.is_contiguous:
+        image = replace(image, pages=page_loader.restore_own_tags(tiff, structure, image.pages))
+    for page in image.keyframes:
+        _check_decodable(page)
+    value_notes = dict.fromkeys(note for page in image.keyframes for note in metadata.get_pixel_value_notes(page))
+    return replace(image, notes=(*image.notes, *value_notes))
 
 
-def _read_container(tiff: TiffFile, structure: Structure) -> StoredImage:
+def _read_container(tiff: TiffFile, structure: Structure, selection: Selection) -> StoredImage:
     description = tiff.pages.first.description
     if tiff.is_mmstack:
-        return _read_with_tifffile(tiff, structure, "mmstack")
+        return _read_with_tifffile(tiff, structure, "mmstack", selection)
     if tiff.pages.first.is_ome:
-        try:
-            return _read_ome(tiff, structure, ome.parse(description, len(structure.offsets)))
-        except ome.UnusableOme as error:
-            return replace(_read_plain_pages(tiff, structure), container="OME-TIFF", metadata_problem=str(error))
+        return _read_ome(tiff, structure, selection)
     if "<OME" in description[:2000]:
         raise BadFile("The OME-XML in the file is truncated. Export the file again.")
+    if metadata.read_micromanager_summary(tiff):
+        return read_micromanager_pages(tiff, structure, selection)
     for kind in metadata.CONTAINER_NAMES:
         if getattr(tiff, f"is_{kind}"):
-            return _read_with_tifffile(tiff, structure, kind)
-    return _read_plain_pages(tiff, structure)
+            return _read_with_tifffile(tiff, structure, kind, selection)
+    return read_plain_pages(tiff, structure)
 
 
-def _read_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage]) -> StoredImage:
-    image = max(images, key=lambda image: math.prod(image.shape) * image.size_y * image.size_x)
-    pages = _get_pages(tiff, structure, image.page_indices)
-    page = _get_keyframe(pages)
-    stored_lengths = dict(zip(page.axes, page.shape, strict=True))
-    expected_lengths = {"Y": image.size_y, "X": image.size_x, "S": image.samples_per_pixel}
-    if any(stored_lengths.get(axis, 1) != length for axis, length in expected_lengths.items()):
+def _read_ome(tiff: TiffFile, structure: Structure, selection: Selection) -> StoredImage:
+    first_page = tiff.pages.first
+    try:
+        images = ome.parse(
+            first_page.description,
+            len(structure.offsets),
+            first_page.samplesperpixel,
+            allow_incomplete=selection.allow_incomplete,
+        )
+        image = max(images, key=lambda image: math.prod(image.shape) * image.size_y * image.size_x)
+        if selection.axes is not None and not image.matches(first_page):
+            return _read_unusable_ome(tiff, structure, "its OME-XML contradicts its pages")
+    except ome.InconsistentOme as error:
+        if selection.axes is None:
+            raise
+        return _read_unusable_ome(tiff, structure, str(error))
+    except ome.UnusableOme as error:
+        return _read_unusable_ome(tiff, structure, str(error))
+    return _read_ome_image(tiff, structure, images, image)
+
+
+def _read_unusable_ome(tiff: TiffFile, structure: Structure, problem: str) -> StoredImage:
+    return replace(read_plain_pages(tiff, structure), container="OME-TIFF", metadata_problem=problem)
+
+
+def _read_ome_image(
+    tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage], image: ome.OmeImage
+) -> StoredImage:
+    if ome.are_single_planes(images) and len(images) == page_loader.count_planes(tiff, structure):
+        problem = f"its OME-XML describes {len(images)} images of one plane each"
+        return _read_unusable_ome(tiff, structure, problem)
+    pages = page_loader.load_pages(tiff, structure, image.page_indices)
+    page = get_keyframe(pages[0])
+    if not image.matches(page):
+        stored_lengths = dict(zip(page.axes, page.shape, strict=True))
         raise BadFile(
-            f"The OME-XML declares planes of size {expected_lengths}, but the pages have the size"
+            f"The OME-XML declares planes of size {image.page_lengths}, but the pages have the size"
             f" {stored_lengths}. Export the file again."
         )
     return StoredImage(
@@ -157,36 +129,54 @@ def _read_ome(tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImag
         colors=tuple(map(metadata.parse_ome_color, image.colors)),
         calibration=sampling.parse_calibration(image.physical_sizes, image.physical_size_units, "OME-XML"),
         time_interval=sampling.parse_time_interval(*image.time_increment),
-        notes=_make_choice_notes(len(images), image.name),
+        notes=make_choice_notes(len(images), image.name) + _make_incomplete_notes(image),
     )
 
 
-def _read_with_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> StoredImage:
-    container = metadata.CONTAINER_NAMES[kind]
-    expected_count = metadata.count_expected_planes(tiff, kind)
-    _check_complete(tiff, structure, expected_count, container)
-    if kind == "imagej":
-        _check_same_layout(structure.offsets, structure)
+def _make_incomplete_notes(image: ome.OmeImage) -> tuple[str, ...]:
+    if image.stored_count == image.declared_count:
+        return ()
+    counts = image.declared_count, image.stored_count, len(image.page_indices)
+    return (missing.make_incomplete_note("OME-XML", *counts),)
+
+
+def _read_with_tifffile(tiff: TiffFile, structure: Structure, kind: str, selection: Selection) -> StoredImage:
+    declared = DeclaredStack(kind, *metadata.read_declared_dimensions(tiff, kind))
+    if kind == "mmstack":
+        positions, offsets = metadata.read_micromanager_index(tiff, declared.axes)
+        if len(positions) < declared.plane_count:
+            return arrange_planes(tiff, declared, positions, load_pages_at(tiff, structure, offsets), selection)
+    elif count_stored_planes(tiff, structure) < declared.plane_count:
+        stored_pages = list_stored_planes(tiff, structure)
+        positions = np.stack(np.unravel_index(np.arange(len(stored_pages)), declared.shape), axis=1)
+        return arrange_planes(tiff, declared, positions, stored_pages, selection)
+    if kind in {"imagej", "shaped"} and needs_own_order(tiff, structure, declared):
+        return read_separate_pages(tiff, structure, declared, selection)
+    return _read_series(tiff, structure, kind, declared.plane_count)
+
+
+def _read_series(tiff: TiffFile, structure: Structure, kind: str, expected_count: int) -> StoredImage:
+    """Return the largest image that tifffile finds in the file."""
     candidates = [series for series in _list_series(tiff, kind) if math.prod(series.shape)]
-    metadata_problem = f"its metadata ({container}) contradicts its pages"
+    metadata_problem = f"its metadata ({metadata.CONTAINER_NAMES[kind]}) contradicts its pages"
     if not candidates or candidates[0].kind != kind:
-        return replace(_read_plain_pages(tiff, structure), container=container, metadata_problem=metadata_problem)
+        image = read_plain_pages(tiff, structure)
+        return replace(image, container=metadata.CONTAINER_NAMES[kind], metadata_problem=metadata_problem)
     series = max(candidates, key=lambda series: math.prod(series.shape))
     is_contiguous = series.dataoffset is not None
+    pages = (series.keyframe,) if is_contiguous else _require_all_pages(list(series))
     axes, shape = _get_dimensions(series)
-    return StoredImage(
-        container=container,
+    if is_contiguous and len(structure.offsets) == expected_count and not is_in_page_order(tiff, structure):
+        is_contiguous, pages = False, page_loader.load_pages(tiff, structure, range(expected_count))
+    image = StoredImage(
+        container=metadata.CONTAINER_NAMES[kind],
         axes=axes,
         shape=shape,
-        pages=(series.keyframe,) if is_contiguous else _require_all_pages(list(series)),
+        pages=pages,
         is_contiguous=is_contiguous,
-        metadata_problem=metadata_problem if kind == "imagej" and 1 < expected_count < len(structure.offsets) else "",
-        channel_names=metadata.read_channel_names(tiff, kind),
-        colors=metadata.read_channel_colors(tiff, kind),
-        calibration=metadata.read_calibration(tiff, series.keyframe, kind),
-        time_interval=metadata.find_time_interval(tiff, kind),
-        notes=_make_choice_notes(len(candidates), series.name),
+        notes=make_choice_notes(len(candidates), series.name),
     )
+    return add_metadata(image, tiff, kind)
 
 
 # tifffile 2026.5 can select the kind of series and keep dimensions of length 1. The last version that supports
@@ -203,75 +193,12 @@ def _get_dimensions(series: TiffPageSeries) -> tuple[str, tuple[int, ...]]:
     return series.axes, tuple(series.shape)
 
 
-def _read_plain_pages(tiff: TiffFile, structure: Structure) -> StoredImage:
-    """Group pages with the same layout into images and return the largest. Reduced copies and masks are ignored."""
-    indices_by_layout: dict[bytes, list[int]] = {}
-    for index, offset in enumerate(structure.offsets):
-        indices_by_layout.setdefault(structure.layouts[offset], []).append(index)
-    images = [_get_pages(tiff, structure, indices) for indices in indices_by_layout.values()]
-    images = [
-        pages for pages in images if not (_get_keyframe(pages).is_reduced or _get_keyframe(pages).is_mask)
-    ] or images
-    pages = max(images, key=lambda pages: len(pages) * _count_pixels(_get_keyframe(pages)))
-    page, page_count = _get_keyframe(pages), len(pages)
-    return StoredImage(
-        container="TIFF",
-        axes="I" * (page_count > 1) + page.axes,
-        shape=(page_count,) * (page_count > 1) + page.shape,
-        pages=pages,
-        calibration=metadata.read_resolution(page).get_calibration(),
-        notes=_make_choice_notes(len(images), ""),
-    )
-
-
-def _make_choice_notes(image_count: int, image_name: str) -> tuple[str, ...]:
-    if image_count == 1:
-        return ()
-    return (
-        f"The file contains {image_count} images. The largest{f', {image_name!r},' if image_name else ''} is used.",
-    )
-
-
-def _count_pixels(page: TiffPage) -> int:
-    return math.prod(n for axis, n in zip(page.axes, page.shape, strict=True) if axis != "S")
-
-
-def _get_pages(tiff: TiffFile, structure: Structure, indices: Sequence[int]) -> tuple[Page, ...]:
-    _check_same_layout([structure.offsets[index] for index in indices], structure)
-    tiff.pages.useframes = True
-    tiff.pages.set_keyframe(indices[0])
-    return tuple(tiff.pages[index] for index in indices)
-
-
 def _require_all_pages(pages: Sequence[Page | None]) -> tuple[Page, ...]:
     present_pages = tuple(page for page in pages if page is not None)
     if len(present_pages) < len(pages):
         missing_count = len(pages) - len(present_pages)
         raise BadFile(f"The file lacks {missing_count} of {len(pages)} planes. Export the whole image as one file.")
     return present_pages
-
-
-def _check_complete(tiff: TiffFile, structure: Structure, expected_count: int, container: str) -> None:
-    """Raise BadFile if planes are missing. tifffile would read a truncated stack as a single plane."""
-    page, stored_count = tiff.pages.first, len(structure.offsets)
-    if stored_count == 1 and page.is_final and page.nbytes:
-        stored_count = max(1, (structure.size - page.dataoffsets[0]) // page.nbytes)
-    if expected_count > stored_count:
-        raise BadFile(
-            f"The metadata ({container}) declares {expected_count} planes, but the file has {stored_count}. The file is"
-            " truncated or damaged. Copy or export it again."
-        )
-
-
-def _check_same_layout(offsets: Sequence[int], structure: Structure) -> None:
-    """Raise BadFile if planes have different layouts. tifffile would decode all of them with the first one's tags."""
-    layout = structure.layouts.get(offsets[0])
-    for index, offset in enumerate(offsets):
-        if structure.layouts.get(offset, layout) != layout:
-            raise BadFile(
-                f"Plane {index} differs from the first plane in size, data type or compression. Save the stack again"
-                " with planes of the same size and type."
-            )
 
 
 def _check_decodable(page: TiffPage) -> None:

@@ -137,3 +137,40 @@ def test_renamed_single_file_is_accepted(root: str) -> None:
     planes = UUID_TIFFDATA.format(0, 0, "old-name.tif", 1) + UUID_TIFFDATA.format(1, 1, "old-name.tif", 1)
 
     assert ome.parse(make_xml(planes, sizes=TWO_PLANES, root=root), 2)[0].page_indices == (0, 1)
+
+
+RGB_SIZES = 'SizeX="8" SizeY="6" SizeZ="3" SizeC="3" SizeT="1"'
+
+
+@pytest.mark.parametrize(
+    "channels", ["", '<Channel ID="C:0"/>', '<Channel ID="C:0" SamplesPerPixel="1"/>', '<Channel ID="C:0"/>' * 3]
+)
+def test_pages_determine_the_number_of_samples_if_the_metadata_does_not(channels: str) -> None:
+    (image,) = ome.parse(make_xml(channels + "<TiffData/>", sizes=RGB_SIZES), 3, 3)
+
+    assert (image.shape, image.samples_per_pixel) == ((1, 1, 3), 3)
+
+
+def test_channels_in_separate_pages_are_not_samples() -> None:
+    (image,) = ome.parse(make_xml('<Channel ID="C:0"/>' * 3 + "<TiffData/>", sizes=RGB_SIZES), 9, 1)
+
+    assert (image.shape, image.samples_per_pixel) == ((1, 3, 3), 1)
+
+
+def test_missing_planes_are_allowed_on_request() -> None:
+    planes = "".join(f'<TiffData IFD="{page}" FirstC="{page % 2}" FirstZ="{page // 2}"/>' for page in range(6))
+    with pytest.raises(BadFile, match="declares 6 planes, but the file has 5"):
+        ome.parse(make_xml(planes), 5)
+
+    (image,) = ome.parse(make_xml(planes), 5, allow_incomplete=True)
+
+    assert (image.axes, image.shape, image.page_indices) == ("TCZ", (1, 2, 2), (0, 2, 1, 3))
+    assert (image.declared_count, image.stored_count) == (6, 5)
+
+
+def test_huge_number_of_missing_planes_takes_no_memory() -> None:
+    text = make_xml('<TiffData IFD="0" PlaneCount="5"/>', sizes=SIZES.replace('SizeZ="3"', 'SizeZ="2000000000"'))
+
+    (image,) = ome.parse(text, 5, allow_incomplete=True)
+
+    assert (image.shape, image.stored_count) == ((1, 1, 5), 5)

@@ -445,7 +445,7 @@ def test_planes_of_different_sizes_are_rejected(tmp_path: Path) -> None:
         writer.write(noise(8, 8), photometric="minisblack", metadata=None, description=description)
         writer.write(noise(8, 16), photometric="minisblack", metadata=None)
 
-    with pytest.raises(BadFile, match="Plane 1 differs from the first plane"):
+    with pytest.raises(BadFile, match=r"page 0: 8 x 8 pixels of type uint16; page 1: 8 x 16 pixels"):
         stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
 
 
@@ -519,3 +519,72 @@ def test_files_referenced_by_ome_xml_are_never_opened(tmp_path: Path, opened_pat
     np.testing.assert_array_equal(stack[0], noise(3, 9, 11))
     assert not any("secret" in name for name in opened_paths)
     assert {name for name in opened_paths if str(tmp_path) in name} == {str(path)}
+
+
+@pytest.mark.parametrize("axes", [None, "ZYXS"])
+def test_ome_does_not_have_to_specify_the_samples_per_pixel(tmp_path: Path, axes: str | None) -> None:
+    path, stack = tmp_path / "rgb.ome.tif", noise(4, 9, 11, 3, dtype="uint8")
+    tifffile.imwrite(path, stack, ome=True, photometric="rgb", metadata={"axes": "ZYXS"})
+    with tifffile.TiffFile(path) as tiff:
+        xml = tiff.ome_metadata or ""
+    without_samples = xml.replace(' SamplesPerPixel="3"', "")
+    assert without_samples != xml
+    tifffile.imwrite(path, stack, photometric="rgb", metadata=None, description=without_samples.encode())
+
+    assert stack_reader.inspect(path, Selection(axes=axes), LIMIT).channels == ("red", "green", "blue")
+    np.testing.assert_array_equal(read_pixels(path, Selection(axes=axes)), np.moveaxis(stack, -1, 0))
+
+
+@pytest.mark.parametrize("change", [("XYZCT", "XYZ"), ('SizeX="11"', 'SizeX="12"'), ('SizeZ="5"', 'SizeZ="4"')])
+def test_axes_override_ome_xml_that_contradicts_the_pages(tmp_path: Path, change: tuple[str, str]) -> None:
+    path, stack = tmp_path / "stack.ome.tif", noise(5, 9, 11)
+    tifffile.imwrite(path, stack, ome=True, photometric="minisblack", metadata={"axes": "ZYX"})
+    with tifffile.TiffFile(path) as tiff:
+        xml = (tiff.ome_metadata or "").replace("XYCZT", "XYZCT").replace(*change)
+    tifffile.imwrite(path, stack, photometric="minisblack", metadata=None, description=xml.encode())
+
+    with pytest.raises(BadFile, match="OME-XML"):
+        stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
+    np.testing.assert_array_equal(read_pixels(path, Selection(axes="ZYX"))[0], stack)
+
+
+def test_ome_images_of_one_plane_each_are_not_reduced_to_the_first(tmp_path: Path) -> None:
+    path, stack = tmp_path / "stack.ome.tif", noise(5, 9, 11)
+    with tifffile.TiffWriter(path, ome=True) as writer:
+        for plane in stack:
+            writer.write(plane, photometric="minisblack")
+
+    with pytest.raises(AmbiguousAxes, match=r"5 images of one plane each.*axes=ZYX"):
+        stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
+    np.testing.assert_array_equal(read_pixels(path, Selection(axes="ZYX"))[0], stack)
+
+
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (4, 3), (1, 7)])
+@pytest.mark.parametrize("compression", [None, "zlib"])
+def test_stacks_in_one_file_are_not_reduced_to_the_largest(
+    tmp_path: Path, lengths: tuple[int, ...], compression: str | None
+) -> None:
+    path, stack = tmp_path / "stacks.tif", noise(sum(lengths), 9, 11)
+    with tifffile.TiffWriter(path) as writer:
+        for index, part in enumerate(np.split(stack, np.cumsum(lengths)[:-1])):
+            writer.write(part, photometric="minisblack", compression=compression if index else None)
+
+    with pytest.raises(AmbiguousAxes, match="axes="):
+        stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
+    np.testing.assert_array_equal(read_pixels(path, Selection(axes="ZYX"))[0], stack)
+    if len(set(lengths)) == 1:
+        np.testing.assert_array_equal(read_pixels(path, Selection(axes="TZYX", time=1))[0], stack[4:8])
+
+
+@pytest.mark.parametrize("compressions", [(None, "zlib"), ("zlib", None, "lzw")])
+def test_imagej_pages_may_differ_in_compression(tmp_path: Path, compressions: tuple[str | None, ...]) -> None:
+    path, stack = tmp_path / "stack.tif", noise(6, 9, 11)
+    with tifffile.TiffWriter(path) as writer:
+        for index, plane in enumerate(stack):
+            description = "" if index else "ImageJ=1.54f\nimages=6\nslices=3\nchannels=2\n"
+            compression = compressions[index % len(compressions)]
+            writer.write(
+                plane, photometric="minisblack", metadata=None, description=description, compression=compression
+            )
+
+    np.testing.assert_array_equal(read_pixels(path), stack.reshape(3, 2, 9, 11).swapaxes(0, 1))

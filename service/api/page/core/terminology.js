@@ -7,6 +7,7 @@ export const SETTING_TITLES = {
   time: "Time point",
   axes: "Axes",
   voxel_size: "Voxel size",
+  allow_incomplete: "Missing planes",
   diameter: "Object diameter",
   threshold: "Foreground threshold",
   minimum_size: "Minimum object size",
@@ -21,6 +22,7 @@ const DISPLAYED_VALUES = {
   "diameter=none": "original resolution",
   "diameter=auto": "estimated from the stack",
   "voxel_size=Z,Y,X": "",
+  "allow_incomplete=true": "use the planes that are present",
 };
 const PARAMETER_PATTERN = new RegExp(`\\b(${Object.keys(SETTING_TITLES).join("|")})=((?:[\\w:-]|[.,](?=\\w))*)`, "g");
 const ZYX_LENGTHS_PATTERN = /([\d.]+),([\d.]+),([\d.]+)(px|um)\b/g;

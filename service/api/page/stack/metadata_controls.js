@@ -83,6 +83,25 @@ export class MetadataControls {
     return true;
   }
 
+  /**
+   * Ask the user whether to use the planes that are present, if the file lacks some.
+   * @param {import("../core/requests.js").Problem} problem
+   * @returns {boolean} false if the problem is not caused by missing planes
+   */
+  askForIncompleteStack(problem) {
+    const allow_incomplete = problem.suggestedValues.allow_incomplete;
+    if (!allow_incomplete) return false;
+    redraw(this.root, () => [
+      element(
+        "div",
+        { class: "question", role: "group", "aria-label": "Missing planes" },
+        element("p", {}, problem.message),
+        button("Use the planes that are present", () => this.changeParameters({ allow_incomplete }), "secondary"),
+      ),
+    ]);
+    return true;
+  }
+
   /** @param {Description} file @returns {import("../core/elements.js").Child[]} */
   #createControls(file) {
     const controls = [];

@@ -234,14 +234,15 @@ export class SettingsView extends EventTarget {
     this.estimateText.textContent = problem ?? (estimate ? describeEstimate(estimate, inspection.seconds) : "");
   }
 
-  /** Show why the service cannot read the stack, and offer to set its axes. @param {Problem} problem */
+  /** Show why the service cannot read the stack, and offer to set its axes or to use it without the missing planes. @param {Problem} problem */
   showProblem(problem) {
     this.runButton.disabled = true;
     // Before the first successful inspection, the side panel shows the message.
     this.estimateText.textContent = this.inspection ? problem.message : "";
     this.estimateText.classList.add("warning-text");
-    const isAxesProblem = this.metadata.askForAxes(problem, this.parameters);
-    if (!this.inspection) this.settings.hidden = !isAxesProblem;
+    const isAnswerable =
+      this.metadata.askForIncompleteStack(problem) || this.metadata.askForAxes(problem, this.parameters);
+    if (!this.inspection) this.settings.hidden = !isAnswerable;
   }
 
   /** Show an example of the objects that a model segments. @param {Model | undefined} model */

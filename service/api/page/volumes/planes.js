@@ -131,9 +131,10 @@ export async function fetchMiddlePlane({ url, parameters, fullShape }, maxEdge, 
  * @param {import("openapi").Description} file @param {Record<string, unknown>} parameters of the request
  * @param {number | string | undefined} time time point, used if the file has more than one @param {number | string | undefined} channel index or name
  */
-export function makePlaneParameters(file, { axes }, time, channel) {
+export function makePlaneParameters(file, { axes, allow_incomplete }, time, channel) {
   const index = file.channels.indexOf(String(channel ?? ""));
-  return { channel: index >= 0 ? index : (channel ?? 0), time: file.times > 1 ? (time ?? 0) : undefined, axes };
+  const timeIndex = file.times > 1 ? (time ?? 0) : undefined;
+  return { channel: index >= 0 ? index : (channel ?? 0), time: timeIndex, axes, allow_incomplete };
 }
 
 /**
