@@ -162,6 +162,11 @@ def _read_series(tiff: TiffFile, structure: Structure, kind: str, expected_count
     if not candidates or candidates[0].kind != kind:
         image = read_plain_pages(tiff, structure)
         return replace(image, container=metadata.CONTAINER_NAMES[kind], metadata_problem=metadata_problem)
+    # An index of planes may list only a part of the pages.
+    described_count = sum(math.prod(series.shape) // max(1, series.keyframe.size) for series in candidates)
+    if described_count < page_loader.count_planes(tiff, structure):
+        image = add_metadata(read_plain_pages(tiff, structure), tiff, kind)
+        return replace(image, metadata_problem=metadata_problem)
     series = max(candidates, key=lambda series: math.prod(series.shape))
     is_contiguous = series.dataoffset is not None
     pages = (series.keyframe,) if is_contiguous else _require_all_pages(list(series))

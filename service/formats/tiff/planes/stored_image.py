@@ -248,8 +248,8 @@ def is_in_page_order(tiff: TiffFile, structure: Structure) -> bool:
     """
     if len(structure.offsets) == 1:
         return True
-    first_page, last_index = tiff.pages.first, len(structure.offsets) - 1
-    (last_page,) = page_loader.load_pages(tiff, structure, [last_index])
+    last_index = len(structure.offsets) - 1
+    first_page, last_page = page_loader.load_pages(tiff, structure, [0, last_index])
     return bool(last_page.dataoffsets[:1] == (first_page.dataoffsets[0] + last_index * first_page.nbytes,))
 
 

@@ -15,7 +15,7 @@ import tifffile
 from numpy.typing import NDArray
 from pixels import noise
 
-from service.core.errors import BadFile
+from service.core.errors import AmbiguousAxes, BadFile
 from service.core.types import Selection
 from service.formats import stack_reader
 from service.formats.tiff.planes import missing
@@ -124,6 +124,33 @@ def test_complete_micromanager_files_are_read(tmp_path: Path, header: str) -> No
 
     np.testing.assert_array_equal(volume.read_all()[0], STACK)
     assert not any("planes, but" in note for note in volume.notes)
+
+
+def test_pages_that_the_index_of_micromanager_does_not_list_are_not_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "stack.tif"
+    write_micromanager(path, {**SUMMARY, "Slices": 9})
+    content = bytearray(path.read_bytes())
+    index_offset = struct.unpack_from("<I", content, 12)[0]
+    struct.pack_into("<I", content, index_offset + 4, 9)
+    path.write_bytes(content)
+
+    with pytest.raises(AmbiguousAxes, match=r"contradicts its pages.*12 x 8 x 11"):
+        stack_reader.inspect(path, Selection(), LIMIT)
+    np.testing.assert_array_equal(stack_reader.read(path, Selection(axes="ZYX"), LIMIT).read_all()[0], STACK)
+
+
+def test_ndtiff_channels_are_read_in_the_order_of_their_positions(tmp_path: Path) -> None:
+    path, stack = tmp_path / "stack.tif", noise(6, 8, 11)
+    write_micromanager(path, {"Slices": 3, "Channels": 2}, stack, header="ndtiff")
+    content = path.read_bytes()
+    for z in range(6):
+        old = json.dumps({"Axes": {"z": z, "channel": "DAPI"}}).encode()
+        content = content.replace(old, json.dumps({"Axes": {"z": z // 2, "channel": f"Ch_{z % 2}"}}).encode())
+    path.write_bytes(content)
+
+    np.testing.assert_array_equal(
+        stack_reader.read(path, Selection(), LIMIT).read_all(), stack.reshape(3, 2, 8, 11).swapaxes(0, 1)
+    )
 
 
 def test_complete_time_points_are_used(tmp_path: Path) -> None:
