@@ -21,7 +21,7 @@ from service.core.errors import BadFile, TooLarge
 from service.core.quantities import TimeInterval
 from service.formats import sampling
 from service.formats.sampling import Calibration
-from service.formats.tiff import metadata, ome
+from service.formats.tiff import calibration, metadata, ome
 from service.formats.tiff.ifd import Structure
 
 Page = TiffPage | TiffFrame
@@ -114,10 +114,21 @@ def find_image(tiff: TiffFile, structure: Structure, *, use_metadata: bool = Tru
     """
     image = _read_container(tiff, structure)
     if image.metadata_problem and not use_metadata:
-        image = replace(_read_plain_pages(tiff, structure), container=image.container)
+        names, colors, interval = metadata.find_details(tiff)
+        image = replace(
+            _read_plain_pages(tiff, structure),
+            container=image.container,
+            channel_names=names,
+            colors=colors,
+            time_interval=interval,
+        )
     _check_same_layout([page.offset for page in image.pages], structure)
     _check_decodable(image.page)
-    return replace(image, notes=(*image.notes, *metadata.get_pixel_value_notes(image.page)))
+    return replace(
+        image,
+        calibration=calibration.find_calibration(tiff, image.page, image.calibration),
+        notes=(*image.notes, *metadata.get_pixel_value_notes(image.page)),
+    )
 
 
 def _read_container(tiff: TiffFile, structure: Structure) -> StoredImage:
@@ -183,7 +194,7 @@ def _read_with_tifffile(tiff: TiffFile, structure: Structure, kind: str) -> Stor
         metadata_problem=metadata_problem if kind == "imagej" and 1 < expected_count < len(structure.offsets) else "",
         channel_names=metadata.read_channel_names(tiff, kind),
         colors=metadata.read_channel_colors(tiff, kind),
-        calibration=metadata.read_calibration(tiff, series.keyframe, kind),
+        calibration=calibration.read_container_calibration(tiff, series.keyframe, kind),
         time_interval=metadata.find_time_interval(tiff, kind),
         notes=_make_choice_notes(len(candidates), series.name),
     )
@@ -219,7 +230,6 @@ def _read_plain_pages(tiff: TiffFile, structure: Structure) -> StoredImage:
         axes="I" * (page_count > 1) + page.axes,
         shape=(page_count,) * (page_count > 1) + page.shape,
         pages=pages,
-        calibration=metadata.read_resolution(page).get_calibration(),
         notes=_make_choice_notes(len(images), ""),
     )
 
