@@ -20,7 +20,7 @@ import zarr
 from service.core.files.atomic_files import write_atomically
 from service.core.types import Array, Segmentation
 from service.formats.tiff.writer import NO_PROVENANCE, PROVENANCE_NAMESPACE
-from service.formats.zarr.store import find_labeled_image
+from service.formats.zarr.store import METADATA_NAMES, find_labeled_image
 
 OME_VERSIONS = {2: "0.4", 3: "0.5"}
 # Shapes along z, y, x. A shard is one file with several chunks and is held in memory while it is being written.
@@ -128,6 +128,7 @@ def open_level(path: Path, level_number: int) -> Any:
 
 def finish(path: Path) -> None:
     """Rename the store created by `create` to its final name, and add it to the list of labels of its image, if any."""
+    _store_empty_chunks(get_partial_path(path))
     if path.exists():
         shutil.rmtree(path)
     get_partial_path(path).rename(path)
@@ -135,6 +136,15 @@ def finish(path: Path) -> None:
     if image is not None:
         zarr_format: Literal[2, 3] = 3 if (image / "zarr.json").exists() else 2
         _register_label(zarr.open_group(path.parent, mode="a", zarr_format=zarr_format), path.name, zarr_format)
+
+
+def _store_empty_chunks(store: Path) -> None:
+    """Store one chunk in each level without objects. Otherwise, readers could not tell the level from a lost one."""
+    for level in filter(Path.is_dir, store.iterdir()):
+        if not any(file.is_file() and file.name not in METADATA_NAMES for file in level.rglob("*")):
+            with zarr.config.set({"array.write_empty_chunks": True}):
+                array: Any = zarr.open_array(level, mode="r+")
+                array[(slice(1),) * array.ndim] = 0
 
 
 def get_partial_path(path: Path) -> Path:
