@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
@@ -17,9 +17,12 @@ from zipfile import ZIP_STORED, ZipFile
 import numpy as np
 import zarr
 
+from service.core.errors import BadParameter
 from service.core.files.atomic_files import write_atomically
 from service.core.types import Array, Segmentation
 from service.formats.tiff.writer import NO_PROVENANCE, PROVENANCE_NAMESPACE
+from service.formats.zarr import labeled_image as labeled_images
+from service.formats.zarr.labeled_image import LabeledImage
 from service.formats.zarr.store import METADATA_NAMES, find_labeled_image
 
 OME_VERSIONS = {2: "0.4", 3: "0.5"}
@@ -100,9 +103,16 @@ def create(segmentation: Segmentation, path: Path, provenance: Mapping[str, str]
     """Create a store without pixels for labels, classes or probabilities at `get_partial_path(path)`.
 
     Only the shape and dtype of `segmentation.pixels` are used. An existing store is replaced when the new one is
-    finished. See `write` for `provenance`.
+    finished. Labels in the `labels` group of an image have its resolutions and coordinate system. See `write` for
+    `provenance`. Raises BadParameter for probabilities in such a group.
     """
     image = find_labeled_image(path)
+    if image is not None and segmentation.pixels.dtype.kind not in "ui":
+        raise BadParameter(
+            f"{path.name} is in the `labels` group of an OME-Zarr image, which may contain only integers, not"
+            f" {segmentation.kind}. Write a separate store instead."
+        )
+    labeled_image = None if image is None else labeled_images.read(image, segmentation)
     zarr_format: Literal[2, 3] = 2 if image is not None and not (image / "zarr.json").exists() else 3
     temporary_path = get_partial_path(path)
     path.parent.mkdir(exist_ok=True)
@@ -110,12 +120,12 @@ def create(segmentation: Segmentation, path: Path, provenance: Mapping[str, str]
     group = zarr.open_group(temporary_path, mode="w-", zarr_format=zarr_format)
     levels = [
         _create_level(group, level_number, segmentation, steps)
-        for level_number, steps in enumerate(_choose_steps(segmentation))
+        for level_number, steps in enumerate(labeled_image.steps if labeled_image else _choose_steps(segmentation))
     ]
-    datasets = [_describe_level(level_number, segmentation, level.steps) for level_number, level in enumerate(levels)]
-    group.attrs.update(
-        _make_ome_attributes(segmentation, datasets, zarr_format, path.name, is_in_image=image is not None)
+    multiscales = {"name": path.name, "type": "nearest"} | (
+        _copy_coordinates(labeled_image) if labeled_image else _describe_coordinates(segmentation, levels)
     )
+    group.attrs.update(_make_ome_attributes(segmentation, multiscales, zarr_format, is_in_image=image is not None))
     if provenance:
         group.attrs[PROVENANCE_NAMESPACE] = dict(provenance)
     return levels
@@ -191,25 +201,38 @@ def _create_level(group: Any, level_number: int, segmentation: Segmentation, ste
     return Level(array, steps, block_shape)
 
 
-def _describe_level(level_number: int, segmentation: Segmentation, steps: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the metadata of one resolution."""
-    scale = dict(zip("ZYX", np.multiply(steps, tuple(segmentation.voxel_size or (1, 1, 1))).tolist(), strict=True))
-    if segmentation.time_interval is not None:
-        scale["T"] = segmentation.time_interval.length
-    factors = [float(scale.get(axis, 1)) for axis in segmentation.axes]
-    return {"path": str(level_number), "coordinateTransformations": [{"type": "scale", "scale": factors}]}
+def _copy_coordinates(image: LabeledImage) -> dict[str, Any]:
+    """Return the axes and the transformations of an image for its labels."""
+    datasets = [
+        {"path": str(level_number), "coordinateTransformations": transformations}
+        for level_number, transformations in enumerate(image.transformations)
+    ]
+    common = {"coordinateTransformations": image.common} if image.common else {}
+    return {"axes": image.axes, "datasets": datasets} | common
+
+
+def _describe_coordinates(segmentation: Segmentation, levels: Sequence[Level]) -> dict[str, Any]:
+    """Return the axes and the transformations for the voxel size of a segmentation."""
+    datasets = []
+    for level_number, level in enumerate(levels):
+        voxel_size = tuple(segmentation.voxel_size or (1, 1, 1))
+        scale = dict(zip("ZYX", np.multiply(level.steps, voxel_size).tolist(), strict=True))
+        if segmentation.time_interval is not None:
+            scale["T"] = segmentation.time_interval.length
+        factors = [float(scale.get(axis, 1)) for axis in segmentation.axes]
+        transformations = [{"type": "scale", "scale": factors}]
+        datasets.append({"path": str(level_number), "coordinateTransformations": transformations})
+    return {"axes": _describe_axes(segmentation), "datasets": datasets}
 
 
 _V2_KEY_ENCODING = {"chunk_key_encoding": {"name": "v2", "separator": "/"}}
 
 
 def _make_ome_attributes(
-    segmentation: Segmentation, datasets: list[dict[str, Any]], zarr_format: int, name: str, *, is_in_image: bool
+    segmentation: Segmentation, multiscales: dict[str, Any], zarr_format: int, *, is_in_image: bool
 ) -> dict[str, Any]:
     """Return the OME attributes of the group."""
     version_attribute = {"version": OME_VERSIONS[zarr_format]}
-    axes = _describe_axes(segmentation)
-    multiscales = {"name": name, "axes": axes, "datasets": datasets, "type": "nearest"}
     ome: dict[str, Any] = {"multiscales": [multiscales | (version_attribute if zarr_format == 2 else {})]}
     if segmentation.kind == "probabilities":
         ome["omero"] = {"channels": [_describe_channel(label) for label in segmentation.names]}
