@@ -72,7 +72,9 @@ def make_nifti_header(volume: Volume) -> bytes:
     struct.pack_into("<8f", header, 76, 1.0, step_x, step_y, step_z, 1.0, 1.0, 1.0, 1.0)
     struct.pack_into("<3f", header, 108, _HEADER_BYTES, 1.0, 0.0)
     header[123] = 0 if voxel_size is None else _MICROMETER_UNIT
-    struct.pack_into("<h", header, 254, _SCANNER_COORDINATES)
+    # Both orientations, as a quaternion without rotation and as a matrix, because some programs read only one of them.
+    # x, y and z increase with the indices. Programs based on nibabel therefore show the pixels in the stored order.
+    struct.pack_into("<2h", header, 252, _SCANNER_COORDINATES, _SCANNER_COORDINATES)
     for row, step in enumerate((step_x, step_y, step_z)):
         struct.pack_into("<f", header, 280 + 20 * row, step)
     header[344:348] = b"n+1\0"

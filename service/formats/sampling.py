@@ -7,8 +7,8 @@ positive number in a known unit is treated as unknown. A note informs the user i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from service.core.quantities import PLAUSIBLE_LENGTHS, TimeInterval, VoxelSize
@@ -18,6 +18,13 @@ _SI_EXPONENTS = {
     "m": -3, "µ": -6, "n": -9, "p": -12, "f": -15, "a": -18, "z": -21, "y": -24,
 }  # fmt: skip
 _INCH_IN_MICROMETERS = 25_400.0
+# Shortest and longest voxel edge of light and electron microscopes in micrometers, from half an angstrom to a
+# millimeter.
+MICROSCOPE_LENGTHS = (5e-5, 1e3)
+# Ratio of two sizes from which at least one of them has the wrong unit: the plane distance compared with the pixel
+# size, and for all other pairs (pixel height and width; pixel size and plane distance).
+MAX_PLANE_RATIO = 999.0
+MAX_PIXEL_RATIO = 50.0
 
 # All units of UnitsLength in the OME schema, and other spellings of common units, such as those of ImageJ.
 MICROMETERS_PER_UNIT: dict[str, float] = {
@@ -120,10 +127,14 @@ def get_micrometers_per_unit(unit: str) -> float | None:
 
 
 def convert_to_micrometers(value: Any, unit: str) -> float | None:
-    """Convert a value to micrometers. Return None if the result is not a number within `PLAUSIBLE_LENGTHS`."""
+    """Convert a length or a signed distance to micrometers.
+
+    A stack that was recorded from top to bottom has a negative plane distance. Its absolute value is used.
+    Return None if the result is not a number within `PLAUSIBLE_LENGTHS`.
+    """
     factor = get_micrometers_per_unit(unit)
     try:
-        size = float(value) * factor if factor is not None else math.nan
+        size = abs(float(value)) * factor if factor is not None else math.nan
     except (TypeError, ValueError, OverflowError):
         return None
     return size if PLAUSIBLE_LENGTHS[0] <= size <= PLAUSIBLE_LENGTHS[1] else None
@@ -134,12 +145,35 @@ def _convert_voxel_size(axis: str, value: Any, unit: str, notes: list[str]) -> f
     if value in (None, ""):
         return None
     size = convert_to_micrometers(value, unit)
-    if size is None:
+    if size is None or not MICROSCOPE_LENGTHS[0] <= size <= MICROSCOPE_LENGTHS[1]:
         length_text = f"{str(value)[:32]} {unit[:16] or '(no unit)'}"
         notes.append(
             f"The file has a voxel size of {length_text} along {axis}, which is not plausible and is not used."
         )
+        return None
     return size
+
+
+def _discard_outliers(sizes: Sequence[float | None], notes: list[str]) -> list[float | None]:
+    """Replace sizes that contradict the other axes with None, and add a note.
+
+    Pixels are almost square, and planes are neither much closer than pixels nor `MAX_PLANE_RATIO` times farther apart.
+    A contradiction shows that a size has the wrong unit. If x and y differ, both are discarded.
+    """
+    z, y, x = sizes
+    outliers = ""
+    if y and x and not 1 / MAX_PIXEL_RATIO < y / x < MAX_PIXEL_RATIO:
+        outliers = "yx"
+    elif z and (pixel_size := y or x) and not 1 / MAX_PIXEL_RATIO < z / pixel_size < MAX_PLANE_RATIO:
+        outliers = "z"
+    if not outliers:
+        return list(sizes)
+    known_text = " and ".join(f"{size:g} um along {axis}" for axis, size in zip("zyx", sizes, strict=True) if size)
+    notes.append(
+        f"The file has voxel sizes of {known_text}. They contradict each other, so the size along"
+        f" {' and '.join(outliers)} is not used."
+    )
+    return [None if axis in outliers else size for axis, size in zip("zyx", sizes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -164,42 +198,103 @@ class Resolution:
         """Return the in-plane pixel size if the tags contain a plausible one, or else `UNKNOWN_CALIBRATION`.
 
         Image editors write meaningless resolutions in dots per inch (72, 96, 300). Therefore, the tags are used only if
-        their unit is the centimeter and the pixels are at most 20 um wide. No tag contains the distance between planes.
+        the pixels are at most 20 um wide (in centimeters) or 2 um wide (in inches; no printer or scanner reaches
+        12,700 dpi). No tag contains the distance between planes.
         """
         y, x = (
             convert_to_micrometers(self.get_pixel_size(1), self.unit),
             convert_to_micrometers(self.get_pixel_size(0), self.unit),
         )
-        if self.unit != "cm" or not y or not x or max(y, x) > 20:
+        if not y or not x or max(y, x) > {"cm": 20.0, "inch": 2.0}.get(self.unit, 0.0):
+            return UNKNOWN_CALIBRATION
+        if min(y, x) < MICROSCOPE_LENGTHS[0] or not 1 / MAX_PIXEL_RATIO < y / x < MAX_PIXEL_RATIO:
             return UNKNOWN_CALIBRATION
         return Calibration(None, y, x, "resolution tags")
 
 
-def parse_imagej_calibration(metadata: Mapping[str, Any], tags: Resolution, source: str) -> Calibration:
-    """Parse a voxel size in ImageJ's format: `spacing` along z, and pixels per unit along x and y in `tags`."""
+def parse_imagej_calibration(
+    metadata: Mapping[str, Any], tags: Resolution, source: str, default_spacing: float | None = 1.0
+) -> Calibration:
+    """Parse a voxel size in ImageJ's format: `spacing` along z, and pixels per unit along x and y in `tags`.
+
+    ImageJ omits `spacing` if the planes are one unit apart. Other programs write the resolution tags in pixels per
+    centimeter or inch, although the description has a different unit. ImageJ recognizes only "um" with centimeters. For
+    other units, the interpretation that results in a plausible voxel size is used.
+    """
     unit = str(metadata.get("unit") or "")
     if get_micrometers_per_unit(unit) is None:
         return tags.get_calibration() if not unit else UNKNOWN_CALIBRATION
-    notes: list[str] = []
-    z = _convert_voxel_size("z", metadata.get("spacing"), str(metadata.get("zunit") or unit), notes)
-    y = _convert_voxel_size("y", tags.get_pixel_size(1), str(metadata.get("yunit") or unit), notes)
-    x = _convert_voxel_size("x", tags.get_pixel_size(0), unit, notes)
-    if tags.ratios == ((1, 1), (1, 1)):
-        notes.append(
-            f"The file has exactly one pixel per {unit[:16]} in the plane. Some programs write this value if they do"
-            " not know the pixel size. If the value is wrong, set voxel_size=Z,Y,X in micrometers."
-        )
-    return Calibration(z, y, x, source, tuple(notes)) if any((z, y, x)) else UNKNOWN_CALIBRATION
+    spacing = metadata.get("spacing", default_spacing)
+    tag_units = [""] if unit == tags.unit or not tags.unit else ["", tags.unit]
+    if (unit, tags.unit) == ("um", "cm"):
+        tag_units.reverse()
+    candidates = [_parse_imagej_sizes(metadata, tags, source, spacing, tag_unit) for tag_unit in tag_units]
+    return max(candidates, key=lambda candidate: sum(map(bool, (candidate.z, candidate.y, candidate.x))))
+
+
+def _parse_imagej_sizes(
+    metadata: Mapping[str, Any], tags: Resolution, source: str, spacing: Any, tag_unit: str
+) -> Calibration:
+    """Parse a voxel size in ImageJ's format, with the pixel size in `tag_unit` or, if it is "", in the stated unit."""
+    unit = str(metadata["unit"])
+    units = [str(metadata.get("zunit") or unit), tag_unit or str(metadata.get("yunit") or unit), tag_unit or unit]
+    y, x = tags.get_pixel_size(1), tags.get_pixel_size(0)
+    if tags.unit == "inch" and x == 1 / 72:
+        # 72 dpi is the default resolution of image editors. ImageJ replaces it with one pixel per unit.
+        y = x = 1.0
+    # For images in cm, ImageJ converts pixels of up to 1 um to micrometers, but not a plane distance of exactly 1.
+    if units[0] == units[2] == "cm" and spacing == 1 and isinstance(x, float) and x <= 1e-4:
+        units[0] = "um"
+    calibration = parse_calibration((spacing, y, x), units, source)
+    if (y, x) != (1.0, 1.0) or calibration.y is None or calibration.x is None:
+        return calibration
+    note = (
+        f"The file has exactly one pixel per {unit[:16]} in the plane. Some programs write this value if they do"
+        " not know the pixel size. If the value is wrong, set voxel_size=Z,Y,X in micrometers."
+    )
+    return replace(calibration, notes=(*calibration.notes, note))
+
+
+def parse_scifio_calibration(metadata: Mapping[str, Any], source: str) -> Calibration:
+    """Parse a voxel size in the format of SCIFIO: lists of axes, their scales, and their units."""
+    axes, scales, units = (str(metadata.get(key, "")).split(",") for key in ("axes", "scales", "units"))
+    scale_by_axis = {axis.strip().upper(): scale.strip() for axis, scale in zip(axes, scales, strict=False)}
+    unit_by_axis = {axis.strip().upper(): unit for axis, unit in zip(axes, units, strict=False)}
+    is_known = [get_micrometers_per_unit(unit_by_axis.get(axis, "")) is not None for axis in "ZYX"]
+    sizes = [scale_by_axis.get(axis) if known else None for axis, known in zip("ZYX", is_known, strict=True)]
+    return parse_calibration(sizes, [unit_by_axis.get(axis, "") for axis in "ZYX"], source)
 
 
 def parse_calibration(sizes: Sequence[Any], units: str | Sequence[str], source: str) -> Calibration:
     """Convert the voxel size along z, y and x to micrometers, from a common unit or from one unit per axis."""
     notes: list[str] = []
     axis_units = (units,) * 3 if isinstance(units, str) else units
-    z, y, x = (
+    converted_sizes = [
         _convert_voxel_size(axis, size, unit, notes) for axis, size, unit in zip("zyx", sizes, axis_units, strict=True)
-    )
+    ]
+    z, y, x = _discard_outliers(converted_sizes, notes)
     return Calibration(z, y, x, source, tuple(notes))
+
+
+def combine_calibrations(calibrations: Iterable[Calibration]) -> Calibration:
+    """Return the first complete voxel size or, if none is complete, the first known size along each axis.
+
+    The notes explain why the preceding sources are not used.
+    """
+    notes, known = list[str](), list[Calibration]()
+    for calibration in calibrations:
+        notes += [note for note in calibration.notes if note not in notes]
+        if calibration.get_voxel_size() is not None:
+            return replace(calibration, notes=tuple(notes))
+        if (calibration.z, calibration.y, calibration.x) != (None, None, None):
+            known.append(calibration)
+    sizes = [
+        next((size for calibration in known if (size := getattr(calibration, axis)) is not None), None)
+        for axis in "zyx"
+    ]
+    sources = " and ".join(dict.fromkeys(calibration.source for calibration in known))
+    z, y, x = _discard_outliers(sizes, notes)
+    return Calibration(z, y, x, sources or UNKNOWN_CALIBRATION.source, tuple(notes))
 
 
 def parse_time_interval(value: Any, unit: str) -> TimeInterval | None:

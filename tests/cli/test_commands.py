@@ -159,6 +159,10 @@ def test_suffix_selects_the_format_of_labels(config: list[str], stack: Path, tmp
     assert np.array_equal(np.frombuffer(nifti_content, labels.dtype).reshape(labels.shape), labels)
     command = ["segment", str(stack / "image.tif"), str(tmp_path / "scores.npy"), "--output", "probabilities", *config]
     assert "only TIFF and OME-Zarr support probabilities" in run_stackseg(*command, status=1)
+    (tmp_path / "image.zarr").mkdir()
+    (tmp_path / "image.zarr" / "zarr.json").write_text("{}")
+    command[2] = str(tmp_path / "image.zarr" / "labels" / "scores")
+    assert "must be integers, not probabilities" in run_stackseg(*command, status=1)
 
 
 @pytest.mark.parametrize("result_arguments", [["labels.tif"], ["out"], ["labels.zarr", "--workers", "1"]])

@@ -99,7 +99,7 @@ def test_all_containers_contain_the_same_volume(entry: dict[str, Any], tmp_path:
         ("arabidopsis_lateral_root_nuclei", "ZYX", None),
         ("arabidopsis_ovule_nuclei_1135", "ZYX", (0.2837, 0.1268, 0.1268)),
         ("celegans_membrane_t046", "ZYX", (0.43, 0.18, 0.18)),
-        ("drosophila_nuclear_envelope", "ZYX", None),
+        ("drosophila_nuclear_envelope", "ZYX", (1.0, 0.2416, 0.2416)),
         ("fluorescent_beads_imagexpress", "ZYX", (5.0, 1.3668, 1.3668)),
         ("mesospim_brain_nuclei_c5", "ZYX", None),
         ("mouse_brain_s2p_large", "ZYX", (5.0, 2.0, 2.0)),
@@ -126,7 +126,7 @@ def test_descriptions_of_real_volumes(name: str, axes: str, voxel_size: tuple[fl
     [
         ("derived/ome_zyx.ome.tif", VoxelSize(1.744, 0.8, 0.8), ""),
         ("derived/imagej_zyx_be.tif", VoxelSize(1.744, 0.8, 0.8), ""),
-        ("imagej/xyz_8bit__mitotic_plate_badZcalibrated.tif", None, "y 0.0851964 um, x 0.0851964 um"),
+        ("stacks/float32_10z_32y_40x.tiff", None, "4.0 mm along z"),
         ("ome/cells-2t.ome.tif", VoxelSize(1.0, 0.25, 0.25), ""),
         ("ome/time-series.ome.tif", None, "time=0 to time=6"),
         ("vendor/test.lsm", None, "1e-19 m along z"),

@@ -32,6 +32,18 @@ def test_nifti_header_describes_the_pixels(tmp_path: Path, dtype: str, code: int
     assert np.array_equal(np.frombuffer(content[352:], dtype).reshape(20, 3, 4), make_labels(dtype).read_all()[0])
 
 
+def test_nifti_orientation_is_not_mirrored_in_either_of_its_two_forms(tmp_path: Path) -> None:
+    write_nifti(make_labels(), tmp_path / "a.nii.gz")
+    content = gzip.decompress((tmp_path / "a.nii.gz").read_bytes())
+    assert struct.unpack_from("<2h", content, 252) == (1, 1)
+    # qfac, then the quaternion b, c, d and the offset: no rotation and no reflection.
+    assert struct.unpack_from("<f", content, 76) == (1.0,)
+    assert struct.unpack_from("<6f", content, 256) == (0.0,) * 6
+    matrix = np.array(struct.unpack_from("<12f", content, 280)).reshape(3, 4)
+    assert np.array_equal(matrix, np.hstack([np.diag([0.125, 0.25, 0.5]), np.zeros((3, 1))]))
+    assert content[123] == 3
+
+
 def test_nifti_without_a_voxel_size_has_no_unit(tmp_path: Path) -> None:
     write_nifti(make_labels(voxel_size=None), tmp_path / "a.nii.gz")
     content = gzip.decompress((tmp_path / "a.nii.gz").read_bytes())

@@ -17,6 +17,7 @@ from service.core.quantities import TimeRange
 from service.core.telemetry import Stages
 from service.core.types import Options, OutputKind, Volume
 from service.formats import stack_reader, writers
+from service.formats.zarr.store import find_labeled_image
 from service.inference.measurements import write_csv
 from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.estimator import Estimator
@@ -125,6 +126,11 @@ def check_output(kind: OutputKind, query: Query, *, is_measured: bool) -> None:
 
 def _check_format(kind: OutputKind, query: Query, path: Path) -> None:
     """Raise BadParameter if the format of the result does not support the segmentation."""
+    if kind == "probabilities" and find_labeled_image(path) is not None:
+        raise BadParameter(
+            f"{path}: the labels of an OME-Zarr image must be integers, not probabilities. Write them to a separate"
+            " store, such as probabilities.zarr."
+        )
     if writers.is_tiff(path) or writers.is_zarr(path):
         return
     if kind == "probabilities" or isinstance(query.selection.time, TimeRange):

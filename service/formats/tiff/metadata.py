@@ -1,4 +1,4 @@
-"""Read metadata from the tags and headers of a TIFF: voxel size, channel names and colors."""
+"""Read metadata from the tags and headers of a TIFF: plane counts, time interval, channel names and colors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tifffile.tifffile import shaped_description_metadata
 from service.core.quantities import TimeInterval
 from service.core.types import Array
 from service.formats import sampling
-from service.formats.sampling import Calibration, Resolution
+from service.formats.tiff import ome
 
 CONTAINER_NAMES = {
     "shaped": "TIFF written by tifffile",
@@ -144,53 +144,6 @@ def _read_shaped_metadata(page: TiffPage) -> dict[str, Any]:
     return shaped_description_metadata(page.shaped_description or "{}")
 
 
-def read_resolution(page: TiffPage) -> Resolution:
-    """Read the resolution tags."""
-    ratios = [page.tags.valueof(tag) for tag in ("XResolution", "YResolution")]
-    x, y = (ratio if isinstance(ratio, tuple) and len(ratio) == 2 else None for ratio in ratios)
-    return Resolution((x, y), {2: "inch", 3: "cm"}.get(page.tags.valueof("ResolutionUnit", 2), ""))
-
-
-def read_calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Calibration:
-    """Read the voxel size from the container's metadata or, if the container has none, from the resolution tags."""
-    match kind:
-        case "imagej":
-            return sampling.parse_imagej_calibration(
-                tiff.imagej_metadata or {}, read_resolution(page), "ImageJ metadata"
-            )
-        case "shaped":
-            return sampling.parse_imagej_calibration(
-                _read_shaped_metadata(page), read_resolution(page), "tifffile metadata"
-            )
-        case "lsm":
-            return _read_lsm_calibration(tiff)
-        case "stk":
-            return _read_metamorph_calibration(tiff)
-        case "mmstack":
-            return _read_micromanager_calibration(tiff)
-        case _:
-            return read_resolution(page).get_calibration()
-
-
-def _read_lsm_calibration(tiff: TiffFile) -> Calibration:
-    header = tiff.lsm_metadata or {}
-    return sampling.parse_calibration([header.get(f"VoxelSize{axis}") for axis in "ZYX"], "m", "LSM header")
-
-
-def _read_metamorph_calibration(tiff: TiffFile) -> Calibration:
-    header = tiff.stk_metadata or {}
-    distances = header.get("ZDistance", ())
-    z = float(distances[0]) if len(distances) else None
-    sizes = [z, header.get("YCalibration"), header.get("XCalibration")]
-    return sampling.parse_calibration(sizes, str(header.get("CalibrationUnits", "")), "MetaMorph header")
-
-
-def _read_micromanager_calibration(tiff: TiffFile) -> Calibration:
-    summary = read_micromanager_summary(tiff)
-    sizes = [summary.get(key) or None for key in ("z-step_um", "PixelSize_um", "PixelSize_um")]
-    return sampling.parse_calibration(sizes, "um", "Micro-Manager metadata")
-
-
 def read_micromanager_summary(tiff: TiffFile) -> Mapping[str, Any]:
     """Return the summary of a Micro-Manager acquisition, or an empty mapping."""
     summary: Mapping[str, Any] = (tiff.micromanager_metadata or {}).get("Summary", {})
@@ -249,6 +202,19 @@ def _read_colors(tiff: TiffFile, kind: str) -> tuple[str, ...]:
             return tuple(f"#{int(color) & 0xFFFFFF:06x}" for color in colors)
         case _:
             return ()
+
+
+def find_details(tiff: TiffFile) -> tuple[tuple[str, ...], tuple[str, ...], TimeInterval | None]:
+    """Return the channel names, the channel colors and the time interval of a file whose axes are not usable."""
+    details = ome.read_details(tiff.pages.first.description)
+    kinds = [kind for kind in CONTAINER_NAMES if getattr(tiff, f"is_{kind}")]
+    names, colors = details.channel_names, tuple(map(parse_ome_color, details.colors))
+    interval = sampling.parse_time_interval(*details.time_increment)
+    for kind in kinds:
+        names = names or read_channel_names(tiff, kind)
+        colors = colors or read_channel_colors(tiff, kind)
+        interval = interval or find_time_interval(tiff, kind)
+    return names, colors, interval
 
 
 def parse_ome_color(rgba_text: str) -> str:

@@ -284,3 +284,42 @@ def _parse_first_plane(element: Element, axes: str, shape: tuple[int, ...]) -> i
             )
         plane = plane * length + index
     return plane
+
+
+@dataclass(frozen=True)
+class OmeDetails:
+    """Attributes of an image that do not depend on its pages. See `OmeImage`."""
+
+    physical_sizes: tuple[str, ...] = ("", "", "")
+    physical_size_units: tuple[str, ...] = ("µm", "µm", "µm")
+    channel_names: tuple[str, ...] = ()
+    colors: tuple[str, ...] = ()
+    time_increment: tuple[str, str] = ("", "s")
+
+
+def read_details(ome_xml: str) -> OmeDetails:
+    """Read the details of the largest image from OME-XML that may not describe the pages of the file.
+
+    Returns no details if the XML is not usable.
+    """
+    try:
+        root = _parse_root(ome_xml) if "OME" in ome_xml[:2000] else None
+    except (BadFile, UnusableOme):
+        root = None
+    candidates = [] if root is None else [element for element in root.iter() if _get_local_name(element) == "Pixels"]
+    if not candidates:
+        return OmeDetails()
+    pixels = max(candidates, key=_count_voxels)
+    channels = _find_children(pixels, "Channel")
+    return OmeDetails(
+        physical_sizes=tuple(pixels.get(f"PhysicalSize{axis}", "") for axis in "ZYX"),
+        physical_size_units=tuple(pixels.get(f"PhysicalSize{axis}Unit", "µm") for axis in "ZYX"),
+        channel_names=tuple(channel.get("Name", "") for channel in channels),
+        colors=tuple(channel.get("Color", "") for channel in channels),
+        time_increment=(pixels.get("TimeIncrement", ""), pixels.get("TimeIncrementUnit", "s")),
+    )
+
+
+def _count_voxels(pixels: Element) -> int:
+    lengths = [pixels.get(f"Size{axis}", "") for axis in "XYZCT"]
+    return math.prod(int(length) if length.isdecimal() and len(length) < 10 else 1 for length in lengths)

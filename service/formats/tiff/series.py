@@ -18,7 +18,7 @@ from tifffile import TIFF, TiffFile, TiffPage, TiffPageSeries
 from service.core.errors import BadFile
 from service.core.types import Selection
 from service.formats import sampling
-from service.formats.tiff import metadata, ome
+from service.formats.tiff import calibration, metadata, ome
 from service.formats.tiff.ifd import Structure
 from service.formats.tiff.planes import missing, page_loader
 from service.formats.tiff.planes.page_loader import Page, get_keyframe
@@ -56,13 +56,24 @@ def find_image(tiff: TiffFile, structure: Structure, selection: Selection) -> St
     """
     image = _read_container(tiff, structure, selection)
     if image.metadata_problem and selection.axes is not None:
-        image = replace(read_plain_pages(tiff, structure), container=image.container)
+        names, colors, interval = metadata.find_details(tiff)
+        image = replace(
+            read_plain_pages(tiff, structure),
+            container=image.container,
+            channel_names=names,
+            colors=colors,
+            time_interval=interval,
+        )
     if not image.is_contiguous:
         image = replace(image, pages=page_loader.restore_own_tags(tiff, structure, image.pages))
     for page in image.keyframes:
         _check_decodable(page)
     value_notes = dict.fromkeys(note for page in image.keyframes for note in metadata.get_pixel_value_notes(page))
-    return replace(image, notes=(*image.notes, *value_notes))
+    return replace(
+        image,
+        calibration=calibration.find_calibration(tiff, image.page, image.calibration),
+        notes=(*image.notes, *value_notes),
+    )
 
 
 def _read_container(tiff: TiffFile, structure: Structure, selection: Selection) -> StoredImage:

@@ -8,19 +8,27 @@ chunk claims to need. A confined process with little memory cannot afford this.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import starmap
-from operator import floordiv, mod
+from operator import floordiv, mod, mul
 from typing import Any
 
-import google_crc32c
-import imagecodecs
 import numpy as np
 
 from service.core.errors import BadFile, TooLarge
 from service.core.types import Array
+from service.formats.zarr.chunk_codec import (
+    CHECKSUM_BYTES,
+    CODEC_ADVICE,
+    ChunkCodec,
+    check_compressor,
+    format_names,
+    parse_codecs,
+    parse_dtype,
+    verify_checksum,
+)
+from service.formats.zarr.chunk_keys import ChunkKeys, find_stored_keys
 from service.formats.zarr.store import FileRange, Store, read_json, translate_errors
 
 _MAX_DIMENSIONS = 16
@@ -30,52 +38,7 @@ _MAX_LENGTH = 2**60
 _MAX_CHUNKS_PER_SHARD = 2**20
 # Maximum total size of the cached shard indices.
 _MAX_INDEX_BYTES = 2**26
-_SUPPORTED_DTYPE_KINDS = "buif"
 _MISSING_CHUNK = 2**64 - 1
-_CHECKSUM_BYTES = 4
-
-# Decoders that write to `out` and fail if the data does not fit.
-_DECODERS: Mapping[str, Callable[..., Any]] = {
-    "blosc": imagecodecs.blosc_decode,
-    "bz2": imagecodecs.bz2_decode,
-    "gzip": imagecodecs.gzip_decode,
-    "lz4": partial(imagecodecs.lz4_decode, header=True),
-    "zlib": imagecodecs.zlib_decode,
-    "zstd": imagecodecs.zstd_decode,
-}
-_CODEC_ADVICE = "Save the image again without compression, or with blosc, gzip, zlib, lz4, bz2 or zstd."
-
-
-@dataclass(frozen=True)
-class ChunkCodec:
-    """Encoding of the pixels in a chunk.
-
-    dtype         dtype of the pixels, in the byte order of the file
-    order         order of the stored dimensions, slowest first
-    compressor    name in `_DECODERS`, or None for raw bytes
-    has_checksum  whether a CRC-32C follows the data
-    """
-
-    dtype: np.dtype[Any]
-    order: tuple[int, ...]
-    compressor: str | None = None
-    has_checksum: bool = False
-
-    def decode(self, encoded_chunk: bytes, shape: Sequence[int]) -> Array:
-        """Decode the bytes of a chunk. Raises BadFile if they do not match the shape or the checksum."""
-        payload = _verify_checksum(encoded_chunk, "A chunk") if self.has_checksum else encoded_chunk
-        nbytes = math.prod(shape) * self.dtype.itemsize
-        content: Any = payload
-        if self.compressor is not None:
-            content = bytearray(nbytes)
-            try:
-                content = _DECODERS[self.compressor](payload, out=content)
-            except (RuntimeError, ValueError, TypeError) as error:
-                raise BadFile(f"A chunk of the Zarr array cannot be decoded: {str(error)[:160]}") from error
-        if len(content) != nbytes:
-            raise BadFile(f"A chunk of the Zarr array decodes to {len(content)} bytes instead of {nbytes}.")
-        stored_pixels = np.frombuffer(content, self.dtype).reshape([shape[axis] for axis in self.order])
-        return stored_pixels.transpose(np.argsort(self.order))
 
 
 @dataclass(frozen=True)
@@ -94,7 +57,7 @@ class Sharding:
     @property
     def index_bytes(self) -> int:
         """Size of the index in bytes."""
-        return 16 * math.prod(self.chunks_per_shard) + _CHECKSUM_BYTES * self.has_checksum
+        return 16 * math.prod(self.chunks_per_shard) + CHECKSUM_BYTES * self.has_checksum
 
 
 @dataclass(frozen=True)
@@ -103,7 +66,7 @@ class ZarrArray:
 
     shape        shape of the array in voxels
     chunk_shape  shape of a chunk (not of a shard) in voxels
-    make_key     function that returns the key of a chunk, or of a shard, by its index in the grid
+    make_key     keys of the chunks or, if there are shards, of the shards, according to the metadata
     """
 
     store: Store
@@ -111,10 +74,19 @@ class ZarrArray:
     chunk_shape: tuple[int, ...]
     codec: ChunkCodec
     fill_value: Any
-    make_key: Callable[[Sequence[int]], str]
+    make_key: ChunkKeys
     sharding: Sharding | None = None
     dimension_names: tuple[str, ...] = ()
     _shard_indices: dict[str, Array] = field(default_factory=dict)
+    _stored_keys: list[ChunkKeys] = field(default_factory=list)
+
+    @property
+    def _grid_shape(self) -> tuple[int, ...]:
+        """Number of chunks or, if there are shards, of shards along each dimension."""
+        file_shape = self.chunk_shape
+        if self.sharding is not None:
+            file_shape = tuple(map(mul, self.chunk_shape, self.sharding.chunks_per_shard))
+        return tuple(-(-length // step) for length, step in zip(self.shape, file_shape, strict=True))
 
     @property
     def chunk_bytes(self) -> int:
@@ -127,11 +99,23 @@ class ZarrArray:
         return self.chunk_bytes + self.chunk_bytes // 8 + 2**16
 
     def read_chunks(self, chunk_indices: Sequence[Sequence[int]]) -> list[bytes | None]:
-        """Read encoded chunks by their indices in the grid, with None for each missing chunk. Raises BadFile."""
+        """Read encoded chunks by their indices in the grid, with None for each missing chunk.
+
+        Raises BadFile if a chunk is invalid, or if the array does not have a single chunk.
+        """
+        encoded_chunks = self._read_chunks(chunk_indices, *(self._stored_keys[:1] or [self.make_key]))
+        if not self._stored_keys and any(encoded_chunks):
+            self._stored_keys.append(self.make_key)
+        if self._stored_keys:
+            return encoded_chunks
+        self._stored_keys.append(find_stored_keys(self.store, self.make_key, self._grid_shape))
+        return self._read_chunks(chunk_indices, self._stored_keys[0])
+
+    def _read_chunks(self, chunk_indices: Sequence[Sequence[int]], make_key: ChunkKeys) -> list[bytes | None]:
         if self.sharding is None:
-            return self.store.read([FileRange(self.make_key(index), self.max_stored_bytes) for index in chunk_indices])
+            return self.store.read([FileRange(make_key(index), self.max_stored_bytes) for index in chunk_indices])
         sharding = self.sharding
-        shard_keys = [self.make_key(tuple(map(floordiv, index, sharding.chunks_per_shard))) for index in chunk_indices]
+        shard_keys = [make_key(tuple(map(floordiv, index, sharding.chunks_per_shard))) for index in chunk_indices]
         shards = self._read_shard_indices(set(shard_keys), sharding)
         file_ranges = [
             self._locate_chunk(index, key, shards[key]) for index, key in zip(chunk_indices, shard_keys, strict=True)
@@ -172,18 +156,8 @@ class ZarrArray:
 def _parse_index(encoded_index: bytes | None, sharding: Sharding) -> Array:
     if encoded_index is None:
         return np.empty(0, "<u8")
-    content = _verify_checksum(encoded_index, "The index of a shard") if sharding.has_checksum else encoded_index
+    content = verify_checksum(encoded_index, "The index of a shard") if sharding.has_checksum else encoded_index
     return np.frombuffer(content, "<u8").reshape(*sharding.chunks_per_shard, 2)
-
-
-def _verify_checksum(data: bytes, subject: str) -> bytes:
-    """Verify and remove the CRC-32C at the end of the data. Raises BadFile if it does not match."""
-    content, expected_checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
-    if google_crc32c.value(content).to_bytes(_CHECKSUM_BYTES, "little") != expected_checksum:
-        raise BadFile(
-            f"{subject} of the Zarr array does not match its checksum (CRC-32C). Copy or export the store again."
-        )
-    return content
 
 
 def open_array(store: Store, path: str) -> ZarrArray:
@@ -222,41 +196,40 @@ def _check_array(array: ZarrArray) -> None:
 def _parse_v2(store: Store, prefix: str, content: dict[str, Any]) -> ZarrArray:
     shape = _parse_lengths(content["shape"])
     if content.get("filters"):
-        raise BadFile(f"The Zarr array uses filters ({_format_names(content['filters'], 'id')}). {_CODEC_ADVICE}")
-    compressor = None if content["compressor"] is None else _check_compressor(content["compressor"]["id"])
-    dtype = _parse_dtype(content["dtype"])
+        raise BadFile(f"The Zarr array uses filters ({format_names(content['filters'], 'id')}). {CODEC_ADVICE}")
+    compressor = None if content["compressor"] is None else check_compressor(content["compressor"]["id"])
+    dtype = parse_dtype(content["dtype"])
     order = range(len(shape)) if content.get("order", "C") == "C" else reversed(range(len(shape)))
     codec = ChunkCodec(dtype, tuple(order), compressor)
-    separator = _check_separator(content.get("dimension_separator", "."))
     return ZarrArray(
         store,
         shape,
         _parse_lengths(content["chunks"]),
         codec,
         _parse_fill_value(content.get("fill_value"), dtype),
-        lambda chunk_index: prefix + separator.join(map(str, chunk_index)),
+        ChunkKeys(prefix, is_default=False, separator=content.get("dimension_separator") or "."),
     )
 
 
 def _parse_v3(store: Store, prefix: str, content: dict[str, Any]) -> ZarrArray:
     shape = _parse_lengths(content["shape"])
     if content["chunk_grid"]["name"] != "regular" or content.get("storage_transformers"):
-        raise BadFile(f"The Zarr array has an irregular chunk grid or storage transformers. {_CODEC_ADVICE}")
+        raise BadFile(f"The Zarr array has an irregular chunk grid or storage transformers. {CODEC_ADVICE}")
     chunk_shape = _parse_lengths(content["chunk_grid"]["configuration"]["chunk_shape"])
     codecs, sharding = content["codecs"], None
     if codecs[0]["name"] == "sharding_indexed":
         sharding, chunk_shape, codecs = _parse_sharding(codecs, chunk_shape)
-    codec = _parse_codecs(codecs, content["data_type"], len(shape))
+    codec = parse_codecs(codecs, content["data_type"], len(shape))
     encoding = content["chunk_key_encoding"]
     is_default = {"default": True, "v2": False}[encoding["name"]]
-    separator = _check_separator(encoding.get("configuration", {}).get("separator", "/" if is_default else "."))
+    separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
     return ZarrArray(
         store,
         shape,
         chunk_shape,
         codec,
         _parse_fill_value(content["fill_value"], codec.dtype),
-        lambda chunk_index: prefix + separator.join(["c"] * is_default + [str(index) for index in chunk_index]),
+        ChunkKeys(prefix, is_default, separator),
         sharding,
         tuple(str(name or "") for name in content.get("dimension_names") or ()),
     )
@@ -265,7 +238,7 @@ def _parse_v3(store: Store, prefix: str, content: dict[str, Any]) -> ZarrArray:
 def _parse_sharding(codecs: Any, shard_shape: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...], Any]:
     """Return the layout of the shards, the shape of a chunk, and the codecs of the chunks."""
     if len(codecs) > 1:
-        raise BadFile(f"The Zarr array compresses whole shards ({_format_names(codecs, 'name')}). {_CODEC_ADVICE}")
+        raise BadFile(f"The Zarr array compresses whole shards ({format_names(codecs, 'name')}). {CODEC_ADVICE}")
     configuration = codecs[0]["configuration"]
     chunk_shape = _parse_lengths(configuration["chunk_shape"])
     index_codecs = [codec["name"] for codec in configuration["index_codecs"]]
@@ -280,29 +253,11 @@ def _parse_sharding(codecs: Any, shard_shape: tuple[int, ...]) -> tuple[Sharding
     if index_codecs not in (["bytes"], ["bytes", "crc32c"]):
         raise BadFile(
             f"The Zarr array encodes the index of its shards with the codecs {index_codecs}, which are not supported."
-            f" {_CODEC_ADVICE}"
+            f" {CODEC_ADVICE}"
         )
     chunks_per_shard = tuple(map(floordiv, shard_shape, chunk_shape))
     is_at_start = configuration.get("index_location", "end") == "start"
     return Sharding(chunks_per_shard, is_at_start, "crc32c" in index_codecs), chunk_shape, configuration["codecs"]
-
-
-def _parse_codecs(codecs: Any, data_type: Any, dimension_count: int) -> ChunkCodec:
-    """Parse a chain of codecs: an optional transposition, `bytes`, and an optional compressor and checksum."""
-    codec_names = [codec["name"] for codec in codecs]
-    order, remaining_codecs = tuple(range(dimension_count)), list(codecs)
-    if codec_names[0] == "transpose":
-        order = tuple(int(axis) for axis in remaining_codecs.pop(0)["configuration"]["order"])
-    is_little_endian = remaining_codecs[0].get("configuration", {}).get("endian", "little") == "little"
-    remaining_names = [codec["name"] for codec in remaining_codecs[1:]]
-    has_checksum = remaining_names[-1:] == ["crc32c"]
-    compressors = remaining_names[:-1] if has_checksum else remaining_names
-    if remaining_codecs[0]["name"] != "bytes" or len(compressors) > 1:
-        raise BadFile(
-            f"The Zarr array uses the codecs {_format_names(codecs, 'name')}, which are not supported. {_CODEC_ADVICE}"
-        )
-    dtype = _parse_dtype(data_type).newbyteorder("<" if is_little_endian else ">")
-    return ChunkCodec(dtype, order, _check_compressor(compressors[0]) if compressors else None, has_checksum)
 
 
 def _parse_lengths(numbers: Any) -> tuple[int, ...]:
@@ -310,34 +265,6 @@ def _parse_lengths(numbers: Any) -> tuple[int, ...]:
     if not all(type(length) is int and length <= _MAX_LENGTH for length in lengths):
         raise ValueError(numbers)
     return lengths
-
-
-def _format_names(codecs: Any, key: str) -> str:
-    return ", ".join(str(codec[key])[:40] for codec in codecs)
-
-
-def _check_compressor(name: str) -> str:
-    if name not in _DECODERS:
-        raise BadFile(f"The Zarr array uses the codec {str(name)[:40]!r}, which is not supported. {_CODEC_ADVICE}")
-    return name
-
-
-def _parse_dtype(name: Any) -> np.dtype[Any]:
-    try:
-        dtype = np.dtype(name) if isinstance(name, str) else None
-    except (TypeError, ValueError, SyntaxError):
-        dtype = None
-    if dtype is None or dtype.kind not in _SUPPORTED_DTYPE_KINDS or dtype.itemsize > 8:
-        raise BadFile(
-            f"The pixel type {str(name)[:40]} is not supported. Save the image as 8-, 16- or 32-bit integers or floats."
-        )
-    return dtype
-
-
-def _check_separator(separator: str) -> str:
-    if separator not in {"/", "."}:
-        raise ValueError(separator)
-    return separator
 
 
 def _parse_fill_value(value: Any, dtype: np.dtype[Any]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
@@ -17,10 +17,13 @@ from zipfile import ZIP_STORED, ZipFile
 import numpy as np
 import zarr
 
+from service.core.errors import BadParameter
 from service.core.files.atomic_files import write_atomically
 from service.core.types import Array, Segmentation
 from service.formats.tiff.writer import NO_PROVENANCE, PROVENANCE_NAMESPACE
-from service.formats.zarr.store import find_labeled_image
+from service.formats.zarr import labeled_image as labeled_images
+from service.formats.zarr.labeled_image import LabeledImage
+from service.formats.zarr.store import METADATA_NAMES, find_labeled_image
 
 OME_VERSIONS = {2: "0.4", 3: "0.5"}
 # Shapes along z, y, x. A shard is one file with several chunks and is held in memory while it is being written.
@@ -100,9 +103,16 @@ def create(segmentation: Segmentation, path: Path, provenance: Mapping[str, str]
     """Create a store without pixels for labels, classes or probabilities at `get_partial_path(path)`.
 
     Only the shape and dtype of `segmentation.pixels` are used. An existing store is replaced when the new one is
-    finished. See `write` for `provenance`.
+    finished. Labels in the `labels` group of an image have its resolutions and coordinate system. See `write` for
+    `provenance`. Raises BadParameter for probabilities in such a group.
     """
     image = find_labeled_image(path)
+    if image is not None and segmentation.pixels.dtype.kind not in "ui":
+        raise BadParameter(
+            f"{path.name} is in the `labels` group of an OME-Zarr image, which may contain only integers, not"
+            f" {segmentation.kind}. Write a separate store instead."
+        )
+    labeled_image = None if image is None else labeled_images.read(image, segmentation)
     zarr_format: Literal[2, 3] = 2 if image is not None and not (image / "zarr.json").exists() else 3
     temporary_path = get_partial_path(path)
     path.parent.mkdir(exist_ok=True)
@@ -110,12 +120,12 @@ def create(segmentation: Segmentation, path: Path, provenance: Mapping[str, str]
     group = zarr.open_group(temporary_path, mode="w-", zarr_format=zarr_format)
     levels = [
         _create_level(group, level_number, segmentation, steps)
-        for level_number, steps in enumerate(_choose_steps(segmentation))
+        for level_number, steps in enumerate(labeled_image.steps if labeled_image else _choose_steps(segmentation))
     ]
-    datasets = [_describe_level(level_number, segmentation, level.steps) for level_number, level in enumerate(levels)]
-    group.attrs.update(
-        _make_ome_attributes(segmentation, datasets, zarr_format, path.name, is_in_image=image is not None)
+    multiscales = {"name": path.name, "type": "nearest"} | (
+        _copy_coordinates(labeled_image) if labeled_image else _describe_coordinates(segmentation, levels)
     )
+    group.attrs.update(_make_ome_attributes(segmentation, multiscales, zarr_format, is_in_image=image is not None))
     if provenance:
         group.attrs[PROVENANCE_NAMESPACE] = dict(provenance)
     return levels
@@ -128,6 +138,7 @@ def open_level(path: Path, level_number: int) -> Any:
 
 def finish(path: Path) -> None:
     """Rename the store created by `create` to its final name, and add it to the list of labels of its image, if any."""
+    _store_empty_chunks(get_partial_path(path))
     if path.exists():
         shutil.rmtree(path)
     get_partial_path(path).rename(path)
@@ -135,6 +146,15 @@ def finish(path: Path) -> None:
     if image is not None:
         zarr_format: Literal[2, 3] = 3 if (image / "zarr.json").exists() else 2
         _register_label(zarr.open_group(path.parent, mode="a", zarr_format=zarr_format), path.name, zarr_format)
+
+
+def _store_empty_chunks(store: Path) -> None:
+    """Store one chunk in each level without objects. Otherwise, readers could not tell the level from a lost one."""
+    for level in filter(Path.is_dir, store.iterdir()):
+        if not any(file.is_file() and file.name not in METADATA_NAMES for file in level.rglob("*")):
+            with zarr.config.set({"array.write_empty_chunks": True}):
+                array: Any = zarr.open_array(level, mode="r+")
+                array[(slice(1),) * array.ndim] = 0
 
 
 def get_partial_path(path: Path) -> Path:
@@ -181,25 +201,38 @@ def _create_level(group: Any, level_number: int, segmentation: Segmentation, ste
     return Level(array, steps, block_shape)
 
 
-def _describe_level(level_number: int, segmentation: Segmentation, steps: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the metadata of one resolution."""
-    scale = dict(zip("ZYX", np.multiply(steps, tuple(segmentation.voxel_size or (1, 1, 1))).tolist(), strict=True))
-    if segmentation.time_interval is not None:
-        scale["T"] = segmentation.time_interval.length
-    factors = [float(scale.get(axis, 1)) for axis in segmentation.axes]
-    return {"path": str(level_number), "coordinateTransformations": [{"type": "scale", "scale": factors}]}
+def _copy_coordinates(image: LabeledImage) -> dict[str, Any]:
+    """Return the axes and the transformations of an image for its labels."""
+    datasets = [
+        {"path": str(level_number), "coordinateTransformations": transformations}
+        for level_number, transformations in enumerate(image.transformations)
+    ]
+    common = {"coordinateTransformations": image.common} if image.common else {}
+    return {"axes": image.axes, "datasets": datasets} | common
+
+
+def _describe_coordinates(segmentation: Segmentation, levels: Sequence[Level]) -> dict[str, Any]:
+    """Return the axes and the transformations for the voxel size of a segmentation."""
+    datasets = []
+    for level_number, level in enumerate(levels):
+        voxel_size = tuple(segmentation.voxel_size or (1, 1, 1))
+        scale = dict(zip("ZYX", np.multiply(level.steps, voxel_size).tolist(), strict=True))
+        if segmentation.time_interval is not None:
+            scale["T"] = segmentation.time_interval.length
+        factors = [float(scale.get(axis, 1)) for axis in segmentation.axes]
+        transformations = [{"type": "scale", "scale": factors}]
+        datasets.append({"path": str(level_number), "coordinateTransformations": transformations})
+    return {"axes": _describe_axes(segmentation), "datasets": datasets}
 
 
 _V2_KEY_ENCODING = {"chunk_key_encoding": {"name": "v2", "separator": "/"}}
 
 
 def _make_ome_attributes(
-    segmentation: Segmentation, datasets: list[dict[str, Any]], zarr_format: int, name: str, *, is_in_image: bool
+    segmentation: Segmentation, multiscales: dict[str, Any], zarr_format: int, *, is_in_image: bool
 ) -> dict[str, Any]:
     """Return the OME attributes of the group."""
     version_attribute = {"version": OME_VERSIONS[zarr_format]}
-    axes = _describe_axes(segmentation)
-    multiscales = {"name": name, "axes": axes, "datasets": datasets, "type": "nearest"}
     ome: dict[str, Any] = {"multiscales": [multiscales | (version_attribute if zarr_format == 2 else {})]}
     if segmentation.kind == "probabilities":
         ome["omero"] = {"channels": [_describe_channel(label) for label in segmentation.names]}

@@ -273,10 +273,10 @@ def _write_zarr(host_files: HostFiles, request: SegmentationRequest, result: Res
     stages, image_folder, name = Stages(), request.folder / ZARR_FOLDER, destination.rpartition("/")[2]
     shutil.rmtree(image_folder, ignore_errors=True)
     image_folder.mkdir(mode=0o700, parents=True)
-    path, zarr_format = image_folder / name, host_files.find_image_format(destination, request.caller)
-    if zarr_format is not None:
-        # The labels will be added to an existing image. Write an empty group in place of that image.
-        image_folder.joinpath("zarr.json" if zarr_format == 3 else ".zgroup").write_text("{}", encoding="utf-8")
+    path = image_folder / name
+    if host_files.find_image_format(destination, request.caller) is not None:
+        # The labels will be added to an existing image. Write a copy of its metadata in place of that image.
+        host_files.copy_image_metadata(destination, request.caller, image_folder)
         path = image_folder / "labels" / name
     with stages.measure("write"):
         zarr_writer.write(result.segmentation, path, _make_provenance(request, result))

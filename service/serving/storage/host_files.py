@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import quote, unquote
@@ -19,7 +20,8 @@ from service.core.files.atomic_files import make_descriptor_path, open_folder_by
 from service.core.sections.serving import ReferenceFolder, References
 from service.core.types import CancellationCheck, never_cancelled
 from service.formats.sandbox.remote_store import RemoteStore, check_url, is_url
-from service.formats.zarr.store import is_store_name, is_zarr_folder
+from service.formats.zarr import image as zarr_image
+from service.formats.zarr.store import FolderStore, is_store_name, is_zarr_folder, open_file
 from service.serving.storage import delivery
 from service.serving.storage.delivery import DeliveryTarget
 from service.serving.storage.disk import make_disk_full_error, translate_host_errors
@@ -225,6 +227,15 @@ class HostFiles:
             if is_zarr_folder(path):
                 return 3 if (path / "zarr.json").is_file() else 2
         return None
+
+    def copy_image_metadata(self, location: str, caller: str | None, folder: Path) -> None:
+        """Copy the metadata of the OME-Zarr image whose labels group contains a location to an empty folder.
+
+        Raises BadFile if the metadata is invalid.
+        """
+        root, parts = _parse_location("output_to", location, self._outputs, caller)
+        with _open_below_root("output_to", root, parts[:-2], location) as image_fd:
+            zarr_image.copy_metadata(FolderStore(partial(open_file, image_fd)), folder)
 
     def put_zarr(  # noqa: PLR0913
         self,

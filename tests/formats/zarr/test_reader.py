@@ -17,6 +17,7 @@ import numcodecs
 import numpy as np
 import pytest
 import zarr
+import zarr.codecs.numcodecs
 from zarr.codecs import BloscCodec, GzipCodec, TransposeCodec, ZstdCodec
 from zarr_files import write_zarr, zip_store
 
@@ -102,6 +103,21 @@ def test_pixels_written_by_zarr_python_are_read(
     assert description.colours == ("#00ff00",) * 3
     assert "2 time points" in description.problem
     assert description.time_interval == TimeInterval(2.0, "s")
+
+
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3 specification")
+@pytest.mark.parametrize("shards", [None, (1, 3, 8, 32, 64)])
+@pytest.mark.parametrize("name", ["Zlib", "BZ2", "LZ4", "Zstd", "GZip", "Blosc"])
+def test_codecs_of_format_3_may_have_the_names_of_numcodecs(
+    time_series: np.ndarray, name: str, shards: Any, tmp_path: Path
+) -> None:
+    codec = getattr(zarr.codecs.numcodecs, name)()
+    store = write_zarr(
+        tmp_path / "a.zarr", time_series, "tczyx", compressors=codec, chunks=(1, 1, 4, 16, 32), shards=shards
+    )
+
+    assert f"numcodecs.{name.lower()}" in (store / "0" / "zarr.json").read_text()
+    assert np.array_equal(stack_reader.read(store, Selection(time=1), LIMIT).read_all(), time_series[1])
 
 
 def test_only_chunks_of_the_selection_are_read(time_series: np.ndarray, reader: Reader, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import yaozarrs
 import zarr
 from zarr_files import write_zarr
 
+from service.core.errors import BadParameter
 from service.core.quantities import TimeInterval, VoxelSize
 from service.core.types import Segmentation, Selection
 from service.formats import stack_reader
@@ -81,6 +82,83 @@ def test_labels_of_an_image_have_its_version_and_are_listed(tmp_path: Path, vers
     assert np.array_equal(
         stack_reader.read(image / "labels" / "nuclei", Selection(), LIMIT).read_all()[0], make_labels()
     )
+
+
+def describe_image(
+    path: Path, shapes: list[tuple[int, ...]], axes: list[dict[str, str]], transformations: list[Any], version: str
+) -> None:
+    """Write the arrays and the metadata of an image without pixels."""
+    group = zarr.open_group(path, mode="w", zarr_format=2 if version == "0.4" else 3)
+    for level, shape in enumerate(shapes):
+        names = {} if version == "0.4" else {"dimension_names": [axis["name"] for axis in axes]}
+        group.create_array(f"s{level}", shape=shape, dtype=np.uint16, **names)
+    datasets = [
+        {"path": f"s{level}", "coordinateTransformations": transformation}
+        for level, transformation in enumerate(transformations)
+    ]
+    multiscales = [{"axes": axes, "datasets": datasets}]
+    if version == "0.4":
+        group.attrs["multiscales"] = [multiscales[0] | {"version": version}]
+    else:
+        group.attrs["ome"] = {"version": version, "multiscales": multiscales}
+
+
+def read_multiscale(path: Path) -> dict[str, Any]:
+    attributes: dict[str, Any] = dict(zarr.open_group(path, mode="r").attrs)
+    multiscale: dict[str, Any] = attributes.get("ome", attributes)["multiscales"][0]
+    return multiscale
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+@pytest.mark.parametrize("unit", [None, "nanometer", "micrometer"])
+def test_labels_have_the_resolutions_and_the_coordinate_system_of_their_image(
+    tmp_path: Path, unit: str | None, version: str
+) -> None:
+    axes = [{"name": "c", "type": "channel"}]
+    axes += [{"name": axis, "type": "space"} | ({"unit": unit} if unit else {}) for axis in "zyx"]
+    transformations = [
+        [
+            {"type": "scale", "scale": [1.0, 500.0, 200.0 * 2**level, 200.0 * 2**level]},
+            {"type": "translation", "translation": [0.0, 1000.0, 30.0 + 100 * (2**level - 1), 30.0]},
+        ]
+        for level in range(3)
+    ]
+    image, labels = tmp_path / "image.zarr", make_labels((20, 65, 64))
+    describe_image(image, [(2, 20, 65, 64), (2, 20, 32, 32), (2, 20, 16, 16)], axes, transformations, version)
+
+    zarr_writer.write(Segmentation(labels, "labels", None, 7), image / "labels" / "nuclei")
+
+    yaozarrs.validate_zarr_store(str(image))
+    multiscale = read_multiscale(image / "labels" / "nuclei")
+    assert multiscale["axes"] == axes[1:]
+    assert [dataset["coordinateTransformations"] for dataset in multiscale["datasets"]] == [
+        [{**item, item["type"]: item[item["type"]][1:]} for item in level] for level in transformations
+    ]
+    levels = read_levels(image / "labels" / "nuclei")
+    assert all(np.array_equal(level, labels[:, :: 2**n, :: 2**n]) for n, level in enumerate(levels))
+
+
+def test_labels_of_an_image_with_uneven_resolutions_are_at_the_correct_positions(tmp_path: Path) -> None:
+    axes = [{"name": axis, "type": "space"} for axis in "yx"]
+    transformations = [[{"type": "scale", "scale": [scale, scale]}] for scale in (0.2, 0.5)]
+    image, labels = tmp_path / "image.zarr", make_labels((1, 100, 100))
+    describe_image(image, [(100, 100), (40, 40)], axes, transformations, "0.5")
+
+    zarr_writer.write(Segmentation(labels, "labels", None, 7), image / "labels" / "nuclei")
+
+    multiscale, levels = read_multiscale(image / "labels" / "nuclei"), read_levels(image / "labels" / "nuclei")
+    scales = [dataset["coordinateTransformations"][0]["scale"] for dataset in multiscale["datasets"]]
+    assert scales == [[1.0, 0.2, 0.2], [1.0, 0.4, 0.4]]
+    assert np.array_equal(levels[1], labels[:, ::2, ::2])
+
+
+def test_probabilities_are_not_written_into_the_labels_of_an_image(tmp_path: Path) -> None:
+    image = write_zarr(tmp_path / "image.ome.zarr", make_labels())
+    probabilities = Segmentation(np.zeros((2, 20, 300, 520), np.float32), "probabilities", names=("a", "b"))
+
+    with pytest.raises(BadParameter, match="only integers"):
+        zarr_writer.write(probabilities, image / "labels" / "nuclei")
+    assert not (image / "labels").exists()
 
 
 def test_coarser_resolutions_keep_ids_and_positions_of_labels(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from full_disk import full_disk
+from zarr_files import write_zarr
 
 from service.core.errors import BadFile, BadParameter, ConfigError, OutOfStorage, OutputExists
 from service.core.sections.serving import References
@@ -319,3 +322,15 @@ def test_unusable_store_is_a_configuration_error(stores: Any, monkeypatch: pytes
 def test_folder_and_store_with_the_same_name_are_rejected(host: Path) -> None:
     with pytest.raises(ValueError, match="rename one of them"):
         References.model_validate({"inputs": {"lab": str(host)}, "stores": {"lab": "s3://a/b"}})
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_metadata_of_the_labeled_image_is_copied_without_pixels(host: Path, version: str) -> None:
+    image = write_zarr(host / "results" / "image.zarr", np.ones((2, 3, 4), np.uint8), version=version)
+    copy = host / "copy"
+
+    make_host_files(host).copy_image_metadata("results/image.zarr/labels/cells", None, copy)
+
+    names = {".zgroup", ".zattrs", "0/.zarray", "0/.zattrs"} if version == "0.4" else {"zarr.json", "0/zarr.json"}
+    assert {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()} == names
+    assert all(json.loads((copy / name).read_text()) == json.loads((image / name).read_text()) for name in names)

@@ -20,7 +20,7 @@ from service.core.quantities import TimeInterval
 from service.core.types import Array, Selection
 from service.formats import sampling
 from service.formats.sampling import Calibration
-from service.formats.tiff import metadata
+from service.formats.tiff import calibration, metadata
 from service.formats.tiff.ifd import Structure
 from service.formats.tiff.planes import missing, page_loader
 from service.formats.tiff.planes.page_loader import Page, get_keyframe
@@ -110,7 +110,6 @@ def read_plain_pages(tiff: TiffFile, structure: Structure) -> StoredImage:
         axes="I" * (page_count > 1) + page.axes,
         shape=(page_count,) * (page_count > 1) + page.shape,
         pages=pages,
-        calibration=metadata.read_resolution(page).get_calibration(),
         notes=make_choice_notes(len(groups), ""),
     )
 
@@ -135,7 +134,7 @@ def add_metadata(image: StoredImage, tiff: TiffFile, kind: str) -> StoredImage:
         container=metadata.get_container_name(tiff, kind),
         channel_names=metadata.read_channel_names(tiff, kind),
         colors=metadata.read_channel_colors(tiff, kind),
-        calibration=metadata.read_calibration(tiff, image.page, kind),
+        calibration=calibration.read_container_calibration(tiff, image.page, kind),
         time_interval=metadata.find_time_interval(tiff, kind),
     )
 
