@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,22 +66,6 @@ def find_image(store: Store) -> ZarrImage:
             sampling.parse_time_interval(*scale_by_axis["T"]) if "T" in scale_by_axis else None,
             tuple(notes),
         )
-
-
-def copy_metadata(store: Store, folder: Path) -> None:
-    """Copy the metadata of the image in a store, and of the arrays of its resolutions, to an empty folder.
-
-    Raises BadFile if the metadata is invalid.
-    """
-    multiscales = _read_attributes(store, "").get("multiscales") or [{}]
-    with translate_errors("its OME metadata"):
-        datasets = [zarr_store.join("", dataset["path"]) for dataset in multiscales[0].get("datasets", ())]
-    for path in ("", *datasets):
-        for name in sorted(zarr_store.METADATA_NAMES):
-            content = read_json(store, f"{path}/{name}" if path else name)
-            if content is not None:
-                (folder / path).mkdir(mode=0o700, parents=True, exist_ok=True)
-                (folder / path / name).write_text(json.dumps(content), encoding="utf-8")
 
 
 def _find_group(store: Store) -> tuple[str, dict[str, Any], list[str]]:

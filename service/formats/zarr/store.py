@@ -167,6 +167,24 @@ def read_json(store: Store, key: str) -> dict[str, Any] | None:
     return content
 
 
+def copy_metadata(store: Store, folder: Path) -> None:
+    """Copy the metadata of the image in a store, and of the arrays of its resolutions, to an empty folder.
+
+    Raises BadFile if the metadata is invalid.
+    """
+    metadata = read_json(store, "zarr.json") or {"attributes": read_json(store, ".zattrs") or {}}
+    with translate_errors("its OME metadata"):
+        attributes = metadata.get("attributes", {})
+        multiscales = attributes.get("ome", attributes).get("multiscales") or [{}]
+        datasets = [join("", dataset["path"]) for dataset in multiscales[0].get("datasets", ())]
+    for path in ("", *datasets):
+        for name in sorted(METADATA_NAMES):
+            content = read_json(store, f"{path}/{name}" if path else name)
+            if content is not None:
+                (folder / path).mkdir(mode=0o700, parents=True, exist_ok=True)
+                (folder / path / name).write_text(json.dumps(content), encoding="utf-8")
+
+
 class FolderStore:
     """Zarr store in a folder. `open_file(key)` returns the descriptor of a file, or None if it does not exist."""
 

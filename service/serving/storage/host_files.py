@@ -20,8 +20,7 @@ from service.core.files.atomic_files import make_descriptor_path, open_folder_by
 from service.core.sections.serving import ReferenceFolder, References
 from service.core.types import CancellationCheck, never_cancelled
 from service.formats.sandbox.remote_store import RemoteStore, check_url, is_url
-from service.formats.zarr import image as zarr_image
-from service.formats.zarr.store import FolderStore, is_store_name, is_zarr_folder, open_file
+from service.formats.zarr.store import FolderStore, copy_metadata, is_store_name, is_zarr_folder, open_file
 from service.serving.storage import delivery
 from service.serving.storage.delivery import DeliveryTarget
 from service.serving.storage.disk import make_disk_full_error, translate_host_errors
@@ -235,7 +234,7 @@ class HostFiles:
         """
         root, parts = _parse_location("output_to", location, self._outputs, caller)
         with _open_below_root("output_to", root, parts[:-2], location) as image_fd:
-            zarr_image.copy_metadata(FolderStore(partial(open_file, image_fd)), folder)
+            copy_metadata(FolderStore(partial(open_file, image_fd)), folder)
 
     def put_zarr(  # noqa: PLR0913
         self,

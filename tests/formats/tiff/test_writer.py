@@ -74,7 +74,7 @@ def test_failed_write_keeps_the_existing_file(tmp_path: Path) -> None:
 
 # Sizes that contradict each other, such as a pixel 100 times wider than high, are not read back.
 pixel_size = st.floats(1e-3, 100)
-ratio = st.floats(0.1, 9)
+ratio = st.floats(0.2, 7)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
