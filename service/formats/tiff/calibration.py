@@ -7,7 +7,8 @@ programs, and the resolution tags. A source that is missing, damaged or incomple
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from tifffile import TiffFile, TiffPage
@@ -15,7 +16,6 @@ from tifffile.tifffile import shaped_description_metadata
 
 from service.formats import sampling
 from service.formats.sampling import Calibration, Resolution
-from service.formats.tiff import ome
 
 _METADATA_ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 # Values of UnitsID in the header of NIH Image, beginning with the first one that is a unit of length.
@@ -26,14 +26,12 @@ _MICROMANAGER_TAG = 51123
 _NUMBER = r"[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?"
 
 
-def find_calibration(tiff: TiffFile, page: TiffPage, container: Calibration) -> Calibration:
+def find_calibration(tiff: TiffFile, page: TiffPage, preferred: Iterable[Calibration]) -> Calibration:
     """Return the voxel size of an image.
 
-    container  voxel size in the metadata of the container, which takes precedence if it is complete
+    preferred  voxel sizes that take precedence over those that this module reads
     """
-    if container.get_voxel_size() is not None:
-        return container
-    return sampling.combine_calibrations([container, *_read_all(tiff, page)])
+    return sampling.combine_calibrations(chain(preferred, _read_all(tiff, page)))
 
 
 def _read_all(tiff: TiffFile, page: TiffPage) -> Iterator[Calibration]:
@@ -59,11 +57,6 @@ def read_container_calibration(tiff: TiffFile, page: TiffPage, kind: str) -> Cal
 
 def _read_tags(_tiff: TiffFile, page: TiffPage) -> Calibration:
     return read_resolution(page).get_calibration()
-
-
-def _read_ome(tiff: TiffFile, _page: TiffPage) -> Calibration:
-    details = ome.read_details(tiff.pages.first.description)
-    return sampling.parse_calibration(details.physical_sizes, details.physical_size_units, "OME-XML")
 
 
 def _read_imagej(tiff: TiffFile, page: TiffPage) -> Calibration:
@@ -210,7 +203,6 @@ _CONTAINER_READERS: Mapping[str, _Reader] = {
     "scanimage": _read_scanimage,
 }
 _READERS: tuple[_Reader, ...] = (
-    _read_ome,
     _read_imagej,
     _read_micromanager,
     _read_lsm,

@@ -13,7 +13,6 @@ from tifffile.tifffile import shaped_description_metadata
 from service.core.quantities import TimeInterval
 from service.core.types import Array
 from service.formats import sampling
-from service.formats.tiff import ome
 
 CONTAINER_NAMES = {
     "shaped": "TIFF written by tifffile",
@@ -202,19 +201,6 @@ def _read_colors(tiff: TiffFile, kind: str) -> tuple[str, ...]:
             return tuple(f"#{int(color) & 0xFFFFFF:06x}" for color in colors)
         case _:
             return ()
-
-
-def find_details(tiff: TiffFile) -> tuple[tuple[str, ...], tuple[str, ...], TimeInterval | None]:
-    """Return the channel names, the channel colors and the time interval of a file whose axes are not usable."""
-    details = ome.read_details(tiff.pages.first.description)
-    kinds = [kind for kind in CONTAINER_NAMES if getattr(tiff, f"is_{kind}")]
-    names, colors = details.channel_names, tuple(map(parse_ome_color, details.colors))
-    interval = sampling.parse_time_interval(*details.time_increment)
-    for kind in kinds:
-        names = names or read_channel_names(tiff, kind)
-        colors = colors or read_channel_colors(tiff, kind)
-        interval = interval or find_time_interval(tiff, kind)
-    return names, colors, interval
 
 
 def parse_ome_color(rgba_text: str) -> str:

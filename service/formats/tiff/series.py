@@ -18,6 +18,7 @@ from tifffile import TIFF, TiffFile, TiffPage, TiffPageSeries
 from service.core.errors import BadFile
 from service.core.types import Selection
 from service.formats import sampling
+from service.formats.sampling import Calibration
 from service.formats.tiff import calibration, metadata, ome
 from service.formats.tiff.ifd import Structure
 from service.formats.tiff.planes import missing, page_loader
@@ -56,24 +57,34 @@ def find_image(tiff: TiffFile, structure: Structure, selection: Selection) -> St
     """
     image = _read_container(tiff, structure, selection)
     if image.metadata_problem and selection.axes is not None:
-        names, colors, interval = metadata.find_details(tiff)
-        image = replace(
-            read_plain_pages(tiff, structure),
-            container=image.container,
-            channel_names=names,
-            colors=colors,
-            time_interval=interval,
-        )
+        image = _add_details(replace(read_plain_pages(tiff, structure), container=image.container), tiff)
     if not image.is_contiguous:
         image = replace(image, pages=page_loader.restore_own_tags(tiff, structure, image.pages))
     for page in image.keyframes:
         _check_decodable(page)
     value_notes = dict.fromkeys(note for page in image.keyframes for note in metadata.get_pixel_value_notes(page))
-    return replace(
-        image,
-        calibration=calibration.find_calibration(tiff, image.page, image.calibration),
-        notes=(*image.notes, *value_notes),
-    )
+    return replace(image, calibration=_find_calibration(image, tiff), notes=(*image.notes, *value_notes))
+
+
+def _find_calibration(image: StoredImage, tiff: TiffFile) -> Calibration:
+    if image.calibration.get_voxel_size() is not None:
+        return image.calibration
+    details = ome.read_details(tiff.pages.first.description)
+    ome_calibration = sampling.parse_calibration(details.physical_sizes, details.physical_size_units, "OME-XML")
+    return calibration.find_calibration(tiff, image.page, (image.calibration, ome_calibration))
+
+
+def _add_details(image: StoredImage, tiff: TiffFile) -> StoredImage:
+    """Return an image whose axes are unknown with the channels and the time interval of the file."""
+    details = ome.read_details(tiff.pages.first.description)
+    names, colors = details.channel_names, tuple(map(metadata.parse_ome_color, details.colors))
+    interval = sampling.parse_time_interval(*details.time_increment)
+    for kind in metadata.CONTAINER_NAMES:
+        if getattr(tiff, f"is_{kind}"):
+            names = names or metadata.read_channel_names(tiff, kind)
+            colors = colors or metadata.read_channel_colors(tiff, kind)
+            interval = interval or metadata.find_time_interval(tiff, kind)
+    return replace(image, channel_names=names, colors=colors, time_interval=interval)
 
 
 def _read_container(tiff: TiffFile, structure: Structure, selection: Selection) -> StoredImage:
