@@ -123,6 +123,18 @@ def test_metrics_and_log_contain_names_of_callers_but_not_their_keys(
     assert BOB not in text + caplog.text
 
 
+def test_requests_cannot_inject_lines_into_the_log(
+    protected_client: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "service"):
+        headers = make_bearer_header(ADA) | {"X-Request-Id": "a%0ab", "User-Agent": "forged\tline"}
+        protected_client.get("/jobs/%0Aforged%0D%0Aline%1b%5b2J", headers=headers)
+        protected_client.post("/segment?model=%0Aforged%0Aline", headers=headers, content=b"x")
+    assert caplog.records
+    for record in caplog.records:
+        assert record.getMessage().isprintable()
+
+
 def test_rate_limit_applies_to_each_key_separately(bands_repository: Path, tmp_path: Path) -> None:
     with start_service(bands_repository, tmp_path, access={"keys": KEYS, "requests_per_minute": 3}) as service:
         client = service.client
