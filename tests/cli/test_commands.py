@@ -176,7 +176,7 @@ def test_model_path_may_be_long(
         source.mkdir()
         shutil.copy(stack / "image.tif", source)
     if "--workers" in result_arguments:
-        source = write_zarr(tmp_path / "in.zarr", np.zeros((4, 8, 8), np.uint8), chunks=(4, 8, 8))
+        source = write_zarr(tmp_path / "in.zarr", np.ones((4, 8, 8), np.uint8), chunks=(4, 8, 8))
     result, *options = result_arguments
     options += ["--model", str(model), "--config", str(write_config(tmp_path / "nowhere"))]
     run_stackseg("segment", source, tmp_path / result, *options)

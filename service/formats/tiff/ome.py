@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from xml.etree.ElementTree import Element, ParseError
 
 import numpy as np
@@ -20,8 +21,15 @@ from service.core.errors import BadFile
 from service.formats.tiff.planes import missing
 
 
-class InconsistentOme(BadFile):
-    """OME-XML that contradicts itself or the pages. Planes can be read without it if the request specifies axes."""
+class InconsistentOme(Exception):
+    """OME-XML that contradicts itself or the pages. Planes can be read without it if the request specifies axes.
+
+    The message is a sentence, and `advice` has the other arguments of `BadFile`. This package handles the exception.
+    """
+
+    def __init__(self, message: str, **advice: Any) -> None:
+        super().__init__(message)
+        self.advice = advice
 
 
 class UnusableOme(Exception):

@@ -117,7 +117,7 @@ def _read_ome(tiff: TiffFile, structure: Structure, selection: Selection) -> Sto
             return _read_unusable_ome(tiff, structure, "its OME-XML contradicts its pages")
     except ome.InconsistentOme as error:
         if selection.axes is None:
-            raise
+            raise BadFile(str(error), **error.advice) from error
         return _read_unusable_ome(tiff, structure, str(error))
     except ome.UnusableOme as error:
         return _read_unusable_ome(tiff, structure, str(error))
