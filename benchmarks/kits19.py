@@ -49,6 +49,7 @@ def describe_network(features: tuple[int, ...], roi: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def reduce_upsampled_features(network: nn.Module) -> None:
+    """Scale the weights of the layers that upsample features, so that deep features contribute less to the scores."""
     for module in network.modules():
         if isinstance(module, nn.ConvTranspose3d):
             module.weight.mul_(UPSAMPLING_FACTOR)
