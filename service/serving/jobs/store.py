@@ -35,8 +35,7 @@ from service.core.errors import (
 from service.core.files.atomic_files import sync_to_disk
 from service.serving.jobs.database import INSERT_JOB, OLD_JOBS_TEMPLATE, UPDATE_TEMPLATE, JobDatabase
 from service.serving.jobs.failure import decode_failure, encode_failure
-from service.serving.jobs.idempotency import IdempotencyKey, IdempotencyKeys
-from service.serving.jobs.record import JobRecord, JobRequest
+from service.serving.jobs.record import IdempotencyKey, IdempotencyKeys, JobRecord, JobRequest
 from service.serving.results.metadata import ResultMetadata
 from service.serving.storage.disk import get_file_size, translate_disk_errors
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.core.errors import BadParameter
-from service.serving.jobs.idempotency import IdempotencyKey
-from service.serving.jobs.record import JobRequest
+from service.serving.jobs.record import IdempotencyKey, JobRequest
 from service.serving.jobs.store import INPUT_NAME, JobStore
 
 REQUEST = JobRequest("nuclei", {"overlap": 0.5}, "embryo.tif", window_count=8)
