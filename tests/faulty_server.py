@@ -12,6 +12,7 @@ broken        the device is broken; `break` and `break-load` create this file
 
 from __future__ import annotations
 
+import socket
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from fakes import SeparateMemoryDriver
 from torch import Tensor, nn
 
 from service.api.app import create_app
-from service.api.server import build_config, listen
+from service.api.server import build_config
 from service.core.config import Settings
 from service.core.hardware import devices
 from service.core.hardware.devices import Driver
@@ -104,6 +105,6 @@ def serve(models: Path, faults: Path, port: Connection, grace: float) -> None:
     chosen = Settings.model_validate(settings)
     factories = ServiceFactories(FaultySegmenter, lambda name: FaultyDriver(faults if name == "cpu" else None))
     app = create_app(chosen, factories)
-    with listen("127.0.0.1", 0) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port.send(listener.getsockname()[1])
         uvicorn.Server(build_config(app)).run(sockets=[listener])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.api.access.authentication import HEALTH_PATH, ApiKeyAuth
 from service.api.access.cross_site import CrossSiteProtection
 from service.api.access.middleware import DrainBody, RequestLog, SecurityHeaders
+from service.api.access.path_prefix import RestorePathPrefix, StripPathPrefix
 from service.api.access.trusted_hosts import (
     CORS_METHODS,
     CORS_REQUEST_HEADERS,
@@ -99,14 +100,14 @@ class Application(FastAPI):
         settings = self.state.runtime.settings
         access = settings.access
         fastapi_stack = super().build_middleware_stack()
-        stack: ASGIApp = ApiKeyAuth(fastapi_stack, access, handle_error)
+        stack: ASGIApp = ApiKeyAuth(RestorePathPrefix(fastapi_stack), access, handle_error)
         if access.origins:
             stack = CORSMiddleware(
                 stack, access.origins, CORS_METHODS, CORS_REQUEST_HEADERS, expose_headers=CORS_RESPONSE_HEADERS
             )
         stack = CrossSiteProtection(stack, access, handle_error)
         stack = TrustedHosts(stack, access, settings.server.host, handle_error)
-        http_stack = RequestLog(SecurityHeaders(DrainBody(stack)))
+        http_stack = StripPathPrefix(RequestLog(SecurityHeaders(DrainBody(stack))), settings.server.root_path)
 
         async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
             # The middleware of the service handles only HTTP requests. Lifespan events bypass it.
@@ -138,10 +139,32 @@ def create_app(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORI
     ]
     for module in _ROUTE_MODULES:
         app.include_router(module.router)
+    head_router = _make_head_router(app.state.endpoints)
+    app.include_router(head_router)
+    app.state.endpoints += head_router.routes
     for error_type, handler in EXCEPTION_HANDLERS.items():
         app.add_exception_handler(error_type, handler)
     app.add_exception_handler(Exception, UNEXPECTED_HANDLER)
     return app
+
+
+def _make_head_router(endpoints: Iterable[APIRoute]) -> APIRouter:
+    """Return routes that answer HEAD wherever the endpoints answer GET, by calling the same functions (RFC 9110, 9.1).
+
+    The server removes the content of the responses. Monitors, `wget --spider` and download managers use such requests.
+    """
+    router = APIRouter()
+    for endpoint in endpoints:
+        if "GET" in (endpoint.methods or ()):
+            router.add_api_route(
+                endpoint.path,
+                endpoint.endpoint,
+                methods=["HEAD"],
+                response_model=endpoint.response_model,
+                response_class=endpoint.response_class,
+                include_in_schema=False,
+            )
+    return router
 
 
 @asynccontextmanager

@@ -9,16 +9,17 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from service.api.access.path_prefix import ForwardedHeaders
 from service.api.app import create_app
 from service.api.http.data_rate import SlowClientLimits
-from service.api.http.listener import Listener, raise_open_file_limit
+from service.api.http.listener import ConnectionLimiter, Listener, listen, raise_open_file_limit
 from service.api.http.protocol import Connection
 from service.core.config import Settings
 from service.core.errors import ConfigError
@@ -48,10 +49,10 @@ class Server(uvicorn.Server):
         self.client_limits = SlowClientLimits(bytes_per_second=runtime.settings.limits.bytes_per_second)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets. A `Listener` closes connections of this server if it has too many."""
-        self._listeners = [listener for listener in sockets or () if isinstance(listener, Listener)]
-        for listener in self._listeners:
-            listener.connections = self.server_state.connections
+        """Listen on the sockets. Their `ConnectionLimiter` closes connections of this server if it has too many."""
+        self._limiters = {listener.limiter for listener in sockets or () if isinstance(listener, Listener)}
+        for limiter in self._limiters:
+            limiter.connections = self.server_state.connections
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
@@ -60,8 +61,8 @@ class Server(uvicorn.Server):
             for connection in list(self.server_state.connections):
                 if isinstance(connection, Connection):
                     connection.close_if_too_slow(self.client_limits)
-            for listener in self._listeners:
-                listener.close_stalled_handshakes(self.client_limits.head_seconds)
+            for limiter in self._limiters:
+                limiter.close_stalled_handshakes(self.client_limits.head_seconds)
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -110,7 +111,7 @@ class Server(uvicorn.Server):
 
 
 def serve(settings: Settings, host: str, port: int) -> bool:
-    """Print the URL of the service, and serve requests until a signal arrives.
+    """Print the URLs of the service, and serve requests until a signal arrives.
 
     Return False if a thread was still running after shutdown. Raises ConfigError.
     """
@@ -126,6 +127,7 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         ssl_keyfile=settings.server.ssl_keyfile,
         ssl_certfile=settings.server.ssl_certfile,
         # The runtime itself cancels and answers requests in time. This timeout is only for requests that still hang.
+        timeout_keep_alive=settings.server.keep_alive_seconds,
         timeout_graceful_shutdown=round(settings.server.drain_seconds) + 5,
     )
     try:
@@ -134,23 +136,26 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         raise ConfigError(
             f"The TLS key (server.ssl_keyfile) or certificate (server.ssl_certfile) cannot be loaded: {error}."
         ) from error
-    max_connections = raise_open_file_limit(settings.server.connections)
-    with Listener(listen(host, port), max_connections) as listener:
+    limiter = ConnectionLimiter(raise_open_file_limit(settings.server.connections))
+    with ExitStack() as exit_stack:
+        listeners = [exit_stack.enter_context(Listener(listener, limiter)) for listener in listen(host, port)]
         server = Server(config, runtime)
         # Handle signals that arrive before uvicorn installs its own handlers. After its shutdown, uvicorn raises a
         # captured signal again. With the default handlers, that signal would kill the process after a clean shutdown.
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, server.handle_exit)
-        sys.stdout.write(f"StackSeg is listening on {format_url(listener, is_secure=config.is_ssl)}\n")
+        urls = " and ".join(format_url(listener, is_secure=config.is_ssl) for listener in listeners)
+        sys.stdout.write(f"StackSeg listens on {urls}\n")
         sys.stdout.flush()
-        server.run(sockets=[listener])
+        server.run(sockets=[*listeners])
     return runtime.devices.has_ended
 
 
 def build_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
     """Return the uvicorn configuration of an application. `options` are passed to `uvicorn.Config`."""
     return uvicorn.Config(
-        app,
+        ForwardedHeaders(app),
+        proxy_headers=False,
         http=Connection,
         ws="none",
         # uvloop, the alternative, would not call `Listener.accept`.
@@ -170,15 +175,6 @@ def _limit_malloc_arenas() -> None:
     # Other C libraries have neither this function nor arenas.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket. Port 0 selects a free port. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"Cannot listen on {host}, port {port}: {error}. Choose another address or port.") from error
 
 
 def format_url(listener: socket.socket, *, is_secure: bool = False) -> str:

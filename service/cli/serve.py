@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg serve`."""
     server = Server()
     parser.add_argument(
-        "--host", help=f"Address to listen on (default: the server.host setting, or {server.host} if it is not set)"
+        "--host",
+        help="Address to listen on, or :: for all IPv4 and IPv6 addresses (default: the server.host setting, or"
+        f" {server.host} if it is not set)",
     )
     parser.add_argument(
         "--port",

@@ -85,15 +85,15 @@ class Settings(Section):
 def _find_user_data_folder() -> Path:
     """Return the data folder of the user: `XDG_DATA_HOME` or `~/.local/share`.
 
-    If the user has no home directory, return a relative path.
+    If the user has no home directory, return a path that cannot exist, so that no data is stored at a place where the
+    operator does not expect it.
     """
     if configured_folder := os.environ.get("XDG_DATA_HOME"):
         return Path(configured_folder)
-    default_folder = Path("~/.local/share")
     try:
-        return default_folder.expanduser()
+        return Path("~/.local/share").expanduser()
     except RuntimeError:
-        return default_folder
+        return Path(os.devnull)
 
 
 def read_settings(path: Path | None = None, environment: Mapping[str, str] | None = None) -> Settings:

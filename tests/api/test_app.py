@@ -3,10 +3,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from fakes import FakeSegmenter
 from job_service import Service
-from live import STACK, TIFF
+from live import STACK, TIFF, LiveServer, eager_settings, parse_problem, serve
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -125,3 +128,57 @@ def test_endpoints_have_summaries_from_their_docstrings(service: Service) -> Non
     paths = service.client.get("/openapi.json").json()["paths"]
     assert paths["/segment"]["post"]["summary"] == "Segment a 3D stack"
     assert paths["/health/live"]["get"]["summary"] == "Check that the process responds"
+
+
+@pytest.fixture(scope="module")
+def live(bands_repository: Path) -> Iterator[LiveServer]:
+    with serve(eager_settings(bands_repository), load=FakeSegmenter) as running:
+        yield running
+
+
+def test_head_has_the_headers_of_get_wherever_get_is_answered(live: LiveServer) -> None:
+    """The server, and not the application, removes the content."""
+    job, stack = live.run()["id"], live.post("/stacks", STACK).json()["id"]
+    names = {"{job}": job, "{stack}": stack, "{name}": "bands"}
+    paths = [path for path, methods in live.client.get("/openapi.json").json()["paths"].items() if "get" in methods]
+    paths += ["/", "/docs", "/docs/page.js", "/openapi.json", "/page/main.js", "/v2/health/ready", "/nowhere"]
+    for template in paths:
+        path = template
+        for name, value in names.items():
+            path = path.replace(name, value)
+        response, head = live.client.get(path), live.client.head(path)
+        assert (head.status_code, head.content) == (response.status_code, b""), path
+        assert head.headers["content-type"] == response.headers["content-type"], path
+        if "/events" not in path and "/metrics" not in path and response.status_code == 200:
+            lengths = [int(headers.get("content-length", -1)) for headers in (head.headers, response.headers)]
+            assert abs(lengths[0] - lengths[1]) < 20, path
+    assert int(live.client.head(f"/jobs/{job}/result").headers["content-length"]) == len(
+        live.result({"id": job}).content
+    )
+
+
+def test_head_of_events_does_not_wait_for_the_job(live: LiveServer) -> None:
+    live.fake.gate.clear()
+    try:
+        job = live.submit()["id"]
+        assert live.client.head(f"/jobs/{job}/events", timeout=10).status_code == 200
+    finally:
+        live.fake.gate.set()
+
+
+def test_methods_that_a_path_does_not_support_are_listed(live: LiveServer) -> None:
+    refused = live.client.put("/jobs", content=b"")
+    assert parse_problem(refused) == (405, "method-not-allowed")
+    assert refused.headers["allow"] == "GET, HEAD, POST"
+    assert live.client.head("/segment").headers["allow"] == "POST"
+
+
+def test_range_errors_are_problem_documents(live: LiveServer) -> None:
+    job = live.run()
+    length = len(live.result(job).content)
+    beyond = live.result(job, Range=f"bytes={length}-")
+    assert parse_problem(beyond) == (416, "range-not-satisfiable")
+    assert beyond.headers["content-range"] == f"bytes */{length}"
+    assert "bytes=100-199" in beyond.json()["detail"]
+    page = live.client.get("/docs/page.js", headers={"Range": "bytes=a-b"})
+    assert parse_problem(page) == (416, "range-not-satisfiable")

@@ -35,9 +35,9 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.access.middleware import RequestLog
 from service.api.http.data_rate import SlowClientLimits
+from service.api.http.listener import listen
 from service.api.messages.headers import set_send_timeout
-from service.api.server import POLL_SECONDS, Server, format_url, listen
-from service.core import errors
+from service.api.server import POLL_SECONDS, Server, format_url
 
 RATE = 1000
 STRICT_LIMITS = SlowClientLimits(head_seconds=2, bytes_per_second=RATE, window_seconds=2)
@@ -73,13 +73,30 @@ def test_incomplete_request_heads_time_out_with_a_reason() -> None:
         )
         used.sendall(make_request_head())
         assert read_response_body(used) == b""
+        used.sendall(b"GET / HTTP/1.1\r\n")
         began = time.monotonic()
         dripping.sendall(make_request_head()[:-2] + b"X: ")
         assert send_slowly(dripping, 50)
         dripping.settimeout(TIMEOUT_SECONDS)
         assert read_error(dripping, 408)[1]["type"] == "urn:stackseg:problem:too-slow"
-        assert silent.recv(1) == used.recv(1) == b""
+        assert read_error(used, 408)[1]["type"] == "urn:stackseg:problem:too-slow"
+        assert silent.recv(1) == b""
         assert time.monotonic() - began < 2 * STRICT_LIMITS.head_seconds + 2
+
+
+def test_used_connection_stays_open_until_it_has_been_idle_for_the_configured_time() -> None:
+    idle_seconds = STRICT_LIMITS.head_seconds + 2
+    with (
+        strict_server(EchoApp(), timeout_keep_alive=idle_seconds) as address,
+        socket.create_connection(address, TIMEOUT_SECONDS) as client,
+    ):
+        for _ in range(2):
+            client.sendall(make_request_head("Content-Length: 2") + b"ab")
+            assert read_response_body(client) == b"ab"
+            time.sleep(idle_seconds - 1)
+        began = time.monotonic()
+        assert client.recv(1) == b""
+        assert time.monotonic() - began < 3
 
 
 def test_slow_uploads_are_rejected_with_408(caplog: pytest.LogCaptureFixture) -> None:
@@ -195,14 +212,10 @@ def test_connection_is_closed_when_the_time_to_send_a_response_has_passed() -> N
 def test_port_zero_selects_a_free_port_that_is_in_the_address(host: str) -> None:
     if host == "::1" and not socket.has_ipv6:
         pytest.skip("this system has no IPv6")
-    with listen(host, 0) as listener:
+    (listener,) = listen(host, 0)
+    with listener:
         port = listener.getsockname()[1]
         assert format_url(listener) == (f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
-
-
-def test_address_in_use_is_a_configuration_error() -> None:
-    with listen("127.0.0.1", 0) as listener, pytest.raises(errors.ConfigError, match="Cannot listen"):
-        listen("127.0.0.1", listener.getsockname()[1])
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 import re
 from pathlib import Path
 from typing import Any
@@ -209,3 +210,18 @@ def test_empty_files_and_sections_change_nothing(content: Any, tmp_path: Path) -
 def test_unparsable_variable_is_rejected_with_its_name() -> None:
     with pytest.raises(ConfigError, match=r"^The value of STACKSEG_MODELS__SERVE is not valid YAML"):
         read_settings(None, {"STACKSEG_MODELS__SERVE": "[nuclei"})
+
+
+def test_user_without_a_home_directory_stores_no_data_in_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers may run as a user ID without a name."""
+
+    def find_no_user(_uid: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr(pwd, "getpwuid", find_no_user)
+    for name in ("HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for folder in (Settings().annotations_folder, Settings().trained_folder):
+        with pytest.raises(OSError, match="Not a directory"):
+            folder.mkdir(parents=True)
+    assert Settings.model_validate({"jobs": {"folder": "/jobs"}}).annotations_folder == Path("/jobs/annotations")

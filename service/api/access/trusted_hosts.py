@@ -16,19 +16,23 @@ from service.core.sections.serving import Access
 log = logging.getLogger(__name__)
 
 # Methods and headers that web pages from other origins may send, and response headers that these pages may read.
-CORS_METHODS = ("GET", "POST", "DELETE")
+CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
 CORS_REQUEST_HEADERS = (
     "Authorization",
     "Content-Encoding",
     "Content-Type",
+    "Idempotency-Key",
     "If-None-Match",
+    "If-Range",
     "Prefer",
+    "Range",
     "X-API-Key",
     "X-Filename",
     "X-Request-ID",
 )
 CORS_RESPONSE_HEADERS = (
-    "Content-Disposition", "ETag", "Location", "Retry-After", "Server-Timing", "X-Cache", "X-Request-ID",
+    "Accept-Ranges", "Content-Disposition", "Content-Range", "ETag", "Location", "Retry-After", "Server-Timing",
+    "X-Cache", "X-Request-ID",
     "X-StackSeg-Confidence", "X-StackSeg-Diameter", "X-StackSeg-Dtype", "X-StackSeg-Model", "X-StackSeg-Note",
     "X-StackSeg-Objects", "X-StackSeg-Shape", "X-StackSeg-Skipped", "X-StackSeg-Volume", "X-StackSeg-Voxel-Size",
     "X-StackSeg-Warning",

@@ -9,8 +9,8 @@ from typing import NamedTuple
 class SlowClientLimits(NamedTuple):
     """Limits that define which clients are too slow.
 
-    head_seconds      time limit for a TLS handshake, and for receiving a complete request head after the connection was
-                      opened or the previous response was sent
+    head_seconds      time limit for a TLS handshake, for receiving a complete request head after the connection was
+                      opened, and for receiving a later head after its first byte
     bytes_per_second  minimum rate at which the client must send a body and receive a response
     window_seconds    time window over which the rate is averaged
     """
@@ -18,6 +18,43 @@ class SlowClientLimits(NamedTuple):
     head_seconds: float = 20.0
     bytes_per_second: float = 4096
     window_seconds: float = 30.0
+
+
+class HeadTimer:
+    """Time limits for the next request head of a connection. All times are those of the event loop clock, in seconds.
+
+    The first head must be complete within `head_seconds` after the connection was opened. A connection that has been
+    used may be idle for longer. From the first byte of a later head, the same limit applies as for the first head.
+
+    waiting_since  time at which the connection began to wait for the next request head
+    """
+
+    def __init__(self, now: float) -> None:
+        self.waiting_since = now
+        # Time at which the time limit for the current head began, and time at which the client was last active.
+        self._head_start: float | None = now
+        self._last_active = now
+
+    def start_waiting(self, now: float, *, has_partial_head: bool) -> None:
+        """Begin to wait for the next head after a response. The client may already have sent the first part of it."""
+        self.waiting_since = self._last_active = now
+        self._head_start = now if has_partial_head else None
+
+    def count_bytes(self, now: float) -> None:
+        """Register the arrival of bytes."""
+        self._last_active = now
+        if self._head_start is None:
+            self._head_start = now
+
+    def end_message(self) -> None:
+        """Register the end of a request. Bytes that arrive later belong to the next head."""
+        self._head_start = None
+
+    def is_expired(self, limits: SlowClientLimits, idle_seconds: float, now: float) -> bool:
+        """Return whether the client takes too long to send the next head, or has been idle for `idle_seconds`."""
+        if self._head_start is None:
+            return now - self._last_active >= idle_seconds
+        return now - self._head_start >= limits.head_seconds
 
 
 class DataRate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +19,11 @@ MAX_FIELD_BYTES = 4096
 MAX_FIELDS = 32
 # Maximum size of boundaries, part headers and text fields, in addition to the files.
 MAX_FORM_BYTES = 2 * MAX_FIELDS * MAX_FIELD_BYTES
+# Maximum size of the text before the first boundary, and maximum number of blanks after a boundary.
+MAX_PREAMBLE_BYTES = 2**16
+MAX_PADDING = 64
+# Values of Content-Transfer-Encoding that leave the content of a part unchanged.
+IDENTITY_ENCODINGS = frozenset({b"7bit", b"8bit", b"binary"})
 
 
 class FormFile(Protocol):
@@ -48,6 +54,10 @@ class FormParser:
         self._field_name = ""
         self._received_fields = set[str]()
         self._has_ended = False
+        # Received part of the preamble; None after the first boundary. The first newline replaces that before the form.
+        self._preamble: bytearray | None = bytearray(b"\n")
+        self._delimiter = b"--" + boundary
+        self._first_line = re.compile(b"\n%b(--|[ \t]{,%d}(\r?\n))" % (re.escape(self._delimiter), MAX_PADDING))
         if not boundary:
             raise BadParameter(
                 "The Content-Type of the multipart form has no boundary. Let your HTTP library set this header."
@@ -60,14 +70,43 @@ class FormParser:
     def feed(self, chunk: bytes) -> None:
         """Parse the next bytes of the body."""
         try:
-            self._parser.write(chunk)
+            self._parser.write(chunk if self._preamble is None else self._skip_preamble(self._preamble, chunk))
         except FormParserError as error:
             raise BadParameter(f"The multipart form is malformed: {error}.") from error
 
     def finish(self) -> None:
         """Check that the body has ended with the closing boundary."""
+        if self._preamble is not None and len(self._preamble) > 1:
+            raise self._make_boundary_error()
         if not self._has_ended:
             raise BadParameter("The multipart form is truncated: its closing boundary is missing. Send the form again.")
+
+    def _skip_preamble(self, preamble: bytearray, chunk: bytes) -> bytes:
+        """Return the bytes from the first boundary on. The text before it has no meaning (RFC 2046, section 5.1.1)."""
+        if len(preamble) == 1 and chunk.startswith((self._delimiter + b"\r\n", self._delimiter + b"--")):
+            # The usual case, in which no bytes are copied.
+            self._preamble = None
+            return chunk
+        # The line with the boundary may have begun in an earlier chunk.
+        start = max(0, len(preamble) - len(self._delimiter) - MAX_PADDING - len(b"\n\r\n"))
+        preamble += chunk
+        if (match := self._first_line.search(preamble, start)) is None:
+            if len(preamble) > MAX_PREAMBLE_BYTES:
+                raise self._make_boundary_error()
+            return b""
+        if match[2] == b"\n":
+            raise BadParameter(
+                "The lines of the multipart form end with LF instead of CRLF. Let your HTTP library create the form."
+            )
+        self._preamble = None
+        # The parser does not support blanks after the first boundary.
+        return self._delimiter + (match[2] or match[1]) + preamble[match.end() :]
+
+    def _make_boundary_error(self) -> BadParameter:
+        return BadParameter(
+            "The multipart form does not begin with its boundary. The boundary in the Content-Type must be the one that"
+            " separates the fields in the body. Let your HTTP library create both."
+        )
 
     def _make_callbacks(self) -> MultipartCallbacks:
         return {
@@ -90,6 +129,14 @@ class FormParser:
             self._field_name = options.get(b"name", b"").decode("utf-8", "replace")
             if self._field_name in self._files:
                 self._begin_file(options.get(b"filename", b"").decode("utf-8", "replace"))
+        elif (
+            self._header_name.lower() == b"content-transfer-encoding"
+            and bytes(self._header_value).strip().lower() not in IDENTITY_ENCODINGS
+        ):
+            raise BadParameter(
+                "The multipart form has a field with an encoding, such as base64, in Content-Transfer-Encoding. HTTP"
+                " forms contain the bytes of a file as they are (RFC 7578). Let your HTTP library create the form."
+            )
         self._header_name.clear()
         self._header_value.clear()
 

@@ -20,7 +20,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from service.api.http.data_rate import DataRate, SlowClientLimits
+from service.api.http.data_rate import DataRate, HeadTimer, SlowClientLimits
 from service.api.http.flow_control import READ_AHEAD_BYTES, CloseOnceTransport, ReadFlowControl
 from service.api.http.refusals import MAX_HEAD_BYTES, HeadError, RefusalResponse, check_framing_headers, check_head
 from service.api.http.sockets import count_acknowledged_bytes, count_unsent_bytes, enable_keepalive
@@ -68,7 +68,6 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     _has_input_ended = False  # whether input has ended, so that further input is ignored
     # Total number of received bytes, and the time at which the last of them arrived (event loop clock).
     _received_bytes, _last_received_at = 0, 0.0
-    _head_wait_start = 0.0  # time at which the connection began to wait for the next request head
     _all_sent_at: float | None = None  # time at which a closed connection was first found to have no unsent bytes
     # Requests without a complete response, in order. Only the first one is being processed.
     _open_cycles: tuple[RequestResponseCycle, ...] = ()
@@ -78,7 +77,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().connection_made(CloseOnceTransport(transport))  # type: ignore[arg-type] # has all methods that uvicorn uses
         self.flow = ReadFlowControl(transport, weakref.WeakMethod(self._count_unread))
         self._receive_rate, self._send_rate = DataRate(), DataRate()
-        self._head_wait_start = self._last_received_at = self.loop.time()
+        self._last_received_at = self.loop.time()
+        self._head_timer = HeadTimer(self._last_received_at)
 
     def fileno(self) -> int:
         """Return the file descriptor of the connection; -1 after the connection is closed."""
@@ -105,6 +105,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._framing_bytes += nbytes
         self._received_bytes += nbytes
         self._last_received_at = self.loop.time()
+        self._head_timer.count_bytes(self._last_received_at)
         with _READ_BUFFER.memory[:nbytes] as data:
             self.data_received(data)  # type: ignore[arg-type] # the parser accepts any buffer
         if self.cycle is not None and self.cycle.more_body and self._count_unread() >= READ_AHEAD_BYTES:
@@ -203,7 +204,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             return
         now = self.loop.time()
         is_new = cast("RequestResponseCycle | None", self.cycle) is None
-        if is_new and now - self._head_wait_start < min(FIRST_REQUEST_SECONDS, stalled_seconds):
+        if is_new and now - self._head_timer.waiting_since < min(FIRST_REQUEST_SECONDS, stalled_seconds):
             return
         self.shutdown()
         if self.flow.read_paused and stalled_seconds > 0:
@@ -228,7 +229,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         elif self._receive_rate.is_too_low(limits, now, self._received_bytes):
             minimum_rate = f"{limits.bytes_per_second:g} bytes per second over {limits.window_seconds:g} s"
             self._close_slow_connection(f"The upload is slower than {minimum_rate}. Use a faster connection.")
-        if not self._open_cycles and now - self._head_wait_start >= limits.head_seconds:
+        if not self._open_cycles and self._head_timer.is_expired(limits, self.timeout_keep_alive, now):
             self._close_slow_connection(f"The headers of the request did not arrive within {limits.head_seconds:g} s.")
 
     def _close_slow_connection(self, reason: str) -> None:
@@ -246,7 +247,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         The state is a pair: whether closing would interrupt a response, and when the wait for the client began.
         """
         if not self._open_cycles:
-            return count_unsent_bytes(self.transport) > 0, self._head_wait_start
+            return count_unsent_bytes(self.transport) > 0, self._head_timer.waiting_since
         if self._is_waiting_for_client:
             return False, self._last_received_at
         return (True, self._last_received_at) if self._open_cycles[0].scope["method"] in {"GET", "HEAD"} else None
@@ -324,7 +325,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def on_response_complete(self) -> None:
         """Remove answered requests, and discard the rest of their bodies."""
         self._open_cycles = tuple(cycle for cycle in self._open_cycles if not cycle.response_complete)
-        self._head_wait_start = self.loop.time()
+        self._head_timer.start_waiting(self.loop.time(), has_partial_head=self._framing_bytes > 0)
         super().on_response_complete()
         self.flow.is_body_requested = False
 
@@ -344,5 +345,6 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def on_message_complete(self) -> None:
         """Finish the body of a request after the parser has read all of it."""
         self._framing_bytes = 0
+        self._head_timer.end_message()
         if not self.parser.should_upgrade():
             super().on_message_complete()

@@ -20,6 +20,11 @@ REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # Name of all callers if no API keys are configured.
 ANONYMOUS = "anonymous"
 
+# Media type of a file of unknown type. The OpenAPI document lists it in addition to the specific types, because
+# generated clients do not support most other types.
+OCTET_STREAM = "application/octet-stream"
+BINARY_CONTENT = {"schema": {"type": "string", "format": "binary"}}
+
 # Security headers of all responses except HTML pages.
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -42,6 +47,11 @@ def find_header(headers: RawHeaders, name: bytes) -> str:
         if header_name == name:
             return value.decode("latin-1")
     return ""
+
+
+def make_url_path(scope: Scope, path: str) -> str:
+    """Return the URL path of a resource for the client, including the path prefix of a reverse proxy."""
+    return f"{scope.get('root_path', '')}{path}"
 
 
 def choose_request_id(proposed_id: str) -> str:

@@ -6,7 +6,9 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+from starlette.types import Scope
 
+from service.api.messages.headers import make_url_path
 from service.api.messages.text import RedactedText
 from service.core.errors import StackSegError
 from service.serving.jobs.active_job import JobView
@@ -118,8 +120,8 @@ class JobList(BaseModel):
     jobs: list[JobReport]
 
 
-def report_job(view: JobView, keep_seconds: float) -> JobReport:
-    """Return the report of a job. A job is deleted `keep_seconds` after it has ended."""
+def report_job(view: JobView, keep_seconds: float, scope: Scope) -> JobReport:
+    """Return the report of a job for the client of a request. A job is deleted `keep_seconds` after it has ended."""
     record = view.record
     return JobReport(
         id=record.id,
@@ -136,7 +138,7 @@ def report_job(view: JobView, keep_seconds: float) -> JobReport:
         **_report_part_progress(view),
         seconds_left=None if view.seconds_left is None or record.ended is not None else round(view.seconds_left, 1),
         seconds={stage: round(seconds, 3) for stage, seconds in view.stage_seconds.items()},
-        result=f"/jobs/{record.id}/result" if record.state == "done" else None,
+        result=make_url_path(scope, f"/jobs/{record.id}/result") if record.state == "done" else None,
         problem=_report_problem(record.failure),
         **_report_result(record),
     )

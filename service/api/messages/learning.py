@@ -8,17 +8,17 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from service.api.messages.headers import BINARY_CONTENT, OCTET_STREAM
 from service.api.messages.text import RedactedText
 from service.serving.learning.annotation import Annotation
 from service.serving.learning.training_record import TrainingRecord, TrainingStage, TrainingState
 from service.serving.learning.trainings import TrainingManager
 
 ID_PATTERN = "^[0-9a-f]{32}$"
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
 _ANNOTATION_FORM = {
     "schema": {
         "type": "object",
-        "properties": {"file": _BINARY["schema"], "labels": _BINARY["schema"]},
+        "properties": {"file": BINARY_CONTENT["schema"], "labels": BINARY_CONTENT["schema"]},
         "required": ["labels"],
     }
 }
@@ -29,15 +29,19 @@ ANNOTATION_BODY: dict[str, Any] = {
         " in the field `file`.",
         "required": True,
         "content": {
-            "image/tiff": _BINARY,
-            "application/x-npy": _BINARY,
-            "application/gzip": _BINARY,
+            "image/tiff": BINARY_CONTENT,
+            OCTET_STREAM: BINARY_CONTENT,
+            "application/x-npy": BINARY_CONTENT,
+            "application/gzip": BINARY_CONTENT,
             "multipart/form-data": _ANNOTATION_FORM,
         },
     }
 }
 ANNOTATION_FILE_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "An OME-TIFF file with the axes Z, Y, X.", "content": {"image/tiff": _BINARY}}
+    200: {
+        "description": "An OME-TIFF file with the axes Z, Y, X.",
+        "content": {"image/tiff": BINARY_CONTENT, OCTET_STREAM: BINARY_CONTENT},
+    }
 }
 
 

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
+from service.api.messages.headers import make_url_path
 from service.core import errors
 from service.core.errors import remove_host_details
 from service.core.hardware.devices import translate_error
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 PROBLEM_MEDIA_TYPE = "application/problem+json"
 # Maximum length of `detail`, which may quote the request or its file.
 MAX_DETAIL_CHARS = 2000
+# Reason phrase of status 416, which determines its slug. Python's phrase depends on the version.
+RANGE_PHRASE = "Range Not Satisfiable"
 # Maximum length of a URL path that is quoted in `detail`.
 MAX_PATH_CHARS = 256
 
@@ -219,8 +222,11 @@ def _handle_validation_error(request: Request, error: Exception) -> Response:
 
 def _handle_http_exception(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    phrase = HTTPStatus(status).phrase
-    detail = f"{phrase}: {request.method} {request.scope['path'][:MAX_PATH_CHARS]}. The API is described at /docs."
+    phrase = RANGE_PHRASE if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE else HTTPStatus(status).phrase
+    path, docs_path = request.scope["path"][:MAX_PATH_CHARS], make_url_path(request.scope, "/docs")
+    detail = f"{phrase}: {request.method} {path}. The API is described at {docs_path}."
+    if isinstance(error, HTTPException) and phrase == RANGE_PHRASE:
+        detail = error.detail
     response = build_problem_response(request, status, phrase.lower().replace(" ", "-"), detail)
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)

@@ -7,17 +7,22 @@ import os
 import re
 import unicodedata
 from contextlib import AsyncExitStack
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
+from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
+from service.api.messages.headers import BINARY_CONTENT, OCTET_STREAM, get_header
 from service.core.files.atomic_files import make_descriptor_path
 from service.serving.results.answers import SavedResult
 from service.serving.results.metadata import ResultMetadata
 
+# A byte range: first and last byte, or number of bytes at the end of the file. No file needs more digits.
+BYTE_RANGE_PATTERN = re.compile(r"([0-9]{0,19})-([0-9]{0,19})")
 # Notes longer than this are truncated in the header `X-StackSeg-Note`.
 MAX_NOTE_CHARS = 2000
 
@@ -35,13 +40,15 @@ RESULT_RESPONSES: dict[int | str, dict[str, Any]] = {
         "host, and the response only describes that file. For labels and classes of one time point, the header "
         "`Accept` can select .npy, NIfTI or OME-Zarr (.ozx).",
         "content": {
-            "image/tiff": {"schema": {"type": "string", "format": "binary"}},
+            "image/tiff": BINARY_CONTENT,
+            # Generated clients use the first type that they support, which must not be text.
+            OCTET_STREAM: BINARY_CONTENT,
             "text/csv": {"schema": {"type": "string"}},
-            "application/zip": {"schema": {"type": "string", "format": "binary"}},
+            "application/zip": BINARY_CONTENT,
             "application/json": {"schema": SavedResult.model_json_schema()},
-            "application/x-npy": {"schema": {"type": "string", "format": "binary"}},
-            "application/x-nifti": {"schema": {"type": "string", "format": "binary"}},
-            "application/x-ozx": {"schema": {"type": "string", "format": "binary"}},
+            "application/x-npy": BINARY_CONTENT,
+            "application/x-nifti": BINARY_CONTENT,
+            "application/x-ozx": BINARY_CONTENT,
         },
         "headers": {
             "X-StackSeg-Model": _describe_header("Name and version of the model.", example="nuclei/1"),
@@ -91,7 +98,59 @@ RESULT_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-class OpenFileResponse(FileResponse):
+class DownloadResponse(FileResponse):
+    """Response that sends a file or, if the request has a Range header, parts of it (RFC 9110, section 14).
+
+    Unlike in `FileResponse`, unknown units are ignored, parts that lie beyond the end of the file are skipped, and
+    errors are problem documents. `stat_result` is required for these checks.
+    """
+
+    def apply_accept(self, scope: Scope) -> None:
+        """Send the file as `application/octet-stream` if this is the only type that the client accepts."""
+        if get_header(scope, b"accept").strip().lower() == OCTET_STREAM:
+            self.headers["content-type"] = OCTET_STREAM
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.apply_accept(scope)
+        range_header, if_range = get_header(scope, b"range"), get_header(scope, b"if-range")
+        if range_header and self.stat_result is not None:
+            is_current = if_range in {"", self.headers["etag"], self.headers["last-modified"]}
+            # Ranges are defined only for GET.
+            uses_range = scope["method"] == "GET" and self.status_code == HTTPStatus.OK and is_current
+            ranges = select_ranges(range_header, self.stat_result.st_size) if uses_range else None
+            headers = [header for header in scope["headers"] if header[0] != b"range"]
+            scope = {**scope, "headers": [*headers, (b"range", ranges.encode())] if ranges else headers}
+        await super().__call__(scope, receive, send)
+
+
+def select_ranges(header: str, file_bytes: int) -> str | None:
+    """Return a Range header with those ranges of a header that are part of a file; None if the unit is not `bytes`.
+
+    Raises HTTPException 416 if the header is malformed, or if no range is part of the file.
+    """
+    unit, separator, ranges = header.partition("=")
+    if separator and unit.strip().lower() != "bytes":
+        return None
+    matches = [BYTE_RANGE_PATTERN.fullmatch(item.strip()) for item in ranges.split(",") if item.strip()]
+    selected = [match[0] for match in matches if match is not None and _is_satisfiable(match[1], match[2], file_bytes)]
+    if None in matches or not selected:
+        detail = (
+            f"The header Range is malformed, or selects no bytes of this file, which has {file_bytes} bytes. To get"
+            " bytes 100 to 199, send `Range: bytes=100-199`; for the rest of the file, send `Range: bytes=100-`."
+        )
+        status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+        raise HTTPException(status, detail, {"Content-Range": f"bytes */{file_bytes}"})
+    return f"bytes={','.join(selected)}"
+
+
+def _is_satisfiable(first: str, last: str, file_bytes: int) -> bool:
+    if not first:
+        # The last bytes of the file.
+        return bool(last) and int(last) > 0 and file_bytes > 0
+    return int(first) < file_bytes and (not last or int(first) <= int(last))
+
+
+class OpenFileResponse(DownloadResponse):
     """Response that sends an open file, even if its path is deleted in the meantime, and then closes the file."""
 
     def __init__(self, file: BinaryIO, media_type: str, headers: dict[str, str]) -> None:
@@ -104,7 +163,7 @@ class OpenFileResponse(FileResponse):
             await super().__call__(scope, receive, send)
 
 
-class ResultResponse(FileResponse):
+class ResultResponse(DownloadResponse):
     """Response that sends a result and then closes `resources`, even after an error.
 
     If the content is already in memory, it is sent directly, which saves four thread switches for a small result. In
@@ -141,6 +200,7 @@ class ResultResponse(FileResponse):
             if self._content is None:
                 await super().__call__(scope, receive, send)
                 return
+            self.apply_accept(scope)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._content})
 

@@ -15,7 +15,7 @@ from starlette.datastructures import QueryParams
 
 from service.api.dependencies import RuntimeDependency, get_caller, get_quota_name
 from service.api.http.uploads import is_multipart
-from service.api.messages.headers import get_header
+from service.api.messages.headers import BINARY_CONTENT, OCTET_STREAM, get_header
 from service.core.errors import BadParameter
 from service.models.spec import ModelSpec
 from service.serving.parameters import MAX_NAME_LENGTH, Query, describe_validation_errors
@@ -52,7 +52,8 @@ STACK_REQUEST: dict[str, Any] = {
         "description": "The stack. Omit the body if `input` or `stack` selects a stack that the service can access.",
         "required": False,
         "content": {
-            "image/tiff": {"schema": {"type": "string", "format": "binary"}},
+            "image/tiff": BINARY_CONTENT,
+            OCTET_STREAM: BINARY_CONTENT,
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
@@ -95,13 +96,18 @@ async def admit(request: Request, runtime: Runtime) -> Admission:
 
     Raises BadParameter, UnknownModel, BrokenModel, NotReady, QueueFull and OutputExists.
     """
-    query = _parse_query_string(request.scope["query_string"])
+    query = parse_query(request)
     runtime.check_admission(get_caller(request))
     if is_multipart(request):
         return Admission(query, None)
     spec = select_model(runtime, query)
     await _check_host_files(request, runtime, query)
     return Admission(query, spec)
+
+
+def parse_query(request: Request) -> Query:
+    """Parse and validate the parameters in the query string of a request. Raises BadParameter."""
+    return _parse_query_string(request.scope["query_string"])
 
 
 async def admit_query(request: Request, runtime: RuntimeDependency) -> Query:

@@ -87,16 +87,19 @@ class ReceivedFile:
         self.request, self.name, self.space, self.stages = request, source.name, upload.space, stages
         self.resources, self._upload, self._source = resources, upload, source
         self.stack: Upload | None = None
+        self._is_complete = False
         self.is_host_file = request.query.input is not None
 
     def complete(self) -> str | None:
         """Finish writing the uploaded files. Call this method in a thread before reading the files. Blocks.
 
-        Return the digest of the file, or None for a host file, which may change.
+        Return the digest of the file, or None for a host file, which may change. Further calls only return the digest.
         """
-        self._upload.complete()
-        if self.stack is not None:
-            self.stack.complete()
+        if not self._is_complete:
+            self._is_complete = True
+            self._upload.complete()
+            if self.stack is not None:
+                self.stack.complete()
         return None if self.is_host_file else self._upload.digest
 
     @property

@@ -52,8 +52,9 @@ async def build_converted_response(
         exit_stack.callback(partial(shutil.rmtree, folder, ignore_errors=True))
         convert = partial(convert_result, runtime.reader, file, metadata, media_type, folder)
         path, part_metadata = await run_in_thread(convert, runtime.decode_threads.for_client(space.client))
-        space.reserve(path.stat().st_size)
-        response = build_response(path, part_metadata)
+        file_status = path.stat()
+        space.reserve(file_status.st_size)
+        response = build_response(path, part_metadata, stat_result=file_status)
         response.resources.callback(exit_stack.pop_all().close)
         return response
 

@@ -23,6 +23,7 @@ from service.api.dependencies import (
 from service.api.http.media_types import LABELS_BODY
 from service.api.http.uploads import is_multipart, sanitize_file_name
 from service.api.http.waiting import run_while_connected
+from service.api.messages.headers import make_url_path
 from service.api.messages.learning import (
     ANNOTATION_BODY,
     ANNOTATION_FILE_RESPONSES,
@@ -95,7 +96,7 @@ async def store_annotation(
 
         threads = runtime.decode_threads.for_client(file.space.client)
         annotation = await run_while_connected(request, run_in_thread(store, threads, cancelled))
-    response.headers["Location"] = f"/annotations/{annotation.id}"
+    response.headers["Location"] = make_url_path(request.scope, f"/annotations/{annotation.id}")
     return await _report_annotation(request, runtime, annotation)
 
 

@@ -5,12 +5,15 @@ The page works without Internet access, and scripts from other hosts cannot see 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import fastapi_swagger
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import HTMLResponse, Response
+
+from service.api.messages.results import DownloadResponse
 
 router = APIRouter(include_in_schema=False)
 
@@ -45,7 +48,12 @@ CACHE_HEADERS = {"Cache-Control": "max-age=3600"}
 
 @router.get("/openapi.json")
 async def get_openapi(request: Request) -> Response:
-    return Response(request.app.openapi_json, media_type="application/json")
+    """Return the OpenAPI document. Behind a proxy that adds a path prefix, it names the prefix as the server."""
+    content: bytes = request.app.openapi_json
+    if root_path := request.scope.get("root_path"):
+        # The document is cached as JSON, so add the member without parsing the document.
+        content = b'{"servers":' + json.dumps([{"url": root_path}]).encode() + b"," + content.removeprefix(b"{")
+    return Response(content, media_type="application/json")
 
 
 @router.get("/docs")
@@ -60,4 +68,5 @@ async def get_resource(name: str) -> Response:
         return Response(START_SCRIPT, media_type="text/javascript", headers=CACHE_HEADERS)
     if name not in RESOURCE_FILES:
         raise HTTPException(404)
-    return FileResponse(RESOURCE_FOLDER / RESOURCE_FILES[name], headers=CACHE_HEADERS)
+    path = RESOURCE_FOLDER / RESOURCE_FILES[name]
+    return DownloadResponse(path, headers=CACHE_HEADERS, stat_result=path.stat())

@@ -15,8 +15,8 @@ from starlette.responses import FileResponse, StreamingResponse
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_quota_name
 from service.api.messages.jobs import JobList, JobReport, report_job
 from service.api.messages.results import RESULT_RESPONSES, ResultResponse, build_response
-from service.api.requests.admission import STACK_REQUEST, AdmittedQuery
-from service.api.requests.jobs import ACCEPTED_RESPONSES, accept_job
+from service.api.requests.admission import STACK_REQUEST
+from service.api.requests.jobs import ACCEPTED_RESPONSES, KEY_HEADER, accept_job
 from service.api.requests.responses import build_converted_response
 from service.core.errors import StorageUnavailable, UnknownJob
 from service.core.files.atomic_files import make_descriptor_path
@@ -49,16 +49,20 @@ EVENTS_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.post("/jobs", status_code=202, responses=ACCEPTED_RESPONSES, openapi_extra=STACK_REQUEST)
-async def submit_job(
-    request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, query: AdmittedQuery
-) -> Response:
+@router.post(
+    "/jobs",
+    status_code=202,
+    responses=ACCEPTED_RESPONSES,
+    openapi_extra=STACK_REQUEST | {"parameters": [*STACK_REQUEST["parameters"], KEY_HEADER]},
+)
+async def submit_job(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency) -> Response:
     """Segment a 3D stack in the background.
 
     Accepts the same body and parameters as `/segment`, and returns the report of the job. Errors that can be detected
-    without decoding pixels are reported immediately.
+    without decoding pixels are reported immediately. With the header `Idempotency-Key`, the request can be repeated
+    without creating a second job.
     """
-    return await accept_job(request, runtime, async_jobs, query)
+    return await accept_job(request, runtime, async_jobs)
 
 
 @router.get("/jobs")
@@ -69,7 +73,7 @@ async def list_jobs(
 ) -> JobList:
     """List the caller's jobs, newest first."""
     views = await run_in_thread(partial(async_jobs.list_newest, get_caller(request), limit))
-    return JobList(jobs=[report_job(view, async_jobs.keep_seconds) for view in views])
+    return JobList(jobs=[report_job(view, async_jobs.keep_seconds, request.scope) for view in views])
 
 
 @router.get("/jobs/{job}")
@@ -79,7 +83,7 @@ async def get_job(request: Request, async_jobs: AsyncJobsDependency, job: JobId)
     Includes the position in the queue, the estimated remaining time, the duration of each stage, and warnings.
     """
     view = await run_in_thread(partial(async_jobs.view, job, get_caller(request)))
-    return report_job(view, async_jobs.keep_seconds)
+    return report_job(view, async_jobs.keep_seconds, request.scope)
 
 
 @router.get("/jobs/{job}/events", response_class=StreamingResponse, responses=EVENTS_RESPONSES)
@@ -87,10 +91,9 @@ async def follow_job(
     request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, job: JobId
 ) -> StreamingResponse:
     """Follow a job with server-sent events until it has ended."""
-    caller = get_caller(request)
-    view = await run_in_thread(partial(async_jobs.view, job, caller))
+    view = await run_in_thread(partial(async_jobs.view, job, get_caller(request)))
     return StreamingResponse(
-        _stream_events(runtime, async_jobs, view, caller),
+        iter(()) if request.method == "HEAD" else _stream_events(request, runtime, async_jobs, view),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
@@ -115,8 +118,9 @@ async def download_result(
         exit_stack.callback(file.close)
         space = exit_stack.enter_context(runtime.scratch_space.make_reservation(get_quota_name(request)))
         # A client with no other request in progress may download a result of any size.
-        space.reserve(min(os.fstat(file.fileno()).st_size, runtime.scratch_space.max_client_bytes))
-        response = build_response(make_descriptor_path(file.fileno()), metadata)
+        file_status = os.fstat(file.fileno())
+        space.reserve(min(file_status.st_size, runtime.scratch_space.max_client_bytes))
+        response = build_response(make_descriptor_path(file.fileno()), metadata, stat_result=file_status)
         response.resources.callback(exit_stack.pop_all().close)
         return response
 
@@ -132,12 +136,12 @@ async def cancel_job(request: Request, async_jobs: AsyncJobsDependency, job: Job
 
 
 async def _stream_events(
-    runtime: Runtime, async_jobs: JobManager, view: JobView, caller: str | None
+    request: Request, runtime: Runtime, async_jobs: JobManager, view: JobView
 ) -> AsyncIterator[str]:
     """Yield a server-sent event whenever the report of a job changes, until the job has ended or the service stops."""
     last_report, silent_seconds = "", 0.0
     while True:
-        report = report_job(view, async_jobs.keep_seconds).model_dump_json()
+        report = report_job(view, async_jobs.keep_seconds, request.scope).model_dump_json()
         if report != last_report:
             yield f"data: {report}\n\n"
             last_report, silent_seconds = report, 0.0
@@ -149,7 +153,7 @@ async def _stream_events(
         await asyncio.sleep(POLL_SECONDS)
         silent_seconds += POLL_SECONDS
         try:
-            view = await run_in_thread(partial(async_jobs.view, view.record.id, caller))
+            view = await run_in_thread(partial(async_jobs.view, view.record.id, get_caller(request)))
         except UnknownJob:
             return
         except StorageUnavailable:

@@ -11,17 +11,18 @@ from starlette.responses import FileResponse
 
 from service.api.access.authentication import check_admin, get_identity
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_trainings
+from service.api.messages.headers import BINARY_CONTENT, OCTET_STREAM
 from service.api.messages.models import PICTURE_FILE, ModelInfo, ModelList, ModelReload, report_model, report_models
+from service.api.messages.results import DownloadResponse
 from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["models"])
 
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
 SAMPLE_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "A TIFF file.", "content": {"image/tiff": _BINARY}}
+    200: {"description": "A TIFF file.", "content": {"image/tiff": BINARY_CONTENT, OCTET_STREAM: BINARY_CONTENT}}
 }
 PICTURE_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "A PNG file.", "content": {"image/png": _BINARY}}
+    200: {"description": "A PNG file.", "content": {"image/png": BINARY_CONTENT, OCTET_STREAM: BINARY_CONTENT}}
 }
 
 
@@ -74,7 +75,8 @@ async def download_sample(runtime: RuntimeDependency, name: str) -> FileResponse
     spec = runtime.models.get_spec(name)
     if spec.sample is None:
         raise HTTPException(404)
-    return FileResponse(spec.folder / spec.sample.input, media_type="image/tiff", filename=f"{name}-sample.tif")
+    path = spec.folder / spec.sample.input
+    return DownloadResponse(path, media_type="image/tiff", filename=f"{name}-sample.tif", stat_result=path.stat())
 
 
 @router.get("/models/{name}/picture", response_class=FileResponse, responses=PICTURE_RESPONSES)
@@ -86,7 +88,7 @@ async def download_picture(runtime: RuntimeDependency, name: str) -> FileRespons
     file = runtime.models.get_spec(name).folder / PICTURE_FILE
     if not file.is_file():
         raise HTTPException(404)
-    return FileResponse(file, media_type="image/png")
+    return DownloadResponse(file, media_type="image/png", stat_result=file.stat())
 
 
 @router.post("/models/reload")

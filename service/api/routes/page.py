@@ -8,6 +8,8 @@ from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
+from service.api.messages.results import DownloadResponse
+
 router = APIRouter(include_in_schema=False)
 
 PAGE_FOLDER = Path(__file__).parents[1] / "page"
@@ -29,10 +31,9 @@ CACHE_HEADERS = {"Cache-Control": "no-cache"}
 
 
 @router.get("/")
-async def get_index() -> FileResponse:
-    return FileResponse(
-        PAGE_FOLDER / INDEX_FILE, headers=CACHE_HEADERS | {"Content-Security-Policy": CONTENT_SECURITY_POLICY}
-    )
+async def get_index() -> DownloadResponse:
+    path, headers = PAGE_FOLDER / INDEX_FILE, CACHE_HEADERS | {"Content-Security-Policy": CONTENT_SECURITY_POLICY}
+    return DownloadResponse(path, headers=headers, stat_result=path.stat())
 
 
 @router.get("/page/{name}")

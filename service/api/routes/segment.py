@@ -17,7 +17,7 @@ from service.api.requests.admission import (
     select_model,
 )
 from service.api.requests.body import receive_file
-from service.api.requests.jobs import ACCEPTED_RESPONSES, accept_job
+from service.api.requests.jobs import ACCEPTED_RESPONSES, KEY_HEADER, accept_job
 from service.api.requests.responses import build_stack_response
 from service.core.errors import Cancelled, NotReady
 from service.serving.runtime import Runtime
@@ -30,7 +30,7 @@ router = APIRouter(tags=["segmentation"])
     "/segment",
     response_class=FileResponse,
     responses=RESULT_RESPONSES | ACCEPTED_RESPONSES,
-    openapi_extra=STACK_REQUEST | {"parameters": [*STACK_REQUEST["parameters"], PREFER_HEADER]},
+    openapi_extra=STACK_REQUEST | {"parameters": [*STACK_REQUEST["parameters"], PREFER_HEADER, KEY_HEADER]},
 )
 async def segment(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency) -> Response:
     """Segment a 3D stack.
@@ -42,11 +42,11 @@ async def segment(request: Request, runtime: RuntimeDependency, async_jobs: Asyn
     The header `Accept` selects the file format of the labels, as for `GET /jobs/{job}/result`. With
     `Prefer: respond-async`, the response is the same as from `POST /jobs`.
     """
-    query, spec = await admit(request, runtime)
     if prefers_async(request):
-        response = await accept_job(request, runtime, async_jobs, query)
+        response = await accept_job(request, runtime, async_jobs)
         response.headers["Preference-Applied"] = RESPOND_ASYNC
         return response
+    query, spec = await admit(request, runtime)
     async with receive_file(request, query) as stack:
         spec = spec or select_model(runtime, stack.request.query)
         task = SegmentationTask(runtime, stack, spec, stack.stages)

@@ -94,10 +94,6 @@ for _prefix in HEALTH_PREFIXES:
     for _name, _endpoint in (("live", check_liveness), ("ready", check_readiness)):
         _path = f"{_prefix}/health/{_name}"
         router.add_api_route(_path, _endpoint, include_in_schema=_prefix == "", tags=["health"])
-        router.add_api_route(_path, _endpoint, methods=["HEAD"], include_in_schema=False)
-
-# Many load balancers, and `wget --spider`, send HEAD requests and use only the status code.
-router.add_api_route("/health", get_health, methods=["HEAD"], include_in_schema=False)
 
 
 @router.get("/gpu", tags=["operation"])

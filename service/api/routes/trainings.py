@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from service.api.access.authentication import check_trainer, has_admin_rights
 from service.api.dependencies import RuntimeDependency, get_caller, get_trainings
+from service.api.messages.headers import make_url_path
 from service.api.messages.learning import ID_PATTERN, TrainingList, TrainingReport, TrainingRequest, report_training
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.serving.learning.trainings import NewTraining
@@ -46,7 +47,11 @@ async def submit_training(request: Request, runtime: RuntimeDependency) -> Respo
     submit = partial(trainings.submit, new_training, get_caller(request), is_admin=has_admin_rights(request, access))
     record = await run_in_thread(submit)
     report = await run_in_thread(partial(report_training, trainings, record))
-    return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": f"/trainings/{report.id}"})
+    return JSONResponse(
+        report.model_dump(mode="json"),
+        202,
+        headers={"Location": make_url_path(request.scope, f"/trainings/{report.id}")},
+    )
 
 
 @router.get("/trainings")

@@ -16,6 +16,9 @@ KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 # Name of a folder or store in `references`, used as the first component of paths such as scans/2026/stack.tif.
 RootName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 HostPattern = Annotated[str, Field(pattern=r"^((\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,})$")]
+# Pattern for a path below which a proxy serves the service. It excludes empty segments, because browsers interpret a
+# path that begins with // as the URL of another host.
+PATH_PREFIX_PATTERN = r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*){1,16}"
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.:\[\]-]+)$")]
 
 
@@ -153,22 +156,30 @@ class Trainings(Section):
 class Server(Section):
     """Settings for the HTTP server.
 
-    host, port      address to listen on
-    ssl_keyfile     private key (PEM); with `ssl_certfile`, the service uses HTTPS
-    ssl_certfile    certificate (PEM)
-    scratch_folder  folder for uploads and results of requests; None: the system's temporary folder
-    drain_seconds   maximum time to wait at shutdown for active requests to finish
-    connections     maximum number of connections; if it is reached, connections that wait for data from clients are
-                    closed to admit new ones
+    host                address to listen on, or a name, whose IPv4 and IPv6 addresses are all used; 0.0.0.0: all IPv4
+                        addresses; `::`: all addresses of both protocols
+    port                port to listen on; 0: any free port
+    root_path           path below which a reverse proxy serves the service, such as /stackseg; the header
+                        X-Forwarded-Prefix of a trusted proxy takes precedence
+    ssl_keyfile         private key (PEM); with `ssl_certfile`, the service uses HTTPS
+    ssl_certfile        certificate (PEM)
+    scratch_folder      folder for uploads and results of requests; None: the system's temporary folder
+    drain_seconds       maximum time to wait at shutdown for active requests to finish
+    connections         maximum number of connections; if it is reached, connections that wait for data from clients
+                        are closed to admit new ones
+    keep_alive_seconds  time after which an idle connection is closed. It should be longer than the time for which a
+                        proxy keeps idle connections, so that no request is sent on a connection that is being closed
     """
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    root_path: Annotated[str, Field(pattern=rf"^({PATH_PREFIX_PATTERN})?$")] = ""
     ssl_keyfile: Path | None = None
     ssl_certfile: Path | None = None
     scratch_folder: Path | None = None
     drain_seconds: PositiveFloat = 30.0
     connections: PositiveInt = 1000
+    keep_alive_seconds: PositiveFloat = 75.0
 
     @model_validator(mode="after")
     def _check_tls_files(self) -> Self:

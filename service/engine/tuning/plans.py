@@ -138,11 +138,18 @@ _ADAPTER = TypeAdapter(EnginePlan)
 
 
 def resolve_folder(cache_folder: Path | None) -> Path:
-    """Return the folder of plan files: in `engine.cache_folder` if it is set, otherwise in the user's cache folder."""
+    """Return the folder of plan files: in `engine.cache_folder` if it is set, otherwise in the user's cache folder.
+
+    If the user has no home directory, return a path that cannot exist. In the current folder or the temporary folder,
+    other users could replace the plans.
+    """
     if cache_folder is not None:
         return cache_folder / FOLDER_NAME
-    user_cache_folder = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    return Path(user_cache_folder) / "stackseg" / FOLDER_NAME
+    try:
+        user_cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    except RuntimeError:
+        user_cache_folder = Path(os.devnull)
+    return user_cache_folder / "stackseg" / FOLDER_NAME
 
 
 @cache

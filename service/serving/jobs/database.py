@@ -37,6 +37,10 @@ CREATE TABLE jobs (
 ) STRICT
 """
 CREATE_INDEX = "CREATE INDEX jobs_by_state ON jobs (state, ended)"
+INSERT_JOB = (
+    "INSERT INTO jobs (state, id, owner, model, parameters, name, windows, receive_seconds, created, input_bytes)"
+    " VALUES ('waiting', ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
 # SQL template with placeholders for the assignments and the condition.
 UPDATE_TEMPLATE = "UPDATE jobs SET {} WHERE id = ? AND {}"
 # SQL template, with a placeholder for states, that selects all except the newest jobs of each owner.

@@ -16,7 +16,7 @@ from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.devices.queue.threads import JobThreads
 from service.serving.jobs.active_job import JobView, view_job, wait_for_jobs
 from service.serving.jobs.folder_run import FolderPaths
-from service.serving.jobs.record import JobRecord, JobRequest
+from service.serving.jobs.record import IdempotencyKey, JobRecord, JobRequest
 from service.serving.jobs.runner import JobRunner
 from service.serving.jobs.store import INPUT_NAME, JobStore
 from service.serving.runtime import JOIN_TIMEOUT_SECONDS, Runtime
@@ -138,8 +138,22 @@ class JobManager:
         """Create a folder for an uploaded file to be passed to `submit`. Raises OutOfStorage if the disk is full."""
         return self._store.make_incoming_folder()
 
+    def has_key(self, client: str, value: str) -> bool:
+        """Return whether a job of this client has this idempotency key."""
+        return self._store.keys.contains(client, value)
+
+    def find_repeated(self, key: IdempotencyKey, owner: str | None) -> JobView | None:
+        """Return the view of the job with this key, or None. Raises BadParameter if its request was a different one."""
+        job_id = self._store.keys.find_job(key)
+        return None if job_id is None else self.view(job_id, owner)
+
     def submit(
-        self, request: SegmentationRequest, name: str, description: Description, receive_seconds: float
+        self,
+        request: SegmentationRequest,
+        name: str,
+        description: Description,
+        receive_seconds: float,
+        key: IdempotencyKey | None = None,
     ) -> JobView:
         """Accept a request whose folder was created by `make_incoming_folder`. The accepted job survives a restart.
 
@@ -153,10 +167,15 @@ class JobManager:
         spec = runtime.models.get_spec(query.model)
         window_count = description.volume_count * runtime.estimate(spec, description, query.options).windows
         parameters = query.model_dump(mode="json", exclude_unset=True)
-        return self._accept(request, JobRequest(spec.name, parameters, name, window_count, receive_seconds))
+        return self._accept(request, JobRequest(spec.name, parameters, name, window_count, receive_seconds), key)
 
     def submit_folder(
-        self, request: SegmentationRequest, name: str, receive_seconds: float, cancelled: CancellationCheck
+        self,
+        request: SegmentationRequest,
+        name: str,
+        receive_seconds: float,
+        cancelled: CancellationCheck,
+        key: IdempotencyKey | None = None,
     ) -> JobView:
         """Accept a request for a folder of stacks, like `submit`. Deleting the job does not delete the results.
 
@@ -170,20 +189,24 @@ class JobManager:
         paths.check_folders(runtime.host_files, cancelled, overwrite=bool(query.overwrite))
         folder_path = f"{paths.input_folder.removesuffix('/')}/"
         parameters = query.model_dump(mode="json", exclude_unset=True) | {"input": folder_path}
-        return self._accept(request, JobRequest(spec.name, parameters, name, 0, receive_seconds))
+        return self._accept(request, JobRequest(spec.name, parameters, name, 0, receive_seconds), key)
 
-    def _accept(self, request: SegmentationRequest, job_request: JobRequest) -> JobView:
+    def _accept(self, request: SegmentationRequest, job_request: JobRequest, key: IdempotencyKey | None) -> JobView:
         active_job = self.runner.activate(request.folder.name, job_request, request.caller)
         try:
             # Check the model after activation, because an active job prevents deletion of the model.
             self._runtime.models.get_servable_spec(job_request.model)
             active_job.queue.offer(active_job.job)
-            self._store.accept(request.folder / INPUT_NAME, request.caller, job_request)
+            job_id = self._store.accept(request.folder / INPUT_NAME, request.caller, job_request, key)
         except BaseException:
             active_job.job.cancel()
             raise
-        self.runner.prepare(active_job)
-        return self.view(active_job.id, request.caller)
+        if job_id == active_job.id:
+            self.runner.prepare(active_job)
+        else:
+            # The client has sent the request twice at the same time.
+            active_job.job.cancel()
+        return self.view(job_id, request.caller)
 
     def view(self, job_id: str, owner: str | None) -> JobView:
         """Return the view of a job of this owner. Raises UnknownJob."""

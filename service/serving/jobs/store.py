@@ -33,9 +33,9 @@ from service.core.errors import (
     UnknownJob,
 )
 from service.core.files.atomic_files import sync_to_disk
-from service.serving.jobs.database import OLD_JOBS_TEMPLATE, UPDATE_TEMPLATE, JobDatabase
+from service.serving.jobs.database import INSERT_JOB, OLD_JOBS_TEMPLATE, UPDATE_TEMPLATE, JobDatabase
 from service.serving.jobs.failure import decode_failure, encode_failure
-from service.serving.jobs.record import JobRecord, JobRequest
+from service.serving.jobs.record import IdempotencyKey, IdempotencyKeys, JobRecord, JobRequest
 from service.serving.results.metadata import ResultMetadata
 from service.serving.storage.disk import get_file_size, translate_disk_errors
 
@@ -71,7 +71,7 @@ class JobStore:
         self._keep_seconds, self._max_attempts = keep_seconds, max_attempts
         self._jobs_folder, self._incoming_folder = folder / "jobs", folder / "incoming"
         self._database = JobDatabase(folder, (self._jobs_folder, self._incoming_folder))
-        self._lock = self._database.lock
+        self.keys, self._lock = IdempotencyKeys(self._database), self._database.lock
         # Functions that are called with the ID of a job after all of its files have been deleted.
         self.deletion_callbacks: list[Callable[[str], object]] = []
 
@@ -93,11 +93,11 @@ class JobStore:
             folder.mkdir()
         return folder
 
-    def accept(self, upload: Path, owner: str | None, request: JobRequest) -> None:
-        """Store a job. `upload` is a file in a folder from `make_incoming_folder`. The folder name becomes the job ID.
+    def accept(self, upload: Path, owner: str | None, request: JobRequest, key: IdempotencyKey | None = None) -> str:
+        """Store a job, and return its ID: the name of the folder of `upload`, which is from `make_incoming_folder`.
 
-        When this method returns, the job is on disk and survives a restart. Raises OutOfStorage if the quota would be
-        exceeded.
+        When this method returns, the job is on disk and survives a restart. If a job has this key, store nothing, and
+        return the ID of that job. Raises the errors of `IdempotencyKeys.find_job`, and OutOfStorage at the quota.
         """
         job_id = upload.parent.name
         folder = self._jobs_folder / job_id
@@ -108,22 +108,20 @@ class JobStore:
         values = (job_id, owner, request.model, json.dumps(request.parameters), request.name, request.window_count)
         # Check again, because other jobs may have taken the space while the file was being written to disk.
         with self._lock:
+            if key is not None and (earlier_id := self.keys.find_job(key)) is not None:
+                return earlier_id
             self._free_space(size, owner)
             try:
                 with translate_disk_errors():
                     upload.parent.rename(folder)
                     sync_to_disk(self._jobs_folder)
-                self._database.execute(
-                    "INSERT INTO jobs (state, id, owner, model, parameters, name, windows, receive_seconds,"
-                    " created, input_bytes) VALUES ('waiting', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    *values,
-                    request.receive_seconds,
-                    time.time(),
-                    size,
-                )
+                if key is not None:
+                    self.keys.add(key, job_id)
+                self._database.execute(INSERT_JOB, *values, request.receive_seconds, time.time(), size)
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
+        return job_id
 
     def find(self, job_id: str, owner: str | None) -> JobRecord:
         """Return a job of this owner. Raises UnknownJob if the ID is unknown or the job belongs to another owner."""
@@ -259,6 +257,7 @@ class JobStore:
         for record in self._select("SELECT * FROM jobs WHERE ended < ?", time.time() - self._keep_seconds):
             if record.has_ended:
                 self.delete(record.id)
+        self.keys.delete_unused()
         for job_id in self._list_folders():
             # `accept` holds the lock while a new job has a folder but no row yet.
             with self._lock:

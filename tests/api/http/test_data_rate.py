@@ -3,9 +3,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.api.http.data_rate import DataRate, SlowClientLimits
+from service.api.http.data_rate import DataRate, HeadTimer, SlowClientLimits
 
 LIMITS = SlowClientLimits(head_seconds=5, bytes_per_second=100, window_seconds=10)
+HEAD_LIMITS = SlowClientLimits(head_seconds=20)
 
 
 @given(st.lists(st.integers(0, 250), min_size=40, max_size=60))
@@ -38,3 +39,41 @@ def test_reset_starts_a_new_window_and_an_unknown_count_is_ignored() -> None:
     assert not rate.is_too_low(LIMITS, 19, 0)
     assert not rate.is_too_low(LIMITS, 20, None)
     assert rate.is_too_low(LIMITS, 20, 0)
+
+
+def test_first_head_must_be_complete_in_time_after_the_connection_was_opened() -> None:
+    timer = HeadTimer(100)
+    timer.count_bytes(115)
+    assert not timer.is_expired(HEAD_LIMITS, 75, 119)
+    assert timer.is_expired(HEAD_LIMITS, 75, 120)
+
+
+def test_used_connection_may_be_idle_but_must_send_later_heads_in_time() -> None:
+    timer = HeadTimer(100)
+    timer.end_message()
+    timer.start_waiting(110, has_partial_head=False)
+    assert timer.waiting_since == 110
+    assert not timer.is_expired(HEAD_LIMITS, 75, 184)
+    assert timer.is_expired(HEAD_LIMITS, 75, 185)
+    timer.count_bytes(184)
+    timer.count_bytes(200)
+    assert not timer.is_expired(HEAD_LIMITS, 75, 203)
+    assert timer.is_expired(HEAD_LIMITS, 75, 204)
+
+
+def test_head_that_arrived_during_a_response_must_be_complete_in_time_after_it() -> None:
+    timer = HeadTimer(100)
+    timer.end_message()
+    timer.count_bytes(101)
+    timer.start_waiting(150, has_partial_head=True)
+    assert not timer.is_expired(HEAD_LIMITS, 75, 169)
+    assert timer.is_expired(HEAD_LIMITS, 75, 170)
+
+
+def test_body_that_continues_after_its_response_does_not_keep_the_connection_open() -> None:
+    timer = HeadTimer(100)
+    timer.start_waiting(110, has_partial_head=False)
+    timer.count_bytes(120)
+    timer.end_message()
+    assert not timer.is_expired(HEAD_LIMITS, 75, 194)
+    assert timer.is_expired(HEAD_LIMITS, 75, 195)

@@ -27,17 +27,42 @@ from sockets import (
 )
 
 from service.api.http.data_rate import SlowClientLimits
-from service.api.http.listener import LOG_INTERVAL_SECONDS, NEW_CONNECTION_SECONDS, Listener, raise_open_file_limit
-from service.api.server import Server, listen
+from service.api.http.listener import (
+    LOG_INTERVAL_SECONDS,
+    NEW_CONNECTION_SECONDS,
+    ConnectionLimiter,
+    Listener,
+    listen,
+    raise_open_file_limit,
+)
+from service.api.server import Server
+from service.core.errors import ConfigError
 
 LIMIT = 8
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
+
+
+def make_listener(limit: int) -> Listener:
+    """Listen on a free port, with a limit on the number of connections."""
+    (listening_socket,) = listen("127.0.0.1", 0)
+    return Listener(listening_socket, ConnectionLimiter(limit))
 
 
 @contextmanager
 def limited_server(app: Any, **options: Any) -> Iterator[tuple[Server, tuple[str, int]]]:
     """Run a server that allows at most `LIMIT` connections."""
     server = make_server(app, TIMEOUT_SECONDS, TIMEOUT_SECONDS, **options)
-    with Listener(listen("127.0.0.1", 0), LIMIT) as listener, run_server(server, [listener]):
+    with make_listener(LIMIT) as listener, run_server(server, [listener]):
         yield server, listener.getsockname()
 
 
@@ -71,6 +96,64 @@ def test_idle_connections_are_closed_for_new_ones_starting_with_the_oldest(caplo
     lines = [record for record in caplog.records if "server.connections" in record.getMessage()]
     assert len(lines) == 1
     assert LOG_INTERVAL_SECONDS > TIMEOUT_SECONDS
+
+
+@needs_ipv6
+def test_listening_sockets_share_the_limit() -> None:
+    limiter = ConnectionLimiter(LIMIT)
+    server = make_server(EchoApp(), TIMEOUT_SECONDS, TIMEOUT_SECONDS)
+    with ExitStack() as exit_stack:
+        listeners = [exit_stack.enter_context(Listener(listening, limiter)) for listening in listen("::", 0)]
+        exit_stack.enter_context(run_server(server, [*listeners]))
+        addresses = [(host, listeners[0].getsockname()[1]) for host in ("::1", "127.0.0.1")]
+        clients = [connect(exit_stack, address) for address in addresses for _ in range(LIMIT)]
+        wait_until(lambda: sum(is_closed(client) for client in clients) >= LIMIT, TIMEOUT_SECONDS)
+        assert not is_closed(clients[-1])
+
+
+@needs_ipv6
+@pytest.mark.parametrize(
+    ("host", "reachable"),
+    [
+        ("::", ["::1", "127.0.0.1"]),
+        ("::0", ["::1", "127.0.0.1"]),
+        ("0.0.0.0", ["127.0.0.1"]),
+        ("::1", ["::1"]),
+        ("127.0.0.1", ["127.0.0.1"]),
+    ],
+)
+def test_host_determines_the_protocols(host: str, reachable: list[str]) -> None:
+    with ExitStack() as exit_stack:
+        sockets = [exit_stack.enter_context(listener) for listener in listen(host, 0)]
+        assert {listener.getsockname()[1] for listener in sockets} == {port := sockets[0].getsockname()[1]}
+        for address in ("::1", "127.0.0.1"):
+            with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as client:
+                assert (client.connect_ex((address, port)) == 0) == (address in reachable)
+
+
+def test_name_stands_for_the_addresses_that_this_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`localhost` may have an IPv6 address although the host has no IPv6; 192.0.2.1 is reserved for documentation."""
+    addresses = {"localhost": ["192.0.2.1", "127.0.0.1"], "elsewhere": ["192.0.2.1"]}
+
+    def resolve(host: str, port: int, **_options: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    (listener,) = listen("localhost", 0)
+    with listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    with pytest.raises(ConfigError, match="Cannot listen on elsewhere"):
+        listen("elsewhere", 0)
+
+
+@needs_ipv6
+def test_port_in_use_at_one_of_the_addresses_is_a_configuration_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"Cannot listen on ::, port {port}"):
+            listen("::", port)
+        with socket.socket(socket.AF_INET6) as client:
+            assert client.connect_ex(("::1", port)) != 0, "the other socket is closed"
 
 
 def test_connections_with_incomplete_requests_are_closed_but_not_those_with_running_requests() -> None:
@@ -168,7 +251,7 @@ def test_new_connection_is_preferred_to_streaming_responses_and_its_unread_bytes
         for client in new:
             client.sendall(make_request_head())
             assert read_response_body(client) == b"ok"
-    with Listener(listen("127.0.0.1", 0), 1) as listener, ExitStack() as exit_stack:
+    with make_listener(1) as listener, ExitStack() as exit_stack:
         connect(exit_stack, listener.getsockname()).sendall(b"P")
         sent = exit_stack.enter_context(listener.accept()[0])
         refused = connect(exit_stack, listener.getsockname())
@@ -209,7 +292,7 @@ def test_connections_are_accepted_again_after_the_process_ran_out_of_descriptors
         "from test_listener import *\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
         "server = make_server(EchoApp(), TIMEOUT_SECONDS, TIMEOUT_SECONDS)\n"
-        "with Listener(listen('127.0.0.1', 0), 1000) as listener, run_server(server, [listener]) as address:\n"
+        "with make_listener(1000) as listener, run_server(server, [listener]) as address:\n"
         "    print(address[1], flush=True)\n"
         "    sys.stdin.readline()\n"
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from service.api.http import uploads
-from service.api.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
+from service.api.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS, MAX_PREAMBLE_BYTES
 from service.api.http.uploads import BLOCK_BYTES, UPLOAD_MEMORY_BUDGET, Upload, receive_upload, sanitize_file_name
 from service.core.errors import BadParameter, Cancelled, RateLimited, StackSegError, TooLarge, UnsupportedMedia
 from service.serving.storage.memory_budget import MemoryBudget
@@ -221,19 +221,43 @@ def test_body_with_many_blocks_keeps_their_order(tmp_path: Path) -> None:
 @given(
     content=st.binary(min_size=1, max_size=300)
     | st.sampled_from([b"\r\n--frontie", b"--frontier", b"\r\n", b"\r\n--frontier-like"]),
+    preamble=st.sampled_from(
+        [
+            b"",
+            b"\r\n",
+            b"A message.\r\n",
+            b"MIME-Version: 1.0\r\n\r\n",
+            b"--frontiers\r\n--frontie\n",
+            b"a--frontier\r\n\n",
+        ]
+    ),
+    epilogue=st.sampled_from([b"", b"The end.\r\n", b"--frontier\r\n"]),
     cuts=st.lists(st.integers(0, 500), max_size=12),
 )
-def test_form_is_parsed_in_chunks_of_any_size(tmp_path: Path, content: bytes, cuts: list[int]) -> None:
-    body = encode_form(
+def test_form_is_parsed_in_chunks_of_any_size(
+    tmp_path: Path, content: bytes, preamble: bytes, epilogue: bytes, cuts: list[int]
+) -> None:
+    form = encode_form(
         encode_part("overlap", b"0.5"),
         encode_part("file", content, "my cells.tif"),
         encode_part("model", "zellen µ".encode()),
     )
+    body = preamble + form + epilogue
     edges = sorted({0, *(min(cut, len(body)) for cut in cuts), len(body)})
     chunks = [body[start:end] for start, end in pairwise(edges)]
     upload = post(chunks, FORM, tmp_path)
     assert upload.path.read_bytes() == content
     assert (upload.name, upload.fields) == ("my cells.tif", {"overlap": "0.5", "model": "zellen µ"})
+
+
+def test_boundary_may_be_quoted_and_followed_by_blanks(tmp_path: Path) -> None:
+    body = (
+        encode_form(encode_part("file", b"II*\0", "a"))
+        .replace(b"frontier", b"of a: form")
+        .replace(b"form\r", b"form \t\r")
+    )
+    upload = post([body], {"content-type": 'multipart/form-data; boundary="of a: form"'}, tmp_path)
+    assert upload.path.read_bytes() == b"II*\0"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +278,18 @@ def test_form_is_parsed_in_chunks_of_any_size(tmp_path: Path, content: bytes, cu
         (encode_part("file", b"II*", "a"), FORM, BadParameter, "truncated"),
         (encode_form(encode_part("image", b"I" * (MAX_FIELD_BYTES + 1))), FORM, BadParameter, "'file'"),
         (encode_form(*(encode_part(str(n), b"1") for n in range(MAX_FIELDS + 1))), FORM, BadParameter, "fields"),
-        (b"nonsense", FORM, BadParameter, "malformed"),
+        (b"nonsense", FORM, BadParameter, "does not begin with its boundary"),
+        (b"x\r\n" * MAX_PREAMBLE_BYTES, FORM, BadParameter, "does not begin with its boundary"),
+        (encode_form(encode_part("file", b"II*", "a")).replace(b"\r", b""), FORM, BadParameter, "LF instead of CRLF"),
+        (
+            encode_form(
+                encode_part("file", b"SUkq", "a").replace(b"\r\n\r", b"\r\nContent-Transfer-Encoding: BASE64\r\n\r")
+            ),
+            FORM,
+            BadParameter,
+            "base64",
+        ),
+        (b"--frontier\r\nfile", FORM, BadParameter, "truncated"),
         (b"--frontier\r\n" + b"a: b\r\n" * 5000, FORM, BadParameter, "malformed"),
         (b"x", {"content-type": "multipart/form-data"}, BadParameter, "no boundary"),
         (b"x", {"content-type": "multipart/form-data; boundary=" + "x" * 5000}, BadParameter, "boundary .* invalid"),

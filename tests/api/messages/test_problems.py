@@ -132,7 +132,7 @@ def test_wrong_path_and_method_are_reported_as_problem_documents(service: Servic
     assert parse_problem(wrong_path) == (404, "not-found")
     assert parse_problem(wrong_method) == (405, "method-not-allowed")
     assert wrong_method.headers["allow"] == "POST"
-    assert service.client.put("/jobs").headers["allow"] == "GET, POST"
+    assert service.client.put("/jobs").headers["allow"] == "GET, HEAD, POST"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import json
 import os
+import pwd
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +113,22 @@ def test_plans_are_stored_in_the_configured_folder_or_the_users_cache(tmp_path, 
     assert plans.resolve_folder(None) == Path("/caches/stackseg/plans")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert plans.resolve_folder(None) == Path("~/.cache/stackseg/plans").expanduser()
+
+
+def test_plans_of_a_user_without_a_home_directory_are_not_stored(monkeypatch):
+    """Containers may run as a user ID without a name."""
+
+    def find_no_user(_uid):
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr(pwd, "getpwuid", find_no_user)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    folder = plans.resolve_folder(None)
+    assert plans.find_all(folder, PLAN.model, "hash") == ()
+    assert plans.find(folder, PLAN.model, PLAN.circumstances) is None
+    with pytest.raises(OSError, match="Not a directory"):
+        plans.save(folder, PLAN)
 
 
 def test_digest_depends_on_the_sources_of_engines_and_given_folders(tmp_path):
