@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from service.core.errors import BrokenModel
 from service.models.architectures import build_network, count_tensor_elements
 from service.models.network import MAX_ELEMENTS, observe_calls
-from service.models.spec import Architecture, ModelSpec
+from service.models.spec import PROBABILITY_TOLERANCE, Architecture, Instances, ModelSpec
 
 _GRAPHS = "service.models.graphs"
 # Modules and functions that load weights files with an embedded network, by `weights.kind`. The modules are imported
@@ -87,6 +87,22 @@ def _summarize_error(error: Exception) -> str:
     return " ".join(lines[:2]) + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
 
 
+def _check_foreground(scores: Tensor, spec: ModelSpec) -> None:
+    """Raise BrokenModel if the foreground scores [1, K, z, y, x] of an empty window cannot be probabilities.
+
+    Logits of an empty window are usually negative.
+    """
+    if not isinstance(spec.decoding, Instances) or spec.get_activation(spec.decoding.foreground) != "none":
+        return
+    lowest, highest = torch.aminmax(scores[:, spec.outputs.index(spec.decoding.foreground)])
+    if lowest < -PROBABILITY_TOLERANCE or highest > 1 + PROBABILITY_TOLERANCE:
+        raise BrokenModel(
+            f"{spec.folder}: activation: the activation of the output {spec.decoding.foreground!r} is none, but its "
+            f"scores range from {float(lowest):.3g} to {float(highest):.3g}, so they are not probabilities; use "
+            "sigmoid if they are logits."
+        )
+
+
 @torch.inference_mode()
 def _check_network(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
     shape = (1, spec.input.channels, *spec.input.roi_size)
@@ -108,6 +124,7 @@ def _check_network(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Mo
         raise BrokenModel(
             f"{spec.folder}: the network returned scores of shape {tuple(scores.shape)}, not {expected_shape}."
         )
+    _check_foreground(scores, spec)
     if [tensor._version for tensor in tensors] != versions:
         raise BrokenModel(
             f"{spec.folder}: the network modifies its own tensors and could retain data from other requests."

@@ -21,6 +21,7 @@ from torch import Tensor
 from service.core.errors import BrokenModel, MissingKeys, UnsupportedPackage
 from service.core.types import Volume
 from service.models.importers import bioimageio, monai_bundle, onnx_file, single_file
+from service.models.importers.activation import check_activation
 from service.models.importers.archives import unpack
 from service.models.importers.checkpoint import fit_tensors, read_checkpoint
 from service.models.importers.draft import MAX_PACKAGE_BYTES, Draft, PackageTest
@@ -141,13 +142,14 @@ def _check_and_document(
     """Run the package's own tests with the model in `folder`, write its README, and return the notes in the README."""
     spec = read_spec(folder)
     network = load_network(spec)
+    activation_notes = check_activation(network, spec, is_specified_by_operator="activation" not in draft.content)
     test_notes = [
-        _run_test(network, prepare(Volume.from_array(test.image[0]), spec), spec.activation, test)
-        for test in draft.tests
+        _run_test(network, prepare(Volume.from_array(test.image[0]), spec), spec, test) for test in draft.tests
     ]
     notes = (
         *draft.notes,
         *override_notes,
+        *activation_notes,
         *(test_notes or ["The package contains no test; only the shape of the scores was checked."]),
     )
     bullets = "\n".join(f"- {note}" for note in notes)
@@ -206,16 +208,17 @@ def _store_weights(draft: Draft, architecture: Any, folder: Path) -> dict[str, A
 
 
 @torch.inference_mode()
-def _run_test(network: torch.nn.Module, image: Tensor, activation: str | None, test: PackageTest) -> str:
+def _run_test(network: torch.nn.Module, image: Tensor, spec: ModelSpec, test: PackageTest) -> str:
     """Compare the scores of `image`, the prepared input of `test`, with the expected output. Raises BrokenModel."""
     try:
         scores = network(image)
     except (RuntimeError, ValueError) as error:
         raise BrokenModel(f"{test.name}: the network does not accept the package's test input: {error}") from error
-    if activation == "sigmoid":
-        scores = torch.sigmoid(scores)
-    elif activation == "softmax":
+    if spec.activation == "softmax":
         scores = torch.softmax(scores, 1)
+    else:
+        is_logit = torch.tensor([spec.get_activation(name) == "sigmoid" for name in spec.outputs])
+        scores = torch.where(is_logit[:, None, None, None], torch.sigmoid(scores), scores)
     if tuple(scores.shape) != test.expected_output.shape:
         raise BrokenModel(
             f"{test.name}: the output shape is {tuple(scores.shape)}, but the package expects"
