@@ -114,6 +114,14 @@ QUESTIONS = (
         lambda text: [name.strip() for name in text.split(",")],
     ),
     Question(
+        "--output-tensor",
+        "weights.output",
+        "Name of the tensor with the scores, if the network returns several tensors of the same shape",
+        "out",
+        str.strip,
+        is_optional=True,
+    ),
+    Question(
         "--activation",
         "activation",
         "Function that converts scores to probabilities: 'softmax', 'sigmoid', or 'none' if the network includes it; "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
 from service.models.architectures import build_network, count_tensor_elements
+from service.models.graphs.outputs import OutputQuery
 from service.models.network import MAX_ELEMENTS, observe_calls
 from service.models.spec import PROBABILITY_TOLERANCE, Architecture, Instances, ModelSpec
 
@@ -60,8 +61,11 @@ def _read_network(spec: ModelSpec) -> nn.Module:
             "weights.trusted: true in model.yaml if you trust its author as you would for a program that you install."
         )
     module, function = _LOADERS[spec.weights.kind]
-    load: Callable[[Path, Sequence[int]], nn.Module] = getattr(import_module(f"{_GRAPHS}.{module}"), function)
-    return load(spec.weights_path, (spec.input.channels, *spec.input.roi_size))
+    load: Callable[[Path, Sequence[int], OutputQuery], nn.Module] = getattr(
+        import_module(f"{_GRAPHS}.{module}"), function
+    )
+    query = OutputQuery(len(spec.outputs), spec.weights.output)
+    return load(spec.weights_path, (spec.input.channels, *spec.input.roi_size), query)
 
 
 def _build_with_weights(architecture: Architecture, spec: ModelSpec) -> nn.Module:

@@ -34,12 +34,15 @@ class Weights(_FrozenModel):
 
     trusted  whether a `torchscript` file may be loaded; such a file is a program that can do everything this process
              can do
+    output   name of the output with the scores, for a program or graph with several outputs; None to choose it by its
+             shape
     """
 
     kind: Literal["safetensors", "torchscript", "exported", "onnx"] = "safetensors"
     file: str = "weights.safetensors"
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     trusted: bool = False
+    output: SingleLineText | None = None
 
 
 class PercentileNormalization(_FrozenModel):
@@ -249,6 +252,8 @@ class ModelSpec(_FrozenModel):
             raise ValueError(
                 "architecture: this key is required for safetensors weights and not allowed for other kinds of weights"
             )
+        if self.weights.output is not None and self.weights.kind == "safetensors":
+            raise ValueError("weights.output: this key is not allowed for safetensors weights")
         return self
 
     @model_validator(mode="after")

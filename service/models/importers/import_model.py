@@ -114,7 +114,7 @@ def _write_model_folder(
     with tempfile.TemporaryDirectory(prefix=".import-", dir=models_folder) as scratch_folder:
         folder = Path(scratch_folder) / content["name"]
         folder.mkdir()
-        content["weights"] = _store_weights(draft, content.get("architecture"), folder)
+        content["weights"] = _store_weights(draft, content.get("architecture"), folder) | _read_output(overrides)
         yaml_text = yaml.safe_dump({"format": 1, **content}, sort_keys=False, allow_unicode=True)
         (folder / MODEL_FILE_NAME).write_text(yaml_text, encoding="utf-8")
         notes = _check_and_document(draft, folder, prepare, override_notes)
@@ -178,6 +178,14 @@ def _has_key(overrides: Mapping[str, Any], key: str) -> bool:
 def _make_slug(name: str) -> str:
     """Convert a name to a valid model name."""
     return re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:64] or "imported"
+
+
+def _read_output(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the only key of `weights` that the operator can specify."""
+    keys = overrides.get("weights", {})
+    if not isinstance(keys, Mapping) or keys.keys() - {"output"}:
+        raise UnsupportedPackage("weights: only the key output can be specified when a model is imported.")
+    return dict(keys)
 
 
 def _read_architecture(content: Any) -> Architecture:
