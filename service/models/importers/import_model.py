@@ -23,7 +23,7 @@ from service.core.types import Volume
 from service.models.importers import bioimageio, monai_bundle, onnx_file, single_file
 from service.models.importers.activation import check_activation
 from service.models.importers.archives import unpack
-from service.models.importers.checkpoint import fit_tensors, read_checkpoint
+from service.models.importers.checkpoint import fit_tensors, list_other_tensors, read_checkpoint
 from service.models.importers.draft import MAX_PACKAGE_BYTES, Draft, PackageTest
 from service.models.loader import load_network
 from service.models.repository import MODEL_FILE_NAME, read_spec
@@ -114,10 +114,11 @@ def _write_model_folder(
     with tempfile.TemporaryDirectory(prefix=".import-", dir=models_folder) as scratch_folder:
         folder = Path(scratch_folder) / content["name"]
         folder.mkdir()
-        content["weights"] = _store_weights(draft, content.get("architecture"), folder) | _read_output(overrides)
+        weights, weights_notes = _store_weights(draft, content.get("architecture"), folder)
+        content["weights"] = weights | _read_output(overrides)
         yaml_text = yaml.safe_dump({"format": 1, **content}, sort_keys=False, allow_unicode=True)
         (folder / MODEL_FILE_NAME).write_text(yaml_text, encoding="utf-8")
-        notes = _check_and_document(draft, folder, prepare, override_notes)
+        notes = _check_and_document(draft, folder, prepare, [*override_notes, *weights_notes])
         folder.rename(target)
     return ImportResult(read_spec(target), notes)
 
@@ -197,11 +198,16 @@ def _read_architecture(content: Any) -> Architecture:
         ) from error
 
 
-def _store_weights(draft: Draft, architecture: Any, folder: Path) -> dict[str, Any]:
-    """Write the weights into `folder`, and return the value of the key `weights` for the model file."""
+def _store_weights(draft: Draft, architecture: Any, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Write the weights into `folder`. Return the value of the key `weights` for the model file, and notes."""
+    notes = list[str]()
     if draft.kind == "state dict":
         kind, file = "safetensors", folder / "weights.safetensors"
-        tensors = fit_tensors(read_checkpoint(draft.weights_path).tensors, _read_architecture(architecture))
+        all_tensors = read_checkpoint(draft.weights_path).tensors
+        tensors = fit_tensors(all_tensors, _read_architecture(architecture))
+        if other_names := list_other_tensors(all_tensors, tensors):
+            examples = ", ".join(other_names[:3])
+            notes.append(f"{len(other_names)} tensors that do not belong to the network were ignored: {examples}.")
         save_file({key: value.contiguous().clone() for key, value in tensors.items()}, file)
     else:
         kind, file = draft.kind, folder / f"weights{WEIGHTS_SUFFIXES[draft.kind]}"
@@ -212,7 +218,7 @@ def _store_weights(draft: Draft, architecture: Any, folder: Path) -> dict[str, A
     with file.open("rb") as weights_file:
         digest = hashlib.file_digest(weights_file, "sha256").hexdigest()
     trust_key = {"trusted": True} if kind == "torchscript" else {}
-    return {"kind": kind, "file": file.name, "sha256": digest} | trust_key
+    return {"kind": kind, "file": file.name, "sha256": digest} | trust_key, notes
 
 
 @torch.inference_mode()
