@@ -129,6 +129,8 @@ class _NetworkBuilder:
         if node.operator == "Constant":
             self._values[node.outputs[0]] = _to_value(read_constant(node.attributes))
         elif node.operator in PASS_THROUGH_OPERATORS:
+            if node.operator == "Dropout" and len(node.inputs) > 2 and self._get_value(node.inputs[2]):
+                raise UnsupportedCall("training_mode: this input is set; export the network in evaluation mode.")
             self._values[node.outputs[0]] = self._get_value(node.inputs[0])
         elif node.operator in _BUILDERS:
             _BUILDERS[node.operator](self, node)
