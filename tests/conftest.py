@@ -43,7 +43,7 @@ RANDOM_NUCLEI: dict[str, Any] = {
     },
     "input": {"channels": 1, "normalisation": {"kind": "percentile"}, "roi_size": [16, 16, 16]},
     "outputs": ["foreground", "distance"],
-    "activation": "none",
+    "activation": {"foreground": "sigmoid", "distance": "none"},
     "decoding": {"kind": "instances"},
 }
 

@@ -55,6 +55,14 @@ def _make_choice_parser(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _parse_activation(text: str) -> str | dict[str, str]:
+    if "=" not in text:
+        return _make_choice_parser("softmax", "sigmoid", "none")(text)
+    pairs = [part.rpartition("=") for part in text.split(",")]
+    parse = _make_choice_parser("sigmoid", "none")
+    return {name.strip(): parse(choice) for name, _, choice in pairs}
+
+
 def _parse_decoding(text: str) -> dict[str, Any]:
     return {"kind": _make_choice_parser("classes", "instances")(text)}
 
@@ -106,11 +114,20 @@ QUESTIONS = (
         lambda text: [name.strip() for name in text.split(",")],
     ),
     Question(
+        "--output-tensor",
+        "weights.output",
+        "Name of the tensor with the scores, if the network returns several tensors of the same shape",
+        "out",
+        str.strip,
+        is_optional=True,
+    ),
+    Question(
         "--activation",
         "activation",
-        "Function that converts scores to probabilities: 'softmax', 'sigmoid', or 'none' if the network includes it",
+        "Function that converts scores to probabilities: 'softmax', 'sigmoid', or 'none' if the network includes it; "
+        "'sigmoid' and 'none' may be specified for each output, as in 'foreground=sigmoid,distance=none'",
         "softmax",
-        _make_choice_parser("softmax", "sigmoid", "none"),
+        _parse_activation,
     ),
     Question(
         "--decoding",

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
 from service.models.architectures import build_network, count_tensor_elements
+from service.models.graphs.outputs import OutputQuery
 from service.models.network import MAX_ELEMENTS, observe_calls
-from service.models.spec import Architecture, ModelSpec
+from service.models.spec import PROBABILITY_TOLERANCE, Architecture, Instances, ModelSpec
 
 _GRAPHS = "service.models.graphs"
 # Modules and functions that load weights files with an embedded network, by `weights.kind`. The modules are imported
@@ -60,8 +61,11 @@ def _read_network(spec: ModelSpec) -> nn.Module:
             "weights.trusted: true in model.yaml if you trust its author as you would for a program that you install."
         )
     module, function = _LOADERS[spec.weights.kind]
-    load: Callable[[Path, Sequence[int]], nn.Module] = getattr(import_module(f"{_GRAPHS}.{module}"), function)
-    return load(spec.weights_path, (spec.input.channels, *spec.input.roi_size))
+    load: Callable[[Path, Sequence[int], OutputQuery], nn.Module] = getattr(
+        import_module(f"{_GRAPHS}.{module}"), function
+    )
+    query = OutputQuery(len(spec.outputs), spec.weights.output)
+    return load(spec.weights_path, (spec.input.channels, *spec.input.roi_size), query)
 
 
 def _build_with_weights(architecture: Architecture, spec: ModelSpec) -> nn.Module:
@@ -87,6 +91,22 @@ def _summarize_error(error: Exception) -> str:
     return " ".join(lines[:2]) + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
 
 
+def _check_foreground(scores: Tensor, spec: ModelSpec) -> None:
+    """Raise BrokenModel if the foreground scores [1, K, z, y, x] of an empty window cannot be probabilities.
+
+    Logits of an empty window are usually negative.
+    """
+    if not isinstance(spec.decoding, Instances) or spec.get_activation(spec.decoding.foreground) != "none":
+        return
+    lowest, highest = torch.aminmax(scores[:, spec.outputs.index(spec.decoding.foreground)])
+    if lowest < -PROBABILITY_TOLERANCE or highest > 1 + PROBABILITY_TOLERANCE:
+        raise BrokenModel(
+            f"{spec.folder}: activation: the activation of the output {spec.decoding.foreground!r} is none, but its "
+            f"scores range from {float(lowest):.3g} to {float(highest):.3g}, so they are not probabilities; use "
+            "sigmoid if they are logits."
+        )
+
+
 @torch.inference_mode()
 def _check_network(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
     shape = (1, spec.input.channels, *spec.input.roi_size)
@@ -108,6 +128,7 @@ def _check_network(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Mo
         raise BrokenModel(
             f"{spec.folder}: the network returned scores of shape {tuple(scores.shape)}, not {expected_shape}."
         )
+    _check_foreground(scores, spec)
     if [tensor._version for tensor in tensors] != versions:
         raise BrokenModel(
             f"{spec.folder}: the network modifies its own tensors and could retain data from other requests."

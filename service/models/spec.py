@@ -13,6 +13,9 @@ from service.core.errors import BadParameter
 SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 MultilineText = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*$")]
 PositiveTriple = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
+# How far scores may lie outside the range from 0 to 1, because of rounding, if they are probabilities.
+PROBABILITY_TOLERANCE = 1e-2
+ActivationName = Literal["none", "sigmoid", "softmax"]
 
 
 class _FrozenModel(BaseModel):
@@ -31,12 +34,15 @@ class Weights(_FrozenModel):
 
     trusted  whether a `torchscript` file may be loaded; such a file is a program that can do everything this process
              can do
+    output   name of the output with the scores, for a program or graph with several outputs; None to choose it by its
+             shape
     """
 
     kind: Literal["safetensors", "torchscript", "exported", "onnx"] = "safetensors"
     file: str = "weights.safetensors"
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     trusted: bool = False
+    output: SingleLineText | None = None
 
 
 class PercentileNormalization(_FrozenModel):
@@ -112,7 +118,7 @@ class Input(_FrozenModel):
 class Instances(_FrozenModel):
     """Parameters of instance decoding, which assigns every foreground voxel to a maximum of the distance map.
 
-    foreground         name of the output with the foreground logit
+    foreground         name of the output whose activation is the foreground probability
     distance           name of the output with the distance to the outline of the object, in voxels or normalized
     threshold          foreground probability above which a voxel belongs to an object
     persistence        a maximum is merged with the higher maximum on the other side of their saddle if it rises less
@@ -196,7 +202,13 @@ class Lineage(_FrozenModel):
 
 
 class ModelSpec(_FrozenModel):
-    """The content of a model file. `folder` is the model folder that contains the file."""
+    """The content of a model file.
+
+    activation  function that converts the scores of the network to probabilities and distances: one function for all
+                outputs, or a mapping from the name of every output to none or sigmoid. With none, the scores already
+                are probabilities or distances.
+    folder      model folder that contains the file
+    """
 
     format: Literal[1] = 1
     name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
@@ -208,7 +220,7 @@ class ModelSpec(_FrozenModel):
     weights: Weights
     input: Input
     outputs: Annotated[tuple[SingleLineText, ...], Field(min_length=1)]
-    activation: Literal["none", "sigmoid", "softmax"] = "none"
+    activation: ActivationName | dict[str, Literal["none", "sigmoid"]] = "none"
     decoding: Annotated[Instances | Classes, Field(discriminator="kind")]
     confidence: Calibration | None = None
     sample: Sample | None = None
@@ -230,12 +242,18 @@ class ModelSpec(_FrozenModel):
         """Name of the architecture, or the kind of weights file if the file includes the network."""
         return self.architecture.name if self.architecture is not None else self.weights.kind
 
+    def get_activation(self, output: str) -> ActivationName:
+        """Return the activation of the output with this name."""
+        return self.activation[output] if isinstance(self.activation, dict) else self.activation
+
     @model_validator(mode="after")
     def _check_architecture(self) -> Self:
         if (self.architecture is None) == (self.weights.kind == "safetensors"):
             raise ValueError(
                 "architecture: this key is required for safetensors weights and not allowed for other kinds of weights"
             )
+        if self.weights.output is not None and self.weights.kind == "safetensors":
+            raise ValueError("weights.output: this key is not allowed for safetensors weights")
         return self
 
     @model_validator(mode="after")
@@ -246,6 +264,23 @@ class ModelSpec(_FrozenModel):
             for output_name in (self.decoding.foreground, self.decoding.distance):
                 if output_name not in self.outputs:
                     raise ValueError(f"decoding: there is no output named {output_name!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_activation(self) -> Self:
+        """Reject combinations of activation, outputs and decoding whose result is wrong for every network."""
+        if isinstance(self.activation, dict) and self.activation.keys() != set(self.outputs):
+            raise ValueError(f"activation: specify one function for each of the outputs {', '.join(self.outputs)}")
+        if self.activation == "softmax" and isinstance(self.decoding, Instances):
+            raise ValueError(
+                "activation: softmax makes the foreground depend on the distance, so it cannot be used with "
+                "`decoding.kind: instances`; use sigmoid, or none if the network returns probabilities"
+            )
+        if len(self.outputs) == 1 and (self.activation == "softmax" or isinstance(self.decoding, Classes)):
+            raise ValueError(
+                "outputs: softmax and `decoding.kind: classes` compare at least two outputs, but there is only one, "
+                f"{self.outputs[0]!r}"
+            )
         return self
 
     @model_validator(mode="after")

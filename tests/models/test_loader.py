@@ -116,6 +116,15 @@ def test_model_file_with_more_outputs_than_scores_is_rejected(random_nuclei: Mod
         load_network(spec)
 
 
+def test_logits_declared_as_probabilities_are_rejected(random_nuclei: ModelSpec) -> None:
+    def add_logits(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return compute_scores(network, x) - 5
+
+    load_network(random_nuclei, add_logits)
+    with pytest.raises(BrokenModel, match="activation: the activation of the output 'foreground' is none"):
+        load_network(random_nuclei.model_copy(update={"activation": "none"}), add_logits)
+
+
 def test_scores_other_than_a_tensor_are_rejected(random_nuclei: ModelSpec) -> None:
     def compute_list(network: nn.Module, x: torch.Tensor) -> Any:
         return [compute_scores(network, x)]

@@ -71,7 +71,10 @@ def test_error_for_a_missing_key_contains_its_name(key: str, tmp_path: Path) -> 
         ("decoding.foreground", "nucleus", "no output named 'nucleus'"),
         ("decoding.threshold", 1.0, "decoding.instances.threshold"),
         ("decoding", {"kind": "guess"}, "decoding: "),
-        ("activation", "relu", "activation: "),
+        ("activation", "relu", "should be 'none', 'sigmoid' or 'softmax'"),
+        ("activation", "softmax", "it cannot be used with `decoding.kind: instances`"),
+        ("activation", {"foreground": "sigmoid"}, "one function for each of the outputs foreground, distance"),
+        ("activation", {"foreground": "sigmoid", "distance": "softmax"}, "activation.dict"),
     ],
 )
 def test_error_for_an_invalid_value_contains_its_key(key: str, value: Any, problem: str, tmp_path: Path) -> None:
@@ -79,6 +82,16 @@ def test_error_for_an_invalid_value_contains_its_key(key: str, value: Any, probl
         read_spec(write_folder(tmp_path, change_instances(key, value)))
     assert problem in str(caught.value)
     assert "model.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"activation": "softmax"}, {"decoding": {"kind": "classes"}}], ids=str)
+def test_comparisons_of_a_single_output_are_rejected(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Every voxel would have a probability of 1, or the class 0."""
+    decoding = {"kind": "instances", "distance": "foreground"}
+    instances = INSTANCES | {"outputs": ["foreground"], "activation": "sigmoid", "decoding": decoding}
+    assert read_spec(write_folder(tmp_path, instances)).get_activation("foreground") == "sigmoid"
+    with pytest.raises(BrokenModel, match=r"there is only one, 'foreground'|cannot be used with"):
+        read_spec(write_folder(tmp_path, instances | changes))
 
 
 folder_parts = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), max_size=8)

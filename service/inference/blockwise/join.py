@@ -96,7 +96,7 @@ def join_tiles(run: OpenRun) -> dict[str, Any]:
     spec = make_decoding_spec(run)
     decoding = require_instances(spec)
     tiles = _list_tiles(run)
-    persistence = Persistence(decoding.persistence, heights_are_logits=spec.activation == "sigmoid")
+    persistence = Persistence.of_model(spec, decoding)
     basin_of_piece = _follow_links(run, tiles)
     maxima = _find_maxima(run, tiles, basin_of_piece)
     _number_basins(basin_of_piece, maxima)

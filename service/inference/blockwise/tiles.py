@@ -21,7 +21,7 @@ from service.inference.decoding.block_kernel import Block, block_kernel
 from service.inference.decoding.decoders import make_decoder
 from service.inference.decoding.postprocessing import apply_postprocessing, require_instances
 from service.inference.decoding.smoothing import Smoother
-from service.inference.decoding.streaming import logit
+from service.inference.decoding.streaming import logit, select_foreground_logits
 from service.inference.decoding.watershed_kernel import WatershedParameters
 from service.inference.preprocessing.resample import find_nearest_voxels
 from service.inference.windows.blending import Blending, BlendingSetup, make_blender
@@ -158,13 +158,14 @@ class _TilePieces(NamedTuple):
 def _find_pieces(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor) -> _TilePieces:
     decoding, layout = require_instances(spec), run.plan.layout
     tile, margin_box = layout.get_tile(task.number), layout.get_tile_with_margin(task.number)
-    heights, foreground = scores[spec.outputs.index(decoding.distance)], scores[spec.outputs.index(decoding.foreground)]
+    heights = scores[spec.outputs.index(decoding.distance)]
+    foreground = select_foreground_logits(spec, decoding, scores)
     if decoding.smoothing:
         smoother = Smoother(decoding.smoothing)
         heights = torch.cat([part for part, _ in (*smoother.add(heights.float(), foreground), *smoother.finish())])
     z, y, x = ((max(first - 1, 0), min(end + 1, n)) for (first, end), n in zip(tile, layout.size, strict=True))
     margin_slices = to_slices((z, y, x), get_first_voxel(margin_box))
-    persistence = Persistence(decoding.persistence, heights_are_logits=spec.activation == "sigmoid")
+    persistence = Persistence.of_model(spec, decoding)
     parameters = WatershedParameters(logit(decoding.threshold), persistence.depth, persistence.heights_are_logits)
     block_pieces = block_kernel.find_pieces(
         Block(get_lengths(tile), get_first_voxel(tile), layout.size),

@@ -6,7 +6,7 @@ A pass is the highest point on the border between two basins, that is, the saddl
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from service.inference.decoding.watershed import Basins
+    from service.models.spec import Instances, ModelSpec
 
 # Smallest normal float32: smaller numbers have fewer significant bits.
 MIN_DEPTH = float(np.finfo(np.float32).tiny)
@@ -30,6 +31,11 @@ class Persistence(NamedTuple):
 
     persistence: float
     heights_are_logits: bool
+
+    @classmethod
+    def of_model(cls, spec: ModelSpec, decoding: Instances) -> Self:
+        """Return the persistence that a model specifies for its distances."""
+        return cls(decoding.persistence, heights_are_logits=spec.get_activation(decoding.distance) == "sigmoid")
 
     @property
     def depth(self) -> float:

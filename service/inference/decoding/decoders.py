@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.buffers import LARGE_ARRAY_BYTES, Allocator, release_pages
+from service.core.errors import BadParameter
 from service.core.quantities import Size, VoxelSize
 from service.core.types import OutputKind, Segmentation
 from service.inference.decoding.instances import InstanceDecoder, WatershedFactory
-from service.inference.decoding.streaming import compute_foreground_mask, logit
+from service.inference.decoding.streaming import compute_foreground_mask, logit, select_foreground_logits
 from service.inference.decoding.watershed_kernel import CPU, choose_block_voxels, watershed_kernel
-from service.models.spec import Instances, ModelSpec
+from service.models.spec import PROBABILITY_TOLERANCE, Instances, ModelSpec
 
 # Number of voxels whose scores fit in the cache of a core.
 CACHE_VOXELS = 2**16
@@ -67,7 +68,7 @@ def make_decoder(  # noqa: PLR0913
         pixels, convert = allocate((num_outputs, *size), np.float32), partial(_activate, spec)
     elif isinstance(decoding, Instances):
         pixels, class_names = allocate(size, np.uint8), ("background", decoding.foreground)
-        convert = partial(_find_foreground, spec.outputs.index(decoding.foreground), logit(decoding.threshold))
+        convert = partial(_find_foreground, spec, decoding)
     else:
         pixels, convert = allocate(size, np.uint8 if num_outputs <= 256 else np.uint16), _find_highest_class
     return VoxelDecoder(Segmentation(pixels, kind, voxel_size, names=class_names), convert)
@@ -155,7 +156,10 @@ class VoxelDecoder:
 
 
 def _activate(spec: ModelSpec, scores: Tensor) -> Tensor:
-    """Return the activated outputs, float32 [K, z, y, X]."""
+    """Return the activated outputs, float32 [K, z, y, X].
+
+    Raises BadParameter if the scores of classes are not probabilities and the model specifies no activation.
+    """
     scores = scores[0].float()
     match spec.activation:
         case "sigmoid":
@@ -163,7 +167,22 @@ def _activate(spec: ModelSpec, scores: Tensor) -> Tensor:
         case "softmax":
             return torch.softmax(scores, dim=0)
         case "none":
+            if not isinstance(spec.decoding, Instances):
+                _check_probabilities(spec, scores)
             return scores
+    is_logit = torch.tensor([spec.get_activation(name) == "sigmoid" for name in spec.outputs], device=scores.device)
+    return torch.where(is_logit[:, None, None, None], torch.sigmoid(scores), scores)
+
+
+def _check_probabilities(spec: ModelSpec, scores: Tensor) -> None:
+    lowest, highest = (float(bound) for bound in torch.aminmax(scores))
+    if lowest < -PROBABILITY_TOLERANCE or highest > 1 + PROBABILITY_TOLERANCE:
+        raise BadParameter.for_parameter(
+            "output",
+            f"the model {spec.name} returns scores from {lowest:.3g} to {highest:.3g}, which are not probabilities, "
+            "and its model.yaml specifies no activation. Use output=classes.",
+            {"output": "classes"},
+        )
 
 
 def _find_highest_class(scores: Tensor) -> Tensor:
@@ -172,6 +191,6 @@ def _find_highest_class(scores: Tensor) -> Tensor:
     return scores[0].max(0).indices
 
 
-def _find_foreground(channel: int, threshold: float, scores: Tensor) -> Tensor:
+def _find_foreground(spec: ModelSpec, decoding: Instances, scores: Tensor) -> Tensor:
     """Return the foreground mask of an instance model, bool [z, y, X]."""
-    return compute_foreground_mask(scores[0, channel], threshold)
+    return compute_foreground_mask(select_foreground_logits(spec, decoding, scores[0]), logit(decoding.threshold))

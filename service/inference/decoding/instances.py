@@ -19,7 +19,7 @@ from service.core.types import Objects, Segmentation, choose_label_dtype
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.smoothing import Smoother
-from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, logit
+from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, logit, select_foreground_logits
 from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedParameters, watershed_kernel
 from service.models.spec import Instances, ModelSpec
@@ -50,11 +50,10 @@ class InstanceDecoder:
         start_watershed: WatershedFactory | None = None,
     ) -> None:
         self._start_watershed = start_watershed
-        self._decoding, self._voxel_size, self._size = decoding, voxel_size, size
-        self._foreground_channel = spec.outputs.index(decoding.foreground)
+        self._spec, self._decoding, self._voxel_size, self._size = spec, decoding, voxel_size, size
         self._distance_channel = spec.outputs.index(decoding.distance)
         self._threshold = logit(decoding.threshold)
-        self._persistence = Persistence(decoding.persistence, heights_are_logits=spec.activation == "sigmoid")
+        self._persistence = Persistence.of_model(spec, decoding)
         self._diameter = spec.input.diameter or math.inf
         self._smoother = Smoother(decoding.smoothing)
         self._kernel = kernel
@@ -66,7 +65,8 @@ class InstanceDecoder:
     def add(self, _z0: int, y0: int, scores: Tensor, /) -> None:
         """Add raw scores [1, K, z, y, X] of the next planes and of the rows from `y0`, as in `Decoder.add`."""
         num_planes, num_rows = scores.shape[2:4]
-        distances, foreground = scores[0, self._distance_channel], scores[0, self._foreground_channel]
+        distances = scores[0, self._distance_channel]
+        foreground = select_foreground_logits(self._spec, self._decoding, scores[0])
         if not self._decoding.smoothing and num_rows == self._size[1]:
             self._get_watershed(distances.device, along_y=False).add(distances, foreground)
         elif not self._decoding.smoothing and num_planes == self._size[0]:

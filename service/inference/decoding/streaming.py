@@ -15,6 +15,10 @@ from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.labels import label_basins
 from service.inference.decoding.watershed import Planes, Watershed, encode_foreground
 from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all_objects
+from service.models.spec import Instances, ModelSpec
+
+# Probabilities closer than this to 0 or 1 are treated as this close. Rounding can even exceed 0 or 1.
+MIN_PROBABILITY = 1e-6
 
 
 class StreamingWatershed(Protocol):
@@ -65,3 +69,15 @@ def compute_foreground_mask(scores: Tensor, threshold: float) -> Tensor:
 def logit(probability: float) -> float:
     """Return the logarithm of the odds of a probability."""
     return math.log(probability / (1 - probability))
+
+
+def select_foreground_logits(spec: ModelSpec, decoding: Instances, scores: Tensor) -> Tensor:
+    """Return the foreground logits [z, y, X] in scores [K, z, y, X].
+
+    If the network itself returns probabilities, they are converted, so that watersheds have to support only logits. The
+    result is then float32, and finite even for probabilities of 0 and 1.
+    """
+    foreground = scores[spec.outputs.index(decoding.foreground)]
+    if spec.get_activation(decoding.foreground) == "sigmoid":
+        return foreground
+    return torch.logit(foreground.float(), eps=MIN_PROBABILITY)

@@ -272,7 +272,7 @@ class DiameterEstimator:
         indices = np.nonzero(labels)
         object_indices, num_objects = labels[indices].astype(np.intp) - 1, len(objects)
         measurements = np.ones((num_objects, 4))
-        if self._spec.activation == "sigmoid":
+        if self._spec.get_activation(self._decoding.distance) == "sigmoid":
             measurements[:, 3] = objects.peaks
         for axis, (position, length) in enumerate(zip(indices, labels.shape, strict=True)):
             first, last = np.full(num_objects, length), np.full(num_objects, -1)

@@ -47,17 +47,22 @@ LayerFinder = Callable[[GraphModule, Node, Shapes], Layer | None]
 
 
 def add_layers(
-    network: GraphModule, window_shape: Sequence[int], finders: Mapping[Any, LayerFinder], add_functions: Set[Any]
+    network: GraphModule,
+    window_shape: Sequence[int],
+    finders: Mapping[Any, LayerFinder],
+    add_functions: Set[Any],
+    batch_size: int = 1,
 ) -> GraphModule:
     """Return the network with layer modules, and with sequences for consecutive layers.
 
     window_shape   shape [C, z, y, x] of the windows that the network processes
     finders        maps the function called by each kind of layer to the finder for that layer
     add_functions  functions that each add two values
+    batch_size     number of windows that the network accepts
     """
     graph = network.graph
     graph.eliminate_dead_code()
-    shapes = infer_shapes(network, (1, *window_shape))
+    shapes = infer_shapes(network, (batch_size, *window_shape))
     for node in list(graph.nodes):
         find_layer = finders.get(node.target) if node.op == "call_function" else None
         layer = find_layer(network, node, shapes) if find_layer is not None else None

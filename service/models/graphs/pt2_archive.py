@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -56,6 +56,26 @@ class Pt2Archive:
         if len(content) > MAX_JSON_BYTES:
             raise BrokenModel(f"{name} is larger than the limit of {MAX_JSON_BYTES} bytes.")
         return json.loads(content)
+
+
+def name_outputs(graph_module: Mapping[str, Any]) -> list[str]:
+    """Return the names of the values that a program returns, such as `out` or `aux.0`; [] if they are unknown."""
+    try:
+        _, structure = json.loads(graph_module["module_call_graph"][0]["signature"]["out_spec"])
+        return list(_iter_leaves(structure, ()))
+    except (LookupError, TypeError, ValueError):
+        return []
+
+
+def _iter_leaves(structure: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    """Yield the paths of the leaves in a serialized pytree."""
+    children = structure["children_spec"]
+    if structure["type"] is None:
+        yield ".".join(path) or "0"
+        return
+    keys = json.loads(structure["context"]) if structure["type"].endswith("dict") else range(len(children))
+    for key, child in zip(keys, children, strict=True):
+        yield from _iter_leaves(child, (*path, str(key)))
 
 
 def decode_tensor(data: bytes, metadata: Mapping[str, Any]) -> Tensor:

@@ -9,20 +9,31 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from service.core.errors import BrokenModel
 from service.core.files.zip_archive import open_torch_archive
-from service.models.graphs.allowed_operators import ATEN_OPERATORS, TRUSTED_ONLY_OPERATORS
-from service.models.graphs.graph_module import Shapes, make_graph_module, multiply
+from service.models.graphs.aten_operators import (
+    ASSERTIONS,
+    BLOCKS,
+    CONVERSIONS,
+    COPY,
+    SIZE_FUNCTIONS,
+    TYPE_AS,
+    convert,
+    convert_copy,
+    find_operator,
+)
+from service.models.graphs.batches import accept_any_batch
+from service.models.graphs.graph_module import Shapes, make_graph_module
 from service.models.graphs.layers import (
     Layer,
     LayerFinder,
@@ -36,16 +47,13 @@ from service.models.graphs.layers import (
     make_shuffle_finder,
     read_arguments,
 )
-from service.models.graphs.pt2_archive import DTYPES, Pt2Archive, decode_tensor
+from service.models.graphs.outputs import OutputQuery, select_output
+from service.models.graphs.pt2_archive import DTYPES, Pt2Archive, decode_tensor, name_outputs
 
 SCHEMA_VERSION = 8
-# Operators that untrusted graphs may call. The last three occur only in graphs exported by torch.export.
-ALLOWED_OPERATORS = ATEN_OPERATORS - TRUSTED_ONLY_OPERATORS | {"sym_size", "lift_fresh_copy", "detach_"}
-ALLOWED_RESULT_TYPES = frozenset(["Tensor", "List[Tensor]"])
 PLAIN_ARGUMENT_KINDS = ("as_int", "as_ints", "as_float", "as_floats", "as_bool", "as_bools", "as_string")
-SIZE_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f"_operator.{name}": getattr(operator, name) for name in ("add", "sub", "floordiv", "mod", "neg", "getitem")
-} | {"_operator.mul": multiply}
+# Devices and memory formats, which the engine chooses.
+IGNORED_ARGUMENT_KINDS = ("as_device", "as_layout", "as_memory_format")
 # Errors that reading a damaged or unrelated file can raise.
 _READ_ERRORS = (
     AttributeError,
@@ -59,17 +67,20 @@ _READ_ERRORS = (
 )
 
 
-def load_torch_export(path: Path, window: Sequence[int]) -> nn.Module:
-    """Load the network of a `.pt2` file, in the precision of the file, on the CPU, in evaluation mode.
+def load_torch_export(path: Path, window: Sequence[int], query: OutputQuery | None = None) -> nn.Module:
+    """Load the network of a `.pt2` file, in float32 on the CPU, in evaluation mode, for any number of windows.
 
     Layers become modules, which engines can replace. Layers are recognized by the shapes that their tensors have for a
-    window [C, z, y, x]. Raises BrokenModel with the reason if the file is rejected.
+    window [C, z, y, x]. `query` describes the output with the scores; by default, it is the first output. Raises
+    BrokenModel with the reason if the file is rejected.
     """
     try:
         with open_torch_archive(path) as archive:
-            network = add_layers(
-                _GraphReader(Pt2Archive(archive)).read(), window, LAYER_FINDERS, {_ATEN_OPS.add.Tensor}
-            )
+            reader = _GraphReader(Pt2Archive(archive))
+            graph = reader.read()
+        graph = select_output(graph, reader.output_names, window, query, reader.batch_size or 1)
+        layers = add_layers(graph, window, LAYER_FINDERS, {_ATEN_OPS.add.Tensor}, reader.batch_size or 1)
+        network = accept_any_batch(layers.float().eval(), window, reader.batch_size)
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except RecursionError as error:
@@ -87,6 +98,9 @@ class _GraphReader:
     _tensor_nodes     nodes of constant tensors by file and metadata, since several names may refer to one tensor
     _remaining_bytes  bytes of tensors that may still be read; the total is limited to the size of the archive
     _configs          tables with the locations of tensors in the archive, by file name
+
+    batch_size    batch size of the image for which the graph was exported, or None if it is variable
+    output_names  names of the outputs of the graph
     """
 
     def __init__(self, archive: Pt2Archive) -> None:
@@ -94,21 +108,30 @@ class _GraphReader:
         program = archive.read_json("models/model.json")
         if (version := program["schema_version"]["major"]) != SCHEMA_VERSION:
             raise BrokenModel(f"the schema version is {version}; only version {SCHEMA_VERSION} is supported.")
+        self._program: Mapping[str, Any] = program
         self._description: Mapping[str, Any] = program["graph_module"]["graph"]
         self._signature: Mapping[str, Any] = program["graph_module"]["signature"]
         self._root = nn.Module()
         self._graph = Graph()
-        self._values: dict[str, Node] = {}
+        self._values: dict[str, Any] = {}
         self._tensor_nodes: dict[str, Node] = {}
         self._remaining_bytes = archive.stored_bytes
         self._configs: dict[str, Any] = {}
+        # Names of operators that modify a tensor end with an underscore.
+        self._modifies_tensors = (
+            re.search(r'"torch\.ops\.aten\.\w+_\.', json.dumps(program["graph_module"])) is not None
+        )
+        self.batch_size: int | None = None
+        self.output_names: tuple[str, ...] = ()
 
     def read(self) -> GraphModule:
         """Return the network. Raises BrokenModel if the graph is not supported."""
         self._read_inputs()
         for call in self._description["nodes"]:
             self._read_call(call)
-        self._graph.output(self._values[self._find_output()])
+        outputs = self._find_outputs()
+        self.output_names = tuple(outputs)
+        self._graph.output(tuple(self._values[name] for name in outputs.values()))
         return make_graph_module(self._root, self._graph)
 
     def _read_inputs(self) -> None:
@@ -120,6 +143,7 @@ class _GraphReader:
                 image_count += 1
                 name = content["arg"]["as_tensor"]["name"]
                 self._values[name] = self._graph.placeholder(f"image_{image_count}")
+                self.batch_size = self._description["tensor_values"][name]["sizes"][0].get("as_int")
             elif kind in {"parameter", "buffer", "tensor_constant"}:
                 # `torch.export.save` stores non-persistent buffers as constants.
                 is_constant = kind == "tensor_constant" or (kind == "buffer" and not content["persistent"])
@@ -149,31 +173,78 @@ class _GraphReader:
             self._tensor_nodes[location] = self._graph.get_attr(attribute)
         self._values[name] = self._tensor_nodes[location]
 
-    def _find_output(self) -> str:
-        """Return the name of the first output."""
-        for spec in self._signature["output_specs"]:
+    def _find_outputs(self) -> dict[str, str]:
+        """Return the names of the tensors that the graph returns, by the names of the outputs."""
+        specs = self._signature["output_specs"]
+        output_names = name_outputs(self._program["graph_module"])
+        if len(output_names) != len(specs):
+            output_names = [str(index) for index in range(len(specs))]
+        outputs = dict[str, str]()
+        for output_name, spec in zip(output_names, specs, strict=True):
             ((kind, content),) = spec.items()
-            if kind == "user_output":
-                return str(content["arg"]["as_tensor"]["name"])
-            raise BrokenModel(
-                f"the network has an output of kind {kind}, as in training mode; export the network in eval mode."
-            )
-        raise BrokenModel("the network has no output.")
+            if kind != "user_output":
+                raise BrokenModel(
+                    f"the network has an output of kind {kind}, as in training mode; export the network in eval mode."
+                )
+            if "as_tensor" in content["arg"]:
+                outputs[output_name] = str(content["arg"]["as_tensor"]["name"])
+        return outputs
 
     def _read_call(self, call: Mapping[str, Any]) -> None:
         target = str(call["target"])
-        keywords = {entry["name"]: self._read_argument(entry["arg"], target) for entry in call["inputs"]}
+        if target in ASSERTIONS:
+            return
+        if target in BLOCKS:
+            self._read_block(call)
+            return
+        keywords = {
+            entry["name"]: self._read_argument(entry["arg"], target)
+            for entry in call["inputs"]
+            if not entry["arg"].keys() & IGNORED_ARGUMENT_KINDS
+        }
         if keywords.get("training") is True or keywords.get("train") is True:
             raise BrokenModel(f"{target} is called in training mode; export the network in eval mode.")
         if target == "torch.ops.aten.dropout.default":
             result = keywords["input"]
+        elif target in CONVERSIONS or target == TYPE_AS:
+            result = self._convert(call, keywords)
         elif target in SIZE_FUNCTIONS:
             if not all(isinstance(value, Node | int) for value in keywords.values()):
                 raise BrokenModel(f"{target} is called with arguments other than sizes.")
             result = self._graph.call_function(SIZE_FUNCTIONS[target], tuple(keywords.values()))
         else:
-            result = self._graph.call_function(_find_operator(target, keywords), (), keywords)
+            result = self._graph.call_function(find_operator(target, keywords), (), keywords)
         self._name_outputs(result, call["outputs"])
+
+    def _convert(self, call: Mapping[str, Any], keywords: Mapping[str, Any]) -> Node:
+        """Return the node of a tensor that is converted to the data type recorded for the result.
+
+        Conversions between floating-point types are omitted, or become copies if the graph modifies tensors.
+        """
+        names = [call["inputs"][0]["arg"]["as_tensor"]["name"], *_iter_names(call["outputs"][0])]
+        source_dtype, dtype = (DTYPES[self._description["tensor_values"][name]["dtype"]] for name in names)
+        source: Node = keywords["self"]
+        returns_source = dtype == source_dtype and call["target"] != COPY and keywords.get("copy") is not True
+        has_equal_values = dtype == source_dtype or (dtype.is_floating_point and source_dtype.is_floating_point)
+        if returns_source or (has_equal_values and not self._modifies_tensors):
+            return source
+        return self._graph.call_function(convert_copy if self._modifies_tensors else convert, (source, dtype))
+
+    def _read_block(self, call: Mapping[str, Any]) -> None:
+        """Add the calls of a nested graph. Its names are separate from those of the surrounding graph."""
+        arguments = [entry["arg"] for entry in call["inputs"]]
+        index = next(index for index, argument in enumerate(arguments) if "as_graph" in argument)
+        block = arguments[index]["as_graph"]["graph"]
+        operands = [self._read_argument(argument, call["target"]) for argument in arguments[index + 1 :]]
+        input_names = [name for entry in block["inputs"] for name in _iter_names(entry)]
+        surroundings = self._values, self._description
+        self._values, self._description = dict(zip(input_names, operands, strict=True)), block
+        for inner_call in block["nodes"]:
+            self._read_call(inner_call)
+        results = [self._values[name] for entry in block["outputs"] for name in _iter_names(entry)]
+        self._values, self._description = surroundings
+        names = [name for entry in call["outputs"] for name in _iter_names(entry)]
+        self._values.update(zip(names, results, strict=True))
 
     def _name_outputs(self, result: Node, outputs: list[Mapping[str, Any]]) -> None:
         names = [name for output in outputs for name in _iter_names(output)]
@@ -263,53 +334,7 @@ def _iter_names(output: Mapping[str, Any]) -> Iterator[str]:
         yield value["name"]
     elif kind == "as_tensors":
         yield from (item["name"] for item in value)
-    elif kind == "as_sym_int":
+    elif kind in {"as_sym_int", "as_sym_bool"}:
         yield value["as_name"]
     else:
         raise BrokenModel(f"a call has an output of kind {kind}, which is not supported.")
-
-
-def _find_operator(target: str, arguments: Mapping[str, Any]) -> OpOverload[..., Any]:
-    """Return the operator for a name such as `torch.ops.aten.relu.default`.
-
-    Raises BrokenModel if the operator is not allowed or does not accept the arguments.
-    """
-    prefix, _, qualified_name = target.rpartition("torch.ops.aten.")
-    name, _, overload = qualified_name.partition(".")
-    if (
-        prefix
-        or name not in ALLOWED_OPERATORS
-        or qualified_name in TRUSTED_ONLY_OPERATORS
-        or not overload.isidentifier()
-    ):
-        raise BrokenModel(
-            f"the graph calls {target}, which is not allowed; see service/models/graphs/allowed_operators.py."
-        )
-    function = getattr(getattr(torch.ops.aten, name), overload)
-    if not isinstance(function, OpOverload) or not _computes_tensors(function):
-        raise BrokenModel(f"the graph calls {target}, which is not an operator that computes tensors.")
-    _check_arguments(function, arguments)
-    return function
-
-
-def _check_arguments(function: OpOverload[..., Any], arguments: Mapping[str, Any]) -> None:
-    types = {parameter.name: str(parameter.type) for parameter in function._schema.arguments}
-    for name, value in arguments.items():
-        if name not in types or (isinstance(value, str) and "str" not in types[name]):
-            raise BrokenModel(f"torch.ops.{function} has no argument {name!r}, or this argument cannot be a string.")
-
-
-def _computes_tensors(function: OpOverload[..., Any]) -> bool:
-    """Return whether an operator computes tensors or sizes from tensors and does not write to `out` arguments.
-
-    Other operators work on lists and strings of unlimited size, or overwrite tensors that other calls read.
-    """
-    schema = function._schema
-    has_tensor = any("Tensor" in str(parameter.type) for parameter in schema.arguments)
-    result_types = [str(result.type) for result in schema.returns]
-    has_out = any(parameter.is_out for parameter in schema.arguments)
-    return (
-        has_tensor
-        and not has_out
-        and (schema.name == "aten::sym_size" or (bool(result_types) and ALLOWED_RESULT_TYPES.issuperset(result_types)))
-    )

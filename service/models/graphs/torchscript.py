@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from service.core.errors import BrokenModel
 from service.core.files.zip_archive import copy_members, open_torch_archive
 from service.models.graphs.allowed_operators import ATEN_OPERATORS, PRIM_OPERATORS
+from service.models.graphs.batches import accept_any_batch
+from service.models.graphs.outputs import OutputQuery, choose_output, flatten_outputs
 
 # Names of methods that run while a file is loaded, of hooks that run in addition to the checked graph, and of extension
 # classes. In a pickle, the name of a class may span two lines, and in code, a name may contain spaces.
@@ -31,21 +33,30 @@ ALLOWED_OPERATORS = {f"aten::{name}" for name in ATEN_OPERATORS} | {f"prim::{nam
 
 
 class TorchScriptNetwork(nn.Module):
-    """A TorchScript program, run by torch's interpreter. Engines cannot replace or fuse its layers."""
+    """A TorchScript program, run by torch's interpreter. Engines cannot replace or fuse its layers.
 
-    def __init__(self, script: torch.jit.ScriptModule) -> None:
+    output_path  keys and indices that lead from the result of the program to the scores
+    """
+
+    def __init__(self, script: torch.jit.ScriptModule, output_path: Sequence[str | int] = ()) -> None:
         super().__init__()
-        self.script = script
+        self.script, self._output_path = script, tuple(output_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the first output, scores [B, K, z, y, x], of an image [B, C, z, y, x]."""
-        scores = self.script(x)
-        first_output: Tensor = scores[0] if isinstance(scores, tuple | list) else scores
-        return first_output
+        """Compute the scores [B, K, z, y, x] of an image [B, C, z, y, x]."""
+        result = self.script(x)
+        for key in self._output_path:
+            result = result[key]
+        scores: Tensor = result
+        return scores
 
 
-def load_torchscript(path: Path, _window: Sequence[int] = ()) -> TorchScriptNetwork:
-    """Load and check a TorchScript file, for windows of any size. Raises BrokenModel if the file is rejected."""
+def load_torchscript(path: Path, window: Sequence[int], query: OutputQuery | None = None) -> nn.Module:
+    """Load and check a TorchScript file, for any number of windows [C, z, y, x].
+
+    `query` describes the output with the scores; by default, it is the first output. Raises BrokenModel if the file is
+    rejected.
+    """
     try:
         script = torch.jit.load(_read_checked_copy(path), map_location="cpu")  # type: ignore[no-untyped-call]
         disallowed_operators = sorted({*_iter_operators(script.inlined_graph)} - ALLOWED_OPERATORS)
@@ -60,7 +71,31 @@ def load_torchscript(path: Path, _window: Sequence[int] = ()) -> TorchScriptNetw
             f"{path}: the program uses operators that are not allowed: {names}; see"
             " service/models/graphs/allowed_operators.py."
         )
-    return TorchScriptNetwork(script).eval().requires_grad_(requires_grad=False)
+    script = script.float().eval()
+    try:
+        output_path = _find_output(script, window, query)
+        network = accept_any_batch(TorchScriptNetwork(script, output_path).eval(), window)
+    except BrokenModel as error:
+        raise BrokenModel(f"{path}: {error}") from error
+    return network.requires_grad_(requires_grad=False)
+
+
+@torch.no_grad()
+def _find_output(
+    script: torch.jit.ScriptModule, window: Sequence[int], query: OutputQuery | None
+) -> tuple[str | int, ...]:
+    """Return the path of the output with the scores, for one window, or for two if the program rejects one.
+
+    A program that rejects both is handled when it is used.
+    """
+    for batch_size in (1, 2):
+        try:
+            outputs = flatten_outputs(script(torch.zeros(batch_size, *window)))
+        except RuntimeError:
+            continue
+        shapes = {name: tuple(tensor.shape) for name, (_, tensor) in outputs.items()}
+        return outputs[choose_output(shapes, window, query)][0]
+    return ()
 
 
 def _read_checked_copy(path: Path) -> BytesIO:

@@ -6,12 +6,13 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from service.core.errors import UnsupportedPackage
 from service.core.files.zip_archive import open_torch_archive
 
 CHUNK_BYTES = 2**20
+SYSTEM_FILE_NAMES = frozenset([".DS_Store", "Thumbs.db", "desktop.ini"])
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def unpack(path: Path, limit_bytes: int) -> Iterator[Path]:
 def _extract(archive: zipfile.ZipFile, root: Path, limit_bytes: int) -> None:
     remaining_bytes = limit_bytes
     for entry in archive.infolist():
-        if entry.is_dir():
+        if entry.is_dir() or _is_system_file(PurePosixPath(entry.filename)):
             continue
         target = root / entry.filename
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,15 @@ def _extract(archive: zipfile.ZipFile, root: Path, limit_bytes: int) -> None:
                 file.write(chunk)
 
 
+def _is_system_file(path: PurePosixPath) -> bool:
+    """Return whether macOS or Windows added a file to an archive, such as the resource forks in `__MACOSX`."""
+    return path.parts[0] == "__MACOSX" or path.name in SYSTEM_FILE_NAMES or path.name.startswith("._")
+
+
 def _find_root(root: Path) -> Path:
-    """Return the top-level folder of the archive if it is the only entry in `root`. Otherwise, return `root`."""
+    """Return the first folder that contains anything other than a single folder."""
     entries = list(root.iterdir())
-    return entries[0] if len(entries) == 1 and entries[0].is_dir() else root
+    while len(entries) == 1 and entries[0].is_dir():
+        root = entries[0]
+        entries = list(root.iterdir())
+    return root

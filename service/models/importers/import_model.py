@@ -21,8 +21,9 @@ from torch import Tensor
 from service.core.errors import BrokenModel, MissingKeys, UnsupportedPackage
 from service.core.types import Volume
 from service.models.importers import bioimageio, monai_bundle, onnx_file, single_file
+from service.models.importers.activation import check_activation
 from service.models.importers.archives import unpack
-from service.models.importers.checkpoint import fit_tensors, read_checkpoint
+from service.models.importers.checkpoint import fit_tensors, list_other_tensors, read_checkpoint
 from service.models.importers.draft import MAX_PACKAGE_BYTES, Draft, PackageTest
 from service.models.loader import load_network
 from service.models.repository import MODEL_FILE_NAME, read_spec
@@ -113,10 +114,11 @@ def _write_model_folder(
     with tempfile.TemporaryDirectory(prefix=".import-", dir=models_folder) as scratch_folder:
         folder = Path(scratch_folder) / content["name"]
         folder.mkdir()
-        content["weights"] = _store_weights(draft, content.get("architecture"), folder)
+        weights, weights_notes = _store_weights(draft, content.get("architecture"), folder)
+        content["weights"] = weights | _read_output(overrides)
         yaml_text = yaml.safe_dump({"format": 1, **content}, sort_keys=False, allow_unicode=True)
         (folder / MODEL_FILE_NAME).write_text(yaml_text, encoding="utf-8")
-        notes = _check_and_document(draft, folder, prepare, override_notes)
+        notes = _check_and_document(draft, folder, prepare, [*override_notes, *weights_notes])
         folder.rename(target)
     return ImportResult(read_spec(target), notes)
 
@@ -141,13 +143,14 @@ def _check_and_document(
     """Run the package's own tests with the model in `folder`, write its README, and return the notes in the README."""
     spec = read_spec(folder)
     network = load_network(spec)
+    activation_notes = check_activation(network, spec, is_specified_by_operator="activation" not in draft.content)
     test_notes = [
-        _run_test(network, prepare(Volume.from_array(test.image[0]), spec), spec.activation, test)
-        for test in draft.tests
+        _run_test(network, prepare(Volume.from_array(test.image[0]), spec), spec, test) for test in draft.tests
     ]
     notes = (
         *draft.notes,
         *override_notes,
+        *activation_notes,
         *(test_notes or ["The package contains no test; only the shape of the scores was checked."]),
     )
     bullets = "\n".join(f"- {note}" for note in notes)
@@ -178,6 +181,14 @@ def _make_slug(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:64] or "imported"
 
 
+def _read_output(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the only key of `weights` that the operator can specify."""
+    keys = overrides.get("weights", {})
+    if not isinstance(keys, Mapping) or keys.keys() - {"output"}:
+        raise UnsupportedPackage("weights: only the key output can be specified when a model is imported.")
+    return dict(keys)
+
+
 def _read_architecture(content: Any) -> Architecture:
     try:
         return Architecture.model_validate(content)
@@ -187,11 +198,16 @@ def _read_architecture(content: Any) -> Architecture:
         ) from error
 
 
-def _store_weights(draft: Draft, architecture: Any, folder: Path) -> dict[str, Any]:
-    """Write the weights into `folder`, and return the value of the key `weights` for the model file."""
+def _store_weights(draft: Draft, architecture: Any, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Write the weights into `folder`. Return the value of the key `weights` for the model file, and notes."""
+    notes = list[str]()
     if draft.kind == "state dict":
         kind, file = "safetensors", folder / "weights.safetensors"
-        tensors = fit_tensors(read_checkpoint(draft.weights_path).tensors, _read_architecture(architecture))
+        all_tensors = read_checkpoint(draft.weights_path).tensors
+        tensors = fit_tensors(all_tensors, _read_architecture(architecture))
+        if other_names := list_other_tensors(all_tensors, tensors):
+            examples = ", ".join(other_names[:3])
+            notes.append(f"{len(other_names)} tensors that do not belong to the network were ignored: {examples}.")
         save_file({key: value.contiguous().clone() for key, value in tensors.items()}, file)
     else:
         kind, file = draft.kind, folder / f"weights{WEIGHTS_SUFFIXES[draft.kind]}"
@@ -202,20 +218,21 @@ def _store_weights(draft: Draft, architecture: Any, folder: Path) -> dict[str, A
     with file.open("rb") as weights_file:
         digest = hashlib.file_digest(weights_file, "sha256").hexdigest()
     trust_key = {"trusted": True} if kind == "torchscript" else {}
-    return {"kind": kind, "file": file.name, "sha256": digest} | trust_key
+    return {"kind": kind, "file": file.name, "sha256": digest} | trust_key, notes
 
 
 @torch.inference_mode()
-def _run_test(network: torch.nn.Module, image: Tensor, activation: str | None, test: PackageTest) -> str:
+def _run_test(network: torch.nn.Module, image: Tensor, spec: ModelSpec, test: PackageTest) -> str:
     """Compare the scores of `image`, the prepared input of `test`, with the expected output. Raises BrokenModel."""
     try:
         scores = network(image)
     except (RuntimeError, ValueError) as error:
         raise BrokenModel(f"{test.name}: the network does not accept the package's test input: {error}") from error
-    if activation == "sigmoid":
-        scores = torch.sigmoid(scores)
-    elif activation == "softmax":
+    if spec.activation == "softmax":
         scores = torch.softmax(scores, 1)
+    else:
+        is_logit = torch.tensor([spec.get_activation(name) == "sigmoid" for name in spec.outputs])
+        scores = torch.where(is_logit[:, None, None, None], torch.sigmoid(scores), scores)
     if tuple(scores.shape) != test.expected_output.shape:
         raise BrokenModel(
             f"{test.name}: the output shape is {tuple(scores.shape)}, but the package expects"

@@ -150,9 +150,7 @@ def test_the_decoder_filters_objects_like_finished_labels(
 ) -> None:
     heights = np.stack([np.nan_to_num(make_hills(seed + i, size, 1.0), neginf=-1.0) for i in range(2)])
     scores = torch.from_numpy(heights)[None]
-    spec = random_nuclei.model_copy(
-        update={"input": random_nuclei.input.model_copy(update={"diameter": diameter}), "activation": "none"}
-    )
+    spec = random_nuclei.model_copy(update={"input": random_nuclei.input.model_copy(update={"diameter": diameter})})
 
     def decode(changes: dict[str, Any]) -> Segmentation:
         instances = Instances.model_validate({"kind": "instances", "persistence": 0.05} | changes)

@@ -191,7 +191,7 @@ MEMORY_LAYOUTS = (
     threshold=st.sampled_from([0.3, 0.5, 0.8]),
     border=st.sampled_from(["keep", "drop"]),
     holes=st.sampled_from(["keep", "fill"]),
-    activation=st.sampled_from(["none", "sigmoid"]),
+    activation=st.sampled_from(["none", "sigmoid", {"foreground": "sigmoid", "distance": "none"}]),
 )
 def test_scores_of_any_dtype_and_layout_are_decoded_as_in_pytorch(
     kernel,

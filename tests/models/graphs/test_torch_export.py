@@ -280,3 +280,54 @@ def test_network_in_training_mode_is_rejected(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(network, (torch.rand(SHAPE),)), tmp_path / "trained.pt2")
     with pytest.raises(BrokenModel, match="in eval mode"):
         load_torch_export(tmp_path / "trained.pt2", SHAPE[1:])
+
+
+class ConvertingNetwork(nn.Module):
+    """A network with conversions, assertions, and blocks that are exported as nested graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv3d(1, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._check(x.shape[2] > 2)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            features = self.convolution(x.float())
+            with torch.no_grad():
+                gate = (features > 0).to(torch.float32)
+        with torch.autocast("cpu", enabled=False):
+            scores = features.float().double() * gate.type_as(x)
+        return (
+            scores.to(x.dtype).to(device=x.device, dtype=torch.float32).contiguous(memory_format=torch.channels_last_3d)
+        )
+
+
+class ModifyingNetwork(nn.Module):
+    """A network that modifies a converted copy, which must not change the original, and a tensor without a copy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = x * 2
+        half = features.half()
+        half.mul_(0)
+        same = features.float()
+        same.add_(1)
+        return torch.cat((features + half, features.to(torch.float32, copy=True).add_(1)), 1)
+
+
+@pytest.mark.parametrize("is_dynamic", [True, False])
+@pytest.mark.parametrize(
+    "network", [ConvertingNetwork(), ModifyingNetwork()], ids=lambda network: type(network).__name__
+)
+def test_conversions_assertions_and_blocks_give_the_scores_of_the_network(
+    network: nn.Module, is_dynamic: bool, tmp_path: Path
+) -> None:
+    loaded_network = load_torch_export(export(network, tmp_path / "n.pt2", is_dynamic=is_dynamic), SHAPE[1:])
+    images = torch.rand(3, *SHAPE[1:]) - 0.5
+    with torch.inference_mode():
+        scores, expected = loaded_network(images), network(images)
+        bfloat16_scores = prepare(loaded_network, torch.device("cpu"), torch.bfloat16, torch.channels_last_3d)(
+            images.bfloat16()
+        )
+    # Within autocast, the original network computes in bfloat16.
+    assert torch.allclose(scores, expected.float(), atol=0.02)
+    assert torch.allclose(bfloat16_scores, scores, atol=0.05)

@@ -16,6 +16,8 @@ from service.engine.prepare import prepare
 from service.inference.runner.memory_estimate import measure_activation_bytes
 from service.models.graphs.torchscript import load_torchscript
 
+WINDOW = (1, 16, 16, 16)
+
 
 class FileReader(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ def rewrite_entries(path: Path, change: Callable[[str, bytes], tuple[str, bytes]
 def test_loaded_program_gives_the_scores_of_its_module(
     bands_network: nn.Module, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    program = load_torchscript(save_script(bands_network, tmp_path / "bands.ts"))
+    program = load_torchscript(save_script(bands_network, tmp_path / "bands.ts"), WINDOW)
     prepared_program = prepare(program, torch.device("cpu"), dtype, torch.channels_last_3d)
     images = torch.rand(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -74,7 +76,7 @@ def test_loaded_program_gives_the_scores_of_its_module(
 
 def test_program_that_reads_files_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(BrokenModel, match="aten::from_file"):
-        load_torchscript(save_script(FileReader(), tmp_path / "reads.ts"))
+        load_torchscript(save_script(FileReader(), tmp_path / "reads.ts"), WINDOW)
 
 
 def test_program_with_code_that_runs_during_loading_is_rejected(
@@ -83,7 +85,7 @@ def test_program_with_code_that_runs_during_loading_is_rejected(
     path = save_script(LoadingHook(), tmp_path / "runs.ts")
     monkeypatch.setattr(torch.jit, "load", lambda *_args, **_options: pytest.fail("the file was loaded"))
     with pytest.raises(BrokenModel, match=r"__[gs]etstate__, which is not allowed"):
-        load_torchscript(path)
+        load_torchscript(path, WINDOW)
 
 
 def pre_hook(self: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
@@ -104,7 +106,7 @@ def test_hooks_are_rejected_because_the_graph_does_not_contain_them(
     network = nn.Sequential(nn.ReLU())
     getattr(network[0] if is_nested else network, register)(hook)
     with pytest.raises(BrokenModel, match=r"__forward_(pre_)?hooks__"):
-        load_torchscript(save_script(network, tmp_path / "hooked.ts"))
+        load_torchscript(save_script(network, tmp_path / "hooked.ts"), WINDOW)
 
 
 def test_entries_with_uppercase_names_are_checked_too(tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ def test_entries_with_uppercase_names_are_checked_too(tmp_path: Path) -> None:
         return name.replace("__torch__.py", "__torch__.PY").replace("data.pkl", "data.PKL"), content
 
     with pytest.raises(BrokenModel, match="which is not allowed"):
-        load_torchscript(rewrite_entries(save_script(LoadingHook(), tmp_path / "runs.ts"), hide))
+        load_torchscript(rewrite_entries(save_script(LoadingHook(), tmp_path / "runs.ts"), hide), WINDOW)
 
 
 @pytest.mark.parametrize("name", [b"torch.classes.x", b"torch . classes", b"torch\nclasses", b"torch.\\\n classes"])
@@ -121,7 +123,7 @@ def test_extension_classes_are_found_in_any_spelling(tmp_path: Path, name: bytes
         return entry, content + name if entry.endswith(".py") else content
 
     with pytest.raises(BrokenModel, match="which is not allowed"):
-        load_torchscript(rewrite_entries(save_script(nn.Sequential(nn.ReLU()), tmp_path / "plain.ts"), append))
+        load_torchscript(rewrite_entries(save_script(nn.Sequential(nn.ReLU()), tmp_path / "plain.ts"), append), WINDOW)
 
 
 def test_unrelated_files_are_rejected(tmp_path: Path) -> None:
@@ -129,12 +131,12 @@ def test_unrelated_files_are_rejected(tmp_path: Path) -> None:
     for content in (b"", b"no archive"):
         path.write_bytes(content)
         with pytest.raises(BrokenModel, match="cannot be read as TorchScript"):
-            load_torchscript(path)
+            load_torchscript(path, WINDOW)
     torch.save({"a": torch.ones(2)}, path)
     with pytest.raises(BrokenModel, match="not a TorchScript file"):
-        load_torchscript(path)
+        load_torchscript(path, WINDOW)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/code/net.py", b"")
         archive.writestr("x/data/0", bytes(2**26 + 1))
     with pytest.raises(BrokenModel, match="is compressed"):
-        load_torchscript(path)
+        load_torchscript(path, WINDOW)

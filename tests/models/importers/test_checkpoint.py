@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import pickle
 import re
+import shlex
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,7 +20,7 @@ from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
 from service.models.architectures import ShuffleUNet
-from service.models.importers.checkpoint import fit_tensors, read_checkpoint
+from service.models.importers.checkpoint import fit_tensors, list_other_tensors, read_checkpoint
 from service.models.spec import Architecture
 
 SMALL_ARCHITECTURE = Architecture(name="ShuffleUNet", arguments={"in_channels": 1, "out_channels": 2, "widths": [4, 8]})
@@ -191,3 +195,68 @@ def test_weights_of_a_different_network_are_rejected_with_the_differences() -> N
         fit_tensors(state, deeper_architecture)
     with pytest.raises(BrokenModel, match=r"1 tensor is not in the network \(extra\)"):
         fit_tensors(state | {"extra": torch.ones(1)}, SMALL_ARCHITECTURE)
+
+
+def make_state(prefix: str = "", seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {prefix + name: tensor for name, tensor in ShuffleUNet(1, 2, (4, 8)).state_dict().items()}
+
+
+@pytest.mark.parametrize("value", [np.float64(0.7), np.float32(0.2), np.int64(3), np.bool_(True), np.arange(3.0)])
+@pytest.mark.parametrize("key", ["network_weights", "model_state"])
+def test_numpy_values_next_to_the_tensors_are_ignored(key: str, value: Any, tmp_path: Path) -> None:
+    torch.save({key: make_state(), "metrics": {"best": [value]}, "epoch": 3}, tmp_path / "last.pth")
+    checkpoint = read_checkpoint(tmp_path / "last.pth")
+    assert checkpoint.keys == (key,)
+    assert checkpoint.skipped_keys == ("metrics", "epoch")
+    assert fit_tensors(checkpoint.tensors, SMALL_ARCHITECTURE).keys() == make_state().keys()
+
+
+PICKLED_CONTENTS: dict[str, Any] = {
+    "unusual key": {"network_weights": make_state(), "options": argparse.Namespace(lr=1)},
+    "nested keys": {"a": {'b $(exit 1) "`': make_state(), "n": 1}, "options": argparse.Namespace(lr=1)},
+    "module under a key": {"model": nn.Sequential(nn.Conv3d(1, 2, 1)), "epoch": 1},
+    "module": nn.Sequential(nn.Conv3d(1, 2, 1)),
+    "several networks": {"generator": make_state(), "discriminator": make_state()},
+}
+
+
+@pytest.mark.parametrize("kind", PICKLED_CONTENTS)
+def test_advised_command_saves_the_tensors_of_the_network(kind: str, tmp_path: Path) -> None:
+    torch.save(PICKLED_CONTENTS[kind], tmp_path / "my $HOME.pth")
+    with pytest.raises(UnsupportedPackage, match=r'import tensors\.pth:\n  python -c "') as error:
+        read_checkpoint(tmp_path / "my $HOME.pth")
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    command = str(error.value).splitlines()[-1].strip().replace("python", shlex.quote(sys.executable), 1)
+    subprocess.run(["/bin/sh", "-c", command], cwd=folder, check=True)
+    assert read_checkpoint(folder / "tensors.pth").tensors
+
+
+@pytest.mark.parametrize(
+    "prefix", ["", "module.", "model.", "_orig_mod.", "module._orig_mod.", "model._orig_mod.", "net.module.", "a.b."]
+)
+@pytest.mark.parametrize("others", [[], ["criterion.weight", "ema.decay"]])
+def test_prefixes_and_tensors_of_other_modules_are_removed(prefix: str, others: list[str], tmp_path: Path) -> None:
+    state = make_state(prefix) | {name: torch.ones(2) for name in others}
+    torch.save({"state_dict": state, "epoch": 1}, tmp_path / "last.ckpt")
+    tensors = read_checkpoint(tmp_path / "last.ckpt").tensors
+    if others and prefix in {"", "module.", "_orig_mod.", "module._orig_mod."}:
+        with pytest.raises(BrokenModel, match=r"2 tensors are not in the network \(criterion\.weight, ema\.decay\)"):
+            fit_tensors(tensors, SMALL_ARCHITECTURE)
+        return
+    fitted_tensors = fit_tensors(tensors, SMALL_ARCHITECTURE)
+    assert all(torch.equal(tensor, fitted_tensors[name]) for name, tensor in make_state().items())
+    assert list_other_tensors(tensors, fitted_tensors) == others
+
+
+def test_tensors_with_the_prefix_of_the_network_are_not_ignored() -> None:
+    tensors = make_state("model.") | {"model.extra.weight": torch.ones(2), "criterion.weight": torch.ones(2)}
+    with pytest.raises(BrokenModel, match=r"1 tensor is not in the network \(extra\.weight\)"):
+        fit_tensors(tensors, SMALL_ARCHITECTURE)
+
+
+def test_copies_of_the_network_are_not_chosen_silently() -> None:
+    tensors = make_state("model.") | make_state("ema_model.", seed=1)
+    with pytest.raises(BrokenModel, match=r"several sets of weights .* begin with 'model\.', 'ema_model\.'"):
+        fit_tensors(tensors, SMALL_ARCHITECTURE)

@@ -44,6 +44,17 @@ def test_unsupported_paths_and_archives_are_rejected(tmp_path: Path) -> None:
         import_model(tmp_path / "nowhere", tmp_path / "models", {})
 
 
+def test_system_files_and_additional_folders_in_archives_are_ignored(tmp_path: Path) -> None:
+    names = ["a/cells/rdf.yaml", "a/.DS_Store", "__MACOSX/a/cells/._rdf.yaml", "__MACOSX/._a", "a/cells/._rdf.yaml"]
+    with zipfile.ZipFile(tmp_path / "mac.zip", "w") as archive:
+        for name in names:
+            archive.writestr(name, name)
+    with unpack(tmp_path / "mac.zip", 1000) as root:
+        assert root.name == "cells"
+        assert [path.name for path in root.iterdir()] == ["rdf.yaml"]
+        assert (root / "rdf.yaml").read_text() == "a/cells/rdf.yaml"
+
+
 @pytest.fixture
 def script_file(bands_network: nn.Module, tmp_path: Path) -> Path:
     file = tmp_path / "My Bands.ts"

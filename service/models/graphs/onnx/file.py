@@ -104,11 +104,6 @@ def find_image(model: Model) -> TensorInfo:
         raise BrokenModel(
             f"graph.input {image.name}: the data type is {image.dtype}; only floating-point types are supported."
         )
-    if image.shape is not None and image.shape[0] not in {None, 1}:
-        raise BrokenModel(
-            f"graph.input {image.name}: the batch size is fixed to {image.shape[0]}; "
-            "export the network with batch size 1 or a dynamic batch size."
-        )
     return image
 
 

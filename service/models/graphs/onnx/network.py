@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from service.core.errors import BrokenModel
+from service.models.graphs.batches import accept_any_batch
 from service.models.graphs.graph_module import check_element_count, limit_sizes, make_graph_module
 from service.models.graphs.layers import INPUT_RANK, add_layers, make_convolution
 from service.models.graphs.onnx import file
@@ -24,6 +25,7 @@ from service.models.graphs.onnx.elementwise import UnsupportedCall, Value, flatt
 from service.models.graphs.onnx.file import Model, Node, TensorInfo
 from service.models.graphs.onnx.layers import ADDITIONS, LAYER_FINDERS
 from service.models.graphs.onnx.operators import OPERATORS, resize, softmax_flattened
+from service.models.graphs.outputs import OutputQuery, select_output
 
 STANDARD_DOMAINS = {"", "ai.onnx"}
 # Operators whose constant 1D inputs are passed to the call as numbers, not as tensors of the network.
@@ -36,20 +38,22 @@ MAX_CONSTANT_ELEMENTS = 2**29
 _BUILD_ERRORS = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
 
 
-def load_onnx(path: Path, window: Sequence[int]) -> nn.Module:
-    """Load the network of an `.onnx` file, in float32 on the CPU, in evaluation mode, for windows [C, z, y, x].
+def load_onnx(path: Path, window: Sequence[int], query: OutputQuery | None = None) -> nn.Module:
+    """Load the network of an `.onnx` file, in float32 on the CPU, in evaluation mode, for any number of windows.
 
-    Layers are recognized by the shapes that their tensors have for this window. Other windows work if the file allows
-    them. If the batch size in the file is fixed to 1, windows are processed one at a time. Raises BrokenModel with the
-    reason if the file is rejected.
+    Layers are recognized by the shapes that their tensors have for a window [C, z, y, x]. Other windows work if the
+    file allows them. `query` describes the output with the scores; by default, it is the first output. Raises
+    BrokenModel with the reason if the file is rejected.
     """
     model = file.read_model(path)
     try:
         image = file.find_image(model)
+        batch_size = image.shape[0] if image.shape is not None else None
         with torch.no_grad():
-            network = OnnxNetwork(
-                image, add_layers(_NetworkBuilder(model).build(image), window, LAYER_FINDERS, ADDITIONS)
-            )
+            builder = _NetworkBuilder(model)
+            graph = select_output(builder.build(image), builder.output_names, window, query, batch_size or 1)
+            layers = add_layers(graph, window, LAYER_FINDERS, ADDITIONS, batch_size or 1)
+            network = accept_any_batch(OnnxNetwork(image, layers.float()).eval(), window, batch_size)
     except BrokenModel as error:
         raise BrokenModel(f"{path}: {error}") from error
     except _BUILD_ERRORS as error:
@@ -58,7 +62,7 @@ def load_onnx(path: Path, window: Sequence[int]) -> nn.Module:
 
 
 class OnnxNetwork(nn.Module):
-    """The network of an ONNX graph: image [B, C, z, y, x] -> first output, scores [B, K, z, y, x].
+    """The network of an ONNX graph: image [B, C, z, y, x] -> scores [B, K, z, y, x].
 
     image  input of the graph; images must match its fixed sizes
     """
@@ -77,8 +81,6 @@ class OnnxNetwork(nn.Module):
             ]
             if not all(size_matches):
                 raise ValueError(f"the file accepts only inputs of shape {self._shape}")
-            if self._shape[0] == 1 and len(x) > 1:
-                return torch.cat([self.network(window[None]) for window in x.unbind(0)])
         scores: Tensor = self.network(x)
         return scores
 
@@ -90,6 +92,7 @@ class _NetworkBuilder:
                         or tuples of numbers
     _tensor_nodes       nodes of constant tensors, by tensor
     _constant_elements  number of elements of all tensors computed from constants
+    output_names        names of the outputs of the graph that are computed from the image
     """
 
     def __init__(self, model: Model) -> None:
@@ -98,6 +101,7 @@ class _NetworkBuilder:
         self._values: dict[str, Value] = {name: _to_value(array) for name, array in model.tensors.items()}
         self._tensor_nodes: dict[Tensor, fx.Node] = {}
         self._constant_elements = 0
+        self.output_names: tuple[str, ...] = ()
 
     def build(self, image: TensorInfo) -> fx.GraphModule:
         """Build the network. Raises BrokenModel if the graph is not supported."""
@@ -114,16 +118,19 @@ class _NetworkBuilder:
                 self._add_node(node)
             except UnsupportedCall as error:
                 raise BrokenModel(f"{node.operator}: {error}") from error
-        scores = self._values.get(self._model.outputs[0].name)
-        if not isinstance(scores, fx.Node):
+        outputs = {info.name: self._values.get(info.name) for info in self._model.outputs}
+        self.output_names = tuple(name for name, value in outputs.items() if isinstance(value, fx.Node))
+        if not self.output_names:
             raise BrokenModel(f"graph.output {self._model.outputs[0].name} is not computed from the image.")
-        self._graph.output(scores)
+        self._graph.output(tuple(outputs[name] for name in self.output_names))
         return make_graph_module(self._root, self._graph)
 
     def _add_node(self, node: Node) -> None:
         if node.operator == "Constant":
             self._values[node.outputs[0]] = _to_value(read_constant(node.attributes))
         elif node.operator in PASS_THROUGH_OPERATORS:
+            if node.operator == "Dropout" and len(node.inputs) > 2 and self._get_value(node.inputs[2]):
+                raise UnsupportedCall("training_mode: this input is set; export the network in evaluation mode.")
             self._values[node.outputs[0]] = self._get_value(node.inputs[0])
         elif node.operator in _BUILDERS:
             _BUILDERS[node.operator](self, node)

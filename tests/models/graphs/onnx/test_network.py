@@ -81,7 +81,6 @@ VOLUME = ["b", 1, 8, 8, 8]
     ("shape", "nodes", "options", "reason"),
     [
         (["b", 1, 8, 8], RELU, {}, "graph.input x: the input has 4 axes"),
-        ([4, 1, 8, 8, 8], RELU, {}, "graph.input x: the batch size is fixed to 4"),
         (VOLUME, RELU, {"dtype": TensorProto.INT64}, "graph.input x: the data type"),
         (
             VOLUME,

@@ -81,7 +81,7 @@ CASES = {
     "einsum": make_case(
         "Einsum", {"w": np.linspace(-1, 1, 24, dtype=FLOATS).reshape(8, 3)}, {"equation": "bczyx,xk->bkczy"}
     ),
-    "gather nd": make_case("GatherND", {"i": np.array([[1, 3], [0, -1]], INTS)}),
+    "gather nd": make_case("GatherND", {"i": np.array([[0, 3], [1, -1]], INTS)}),
     "scatter nd": make_case("ScatterND", {"i": np.array([[1, 3], [0, 0]], INTS), "u": np.ones((2, 6, 6, 8), FLOATS)}),
     "remainder": make_case("Mod", {"b": FLOATS(0.3)}, {"fmod": 1}),
     "gather 2D indices": make_case("Gather", {"i": np.array([[3, -4], [1, 0]], INTS)}, {"axis": -1}),
