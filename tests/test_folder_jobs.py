@@ -17,6 +17,7 @@ from common import run_server
 from fakes import wait_until
 from job_service import Service, start_service
 from live import STACK, as_tiff
+from zarr_files import write_zarr
 
 from scripts.recipes.synthetic_nuclei import synthesize
 from service.__main__ import main
@@ -133,6 +134,30 @@ def test_subfolders_are_processed_but_links_and_other_files_are_not(service: Ser
     assert not list(service.runtime.scratch.requests_folder.iterdir())
     result = service.result(report).json()
     assert {stack["stack"] for stack in result["stacks"]} >= {"below/a.tif", NAMES[0]}
+
+
+def test_folder_with_different_formats_is_processed(service: Service, host: Path) -> None:
+    mixed, out = host / "scans" / "mixed", host / "results" / "day 1"
+    mixed.mkdir()
+    pixels = tifffile.imread(host / "scans" / "day 1" / NAMES[0])
+    write_zarr(mixed / "folder.ome.zarr", pixels)
+    (mixed / "without suffix").write_bytes(STACK)
+    (mixed / "upper.TIF").write_bytes(STACK)
+    (mixed / "page.tif").write_text("<html>")
+    for name in ("._upper.TIF", "Thumbs.db", "notes.txt"):
+        (mixed / name).write_text("not a stack")
+
+    report = service.wait(submit(service, input="scans/mixed"), "done", "failed")
+
+    assert (report["state"], report["stacks"]) == ("done", {"done": 3, "total": 4})
+    assert [warning.partition(":")[0] for warning in report["warnings"]] == ["page.tif"]
+    expected = tifffile.imread(out / "upper_classes.ome.tif")
+    for name in ("folder", "without suffix"):
+        np.testing.assert_array_equal(tifffile.imread(out / f"{name}_classes.ome.tif"), expected)
+    (mixed / "upper.lsm").write_bytes(STACK)
+    response = service.post("/jobs", b"", **FOLDER_PARAMETERS | {"input": "scans/mixed"})
+    assert response.status_code == 422
+    assert "upper.TIF and upper.lsm would have result files with the same name" in response.json()["detail"]
 
 
 def test_job_fails_if_all_its_stacks_fail(service: Service, host: Path) -> None:

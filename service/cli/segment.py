@@ -45,8 +45,8 @@ def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--glob",
         metavar="PATTERN",
-        help="Glob pattern for the stacks in the folder IN, for example '**/*.tif' (default: all TIFF files in the"
-        " folder, but not in its subfolders)",
+        help="Glob pattern for the stacks in the folder IN, for example '**/*.tif' (default: all files and"
+        " OME-Zarr images with a supported format in the folder, but not in its subfolders)",
     )
     parser.add_argument(
         "--format",

@@ -186,8 +186,8 @@ class Query(BaseModel):
     glob: str | None = Field(
         default=None,
         max_length=256,
-        description="For `/jobs`, if `input` is a folder: glob pattern for the files to segment. Default: all TIFF "
-        "files in the folder, but not in its subfolders.",
+        description="For `/jobs`, if `input` is a folder: glob pattern for the stacks to segment. Default: all "
+        "files and OME-Zarr images with a supported format in the folder, but not in its subfolders.",
         examples=["**/*.tif"],
     )
     format: Literal["tiff", "zarr"] | None = Field(

@@ -32,9 +32,9 @@ from service.serving.results.answers import (
     confirm_delivery,
     describe_answer,
     encode_small_answer,
-    make_answer_name,
     write_answer,
 )
+from service.serving.results.metadata import ResultMetadata, make_answer_name
 from service.serving.storage.threads import FILE_THREADS, run_in_thread, wait_for
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from service.models.spec import ModelSpec
     from service.serving.devices.reservation import Reservation
     from service.serving.parameters import SegmentationRequest
-    from service.serving.results.metadata import ResultMetadata
     from service.serving.runtime import Runtime
     from service.serving.storage.scratch import SpaceReservation
 

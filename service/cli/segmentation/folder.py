@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
 
 from service.cli.models import choose_model
@@ -16,16 +18,16 @@ from service.cli.segmentation.parameters import use_option_names
 from service.cli.segmentation.stack import LocalRun, check_output
 from service.core.config import Settings
 from service.core.errors import BadParameter
+from service.formats.zarr.store import is_zarr_folder
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.batching.batcher import open_batcher
 from service.models.spec import ModelSpec
-from service.serving.jobs.folder_records import REPORT_FILE
+from service.serving.jobs.folder_records import REPORT_FILE, select_stacks
 from service.serving.jobs.folder_work import (
     FolderOutcome,
     FolderSegmentation,
     StackCallbacks,
     can_hold_results,
-    select_stacks,
 )
 from service.serving.parameters import Query
 from service.serving.reading import Pixels
@@ -88,24 +90,31 @@ def _print_summary(outcome: FolderOutcome, stack_count: int, out: Path, spec: Mo
 
 def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
     """Return the sorted relative paths of the stacks in a folder. Raises BadParameter if there are none."""
-    paths = [
-        path for path in folder.glob(glob or "*") if path.is_file() and out.resolve() not in path.resolve().parents
+    is_zarr = cache(is_zarr_folder)
+    paths = [path for path in folder.glob(glob or "*") if path.is_file() or is_zarr(path)]
+    names = [
+        str(path.relative_to(folder))
+        for path in paths
+        if out.resolve() not in path.resolve().parents and not any(map(is_zarr, _list_parents(path, folder)))
     ]
-    stacks = select_stacks((str(path.relative_to(folder)) for path in paths), glob)
-    if not stacks:
-        raise BadParameter(
-            f"{folder} contains no stacks that match {glob or '*.tif'}. "
-            "Set --glob to a pattern that matches the stacks."
-        )
-    return stacks
+    if stacks := select_stacks(names, glob, partial(_open_stack, folder)):
+        return stacks
+    selection = "files in a supported format" if glob is None else f"stacks that match {glob}"
+    raise BadParameter(f"{folder} contains no {selection}. Set --glob to a pattern that matches the stacks.")
+
+
+def _list_parents(path: Path, folder: Path) -> Iterable[Path]:
+    """Return the folders between a path and a folder that contains it."""
+    return takewhile(lambda parent: parent != folder, path.parents)
+
+
+@contextmanager
+def _open_stack(folder: Path, name: str) -> Iterator[Path]:
+    yield folder / name
 
 
 def _make_callbacks(folder: Path, query: Query, local_run: LocalRun, limit_bytes: int) -> StackCallbacks:
     is_measured = local_run.runner.estimator.get_output_kind(query.options) == "labels"
-
-    @contextmanager
-    def open_stack(name: str) -> Iterator[Path]:
-        yield folder / name
 
     def read(path: Path, query: Query, scratch: Path) -> Pixels:
         return make_local_source(path, query, limit_bytes, scratch, is_measured=is_measured).read_pixels()
@@ -116,4 +125,6 @@ def _make_callbacks(folder: Path, query: Query, local_run: LocalRun, limit_bytes
         )
 
     estimate = local_run.estimate_diameter if local_run.needs_diameter_estimate(query.options) else None
-    return StackCallbacks(open_stack, read, local_run.segment, estimate, begin=begin, reword=use_option_names)
+    return StackCallbacks(
+        partial(_open_stack, folder), read, local_run.segment, estimate, begin=begin, reword=use_option_names
+    )

@@ -21,7 +21,8 @@ def make_description(segmentation: Segmentation) -> str:
     """Return the dimensions and the voxel size in ImageJ's syntax.
 
     Lengths are in cm, the smallest unit of the resolution tags. The display range of labels is chosen so
-    that up to 255 labels have distinct colors.
+    that up to 255 labels have distinct colors. Probabilities are displayed from 0 to 1; otherwise ImageJ would use the
+    range of the first plane.
     """
     pixels = segmentation.pixels
     lines = ["ImageJ=1.54f", f"slices={pixels.shape[-3]}"]
@@ -36,6 +37,8 @@ def make_description(segmentation: Segmentation) -> str:
         lines += ["unit=cm", f"spacing={segmentation.voxel_size.z / 1e4:.10g}"]
     if segmentation.count is not None:
         lines += ["min=0.0", f"max={max(255, segmentation.count)}.0"]
+    elif segmentation.kind == "probabilities":
+        lines += ["min=0.0", "max=1.0"]
     return "\n".join(lines) + "\n"
 
 

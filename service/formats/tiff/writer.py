@@ -69,6 +69,9 @@ def write(segmentation: Segmentation, path: Path, provenance: Mapping[str, str] 
     in the resolution tags, and in a second description for ImageJ's built-in reader. `provenance` maps names to values
     that describe how the segmentation was made. It is stored as an annotation of the image in the OME-XML, and as lines
     of the second description. Labels and classes have a color map.
+
+    libtiff warns about the second description, and about color maps of 256 colors in files with 16 or 32 bits. ImageJ
+    has no other source for the distance of planes and the display range, and reads no other color maps.
     """
     # Most files are sent to a client and deleted, so syncing to disk is left to callers that retain the file.
     with write_atomically(path, sync=False) as partial_path, partial_path.open("w+b") as file:
@@ -147,7 +150,10 @@ def _write_pages(
         tags.append(("ImageDescription", "s", 0, description, True))
     if layout.kind in {"labels", "classes"}:
         colors = imagej_metadata.make_label_colors()
-        tags.append((imagej_metadata.COLOR_MAP_TAG, "H", len(colors), colors, True))
+        # ImageJ reads only the first of several 8-bit pages if the others have no color map: it considers them to be
+        # images of another type. Of deeper pages, it reads the color map of the first page, which is sufficient.
+        is_first_page_only = layout.dtype.itemsize > 1
+        tags.append((imagej_metadata.COLOR_MAP_TAG, "H", len(colors), colors, is_first_page_only))
     with TiffWriter(file, ome=True, bigtiff=layout.nbytes > _MAX_CLASSIC_TIFF_BYTES) as writer:
         writer.write(
             _compress_planes(planes, layout),

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from service.core.errors import BadFile, BadParameter, Cancelled, OutOfStorage, RateLimited
 from service.core.types import CancellationCheck, Options, Volume
 from service.serving.devices.queue.job import Job, Progress
-from service.serving.jobs.folder_records import REPORT_FILE, TABLE_FILE
+from service.serving.jobs.folder_records import REPORT_FILE, TABLE_FILE, select_stacks
 from service.serving.jobs.folder_work import (
     FolderOutcome,
     FolderSegmentation,
     StackCallbacks,
     can_hold_results,
-    select_stacks,
 )
 from service.serving.parameters import Query, SegmentationRequest
 from service.serving.reading import Pixels, PixelSource
@@ -65,12 +64,25 @@ class FolderPaths(NamedTuple):
     def find_stacks(self, host_files: HostFiles, cancelled: CancellationCheck) -> list[str]:
         """Return the names of the stacks. Raises Cancelled, and BadParameter if there are no stacks."""
         files = host_files.list_stacks(self.input_folder, self.results_folder, self.caller, self.glob, cancelled)
-        if stacks := select_stacks(files, self.glob):
+
+        def open_stack(name: str) -> AbstractContextManager[Path]:
+            if cancelled():
+                raise Cancelled("The job was canceled while the stacks were being listed.")
+            return self.open_stack(host_files, name)
+
+        if stacks := select_stacks(files, self.glob, open_stack):
             return stacks
-        pattern = self.glob or "*.tif"
+        selection = "file in a supported format" if self.glob is None else f"stack that matches {self.glob}"
         raise BadParameter.for_parameter(
-            "input", f"{self.input_folder} contains no stack that matches {pattern}. Set glob to a different pattern."
+            "input", f"{self.input_folder} contains no {selection}. Set glob to a pattern that matches the stacks."
         )
+
+    @contextmanager
+    def open_stack(self, host_files: HostFiles, name: str) -> Iterator[Path]:
+        """Context manager that opens a stack of the input folder. Raises BadParameter."""
+        with host_files.open_input(f"{self.input_folder.removesuffix('/')}/{name}", self.caller) as source:
+            assert isinstance(source, Source)  # noqa: S101 - stacks of a folder are local files
+            yield source.path
 
     def check_folders(self, host_files: HostFiles, cancelled: CancellationCheck, *, overwrite: bool) -> None:
         """Raise BadParameter if a folder cannot be used. Also raises Cancelled.
@@ -152,7 +164,7 @@ class FolderRun:
         needs_estimate = estimator.plan(self._query.options).needs_diameter_estimate
         needs_measurements = estimator.get_output_kind(self._query.options) == "labels"
         callbacks = StackCallbacks(
-            open=self._open_stack,
+            open=partial(self._paths.open_stack, self._runtime.host_files),
             read=partial(self._read_stack, has_measurements=needs_measurements),
             segment=self._segment,
             estimate_diameter=self._estimate_diameter if needs_estimate else None,
@@ -213,13 +225,6 @@ class FolderRun:
             else:
                 self._reset_attempts()
             self._started_count += 1
-
-    @contextmanager
-    def _open_stack(self, name: str) -> Iterator[Path]:
-        path = f"{self._paths.input_folder.removesuffix('/')}/{name}"
-        with self._runtime.host_files.open_input(path, self._paths.caller) as source:
-            assert isinstance(source, Source)  # noqa: S101 - stacks of a folder are local files
-            yield source.path
 
     def _read_stack(self, path: Path, query: Query, scratch: Path, *, has_measurements: bool) -> Pixels:
         """Read a stack in the shared read threads. Wait until there is enough scratch space for a large stack."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, takewhile
@@ -33,12 +33,14 @@ from service.serving.jobs.folder_records import (
     RECORDS_FILE,
     RecordFile,
     StackRecord,
+    get_result_stem,
+    measure_stack,
     to_printable,
     write_report,
     write_table,
 )
 from service.serving.parameters import Query
-from service.serving.results.answers import TIFF_SUFFIX, make_answer_name, measure_objects
+from service.serving.results.answers import measure_objects
 from service.serving.results.provenance import describe_provenance, hash_file
 from service.serving.storage.disk import translate_disk_errors
 
@@ -121,32 +123,9 @@ class _SharedParameters(NamedTuple):
     note: str
 
 
-def select_stacks(files: Iterable[str], glob: str | None) -> list[str]:
-    """Return the sorted names of stacks. Skip hidden files and, if there is no pattern, all files except TIFF files.
-
-    Raises BadParameter if several stacks would have the same result file.
-    """
-    visible_names = (name for name in files if not Path(name).name.startswith("."))
-    stacks = sorted(name for name in visible_names if glob or TIFF_SUFFIX.search(name))
-    stems = set[str]()
-    for stem in map(_get_result_stem, stacks):
-        if stem in stems:
-            raise BadParameter(
-                f"Several stacks would have result files with the same name, {stem}. Rename one of these stacks, or"
-                " select stacks with a pattern."
-            )
-        stems.add(stem)
-    return stacks
-
-
 def can_hold_results(results: ResultFolder) -> bool:
     """Return whether a folder is empty or contains the results of an earlier run."""
     return results.is_empty or results.has_file(RECORDS_FILE)
-
-
-def _get_result_stem(name: str) -> str:
-    """Return the path of a stack without its suffix. The paths of all results of the stack begin with this stem."""
-    return str(Path(name).with_name(make_answer_name(Path(name).name, "")))
 
 
 class FolderSegmentation:
@@ -193,7 +172,7 @@ class FolderSegmentation:
 
     def _has_result(self, name: str) -> bool:
         with suppress(*_SINGLE_STACK_ERRORS), self._callbacks.open(name) as stack:
-            return self._records.has_result_for(name, self._key, stack.stat())
+            return self._records.has_result_for(name, self._key, *measure_stack(stack))
         return False
 
     def _write_summary(self, stacks: Sequence[str]) -> None:
@@ -203,12 +182,12 @@ class FolderSegmentation:
         with _translate_write_errors():
             write_table(
                 self._results,
-                [(name, _get_result_stem(name)) for name in stacks if name in records and records[name].result],
+                [(name, get_result_stem(name)) for name in stacks if name in records and records[name].result],
             )
             write_report(
                 self._results,
                 self._spec.identifier,
-                [(name, _get_result_stem(name), records.get(name)) for name in stacks],
+                [(name, get_result_stem(name), records.get(name)) for name in stacks],
             )
 
     def _find_shared_parameters(self, stacks: Sequence[str], query: Query, parameters: str) -> _SharedParameters:
@@ -256,8 +235,8 @@ class FolderSegmentation:
         record, is_writing = StackRecord(self._key, 0, 0), False
         try:
             with self._callbacks.open(name) as stack, tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
-                status = stack.stat()
-                record = record._replace(size=status.st_size, mtime=status.st_mtime_ns)
+                size, mtime = measure_stack(stack)
+                record = record._replace(size=size, mtime=mtime)
                 if to_printable(name) != name:
                     raise BadParameter("The file name is not valid UTF-8. Rename the file.")
                 stages = Stages()
@@ -288,7 +267,7 @@ class FolderSegmentation:
 
     def _write_results(self, name: str, pixels: Pixels, result: Result, provenance: dict[str, str]) -> str:
         """Write the labels, the preview image and the table of a stack. Return the path of the labels."""
-        segmentation, staging, stem = result.segmentation, self._results.staging, _get_result_stem(name)
+        segmentation, staging, stem = result.segmentation, self._results.staging, get_result_stem(name)
         labels_path = f"{stem}_{segmentation.kind}.ome.{'zarr' if self._is_zarr else 'tif'}"
         staged_name = Path(labels_path).name
         writers.write(segmentation, staging / staged_name, provenance)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -19,7 +18,7 @@ from service.core.telemetry import Stages
 from service.core.types import Segmentation, Volume
 from service.formats.tiff import writer as tiff_writer
 from service.inference import measurements
-from service.serving.results.metadata import ResultMetadata
+from service.serving.results.metadata import ResultMetadata, make_answer_name
 from service.serving.results.provenance import describe_provenance
 
 if TYPE_CHECKING:
@@ -34,10 +33,6 @@ ARCHIVE_FILE = "labels.zip"
 RECEIPT_FILE = "saved.json"
 # Folder to which an OME-Zarr result is written.
 ZARR_FOLDER = "image.zarr"
-
-TIFF_SUFFIX = re.compile(r"(\.ome)?\.tiff?$", re.IGNORECASE)
-# Suffix of an uploaded file, which is replaced in the name of its result.
-_STACK_SUFFIX = re.compile(r"(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$", re.IGNORECASE)
 
 # Media types of results, by value of the parameter `measurements`.
 MEDIA_TYPES = {None: "image/tiff", "csv": "text/csv", "zip": "application/zip"}
@@ -255,11 +250,6 @@ def compute_fingerprint(
     """
     components = [caller, digest, spec_json, query.canonical_json, execution_settings]
     return hashlib.sha256(json.dumps(components).encode()).hexdigest()
-
-
-def make_answer_name(name: str, suffix: str) -> str:
-    """Name a result file after its input: `embryo.ome.tif` -> `embryo_labels.ome.tif`."""
-    return (_STACK_SUFFIX.sub("", name) or "stack") + suffix
 
 
 def _make_provenance(request: SegmentationRequest, result: Result) -> dict[str, str]:

@@ -8,6 +8,14 @@ from typing import Any
 from service.core.quantities import VoxelSize
 from service.core.types import OutputKind
 
+# Suffixes of all formats that can be read, in lower case.
+STACK_SUFFIXES = (
+    *(".tif", ".tiff", ".tf2", ".tf8", ".btf"),
+    *(".lsm", ".stk"),
+    *(".zarr", ".zarr.zip", ".ozx", ".zip"),
+)
+_OME_SUFFIXES = tuple(f".ome{suffix}" for suffix in STACK_SUFFIXES)
+
 
 @dataclass(frozen=True)
 class ResultMetadata:
@@ -39,3 +47,14 @@ class ResultMetadata:
     confidence: float | None = None
     doubt: dict[str, Any] | None = None
     stacks: tuple[int, int] | None = None
+
+
+def has_stack_suffix(name: str) -> bool:
+    """Return whether a file name has the suffix of a format that can be read, in upper or lower case."""
+    return name.lower().endswith(STACK_SUFFIXES)
+
+
+def make_answer_name(name: str, suffix: str) -> str:
+    """Name a result file after its input: `embryo.ome.tif` -> `embryo_labels.ome.tif`."""
+    lengths = (len(ending) for ending in (*_OME_SUFFIXES, *STACK_SUFFIXES) if name.lower().endswith(ending))
+    return (name[: len(name) - max(lengths, default=0)] or "stack") + suffix

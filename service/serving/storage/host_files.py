@@ -186,7 +186,7 @@ class HostFiles:
         glob: str | None,
         cancelled: CancellationCheck = never_cancelled,
     ) -> list[str]:
-        """Return the files in a folder that match a pattern, except for those in the results folder `output`.
+        """Return the files and OME-Zarr folders that match a pattern, except for those in the results folder `output`.
 
         Also raises Cancelled, and BadParameter if `output` is the input folder.
         """

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import IO
 
 from service.core.errors import BadParameter, Cancelled
-from service.core.files.atomic_files import open_folder_by_path, open_subfolder
+from service.core.files.atomic_files import make_descriptor_path, open_folder_by_path, open_subfolder
 from service.core.types import CancellationCheck, never_cancelled
+from service.formats.zarr.store import is_zarr_folder
 
 # Size of the buffer for copying files.
 COPY_BUFFER_BYTES = 2**26
@@ -112,10 +113,11 @@ def list_files(
     skipped_status: os.stat_result | None = None,
     cancelled: CancellationCheck = never_cancelled,
 ) -> list[str]:
-    """Return the relative paths of the regular files below an open folder that match a pattern.
+    """Return the relative paths of the regular files and OME-Zarr folders below an open folder that match a pattern.
 
-    The pattern has the syntax of `pathlib.Path.glob`. Links and the folder with the status `skipped_status` are not
-    searched. Raises Cancelled, and BadParameter if the pattern is invalid or the folder contains too many entries.
+    The pattern has the syntax of `pathlib.Path.glob`. Links, OME-Zarr folders and the folder with the status
+    `skipped_status` are not searched. Raises Cancelled, and BadParameter if the pattern is invalid or the folder
+    contains too many entries.
     """
     pattern = _parse_pattern(glob)
     search = _Search(pattern, skipped_status, cancelled)
@@ -156,7 +158,7 @@ class _Search:
     A position in the pattern is the index of the component that the next name has to match. All positions that the
     path of a folder can lead to are followed at the same time, like the states of a nondeterministic automaton.
 
-    matches  relative paths of the files that have been found
+    matches  relative paths of the files and OME-Zarr folders that have been found
     """
 
     def __init__(
@@ -172,19 +174,23 @@ class _Search:
             raise BadParameter(
                 f"The folder has more than {MAX_SEARCH_DEPTH} levels of subfolders. Choose one of its subfolders."
             )
-        subfolders: list[tuple[str, set[int]]] = []
+        subfolders = list[tuple[str, set[int]]]()
         with os.scandir(folder_fd) as entries:
             for entry in entries:
                 self._count_entry()
-                if entry.is_dir(follow_symlinks=False):
-                    if next_positions := self._enter(entry.name, positions):
-                        subfolders.append((entry.name, next_positions))
-                elif entry.is_file(follow_symlinks=False) and self._is_match(entry.name, positions):
+                is_match, next_positions = self._is_match(entry.name, positions), self._enter(entry.name, positions)
+                if entry.is_dir(follow_symlinks=False) and (is_match or next_positions):
+                    subfolders.append((entry.name, next_positions))
+                elif is_match and entry.is_file(follow_symlinks=False):
                     self.matches.append("/".join((*components, entry.name)))
         for name, next_positions in subfolders:
             with suppress(OSError), open_subfolder(folder_fd, [name]) as subfolder_fd:
-                if self._skipped_status is None or not os.path.samestat(os.fstat(subfolder_fd), self._skipped_status):
+                if self._skipped_status is not None and os.path.samestat(os.fstat(subfolder_fd), self._skipped_status):
+                    continue
+                if not is_zarr_folder(make_descriptor_path(subfolder_fd)):
                     self.search_folder(subfolder_fd, (*components, name), next_positions)
+                elif self._is_match(name, positions):
+                    self.matches.append("/".join((*components, name)))
 
     def _count_entry(self) -> None:
         self._entry_count += 1
@@ -200,7 +206,7 @@ class _Search:
         """Return the positions after the name of a folder."""
         pattern = self._pattern
         next_positions = {position for position in positions if pattern[position : position + 1] == ("**",)}
-        # The last component matches only a file.
+        # The last component matches only a file or an OME-Zarr folder.
         next_positions |= {
             position + 1
             for position in positions - next_positions

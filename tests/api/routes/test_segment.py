@@ -26,8 +26,8 @@ from service.core.config import Settings
 from service.core.quantities import VoxelSize
 from service.models.spec import ModelSpec
 from service.serving.parameters import Query
-from service.serving.results.answers import compute_fingerprint, make_answer_name
-from service.serving.results.metadata import ResultMetadata
+from service.serving.results.answers import compute_fingerprint
+from service.serving.results.metadata import ResultMetadata, make_answer_name
 from service.serving.storage.readers import SMALL_FILE_READER_COUNT
 
 ONES = np.ones((3, 8, 8))
@@ -460,6 +460,9 @@ def test_headers_for_unknown_metadata_are_omitted() -> None:
         ("embryo.ome.TIFF", "embryo_labels.ome.tif"),
         ("embryo.day2.tif", "embryo.day2_labels.ome.tif"),
         ("embryo", "embryo_labels.ome.tif"),
+        ("embryo.LSM", "embryo_labels.ome.tif"),
+        ("embryo.ome.zarr.zip", "embryo_labels.ome.tif"),
+        ("embryo.zarr.zip", "embryo_labels.ome.tif"),
         (".tif", "stack_labels.ome.tif"),
         ("", "stack_labels.ome.tif"),
     ],

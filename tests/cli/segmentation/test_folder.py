@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,34 @@ def test_labels_of_a_folder_are_written_as_ome_zarr_on_request(
     assert f"{names[0].replace(' ', '%20')}_labels.ome.zarr" in (out / "report.html").read_text()
 
 
+def test_folder_with_different_formats_is_segmented(
+    folder: Path, config: Path, tmp_path: Path, run_stackseg: Any
+) -> None:
+    mixed, out = copy_few_stacks(folder, tmp_path, STACKS[:1]), tmp_path / "out"
+    pixels = tifffile.imread(folder / f"{STACKS[0]}.tif")
+    write_zarr(mixed / "folder.ome.zarr", pixels, chunks=(8, 48, 64))
+    write_zarr(mixed / "old.zarr", pixels, version="0.4", chunks=(8, 48, 64))
+    with zipfile.ZipFile(mixed / "packed.ozx", "w") as archive:
+        for path in sorted((mixed / "folder.ome.zarr").rglob("*")):
+            archive.write(path, path.relative_to(mixed / "folder.ome.zarr"))
+    (mixed / "._stack.tif").write_bytes(b"\0\5\x16\7" + bytes(100))
+    (mixed / "page.tif").write_text("<html>")
+    write_zarr(mixed / "empty.zarr", pixels, chunks=(8, 48, 64))
+    shutil.rmtree(mixed / "empty.zarr" / "0")
+
+    err = run_stackseg("segment", mixed, out, "--config", config, "--diameter", "none", status=1)
+
+    assert sorted(line.split(": ")[1] for line in err.splitlines()) == ["empty.zarr", "page.tif"]
+    expected = tifffile.imread(out / f"{STACKS[0]}_labels.ome.tif")
+    for name in ("folder", "old", "packed"):
+        np.testing.assert_array_equal(tifffile.imread(out / f"{name}_labels.ome.tif"), expected)
+    # Finished OME-Zarr images are skipped, unless a chunk has changed. Files in OME-Zarr folders are not stacks.
+    (mixed / "folder.ome.zarr" / "0" / "c" / "0" / "0" / "0").touch()
+    previous_count = len(read_recorded_stacks(out))
+    run_stackseg("segment", mixed, out, "--config", config, "--diameter", "none", "--glob", "**/*", status=1)
+    assert sorted(read_recorded_stacks(out)[previous_count:]) == ["empty.zarr", "folder.ome.zarr", "page.tif"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -159,7 +189,7 @@ def test_labels_of_a_folder_are_written_as_ome_zarr_on_request(
         (["{few}", "{few}/stack 00.tif"], "is a file. Choose a folder"),
         (["{few}", "out", "--diameter", "auto"], "has no object diameter"),
         (["{few}", "out", "--glob", "*.lsm"], "contains no stacks that match *.lsm"),
-        (["{full}", "out"], "contains no stacks that match *.tif"),
+        (["{full}", "out"], "contains no files in a supported format"),
         (["{few}", "out", "--measurements", "objects.csv"], "objects.csv in the results folder"),
         (["{few}"], "Specify the result exactly once"),
         (["{few}", "out", "-o", "out"], "Specify the result exactly once"),

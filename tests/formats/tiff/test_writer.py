@@ -254,3 +254,25 @@ def test_labels_have_distinct_colors_in_imagej(tmp_path: Path) -> None:
     tiff_writer.write(Segmentation(noise(2, 2, 17, 23, dtype="float32"), "probabilities", names=("a", "b")), path)
     with tifffile.TiffFile(path) as file:
         assert "ColorMap" not in file.pages.first.tags
+        assert ((file.imagej_metadata or {})["min"], (file.imagej_metadata or {})["max"]) == (0, 1)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("uint8", [True] * 3), ("uint16", [True, False, False])])
+def test_all_8_bit_pages_have_the_color_map(tmp_path: Path, dtype: str, expected: list[bool]) -> None:
+    # Otherwise, ImageJ opens only the first page.
+    path = tmp_path / "classes.ome.tif"
+    tiff_writer.write(Segmentation(noise(3, 17, 23, dtype=dtype), "classes"), path)
+    with tifffile.TiffFile(path) as file:
+        assert ["ColorMap" in page.tags for page in map(file.pages.get, range(3))] == expected
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
+def test_tags_are_sorted_and_only_the_description_for_imagej_repeats_a_tag(tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "labels.ome.tif"
+    tiff_writer.write(Segmentation(noise(2, 17, 23, dtype=dtype), "labels", VoxelSize(3, 2, 1), count=7), path)
+    with tifffile.TiffFile(path) as file:
+        for number in range(2):
+            page = file.pages.get(number)
+            codes = [tag.code for tag in sorted(page.tags, key=lambda tag: tag.offset)]
+            assert codes == sorted(codes)
+            assert [code for code in set(codes) if codes.count(code) > 1] == ([270] if number == 0 else [])

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from live import as_tiff
 
-from service.core.errors import BadFile, BadParameter, DeviceLost, OutOfMemory
+from service.core.errors import BadFile, DeviceLost, OutOfMemory
 from service.core.quantities import Diameter
 from service.core.types import Options, Segmentation, Volume
 from service.formats import stack_reader
 from service.inference.types import DiameterEstimate, Result, Series
 from service.models.spec import ModelSpec
 from service.serving.jobs.folder_records import RECORDS_FILE
-from service.serving.jobs.folder_work import FolderOutcome, FolderSegmentation, StackCallbacks, select_stacks
+from service.serving.jobs.folder_work import FolderOutcome, FolderSegmentation, StackCallbacks
 from service.serving.parameters import Query
 from service.serving.reading import Pixels
 from service.serving.storage.result_folder import open_results
@@ -122,9 +122,3 @@ def test_symbolic_link_at_a_result_path_is_replaced_and_a_folder_fails_the_stack
     assert not (results / "1_labels.ome.tif").is_symlink()
     assert [error.partition(" ")[0] for error in outcome.failures] == ["2.tif:"]
     assert not [path for path in results.iterdir() if path.name.startswith(".")]
-
-
-def test_two_stacks_with_the_same_result_file_are_rejected() -> None:
-    assert select_stacks([".hidden.tif", "b.ome.tif", "a.TIFF", "notes.txt"], None) == ["a.TIFF", "b.ome.tif"]
-    with pytest.raises(BadParameter, match="result files with the same name"):
-        select_stacks(["a.tif", "a.ome.tif"], None)

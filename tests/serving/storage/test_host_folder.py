@@ -56,6 +56,18 @@ def test_links_and_the_results_folder_are_not_searched(tmp_path: Path) -> None:
     assert list_files(tmp_path, "**/*.tif", (tmp_path / "results").stat()) == ["scans/a.tif"]
 
 
+@pytest.mark.parametrize(
+    ("glob", "expected"),
+    [("*", ["a.zarr"]), ("**/*.zarr", ["a.zarr", "day/b.zarr"]), ("**/*", ["a.zarr", "day/b.zarr"]), ("*/*/zarr*", [])],
+)
+def test_zarr_folders_match_as_a_whole(tmp_path: Path, glob: str, expected: list[str]) -> None:
+    for name, metadata in (("a.zarr", "zarr.json"), ("day/b.zarr", ".zgroup")):
+        (tmp_path / name / "0").mkdir(parents=True)
+        (tmp_path / name / metadata).touch()
+        (tmp_path / name / "0" / metadata).touch()
+    assert sorted(list_files(tmp_path, glob)) == expected
+
+
 @pytest.mark.parametrize("glob", ["../*", "/etc/*", "a//b", ".", "", "/".join(33 * ["*"])])
 def test_invalid_patterns_are_rejected(tmp_path: Path, glob: str) -> None:
     with pytest.raises(BadParameter, match="glob"):
