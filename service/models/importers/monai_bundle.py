@@ -7,7 +7,6 @@ a problem. Source: specification of the MONAI bundle format, version 0.1.10.
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from service.models.importers.draft import (
     find_file,
     read_mapping,
 )
+from service.models.importers.monai_arguments import check_arguments, is_positive_number
 
 WEIGHTS_FILES: tuple[tuple[str, WeightsKind], ...] = (
     ("models/model.pt", "state dict"),
@@ -216,9 +216,8 @@ def _read_roi_size(config: Fields, formats: Fields) -> list[int]:
 def _read_transforms(config: Fields, key: str) -> list[tuple[str, Fields]]:
     """Return the names and settings of a chain of transforms, excluding disabled and ignored transforms."""
     chain = config.get_mapping(key)
-    steps = chain.get_mappings("transforms")
-    named_steps = [(_read_name(step), step) for step in steps if step.get("_disabled_") is not True]
-    return [(name, step) for name, step in named_steps if name not in IGNORED_TRANSFORMS]
+    steps = [step for step in chain.get_mappings("transforms") if step.get("_disabled_") is not True]
+    return [(name, step) for step in steps if (name := _read_name(step)) not in IGNORED_TRANSFORMS]
 
 
 def _read_name(step: Fields) -> str:
@@ -234,6 +233,7 @@ def _read_normalization(config: Fields, channel_count: Any) -> dict[str, Any]:
     if step is None:
         return {"kind": "range", "low": 0.0, "high": 1.0}
     name = _read_name(step)
+    check_arguments(name, step)
     if channel_count != 1 and name != "ScaleIntensityRanged" and not step.get("channel_wise") and "divisor" not in step:
         raise UnsupportedPackage(
             f"{step.locate('channel_wise')}: statistics computed jointly over all channels are not supported."
@@ -279,14 +279,9 @@ def _read_spacing(config: Fields) -> list[float] | None:
     pixdim = step.get("pixdim")
     # As in MONAI, the last value is repeated for missing axes.
     sizes = [*pixdim, *pixdim[-1:] * 3][:3] if isinstance(pixdim, list) else [pixdim] * 3
-    if not all(map(_is_positive_number, sizes)):
+    if not all(map(is_positive_number, sizes)):
         raise UnsupportedPackage(f"{step.locate('pixdim')}: expected voxel sizes for three axes, not {pixdim!r:.80}.")
     return [float(size) for size in sizes]
-
-
-def _is_positive_number(value: object) -> bool:
-    """Return whether a value is a finite number greater than 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _read_number(step: Fields, key: str, default: float | None = None) -> float:
@@ -324,9 +319,9 @@ def _translate_min_max(step: Fields) -> dict[str, Any]:
 def _translate_standardization(step: Fields) -> dict[str, Any]:
     if step.get("nonzero"):
         raise UnsupportedPackage(f"{step.locate('nonzero')}: statistics that exclude zero voxels are not supported.")
-    if "subtrahend" in step or "divisor" in step:
-        low = _read_number(step, "subtrahend", 0)
-        return {"kind": "range", "low": low, "high": low + _read_number(step, "divisor", 1)}
+    if "subtrahend" in step:
+        low = _read_number(step, "subtrahend")
+        return {"kind": "range", "low": low, "high": low + _read_number(step, "divisor")}
     return {"kind": "zscore"}
 
 
@@ -341,8 +336,9 @@ _TRANSLATORS = {
 def _read_activation(config: Fields) -> str:
     """Return softmax, sigmoid or none. Raises UnsupportedPackage for steps other than activations and an argmax."""
     activation = "none"
-    for name, step in _read_transforms(config, "postprocessing"):
-        if name == "Activationsd":
+    for index, (name, step) in enumerate(_read_transforms(config, "postprocessing")):
+        check_arguments(name, step)
+        if name == "Activationsd" and index == 0:
             kinds = [kind for kind in ("softmax", "sigmoid") if step.get(kind) not in (None, False, [False])]
             activation = kinds[0] if kinds else "none"
         elif name != "AsDiscreted" or step.get("threshold") is not None:

@@ -177,6 +177,35 @@ def test_supported_normalizations_are_translated(
             make_preprocessing_config({"_target_": "NormalizeIntensityd", "nonzero": True}),
             r"preprocessing.transforms\[0\].nonzero",
         ),
+        (make_preprocessing_config({"_target_": "NormalizeIntensityd", "subtrahend": 9}), "0\\].subtrahend: .*both"),
+        (make_preprocessing_config({"_target_": "NormalizeIntensityd", "divisor": 9}), "0\\].subtrahend: .*both"),
+        (
+            make_preprocessing_config({"_target_": "ScaleIntensityd", "dtype": "uint8"}),
+            r"0\].dtype: only floating-point types are supported, not 'uint8'",
+        ),
+        (
+            make_preprocessing_config({"_target_": "ScaleIntensityd", "gamma": 2}),
+            r"0\].gamma: this argument of ScaleIntensityd is not supported",
+        ),
+        (
+            make_config(postprocessing={"transforms": [{"_target_": "Activationsd", "other": "torch.tanh"}]}),
+            r"0\].other: this argument of Activationsd is not supported",
+        ),
+        (
+            make_config(postprocessing={"transforms": [{"_target_": "Activationsd", "sigmoid": 1, "softmax": 1}]}),
+            r"0\].softmax: sigmoid and softmax cannot be applied together",
+        ),
+        (
+            make_config(
+                postprocessing={
+                    "transforms": [
+                        {"_target_": "AsDiscreted", "argmax": True},
+                        {"_target_": "Activationsd", "softmax": True},
+                    ]
+                }
+            ),
+            r"1\]._target_: Activationsd is not supported with these settings",
+        ),
         (
             make_preprocessing_config({"_target_": "ScaleIntensityRanged", "a_min": "$2 + 3", "a_max": 9}),
             r"transforms\[0\].a_min: '\$2 \+ 3'",
