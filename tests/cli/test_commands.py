@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 from model_files import copy_model
 from object_server import serve_objects
 from paths import ROOT
@@ -174,7 +175,7 @@ def test_model_path_may_be_long(
     if result_arguments == ["out"]:
         source = tmp_path / "stacks"
         source.mkdir()
-        shutil.copy(stack / "image.tif", source)
+        tifffile.imwrite(source / "image.tif", np.ones((4, 8, 8), np.uint8), imagej=True, metadata={"axes": "ZYX"})
     if "--workers" in result_arguments:
         source = write_zarr(tmp_path / "in.zarr", np.ones((4, 8, 8), np.uint8), chunks=(4, 8, 8))
     result, *options = result_arguments

@@ -114,8 +114,7 @@ def open_with_names(browser: Browser, *rules: str) -> Iterator[Page]:
 
 def list_unsafe_requests(live: LiveServer, identifiers: dict[str, str]) -> list[tuple[str, str]]:
     """Return the method and path of all routes that may change something, with identifiers for path parameters."""
-    app = live.server.config.app
-    routes: list[APIRoute] = app.state.endpoints  # type: ignore[union-attr]
+    routes: list[APIRoute] = get_service_app(live).state.endpoints
     return [
         (method, route.path.format_map(identifiers))
         for route in routes
@@ -123,9 +122,15 @@ def list_unsafe_requests(live: LiveServer, identifiers: dict[str, str]) -> list[
     ]
 
 
+def get_service_app(live: LiveServer) -> Any:
+    """Return the application, without the middleware for the headers of proxies."""
+    forwarded_headers: Any = live.server.config.app
+    return forwarded_headers.app
+
+
 def read_state(live: LiveServer) -> list[Any]:
     """Return everything that a request can change."""
-    stacks = live.server.config.app.state.async_jobs.stacks.nbytes  # type: ignore[union-attr]
+    stacks = get_service_app(live).state.async_jobs.stacks.nbytes
     return [stacks, *(live.client.get(path).json() for path in ("/jobs", "/annotations", "/trainings", "/models"))]
 
 
